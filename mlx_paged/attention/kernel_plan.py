@@ -1,0 +1,102 @@
+"""How a decode kernel is cut for one geometry: lanes, packets, simdgroups, partition size. Plain arithmetic, no arrays."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import mlx.core as mx
+
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 512)
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+MAX_GQA = 16
+MAX_QUERY_LENGTH = 8
+# Tokens per partition. A constant: a row's partitions, and so its bits, must not depend on the rest of its batch.
+PARTITION = 512
+# Apple GPUs abort the process above this, so it is checked here.
+MAX_THREADGROUP_BYTES = 32 * 1024
+# Floats of one query or one accumulator that a lane may hold before heads are split over simdgroups.
+_MAX_LANE_FLOATS = 64
+_COMBINE_FLOATS = 4096
+
+
+class Variant(NamedTuple):
+    """One kernel instance. The self-check passes or switches off exactly this."""
+
+    body: str
+    backend: str
+    dtype: mx.Dtype
+    head_dim: int
+    value_dim: int
+    gqa: int
+    block_size: int
+    softcap: bool = False
+    sinks: bool = False
+
+    def __str__(self) -> str:
+        extras = ("+softcap" if self.softcap else "") + ("+sinks" if self.sinks else "")
+        dtype = str(self.dtype).split(".")[-1]
+        dims = str(self.head_dim) if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
+        return f"{self.body}[{self.backend} {dtype} d{dims} g{self.gqa} b{self.block_size}{extras}]"
+
+
+class Plan(NamedTuple):
+    """Template arguments of paged_decode."""
+
+    vec: int  # elements per load
+    lanes: int  # lanes that hold one token
+    unroll: int  # steps of 32 / lanes tokens in flight
+    head_split: int  # simdgroups that share the query heads
+    head_round: int  # heads combined at a time through threadgroup memory
+    simdgroups: int
+    partition: int  # tokens
+
+    def threadgroup_bytes(self, gqa: int, value_dim: int) -> int:
+        """Threadgroup memory in bytes of one group."""
+        heads = -(-gqa // self.head_split)
+        return 4 * self.simdgroups * (2 * heads + self.head_round * value_dim)
+
+
+def _lane_layout(head_dim: int, itemsize: int, backend: str) -> tuple[int, int]:
+    """(vec, lanes) that waste the fewest lanes at about 8 elements per lane."""
+    widths = (8, 4) if itemsize == 2 and backend == "cuda" else (4,)
+    best: tuple[float, int, int] | None = None
+    for vec in widths:
+        for lanes in (4, 8, 16, 32):
+            per_lane = -(-head_dim // (vec * lanes)) * vec
+            cost = lanes * per_lane / head_dim + 0.02 * abs(per_lane - 8) + 0.05 * (vec != widths[0])
+            if best is None or cost < best[0]:
+                best = (cost, vec, lanes)
+    assert best is not None
+    return best[1], best[2]
+
+
+@lru_cache(maxsize=256)
+def plan_decode(variant: Variant, partition: int = PARTITION) -> Plan:
+    """The cut for one variant. Raises ValueError if its threadgroup memory would pass the limit."""
+    widest = max(variant.head_dim, variant.value_dim)
+    vec, lanes = _lane_layout(widest, variant.dtype.size, variant.backend)
+    per_lane = -(-widest // (vec * lanes)) * vec
+    head_split = next((n for n in (1, 2) if -(-variant.gqa // n) * per_lane <= _MAX_LANE_FLOATS), 4)
+    heads = -(-variant.gqa // head_split)
+    simdgroups = 4
+    head_round = max(1, min(heads, _COMBINE_FLOATS // (simdgroups * variant.value_dim)))
+    unroll = 4 if heads * per_lane <= 32 else 2
+    plan = Plan(vec, lanes, unroll, head_split, head_round, simdgroups, partition)
+    if plan.threadgroup_bytes(variant.gqa, variant.value_dim) > MAX_THREADGROUP_BYTES:
+        raise ValueError(f"{variant} needs more than {MAX_THREADGROUP_BYTES} bytes of threadgroup memory")
+    return plan
+
+
+def unsupported(dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int, block_size: int) -> str | None:
+    """Why the kernels cannot serve this geometry, or None if they can."""
+    if dtype not in DTYPES:
+        return f"dtype {dtype} is not one of float32, float16, bfloat16"
+    if head_dim not in HEAD_DIMS or value_dim not in HEAD_DIMS:
+        return f"head_dim {head_dim}/{value_dim} is not one of {HEAD_DIMS}"
+    if not 1 <= gqa <= MAX_GQA:
+        return f"{gqa} query heads per kv head is not in 1..{MAX_GQA}"
+    if block_size not in BLOCK_SIZES:
+        return f"block size {block_size} is not one of {BLOCK_SIZES}"
+    return None

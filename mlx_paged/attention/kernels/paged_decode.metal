@@ -1,0 +1,250 @@
+// Attention of one row (one query position of one sequence) over one partition of PART tokens, for the G query heads
+// of one kv head. A row sees the tokens starts[row] <= t < ends[row]; nothing else is read.
+//
+// Grid: x = kv head, y = row, z = partition; SG simdgroups. HS of them share the heads, SG / HS stripes share the tokens.
+// Inside a simdgroup LPT lanes hold one token, so 32 / LPT tokens pass at a time and U such steps make a chunk.
+constexpr int NK = (D + LPT * VEC - 1) / (LPT * VEC);    // packets of a key per lane
+constexpr int NV = (DV + LPT * VEC - 1) / (LPT * VEC);   // packets of a value per lane
+constexpr int TPS = 32 / LPT;                            // tokens per step
+constexpr int CHUNK = U * TPS;
+constexpr int HG = (G + HS - 1) / HS;                    // query heads per simdgroup
+constexpr int STRIPES = SG / HS;
+constexpr float NOTHING = -3.0e38f;
+constexpr float LOG2E = 1.44269504088896341f;
+
+threadgroup float tg_m[SG * HG];
+threadgroup float tg_l[SG * HG];
+threadgroup float tg_o[SG * HR * DV];
+
+const int n_kv = k_pool_shape[1];
+const int max_blocks = tables_shape[1];
+const int q_len = ends_shape[1];
+const int kv_head = static_cast<int>(threadgroup_position_in_grid.x);
+const int row = static_cast<int>(threadgroup_position_in_grid.y);
+const int partition = static_cast<int>(threadgroup_position_in_grid.z);
+const int n_partitions = static_cast<int>(threadgroups_per_grid.z);
+const int lane = static_cast<int>(thread_index_in_simdgroup);
+const int sg = static_cast<int>(simdgroup_index_in_threadgroup);
+const int sub = lane % LPT;
+const int step_token = lane / LPT;
+const int stripe = sg / HS;
+const int head0 = (sg % HS) * HG;
+const int sequence = row / q_len;
+// The first of this kv head's lines; a line is one (sequence, query head, query position) of q and out.
+const int64_t line0 = static_cast<int64_t>(sequence * n_kv + kv_head) * G * q_len + row % q_len;
+
+const int lo = metal::max(static_cast<int>(starts[row]), partition * PART);
+const int hi = metal::min(static_cast<int>(ends[row]), partition * PART + PART);
+
+if (kv_head + row + partition + lane + sg == 0) {
+  fence_out[0] = fence[0] + 1u;
+}
+
+if (lo < hi) {
+  const float gain = SOFTCAP ? params[0] / params[1] : params[0] * LOG2E;
+  float query[HG * NK * VEC];
+  float acc[HG * NV * VEC];
+  float m[HG];
+  float l[HG];
+  UNROLL
+  for (int h = 0; h < HG; h++) {
+    m[h] = NOTHING;
+    l[h] = 0.0f;
+    UNROLL
+    for (int i = 0; i < NK * VEC; i++) {
+      const int dim = (i / VEC * LPT + sub) * VEC + i % VEC;
+      query[h * NK * VEC + i] = dim < D && head0 + h < G ? gain * static_cast<float>(q[(line0 + (head0 + h) * q_len) * D + dim]) : 0.0f;
+    }
+    UNROLL
+    for (int i = 0; i < NV * VEC; i++) {
+      acc[h * NV * VEC + i] = 0.0f;
+    }
+  }
+
+  const int first_chunk = lo / CHUNK;
+  const int last_chunk = (hi - 1) / CHUNK;
+  for (int chunk = first_chunk + (stripe + STRIPES - first_chunk % STRIPES) % STRIPES; chunk <= last_chunk; chunk += STRIPES) {
+    Packet<T, VEC> keys[U * NK];
+    Packet<T, VEC> values[U * NV];
+    int64_t block = 0;
+    UNROLL
+    for (int u = 0; u < U; u++) {
+      // A token outside [lo, hi) is replaced by the nearest one inside (its score is dropped below), so that every
+      // address is of a live token.
+      const int token = chunk * CHUNK + u * TPS;
+      if (u == 0 || u * TPS % BS == 0) {
+        block = tables[sequence * max_blocks + metal::min(metal::max(token / BS, lo / BS), (hi - 1) / BS)];
+      }
+      const int slot = metal::min(metal::max(token + step_token, lo), hi - 1) % BS;
+      const int64_t at = (block * n_kv + kv_head) * BS + slot;
+      UNROLL
+      for (int i = 0; i < NK; i++) {
+        const int dim = (i * LPT + sub) * VEC;
+        keys[u * NK + i] = dim < D ? load_packet<T, VEC>(k_pool + at * D + dim) : zero_packet<T, VEC>();
+      }
+      UNROLL
+      for (int i = 0; i < NV; i++) {
+        const int dim = (i * LPT + sub) * VEC;
+        values[u * NV + i] = dim < DV ? load_packet<T, VEC>(v_pool + at * DV + dim) : zero_packet<T, VEC>();
+      }
+    }
+
+    float score[U * HG];
+    UNROLL
+    for (int u = 0; u < U; u++) {
+      UNROLL
+      for (int h = 0; h < HG; h++) {
+        score[u * HG + h] = 0.0f;
+      }
+      UNROLL
+      for (int i = 0; i < NK * VEC; i++) {
+        const float key = packet_value<T, VEC>(keys[u * NK + i / VEC], i % VEC);
+        UNROLL
+        for (int h = 0; h < HG; h++) {
+          score[u * HG + h] = metal::fma(query[h * NK * VEC + i], key, score[u * HG + h]);
+        }
+      }
+      const int token = chunk * CHUNK + u * TPS + step_token;
+      UNROLL
+      for (int h = 0; h < HG; h++) {
+        float s = score[u * HG + h];
+        UNROLL
+        for (int o = 1; o < LPT; o *= 2) {
+          s += simd_shuffle_xor(s, o);
+        }
+        if (SOFTCAP) {
+          s = metal::precise::tanh(s) * (params[1] * LOG2E);
+        }
+        score[u * HG + h] = token >= lo && token < hi ? s : NOTHING;
+      }
+    }
+
+    UNROLL
+    for (int h = 0; h < HG; h++) {
+      float m_new = m[h];
+      UNROLL
+      for (int u = 0; u < U; u++) {
+        m_new = metal::max(m_new, score[u * HG + h]);
+      }
+      UNROLL
+      for (int o = LPT; o < 32; o *= 2) {
+        m_new = metal::max(m_new, simd_shuffle_xor(m_new, o));
+      }
+      const float shrink = metal::exp2(m[h] - m_new);
+      m[h] = m_new;
+      l[h] *= shrink;
+      UNROLL
+      for (int i = 0; i < NV * VEC; i++) {
+        acc[h * NV * VEC + i] *= shrink;
+      }
+      UNROLL
+      for (int u = 0; u < U; u++) {
+        const int token = chunk * CHUNK + u * TPS + step_token;
+        const float p = token >= lo && token < hi ? metal::exp2(score[u * HG + h] - m_new) : 0.0f;
+        score[u * HG + h] = p;
+        l[h] += p;
+      }
+    }
+    UNROLL
+    for (int u = 0; u < U; u++) {
+      UNROLL
+      for (int i = 0; i < NV * VEC; i++) {
+        const float value = packet_value<T, VEC>(values[u * NV + i / VEC], i % VEC);
+        UNROLL
+        for (int h = 0; h < HG; h++) {
+          acc[h * NV * VEC + i] = metal::fma(score[u * HG + h], value, acc[h * NV * VEC + i]);
+        }
+      }
+    }
+  }
+
+  // Add up the tokens that passed side by side in this simdgroup, then the stripes.
+  UNROLL
+  for (int h = 0; h < HG; h++) {
+    UNROLL
+    for (int o = LPT; o < 32; o *= 2) {
+      l[h] += simd_shuffle_xor(l[h], o);
+    }
+    UNROLL
+    for (int i = 0; i < NV * VEC; i++) {
+      UNROLL
+      for (int o = LPT; o < 32; o *= 2) {
+        acc[h * NV * VEC + i] += simd_shuffle_xor(acc[h * NV * VEC + i], o);
+      }
+    }
+    if (lane == 0) {
+      tg_m[sg * HG + h] = m[h];
+      tg_l[sg * HG + h] = l[h];
+    }
+  }
+  // HR heads of every simdgroup at a time fit in threadgroup memory.
+  UNROLL
+  for (int h0 = 0; h0 < HG; h0 += HR) {
+    if (h0 > 0) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    UNROLL
+    for (int r = 0; r < HR; r++) {
+      UNROLL
+      for (int i = 0; i < NV * VEC; i++) {
+        const int dim = (i / VEC * LPT + sub) * VEC + i % VEC;
+        if (step_token == 0 && dim < DV && h0 + r < HG) {
+          tg_o[(sg * HR + r) * DV + dim] = acc[metal::min(h0 + r, HG - 1) * NV * VEC + i];
+        }
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int item = sg * 32 + lane; item < HS * HR * DV; item += SG * 32) {
+      const int dim = item % DV;
+      const int r = item / DV % HR;
+      const int share = item / (DV * HR);
+      const int head = share * HG + h0 + r;
+      if (h0 + r < HG && head < G) {
+        float top = NOTHING;
+        UNROLL
+        for (int s = 0; s < STRIPES; s++) {
+          top = metal::max(top, tg_m[(s * HS + share) * HG + h0 + r]);
+        }
+        float total = 0.0f;
+        float o = 0.0f;
+        UNROLL
+        for (int s = 0; s < STRIPES; s++) {
+          const float weight = metal::exp2(tg_m[(s * HS + share) * HG + h0 + r] - top);
+          total = metal::fma(tg_l[(s * HS + share) * HG + h0 + r], weight, total);
+          o = metal::fma(tg_o[((s * HS + share) * HR + r) * DV + dim], weight, o);
+        }
+        const int64_t line = line0 + head * q_len;
+        if (dim == 0) {
+          stats[(line * n_partitions + partition) * 2] = top;
+          stats[(line * n_partitions + partition) * 2 + 1] = total;
+        }
+        if (SINGLE) {
+          // The same operations in the same order as merge_partitions with one live partition: equal bits.
+          float all = top;
+          float denominator = 0.0f;
+          if (SINKS) {
+            const float sink = static_cast<float>(sinks[kv_head * G + head]) * LOG2E;
+            all = metal::max(top, sink);
+            denominator = metal::exp2(sink - all);
+          }
+          const float weight = metal::exp2(top - all);
+          denominator = metal::fma(total, weight, denominator);
+          o = metal::fma(o, weight, 0.0f) / denominator;
+        }
+        out[(line * n_partitions + partition) * DV + dim] = static_cast<O>(o);
+      }
+    }
+  }
+} else {
+  // Nothing visible here: merge_partitions never reads such a partition, a row that sees nothing at all gets zeros.
+  for (int item = sg * 32 + lane; item < G * DV; item += SG * 32) {
+    const int64_t at = (line0 + item / DV * q_len) * n_partitions + partition;
+    if (item % DV == 0) {
+      stats[at * 2] = NOTHING;
+      stats[at * 2 + 1] = 0.0f;
+    }
+    if (SINGLE) {
+      out[at * DV + item % DV] = static_cast<O>(0.0f);
+    }
+  }
+}

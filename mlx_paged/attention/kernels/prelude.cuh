@@ -1,0 +1,93 @@
+// CUDA dialect: the Metal names that the kernel bodies use, in terms of CUDA's.
+namespace mlx::core::cu {
+using uint = unsigned int;
+using ushort = unsigned short;
+namespace metal {
+__device__ inline float exp2(float x) { return ::exp2f(x); }
+__device__ inline float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
+__device__ inline float max(float a, float b) { return ::fmaxf(a, b); }
+__device__ inline float min(float a, float b) { return ::fminf(a, b); }
+__device__ inline int max(int a, int b) { return a < b ? b : a; }
+__device__ inline int min(int a, int b) { return b < a ? b : a; }
+namespace precise {
+__device__ inline float tanh(float x) { return ::tanhf(x); }
+}
+}  // namespace metal
+
+enum class mem_flags : unsigned { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
+__device__ inline void threadgroup_barrier(mem_flags) { __syncthreads(); }
+
+template <class V>
+__device__ inline V simd_shuffle_xor(V x, ushort n) {
+  return __shfl_xor_sync(0xffffffffu, x, n);
+}
+template <class V>
+__device__ inline V simd_sum(V x) {
+  for (int o = 16; o; o >>= 1) x += __shfl_xor_sync(0xffffffffu, x, o);
+  return x;
+}
+__device__ inline float simd_max(float x) {
+  for (int o = 16; o; o >>= 1) x = ::fmaxf(x, __shfl_xor_sync(0xffffffffu, x, o));
+  return x;
+}
+
+// N elements of T loaded together; kept raw until they are used.
+template <class T, int N>
+struct alignas(sizeof(T) * N) Packet {
+  T part[N];
+};
+template <int BYTES>
+struct RawPacket;
+template <>
+struct RawPacket<16> {
+  using type = uint4;
+};
+template <>
+struct RawPacket<8> {
+  using type = uint2;
+};
+template <class T, int N>
+__device__ inline Packet<T, N> load_packet(const T* source) {
+  using Raw = typename RawPacket<sizeof(T) * N>::type;
+  union {
+    Raw raw;
+    uint words[sizeof(Raw) / 4];
+  } bits;
+  bits.raw = *reinterpret_cast<const Raw*>(source);
+  Packet<T, N> packet;
+  memcpy(&packet, &bits, sizeof(Raw));
+  return packet;
+}
+template <class T, int N>
+__device__ inline Packet<T, N> zero_packet() {
+  Packet<T, N> packet;
+  memset(&packet, 0, sizeof(packet));
+  return packet;
+}
+template <class T, int N>
+__device__ inline void store_packet(T* target, Packet<T, N> packet) {
+  using Raw = typename RawPacket<sizeof(T) * N>::type;
+  Raw raw;
+  memcpy(&raw, &packet, sizeof(Raw));
+  *reinterpret_cast<Raw*>(target) = raw;
+}
+template <class T, int N>
+__device__ inline float packet_value(const Packet<T, N>& packet, int i) {
+  return static_cast<float>(packet.part[i]);
+}
+}  // namespace mlx::core::cu
+
+#define threadgroup_position_in_grid (blockIdx)
+#define threadgroups_per_grid (gridDim)
+#define thread_position_in_threadgroup (threadIdx)
+#define threads_per_threadgroup (blockDim)
+#define thread_position_in_grid \
+  (make_uint3(blockIdx.x * blockDim.x + threadIdx.x, blockIdx.y * blockDim.y + threadIdx.y, blockIdx.z * blockDim.z + threadIdx.z))
+#define thread_index_in_simdgroup (threadIdx.x % 32u)
+#define simdgroup_index_in_threadgroup (threadIdx.x / 32u)
+#define UNROLL _Pragma("unroll")
+// Last: __device__ is itself spelt with the word device.
+#define device
+#define constant
+#define thread
+#define threadgroup __shared__

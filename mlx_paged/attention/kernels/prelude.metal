@@ -1,0 +1,41 @@
+// Metal dialect: what the kernel bodies need beyond MSL and MLX's own preamble.
+#define UNROLL _Pragma("clang loop unroll(full)")
+
+// N elements of T loaded together; kept raw until they are used.
+template <typename T, int N>
+struct Packet {
+  metal::vec<T, 4> part[N / 4];
+};
+
+template <typename T, int N, typename P>
+inline Packet<T, N> load_packet(P source) {
+  Packet<T, N> packet;
+  UNROLL
+  for (int i = 0; i < N / 4; i++) {
+    packet.part[i] = *reinterpret_cast<const device metal::vec<T, 4>*>(source + 4 * i);
+  }
+  return packet;
+}
+
+template <typename T, int N>
+inline Packet<T, N> zero_packet() {
+  Packet<T, N> packet;
+  UNROLL
+  for (int i = 0; i < N / 4; i++) {
+    packet.part[i] = metal::vec<T, 4>(static_cast<T>(0.0f));
+  }
+  return packet;
+}
+
+template <typename T, int N, typename P>
+inline void store_packet(P target, Packet<T, N> packet) {
+  UNROLL
+  for (int i = 0; i < N / 4; i++) {
+    *reinterpret_cast<device metal::vec<T, 4>*>(target + 4 * i) = packet.part[i];
+  }
+}
+
+template <typename T, int N>
+inline float packet_value(Packet<T, N> packet, int i) {
+  return static_cast<float>(packet.part[i / 4][i % 4]);
+}

@@ -1,0 +1,127 @@
+"""Drives the real launch code of mlx_paged.attention.kernels through the emulator."""
+
+from contextlib import contextmanager
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged.attention import kernels
+from tests.msl import emulator
+
+# Outputs that a kernel may leave partly unwritten, and inputs it stores to.
+SPARSE = {"paged_decode": ("out",)}
+WRITES = {"write_slots": ("k_pool", "v_pool"), "copy_blocks": ("k_pool", "v_pool")}
+
+
+class Emulated:
+    """Stands in for kernels._kernel. `edit` changes a body's text: that is how mutations are planted."""
+
+    def __init__(self, checked=True, orders=(0, 1, 2), edit=None):
+        self.checked, self.orders, self.edit = checked, orders, edit or {}
+        self.calls, self.written, self.stats = [], {}, {}
+
+    def __call__(self, body):
+        header, source = kernels.kernel_text(body, "metal")
+        for old, new in self.edit.get(body, ()):
+            assert old in source, f"{body}: nothing to mutate: {old}"
+            source = source.replace(old, new)
+        inputs, outputs, strided = kernels._SIGNATURES[body]
+        kernel = emulator.metal_kernel(body, inputs, outputs, source, header, ensure_row_contiguous=not strided)
+
+        def launch(**call):
+            self.calls.append((body, call))
+            sparse = SPARSE.get(body, ()) if ("SINGLE", False) in call["template"] else ()
+            out = kernel(
+                **call, checked=self.checked, orders=self.orders, writes=WRITES.get(body, ()), sparse=sparse
+            )
+            self.written, self.stats = kernel.written, kernel.stats
+            return out
+
+        return launch
+
+
+@contextmanager
+def emulated(backend="metal", **options):
+    """Inside, kernels.* run on the emulator as if on `backend`'s plan. Yields the Emulated."""
+    fake = Emulated(**options)
+    real = kernels._kernel, kernels.backend
+    kernels._variants.cache_clear()
+    kernels._kernel, kernels.backend = fake, lambda: backend
+    try:
+        yield fake
+    finally:
+        kernels._kernel, kernels.backend = real
+        kernels._variants.cache_clear()
+
+
+def to_float(x):
+    """float32 NumPy values of an mlx array or an emulator output."""
+    if isinstance(x, emulator.BF16):
+        return emulator.from_bf16(x)
+    if isinstance(x, mx.array):
+        return np.array(x.astype(mx.float32))
+    return np.asarray(x, np.float32)
+
+
+class Case:
+    """A pool with stale NaN in every unused slot, permuted blocks, and tables that are poisoned outside the window."""
+
+    def __init__(self, contexts, *, starts=None, heads=(4, 2), head_dim=64, value_dim=None, block_size=16, q_len=1,
+                 dtype=mx.float32, seed=0, scale=None, softcap=None, sinks=False, max_blocks=None):
+        rng = np.random.default_rng(seed)
+        value_dim = value_dim or head_dim
+        self.n_q, self.n_kv = heads
+        self.dtype, self.block_size, self.softcap = dtype, block_size, softcap
+        self.scale = scale or head_dim**-0.5
+        batch = len(contexts)
+        # Query j of a sequence sees one token more than query j - 1.
+        self.ends = np.array([[max(c - q_len + 1 + j, 0) for j in range(q_len)] for c in contexts], np.int32)
+        self.starts = np.array([[s] * q_len for s in (starts or [0] * batch)], np.int32)
+        used = [-(-c // block_size) for c in contexts]
+        self.max_blocks = max_blocks or max(1, *used)
+        n_blocks = sum(used) + 4
+        order = list(rng.permutation(np.arange(1, n_blocks)))
+        self.tables = np.full((batch, self.max_blocks), 10**6, np.int32)  # following one is a wild load
+        k = np.full((n_blocks, self.n_kv, block_size, head_dim), np.nan, np.float32)
+        v = np.full((n_blocks, self.n_kv, block_size, value_dim), np.nan, np.float32)
+        self.q = mx.array(rng.standard_normal((batch, self.n_q, q_len, head_dim)).astype(np.float32)).astype(dtype)
+        self.sinks = mx.array(rng.standard_normal(self.n_q).astype(np.float32)) if sinks else None
+        rows = []
+        for b, c in enumerate(contexts):
+            kc, vc = (to_float(mx.array(rng.standard_normal((self.n_kv, c, d)).astype(np.float32)).astype(dtype))
+                      for d in (head_dim, value_dim))
+            rows.append((kc, vc))
+            for t in range(int(self.starts[b, 0]), c):
+                if t == self.starts[b, 0] or t % block_size == 0:
+                    self.tables[b, t // block_size] = order.pop()
+                k[self.tables[b, t // block_size], :, t % block_size] = kc[:, t]
+                v[self.tables[b, t // block_size], :, t % block_size] = vc[:, t]
+        self.k_pool, self.v_pool = mx.array(k).astype(dtype), mx.array(v).astype(dtype)
+        self.rows = rows
+
+    def reference(self):
+        """Float64 attention over the dense rows."""
+        q = to_float(self.q).astype(np.float64)
+        out = np.zeros((*q.shape[:3], self.v_pool.shape[3]))
+        for b, h, j in np.ndindex(*q.shape[:3]):
+            lo, hi = self.starts[b, j], self.ends[b, j]
+            if lo >= hi:
+                continue
+            k, v = (x[h // (self.n_q // self.n_kv), lo:hi].astype(np.float64) for x in self.rows[b])
+            s = k @ q[b, h, j] * self.scale
+            if self.softcap:
+                s = self.softcap * np.tanh(s / self.softcap)
+            sink = float(self.sinks[h]) if self.sinks is not None else -np.inf
+            top = max(s.max(), sink)
+            p = np.exp(s - top)
+            out[b, h, j] = p @ v / (p.sum() + np.exp(sink - top))
+        return out
+
+    def run(self, fence=None, **options):
+        """(out as float32 NumPy, fence) of paged_decode."""
+        out, fence = kernels.paged_decode(
+            self.q, self.k_pool, self.v_pool, fence if fence is not None else mx.array([7], mx.uint32),
+            mx.array(self.tables), mx.array(self.ends), mx.array(self.starts),
+            scale=self.scale, softcap=self.softcap, sinks=self.sinks, **options,
+        )
+        return to_float(out), fence
