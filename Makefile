@@ -1,0 +1,106 @@
+# Needs Python 3.11 or newer (mlx-lm 0.32 does) and make; everything else goes into .venv. "make help" lists the targets.
+
+PYTHON ?= python3
+PROMPT ?= What is the capital of France?
+MAX_TOKENS ?= 100
+PYTEST_ARGS ?= -ra
+BENCH ?= scripts/bench_kernel.py
+BENCH_ARGS ?= --out out/kernel
+
+VENV := .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+comma := ,
+
+# The MLX backend to install: an extra of pyproject.toml. macOS has Metal in mlx itself and needs none.
+ifeq ($(origin EXTRA),undefined)
+  ifeq ($(shell uname -s),Darwin)
+    EXTRA :=
+  else
+    EXTRA := $(shell smi="$$(nvidia-smi 2>/dev/null)" || { echo cpu; exit; }; \
+      case "$$smi" in (*"CUDA Version: 12."*) echo cuda12;; (*) echo cuda13;; esac)
+  endif
+endif
+
+# An install leaves a stamp that names what it installed. Another EXTRA has other stamps and so installs again.
+STAMP := $(VENV)/.installed-$(or $(EXTRA),default)
+DEV_STAMP := $(STAMP)-dev
+BENCH_STAMP := $(STAMP)-bench
+
+export PROMPT
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# $(call install,extras): this checkout, editable. MLX's backends overwrite each other's files, so when a stamp
+# speaks of another backend, MLX goes first.
+define install
+	@set -e; \
+	for stamp in $(VENV)/.installed-*; do \
+	  case "$$stamp" in \
+	    "$(STAMP)"|"$(STAMP)"-*|"$(VENV)/.installed-*") ;; \
+	    *) $(PY) -m pip uninstall --quiet --yes mlx mlx-cpu mlx-metal mlx-cuda-12 mlx-cuda-13; \
+	       rm -f $(VENV)/.installed-*; break ;; \
+	  esac; \
+	done
+	$(PY) -m pip install --quiet --editable ".$(if $(1),[$(1)])"
+	@touch $@
+endef
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint bench clean
+
+help:
+	@echo "make demo       generate text with the demo model through the paged cache"
+	@echo "make test       run the tests except the exhaustive ones"
+	@echo "make test-slow  run the exhaustive ones"
+	@echo "make lint       ruff and mypy"
+	@echo "make bench      run a benchmark (GPU): BENCH=$(BENCH)"
+	@echo "make clean      remove .venv and caches (not the demo model)"
+	@echo
+	@echo "Variables: PYTHON=$(PYTHON) EXTRA=$(EXTRA) (cpu, cuda12, cuda13, or empty on macOS)"
+	@echo "           PROMPT, MAX_TOKENS (demo), PYTEST_ARGS (test, test-slow), BENCH, BENCH_ARGS (bench)"
+
+$(VENV)/.created:
+	@command -v "$(PYTHON)" >/dev/null 2>&1 || \
+	  { echo "error: $(PYTHON) not found; install Python 3.11 or newer, or name one: make PYTHON=python3.12" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: mlx_paged needs Python 3.11 or newer, and $(PYTHON) is $$("$(PYTHON)" --version 2>&1);" \
+	    "name a newer one: make PYTHON=python3.12" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import platform as p, sys; sys.exit((p.system(), p.machine()) == ("Darwin", "x86_64"))' || \
+	  { echo "error: MLX has no packages for x86 on macOS; use a native arm64 Python: make PYTHON=..." >&2; exit 1; }
+	@"$(PYTHON)" -m venv --clear $(VENV) || \
+	  { rm -rf $(VENV); echo "error: cannot create $(VENV); on Debian and Ubuntu install python3-venv" >&2; exit 1; }
+	$(PY) -m pip install --quiet --upgrade pip
+	@touch $@
+
+$(STAMP): pyproject.toml $(VENV)/.created
+	$(call install,$(EXTRA))
+
+$(DEV_STAMP): pyproject.toml $(VENV)/.created
+	$(call install,$(if $(EXTRA),$(EXTRA)$(comma))dev)
+
+$(BENCH_STAMP): pyproject.toml $(VENV)/.created
+	$(call install,$(if $(EXTRA),$(EXTRA)$(comma))bench)
+
+demo: $(STAMP)
+	@model="$$($(PY) scripts/demo_model.py)" && \
+	$(BIN)/mlx_paged.generate --model "$$model" --prompt "$$PROMPT" --max-tokens $(MAX_TOKENS) --cache-stats
+
+test: $(DEV_STAMP)
+	@$(PY) scripts/demo_model.py >/dev/null
+	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(DEV_STAMP)
+	@$(PY) scripts/demo_model.py >/dev/null
+	$(PY) -m pytest -m slow $(PYTEST_ARGS)
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(BENCH_STAMP)
+	$(PY) $(BENCH) $(BENCH_ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
