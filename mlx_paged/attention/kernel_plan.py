@@ -1,4 +1,4 @@
-"""How a decode kernel is cut for one geometry: lanes, packets, simdgroups, partition size. Plain arithmetic, no arrays."""
+"""How a decode kernel is cut for one geometry: lanes, packets, simdgroups, partitions. Plain arithmetic, no arrays."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 MAX_GQA = 16
 MAX_QUERY_LENGTH = 8
-# Tokens per partition. A constant: a row's partitions, and so its bits, must not depend on the rest of its batch.
-PARTITION = 512
+# Tokens of the smallest partition. A row that sees more than TIERS[0] of them gets partitions twice as long, past
+# TIERS[1] four times: fixed by what that row sees, so that its bits do not depend on the rest of its batch.
+PARTITION = 128
+TIERS = (16, 64)
+# A row's first partition starts at a multiple of this, which every chunk size divides.
+ALIGNMENT = 64
 # Apple GPUs abort the process above this, so it is checked here.
 MAX_THREADGROUP_BYTES = 32 * 1024
+# A wider head does not fit the registers of the tensor-core body.
+MAX_TENSOR_HEAD_DIM = 256
 # Floats of one query or one accumulator that a lane may hold before heads are split over simdgroups.
 _MAX_LANE_FLOATS = 64
 _COMBINE_FLOATS = 4096
@@ -50,7 +56,8 @@ class Plan(NamedTuple):
     head_split: int  # simdgroups that share the query heads
     head_round: int  # heads combined at a time through threadgroup memory
     simdgroups: int
-    partition: int  # tokens
+    partition: int = PARTITION  # tokens of the smallest partition
+    tiers: tuple[int, int] = TIERS  # in smallest partitions
 
     def threadgroup_bytes(self, gqa: int, value_dim: int) -> int:
         """Threadgroup memory in bytes of one group."""
@@ -73,9 +80,12 @@ def _lane_layout(head_dim: int, itemsize: int, backend: str) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
-def plan_decode(variant: Variant, partition: int = PARTITION) -> Plan:
+def plan_decode(variant: Variant) -> Plan:
     """The cut for one variant. Raises ValueError if its threadgroup memory would pass the limit."""
     widest = max(variant.head_dim, variant.value_dim)
+    if variant.body == "paged_decode_tensor":
+        head_round = max(1, min(variant.gqa, _COMBINE_FLOATS // (4 * variant.value_dim)))
+        return Plan(8, 4, 2 if widest <= 64 else 1, 1, head_round, 4)
     vec, lanes = _lane_layout(widest, variant.dtype.size, variant.backend)
     per_lane = -(-widest // (vec * lanes)) * vec
     head_split = next((n for n in (1, 2) if -(-variant.gqa // n) * per_lane <= _MAX_LANE_FLOATS), 4)
@@ -83,10 +93,22 @@ def plan_decode(variant: Variant, partition: int = PARTITION) -> Plan:
     simdgroups = 4
     head_round = max(1, min(heads, _COMBINE_FLOATS // (simdgroups * variant.value_dim)))
     unroll = 4 if heads * per_lane <= 32 else 2
-    plan = Plan(vec, lanes, unroll, head_split, head_round, simdgroups, partition)
+    plan = Plan(vec, lanes, unroll, head_split, head_round, simdgroups)
     if plan.threadgroup_bytes(variant.gqa, variant.value_dim) > MAX_THREADGROUP_BYTES:
         raise ValueError(f"{variant} needs more than {MAX_THREADGROUP_BYTES} bytes of threadgroup memory")
     return plan
+
+
+@lru_cache(maxsize=4096)
+def count_partitions(visible: int, plan: Plan) -> int:
+    """Partitions that a launch needs if no row sees more than `visible` tokens."""
+    most = 1
+    for length, limit in ((1, plan.tiers[0]), (2, plan.tiers[1]), (4, None)):
+        reach = visible if limit is None else min(visible, limit * plan.partition + ALIGNMENT - 1)
+        most = max(most, -(-reach // (length * plan.partition)))
+        if limit is not None and visible <= limit * plan.partition:
+            break
+    return most
 
 
 def unsupported(dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int, block_size: int) -> str | None:

@@ -4,73 +4,27 @@ Pool tensors are [num_blocks, n_kv_heads, block_size, head_dim], K and V apart, 
 donates nor copies them. A one-element uint32 fence orders their uses: every function here that touches a pool takes the
 layer's latest fence and returns the next one, so MLX sees each read and write as a link of one chain.
 No stock MLX op may read or write such a pool.
-
-Nothing is compiled on import, and nothing at all where MLX has no GPU.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .kernel_plan import MAX_QUERY_LENGTH, Plan, Variant, plan_decode, unsupported
-
-_POOL = ["k_pool", "v_pool", "fence"]
-# body -> (inputs, outputs, inputs may be strided)
-_SIGNATURES: dict[str, tuple[list[str], list[str], bool]] = {
-    "paged_decode": (["q", *_POOL, "tables", "ends", "starts", "params", "sinks"], ["out", "stats", "fence_out"], False),
-    "merge_partitions": (["partial", "stats", "ends", "starts", "sinks"], ["out"], False),
-    "write_slots": ([*_POOL, "k", "v", "slots"], ["fence_out"], True),
-    "gather_blocks": ([*_POOL, "blocks", "span"], ["k_out", "v_out", "fence_out"], False),
-    "copy_blocks": ([*_POOL, "pairs"], ["fence_out"], False),
-}
-
-
-class KernelUnavailable(RuntimeError):
-    """There is no GPU, or every variant for a geometry is switched off."""
-
-
-@lru_cache(maxsize=1)
-def backend() -> str | None:
-    """"metal", "cuda", or None where MLX has no GPU that runs kernels."""
-    if mx.metal.is_available():
-        return "metal"
-    if mx.cuda.is_available():
-        return "cuda"
-    return None
-
-
-@lru_cache(maxsize=32)
-def kernel_text(body: str, dialect: str) -> tuple[str, str]:
-    """(header, source) of a kernel in one dialect, "metal" or "cuda"."""
-    folder = resources.files(__package__) / "kernels"
-    prelude = "prelude.metal" if dialect == "metal" else "prelude.cuh"
-    return (folder / prelude).read_text(), (folder / f"{body}.metal").read_text()
-
-
-@lru_cache(maxsize=32)
-def _kernel(body: str) -> Callable[..., list[mx.array]]:
-    dialect = backend()
-    if dialect is None:
-        raise KernelUnavailable("the paged kernels need a GPU that MLX can use")
-    header, source = kernel_text(body, dialect)
-    inputs, outputs, strided = _SIGNATURES[body]
-    # MLX keeps compiled CUDA kernels on disk under their name alone, so the name has to follow the text.
-    digest = hashlib.sha256((header + source).encode()).hexdigest()[:12]
-    make: Any = mx.fast.metal_kernel if dialect == "metal" else mx.fast.cuda_kernel
-    return make(
-        name=f"{body}_{digest}",
-        input_names=inputs,
-        output_names=outputs,
-        source=source,
-        header=header,
-        ensure_row_contiguous=not strided,
-    )
+from .kernel_build import Constants, KernelUnavailable, backend, build_kernel
+from .kernel_plan import (
+    ALIGNMENT,
+    MAX_QUERY_LENGTH,
+    MAX_TENSOR_HEAD_DIM,
+    Plan,
+    Variant,
+    count_partitions,
+    plan_decode,
+    unsupported,
+)
 
 
 @lru_cache(maxsize=64)
@@ -120,7 +74,12 @@ def _variants(
     dialect = backend()
     if dialect is None:
         return ()
-    return (Variant("paged_decode", dialect, dtype, head_dim, value_dim, gqa, block_size, softcap, sinks),)
+    bodies = ["paged_decode"]
+    if dialect == "cuda" and dtype.size == 2 and max(head_dim, value_dim) <= MAX_TENSOR_HEAD_DIM:
+        bodies.insert(0, "paged_decode_tensor")
+    return tuple(
+        Variant(body, dialect, dtype, head_dim, value_dim, gqa, block_size, softcap, sinks) for body in bodies
+    )
 
 
 _switched_off: dict[Variant, str] = {}
@@ -148,6 +107,7 @@ def paged_decode(
     scale: float,
     softcap: float | None = None,
     sinks: mx.array | None = None,
+    max_visible: int | None = None,
     variant: Variant | None = None,
     plan: Plan | None = None,
 ) -> tuple[mx.array, mx.array]:
@@ -156,6 +116,7 @@ def paged_decode(
     q [B, n_q_heads, q_len, head_dim], q_len 1..8, dtype of the pool; block_tables int32 [B, max_blocks], block ids by
     absolute position; context_lens and start_positions int32 [B, q_len]: a query sees start <= position < context_len,
     and entries of the table outside that range are never followed. sinks: one logit per query head, [n_q_heads].
+    max_visible: no query sees more tokens than this (a window), which saves empty partitions; the result is the same.
     Returns (out [B, n_q_heads, q_len, value_dim], fence). A query that sees nothing gets zeros.
 
     A row's bits do not depend on the other rows. `variant` and `plan` override the choice, for checks and timings.
@@ -169,6 +130,8 @@ def paged_decode(
         raise ValueError(f"queries {q.dtype} x {head_dim} do not fit a pool of {k_pool.dtype} x {pool_dim}")
     if context_lens.shape != (batch, q_len) or start_positions.shape != (batch, q_len):
         raise ValueError("context_lens and start_positions must be [B, q_len]")
+    if not block_tables.dtype == context_lens.dtype == start_positions.dtype == mx.int32:
+        raise ValueError("block_tables, context_lens and start_positions must be int32")
     if variant is None:
         choices = _variants(
             q.dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap is not None, sinks is not None
@@ -177,53 +140,72 @@ def paged_decode(
         if variant is None:
             raise KernelUnavailable("no decode kernel is available for this geometry")
     plan = plan or plan_decode(variant)
-    n_partitions = max(1, -(-block_tables.shape[1] * block_size // plan.partition))
-    single = n_partitions == 1
+    reach = block_tables.shape[1] * block_size
+    if max_visible is not None:
+        reach = min(reach, max_visible + ALIGNMENT - 1)
+    spec = _decode_spec(variant, plan, batch, n_q_heads, q_len, count_partitions(reach, plan))
     params = _constants(scale, softcap or 1.0)
-    lines = batch * n_q_heads * q_len
-    out_shape = (batch, n_q_heads, q_len, value_dim)
-    out, stats, fence = _kernel(variant.body)(
-        inputs=[
-            q,
-            k_pool,
-            v_pool,
-            fence,
-            block_tables,
-            context_lens,
-            start_positions,
-            params,
-            params if sinks is None else sinks.astype(mx.float32),
-        ],
-        template=[*decode_template(variant, plan), ("SINGLE", single), ("O", q.dtype if single else mx.float32)],
-        grid=(n_kv_heads * plan.simdgroups * 32, batch * q_len, n_partitions),
-        threadgroup=(plan.simdgroups * 32, 1, 1),
-        output_shapes=[out_shape if single else (lines, n_partitions, value_dim), (lines, n_partitions, 2), (1,)],
-        output_dtypes=[q.dtype if single else mx.float32, mx.float32, mx.uint32],
-    )
-    if single:
-        return out, fence
-    simdgroups = 2 if value_dim <= 64 else 4
-    (out,) = _kernel("merge_partitions")(
-        inputs=[out, stats, context_lens, start_positions, params if sinks is None else sinks.astype(mx.float32)],
-        template=[
-            ("T", q.dtype),
-            ("DV", value_dim),
-            ("HEADS", n_q_heads),
-            ("PART", plan.partition),
-            ("SG", simdgroups),
-            ("SINKS", sinks is not None),
-        ],
-        grid=(lines * simdgroups * 32, 1, 1),
-        threadgroup=(simdgroups * 32, 1, 1),
-        output_shapes=[out_shape],
-        output_dtypes=[q.dtype],
-    )
+    logits = params if sinks is None else sinks.astype(mx.float32)
+    visible = [block_tables, context_lens, start_positions]
+    decode = build_kernel(variant.body, spec.decode_constants)
+    out, stats, fence = decode(inputs=[q, k_pool, v_pool, fence, *visible, params, logits], **spec.decode)
+    if spec.merge:
+        merge = build_kernel("merge_partitions", spec.merge_constants)
+        (out,) = merge(inputs=[out, stats, *visible[1:], logits], **spec.merge)
     return out, fence
 
 
-@lru_cache(maxsize=256)
-def decode_template(variant: Variant, plan: Plan) -> tuple[tuple[str, Any], ...]:
-    """Template arguments of the decode body that depend on the variant and its plan."""
+class _DecodeSpec(NamedTuple):
+    """Constants and keyword arguments of the launches of one call shape, computed once."""
+
+    decode_constants: Constants
+    decode: dict[str, Any]
+    merge_constants: Constants = ()
+    merge: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+
+
+@lru_cache(maxsize=1024)
+def _decode_spec(
+    variant: Variant, plan: Plan, batch: int, n_q_heads: int, q_len: int, n_partitions: int
+) -> _DecodeSpec:
+    single = n_partitions == 1
+    value_dim = variant.value_dim
+    lines = batch * n_q_heads * q_len
+    out_shape = (batch, n_q_heads, q_len, value_dim)
+    out_dtype = variant.dtype if single else mx.float32
+    decode_constants = (*decode_constants_of(variant, plan), ("SINGLE", single), ("O", out_dtype))
+    decode = {
+        "grid": (n_q_heads // variant.gqa * plan.simdgroups * 32, batch * q_len, n_partitions),
+        "threadgroup": (plan.simdgroups * 32, 1, 1),
+        "output_shapes": [out_shape if single else (lines, n_partitions, value_dim), (lines, n_partitions, 2), (1,)],
+        "output_dtypes": [out_dtype, mx.float32, mx.uint32],
+    }
+    if single:
+        return _DecodeSpec(decode_constants, decode)
+    simdgroups = 2 if value_dim <= 64 else 4
+    merge_constants = (
+        ("T", variant.dtype),
+        ("DV", value_dim),
+        ("HEADS", n_q_heads),
+        ("SG", simdgroups),
+        ("SINKS", variant.sinks),
+        *_partition_constants(plan),
+    )
+    merge = {
+        "grid": (lines * simdgroups * 32, 1, 1),
+        "threadgroup": (simdgroups * 32, 1, 1),
+        "output_shapes": [out_shape],
+        "output_dtypes": [variant.dtype],
+    }
+    return _DecodeSpec(decode_constants, decode, merge_constants, merge)
+
+
+def _partition_constants(plan: Plan) -> Constants:
+    return (("PART", plan.partition), ("TIER1", plan.tiers[0]), ("TIER2", plan.tiers[1]))
+
+
+def decode_constants_of(variant: Variant, plan: Plan) -> Constants:
+    """Constants of the decode body that depend on the variant and its plan."""
     return (
         ("T", variant.dtype),
         ("D", variant.head_dim),
@@ -236,18 +218,18 @@ def decode_template(variant: Variant, plan: Plan) -> tuple[tuple[str, Any], ...]
         ("LPT", plan.lanes),
         ("VEC", plan.vec),
         ("U", plan.unroll),
-        ("PART", plan.partition),
         ("SOFTCAP", variant.softcap),
         ("SINKS", variant.sinks),
+        *_partition_constants(plan),
     )
 
 
-def _pool_template(k_pool: mx.array, v_pool: mx.array) -> list[tuple[str, Any]]:
+def _pool_constants(k_pool: mx.array, v_pool: mx.array) -> Constants:
     _, block_size, head_dim, value_dim = _geometry(k_pool, v_pool)
     why = unsupported(k_pool.dtype, head_dim, value_dim, 1, block_size)
     if why:
         raise ValueError(why)
-    return [("T", k_pool.dtype), ("D", head_dim), ("DV", value_dim), ("BS", block_size)]
+    return (("T", k_pool.dtype), ("D", head_dim), ("DV", value_dim), ("BS", block_size))
 
 
 def write_slots(
@@ -271,9 +253,8 @@ def write_slots(
     if k.dtype != k_pool.dtype or v.dtype != k_pool.dtype or slots.dtype not in (mx.int32, mx.int64):
         raise ValueError(f"rows {k.dtype} / {v.dtype}, slots {slots.dtype} do not fit a pool of {k_pool.dtype}")
     group = next(n for n in (8, 4, 2, 1) if heads % n == 0)
-    (fence,) = _kernel("write_slots")(
+    (fence,) = build_kernel("write_slots", (*_pool_constants(k_pool, v_pool), ("S", slots.dtype)))(
         inputs=[k_pool, v_pool, fence, k, v, slots],
-        template=[*_pool_template(k_pool, v_pool), ("S", slots.dtype)],
         grid=(heads * 32, batch * length, 1),
         threadgroup=(group * 32, 1, 1),
         output_shapes=[(1,)],
@@ -290,14 +271,13 @@ def gather_blocks(
     block_ids int32 [n], by absolute position. Returns (k [1, n_kv_heads, length, head_dim], v, fence).
     Raises ValueError if the range is empty or passes the table.
     """
-    ids = block_ids if isinstance(block_ids, mx.array) else mx.array(block_ids, mx.int32)
+    ids = block_ids if isinstance(block_ids, mx.array) else mx.array(list(block_ids), mx.int32)
     n_kv_heads, block_size, head_dim, value_dim = _geometry(k_pool, v_pool)
     if start < 0 or length < 1 or start + length > ids.size * block_size:
         raise ValueError(f"positions {start}..{start + length} are not in a table of {ids.size} blocks of {block_size}")
     threads = _round_up(length * (max(head_dim, value_dim) // 4), 256)
-    k, v, fence = _kernel("gather_blocks")(
+    k, v, fence = build_kernel("gather_blocks", _pool_constants(k_pool, v_pool))(
         inputs=[k_pool, v_pool, fence, ids, mx.array([start, length], mx.int32)],
-        template=_pool_template(k_pool, v_pool),
         grid=(threads, n_kv_heads, 1),
         threadgroup=(256, 1, 1),
         output_shapes=[(1, n_kv_heads, length, head_dim), (1, n_kv_heads, length, value_dim), (1,)],
@@ -318,15 +298,14 @@ def copy_blocks(
     source and target: block ids, int32 [n] each; no block may be in both, and none twice in target.
     Raises ValueError if their lengths differ or are 0.
     """
-    src = source if isinstance(source, mx.array) else mx.array(source, mx.int32)
-    dst = target if isinstance(target, mx.array) else mx.array(target, mx.int32)
+    src = source if isinstance(source, mx.array) else mx.array(list(source), mx.int32)
+    dst = target if isinstance(target, mx.array) else mx.array(list(target), mx.int32)
     if src.shape != dst.shape or src.ndim != 1 or src.size == 0:
         raise ValueError(f"cannot pair blocks of shapes {src.shape} and {dst.shape}")
     n_kv_heads, block_size, head_dim, value_dim = _geometry(k_pool, v_pool)
     packets = n_kv_heads * block_size * max(head_dim, value_dim) // 4
-    (fence,) = _kernel("copy_blocks")(
+    (fence,) = build_kernel("copy_blocks", _pool_constants(k_pool, v_pool))(
         inputs=[k_pool, v_pool, fence, mx.stack([src, dst])],
-        template=_pool_template(k_pool, v_pool),
         grid=(_round_up(packets, 256), src.size, 1),
         threadgroup=(256, 1, 1),
         output_shapes=[(1,)],

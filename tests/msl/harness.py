@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.attention import kernels
+from mlx_paged.attention import kernel_build, kernels
 from tests.msl import emulator
 
 # Outputs that a kernel may leave partly unwritten, and inputs it stores to.
@@ -14,23 +14,23 @@ WRITES = {"write_slots": ("k_pool", "v_pool"), "copy_blocks": ("k_pool", "v_pool
 
 
 class Emulated:
-    """Stands in for kernels._kernel. `edit` changes a body's text: that is how mutations are planted."""
+    """Stands in for kernels.build_kernel. `edit` changes a body's text: that is how mutations are planted."""
 
     def __init__(self, checked=True, orders=(0, 1, 2), edit=None):
         self.checked, self.orders, self.edit = checked, orders, edit or {}
         self.calls, self.written, self.stats = [], {}, {}
 
-    def __call__(self, body):
-        header, source = kernels.kernel_text(body, "metal")
+    def __call__(self, body, constants):
+        header, source = kernel_build.kernel_source(body, "metal", constants)
         for old, new in self.edit.get(body, ()):
             assert old in source, f"{body}: nothing to mutate: {old}"
             source = source.replace(old, new)
-        inputs, outputs, strided = kernels._SIGNATURES[body]
+        inputs, outputs, strided = kernel_build.SIGNATURES[body]
         kernel = emulator.metal_kernel(body, inputs, outputs, source, header, ensure_row_contiguous=not strided)
 
         def launch(**call):
             self.calls.append((body, call))
-            sparse = SPARSE.get(body, ()) if ("SINGLE", False) in call["template"] else ()
+            sparse = SPARSE.get(body, ()) if ("SINGLE", False) in constants else ()
             out = kernel(
                 **call, checked=self.checked, orders=self.orders, writes=WRITES.get(body, ()), sparse=sparse
             )
@@ -44,13 +44,13 @@ class Emulated:
 def emulated(backend="metal", **options):
     """Inside, kernels.* run on the emulator as if on `backend`'s plan. Yields the Emulated."""
     fake = Emulated(**options)
-    real = kernels._kernel, kernels.backend
+    real = kernels.build_kernel, kernels.backend
     kernels._variants.cache_clear()
-    kernels._kernel, kernels.backend = fake, lambda: backend
+    kernels.build_kernel, kernels.backend = fake, lambda: backend
     try:
         yield fake
     finally:
-        kernels._kernel, kernels.backend = real
+        kernels.build_kernel, kernels.backend = real
         kernels._variants.cache_clear()
 
 
@@ -117,8 +117,14 @@ class Case:
             out[b, h, j] = p @ v / (p.sum() + np.exp(sink - top))
         return out
 
+    def variant(self):
+        """The variant of the portable body."""
+        extras = {"softcap": self.softcap is not None, "sinks": self.sinks is not None}
+        return kernels.decode_variants(self.k_pool, self.v_pool, self.n_q, **extras)[-1]
+
     def run(self, fence=None, **options):
-        """(out as float32 NumPy, fence) of paged_decode."""
+        """(out as float32 NumPy, fence) of paged_decode; the portable body unless a variant is given."""
+        options.setdefault("variant", self.variant())
         out, fence = kernels.paged_decode(
             self.q, self.k_pool, self.v_pool, fence if fence is not None else mx.array([7], mx.uint32),
             mx.array(self.tables), mx.array(self.ends), mx.array(self.starts),

@@ -1,5 +1,4 @@
-// Attention of one row (one query position of one sequence) over one partition of PART tokens, for the G query heads
-// of one kv head. A row sees the tokens starts[row] <= t < ends[row]; nothing else is read.
+// Attention of one row (one query position of one sequence) over one partition, for the G query heads of one kv head. A row sees the tokens starts[row] <= t < ends[row]; nothing else is read.
 //
 // Grid: x = kv head, y = row, z = partition; SG simdgroups. HS of them share the heads, SG / HS stripes share the tokens.
 // Inside a simdgroup LPT lanes hold one token, so 32 / LPT tokens pass at a time and U such steps make a chunk.
@@ -33,8 +32,13 @@ const int sequence = row / q_len;
 // The first of this kv head's lines; a line is one (sequence, query head, query position) of q and out.
 const int64_t line0 = static_cast<int64_t>(sequence * n_kv + kv_head) * G * q_len + row % q_len;
 
-const int lo = metal::max(static_cast<int>(starts[row]), partition * PART);
-const int hi = metal::min(static_cast<int>(ends[row]), partition * PART + PART);
+// Partitions grow with what the row itself sees, so they never depend on the rest of the batch.
+const int begin = metal::max(static_cast<int>(starts[row]), 0);
+const int end = static_cast<int>(ends[row]);
+const int size = end - begin <= TIER1 * PART ? PART : end - begin <= TIER2 * PART ? 2 * PART : 4 * PART;
+const int origin = begin / 64 * 64;
+const int lo = metal::max(begin, origin + partition * size);
+const int hi = metal::min(end, origin + partition * size + size);
 
 if (kv_head + row + partition + lane + sg == 0) {
   fence_out[0] = fence[0] + 1u;

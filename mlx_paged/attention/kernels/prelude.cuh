@@ -18,6 +18,10 @@ enum class mem_flags : unsigned { mem_none = 0, mem_device = 1, mem_threadgroup 
 __device__ inline void threadgroup_barrier(mem_flags) { __syncthreads(); }
 
 template <class V>
+__device__ inline V simd_shuffle(V x, ushort n) {
+  return __shfl_sync(0xffffffffu, x, n);
+}
+template <class V>
 __device__ inline V simd_shuffle_xor(V x, ushort n) {
   return __shfl_xor_sync(0xffffffffu, x, n);
 }

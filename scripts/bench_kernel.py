@@ -1,0 +1,210 @@
+"""Time the paged decode kernel against dense attention and against gather-then-attend, on the GPU that MLX sees.
+
+    python scripts/bench_kernel.py --out out/kernel        # writes kernel.json and, with matplotlib, kernel.png
+
+Every side gets bf16 queries of one position per sequence. Launches are chained (a launch's output is the next one's
+query), many to an eval, and inputs rotate among sets that together exceed the L2 cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_paged.attention import kernels
+
+SHAPES = {"32/8x128": (32, 8, 128), "32/8x64": (32, 8, 64), "8/4x256": (8, 4, 256), "64/8x128": (64, 8, 128)}
+BATCHES = (1, 4, 8, 32)
+CONTEXTS = (1024, 4096, 16384, 65536)
+BLOCK_SIZE = 32
+ROTATE_BYTES = 256 << 20
+DTYPE = mx.bfloat16
+
+
+def seconds_per_launch(chain: Callable[[int], mx.array], launches: int, repeats: int = 5) -> float:
+    """Median seconds of one launch; chain(n) builds n dependent launches, outside the clock."""
+    mx.eval(chain(launches))
+    times = []
+    for _ in range(repeats):
+        last = chain(launches)
+        mx.synchronize()
+        begin = time.perf_counter()
+        mx.eval(last)
+        times.append((time.perf_counter() - begin) / launches)
+    return statistics.median(times)
+
+
+def copy_bandwidth(gigabytes: float = 2.0) -> float:
+    """Bytes per second of a device copy, read plus written."""
+    source = mx.random.normal((int(gigabytes * 2**30) // 4,))
+    mx.eval(source)
+
+    def chain(n: int) -> mx.array:
+        x = source
+        for _ in range(n):
+            x = x + 1.0
+        return x
+
+    return 2 * source.nbytes / seconds_per_launch(chain, 10)
+
+
+class Cell:
+    """One (batch, context, head shape) with its pools, tables and dense arrays."""
+
+    def __init__(self, batch: int, context: int, heads: tuple[int, int, int], block_size: int = BLOCK_SIZE) -> None:
+        self.batch, self.context = batch, context
+        self.n_q, self.n_kv, self.head_dim = heads
+        self.block_size = block_size
+        self.kv_bytes = 2 * batch * context * self.n_kv * self.head_dim * DTYPE.size
+        self.sets = max(1, min(64, -(-ROTATE_BYTES // self.kv_bytes)))
+        self.scale = self.head_dim**-0.5
+        self.q = mx.random.normal((batch, self.n_q, 1, self.head_dim)).astype(DTYPE)
+        # Enough launches that starting up is not what is measured.
+        self.launches = int(max(16, min(400, 0.03 / (self.kv_bytes / 3e12 + 10e-6))))
+
+    def paged(self) -> Callable[..., Callable[[int], mx.array]]:
+        """A function (**options of paged_decode) -> chain."""
+        blocks_each = -(-self.context // self.block_size)
+        shape = (self.batch * blocks_each + 1, self.n_kv, self.block_size, self.head_dim)
+        pools = [tuple(mx.random.normal(shape).astype(DTYPE) for _ in "kv") for _ in range(self.sets)]
+        order = mx.random.permutation(self.batch * blocks_each).astype(mx.int32) + 1
+        tables = order.reshape(self.batch, blocks_each)
+        ends = mx.full((self.batch, 1), self.context, mx.int32)
+        starts = mx.zeros((self.batch, 1), mx.int32)
+        first = kernels.new_fence()
+        mx.eval(pools, tables, ends, starts, first)
+
+        def make(**options: Any) -> Callable[[int], mx.array]:
+            def chain(n: int) -> mx.array:
+                q, fence = self.q, first
+                for i in range(n):
+                    k, v = pools[i % self.sets]
+                    q, fence = kernels.paged_decode(q, k, v, fence, tables, ends, starts, scale=self.scale, **options)
+                return q
+
+            return chain
+
+        return make
+
+    def dense(self) -> Callable[[int], mx.array]:
+        """mx.fast.scaled_dot_product_attention over contiguous keys and values."""
+        shape = (self.batch, self.n_kv, self.context, self.head_dim)
+        arrays = [tuple(mx.random.normal(shape).astype(DTYPE) for _ in "kv") for _ in range(self.sets)]
+        mx.eval(arrays)
+
+        def chain(n: int) -> mx.array:
+            q = self.q
+            for i in range(n):
+                k, v = arrays[i % self.sets]
+                q = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale)
+            return q
+
+        return chain
+
+    def gathered(self) -> Callable[[int], mx.array]:
+        """Gather the blocks with stock MLX, then attend."""
+        blocks_each = -(-self.context // self.block_size)
+        shape = (self.batch * blocks_each + 1, self.n_kv, self.block_size, self.head_dim)
+        pools = [mx.random.normal(shape).astype(DTYPE) for _ in "kv"]
+        tables = (mx.random.permutation(self.batch * blocks_each) + 1).reshape(self.batch, blocks_each)
+        mx.eval(pools, tables)
+
+        def chain(n: int) -> mx.array:
+            q = self.q
+            for _ in range(n):
+                k, v = (
+                    p[tables].swapaxes(1, 2).reshape(self.batch, self.n_kv, -1, self.head_dim)[:, :, : self.context]
+                    for p in pools
+                )
+                q = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale)
+            return q
+
+        return chain
+
+
+def measure(batch: int, context: int, name: str, copy: float, with_gather: bool) -> dict[str, Any]:
+    """One row of the table: seconds of each side, bytes/s and shares."""
+    cell = Cell(batch, context, SHAPES[name])
+    row: dict[str, Any] = {"batch": batch, "context": context, "heads": name, "kv_bytes": cell.kv_bytes}
+    row["paged_s"] = seconds_per_launch(cell.paged()(), cell.launches)
+    mx.clear_cache()
+    row["dense_s"] = seconds_per_launch(cell.dense(), cell.launches)
+    mx.clear_cache()
+    if with_gather:
+        row["gather_s"] = seconds_per_launch(cell.gathered(), 2, repeats=3)
+        mx.clear_cache()
+    row["paged_bytes_per_s"] = cell.kv_bytes / row["paged_s"]
+    row["share_of_copy"] = row["paged_bytes_per_s"] / copy
+    row["dense_over_paged"] = row["dense_s"] / row["paged_s"]
+    return row
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> bool:
+    """Ratio to dense by context, one panel per head shape. False without matplotlib."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        return False
+    figure, axes = plt.subplots(1, len(SHAPES), figsize=(4 * len(SHAPES), 3.4), sharey=True)
+    for axis, name in zip(axes, SHAPES, strict=True):
+        for batch in BATCHES:
+            points = [(r["context"], r["dense_over_paged"]) for r in rows if (r["heads"], r["batch"]) == (name, batch)]
+            if points:
+                axis.plot(*zip(*points, strict=True), marker="o", label=f"batch {batch}")
+        axis.axhline(1.0, color="grey", linewidth=0.8)
+        axis.set(title=name, xlabel="context (tokens)", xscale="log")
+    axes[0].set_ylabel("dense time / paged time")
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="out/kernel", help="prefix of the .json and .png")
+    parser.add_argument("--no-gather", action="store_true", help="leave the gather side out")
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
+    args = parser.parse_args()
+    if kernels.backend() is None:
+        print("bench_kernel: MLX sees no GPU here; nothing to measure", file=sys.stderr)
+        return 2
+    mx.set_default_device(mx.gpu)
+    copy = copy_bandwidth()
+    print(f"{mx.device_info().get('device_name', '?')}, mlx {mx.__version__}, copy {copy / 1e9:.0f} GB/s")
+    print("heads      batch context  paged us  dense us gather us     GB/s  of copy  dense/paged")
+    rows = []
+    for name in SHAPES:
+        for batch in args.batches:
+            for context in args.contexts:
+                row = measure(batch, context, name, copy, not args.no_gather and batch * context <= 32 * 16384)
+                rows.append(row)
+                print(
+                    f"{name:10} {batch:5} {context:7} {row['paged_s'] * 1e6:9.1f} {row['dense_s'] * 1e6:9.1f}"
+                    f" {row.get('gather_s', float('nan')) * 1e6:9.1f} {row['paged_bytes_per_s'] / 1e9:8.0f}"
+                    f" {row['share_of_copy']:8.2f} {row['dense_over_paged']:8.2f}",
+                    flush=True,
+                )
+    path = Path(args.out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    info = {"mlx": mx.__version__, "device": str(mx.device_info()), "copy_bytes_per_s": copy, "rows": rows}
+    path.with_suffix(".json").write_text(json.dumps(info, indent=1))
+    if not plot(rows, path.with_suffix(".png")):
+        print("no plot: matplotlib is not installed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
