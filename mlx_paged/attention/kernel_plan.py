@@ -16,6 +16,8 @@ MAX_QUERY_LENGTH = 8
 # TIERS[1] four times: fixed by what that row sees, so that its bits do not depend on the rest of its batch.
 PARTITION = 128
 TIERS = (16, 64)
+# For 8 and more query heads per kv head, whose partial results weigh more against the keys and values.
+WIDE_TIERS = (8, 16)
 # A row's first partition starts at a multiple of this, which every chunk size divides.
 ALIGNMENT = 64
 # Apple GPUs abort the process above this, so it is checked here.
@@ -85,7 +87,8 @@ def plan_decode(variant: Variant) -> Plan:
     widest = max(variant.head_dim, variant.value_dim)
     if variant.body == "paged_decode_tensor":
         head_round = max(1, min(variant.gqa, _COMBINE_FLOATS // (4 * variant.value_dim)))
-        return Plan(8, 4, 2 if widest <= 64 else 1, 1, head_round, 4)
+        unroll = 2 if widest <= 64 else 1
+        return Plan(8, 4, unroll, 1, head_round, 4, tiers=TIERS if variant.gqa < 8 else WIDE_TIERS)
     vec, lanes = _lane_layout(widest, variant.dtype.size, variant.backend)
     per_lane = -(-widest // (vec * lanes)) * vec
     head_split = next((n for n in (1, 2) if -(-variant.gqa // n) * per_lane <= _MAX_LANE_FLOATS), 4)

@@ -1,0 +1,137 @@
+"""The self-check: a kernel variant is compared with plain attention before it may serve a model on this machine."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from . import kernels
+from .kernel_plan import Variant
+
+MAX_RMS = 5e-3
+_KV_HEADS = 2
+
+
+class SelfCheck(NamedTuple):
+    """Outcome for one variant. rms is NaN if it never produced a result; seconds include compiling."""
+
+    variant: Variant
+    ok: bool
+    rms: float
+    seconds: float
+    reason: str
+
+
+_results: dict[Variant, SelfCheck] = {}
+
+
+def self_check(variant: Variant) -> SelfCheck:
+    """Run one variant on two seeded cases (batch 2 and batch 9), and the slot writes and gathers it depends on.
+
+    Contexts of 1, block - 1, block, block + 1 and several blocks in permuted blocks, every unused slot NaN. Fails on a
+    compile error, a non-finite value or an RMS difference of 5e-3 and more from attention in float32. Never raises for
+    a failing kernel. Does not switch anything off.
+    """
+    begin = time.perf_counter()
+    block = variant.block_size
+    several = [3 * block + 5, 300, 2100, 7, 2 * block]
+    contexts = [1, block - 1, block, block + 1, *several]
+    rms = float("nan")
+    try:
+        rms = max(_difference(variant, [block + 1, 1], seed=1), _difference(variant, contexts, seed=2))
+        reason = "" if rms < MAX_RMS else f"RMS {rms:.2e} is not below {MAX_RMS}"
+    except (RuntimeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {str(error)[:500]}"
+    return SelfCheck(variant, not reason, rms, time.perf_counter() - begin, reason)
+
+
+def checked(variant: Variant) -> SelfCheck:
+    """The remembered result of self_check. The first failure warns and switches the variant off for this process."""
+    if variant not in _results:
+        result = _results[variant] = self_check(variant)
+        if not result.ok:
+            kernels.switch_off(variant, result.reason)
+            warnings.warn(f"mlx_paged: {variant} failed its self-check and is off: {result.reason}", stacklevel=2)
+    return _results[variant]
+
+
+def first_working(variants: tuple[Variant, ...]) -> Variant | None:
+    """The first of some variants (kernels.decode_variants) that passes, or None."""
+    return next((v for v in variants if checked(v).ok), None)
+
+
+def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
+    """RMS between the variant and float32 attention. Raises RuntimeError if bytes went astray."""
+    block, dtype = variant.block_size, variant.dtype
+    batch, n_q_heads = len(contexts), _KV_HEADS * variant.gqa
+    used = [-(-n // block) for n in contexts]
+    key = mx.random.key(seed)
+    keys = mx.random.split(key, 5)
+    order: Any = (mx.random.permutation(sum(used), key=keys[0]) + 1).tolist()
+    tables, slots = [], []
+    for n, blocks in zip(contexts, used, strict=True):
+        ids, order = order[:blocks], order[blocks:]
+        tables.append(ids + [0] * (max(used) - blocks))
+        slots += [ids[t // block] * block + t % block for t in range(n)]
+
+    def rows(i: int, dim: int) -> mx.array:
+        return mx.random.normal((len(slots), _KV_HEADS, dim), key=keys[i]).astype(dtype)
+
+    k, v = rows(1, variant.head_dim), rows(2, variant.value_dim)
+    q = mx.random.normal((batch, n_q_heads, 1, variant.head_dim), key=keys[3]).astype(dtype)
+    sinks = mx.random.normal((n_q_heads,), key=keys[4]) if variant.sinks else None
+    softcap = 10.0 if variant.softcap else None
+    scale = variant.head_dim**-0.5
+    k_pool, v_pool = (
+        mx.full((sum(used) + 1, _KV_HEADS, block, dim), float("nan"), dtype)
+        for dim in (variant.head_dim, variant.value_dim)
+    )
+    fence = kernels.new_fence()
+    fence = kernels.write_slots(k_pool, v_pool, fence, k, v, mx.array(slots, mx.int32))
+    out, fence = kernels.paged_decode(
+        q,
+        k_pool,
+        v_pool,
+        fence,
+        mx.array(tables, mx.int32),
+        mx.array(contexts, mx.int32)[:, None],
+        mx.zeros((batch, 1), mx.int32),
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        variant=variant,
+    )
+    first = 0
+    errors = []
+    for b, n in enumerate(contexts):
+        kb, vb = (x[first : first + n].swapaxes(0, 1) for x in (k, v))
+        first += n
+        got_k, got_v, fence = kernels.gather_blocks(k_pool, v_pool, fence, tables[b], 0, n)
+        if not (mx.array_equal(got_k[0], kb).item() and mx.array_equal(got_v[0], vb).item()):
+            raise RuntimeError("slots read back differ from what was written")
+        expected = _attend(q[b], kb, vb, scale, softcap, sinks)
+        errors.append(mx.square(out[b].astype(mx.float32) - expected).mean())
+    rms: Any = mx.sqrt(mx.stack(errors).max()).item()
+    if not rms < float("inf"):
+        raise RuntimeError("the result is not finite")
+    return float(rms)
+
+
+def _attend(
+    q: mx.array, k: mx.array, v: mx.array, scale: float, softcap: float | None, sinks: mx.array | None
+) -> mx.array:
+    """Attention of q [n_q_heads, 1, D] over k, v [n_kv_heads, n, D] in float32, without matrix units."""
+    repeat = q.shape[0] // k.shape[0]
+    k, v = (mx.repeat(x.astype(mx.float32), repeat, axis=0) for x in (k, v))
+    scores = (q.astype(mx.float32) * k).sum(-1) * scale
+    if softcap is not None:
+        scores = softcap * mx.tanh(scores / softcap)
+    if sinks is not None:
+        scores = mx.concatenate([sinks[:, None], scores], axis=1)
+    weights = mx.softmax(scores, axis=1, precise=True)
+    if sinks is not None:
+        weights = weights[:, 1:]
+    return (weights[..., None] * v).sum(1, keepdims=True)

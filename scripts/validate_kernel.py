@@ -1,0 +1,144 @@
+"""Decode 200 steps with the kernels and compare every step with attention in float32, over a sweep of shapes.
+
+    python scripts/validate_kernel.py            # on whatever GPU MLX sees; exits 1 if a step differs, 2 without a GPU
+
+Each case joins ragged sequences, grows them by one token a step through write_slots (new blocks in a random order,
+unused slots NaN), and asks for RMS < 5e-3 at every step. Steps are evaluated one behind, as a pipelined generator does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_paged.attention import kernels
+from mlx_paged.attention.kernel_check import MAX_RMS, _attend, self_check
+from mlx_paged.attention.kernel_plan import HEAD_DIMS, Variant
+
+DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
+
+
+class Run:
+    """Ragged sequences over one pool, with the same rows kept densely for the reference."""
+
+    def __init__(self, variant: Variant, batch: int, longest: int, steps: int, window: int | None, seed: int) -> None:
+        rng = random.Random(seed)
+        mx.random.seed(seed)
+        self.variant, self.window = variant, window
+        self.lengths = [rng.randint(1, longest) for _ in range(batch)]
+        self.n_kv, block = 2, variant.block_size
+        blocks = [-(-(n + steps) // block) for n in self.lengths]
+        free = list(range(1, sum(blocks) + 1))
+        rng.shuffle(free)
+        self.tables = [[free.pop() for _ in range(n)] for n in blocks]
+        widest = max(blocks)
+        self.device_tables = mx.array([t + [0] * (widest - len(t)) for t in self.tables], mx.int32)
+        self.pools = [
+            mx.full((sum(blocks) + 1, self.n_kv, block, dim), float("nan"), variant.dtype)
+            for dim in (variant.head_dim, variant.value_dim)
+        ]
+        self.fence = kernels.new_fence()
+        self.dense = [[self.rows(n, d) for d in (variant.head_dim, variant.value_dim)] for n in self.lengths]
+        for b, (k, v) in enumerate(self.dense):
+            slots = [self.slot(b, t) for t in range(self.lengths[b])]
+            self.fence = kernels.write_slots(*self.pools, self.fence, k[None], v[None], mx.array(slots, mx.int32))
+        self.sinks = mx.random.normal((self.n_kv * variant.gqa,)) if variant.sinks else None
+
+    def rows(self, n: int, dim: int) -> mx.array:
+        return mx.random.normal((self.n_kv, n, dim)).astype(self.variant.dtype)
+
+    def slot(self, b: int, t: int) -> int:
+        return self.tables[b][t // self.variant.block_size] * self.variant.block_size + t % self.variant.block_size
+
+    def step(self) -> mx.array:
+        """Append one token to every sequence, attend, and return the largest RMS over the sequences (lazy)."""
+        variant, batch = self.variant, len(self.lengths)
+        new = [(self.rows(1, variant.head_dim), self.rows(1, variant.value_dim)) for _ in range(batch)]
+        slots = mx.array([self.slot(b, n) for b, n in enumerate(self.lengths)], mx.int32)
+        k, v = (mx.stack([pair[i] for pair in new]) for i in (0, 1))
+        self.fence = kernels.write_slots(*self.pools, self.fence, k, v, slots)
+        self.lengths = [n + 1 for n in self.lengths]
+        starts = [max(0, n - self.window) if self.window else 0 for n in self.lengths]
+        q = mx.random.normal((batch, self.n_kv * variant.gqa, 1, variant.head_dim)).astype(variant.dtype)
+        options: dict[str, Any] = {"scale": variant.head_dim**-0.5, "softcap": 20.0 if variant.softcap else None}
+        out, self.fence = kernels.paged_decode(
+            q,
+            *self.pools,
+            self.fence,
+            self.device_tables,
+            mx.array(self.lengths, mx.int32)[:, None],
+            mx.array(starts, mx.int32)[:, None],
+            sinks=self.sinks,
+            max_visible=self.window,
+            variant=variant,
+            **options,
+        )
+        worst = []
+        for b in range(batch):
+            self.dense[b] = [mx.concatenate([old, x], axis=1) for old, x in zip(self.dense[b], new[b], strict=True)]
+            kb, vb = (x[:, starts[b] :] for x in self.dense[b])
+            expected = _attend(q[b], kb, vb, options["scale"], options["softcap"], self.sinks)
+            worst.append(mx.square(out[b].astype(mx.float32) - expected).mean())
+        return mx.sqrt(mx.stack(worst).max())
+
+
+def cases(quick: bool) -> list[dict[str, Any]]:
+    """The sweep: every head_dim in bf16, then dtypes, ratios, block sizes, windows and extras."""
+    base: dict[str, Any] = {"dtype": "bf16", "dim": 128, "gqa": 4, "block": 32, "window": None, "extras": False}
+    sweep: list[dict[str, Any]] = [{**base, "dim": dim} for dim in ((64, 128, 256) if quick else HEAD_DIMS)]
+    changes: list[dict[str, Any]] = [
+        {"dtype": "f32"},
+        {"dtype": "f16"},
+        {"window": 100},
+        {"extras": True},
+        {"gqa": 16},
+        {"block": 8},
+    ]
+    if not quick:
+        changes += [{"gqa": 1}, {"gqa": 7}, {"block": 16}, {"block": 64}, {"block": 128}]
+        changes += [{"dim": 64, "window": 40, "extras": True, "dtype": "f16"}, {"dim": 256, "gqa": 2, "window": 512}]
+    return sweep + [{**base, **change} for change in changes]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=3)
+    parser.add_argument("--longest", type=int, default=600, help="longest prompt, tokens")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes")
+    args = parser.parse_args()
+    dialect = kernels.backend()
+    if dialect is None:
+        print("validate_kernel: MLX sees no GPU here; the kernels need Metal or CUDA", file=sys.stderr)
+        return 2
+    mx.set_default_device(mx.gpu)
+    failed = 0
+    for seed, case in enumerate(cases(args.quick)):
+        shape = (DTYPES[case["dtype"]], case["dim"], case["dim"], 2 * case["gqa"], 2, case["block"])
+        for variant in kernels._variants(*shape, case["extras"], case["extras"]):
+            check = self_check(variant)
+            worst = check.rms
+            if check.ok:
+                run = Run(variant, args.batch, args.longest, args.steps, case["window"], seed)
+                behind = None
+                for _ in range(args.steps):
+                    rms = run.step()
+                    mx.async_eval(rms)
+                    if behind is not None:
+                        worst = max(worst, behind.item())
+                    behind = rms
+                worst = max(worst, behind.item() if behind is not None else 0.0)
+            good = check.ok and worst < MAX_RMS
+            failed += not good
+            window = f" window {case['window']}" if case["window"] else ""
+            print(f"{'ok  ' if good else 'FAIL'} {variant}{window}: RMS {worst:.2e} {check.reason}", flush=True)
+    print(f"{failed} failed" if failed else "all good", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Kernels on a real GPU (skipped elsewhere), and what happens where there is none."""
+
+import random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged.attention import kernel_build, kernels
+from mlx_paged.attention.kernel_check import self_check
+from mlx_paged.attention.kernel_plan import count_partitions, plan_decode
+
+HAS_GPU = kernel_build.backend() is not None
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="MLX sees no GPU")
+
+
+def pools(n_blocks, n_kv=2, block=16, dim=64, dtype=mx.bfloat16):
+    return [mx.random.normal((n_blocks, n_kv, block, dim)).astype(dtype) for _ in "kv"]
+
+
+@pytest.mark.skipif(HAS_GPU, reason="a GPU is here")
+def test_without_a_gpu_nothing_is_built():
+    k, v = pools(3)
+    assert kernels.decode_variants(k, v, 4) == ()
+    with pytest.raises(kernels.KernelUnavailable):
+        kernels.paged_decode(
+            mx.zeros((1, 4, 1, 64), mx.bfloat16), k, v, kernels.new_fence(), mx.array([[1]], mx.int32),
+            mx.array([[3]], mx.int32), mx.array([[0]], mx.int32), scale=1.0,
+        )  # fmt: skip
+    with pytest.raises(kernels.KernelUnavailable):
+        kernels.copy_blocks(k, v, kernels.new_fence(), [1], [2])
+    assert kernels.build_kernel.cache_info().currsize == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "n_q_heads", "why"),
+    [((3, 2, 16, 72), 4, "head_dim"), ((3, 2, 12, 64), 4, "block size"), ((3, 1, 16, 64), 17, "query heads"),
+     ((3, 2, 16, 64), 5, "divide")],
+)  # fmt: skip
+def test_unsupported_geometry_raises(shape, n_q_heads, why):
+    with pytest.raises(ValueError, match=why):
+        kernels.decode_variants(mx.zeros(shape), mx.zeros(shape), n_q_heads)
+
+
+def test_partitions_cover_every_row():
+    plan = plan_decode(kernels.Variant("paged_decode", "metal", mx.float16, 64, 64, 4, 32))
+    unit, (tier1, tier2) = plan.partition, plan.tiers
+    rng = random.Random(0)
+    for table in (1, 100, 128, 129, 2048, 2049, 5000, 8192, 9000, 100_000):
+        launched = count_partitions(table, plan)
+        for _ in range(200):
+            end = rng.randint(1, table)
+            begin = rng.randint(0, end - 1)
+            size = unit if end - begin <= tier1 * unit else 2 * unit if end - begin <= tier2 * unit else 4 * unit
+            assert -(-(end - begin // 64 * 64) // size) <= launched
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("block", [8, 32, 128])
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_self_check_passes(dtype, extras, block):
+    k, v = pools(2, block=block, dtype=dtype, dim=128)
+    for variant in kernels.decode_variants(k, v, 8, softcap=extras, sinks=extras):
+        result = self_check(variant)
+        assert result.ok, result
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_bits_do_not_depend_on_batchmates(dim):
+    contexts = [1, 100, 130, 700, 3000, 9000, 40]
+    blocks = [-(-n // 16) for n in contexts]
+    k, v = pools(sum(blocks) + 1, dim=dim)
+    ids = iter((np.random.default_rng(0).permutation(sum(blocks)) + 1).tolist())
+    tables = [[next(ids) for _ in range(n)] for n in blocks]
+    q = mx.random.normal((len(contexts), 8, 1, dim)).astype(mx.bfloat16)
+
+    def attend(rows, variant):
+        width = max(blocks[b] for b in rows)
+        table = mx.array([tables[b] + [0] * (width - blocks[b]) for b in rows], mx.int32)
+        ends = mx.array([[contexts[b]] for b in rows], mx.int32)
+        out, _ = kernels.paged_decode(
+            q[mx.array(rows)], k, v, kernels.new_fence(), table, ends, mx.zeros_like(ends), scale=0.1, variant=variant
+        )
+        return np.array(out.view(mx.uint16))
+
+    for variant in kernels.decode_variants(k, v, 8):
+        together = attend(list(range(len(contexts))), variant)
+        for b in range(len(contexts)):
+            np.testing.assert_array_equal(attend([b], variant)[0], together[b])
+            np.testing.assert_array_equal(attend([5, b], variant)[1], together[b])
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_random_schedules_equal_sequential_runs():
+    """Writes, forks and reads of reused blocks, pipelined or evaluated one by one: the same bits."""
+
+    def run(seed, pipelined):
+        rng = random.Random(seed)
+        mx.random.seed(seed)
+        k, v = pools(9)
+        mx.eval(k, v)
+        fence, outs = kernels.new_fence(), []
+        for _ in range(40):
+            kind = rng.choice(["write", "write", "copy", "read", "gather"])
+            if kind == "write":
+                rows = [mx.random.normal((3, 2, 64)).astype(mx.bfloat16) for _ in "kv"]
+                slots = mx.array(rng.sample(range(16, 9 * 16), 3), mx.int32)
+                fence = kernels.write_slots(k, v, fence, *rows, slots)
+            elif kind == "copy":
+                source, target = rng.sample(range(1, 9), 2)
+                fence = kernels.copy_blocks(k, v, fence, [source], [target])
+            elif kind == "read":
+                q = mx.random.normal((2, 4, 1, 64)).astype(mx.bfloat16)
+                table = mx.array([rng.sample(range(1, 9), 4) for _ in "ab"], mx.int32)
+                ends = mx.array([[rng.randint(1, 64)] for _ in "ab"], mx.int32)
+                out, fence = kernels.paged_decode(q, k, v, fence, table, ends, mx.zeros_like(ends), scale=0.125)
+                outs.append(out)
+            else:
+                got_k, got_v, fence = kernels.gather_blocks(k, v, fence, rng.sample(range(1, 9), 3), 5, 30)
+                outs += [got_k, got_v]
+            if pipelined:
+                mx.async_eval(fence, *outs[-2:])
+            else:
+                mx.eval(fence, *outs)
+        return [np.array(x.view(mx.uint16)) for x in outs]
+
+    for seed in range(100):
+        for a, b in zip(run(seed, True), run(seed, False), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_large_pool_is_never_copied():
+    layers, steps = 24, 200
+    stacks = [pools(2049, n_kv=8, block=32, dim=64) for _ in range(layers)]  # 24 x 134 MB
+    fences = [kernels.new_fence() for _ in range(layers)]
+    mx.eval(stacks, fences)
+    table = mx.arange(1, 65, dtype=mx.int32).reshape(1, 64)
+    q = mx.random.normal((1, 32, 1, 64)).astype(mx.bfloat16)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for step in range(steps):
+        slot = mx.array([32 + step], mx.int32)
+        ends = mx.array([[step + 1]], mx.int32)
+        x = q
+        for i, (k, v) in enumerate(stacks):
+            row = x[:, :8]
+            fences[i] = kernels.write_slots(k, v, fences[i], row, row, slot)
+            x, fences[i] = kernels.paged_decode(
+                x, k, v, fences[i], table, ends, mx.zeros_like(ends), scale=0.125
+            )
+        mx.async_eval(x, *fences)
+    mx.eval(x)
+    assert mx.get_peak_memory() - before < 100 << 20

@@ -1,0 +1,164 @@
+"""paged_decode and merge_partitions on the emulator: against float64, bit invariance, and planted defects."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged.attention import kernels
+from mlx_paged.attention.kernel_plan import HEAD_DIMS, MAX_THREADGROUP_BYTES, plan_decode
+from tests.msl.emulator import EmuError
+from tests.msl.harness import Case, emulated
+
+TOLERANCE = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 2e-2}
+RAGGED = [1, 15, 16, 17, 150, 5, 6, 7, 33]  # 9 rows: inputs of 8 and more elements are in device memory
+FEW = [17, 140]  # 2 rows: small inputs are in constant memory
+
+CLASSES = {
+    "f32": {},
+    "bf16": {"dtype": mx.bfloat16},
+    "f16 extras q_len 3": {"dtype": mx.float16, "q_len": 3, "softcap": 5.0, "sinks": True},
+    "value_dim": {"head_dim": 96, "value_dim": 64, "dtype": mx.bfloat16},
+    "gqa 16": {"heads": (16, 1), "head_dim": 128, "dtype": mx.bfloat16},
+    "gqa 7": {"heads": (7, 1), "head_dim": 112, "dtype": mx.float16},
+    "gqa 1": {"heads": (2, 2), "head_dim": 192},
+    "block 8": {"block_size": 8, "dtype": mx.bfloat16},
+    "block 128": {"block_size": 128},
+}
+
+
+def check(case, plan=None, backend="metal", **options):
+    with emulated(backend, **options) as fake:
+        plan = plan or plan_decode(case.variant())
+        out, fence = case.run(plan=plan)
+    np.testing.assert_allclose(out, case.reference(), atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
+    assert int(np.asarray(fence)[0]) == 8
+    return out, fake
+
+
+@pytest.mark.parametrize("backend", ["metal", "cuda"])
+@pytest.mark.parametrize("contexts", [RAGGED, FEW], ids=["ragged", "few"])
+@pytest.mark.parametrize("name", list(CLASSES))
+def test_matches_reference(name, contexts, backend):
+    check(Case(contexts, **CLASSES[name]), backend=backend)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_head_dim(head_dim):
+    check(Case([33, 3], head_dim=head_dim, heads=(4, 2), dtype=mx.bfloat16), orders=(0, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("gqa", [1, 2, 3, 5, 8, 12, 16])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_sweep(head_dim, gqa, dtype):
+    check(Case([130, 1, 31], head_dim=head_dim, heads=(gqa, 1), block_size=32, dtype=dtype), orders=(0, 1))
+
+
+@pytest.mark.parametrize("starts", [[0, 1, 8, 60], [3, 14, 15, 149]])
+def test_window(starts):
+    # Tables are wild outside the window and stale slots are NaN: reading either would be seen.
+    check(Case([5, 15, 16, 150], starts=starts, sinks=True))
+
+
+def test_rows_that_see_nothing_are_zero():
+    for max_blocks in (2, 20):
+        case = Case([4, 20], max_blocks=max_blocks)
+        case.ends[0] = 0
+        with emulated():
+            out, _ = case.run()
+        assert not out[0].any()
+        np.testing.assert_allclose(out, case.reference(), atol=2e-6)
+
+
+def test_partition_tiers():
+    # 64-token partitions, longer past 2 and past 4 of them: all three sizes in one launch, misaligned starts.
+    case = Case([100, 200, 300, 330], starts=[1, 63, 20, 300])
+    with emulated():
+        plan = plan_decode(case.variant())._replace(partition=64, tiers=(2, 4))
+    check(case, plan=plan)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_bits_do_not_depend_on_batchmates(sinks):
+    # Alone, row 0 takes the single-partition variant; beside a long row it goes through merge_partitions.
+    case = Case([100, 700], sinks=sinks, dtype=mx.float32)
+    with emulated(checked=False, orders=(0,)):
+        together, _ = case.run()
+        case.q, case.ends, case.starts = case.q[:1], case.ends[:1], case.starts[:1]
+        case.tables = case.tables[:1, :7]
+        alone, _ = case.run()
+    assert alone[0].tobytes() == together[0].tobytes()
+
+
+def test_max_visible_changes_nothing():
+    case = Case([700, 650], starts=[600, 590])
+    with emulated(checked=False, orders=(0,)) as fake:
+        wide, _ = case.run()
+        narrow, _ = case.run(max_visible=100)
+    grids = [call["grid"][2] for body, call in fake.calls if body == "paged_decode"]
+    assert grids[1] < grids[0] and wide.tobytes() == narrow.tobytes()
+
+
+def test_threadgroup_memory_is_bounded():
+    for dtype in TOLERANCE:
+        for head_dim in HEAD_DIMS:
+            for gqa in range(1, 17):
+                for backend in ("metal", "cuda"):
+                    for body in ("paged_decode", "paged_decode_tensor"):
+                        variant = kernels.Variant(body, backend, dtype, head_dim, head_dim, gqa, 32)
+                        assert plan_decode(variant).threadgroup_bytes(gqa, head_dim) <= MAX_THREADGROUP_BYTES
+
+
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+CAUGHT = {  # body, old, new: the emulator itself objects
+    "drop the barriers": ("paged_decode", BARRIER, "", "race: load"),
+    "barrier without memory": ("paged_decode", BARRIER, "threadgroup_barrier(mem_flags::mem_none);", "race: load"),
+    "block past the context": ("paged_decode", "(hi - 1) / BS)];", "(hi - 1) / BS + 1)];", "wild load|out-of-bounds"),
+    "block before the window": ("paged_decode", "metal::max(token / BS, lo / BS)", "token / BS", "wild load|out-of-"),
+    "two heads, one line": ("paged_decode", "const int64_t line = line0 + head * q_len;", "const int64_t line = line0;", "race"),
+    "unwritten output": ("paged_decode", "item < HS * HR * DV; item += SG * 32", "item < HS * HR * DV - 1; item += SG * 32", "never written"),
+    "fence not passed on": ("paged_decode", "fence_out[0] = fence[0] + 1u;", "", "never written"),
+    "shuffle in a branch": ("merge_partitions", "top = simd_max(top);", "if (lane < 16) { top = simd_max(top); }", "divergence"),
+    "merge writes out of range": ("merge_partitions", "if (dim < DV) {", "{", "out-of-bounds|race"),
+}
+
+
+@pytest.mark.parametrize("name", list(CAUGHT))
+def test_emulator_catches(name):
+    body, old, new, want = CAUGHT[name]
+    single = Case([36, 90], starts=[28, 50], block_size=8)  # chunks of two blocks, half of them dead
+    split = Case([40, 300], starts=[20, 50], head_dim=80)
+    case = split if body == "merge_partitions" else single
+    with emulated(edit={body: [(old, new)]}), pytest.raises(EmuError, match=want):
+        case.run()
+
+
+WRONG = {  # body, old, new: the numbers come out wrong
+    "fence input dropped": ("paged_decode", "fence[0] + 1u", "1u"),
+    "wrong kv head": ("paged_decode", "(block * n_kv + kv_head)", "(block * n_kv + 0 * kv_head)"),
+    "swapped query heads": ("paged_decode", "q[(line0 + (head0 + h) * q_len)", "q[(line0 + (G - 1 - head0 - h) * q_len)"),
+    "skip the rescale": ("paged_decode", "acc[h * NV * VEC + i] *= shrink;", ""),
+    "skip the rescale of the sum": ("paged_decode", "l[h] *= shrink;", ""),
+    "window ignored": ("paged_decode", "metal::max(static_cast<int>(starts[row]), 0)", "0"),
+    "stale tokens multiplied": ("paged_decode", "metal::min(metal::max(token + step_token, lo), hi - 1) % BS", "(token + step_token) % BS"),
+    "last token lost": ("paged_decode", "token >= lo && token < hi ? s", "token >= lo && token < hi - 1 ? s"),
+    "stripes not weighted": ("paged_decode", "const float weight = metal::exp2(tg_m", "const float weight = 1.0f + 0.0f * metal::exp2(tg_m"),
+    "sink of another head": ("merge_partitions", "sinks[line / q_len % HEADS]", "sinks[0]"),
+    "partitions not weighted": ("merge_partitions", "o[d] = metal::fma(ahead[i * ND + d], w, o[d]);", "o[d] += ahead[i * ND + d];"),
+    "partition sizes disagree": ("merge_partitions", "TIER1 * PART ? PART", "TIER1 * PART ? 2 * PART"),
+    "row of another query": ("merge_partitions", "+ line % q_len;", ";"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_wrong_numbers_are_seen(name):
+    body, old, new = WRONG[name]
+    case = Case([129, 300], starts=[10, 0], heads=(4, 2), q_len=2, sinks=True)
+    try:
+        with emulated(edit={body: [(old, new)]}):
+            out, fence = case.run()
+    except EmuError:
+        return
+    same = np.allclose(out, case.reference(), atol=1e-4)
+    assert not same or int(np.asarray(fence)[0]) != 8

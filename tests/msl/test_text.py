@@ -1,0 +1,145 @@
+"""The kernels' text, type-checked as MLX would generate it for Metal; the emulator's signature is MLX's own."""
+
+import re
+import subprocess
+import sys
+
+import mlx.core as mx
+import pytest
+
+from mlx_paged.attention import kernel_build, kernels
+from mlx_paged.attention.kernel_plan import HEAD_DIMS, plan_decode
+from tests.msl import emulator
+
+checker = pytest.importorskip("tests.msl.checker")
+
+POOL = [(4, 99999, "T"), (4, 99999, "T"), (1, 1, "uint32")]
+
+
+def decode_inputs(rows, dtype):
+    small = [(2, rows * 4, "int32"), (2, rows, "int32"), (2, rows, "int32"), (1, 2, "float32"), (1, 2, "float32")]
+    return [(4, 9999, dtype), *pool(dtype), *small]
+
+
+def pool(dtype):
+    return [(n, size, dtype if d == "T" else d) for n, size, d in POOL]
+
+
+def decode_constants(dtype, head_dim=128, gqa=4, block=32, extras=True, single=True):
+    variant = kernels.Variant("paged_decode", "metal", dtype, head_dim, head_dim, gqa, block, extras, extras)
+    out = dtype if single else mx.float32
+    return (*kernels.decode_constants_of(variant, plan_decode(variant)), ("SINGLE", single), ("O", out)), out
+
+
+def problems(body, constants, inputs, out_dtypes, edit=None):
+    header, source = kernel_build.kernel_source(body, "metal", constants)
+    if edit:
+        assert edit[0] in source
+        source = source.replace(*edit)
+    names, outs, _ = kernel_build.SIGNATURES[body]
+    return checker.check_kernel(names, outs, source, header, [(inputs, out_dtypes, [])])
+
+
+def name_of(dtype):
+    return str(dtype).split(".")[-1]
+
+
+def decode_problems(dtype, rows=9, edit=None, **options):
+    constants, out = decode_constants(dtype, **options)
+    outs = [name_of(out), "float32", "uint32"]
+    return problems("paged_decode", constants, decode_inputs(rows, name_of(dtype)), outs, edit)
+
+
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [2, 9])
+@pytest.mark.parametrize("single", [True, False])
+def test_decode_is_clean(single, rows, dtype):
+    assert decode_problems(dtype, rows, single=single) == []
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_head_dim_is_clean(head_dim):
+    assert decode_problems(mx.bfloat16, head_dim=head_dim, gqa=16, block=8, extras=False) == []
+
+
+OTHERS = {
+    "merge_partitions": lambda d, n: [(3, 9999, "float32"), (3, 99 * n, "float32"), (2, n, "int32"), (2, n, "int32"), (1, 2, "float32")],
+    "write_slots": lambda d, n: [*pool(d), (4, 128 * n, d), (4, 128 * n, d), (1, n, "int64")],
+    "gather_blocks": lambda d, n: [*pool(d), (1, n, "int32"), (1, 2, "int32")],
+    "copy_blocks": lambda d, n: [*pool(d), (2, 2 * n, "int32")],
+}  # fmt: skip
+
+
+def other_problems(body, dtype, rows, edit=None):
+    constants = [("T", dtype), ("D", 64), ("DV", 80), ("BS", 16), ("S", mx.int64)]
+    if body == "merge_partitions":
+        constants = [("T", dtype), ("DV", 80), ("HEADS", 8), ("SG", 4), ("SINKS", True)]
+        constants += [("PART", 128), ("TIER1", 16), ("TIER2", 64)]
+    d = name_of(dtype)
+    outs = {"merge_partitions": [d], "gather_blocks": [d, d, "uint32"]}.get(body, ["uint32"])
+    return problems(body, tuple(constants), OTHERS[body](d, rows), outs, edit)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [2, 9])
+@pytest.mark.parametrize("body", list(OTHERS))
+def test_others_are_clean(body, rows, dtype):
+    assert other_problems(body, dtype, rows) == []
+
+
+BAD = {
+    "store through the const pool": ("write_slots", "const_cast<device T*>(k_pool)", "k_pool", "const|read-only"),
+    "pointer without address space": ("write_slots", "auto k_target", "T* k_target", "cannot initialize|address space"),
+    "64 to 32 bit offset": ("gather_blocks", "const int64_t from", "const int from", "loses integer precision"),
+    "undeclared name": ("copy_blocks", "n_pairs + pair", "n_pair + pair", "undeclared"),
+    "CUDA intrinsic": ("merge_partitions", "simd_max(top)", "__shfl_sync(0, top, 0)", "undeclared"),
+    "float stored as T": ("merge_partitions", "static_cast<T>(n_live > 0 ? o[d] / denominator : 0.0f)", "o[d]", "loses floating-point"),
+    "unsuffixed literal": ("merge_partitions", "o[d] = 0.0f;", "o[d] = 0.0;", "unsuffixed"),
+    "mixed max": ("merge_partitions", "metal::max(top, sink)", "metal::max(top, 0)", "ambiguous"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_checker_catches(name):
+    body, old, new, want = BAD[name]
+    found = other_problems(body, mx.float16, 9, (old, new))
+    assert any(re.search(want, p) for p in found), found
+
+
+def test_checker_catches_in_decode():
+    assert decode_problems(mx.bfloat16, edit=("threadgroup_barrier(mem_flags::mem_threadgroup)", "__syncthreads()"))
+    assert decode_problems(mx.bfloat16, edit=("static_cast<O>(o)", "o"))
+    assert decode_problems(mx.float32, edit=("float l[HG];", "float l[q_len];"))
+
+
+DRIFT = """
+import sys, mlx.core as mx
+k = mx.fast.metal_kernel("probe", ["a", "b", "c"], ["x", "y"], sys.argv[1], "// header\\n")
+def f(a, b, c):
+    return tuple(k(inputs=[a, b, c], grid=(32, 1, 1), threadgroup=(32, 1, 1), output_shapes=[(1,), (2,)],
+                   output_dtypes=[mx.bfloat16, mx.uint32], verbose=True, stream=mx.gpu))
+mx.export_function(sys.argv[2], f, mx.zeros((4, 9)), mx.zeros((3,), mx.int32), mx.zeros((8,), mx.int64))
+"""
+
+
+def test_signature_is_the_one_mlx_generates(tmp_path):
+    body = "int i = thread_position_in_grid.x; int s = a_shape[0] + b_shape[0]; x[i] = a_strides[0] + c_ndim + s;\n"
+    done = subprocess.run(
+        [sys.executable, "-c", DRIFT, body, str(tmp_path / "f.mlxfn")], capture_output=True, text=True, timeout=120
+    )
+    match = re.search(r"```\n(.*?)```", done.stdout, re.S)
+    if not match:
+        pytest.skip(f"this MLX build does not print Metal source: {done.stderr[-300:]}")
+    ours, _, _ = emulator.mlx_source(
+        "F", "", body, ["a", "b", "c"], [(2, 36, "float32"), (1, 3, "int32"), (1, 8, "int64")], ["x", "y"],
+        ["bfloat16", "uint32"], [],
+    )  # fmt: skip
+
+    def signature(text):
+        text = text[text.index("[[kernel]] void") :]
+        return re.sub(r"void \w+", "void F", "".join(text[: text.index(") {")].split(" ")))
+
+    assert signature(match.group(1)).replace("\n", "") == signature(ours).replace("\n", "")
