@@ -1,0 +1,269 @@
+"""PagedKVCache: mlx-lm's cache protocol for one layer of one sequence, over a BlockPool and its BlockTables."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import mlx.core as mx
+
+from .attention import dispatch
+from .attention.gather import ring_rotation
+from .errors import BlockStateError, PromptCacheError, TrimError
+from .kv.block_table import BlockTable
+from .kv.pool import BlockPool
+from .masks import causal_mask
+
+
+class SequenceTables:
+    """The block tables of one sequence, one per group of layers, and each layer's offset. Shared by its layer caches.
+
+    ``copy.deepcopy`` makes a fork: references to the same blocks, no bytes.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.tables: list[BlockTable] = [pool.new_table(group) for group in range(len(pool.groups))]
+        self.offsets: dict[int, int] = {layer: 0 for group in pool.groups for layer in group.spec.layers}
+
+    def table(self, layer: int) -> BlockTable:
+        return self.tables[self.pool.group_of(layer)]
+
+    def reserve(self, layer: int, num_tokens: int) -> BlockTable:
+        """Positions for the layer's next tokens; the first layer of a group to come by in a step reserves them."""
+        table = self.table(layer)
+        missing = self.offsets[layer] + num_tokens - table.length
+        if missing not in (0, num_tokens):
+            raise BlockStateError(
+                f"layer {layer} is at {self.offsets[layer]} while its group ends at {table.length}: "
+                "all layers of a group must take the same tokens"
+            )
+        if missing:
+            self.pool.append_tokens(table, missing)
+        self.offsets[layer] += num_tokens
+        return table
+
+    def trim(self, layer: int, num_tokens: int) -> None:
+        """Take the layer back; the table follows when its last layer has been trimmed."""
+        table = self.table(layer)
+        self.offsets[layer] -= num_tokens
+        longest = max(self.offsets[other] for other in self.pool.groups[table.group].spec.layers)
+        if longest < table.length:
+            try:
+                self.pool.trim(table, table.length - longest)
+            except TrimError:
+                self.offsets[layer] += num_tokens
+                raise
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceTables:
+        fork = object.__new__(SequenceTables)
+        memo[id(self)] = fork
+        fork.pool = self.pool
+        fork.tables = [self.pool.fork(table) for table in self.tables]
+        fork.offsets = dict(self.offsets)
+        return fork
+
+
+class PagedKVCache:
+    """What one attention layer sees of a sequence. Stands in for mlx-lm's ``KVCache`` and, in a group with a sliding
+    window, for its ``RotatingKVCache`` (``keep=0``).
+
+    Args:
+        sequence: the sequence's tables, shared by the caches of all its layers.
+        layer: index of the model layer.
+    """
+
+    def __init__(self, sequence: SequenceTables, layer: int) -> None:
+        self.sequence = sequence
+        self.layer = layer
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.sequence.pool
+
+    @property
+    def table(self) -> BlockTable:
+        return self.sequence.table(self.layer)
+
+    @property
+    def window(self) -> int | None:
+        """Sliding window in tokens, or None."""
+        return self.pool.groups[self.pool.group_of(self.layer)].spec.window
+
+    @property
+    def offset(self) -> int:
+        """Tokens this layer has seen: the position of the next one."""
+        return self.sequence.offsets[self.layer]
+
+    # Writing and reading --------------------------------------------------------------------------------------
+
+    def update(self, keys: mx.array, values: mx.array) -> None:
+        """Write the next tokens' keys and values ``[1, n_kv_heads, n_new, head_dim]`` to the pool.
+
+        Raises:
+            GeometryError, PoolExhaustedError: before anything is changed.
+        """
+        self.pool.set_geometry(self.layer, keys, values)
+        self.pool.groups[self.pool.group_of(self.layer)].validate(keys, values, 1)
+        table = self.sequence.reserve(self.layer, keys.shape[2])
+        if keys.shape[2] == 1:
+            self.pool.write_decode([table], self.layer, keys, values)
+        else:
+            self.pool.write_prefill(table, self.layer, keys, values)
+
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: mx.array | str | None
+    ) -> mx.array:
+        """Write the next tokens and attend from them: what an attention layer does between projection and output.
+
+        Args:
+            queries: ``[1, n_q_heads, n_new, head_dim]``, rotated.
+            keys: ``[1, n_kv_heads, n_new, head_dim]``, rotated.
+            values: ``[1, n_kv_heads, n_new, v_head_dim]``.
+            scale: factor on the scores.
+            mask: what :meth:`make_mask` gave.
+
+        Returns:
+            ``[1, n_q_heads, n_new, v_head_dim]``.
+        """
+        self.update(keys, values)
+        if queries.shape[2] > 1:
+            return dispatch.prefill_attention(
+                queries, keys, values, self.pool, self.layer, self.table, scale=scale, mask=mask
+            )
+        assert not isinstance(mask, str)
+        return dispatch.paged_attention(queries, self.pool, self.layer, [self.table], scale=scale, mask=mask)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write the next tokens and return all visible keys and values, gathered lazily, in mlx-lm's order."""
+        self.update(keys, values)
+        if self.table.length - self.table.logical_start == keys.shape[2]:
+            return keys, values
+        fetched = self._gather(decode=keys.shape[2] == 1)
+        self.pool.note_read(self.layer, fetched[0])
+        return fetched
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """The visible keys and values ``[1, n_kv_heads, n, head_dim]``, in mlx-lm's order (a copy)."""
+        return self._gather(decode=True)
+
+    def _gather(self, *, decode: bool) -> tuple[mx.array, mx.array]:
+        rotation = ring_rotation(self.table, self.window) if decode else 0
+        return self.pool.gather_visible(self.table, self.layer, rotation=rotation)
+
+    def load(self, keys: mx.array, values: mx.array, offset: int) -> None:
+        """Fill an empty cache with dense keys and values, in order of position; they end at position ``offset``.
+
+        Args:
+            keys: ``[1, n_kv_heads, n, head_dim]`` of positions ``offset - n .. offset - 1``.
+            values: ``[1, n_kv_heads, n, v_head_dim]``.
+            offset: tokens seen so far; more than ``n`` only behind a sliding window.
+
+        Raises:
+            PromptCacheError: the cache is not empty, or tokens the layer still needs are missing.
+            GeometryError, PoolExhaustedError: before anything is changed.
+        """
+        start = offset - keys.shape[2]
+        needed = 0 if self.window is None else max(0, offset - self.window + 1)
+        if self.offset or start < 0 or start > needed:
+            raise PromptCacheError(
+                f"layer {self.layer}: cannot load {keys.shape[2]} tokens ending at {offset} into a cache at "
+                f"{self.offset}" + (f" with window {self.window}" if self.window else "")
+            )
+        self.pool.set_geometry(self.layer, keys, values)
+        table, group = self.table, self.pool.group_of(self.layer)
+        if table.length == 0 and start:
+            table = self.sequence.tables[group] = self.pool.new_table(group, start=start)
+        if table.length not in (start, offset):
+            raise PromptCacheError(f"layer {self.layer} ends at {offset}, the layers before it at {table.length}")
+        self.sequence.offsets[self.layer] = start
+        self.sequence.reserve(self.layer, keys.shape[2])
+        self.pool.write_prefill(self.table, self.layer, keys, values)
+
+    # mlx-lm's protocol ----------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """What mlx-lm evaluates between prefill chunks: an array that is ready when this layer's writes are, and the
+        cache itself. No keys are gathered for it; see :meth:`keys_and_values`."""
+        return (self.pool.fence(self.layer), self)
+
+    @state.setter
+    def state(self, value: tuple[Any, ...]) -> None:
+        """Restore an empty cache from a paged state, or from mlx-lm's ``(keys, values, offset)``."""
+        if len(value) == 2 and isinstance(value[1], PagedKVCache):
+            source = value[1]
+            if source.offset:
+                k, v = source.pool.gather_visible(source.table, source.layer)
+                self.load(k, v, source.offset)
+        elif len(value) == 3 and isinstance(value[0], mx.array):
+            keys, values, offset = value
+            self.load(keys[..., :offset, :], values[..., :offset, :], offset)
+        else:
+            raise PromptCacheError("not the state of a paged cache nor (keys, values, offset)")
+
+    @classmethod
+    def from_state(cls, state: tuple[Any, ...]) -> PagedKVCache:
+        """A fork of the cache the state was taken from."""
+        if len(state) == 2 and isinstance(state[1], PagedKVCache):
+            return copy.deepcopy(state[1])
+        raise PromptCacheError("dense keys need a pool: make a cache with make_prompt_cache(model) and set its state")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this layer in the blocks this sequence holds; shared blocks count in each sequence."""
+        group = self.pool.groups[self.table.group]
+        return self.table.num_blocks * group.bytes_per_block // len(group.spec.layers)
+
+    def size(self) -> int:
+        """Visible tokens, at most the window."""
+        return self.offset if self.window is None else min(self.offset, self.window)
+
+    def empty(self) -> bool:
+        return self.offset == 0
+
+    def is_trimmable(self) -> bool:
+        """As in mlx-lm: always, except in a sliding window that has been filled."""
+        return self.window is None or self.offset < self.window
+
+    def trim(self, n: int) -> int:
+        """Drop up to ``n`` tokens from the end. Returns how many.
+
+        Raises:
+            TrimError: the window before the new end is no longer held (see :meth:`is_trimmable`).
+        """
+        n = min(self.offset, n)
+        if n > 0:
+            self.sequence.trim(self.layer, n)
+        return n
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
+        """Mask for the next ``N`` tokens over the visible ones and themselves, the same as mlx-lm's dense caches give.
+
+        Returns:
+            None (all visible), "causal", or a boolean array ``[N, visible + N]``.
+        """
+        if self.window is None:
+            if window_size is not None:
+                return causal_mask(N, self.offset, window_size)
+            if N == 1:
+                return None
+            return causal_mask(N, self.offset) if return_array else "causal"
+        if N > 1:
+            width = window_size or self.window
+            before = min(self.window - 1, self.offset)
+            if before + N > width or return_array:
+                return causal_mask(N, before, width)
+            return "causal"
+        if window_size is None or self.offset < window_size or self.window <= window_size:
+            return None
+        # A narrower window than the one kept, over one new token: the newest `window_size` slots of the ring.
+        visible = min(self.offset + 1, self.window)
+        newest = self.offset if self.offset < self.window else (self.offset - self.table.ring_origin) % self.window
+        return mx.roll(mx.arange(visible) >= visible - window_size, shift=newest + 1)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
+        return type(self)(copy.deepcopy(self.sequence, memo), self.layer)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(layer={self.layer}, offset={self.offset}, {self.table})"

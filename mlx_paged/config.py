@@ -1,0 +1,176 @@
+"""PagedConfig: every option once. Command-line flags and MLX_PAGED_* variables are read from its fields."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from .errors import ConfigError, KernelUnavailableError
+from .kv.pool import MAX_BLOCK_SIZE
+
+# The range the fused kernel is meant for; a pool made by hand may also use blocks of 4.
+MIN_BLOCK_SIZE = 8
+AUTO_SHARE = 0.8
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def parse_block_size(text: str | int) -> int:
+    """Tokens per block: a power of two from 8 to 128. Raises ConfigError."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise ConfigError(f"block size must be a whole number, not {text!r}") from None
+    if not (MIN_BLOCK_SIZE <= value <= MAX_BLOCK_SIZE and value & (value - 1) == 0):
+        raise ConfigError(f"block size must be a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}, not {value}")
+    return value
+
+
+def parse_memory(text: str | int | None) -> int | None:
+    """Bytes from ``2GB``, ``1.5GiB``, ``800M``, ``1000000``; None from ``auto``.
+
+    Decimal units (GB, G) are powers of 1000, as mlx-lm prints them; binary ones (GiB) powers of 1024.
+
+    Raises:
+        ConfigError: not such a size, or not positive.
+    """
+    if text is None:
+        return None
+    if isinstance(text, str):
+        if text.strip().lower() == "auto":
+            return None
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
+        if match is None or match[2] not in _UNITS:
+            raise ConfigError(f"memory size must look like 2GB, 512MiB or auto, not {text!r}")
+        value = int(float(match[1]) * _UNITS[match[2]])
+    else:
+        value = int(text)
+    if value <= 0:
+        raise ConfigError(f"memory size must be positive, not {text!r}")
+    return value
+
+
+def parse_kernel(text: str | bool | None) -> bool | None:
+    """``auto`` is None, ``on`` True, ``off`` False. Raises ConfigError for anything else."""
+    if text is None or isinstance(text, bool):
+        return text
+    choices = {"auto": None, "on": True, "off": False}
+    if text.strip().lower() not in choices:
+        raise ConfigError(f"kernel must be auto, on or off, not {text!r}")
+    return choices[text.strip().lower()]
+
+
+def _option(default: Any, parse: Callable[[Any], Any], flag: str, metavar: str, text: str) -> Any:
+    return field(default=default, metadata={"parse": parse, "flag": flag, "metavar": metavar, "help": text})
+
+
+@dataclass(frozen=True)
+class PagedConfig:
+    """Options of the paged cache. Values are checked (and parsed, if strings) when an instance is made.
+
+    Attributes:
+        block_size: tokens per block, a power of two from 8 to 128.
+        kv_cache_memory: most bytes the block pool of a model may take; None chooses by the memory that is free.
+        use_native_paged_kernel: True demands the fused kernel, False forbids it, None decides by what is there.
+
+    Raises:
+        ConfigError: a value is unusable.
+    """
+
+    block_size: int = _option(32, parse_block_size, "--kv-block-size", "TOKENS", "Tokens per KV cache block (8-128)")
+    kv_cache_memory: int | None = _option(
+        None, parse_memory, "--kv-cache-memory", "SIZE", "Most memory the KV block pool may take: 2GB, 512MiB, auto"
+    )
+    use_native_paged_kernel: bool | None = _option(
+        None, parse_kernel, "--kernel", "{auto,on,off}", "Fused paged-attention kernel: auto, on or off"
+    )
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            object.__setattr__(self, option.name, option.metadata["parse"](getattr(self, option.name)))
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> PagedConfig:
+        """Read ``MLX_PAGED_BLOCK_SIZE``, ``MLX_PAGED_KV_CACHE_MEMORY`` and ``MLX_PAGED_KERNEL``."""
+        env = os.environ if env is None else env
+        values: dict[str, Any] = {}
+        for option in fields(cls):
+            name = "MLX_PAGED_" + option.metadata["flag"].removeprefix("--kv-block-").removeprefix("--")
+            name = name.replace("-", "_").upper()
+            name = "MLX_PAGED_BLOCK_SIZE" if option.name == "block_size" else name
+            if env.get(name):
+                values[option.name] = env[name]
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            raise ConfigError(f"in an MLX_PAGED_* variable: {error}") from None
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Add one flag per option to a parser."""
+        group = parser.add_argument_group("paged KV cache")
+        for option in fields(cls):
+            parse = option.metadata["parse"]
+            group.add_argument(
+                option.metadata["flag"],
+                dest=f"paged_{option.name}",
+                type=_argument_type(parse),
+                metavar=option.metadata["metavar"],
+                default=argparse.SUPPRESS,
+                help=option.metadata["help"],
+            )
+
+    def with_arguments(self, args: argparse.Namespace) -> PagedConfig:
+        """This configuration with the flags that were given on the command line."""
+        given = {f.name: getattr(args, f"paged_{f.name}") for f in fields(self) if hasattr(args, f"paged_{f.name}")}
+        return replace(self, **given)
+
+    def memory_budget(self) -> int:
+        """Bytes the pool of a model may take, now: ``kv_cache_memory``, or a share of what is free."""
+        return self.kv_cache_memory if self.kv_cache_memory is not None else int(AUTO_SHARE * free_memory())
+
+    def check_kernel(self) -> None:
+        """Raise KernelUnavailableError if the fused kernel is demanded: there is none for this device."""
+        if self.use_native_paged_kernel:
+            raise KernelUnavailableError(
+                f"kernel=on, but there is no fused paged-attention kernel for {mx.default_device()}; "
+                "use auto or off (gather-then-SDPA)"
+            )
+
+
+def _argument_type(parse: Callable[[Any], Any]) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def free_memory() -> int:
+    """Bytes that MLX could still take on the default device.
+
+    Metal: the recommended working set less what is active. CUDA: free device memory. CPU: MemAvailable, or half of
+    the machine's memory where the system does not say.
+    """
+    if mx.default_device() == mx.Device(mx.gpu):
+        info = mx.device_info()
+        if "max_recommended_working_set_size" in info:
+            return max(0, int(info["max_recommended_working_set_size"]) - mx.get_active_memory())
+        if "free_memory" in info:
+            return int(info["free_memory"])
+        if "total_memory" in info:
+            return max(0, int(info["total_memory"]) - mx.get_active_memory())
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
+        if match is not None:
+            return int(match[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

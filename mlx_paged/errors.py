@@ -1,0 +1,61 @@
+"""Every error this package raises on purpose. All derive from :class:`PagedCacheError`."""
+
+from __future__ import annotations
+
+
+class PagedCacheError(Exception):
+    """Base of all errors raised by mlx_paged."""
+
+
+class ConfigError(PagedCacheError, ValueError):
+    """An option has a value that cannot be used."""
+
+
+class GeometryError(PagedCacheError, ValueError):
+    """Keys or values do not have the rank, heads, head dimension or dtype of their group."""
+
+
+class BlockStateError(PagedCacheError, RuntimeError):
+    """A block or a table was used against its reference count: released twice, used after release, written while shared."""
+
+
+class TrimError(PagedCacheError, ValueError):
+    """More tokens were to be trimmed than the blocks still held allow."""
+
+
+class KernelUnavailableError(PagedCacheError, RuntimeError):
+    """The fused kernel was demanded where it cannot run."""
+
+
+class ModelFolderError(PagedCacheError, ValueError):
+    """A model folder is missing, incomplete or unreadable."""
+
+
+class PromptCacheError(PagedCacheError, ValueError):
+    """A prompt cache does not belong to the model it is used with, or cannot be restored."""
+
+
+class PatchError(PagedCacheError, RuntimeError):
+    """A patch cannot be applied (strict mode only; otherwise the patch is skipped with a warning)."""
+
+
+class PoolExhaustedError(PagedCacheError, MemoryError):
+    """The pool cannot hold what was asked for within its budget; nothing was changed.
+
+    Attributes:
+        blocks_needed: blocks the request needed beyond those free.
+        bytes_needed: bytes those blocks take.
+        budget_bytes: the pool's whole budget in bytes.
+        bytes_reserved: bytes the pool already holds.
+    """
+
+    def __init__(self, *, blocks_needed: int, bytes_needed: int, budget_bytes: int, bytes_reserved: int) -> None:
+        self.blocks_needed = blocks_needed
+        self.bytes_needed = bytes_needed
+        self.budget_bytes = budget_bytes
+        self.bytes_reserved = bytes_reserved
+        super().__init__(
+            f"KV block pool exhausted: {blocks_needed} more block(s) needed ({bytes_needed:,} bytes), but "
+            f"{bytes_reserved:,} of the budget of {budget_bytes:,} bytes are reserved. "
+            "Raise kv_cache_memory (--kv-cache-memory) or hold fewer tokens."
+        )

@@ -1,0 +1,104 @@
+"""BlockTable: which blocks hold the tokens of one sequence."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .allocator import NULL_BLOCK
+
+
+class Segment(NamedTuple):
+    """A run of tokens to write: ``num_tokens`` from token ``source`` of the new keys into consecutive blocks.
+
+    Either ``num_blocks`` whole blocks (offset 0), or one block in part (``num_blocks`` is 1).
+    """
+
+    block_id: int
+    num_blocks: int
+    offset: int
+    num_tokens: int
+    source: int
+
+
+class BlockTable:
+    """One sequence's block ids for one group of layers. Made, grown and released by :class:`BlockPool` only.
+
+    Attributes:
+        group: index of the group of layers.
+        block_ids: by absolute position: token ``p`` is in ``block_ids[p // block_size]`` at ``p % block_size``.
+            Blocks behind a sliding window are the null block. The list is mutated, never replaced.
+        length: tokens reserved so far (positions ``0 .. length - 1``).
+        logical_start: first position that is still visible.
+        ring_origin: position, modulo the window, that sits in slot 0 of the rotating buffer mlx-lm would keep.
+            Attention does not depend on the order of keys, but its rounding does.
+        released: the table has given its blocks back and must not be used.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_index_cache",
+        "block_ids",
+        "block_size",
+        "group",
+        "length",
+        "logical_start",
+        "released",
+        "ring_origin",
+    )
+
+    def __init__(self, group: int, block_size: int) -> None:
+        self.group = group
+        self.block_size = block_size
+        self.block_ids: list[int] = []
+        self.length = 0
+        self.logical_start = 0
+        self.ring_origin = 0
+        self.released = False
+        self._index_cache: dict[object, object] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks really held (null blocks not counted)."""
+        return len(self.block_ids) - self.block_ids.count(NULL_BLOCK)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that ``num_tokens`` more tokens need beyond those the table has."""
+        return max(0, -(-(self.length + num_tokens) // self.block_size) - len(self.block_ids))
+
+    def tail_segments(self, num_tokens: int) -> list[Segment]:
+        """How the last ``num_tokens`` positions lie in blocks: partial first block, runs of whole blocks, partial last."""
+        cached = self._index_cache.get(("segments", self.length, num_tokens))
+        if isinstance(cached, list):
+            return cached
+        size = self.block_size
+        position, end = self.length - num_tokens, self.length
+        start = position
+        segments: list[Segment] = []
+        while position < end:
+            index, offset = divmod(position, size)
+            count = min(size - offset, end - position)
+            block_id = self.block_ids[index]
+            last = segments[-1] if segments else None
+            whole = offset == 0 and count == size
+            if (
+                whole
+                and last is not None
+                and last.num_tokens == last.num_blocks * size
+                and last.block_id + last.num_blocks == block_id
+            ):
+                segments[-1] = last._replace(num_blocks=last.num_blocks + 1, num_tokens=last.num_tokens + size)
+            else:
+                segments.append(Segment(block_id, 1, offset, count, position - start))
+            position += count
+        self._index_cache[("segments", self.length, num_tokens)] = segments
+        return segments
+
+    def forget_indices(self) -> None:
+        """Drop cached device indices; called whenever ``block_ids`` changes."""
+        self._index_cache.clear()
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockTable(group={self.group}, length={self.length}, logical_start={self.logical_start}, "
+            f"blocks={self.num_blocks}{', released' if self.released else ''})"
+        )

@@ -1,0 +1,127 @@
+"""BlockGroup: the layers that share geometry, window and block ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..errors import GeometryError
+from .allocator import BlockAllocator
+from .storage import FunctionalStorage, Geometry
+
+# Doubling a large pool would reserve up to twice what is in use; see docs/adr/0001.
+FIRST_BLOCKS = 16
+DOUBLE_UP_TO_BYTES = 64 << 20
+GROWTH_ABOVE = 1.25
+
+
+class LayerGroup(NamedTuple):
+    """What a group is: its model layers and its policy.
+
+    Attributes:
+        layers: indices of the model's layers, in order.
+        window: sliding window in tokens (a query sees itself and ``window - 1`` tokens before it), or None.
+        name: for messages and statistics.
+    """
+
+    layers: tuple[int, ...]
+    window: int | None = None
+    name: str = "global"
+
+
+class BlockGroup:
+    """Allocator and per-layer storage of one :class:`LayerGroup`; one block id stands for a block in every layer."""
+
+    def __init__(self, spec: LayerGroup, block_size: int) -> None:
+        self.spec = spec
+        self.block_size = block_size
+        self.allocator = BlockAllocator()
+        self.geometry: Geometry | None = None
+        self.storages: list[FunctionalStorage] = []
+        self._last_read: mx.array | None = None
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block in all layers of the group; 0 before the first write."""
+        if self.geometry is None:
+            return 0
+        return self.block_size * self.geometry.bytes_per_token() * len(self.spec.layers)
+
+    @property
+    def bytes_reserved(self) -> int:
+        return self.bytes_per_block * self.allocator.num_blocks if self.storages else 0
+
+    def validate(self, k: mx.array, v: mx.array, batch: int) -> Geometry:
+        """Geometry of k and v, checked.
+
+        Args:
+            k: keys ``[batch, n_kv_heads, n, k_head_dim]``.
+            v: values ``[batch, n_kv_heads, n, v_head_dim]``.
+            batch: sequences expected.
+
+        Raises:
+            GeometryError: naming what differs. Nothing has been changed.
+        """
+        if k.ndim != 4 or v.ndim != 4:
+            raise GeometryError(
+                f"keys and values must be [batch, n_kv_heads, tokens, head_dim]; got shapes {k.shape} and {v.shape}"
+            )
+        if k.shape[:3] != v.shape[:3]:
+            raise GeometryError(f"keys {k.shape} and values {v.shape} differ in batch, heads or tokens")
+        if k.shape[0] != batch:
+            raise GeometryError(f"keys hold {k.shape[0]} sequence(s), {batch} expected")
+        if k.dtype != v.dtype:
+            raise GeometryError(f"keys are {k.dtype}, values {v.dtype}")
+        if not mx.issubdtype(k.dtype, mx.floating):
+            raise GeometryError(f"keys must be floating point, not {k.dtype}")
+        geometry = Geometry.of(k, v)
+        if self.geometry is not None and geometry != self.geometry:
+            raise GeometryError(
+                f"group '{self.spec.name}' holds {self.geometry}, the keys and values written are {geometry}"
+            )
+        return geometry
+
+    def growth(self, num_needed: int) -> int:
+        """Total blocks to grow to so that ``num_needed`` are free, without regard to the budget."""
+        total = self.allocator.num_blocks
+        least = total + max(0, num_needed - self.allocator.num_free)
+        if self.bytes_per_block * total < DOUBLE_UP_TO_BYTES:
+            return max(least, 2 * total, FIRST_BLOCKS)
+        return max(least, int(total * GROWTH_ABOVE))
+
+    def set_geometry(self, geometry: Geometry) -> None:
+        """Fix the geometry and make the tensors for the blocks known so far."""
+        self.geometry = geometry
+        num_blocks = self.allocator.num_blocks
+        self.storages = [FunctionalStorage(geometry, self.block_size, num_blocks) for _ in self.spec.layers]
+
+    def grow(self, num_blocks: int) -> None:
+        """Grow every layer's tensors, one layer after the other, then make the ids known."""
+        for storage in self.storages:
+            storage.grow(num_blocks)
+        self.allocator.grow(num_blocks)
+
+    def note_read(self, layer_position: int, result: mx.array) -> None:
+        """Remember an array computed from the last layer's blocks, for :meth:`wait_for_reads`."""
+        if layer_position == len(self.storages) - 1:
+            self._last_read = result
+
+    def wait_for_reads(self, layer_position: int) -> None:
+        """At the last layer's write: block until the step before has read its blocks.
+
+        mlx-lm evaluates one step ahead: without this the writes of step t+1 are scheduled while step t still
+        reads, and the whole pool is copied (hundreds of milliseconds for 1 GB). By the last layer the step's graph
+        is nearly built, so little of the overlap is lost.
+        """
+        if layer_position == len(self.storages) - 1 and self._last_read is not None:
+            mx.eval(self._last_read)
+            self._last_read = None
+
+    def flat_index(self, block_ids: Sequence[int]) -> mx.array:
+        """Index ``[n_kv_heads, n]`` of blocks for :meth:`FunctionalStorage.gather_blocks`."""
+        assert self.geometry is not None
+        heads = self.geometry.num_kv_heads
+        ids = mx.array(block_ids, dtype=mx.int32) * heads
+        return ids[None, :] + mx.arange(heads, dtype=mx.int32)[:, None]

@@ -1,0 +1,437 @@
+"""BlockPool: every sequence's keys and values, in blocks of one shared set of tensors."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ..errors import BlockStateError, ConfigError, GeometryError, PoolExhaustedError, TrimError
+from .allocator import NULL_BLOCK
+from .block_table import BlockTable
+from .group import BlockGroup, LayerGroup
+from .stats import PagedCacheStats
+from .storage import FunctionalStorage
+
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 128
+UNLIMITED = 1 << 62
+
+
+class BlockPool:
+    """Allocates blocks, writes keys and values into them and gathers them back.
+
+    A step of a sequence is: :meth:`append_tokens` once (reserves positions for all layers of the group), then
+    :meth:`write_prefill` or :meth:`write_decode` for each layer, which write the positions reserved last.
+
+    Args:
+        groups: the groups of layers. Each layer index belongs to exactly one group.
+        block_size: tokens per block, a power of two from 4 to 128.
+        memory_budget: most bytes the tensors of all groups may take.
+
+    Raises:
+        ConfigError: block size, budget or groups are unusable.
+    """
+
+    def __init__(self, groups: Sequence[LayerGroup], *, block_size: int = 32, memory_budget: int = UNLIMITED) -> None:
+        if not (MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE and block_size & (block_size - 1) == 0):
+            raise ConfigError(
+                f"block size must be a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}, not {block_size}"
+            )
+        if memory_budget <= 0:
+            raise ConfigError(f"the memory budget must be positive, not {memory_budget} bytes")
+        layers = [layer for group in groups for layer in group.layers]
+        if not layers or len(set(layers)) != len(layers):
+            raise ConfigError("each layer must belong to exactly one group, and there must be at least one layer")
+        if any(group.window is not None and group.window < 1 for group in groups):
+            raise ConfigError("a sliding window must be at least one token")
+        self.block_size = block_size
+        self.memory_budget = memory_budget
+        self.groups = [BlockGroup(spec, block_size) for spec in groups]
+        self._place = {
+            layer: (index, position) for index, spec in enumerate(groups) for position, layer in enumerate(spec.layers)
+        }
+        self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
+        # Tables dropped by their owner put their blocks here from whatever thread collects them.
+        self._abandoned: deque[tuple[int, list[int]]] = deque()
+        self._lock = threading.RLock()
+        self._cow_forks = 0
+        self._decode_slots: tuple[object, mx.array, mx.array] | None = None
+
+    # Tables ---------------------------------------------------------------------------------------------------
+
+    def new_table(self, group: int = 0, *, start: int = 0) -> BlockTable:
+        """An empty table, or one whose first ``start`` tokens are not held (already behind a sliding window)."""
+        table = BlockTable(group, self.block_size)
+        table.block_ids.extend([NULL_BLOCK] * (start // self.block_size))
+        table.length = table.logical_start = start
+        return self._track(table)
+
+    def fork(self, table: BlockTable) -> BlockTable:
+        """A second table over the same blocks: references, no bytes. Whoever writes to a shared block copies it."""
+        self._check_table(table)
+        with self._lock:
+            self._group(table).allocator.retain(table.block_ids)
+            copy = BlockTable(table.group, self.block_size)
+            copy.block_ids.extend(table.block_ids)
+            copy.length, copy.logical_start, copy.ring_origin = table.length, table.logical_start, table.ring_origin
+            return self._track(copy)
+
+    def release_table(self, table: BlockTable) -> None:
+        """Give the table's blocks back. The table must not be used any more.
+
+        Raises:
+            BlockStateError: it was released before.
+        """
+        self._check_table(table)
+        with self._lock:
+            table.released = True
+            self._tables.discard(table)
+            self._group(table).allocator.release(table.block_ids)
+            table.block_ids.clear()
+            table.forget_indices()
+
+    def _track(self, table: BlockTable) -> BlockTable:
+        self._tables.add(table)
+        abandon = weakref.finalize(table, self._abandoned.append, (table.group, table.block_ids))
+        abandon.atexit = False
+        return table
+
+    def _collect_abandoned(self) -> None:
+        while self._abandoned:
+            group, block_ids = self._abandoned.popleft()
+            self.groups[group].allocator.release(block_ids)
+
+    def _group(self, table: BlockTable) -> BlockGroup:
+        return self.groups[table.group]
+
+    def _check_table(self, table: BlockTable) -> None:
+        if table.released or table not in self._tables:
+            raise BlockStateError("table used after release, or of another pool")
+
+    def group_of(self, layer: int) -> int:
+        """Index of the group a model layer belongs to."""
+        return self._place[layer][0]
+
+    # Blocks ---------------------------------------------------------------------------------------------------
+
+    def allocate(self, group: int, count: int) -> list[int]:
+        """Take ``count`` blocks of a group, growing its tensors within the budget.
+
+        Raises:
+            PoolExhaustedError: they do not fit; nothing was changed.
+        """
+        with self._lock:
+            self._collect_abandoned()
+            block_group = self.groups[group]
+            if count > block_group.allocator.num_free:
+                self._grow(block_group, count)
+            return block_group.allocator.allocate(count)
+
+    def retain(self, group: int, block_ids: Sequence[int]) -> None:
+        """Add one reference to each block. Raises BlockStateError if one is free."""
+        with self._lock:
+            self.groups[group].allocator.retain(block_ids)
+
+    def release(self, group: int, block_ids: Sequence[int]) -> None:
+        """Drop one reference of each block. Raises BlockStateError if one is free already."""
+        with self._lock:
+            self.groups[group].allocator.release(block_ids)
+
+    def _grow(self, group: BlockGroup, count: int) -> None:
+        total = group.allocator.num_blocks
+        missing = count - group.allocator.num_free
+        target = group.growth(count)
+        if group.geometry is not None:
+            others = sum(g.bytes_reserved for g in self.groups if g is not group)
+            affordable = (self.memory_budget - others) // group.bytes_per_block
+            if total + missing > affordable:
+                raise self._exhausted(missing, missing * group.bytes_per_block)
+            target = min(target, affordable)
+        group.grow(target)
+
+    def _exhausted(self, blocks: int, num_bytes: int) -> PoolExhaustedError:
+        return PoolExhaustedError(
+            blocks_needed=blocks,
+            bytes_needed=num_bytes,
+            budget_bytes=self.memory_budget,
+            bytes_reserved=sum(g.bytes_reserved for g in self.groups),
+        )
+
+    def set_geometry(self, layer: int, k: mx.array, v: mx.array) -> None:
+        """Fix the geometry of the layer's group from its first keys and values; later calls only validate.
+
+        Raises:
+            GeometryError: rank, heads, head dimension or dtype differ from the group's.
+            PoolExhaustedError: not even the blocks handed out so far fit the budget.
+        """
+        group = self.groups[self.group_of(layer)]
+        geometry = group.validate(k, v, k.shape[0] if k.ndim else 0)
+        if group.geometry is not None:
+            return
+        with self._lock:
+            per_block = self.block_size * geometry.bytes_per_token() * len(group.spec.layers)
+            known = group.allocator.num_blocks
+            others = sum(g.bytes_reserved for g in self.groups)
+            if others + known * per_block > self.memory_budget:
+                raise self._exhausted(known, known * per_block)
+            group.set_geometry(geometry)
+
+    # Sequences ------------------------------------------------------------------------------------------------
+
+    def append_tokens(self, table: BlockTable, num_tokens: int) -> None:
+        """Reserve ``num_tokens`` positions at the table's end, once per step for all layers of its group.
+
+        Releases blocks that fell behind the sliding window, forks a shared, partially filled tail block, and
+        allocates the blocks missing.
+
+        Raises:
+            PoolExhaustedError: they do not fit; the table is as it was (blocks behind its window released).
+            BlockStateError: the table was released.
+        """
+        self._check_table(table)
+        if num_tokens < 1:
+            raise ValueError(f"at least one token must be appended, not {num_tokens}")
+        with self._lock:
+            window = self._group(table).spec.window
+            if window is not None:
+                self._slide(table, max(0, table.length - window + 1))
+            tail = table.length // self.block_size
+            shared_tail = (
+                tail < len(table.block_ids) and self._group(table).allocator.refcount(table.block_ids[tail]) > 1
+            )
+            missing = table.blocks_for(num_tokens)
+            blocks = self.allocate(table.group, missing + shared_tail)
+            if shared_tail:
+                self._copy_on_write(table, tail, blocks.pop(0))
+            table.block_ids.extend(blocks)
+            table.length += num_tokens
+            if blocks:
+                table.forget_indices()
+            if window is not None and num_tokens > 1:
+                table.ring_origin = table.length % window if table.length >= window else 0
+
+    def _slide(self, table: BlockTable, start: int) -> None:
+        if start <= table.logical_start:
+            return
+        first, last = table.logical_start // self.block_size, start // self.block_size
+        gone = table.block_ids[first:last]
+        if gone:
+            self._group(table).allocator.release(gone)
+            table.block_ids[first:last] = [NULL_BLOCK] * len(gone)
+            table.forget_indices()
+        table.logical_start = start
+
+    def copy_on_write_block(self, table: BlockTable, index: int) -> int:
+        """Give the table a block of its own at ``index`` if the present one is shared.
+
+        Returns:
+            The id now in ``table.block_ids[index]`` (unchanged if it was not shared).
+        """
+        self._check_table(table)
+        with self._lock:
+            if self._group(table).allocator.refcount(table.block_ids[index]) <= 1:
+                return table.block_ids[index]
+            return self._copy_on_write(table, index, self.allocate(table.group, 1)[0])
+
+    def _copy_on_write(self, table: BlockTable, index: int, target: int) -> int:
+        group = self._group(table)
+        source = table.block_ids[index]
+        for storage in group.storages:
+            storage.copy_block(source, target)
+        table.block_ids[index] = target
+        table.forget_indices()
+        group.allocator.release([source])
+        self._cow_forks += 1
+        return target
+
+    def trim(self, table: BlockTable, num_tokens: int) -> None:
+        """Drop the last ``num_tokens`` tokens; blocks wholly beyond the new end are released.
+
+        Raises:
+            TrimError: more tokens than the table has, or the window before the new end is no longer held.
+        """
+        self._check_table(table)
+        length = table.length - num_tokens
+        window = self._group(table).spec.window
+        if num_tokens < 0 or length < 0:
+            raise TrimError(f"cannot trim {num_tokens} of {table.length} tokens")
+        if window is not None and max(0, length - window + 1) < table.logical_start:
+            raise TrimError(
+                f"cannot trim to {length} tokens: the window of {window} before it is held from {table.logical_start} on"
+            )
+        with self._lock:
+            table.length = length
+            keep = -(-length // self.block_size)
+            gone = table.block_ids[keep:]
+            del table.block_ids[keep:]
+            self._group(table).allocator.release(gone)
+            table.forget_indices()
+
+    # Keys and values ------------------------------------------------------------------------------------------
+
+    def _storage(self, layer: int) -> FunctionalStorage:
+        group, position = self._place[layer]
+        return self.groups[group].storages[position]
+
+    def _check_write(self, table: BlockTable, layer: int, num_tokens: int) -> None:
+        self._check_table(table)
+        if table.group != self.group_of(layer):
+            raise GeometryError(f"layer {layer} is not of the table's group {table.group}")
+        if num_tokens > table.length:
+            raise GeometryError(f"{num_tokens} tokens to write, only {table.length} reserved: append_tokens first")
+        allocator = self._group(table).allocator
+        first = (table.length - num_tokens) // self.block_size
+        for block_id in table.block_ids[first:]:
+            if allocator.refcount(block_id) != 1:
+                raise BlockStateError(
+                    f"block {block_id} is to be written but held {allocator.refcount(block_id)} times"
+                )
+
+    def write_prefill(self, table: BlockTable, layer: int, k: mx.array, v: mx.array) -> None:
+        """Write keys and values of the last ``n_new`` reserved tokens of one sequence, as they are (no cast).
+
+        Args:
+            table: the sequence's table, with at least ``n_new`` tokens.
+            layer: model layer.
+            k: ``[1, n_kv_heads, n_new, k_head_dim]``.
+            v: ``[1, n_kv_heads, n_new, v_head_dim]``.
+
+        Raises:
+            GeometryError, BlockStateError, PoolExhaustedError: before anything is written.
+        """
+        group = self.groups[self.group_of(layer)]
+        group.validate(k, v, 1)
+        self._check_write(table, layer, k.shape[2])
+        self.set_geometry(layer, k, v)
+        group.wait_for_reads(self._place[layer][1])
+        self._storage(layer).write_segments(table.tail_segments(k.shape[2]), k, v)
+
+    def write_decode(self, tables: Sequence[BlockTable], layer: int, k: mx.array, v: mx.array) -> None:
+        """Write the last reserved token of each of B sequences.
+
+        Args:
+            tables: B tables of one group.
+            layer: model layer.
+            k: ``[B, n_kv_heads, 1, k_head_dim]``.
+            v: ``[B, n_kv_heads, 1, v_head_dim]``.
+
+        Raises:
+            GeometryError, BlockStateError, PoolExhaustedError: before anything is written.
+        """
+        group = self.groups[self.group_of(layer)]
+        group.validate(k, v, len(tables))
+        if k.shape[2] != 1:
+            raise GeometryError(f"decode writes one token per sequence, not {k.shape[2]}")
+        for table in tables:
+            self._check_write(table, layer, 1)
+        self.set_geometry(layer, k, v)
+        group.wait_for_reads(self._place[layer][1])
+        storage = self._storage(layer)
+        if len(tables) == 1:
+            storage.write_segments(tables[0].tail_segments(1), k, v)
+        else:
+            storage.write_rows(*self._slots(tables), k, v)
+
+    def _slots(self, tables: Sequence[BlockTable]) -> tuple[mx.array, mx.array]:
+        slots = [(table.block_ids[-1], (table.length - 1) % self.block_size) for table in tables]
+        if self._decode_slots is None or self._decode_slots[0] != slots:  # built once per step, used by every layer
+            ids, offsets = zip(*slots, strict=True)
+            self._decode_slots = (slots, mx.array(ids, dtype=mx.int32), mx.array(offsets, dtype=mx.int32))
+        return self._decode_slots[1:]
+
+    def gather_visible(self, table: BlockTable, layer: int, *, rotation: int = 0) -> tuple[mx.array, mx.array]:
+        """Keys and values of positions ``logical_start .. length - 1``, contiguous (lazy).
+
+        Args:
+            table: the sequence's table.
+            layer: model layer.
+            rotation: start the order at this visible token and wrap around (0: by position).
+
+        Returns:
+            K ``[1, n_kv_heads, n, k_head_dim]``, V ``[1, n_kv_heads, n, v_head_dim]``.
+
+        Raises:
+            BlockStateError: the table was released, or nothing was written yet.
+        """
+        self._check_table(table)
+        group = self.groups[self.group_of(layer)]
+        if group.geometry is None or table.length == table.logical_start:
+            raise BlockStateError("nothing has been written to this table")
+        storage = self._storage(layer)
+        start, end = table.logical_start, table.length
+        if rotation:
+            return storage.gather_slots(self._rotated_index(table, group, start, end, rotation))
+        first, last = start // self.block_size, -(-end // self.block_size)
+        index = table._index_cache.get((first, last))
+        if not isinstance(index, mx.array):
+            index = group.flat_index(table.block_ids[first:last])
+            table._index_cache[(first, last)] = index
+        k, v = storage.gather_blocks(index)
+        skip = start - first * self.block_size
+        return k[:, :, skip : skip + end - start], v[:, :, skip : skip + end - start]
+
+    def _rotated_index(self, table: BlockTable, group: BlockGroup, start: int, end: int, rotation: int) -> mx.array:
+        key = ("rotated", start, end, rotation)
+        index = table._index_cache.get(key)
+        if not isinstance(index, mx.array):
+            table.forget_indices()
+            assert group.geometry is not None
+            size, heads = self.block_size, group.geometry.num_kv_heads
+            positions = mx.concatenate(
+                [mx.arange(start + rotation, end, dtype=mx.int32), mx.arange(start, start + rotation, dtype=mx.int32)]
+            )
+            first = start // size
+            block_ids = mx.array(table.block_ids[first:], dtype=mx.int32)
+            rows = block_ids[positions // size - first] * (heads * size) + positions % size
+            index = rows[None, :] + (mx.arange(heads, dtype=mx.int32) * size)[:, None]
+            table._index_cache[key] = index
+        return index
+
+    def note_read(self, layer: int, result: mx.array) -> None:
+        """Tell the pool that ``result`` was computed from a layer's blocks (see BlockGroup.wait_for_reads)."""
+        group, position = self._place[layer]
+        self.groups[group].note_read(position, result)
+
+    def fence(self, layer: int) -> mx.array:
+        """A small array that is ready when all writes to the layer so far are; empty before the first write."""
+        group = self.groups[self.group_of(layer)]
+        return self._storage(layer).fence() if group.storages else mx.zeros((0,))
+
+    # Accounts -------------------------------------------------------------------------------------------------
+
+    def stats(self) -> PagedCacheStats:
+        with self._lock:
+            self._collect_abandoned()
+            allocators = [group.allocator for group in self.groups]
+            return PagedCacheStats(
+                block_size=self.block_size,
+                total_blocks=sum(a.num_blocks - 1 for a in allocators),
+                live_blocks=sum(a.num_live for a in allocators),
+                free_blocks=sum(a.num_free for a in allocators),
+                shared_blocks=sum(a.num_shared for a in allocators),
+                bytes_reserved=sum(g.bytes_reserved for g in self.groups),
+                bytes_in_use=sum(g.bytes_per_block * g.allocator.num_live for g in self.groups),
+                budget_bytes=self.memory_budget,
+                cow_forks=self._cow_forks,
+            )
+
+    def check_integrity(self) -> None:
+        """Raise BlockStateError unless reference counts, free lists, tables and tensors agree."""
+        with self._lock:
+            self._collect_abandoned()
+            tables = list(self._tables)
+            for index, group in enumerate(self.groups):
+                mine = [table for table in tables if table.group == index]
+                group.allocator.check_integrity(table.block_ids for table in mine)
+                for table in mine:
+                    if len(table.block_ids) != -(-table.length // self.block_size):
+                        raise BlockStateError(f"{table} has {len(table.block_ids)} entries")
+                    visible = table.block_ids[table.logical_start // self.block_size :]
+                    if NULL_BLOCK in visible:
+                        raise BlockStateError(f"{table} has released a block that is still visible")
+                for storage in group.storages:
+                    if storage.num_blocks != group.allocator.num_blocks:
+                        raise BlockStateError("a layer's tensors and the block ids differ in number")

@@ -1,0 +1,45 @@
+"""Shared by the attention adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from .cache import PagedLayerCache
+
+AttentionCall = Callable[..., mx.array]
+
+
+def paged_call(project: Callable[[Any, mx.array], tuple[mx.array, mx.array, mx.array]]) -> Callable[..., AttentionCall]:
+    """Makes the adapter of an attention module whose projections are ``project``.
+
+    Args:
+        project: from the module and x ``[B, L, hidden]`` to queries ``[B, n_q_heads, L, head_dim]``, keys and values
+            ``[B, n_kv_heads, L, head_dim]``, before rotation.
+
+    Returns:
+        A function from upstream's ``__call__`` to its replacement, which takes the paged path for a paged cache and
+        upstream's for any other.
+    """
+
+    def adapt(original: AttentionCall) -> AttentionCall:
+        def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
+            if not isinstance(cache, PagedLayerCache) or not cache.takes(x.shape[0]):
+                return original(self, x, mask, cache)
+            queries, keys, values = project(self, x)
+            offset = cache.offset
+            queries = self.rope(queries, offset=offset)
+            keys = self.rope(keys, offset=offset)
+            output = cache.attend(queries, keys, values, scale=self.scale, mask=mask)
+            return self.o_proj(output.transpose(0, 2, 1, 3).reshape(x.shape[0], x.shape[1], -1))
+
+        return __call__
+
+    return adapt
+
+
+def split_heads(x: mx.array, n_heads: int) -> mx.array:
+    """``[B, L, n_heads * head_dim]`` to ``[B, L, n_heads, head_dim]``."""
+    return x.reshape(x.shape[0], x.shape[1], n_heads, -1)

@@ -1,0 +1,196 @@
+"""apply_patches() and remove_patches(): which upstream symbols are replaced, and only if they are the ones we know."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..config import PagedConfig
+from ..errors import PatchError
+from . import gemma3, llama, qwen3
+from .cache import make_prompt_cache_patch, save_prompt_cache_patch
+from .pools import forget_pools
+
+
+class Patch(NamedTuple):
+    """One upstream symbol and its replacement.
+
+    Attributes:
+        module: upstream module.
+        name: a function of the module, or ``Class.method``.
+        fingerprint: of the upstream source the replacement was written for (see :func:`fingerprint`).
+        make: from the original to its replacement.
+    """
+
+    module: str
+    name: str
+    fingerprint: str
+    make: Callable[[Any], Any]
+
+    @property
+    def target(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass
+class PatchReport:
+    """What :func:`apply_patches` did.
+
+    Attributes:
+        applied: upstream symbols that are replaced.
+        skipped: symbols left as they are, with the reason.
+    """
+
+    applied: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+def fingerprint(symbol: Any) -> str:
+    """First 16 hex digits of the SHA-256 of a function's source, blank lines and indentation of the whole removed."""
+    lines = inspect.cleandoc("\n" + inspect.getsource(symbol)).splitlines()
+    return hashlib.sha256("\n".join(line.rstrip() for line in lines if line.strip()).encode()).hexdigest()[:16]
+
+
+_lock = threading.RLock()
+_config = PagedConfig()
+_originals: dict[Patch, Any] = {}
+_replacements: dict[Patch, Any] = {}
+_adapted: set[type] = set()
+
+
+def _has_adapter(layer: Any) -> bool:
+    return any(type(module) in _adapted for _, module in layer.named_modules())
+
+
+def _patches() -> list[Patch]:
+    models = "mlx_lm.models"
+    return [
+        Patch(f"{models}.llama", "Attention.__call__", "75a76f7de7eb3586", llama.adapt),
+        Patch(f"{models}.qwen3", "Attention.__call__", "f4d9ba397a109135", qwen3.adapt),
+        Patch(f"{models}.gemma3_text", "Attention.__call__", "e9ebcce92c86c40c", gemma3.adapt),
+        Patch(
+            f"{models}.cache",
+            "make_prompt_cache",
+            "bffc8beb07ff5037",
+            functools.partial(make_prompt_cache_patch, config=lambda: _config, adapted=_has_adapter),
+        ),
+        Patch(f"{models}.cache", "save_prompt_cache", "5b558636d4e25be6", save_prompt_cache_patch),
+    ]
+
+
+def is_applied() -> bool:
+    """Whether the patches are in force."""
+    return bool(_originals)
+
+
+def apply_patches(config: PagedConfig | None = None, *, strict: bool = False) -> PatchReport:
+    """Make mlx-lm generate through the paged cache.
+
+    Idempotent, reversible with :func:`remove_patches`, thread-safe. Called again, it only changes the configuration,
+    for caches made from then on.
+
+    Args:
+        config: options; None reads the ``MLX_PAGED_*`` variables (or keeps the present options if patched already).
+        strict: raise instead of skipping a symbol whose upstream source is not the one known.
+
+    Returns:
+        Which symbols are replaced and which are not.
+
+    Raises:
+        PatchError: strict, and a symbol is missing or has changed. Nothing is patched then.
+        KernelUnavailableError: the configuration demands a kernel this device does not have.
+        ConfigError: an ``MLX_PAGED_*`` variable has an unusable value.
+    """
+    global _config
+    with _lock:
+        config = config or (_config if _originals else PagedConfig.from_env())
+        config.check_kernel()
+        report = PatchReport()
+        found: dict[Patch, Any] = {}
+        for patch in _patches():
+            known = next((old for old in _originals if old.target == patch.target), None)
+            if known is not None:
+                report.applied.append(patch.target)
+                continue
+            reason, original = _inspect(patch)
+            if reason is None:
+                found[patch] = original
+                report.applied.append(patch.target)
+            else:
+                report.skipped[patch.target] = reason
+        if report.skipped and strict:
+            raise PatchError("; ".join(f"{target}: {reason}" for target, reason in report.skipped.items()))
+        for target, reason in report.skipped.items():
+            warnings.warn(f"mlx_paged: {target} is not patched: {reason}; mlx-lm's own code runs", stacklevel=2)
+        for patch, original in found.items():
+            _install(patch, original)
+        _config = config
+        return report
+
+
+def remove_patches() -> None:
+    """Put every upstream symbol back, as the very object it was. Caches made so far keep working where they are used
+    with mlx-lm's code through ``update_and_fetch``."""
+    with _lock:
+        for patch, original in _originals.items():
+            owner, attribute = _owner(patch)
+            if isinstance(owner, type):
+                setattr(owner, attribute, original)
+            else:
+                _rebind(attribute, _replacements[patch], original)
+        _originals.clear()
+        _replacements.clear()
+        _adapted.clear()
+        forget_pools()
+
+
+def _owner(patch: Patch) -> tuple[Any, str]:
+    """The class or module that holds the symbol, and the attribute's name."""
+    owner: Any = importlib.import_module(patch.module)
+    *path, attribute = patch.name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    return owner, attribute
+
+
+def _inspect(patch: Patch) -> tuple[str | None, Any]:
+    """Why the symbol cannot be patched (None if it can), and the symbol."""
+    try:
+        owner, attribute = _owner(patch)
+        original = getattr(owner, attribute)
+        present = fingerprint(original)
+    except (ImportError, AttributeError) as error:
+        return f"not found ({error})", None
+    except (OSError, TypeError):
+        return "its source cannot be read", None
+    if present != patch.fingerprint:
+        return "its source in this version of mlx-lm is not the one this adapter was written for", None
+    return None, original
+
+
+def _install(patch: Patch, original: Any) -> None:
+    owner, attribute = _owner(patch)
+    replacement = patch.make(original)
+    if isinstance(owner, type):
+        setattr(owner, attribute, replacement)
+        _adapted.add(owner)
+    else:
+        _rebind(attribute, original, replacement)
+    _originals[patch] = original
+    _replacements[patch] = replacement
+
+
+def _rebind(name: str, old: Any, new: Any) -> None:
+    """Replace ``old`` under its name in every module that imported it, the caller's script included."""
+    for module in list(sys.modules.values()):
+        namespace = getattr(module, "__dict__", None)
+        if isinstance(namespace, dict) and namespace.get(name) is old:
+            namespace[name] = new
