@@ -46,7 +46,7 @@ class KernelUnavailable(RuntimeError):
 
 @lru_cache(maxsize=1)
 def backend() -> str | None:
-    """"metal", "cuda", or None where MLX has no GPU that runs kernels."""
+    """The GPU dialect, metal or cuda, or None where MLX has no GPU that runs kernels."""
     if mx.metal.is_available():
         return "metal"
     if mx.cuda.is_available():

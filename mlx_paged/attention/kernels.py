@@ -77,9 +77,7 @@ def _variants(
     bodies = ["paged_decode"]
     if dialect == "cuda" and dtype.size == 2 and max(head_dim, value_dim) <= MAX_TENSOR_HEAD_DIM:
         bodies.insert(0, "paged_decode_tensor")
-    return tuple(
-        Variant(body, dialect, dtype, head_dim, value_dim, gqa, block_size, softcap, sinks) for body in bodies
-    )
+    return tuple(Variant(body, dialect, dtype, head_dim, value_dim, gqa, block_size, softcap, sinks) for body in bodies)
 
 
 _switched_off: dict[Variant, str] = {}

@@ -152,9 +152,7 @@ def test_a_large_pool_is_never_copied():
         for i, (k, v) in enumerate(stacks):
             row = x[:, :8]
             fences[i] = kernels.write_slots(k, v, fences[i], row, row, slot)
-            x, fences[i] = kernels.paged_decode(
-                x, k, v, fences[i], table, ends, mx.zeros_like(ends), scale=0.125
-            )
+            x, fences[i] = kernels.paged_decode(x, k, v, fences[i], table, ends, mx.zeros_like(ends), scale=0.125)
         mx.async_eval(x, *fences)
     mx.eval(x)
     assert mx.get_peak_memory() - before < 100 << 20

@@ -1,3 +1,4 @@
+# ruff: noqa: E501, B905, SIM115, E741, UP031, B007, RUF059
 """Type-check MSL text as MLX would generate it, with stock libclang: address spaces, narrowing, names MSL lacks."""
 
 import os
@@ -9,26 +10,64 @@ from .emulator import _DECL, ATTRS, mlx_source, strip_comments
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CK, TK = ci.CursorKind, ci.TypeKind
-BANNED = {CK.LAMBDA_EXPR: "lambda expression", CK.GOTO_STMT: "goto", CK.CXX_TRY_STMT: "try", CK.CXX_THROW_EXPR: "throw", CK.CXX_NEW_EXPR: "new", CK.CXX_DELETE_EXPR: "delete",
-          CK.CXX_DYNAMIC_CAST_EXPR: "dynamic_cast", CK.CXX_TYPEID_EXPR: "typeid", CK.ASM_STMT: "asm"}
-ARGS = ["-x", "c++", "-std=c++14", "-nostdinc", "-nostdinc++", "-ferror-limit=0", "-Wno-unknown-attributes", "-Wno-ignored-attributes", "-Wno-c++17-extensions", "-Wno-undefined-internal", "-Wno-undefined-inline", "-Wno-undefined-var-template",
-        "-Werror=implicit-float-conversion", "-Werror=return-type", "-Werror=uninitialized", "-Werror=sometimes-uninitialized", "-Werror=implicit-int-conversion", "-Werror=shorten-64-to-32",
-        "-Werror=sign-compare", "-Werror=vla", "-Werror=array-bounds", "-Xclang", "-cl-single-precision-constant", "-I" + HERE]
+BANNED = {
+    CK.LAMBDA_EXPR: "lambda expression",
+    CK.GOTO_STMT: "goto",
+    CK.CXX_TRY_STMT: "try",
+    CK.CXX_THROW_EXPR: "throw",
+    CK.CXX_NEW_EXPR: "new",
+    CK.CXX_DELETE_EXPR: "delete",
+    CK.CXX_DYNAMIC_CAST_EXPR: "dynamic_cast",
+    CK.CXX_TYPEID_EXPR: "typeid",
+    CK.ASM_STMT: "asm",
+}
+ARGS = [
+    "-x",
+    "c++",
+    "-std=c++14",
+    "-nostdinc",
+    "-nostdinc++",
+    "-ferror-limit=0",
+    "-Wno-unknown-attributes",
+    "-Wno-ignored-attributes",
+    "-Wno-c++17-extensions",
+    "-Wno-undefined-internal",
+    "-Wno-undefined-inline",
+    "-Wno-undefined-var-template",
+    "-Werror=implicit-float-conversion",
+    "-Werror=return-type",
+    "-Werror=uninitialized",
+    "-Werror=sometimes-uninitialized",
+    "-Werror=implicit-int-conversion",
+    "-Werror=shorten-64-to-32",
+    "-Werror=sign-compare",
+    "-Werror=vla",
+    "-Werror=array-bounds",
+    "-Xclang",
+    "-cl-single-precision-constant",
+    "-I" + HERE,
+]
 
 
 def prepare(s):
     s = strip_comments(s)
-    return _DECL.sub(lambda m: "static " + m.group(0), s)     # clang: automatic variables cannot have an address space
+    return _DECL.sub(lambda m: "static " + m.group(0), s)  # clang: automatic variables cannot have an address space
 
 
 def lint_tokens(s, where):
     out = []
     for i, l in enumerate(s.split("\n"), 1):
         if not l.isascii():
-            out.append(f"{where}:{i}: lint: non-ASCII character (MLX passes the source to Metal as NSASCIIStringEncoding)")
+            out.append(
+                f"{where}:{i}: lint: non-ASCII character (MLX passes the source to Metal as NSASCIIStringEncoding)"
+            )
     for i, l in enumerate(strip_comments(s).split("\n"), 1):
-        for pat, why in ((r"\bstatic\b(?!_cast|_assert)(?!\s+constexpr)", "static local/global variable"), (r"#\s*include\s*[<\"](?!metal)", "#include of a non-Metal header"), (r"\bstd::", "std:: (Metal has metal::)"),
-                         (r"\b\d+\.\d*(e[+-]?\d+)?(?![\w.])", "unsuffixed floating literal (double in CUDA, float in MSL)")):
+        for pat, why in (
+            (r"\bstatic\b(?!_cast|_assert)(?!\s+constexpr)", "static local/global variable"),
+            (r"#\s*include\s*[<\"](?!metal)", "#include of a non-Metal header"),
+            (r"\bstd::", "std:: (Metal has metal::)"),
+            (r"\b\d+\.\d*(e[+-]?\d+)?(?![\w.])", "unsuffixed floating literal (double in CUDA, float in MSL)"),
+        ):
             if re.search(pat, l):
                 out.append(f"{where}:{i}: lint: {why}: {l.strip()[:80]}")
     return out
@@ -40,11 +79,19 @@ def lint_names(ins, outs, source, header):
     for n in ins:
         for suf in ("_shape", "_strides", "_ndim"):
             if n + suf in source and not re.search(rf"\b{n}{suf}\b", code):
-                out.append(f"body: lint: '{n}{suf}' occurs only inside another identifier or a comment: MLX adds an unused buffer for it")
+                out.append(
+                    f"body: lint: '{n}{suf}' occurs only inside another identifier or a comment: MLX adds an unused buffer for it"
+                )
     for a, _ in ATTRS:
         if re.search(rf"\b{a}\b", strip_comments(header)) and not re.search(rf"\b{a}\b", code):
-            out.append(f"header: lint: {a} is used in the header only: MLX scans the body only, so it will be undeclared")
-        if a in source and not re.search(rf"\b{a}\b", code) and not any(a in b and b != a and re.search(rf"\b{b}\b", code) for b, _ in ATTRS):
+            out.append(
+                f"header: lint: {a} is used in the header only: MLX scans the body only, so it will be undeclared"
+            )
+        if (
+            a in source
+            and not re.search(rf"\b{a}\b", code)
+            and not any(a in b and b != a and re.search(rf"\b{b}\b", code) for b, _ in ATTRS)
+        ):
             out.append(f"body: lint: attribute {a} occurs only inside another identifier or a comment")
     nb = len(ins) + len(outs) + sum(n + s in source for n in ins for s in ("_shape", "_strides", "_ndim"))
     if nb > 31:
@@ -69,7 +116,11 @@ def _walk(c, out, lm, text):
     for k in c.get_children():
         if k.location.file and k.location.file.name == "/msl/unit.cpp":
             loc = "%s:%d" % lm[k.location.line]
-            if k.kind == CK.VAR_DECL and c.kind in (CK.TRANSLATION_UNIT, CK.NAMESPACE) and k.type.get_address_space() != 2:
+            if (
+                k.kind == CK.VAR_DECL
+                and c.kind in (CK.TRANSLATION_UNIT, CK.NAMESPACE)
+                and k.type.get_address_space() != 2
+            ):
                 out.append(f"{loc}: program-scope variable '{k.spelling}' must be in the constant address space")
             if k.kind in BANNED:
                 out.append(f"{loc}: {BANNED[k.kind]} is not available in MSL")
@@ -77,13 +128,15 @@ def _walk(c, out, lm, text):
                 t = k.type if k.kind not in (CK.TYPEDEF_DECL, CK.TYPE_ALIAS_DECL) else k.underlying_typedef_type
                 if t.kind in (TK.POINTER, TK.LVALUEREFERENCE, TK.RVALUEREFERENCE):
                     p = t.get_pointee()
-                    st = k.extent.start.offset   # leading attribute macros are not part of a cursor's extent
+                    st = k.extent.start.offset  # leading attribute macros are not part of a cursor's extent
                     lead = re.split(r"[;{}(,<]", text[:st])[-1] + " ".join(x.spelling for x in k.get_tokens())
                     lead = re.split(r"[={(]", lead)[0]
                     if p.kind == TK.FUNCTIONPROTO:
                         out.append(f"{loc}: function pointer '{k.spelling}'")
                     elif p.get_address_space() == 0 and not re.search(r"\b(thread|auto)\b", lead):
-                        out.append(f"{loc}: pointer/reference '{k.spelling}' needs an explicit address space (device, constant, threadgroup or thread)")
+                        out.append(
+                            f"{loc}: pointer/reference '{k.spelling}' needs an explicit address space (device, constant, threadgroup or thread)"
+                        )
         _walk(k, out, lm, text)
 
 
@@ -104,10 +157,23 @@ def check_text(text, unit="<unit>"):
 
 def check_kernel(input_names, output_names, source, header="", variants=()):
     """variants: [(inputs [(ndim,size,dtype)], output dtypes, template [(name, value)])]; every variant is one generated function"""
-    out = lint_tokens(source, "body") + lint_tokens(header, "header") + lint_names(input_names, output_names, source, header)
+    out = (
+        lint_tokens(source, "body")
+        + lint_tokens(header, "header")
+        + lint_names(input_names, output_names, source, header)
+    )
     for n, (ins, odt, tmpl) in enumerate(variants):
-        h = '\n#line 1 "<kernel header>"\n' + prepare(header) + "\n#line 1 \"<entry>\"\n"
-        text, params, targs = mlx_source("custom_kernel_x", h, '\n#line 1 "<kernel body>"\n' + prepare(source), input_names, ins, output_names, odt, tmpl)
+        h = '\n#line 1 "<kernel header>"\n' + prepare(header) + '\n#line 1 "<entry>"\n'
+        text, params, targs = mlx_source(
+            "custom_kernel_x",
+            h,
+            '\n#line 1 "<kernel body>"\n' + prepare(source),
+            input_names,
+            ins,
+            output_names,
+            odt,
+            tmpl,
+        )
         if targs:
             f = f"custom_kernel_x<{', '.join(targs)}>"
             text += f"\ntemplate decltype({f}) {f};\n"

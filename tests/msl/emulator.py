@@ -1,3 +1,4 @@
+# ruff: noqa: E501, B905, SIM115, E741, UP031, B007, RUF059
 """Run the body given to mx.fast.metal_kernel on the CPU: simdgroups, barriers and threadgroup memory, with checks.
 
 metal_kernel(...) has the call signature of mx.fast.metal_kernel, so the real launch code can be driven by it. Two more
@@ -18,19 +19,52 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 CACHE = os.environ.get("MSLEMU_CACHE", os.path.join(tempfile.gettempdir(), "mslemu-cache"))
 CXX = os.environ.get("MSLEMU_CXX", "g++")
 # name -> (MSL type as MLX's get_type_string spells it, numpy storage)
-DT = {"float32": ("float", np.float32), "float16": ("float16_t", np.float16), "bfloat16": ("bfloat16_t", np.uint16),
-      "bool": ("bool", np.bool_), "int8": ("int8_t", np.int8), "int16": ("int16_t", np.int16), "int32": ("int32_t", np.int32),
-      "int64": ("int64_t", np.int64), "uint8": ("uint8_t", np.uint8), "uint16": ("uint16_t", np.uint16),
-      "uint32": ("uint32_t", np.uint32), "uint64": ("uint64_t", np.uint64)}
-ATTRS = [("dispatch_quadgroups_per_threadgroup", "uint"), ("dispatch_simdgroups_per_threadgroup", "uint"), ("dispatch_threads_per_threadgroup", "uint3"),
-         ("grid_origin", "uint3"), ("grid_size", "uint3"), ("quadgroup_index_in_threadgroup", "uint"), ("quadgroups_per_threadgroup", "uint"),
-         ("simdgroup_index_in_threadgroup", "uint"), ("simdgroups_per_threadgroup", "uint"), ("thread_execution_width", "uint"),
-         ("thread_index_in_quadgroup", "uint"), ("thread_index_in_simdgroup", "uint"), ("thread_index_in_threadgroup", "uint"),
-         ("thread_position_in_grid", "uint3"), ("thread_position_in_threadgroup", "uint3"), ("threadgroup_position_in_grid", "uint3"),
-         ("threadgroups_per_grid", "uint3"), ("threads_per_grid", "uint3"), ("threads_per_simdgroup", "uint"), ("threads_per_threadgroup", "uint3")]
-EMU_ATTR = {"thread_execution_width": "32u", "threads_per_simdgroup": "32u", "grid_origin": "uint3(0u,0u,0u)", "grid_size": "U(t.threads_per_grid)",
-            "quadgroup_index_in_threadgroup": "t.thread_index_in_threadgroup/4", "thread_index_in_quadgroup": "t.thread_index_in_threadgroup%4",
-            "quadgroups_per_threadgroup": "(t.simdgroups_per_threadgroup*8)", "dispatch_quadgroups_per_threadgroup": "(t.dispatch_simdgroups_per_threadgroup*8)"}
+DT = {
+    "float32": ("float", np.float32),
+    "float16": ("float16_t", np.float16),
+    "bfloat16": ("bfloat16_t", np.uint16),
+    "bool": ("bool", np.bool_),
+    "int8": ("int8_t", np.int8),
+    "int16": ("int16_t", np.int16),
+    "int32": ("int32_t", np.int32),
+    "int64": ("int64_t", np.int64),
+    "uint8": ("uint8_t", np.uint8),
+    "uint16": ("uint16_t", np.uint16),
+    "uint32": ("uint32_t", np.uint32),
+    "uint64": ("uint64_t", np.uint64),
+}
+ATTRS = [
+    ("dispatch_quadgroups_per_threadgroup", "uint"),
+    ("dispatch_simdgroups_per_threadgroup", "uint"),
+    ("dispatch_threads_per_threadgroup", "uint3"),
+    ("grid_origin", "uint3"),
+    ("grid_size", "uint3"),
+    ("quadgroup_index_in_threadgroup", "uint"),
+    ("quadgroups_per_threadgroup", "uint"),
+    ("simdgroup_index_in_threadgroup", "uint"),
+    ("simdgroups_per_threadgroup", "uint"),
+    ("thread_execution_width", "uint"),
+    ("thread_index_in_quadgroup", "uint"),
+    ("thread_index_in_simdgroup", "uint"),
+    ("thread_index_in_threadgroup", "uint"),
+    ("thread_position_in_grid", "uint3"),
+    ("thread_position_in_threadgroup", "uint3"),
+    ("threadgroup_position_in_grid", "uint3"),
+    ("threadgroups_per_grid", "uint3"),
+    ("threads_per_grid", "uint3"),
+    ("threads_per_simdgroup", "uint"),
+    ("threads_per_threadgroup", "uint3"),
+]
+EMU_ATTR = {
+    "thread_execution_width": "32u",
+    "threads_per_simdgroup": "32u",
+    "grid_origin": "uint3(0u,0u,0u)",
+    "grid_size": "U(t.threads_per_grid)",
+    "quadgroup_index_in_threadgroup": "t.thread_index_in_threadgroup/4",
+    "thread_index_in_quadgroup": "t.thread_index_in_threadgroup%4",
+    "quadgroups_per_threadgroup": "(t.simdgroups_per_threadgroup*8)",
+    "dispatch_quadgroups_per_threadgroup": "(t.dispatch_simdgroups_per_threadgroup*8)",
+}
 
 
 class EmuError(AssertionError):
@@ -63,6 +97,7 @@ def as_np(a):
         return np.ascontiguousarray(a.view(np.ndarray)), "bfloat16"
     if type(a).__module__.startswith("mlx"):
         import mlx.core as mx
+
         n = dtype_name(a.dtype)
         return (np.array(a.view(mx.uint16)), n) if n == "bfloat16" else (np.array(a), n)
     a = np.asarray(a)
@@ -81,50 +116,68 @@ def mlx_source(fname, header, source, in_names, ins, out_names, out_dtypes, temp
     """Port of write_signature() in mlx/backend/common/metal_kernel.cpp. ins: [(ndim, size, dtype name)]. -> (text, params, targs)"""
     t, params = header, []
     if template:
-        kinds = [("bool" if isinstance(v, bool) else "int" if isinstance(v, int) else "typename", n) for n, v in template]
+        kinds = [
+            ("bool" if isinstance(v, bool) else "int" if isinstance(v, int) else "typename", n) for n, v in template
+        ]
         t += "template <" + ", ".join(f"{k} {n}" for k, n in kinds) + ">\n"
     t += f"[[kernel]] void {fname}(\n"
     i = 0
     for n, (ndim, size, dt) in zip(in_names, ins):
         loc, ref, ty = ("constant" if size < 8 else "device"), ("&" if ndim == 0 else "*"), DT[dt][0]
-        t += f"  const {loc} {ty}{ref} {n} [[buffer({i})]],\n"; i += 1
+        t += f"  const {loc} {ty}{ref} {n} [[buffer({i})]],\n"
+        i += 1
         params.append(("in0" if ndim == 0 else "in", n, ty))
         if ndim:
             if n + "_shape" in source:
-                t += f"  const constant int* {n}_shape [[buffer({i})]],\n"; i += 1; params.append(("shape", n, "int"))
+                t += f"  const constant int* {n}_shape [[buffer({i})]],\n"
+                i += 1
+                params.append(("shape", n, "int"))
             if n + "_strides" in source:
-                t += f"  const constant int64_t* {n}_strides [[buffer({i})]],\n"; i += 1; params.append(("strides", n, "int64_t"))
+                t += f"  const constant int64_t* {n}_strides [[buffer({i})]],\n"
+                i += 1
+                params.append(("strides", n, "int64_t"))
             if n + "_ndim" in source:
-                t += f"  const constant int& {n}_ndim [[buffer({i})]],\n"; i += 1; params.append(("ndim", n, "int"))
+                t += f"  const constant int& {n}_ndim [[buffer({i})]],\n"
+                i += 1
+                params.append(("ndim", n, "int"))
     attrs = [(a, ty) for a, ty in ATTRS if a in source]
     outs = []
     for n, dt in zip(out_names, out_dtypes):
         ty = DT[dt][0]
-        outs.append(f"  device {'atomic<' + ty + '>' if atomic else ty}* {n} [[buffer({i})]]"); i += 1
+        outs.append(f"  device {'atomic<' + ty + '>' if atomic else ty}* {n} [[buffer({i})]]")
+        i += 1
         params.append(("out", n, ty))
     outs += [f"  {ty} {a} [[{a}]]" for a, ty in attrs]
     t += ",\n".join(outs) + ") {\n" + source + "\n}\n"
     params += [("attr", a, ty) for a, ty in attrs]
-    targs = [("true" if v is True else "false" if v is False else str(v) if isinstance(v, int) else DT[dtype_name(v)][0]) for _, v in template or []]
+    targs = [
+        ("true" if v is True else "false" if v is False else str(v) if isinstance(v, int) else DT[dtype_name(v)][0])
+        for _, v in template or []
+    ]
     return t, params, targs
 
 
 def strip_comments(s):
     def keep_nl(m):
         return re.sub(r"[^\n]", " ", m.group(0))
+
     return re.sub(r"//[^\n]*|/\*.*?\*/", keep_nl, s, flags=re.S)
 
 
-_DECL = re.compile(r"\bthreadgroup\s+((?:const\s+)?[A-Za-z_][\w:]*(?:\s*<[^;<>]*>)?)\s+([A-Za-z_]\w*(?:\s*\[[^\];]*\])*(?:\s*,\s*[A-Za-z_]\w*(?:\s*\[[^\];]*\])*)*)\s*;")
+_DECL = re.compile(
+    r"\bthreadgroup\s+((?:const\s+)?[A-Za-z_][\w:]*(?:\s*<[^;<>]*>)?)\s+([A-Za-z_]\w*(?:\s*\[[^\];]*\])*(?:\s*,\s*[A-Za-z_]\w*(?:\s*\[[^\];]*\])*)*)\s*;"
+)
 
 
 def rewrite_threadgroup(s):
     """threadgroup T a[N], b; -> MSL_TG(T, a, [N]) MSL_TG(T, b, ) ; other uses (pointers, parameters, casts) lose the keyword"""
+
     def decl(m):
         out = []
         for n, dims in re.findall(r"([A-Za-z_]\w*)((?:\s*\[[^\]]*\])*)", m.group(2)):
             out.append(f"typedef {m.group(1)} msl_tge_{n}; MSL_TG(msl_tge_{n}, {n}, {dims})")
         return " ".join(out) + "\n" * m.group(0).count("\n")
+
     s = _DECL.sub(decl, strip_comments(s))
     for m in re.finditer(r"\bthreadgroup\b[^;,()={}]*", s):
         if "*" not in m.group(0) and "&" not in m.group(0):
@@ -133,14 +186,26 @@ def rewrite_threadgroup(s):
 
 
 def _flags(checked):
-    f = ["-std=c++20", "-fPIC", "-shared", "-w", "-fsingle-precision-constant" if "clang" not in CXX else "-Xclang=-cl-single-precision-constant",
-         "-fno-math-errno", "-fvisibility=hidden"]
+    f = [
+        "-std=c++20",
+        "-fPIC",
+        "-shared",
+        "-w",
+        "-fsingle-precision-constant" if "clang" not in CXX else "-Xclang=-cl-single-precision-constant",
+        "-fno-math-errno",
+        "-fvisibility=hidden",
+    ]
     try:
         if "f16c" in open("/proc/cpuinfo").read():
             f.append("-mf16c")
     except OSError:
         pass
-    return f + (["-O1", "-g1", "-fsanitize=thread"] + (["--param", "tsan-instrument-func-entry-exit=0"] if "clang" not in CXX else []) if checked else ["-O2"])
+    return f + (
+        ["-O1", "-g1", "-fsanitize=thread"]
+        + (["--param", "tsan-instrument-func-entry-exit=0"] if "clang" not in CXX else [])
+        if checked
+        else ["-O2"]
+    )
 
 
 def _run(cmd):
@@ -154,7 +219,8 @@ def _build(cpp, checked):
     rts = open(f"{HERE}/msl_rt.cpp").read() + open(f"{HERE}/msl_rt.hpp").read()
     rt = f"{CACHE}/rt_{hashlib.sha256((rts + CXX).encode()).hexdigest()[:16]}.o"
     if not os.path.exists(rt):
-        _run([CXX, "-std=c++17", "-O2", "-fPIC", "-c", f"{HERE}/msl_rt.cpp", "-o", rt + ".tmp"]); os.replace(rt + ".tmp", rt)
+        _run([CXX, "-std=c++17", "-O2", "-fPIC", "-c", f"{HERE}/msl_rt.cpp", "-o", rt + ".tmp"])
+        os.replace(rt + ".tmp", rt)
     fl = _flags(checked)
     h = hashlib.sha256((cpp + rts + open(f"{HERE}/msl_cpu.hpp").read() + repr(fl) + CXX).encode()).hexdigest()[:24]
     so = f"{CACHE}/k_{h}.so"
@@ -163,7 +229,9 @@ def _build(cpp, checked):
         open(src, "w").write(cpp)
         obj = so + ".o.tmp"
         _run([CXX, *[x for x in fl if x != "-shared"], "-I" + HERE, "-c", src, "-o", obj])
-        _run([CXX, "-shared", "-o", so + ".tmp", obj, rt, "-lm", "-ldl"]); os.replace(so + ".tmp", so); os.unlink(obj)
+        _run([CXX, "-shared", "-o", so + ".tmp", obj, rt, "-lm", "-ldl"])
+        os.replace(so + ".tmp", so)
+        os.unlink(obj)
     return so
 
 
@@ -172,63 +240,129 @@ class U3(C.Structure):
 
 
 class Buf(C.Structure):
-    _fields_ = [("ptr", C.c_void_p), ("bytes", C.c_size_t), ("writable", C.c_int), ("elem", C.c_int), ("name", C.c_char_p), ("init", C.c_int)]
+    _fields_ = [
+        ("ptr", C.c_void_p),
+        ("bytes", C.c_size_t),
+        ("writable", C.c_int),
+        ("elem", C.c_int),
+        ("name", C.c_char_p),
+        ("init", C.c_int),
+    ]
 
 
 class Launch(C.Structure):
-    _fields_ = [("grid", U3), ("tg", U3), ("bufs", C.POINTER(Buf)), ("nbufs", C.c_int), ("order", C.c_int), ("strict", C.c_int), ("check_unwritten", C.c_int),
-                ("tg_limit", C.c_size_t), ("msg", C.c_char_p), ("msg_cap", C.c_size_t)] + [(n, C.c_uint64) for n in ("n_switch", "n_simd", "n_barrier", "tg_bytes", "n_hooks")]
+    _fields_ = [
+        ("grid", U3),
+        ("tg", U3),
+        ("bufs", C.POINTER(Buf)),
+        ("nbufs", C.c_int),
+        ("order", C.c_int),
+        ("strict", C.c_int),
+        ("check_unwritten", C.c_int),
+        ("tg_limit", C.c_size_t),
+        ("msg", C.c_char_p),
+        ("msg_cap", C.c_size_t),
+    ] + [(n, C.c_uint64) for n in ("n_switch", "n_simd", "n_barrier", "tg_bytes", "n_hooks")]
 
 
 def _symbolize(so, msg):
     def sub(m):
         pc = int(m.group(1), 16) - 1
         try:
-            o = subprocess.run(["addr2line", "-i", "-e", so, hex(pc)], capture_output=True, text=True).stdout.split("\n")
+            o = subprocess.run(["addr2line", "-i", "-e", so, hex(pc)], capture_output=True, text=True).stdout.split(
+                "\n"
+            )
         except OSError:
             return m.group(0)
         for l in o:
             if "<kernel" in l:
                 return "at " + l.split("/")[-1].split(" (disc")[0]
         return "at " + o[0]
+
     return re.sub(r"@pc=(0x[0-9a-f]+)", sub, msg)
 
 
 class Kernel:
-    def __init__(self, name, input_names, output_names, source, header="", ensure_row_contiguous=True, atomic_outputs=False, compile_options=None):
-        self.name, self.inn, self.outn, self.source, self.header, self.atomic = name, list(input_names), list(output_names), source, header, atomic_outputs
+    def __init__(
+        self,
+        name,
+        input_names,
+        output_names,
+        source,
+        header="",
+        ensure_row_contiguous=True,
+        atomic_outputs=False,
+        compile_options=None,
+    ):
+        self.name, self.inn, self.outn, self.source, self.header, self.atomic = (
+            name,
+            list(input_names),
+            list(output_names),
+            source,
+            header,
+            atomic_outputs,
+        )
         self.contig = ensure_row_contiguous
         self.stats = {}
 
     def cpp(self, arrs, template, out_dts):
         ins = [(a.ndim, a.size, d) for a, d in arrs]
-        body = "\n#line 1 \"<kernel body>\"\n" + rewrite_threadgroup(self.source)
-        hdr = "#line 1 \"<kernel header>\"\n" + rewrite_threadgroup(self.header) + "\n" if self.header else ""
-        text, params, targs = mlx_source("msl_kernel_fn", hdr, body, self.inn, ins, self.outn, out_dts, template, self.atomic)
+        body = '\n#line 1 "<kernel body>"\n' + rewrite_threadgroup(self.source)
+        hdr = '#line 1 "<kernel header>"\n' + rewrite_threadgroup(self.header) + "\n" if self.header else ""
+        text, params, targs = mlx_source(
+            "msl_kernel_fn", hdr, body, self.inn, ins, self.outn, out_dts, template, self.atomic
+        )
         call, k = [], 0
         for kind, n, ty in params:
             if kind == "attr":
                 call.append(EMU_ATTR.get(n, f"U(t.{n})" if ty == "uint3" else f"t.{n}"))
             else:
                 c = "" if kind == "out" else "const "
-                call.append(f"*({c}{ty}*)b[{k}]" if kind in ("in0", "ndim") else f"({c}{ty}*)b[{k}]"); k += 1
+                call.append(f"*({c}{ty}*)b[{k}]" if kind in ("in0", "ndim") else f"({c}{ty}*)b[{k}]")
+                k += 1
         ta = "<" + ", ".join(targs) + ">" if targs else ""
-        return ('#include "msl_cpu.hpp"\n' + text + '\n#line 1 "<entry>"\nMSL_NOSAN static void msl_e(void** b, const msl_rt::Builtins& t) {\n  auto U = [](msl_rt::U3 v) { return uint3(v.x, v.y, v.z); };\n'
-                f"  msl_kernel_fn{ta}({', '.join(call)});\n}}\n"
-                'extern "C" int msl_run(msl_rt::Entry, msl_rt::Launch*, int);\n'
-                f'extern "C" __attribute__((visibility("default"))) int msl_go(msl_rt::Launch* l, int hooks) {{ return msl_run(msl_e, l, hooks); }}\n'), params
+        return (
+            '#include "msl_cpu.hpp"\n'
+            + text
+            + '\n#line 1 "<entry>"\nMSL_NOSAN static void msl_e(void** b, const msl_rt::Builtins& t) {\n  auto U = [](msl_rt::U3 v) { return uint3(v.x, v.y, v.z); };\n'
+            f"  msl_kernel_fn{ta}({', '.join(call)});\n}}\n"
+            'extern "C" int msl_run(msl_rt::Entry, msl_rt::Launch*, int);\n'
+            f'extern "C" __attribute__((visibility("default"))) int msl_go(msl_rt::Launch* l, int hooks) {{ return msl_run(msl_e, l, hooks); }}\n'
+        ), params
 
-    def __call__(self, *, inputs, output_shapes, output_dtypes, grid, threadgroup, template=None, init_value=None, verbose=False, stream=None,
-                 checked=False, orders=(0,), strict=True, tg_limit=32768, check_unwritten=True, writes=(), sparse=()):
+    def __call__(
+        self,
+        *,
+        inputs,
+        output_shapes,
+        output_dtypes,
+        grid,
+        threadgroup,
+        template=None,
+        init_value=None,
+        verbose=False,
+        stream=None,
+        checked=False,
+        orders=(0,),
+        strict=True,
+        tg_limit=32768,
+        check_unwritten=True,
+        writes=(),
+        sparse=(),
+    ):
         arrs = [as_np(a) for a in inputs]
         if not self.contig:
-            arrs = [(a, d) if not isinstance(raw, np.ndarray) else (raw.view(np.ndarray), d) for raw, (a, d) in zip(inputs, arrs, strict=True)]
+            arrs = [
+                (a, d) if not isinstance(raw, np.ndarray) else (raw.view(np.ndarray), d)
+                for raw, (a, d) in zip(inputs, arrs, strict=True)
+            ]
         odt = [dtype_name(d) for d in output_dtypes]
         template = [(n, v if isinstance(v, (bool, int)) else dtype_name(v)) for n, v in template or []]
         cpp, params = self.cpp(arrs, template, odt)
         so = _build(cpp, checked)
         lib = C.CDLL(so)
-        by = dict(zip(self.inn, arrs)); outs_all = []
+        by = dict(zip(self.inn, arrs))
+        outs_all = []
         written_all = []
         for order in orders:
             outs, self.written = {}, {}
@@ -256,14 +390,26 @@ class Kernel:
                         a[...] = to_bf16(np.float32(init_value)) if odt[i] == "bfloat16" else init_value
                     if n in sparse:
                         a.view(np.uint8).fill(0xFF)
-                    elem = a.itemsize; outs[n] = a
+                    elem = a.itemsize
+                    outs[n] = a
                 keep.append(a)
                 stored = kind == "out" or (kind == "in" and n in writes)
                 known = stored and (kind == "in" or init_value is not None or n in sparse)
                 label = n if kind in ("in", "in0", "out") else f"{n}_{kind}"
                 bufs.append(Buf(a.ctypes.data, a.nbytes, stored, elem, label.encode(), known))
             msg = C.create_string_buffer(1 << 16)
-            L = Launch(U3(*grid), U3(*[min(a, b) for a, b in zip(threadgroup, grid)]), (Buf * len(bufs))(*bufs), len(bufs), order, int(strict), int(check_unwritten), tg_limit, C.cast(msg, C.c_char_p), len(msg))
+            L = Launch(
+                U3(*grid),
+                U3(*[min(a, b) for a, b in zip(threadgroup, grid)]),
+                (Buf * len(bufs))(*bufs),
+                len(bufs),
+                order,
+                int(strict),
+                int(check_unwritten),
+                tg_limit,
+                C.cast(msg, C.c_char_p),
+                len(msg),
+            )
             rc = lib.msl_go(C.byref(L), int(checked))
             self.stats = {k: getattr(L, k) for k in ("n_switch", "n_simd", "n_barrier", "tg_bytes", "n_hooks")}
             if rc:
@@ -274,7 +420,9 @@ class Kernel:
         for o, order in zip(outs_all[1:], orders[1:]):
             for a, b, n in zip(outs_all[0], o, self.outn):
                 if a.tobytes() != b.tobytes():
-                    raise EmuError(f"[{self.name}] output {n} depends on the order in which threads run (order {orders[0]} vs {order})")
+                    raise EmuError(
+                        f"[{self.name}] output {n} depends on the order in which threads run (order {orders[0]} vs {order})"
+                    )
         for later in written_all[1:]:
             for n, a in written_all[0].items():
                 if a.tobytes() != later[n].tobytes():
@@ -282,5 +430,16 @@ class Kernel:
         return outs_all[0]
 
 
-def metal_kernel(name, input_names, output_names, source, header="", ensure_row_contiguous=True, atomic_outputs=False, compile_options=None):
-    return Kernel(name, input_names, output_names, source, header, ensure_row_contiguous, atomic_outputs, compile_options)
+def metal_kernel(
+    name,
+    input_names,
+    output_names,
+    source,
+    header="",
+    ensure_row_contiguous=True,
+    atomic_outputs=False,
+    compile_options=None,
+):
+    return Kernel(
+        name, input_names, output_names, source, header, ensure_row_contiguous, atomic_outputs, compile_options
+    )

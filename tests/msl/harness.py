@@ -31,9 +31,7 @@ class Emulated:
         def launch(**call):
             self.calls.append((body, call))
             sparse = SPARSE.get(body, ()) if ("SINGLE", False) in constants else ()
-            out = kernel(
-                **call, checked=self.checked, orders=self.orders, writes=WRITES.get(body, ()), sparse=sparse
-            )
+            out = kernel(**call, checked=self.checked, orders=self.orders, writes=WRITES.get(body, ()), sparse=sparse)
             self.written, self.stats = kernel.written, kernel.stats
             return out
 
@@ -66,8 +64,23 @@ def to_float(x):
 class Case:
     """A pool with stale NaN in every unused slot, permuted blocks, and tables that are poisoned outside the window."""
 
-    def __init__(self, contexts, *, starts=None, heads=(4, 2), head_dim=64, value_dim=None, block_size=16, q_len=1,
-                 dtype=mx.float32, seed=0, scale=None, softcap=None, sinks=False, max_blocks=None):
+    def __init__(
+        self,
+        contexts,
+        *,
+        starts=None,
+        heads=(4, 2),
+        head_dim=64,
+        value_dim=None,
+        block_size=16,
+        q_len=1,
+        dtype=mx.float32,
+        seed=0,
+        scale=None,
+        softcap=None,
+        sinks=False,
+        max_blocks=None,
+    ):
         rng = np.random.default_rng(seed)
         value_dim = value_dim or head_dim
         self.n_q, self.n_kv = heads
@@ -88,8 +101,10 @@ class Case:
         self.sinks = mx.array(rng.standard_normal(self.n_q).astype(np.float32)) if sinks else None
         rows = []
         for b, c in enumerate(contexts):
-            kc, vc = (to_float(mx.array(rng.standard_normal((self.n_kv, c, d)).astype(np.float32)).astype(dtype))
-                      for d in (head_dim, value_dim))
+            kc, vc = (
+                to_float(mx.array(rng.standard_normal((self.n_kv, c, d)).astype(np.float32)).astype(dtype))
+                for d in (head_dim, value_dim)
+            )
             rows.append((kc, vc))
             for t in range(int(self.starts[b, 0]), c):
                 if t == self.starts[b, 0] or t % block_size == 0:
@@ -126,8 +141,16 @@ class Case:
         """(out as float32 NumPy, fence) of paged_decode; the portable body unless a variant is given."""
         options.setdefault("variant", self.variant())
         out, fence = kernels.paged_decode(
-            self.q, self.k_pool, self.v_pool, fence if fence is not None else mx.array([7], mx.uint32),
-            mx.array(self.tables), mx.array(self.ends), mx.array(self.starts),
-            scale=self.scale, softcap=self.softcap, sinks=self.sinks, **options,
+            self.q,
+            self.k_pool,
+            self.v_pool,
+            fence if fence is not None else mx.array([7], mx.uint32),
+            mx.array(self.tables),
+            mx.array(self.ends),
+            mx.array(self.starts),
+            scale=self.scale,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            **options,
         )
         return to_float(out), fence

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """paged_decode and merge_partitions on the emulator: against float64, bit invariance, and planted defects."""
 
 import mlx.core as mx
@@ -116,10 +117,25 @@ CAUGHT = {  # body, old, new: the emulator itself objects
     "barrier without memory": ("paged_decode", BARRIER, "threadgroup_barrier(mem_flags::mem_none);", "race: load"),
     "block past the context": ("paged_decode", "(hi - 1) / BS)];", "(hi - 1) / BS + 1)];", "wild load|out-of-bounds"),
     "block before the window": ("paged_decode", "metal::max(token / BS, lo / BS)", "token / BS", "wild load|out-of-"),
-    "two heads, one line": ("paged_decode", "const int64_t line = line0 + head * q_len;", "const int64_t line = line0;", "race"),
-    "unwritten output": ("paged_decode", "item < HS * HR * DV; item += SG * 32", "item < HS * HR * DV - 1; item += SG * 32", "never written"),
+    "two heads, one line": (
+        "paged_decode",
+        "const int64_t line = line0 + head * q_len;",
+        "const int64_t line = line0;",
+        "race",
+    ),
+    "unwritten output": (
+        "paged_decode",
+        "item < HS * HR * DV; item += SG * 32",
+        "item < HS * HR * DV - 1; item += SG * 32",
+        "never written",
+    ),
     "fence not passed on": ("paged_decode", "fence_out[0] = fence[0] + 1u;", "", "never written"),
-    "shuffle in a branch": ("merge_partitions", "top = simd_max(top);", "if (lane < 16) { top = simd_max(top); }", "divergence"),
+    "shuffle in a branch": (
+        "merge_partitions",
+        "top = simd_max(top);",
+        "if (lane < 16) { top = simd_max(top); }",
+        "divergence",
+    ),
     "merge writes out of range": ("merge_partitions", "if (dim < DV) {", "{", "out-of-bounds|race"),
 }
 

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """write_slots, gather_blocks and copy_blocks on the emulator."""
 
 import mlx.core as mx
@@ -15,7 +16,9 @@ FENCE = mx.array([41], mx.uint32)
 
 def pools(dtype=mx.float32, n_blocks=6, n_kv=2, block_size=8, dims=(64, 80)):
     rng = np.random.default_rng(3)
-    return [mx.array(rng.standard_normal((n_blocks, n_kv, block_size, d)).astype(np.float32)).astype(dtype) for d in dims]
+    return [
+        mx.array(rng.standard_normal((n_blocks, n_kv, block_size, d)).astype(np.float32)).astype(dtype) for d in dims
+    ]
 
 
 def rows(shape, dims, dtype, seed=5):

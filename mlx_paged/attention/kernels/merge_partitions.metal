@@ -55,7 +55,7 @@ for (int p0 = 0; p0 < n_live; p0 += 32) {
   for (int j = 0; j < 32 && p0 + j < n_live; j += AHEAD) {
     UNROLL
     for (int i = 0; i < AHEAD; i++) {
-      const float w = simd_shuffle(weight, j + i);
+      const float w = simd_shuffle(weight, static_cast<ushort>(j + i));
       UNROLL
       for (int d = 0; d < ND; d++) {
         o[d] = metal::fma(ahead[i * ND + d], w, o[d]);

@@ -114,7 +114,7 @@ if (lo < hi) {
         float s = score[u * HG + h];
         UNROLL
         for (int o = 1; o < LPT; o *= 2) {
-          s += simd_shuffle_xor(s, o);
+          s += simd_shuffle_xor(s, static_cast<ushort>(o));
         }
         if (SOFTCAP) {
           s = metal::precise::tanh(s) * (params[1] * LOG2E);
@@ -132,7 +132,7 @@ if (lo < hi) {
       }
       UNROLL
       for (int o = LPT; o < 32; o *= 2) {
-        m_new = metal::max(m_new, simd_shuffle_xor(m_new, o));
+        m_new = metal::max(m_new, simd_shuffle_xor(m_new, static_cast<ushort>(o)));
       }
       const float shrink = metal::exp2(m[h] - m_new);
       m[h] = m_new;
@@ -167,13 +167,13 @@ if (lo < hi) {
   for (int h = 0; h < HG; h++) {
     UNROLL
     for (int o = LPT; o < 32; o *= 2) {
-      l[h] += simd_shuffle_xor(l[h], o);
+      l[h] += simd_shuffle_xor(l[h], static_cast<ushort>(o));
     }
     UNROLL
     for (int i = 0; i < NV * VEC; i++) {
       UNROLL
       for (int o = LPT; o < 32; o *= 2) {
-        acc[h * NV * VEC + i] += simd_shuffle_xor(acc[h * NV * VEC + i], o);
+        acc[h * NV * VEC + i] += simd_shuffle_xor(acc[h * NV * VEC + i], static_cast<ushort>(o));
       }
     }
     if (lane == 0) {
