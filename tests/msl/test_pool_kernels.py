@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """write_slots, gather_blocks and copy_blocks on the emulator."""
 
 import mlx.core as mx

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """The kernels' text, type-checked as MLX would generate it for Metal; the emulator's signature is MLX's own."""
 
 import re
