@@ -1,4 +1,4 @@
-# ruff: noqa: E501, B905, SIM115, E741, UP031, B007, RUF059
+# ruff: noqa: E501, E741, UP031, B007, RUF059
 """Type-check MSL text as MLX would generate it, with stock libclang: address spaces, narrowing, names MSL lacks."""
 
 import os

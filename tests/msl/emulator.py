@@ -1,4 +1,4 @@
-# ruff: noqa: E501, B905, SIM115, E741, UP031, B007, RUF059
+# ruff: noqa: E501, B905, SIM115, E741, B007
 """Run the body given to mx.fast.metal_kernel on the CPU: simdgroups, barriers and threadgroup memory, with checks.
 
 metal_kernel(...) has the call signature of mx.fast.metal_kernel, so the real launch code can be driven by it. Two more

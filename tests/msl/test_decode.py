@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """paged_decode and merge_partitions on the emulator: against float64, bit invariance, and planted defects."""
 
 import mlx.core as mx

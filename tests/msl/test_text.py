@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """The kernels' text, type-checked as MLX would generate it for Metal; the emulator's signature is MLX's own."""
 
 import re
