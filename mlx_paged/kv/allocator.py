@@ -50,6 +50,13 @@ class BlockAllocator:
         for block_id in range(first, num_blocks):
             heapq.heappush(self._free, block_id)
 
+    def shrink(self) -> None:
+        """Forget the free blocks behind the last one held."""
+        while len(self._refcounts) > 1 and self._refcounts[-1] == 0:
+            self._refcounts.pop()
+        self._free = [block_id for block_id in self._free if block_id < len(self._refcounts)]
+        heapq.heapify(self._free)
+
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` free blocks, each with one reference. Raises before taking any if too few are free."""
         if count > len(self._free):

@@ -66,7 +66,7 @@ class BlockTable:
         return max(0, -(-(self.length + num_tokens) // self.block_size) - len(self.block_ids))
 
     def tail_segments(self, num_tokens: int) -> list[Segment]:
-        """How the last ``num_tokens`` positions lie in blocks: partial first block, runs of whole blocks, partial last."""
+        """How the last ``num_tokens`` positions lie in blocks: partial first, runs of whole blocks, partial last."""
         cached = self._index_cache.get(("segments", self.length, num_tokens))
         if isinstance(cached, list):
             return cached

@@ -87,6 +87,8 @@ class BlockGroup:
         """Total blocks to grow to so that ``num_needed`` are free, without regard to the budget."""
         total = self.allocator.num_blocks
         least = total + max(0, num_needed - self.allocator.num_free)
+        if self.geometry is None:  # what blocks cost, and so what fits the budget, is not known yet
+            return least
         if self.bytes_per_block * total < DOUBLE_UP_TO_BYTES:
             return max(least, 2 * total, FIRST_BLOCKS)
         return max(least, int(total * GROWTH_ABOVE))

@@ -172,6 +172,8 @@ class BlockPool:
         if group.geometry is not None:
             return
         with self._lock:
+            self._collect_abandoned()
+            group.allocator.shrink()
             per_block = self.block_size * geometry.bytes_per_token() * len(group.spec.layers)
             known = group.allocator.num_blocks
             others = sum(g.bytes_reserved for g in self.groups)
@@ -195,6 +197,7 @@ class BlockPool:
         if num_tokens < 1:
             raise ValueError(f"at least one token must be appended, not {num_tokens}")
         with self._lock:
+            self._collect_abandoned()  # a block shared only with a dropped table is not shared
             window = self._group(table).spec.window
             if window is not None:
                 self._slide(table, max(0, table.length - window + 1))
@@ -232,6 +235,7 @@ class BlockPool:
         """
         self._check_table(table)
         with self._lock:
+            self._collect_abandoned()
             if self._group(table).allocator.refcount(table.block_ids[index]) <= 1:
                 return table.block_ids[index]
             return self._copy_on_write(table, index, self.allocate(table.group, 1)[0])
@@ -260,7 +264,8 @@ class BlockPool:
             raise TrimError(f"cannot trim {num_tokens} of {table.length} tokens")
         if window is not None and max(0, length - window + 1) < table.logical_start:
             raise TrimError(
-                f"cannot trim to {length} tokens: the window of {window} before it is held from {table.logical_start} on"
+                f"cannot trim to {length} tokens: the window of {window} before it is held "
+                f"from {table.logical_start} on"
             )
         with self._lock:
             table.length = length
@@ -282,6 +287,9 @@ class BlockPool:
             raise GeometryError(f"layer {layer} is not of the table's group {table.group}")
         if num_tokens > table.length:
             raise GeometryError(f"{num_tokens} tokens to write, only {table.length} reserved: append_tokens first")
+        if self._abandoned:
+            with self._lock:
+                self._collect_abandoned()
         allocator = self._group(table).allocator
         first = (table.length - num_tokens) // self.block_size
         for block_id in table.block_ids[first:]:
@@ -355,9 +363,12 @@ class BlockPool:
 
         Raises:
             BlockStateError: the table was released, or nothing was written yet.
+            GeometryError: the layer is not of the table's group.
         """
         self._check_table(table)
-        group = self.groups[self.group_of(layer)]
+        if table.group != self.group_of(layer):
+            raise GeometryError(f"layer {layer} is not of the table's group {table.group}")
+        group = self._group(table)
         if group.geometry is None or table.length == table.logical_start:
             raise BlockStateError("nothing has been written to this table")
         storage = self._storage(layer)
@@ -427,7 +438,10 @@ class BlockPool:
                 mine = [table for table in tables if table.group == index]
                 group.allocator.check_integrity(table.block_ids for table in mine)
                 for table in mine:
-                    if len(table.block_ids) != -(-table.length // self.block_size):
+                    entries = -(-table.length // self.block_size)
+                    # A table that starts inside a block has no entry for that block until tokens are appended.
+                    fewest = table.length // self.block_size if table.length == table.logical_start else entries
+                    if len(table.block_ids) not in (fewest, entries):
                         raise BlockStateError(f"{table} has {len(table.block_ids)} entries")
                     visible = table.block_ids[table.logical_start // self.block_size :]
                     if NULL_BLOCK in visible:
