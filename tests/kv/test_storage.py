@@ -1,0 +1,122 @@
+"""FunctionalStorage: bytes go in and come out unchanged, in every dtype, and nothing else is touched."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged.kv.block_table import Segment
+from mlx_paged.kv.storage import FunctionalStorage, Geometry
+
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+SIZE, HEADS, KD, VD = 4, 3, 8, 16
+
+
+def bits(x: mx.array) -> np.ndarray:
+    """The bytes, so that NaNs and signed zeros compare."""
+    return np.array(mx.contiguous(x).view({2: mx.uint16, 4: mx.uint32}[x.dtype.size]))
+
+
+def noise(seed: int, *shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+    return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32)).astype(dtype)
+
+
+def storage_of(num_blocks: int, dtype: mx.Dtype = mx.float32) -> FunctionalStorage:
+    return FunctionalStorage(Geometry(HEADS, KD, VD, dtype), SIZE, num_blocks)
+
+
+def slots(storage: FunctionalStorage, places: list[tuple[int, int]]) -> tuple[mx.array, mx.array]:
+    rows = [[(block * HEADS + head) * SIZE + offset for block, offset in places] for head in range(HEADS)]
+    return storage.gather_slots(mx.array(rows))
+
+
+def test_geometry_of_keys_and_values() -> None:
+    geometry = Geometry.of(mx.zeros((1, 2, 5, 8), mx.float16), mx.zeros((1, 2, 5, 12), mx.float16))
+    assert geometry == Geometry(2, 8, 12, mx.float16)
+    assert geometry.bytes_per_token() == 2 * (8 + 12) * 2
+
+
+def test_new_storage_is_zero() -> None:
+    storage = storage_of(3)
+    k, v = storage.gather_blocks(mx.arange(3)[None] * HEADS + mx.arange(HEADS)[:, None])
+    assert k.shape == (1, HEADS, 3 * SIZE, KD) and v.shape == (1, HEADS, 3 * SIZE, VD)
+    assert not np.array(k).any() and not np.array(v).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_segments_round_trip_bit_for_bit(dtype: mx.Dtype) -> None:
+    storage = storage_of(8, dtype)
+    k, v = noise(1, 1, HEADS, 14, KD, dtype=dtype), noise(2, 1, HEADS, 14, VD, dtype=dtype)
+    k[0, 0, 0, :3] = mx.array([float("nan"), -0.0, float("inf")])
+    segments = [Segment(6, 1, 2, 2, 0), Segment(3, 2, 0, 8, 2), Segment(1, 1, 0, 4, 10)]
+    storage.write_segments(segments, k, v)
+    places = [(6, 2), (6, 3), *[(3, i) for i in range(4)], *[(4, i) for i in range(4)], *[(1, i) for i in range(4)]]
+    got_k, got_v = slots(storage, places)
+    assert got_k.dtype == got_v.dtype == dtype
+    np.testing.assert_array_equal(bits(got_k), bits(k))
+    np.testing.assert_array_equal(bits(got_v), bits(v))
+    untouched = [(block, offset) for block in range(8) for offset in range(4) if (block, offset) not in places]
+    assert not bits(slots(storage, untouched)[0]).any() and not bits(slots(storage, untouched)[1]).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_go_to_their_own_block_and_slot(dtype: mx.Dtype) -> None:
+    storage = storage_of(6, dtype)
+    k, v = noise(1, 3, HEADS, 1, KD, dtype=dtype), noise(2, 3, HEADS, 1, VD, dtype=dtype)
+    places = [(5, 3), (2, 0), (2, 1)]
+    storage.write_rows(mx.array([5, 2, 2]), mx.array([3, 0, 1]), k, v)
+    got_k, got_v = slots(storage, places)
+    np.testing.assert_array_equal(bits(got_k[0]), bits(k[:, :, 0]).transpose(1, 0, 2))
+    np.testing.assert_array_equal(bits(got_v[0]), bits(v[:, :, 0]).transpose(1, 0, 2))
+    everywhere = slots(storage, [(b, o) for b in range(6) for o in range(4) if (b, o) not in places])
+    assert not bits(everywhere[0]).any() and not bits(everywhere[1]).any()
+
+
+def test_gather_blocks_follows_the_order_of_ids() -> None:
+    storage = storage_of(5)
+    k, v = noise(1, 1, HEADS, 16, KD), noise(2, 1, HEADS, 16, VD)
+    storage.write_segments([Segment(1, 4, 0, 16, 0)], k, v)
+    got_k, got_v = storage.gather_blocks(mx.array([4, 2])[None] * HEADS + mx.arange(HEADS)[:, None])
+    order = [12, 13, 14, 15, 4, 5, 6, 7]
+    np.testing.assert_array_equal(np.array(got_k), np.array(k)[:, :, order])
+    np.testing.assert_array_equal(np.array(got_v), np.array(v)[:, :, order])
+
+
+def test_copy_block_copies_that_block_and_later_writes_stay_apart() -> None:
+    storage = storage_of(4)
+    k, v = noise(1, 1, HEADS, 4, KD), noise(2, 1, HEADS, 4, VD)
+    storage.write_segments([Segment(1, 1, 0, 4, 0)], k, v)
+    storage.copy_block(1, 3)
+    storage.write_segments([Segment(1, 1, 0, 4, 0)], -k, -v)
+    for block, sign in ((1, -1), (3, 1)):
+        got_k, got_v = slots(storage, [(block, i) for i in range(4)])
+        np.testing.assert_array_equal(np.array(got_k), sign * np.array(k))
+        np.testing.assert_array_equal(np.array(got_v), sign * np.array(v))
+    assert not np.array(slots(storage, [(2, i) for i in range(4)])[0]).any()
+
+
+def test_grow_keeps_the_contents_and_adds_zeros() -> None:
+    storage = storage_of(2)
+    k, v = noise(1, 1, HEADS, 4, KD), noise(2, 1, HEADS, 4, VD)
+    storage.write_segments([Segment(1, 1, 0, 4, 0)], k, v)
+    storage.grow(5)
+    assert storage.num_blocks == 5
+    got_k, got_v = slots(storage, [(1, i) for i in range(4)])
+    np.testing.assert_array_equal(np.array(got_k), np.array(k))
+    np.testing.assert_array_equal(np.array(got_v), np.array(v))
+    new = slots(storage, [(block, i) for block in (2, 3, 4) for i in range(4)])
+    assert not np.array(new[0]).any() and not np.array(new[1]).any()
+
+
+def test_fence_waits_for_writes_and_keeps_no_tensor() -> None:
+    storage = FunctionalStorage(Geometry(8, 64, 64, mx.float32), 32, 256)  # 32 MiB in all
+    k = noise(1, 1, 8, 32, 64)
+    storage.write_segments([Segment(1, 1, 0, 32, 0)], k, k)
+    fence = storage.fence()
+    mx.eval(fence)
+    assert fence.size == 2
+    held = mx.get_active_memory()
+    del storage
+    assert held - mx.get_active_memory() >= 32 << 20
+    assert fence.tolist() == [0.0, 0.0]
