@@ -260,7 +260,7 @@ class PagedKVCache:
         # A narrower window than the one kept, over one new token: the newest `window_size` slots of the ring.
         visible = min(self.offset + 1, self.window)
         newest = self.offset if self.offset < self.window else (self.offset - self.table.ring_origin) % self.window
-        return mx.roll(mx.arange(visible) >= visible - window_size, shift=newest + 1)
+        return mx.roll(mx.arange(visible) >= visible - window_size, newest + 1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
         return type(self)(copy.deepcopy(self.sequence, memo), self.layer)

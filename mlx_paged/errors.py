@@ -16,7 +16,7 @@ class GeometryError(PagedCacheError, ValueError):
 
 
 class BlockStateError(PagedCacheError, RuntimeError):
-    """A block or a table was used against its reference count: released twice, used after release, written while shared."""
+    """A block or a table was used against its reference count: released twice, used after release, written shared."""
 
 
 class TrimError(PagedCacheError, ValueError):

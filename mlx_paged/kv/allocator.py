@@ -21,6 +21,7 @@ class BlockAllocator:
         self._refcounts: list[int] = [0]
         self._free: list[int] = []
         self._num_shared = 0
+        self.peak_live = 0
 
     @property
     def num_blocks(self) -> int:
@@ -64,6 +65,7 @@ class BlockAllocator:
         ids = [heapq.heappop(self._free) for _ in range(count)]
         for block_id in ids:
             self._refcounts[block_id] = 1
+        self.peak_live = max(self.peak_live, self.num_live)
         return ids
 
     def retain(self, block_ids: Sequence[int]) -> None:

@@ -125,5 +125,5 @@ class BlockGroup:
         """Index ``[n_kv_heads, n]`` of blocks for :meth:`FunctionalStorage.gather_blocks`."""
         assert self.geometry is not None
         heads = self.geometry.num_kv_heads
-        ids = mx.array(block_ids, dtype=mx.int32) * heads
+        ids = mx.array(list(block_ids), dtype=mx.int32) * heads
         return ids[None, :] + mx.arange(heads, dtype=mx.int32)[:, None]

@@ -421,6 +421,7 @@ class BlockPool:
                 block_size=self.block_size,
                 total_blocks=sum(a.num_blocks - 1 for a in allocators),
                 live_blocks=sum(a.num_live for a in allocators),
+                peak_live_blocks=sum(a.peak_live for a in allocators),
                 free_blocks=sum(a.num_free for a in allocators),
                 shared_blocks=sum(a.num_shared for a in allocators),
                 bytes_reserved=sum(g.bytes_reserved for g in self.groups),

@@ -13,6 +13,7 @@ class PagedCacheStats:
         block_size: tokens per block.
         total_blocks: blocks that exist (null blocks not counted); ``live_blocks + free_blocks``.
         live_blocks: blocks with at least one reference.
+        peak_live_blocks: the most there have been (summed over groups, each at its own peak).
         free_blocks: blocks without a reference.
         shared_blocks: blocks with more than one reference.
         bytes_reserved: bytes of the pool's tensors.
@@ -24,6 +25,7 @@ class PagedCacheStats:
     block_size: int
     total_blocks: int
     live_blocks: int
+    peak_live_blocks: int
     free_blocks: int
     shared_blocks: int
     bytes_reserved: int
@@ -36,7 +38,8 @@ class PagedCacheStats:
 
     def __str__(self) -> str:
         return (
-            f"blocks of {self.block_size} tokens: {self.live_blocks} live ({self.shared_blocks} shared), "
+            f"blocks of {self.block_size} tokens: {self.live_blocks} live ({self.shared_blocks} shared, "
+            f"at most {self.peak_live_blocks}), "
             f"{self.free_blocks} free; {self.bytes_in_use / 1e6:.1f} MB in use, "
             f"{self.bytes_reserved / 1e6:.1f} MB reserved of {self.budget_bytes / 1e6:.0f} MB; "
             f"{self.cow_forks} copy-on-write fork(s)"

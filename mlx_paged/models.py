@@ -1,0 +1,66 @@
+"""Clear errors for model folders and prompt caches that cannot be read."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .errors import ModelFolderError, PagedCacheError, PromptCacheError
+
+
+def check_model_folder(model: str | None) -> str | None:
+    """Check that a model given as a folder is one mlx-lm can read; a name of a hub repository passes.
+
+    Raises:
+        ModelFolderError: it looks like a path but is not there, or config.json or the weights are missing or broken.
+    """
+    if model is None:
+        return None
+    folder = Path(model).expanduser()
+    if not folder.exists():
+        if model.startswith((".", "/", "~")) or model.count("/") != 1:
+            raise ModelFolderError(f"there is no model folder {model}")
+        return model
+    if not folder.is_dir():
+        raise ModelFolderError(f"{model} is a file; a model is a folder with config.json and *.safetensors")
+    config = folder / "config.json"
+    if not config.exists():
+        raise ModelFolderError(f"{model} has no config.json")
+    try:
+        parsed = json.loads(config.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelFolderError(f"{config} cannot be read: {error}") from None
+    if not isinstance(parsed, dict) or "model_type" not in parsed:
+        raise ModelFolderError(f"{config} names no model_type")
+    if not any(folder.glob("model*.safetensors")):
+        raise ModelFolderError(f"{model} has no model*.safetensors")
+    return model
+
+
+def explain_load_errors(original: Callable[..., Any], prompt_cache: str | None = None) -> Callable[..., Any]:
+    """Wrap a loading function so that what it raises over a broken file becomes one clear error.
+
+    Args:
+        original: mlx-lm's ``load`` or ``load_prompt_cache``.
+        prompt_cache: the file's name, if it is a prompt cache that is loaded.
+
+    Raises (when called):
+        ModelFolderError, PromptCacheError: with the original message.
+    """
+
+    @functools.wraps(original)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except PagedCacheError:
+            raise
+        except (OSError, ValueError, RuntimeError, KeyError, TypeError, IndexError) as error:
+            text = f"{type(error).__name__}: {error}"
+            if prompt_cache is not None:
+                raise PromptCacheError(f"the prompt cache {prompt_cache} cannot be read: {text}") from error
+            raise ModelFolderError(f"the model {args[0] if args else ''} cannot be loaded: {text}") from error
+
+    return load
