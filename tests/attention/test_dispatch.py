@@ -1,0 +1,239 @@
+"""Dispatch: which path ran, counted; and batches of sequences of different lengths against dense attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import RotatingKVCache
+
+from mlx_paged.attention.dispatch import (
+    dispatch_counts,
+    last_dispatch,
+    paged_attention,
+    prefill_attention,
+    reset_dispatch_counts,
+)
+from mlx_paged.attention.gather import gather_attention, ring_rotation
+from mlx_paged.cache import PagedKVCache, SequenceTables
+from mlx_paged.errors import GeometryError
+from mlx_paged.kv.block_table import BlockTable
+from mlx_paged.kv.group import LayerGroup
+from mlx_paged.kv.pool import BlockPool
+from mlx_paged.masks import causal_mask
+
+HEADS, Q_HEADS, DIM, VDIM, SCALE = 2, 6, 16, 8, 0.25
+
+
+@pytest.fixture(autouse=True)
+def fresh_counts() -> Iterator[None]:
+    reset_dispatch_counts()
+    yield
+    reset_dispatch_counts()
+
+
+def noise(seed: int, *shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+    return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32)).astype(dtype)
+
+
+def kv(seed: int, n: int, dtype: mx.Dtype = mx.float32) -> tuple[mx.array, mx.array]:
+    return noise(2 * seed, 1, HEADS, n, DIM, dtype=dtype), noise(2 * seed + 1, 1, HEADS, n, VDIM, dtype=dtype)
+
+
+def assert_equal(got: mx.array, expected: mx.array) -> None:
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    got, expected = got.astype(mx.float32), expected.astype(mx.float32)
+    assert np.array(expected).any()
+    np.testing.assert_array_equal(np.array(got), np.array(expected))
+
+
+def pool_with(
+    lengths: list[int], dtype: mx.Dtype = mx.float32
+) -> tuple[BlockPool, list[BlockTable], list[tuple[mx.array, mx.array]]]:
+    """One layer; sequences written in turns, so that their blocks are interleaved."""
+    pool = BlockPool([LayerGroup((0,))], block_size=4)
+    tables = [pool.new_table() for _ in lengths]
+    dense = [kv(seed, n, dtype) for seed, n in enumerate(lengths)]
+    for start in range(0, max(lengths), 5):
+        for table, (k, v), n in zip(tables, dense, lengths, strict=True):
+            end = min(start + 5, n)
+            if end > start:
+                pool.append_tokens(table, end - start)
+                pool.write_prefill(table, 0, k[:, :, start:end], v[:, :, start:end])
+    return pool, tables, dense
+
+
+# What is recorded -------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_recorded_before_the_first_call() -> None:
+    assert last_dispatch() is None
+    assert dispatch_counts() == {}
+
+
+def test_each_path_is_recorded_with_its_reason_and_counted() -> None:
+    cache = PagedKVCache(SequenceTables(BlockPool([LayerGroup((0,))], block_size=4)), 0)
+
+    def step(seed: int, n: int) -> None:
+        cache.attend(noise(seed, 1, Q_HEADS, n, DIM), *kv(seed, n), scale=SCALE, mask=cache.make_mask(n))
+
+    step(1, 5)
+    cold = last_dispatch()
+    assert cold is not None and cold.path == "prefill" and "no prefix" in cold.reason
+    step(2, 3)
+    chunk = last_dispatch()
+    assert chunk is not None and chunk.path == "gather" and "after a prefix" in chunk.reason
+    step(3, 1)
+    decode = last_dispatch()
+    assert decode is not None and decode.path == "gather" and "one new token" in decode.reason
+    step(4, 1)
+    assert dispatch_counts() == {cold: 1, chunk: 1, decode: 2}
+
+
+def test_counts_are_a_copy_and_reset_clears_them() -> None:
+    pool, tables, _ = pool_with([3])
+    paged_attention(noise(1, 1, Q_HEADS, 1, DIM), pool, 0, tables, scale=SCALE)
+    counts = dispatch_counts()
+    counts.clear()
+    assert sum(dispatch_counts().values()) == 1
+    reset_dispatch_counts()
+    assert dispatch_counts() == {} and last_dispatch() is None
+
+
+def test_the_package_gives_the_same_functions() -> None:
+    import mlx_paged
+
+    assert mlx_paged.last_dispatch is last_dispatch
+    assert mlx_paged.dispatch_counts is dispatch_counts
+    assert mlx_paged.reset_dispatch_counts is reset_dispatch_counts
+
+
+# Numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("lengths", [[1], [4, 4], [13, 1, 30, 4, 7], [64, 3]])
+def test_a_ragged_batch_equals_each_sequence_alone(lengths: list[int], dtype: mx.Dtype) -> None:
+    pool, tables, dense = pool_with(lengths, dtype)
+    q = noise(99, len(lengths), Q_HEADS, 1, DIM, dtype=dtype)
+    got = paged_attention(q, pool, 0, tables, scale=SCALE)
+    assert got.shape == (len(lengths), Q_HEADS, 1, VDIM)
+    for row, (k, v) in enumerate(dense):
+        expected = mx.fast.scaled_dot_product_attention(q[row : row + 1], k, v, scale=SCALE)
+        assert_equal(got[row : row + 1], expected)
+    assert sum(dispatch_counts().values()) == 1
+
+
+def test_rows_follow_the_order_of_tables() -> None:
+    pool, tables, _ = pool_with([5, 9, 2])
+    q = noise(99, 3, Q_HEADS, 1, DIM)
+    forward = paged_attention(q, pool, 0, tables, scale=SCALE)
+    backward = paged_attention(q[::-1], pool, 0, tables[::-1], scale=SCALE)
+    assert_equal(backward[::-1], forward)
+
+
+@pytest.mark.xfail(strict=True, reason="rows without a table are dropped without a word")
+@pytest.mark.parametrize("rows", [1, 3])
+def test_queries_and_tables_must_be_equally_many(rows: int) -> None:
+    pool, tables, _ = pool_with([5, 9])
+    with pytest.raises(GeometryError):
+        paged_attention(noise(99, rows, Q_HEADS, 1, DIM), pool, 0, tables, scale=SCALE)
+
+
+def test_a_batch_of_forks_decodes_as_dense() -> None:
+    pool, tables, dense = pool_with([6])
+    tables += [pool.fork(tables[0]) for _ in range(2)]
+    dense *= 3
+    for step in range(6):
+        for table in tables:
+            pool.append_tokens(table, 1)
+        k, v = noise(50 + step, 3, HEADS, 1, DIM), noise(80 + step, 3, HEADS, 1, VDIM)
+        pool.write_decode(tables, 0, k, v)
+        dense = [
+            tuple(
+                mx.concatenate([old, new[row : row + 1]], axis=2) for old, new in zip(dense[row], (k, v), strict=True)
+            )
+            for row in range(3)
+        ]
+        q = noise(20 + step, 3, Q_HEADS, 1, DIM)
+        got = paged_attention(q, pool, 0, tables, scale=SCALE)
+        for row in range(3):
+            assert_equal(
+                got[row : row + 1], mx.fast.scaled_dot_product_attention(q[row : row + 1], *dense[row], scale=SCALE)
+            )
+    assert pool.stats().cow_forks == 2
+
+
+def test_decode_takes_a_mask_over_the_visible_tokens() -> None:
+    pool, tables, [(k, v)] = pool_with([11])
+    q = noise(99, 1, Q_HEADS, 1, DIM)
+    mask = mx.arange(11) >= 6
+    got = paged_attention(q, pool, 0, tables, scale=SCALE, mask=mask)
+    assert_equal(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=SCALE, mask=mask))
+    np.testing.assert_allclose(
+        np.array(got),
+        np.array(mx.fast.scaled_dot_product_attention(q, k[:, :, 6:], v[:, :, 6:], scale=SCALE)),
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 6])
+@pytest.mark.parametrize("mask", ["causal", "array", None])
+def test_prefill_equals_dense_with_and_without_a_prefix(prefix: int, mask: str | None) -> None:
+    n = 5
+    pool, tables, [(k, v)] = pool_with([prefix + n])
+    q = noise(99, 1, Q_HEADS, n, DIM)
+    given = causal_mask(n, prefix, 3) if mask == "array" else mask
+    got = prefill_attention(q, k[:, :, prefix:], v[:, :, prefix:], pool, 0, tables[0], scale=SCALE, mask=given)
+    assert_equal(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=SCALE, mask=given))
+    dispatch = last_dispatch()
+    assert dispatch is not None and dispatch.path == ("gather" if prefix else "prefill")
+
+
+def test_prefill_without_a_prefix_reads_nothing_from_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, tables, [(k, v)] = pool_with([5])
+    monkeypatch.setattr(pool, "gather_visible", None)
+    q = noise(99, 1, Q_HEADS, 5, DIM)
+    got = prefill_attention(q, k, v, pool, 0, tables[0], scale=SCALE)
+    assert_equal(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=SCALE, mask="causal"))
+
+
+@pytest.mark.parametrize("prefill", [1, 3, 5, 6, 7, 12, 13])
+def test_the_rotation_is_that_of_the_dense_ring(prefill: int) -> None:
+    window = 6
+    pool = BlockPool([LayerGroup((0,), window)], block_size=4)
+    table, ring = pool.new_table(), RotatingKVCache(max_size=window)
+    position = 0
+    for n in (prefill, *([1] * 20)):
+        pool.append_tokens(table, n)
+        k = mx.arange(position, position + n, dtype=mx.float32).reshape(1, 1, n, 1)
+        pool.write_prefill(table, 0, k, k)
+        slots = [int(x) for x in ring.update_and_fetch(k, k)[0].flatten().tolist()]
+        position += n
+        if n == 1:
+            visible = list(range(max(0, position - window), position))
+            rotation = ring_rotation(table, window)
+            assert visible[rotation:] + visible[:rotation] == slots
+    assert ring_rotation(table, None) == 0
+
+
+def test_gather_attention_in_a_window_group_sees_the_window_only() -> None:
+    window = 6
+    pool = BlockPool([LayerGroup((0,), window)], block_size=4)
+    tables = [pool.new_table(), pool.new_table()]
+    parts = [kv(1, 15), kv(2, 3)]
+    for table, (k, v) in zip(tables, parts, strict=True):
+        n = k.shape[2]
+        pool.append_tokens(table, n - 1)
+        pool.write_prefill(table, 0, k[:, :, : n - 1], v[:, :, : n - 1])
+        pool.append_tokens(table, 1)
+        pool.write_decode([table], 0, k[:, :, n - 1 :], v[:, :, n - 1 :])
+    q = noise(99, 2, Q_HEADS, 1, DIM)
+    got = gather_attention(q, pool, 0, tables, scale=SCALE, mask=None)
+    for row, (k, v) in enumerate(parts):
+        expected = mx.fast.scaled_dot_product_attention(
+            q[row : row + 1], k[:, :, -window:], v[:, :, -window:], scale=SCALE
+        )
+        np.testing.assert_allclose(np.array(got[row : row + 1]), np.array(expected), rtol=1e-5, atol=1e-6)
