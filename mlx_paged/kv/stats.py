@@ -38,8 +38,8 @@ class PagedCacheStats:
 
     def __str__(self) -> str:
         return (
-            f"blocks of {self.block_size} tokens: {self.live_blocks} live ({self.shared_blocks} shared, "
-            f"at most {self.peak_live_blocks}), "
+            f"blocks of {self.block_size} tokens: {self.live_blocks} live (peak {self.peak_live_blocks}, "
+            f"{self.shared_blocks} shared), "
             f"{self.free_blocks} free; {self.bytes_in_use / 1e6:.1f} MB in use, "
             f"{self.bytes_reserved / 1e6:.1f} MB reserved of {self.budget_bytes / 1e6:.0f} MB; "
             f"{self.cow_forks} copy-on-write fork(s)"

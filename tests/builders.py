@@ -1,0 +1,68 @@
+"""Random-weight models of each adapted family: small, but with grouped queries, several layers and odd sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_map
+from mlx_lm.generate import generate_step
+from mlx_lm.models import gemma3_text, llama, qwen3
+
+VOCAB = 320
+WINDOW = 40
+COMMON = {"hidden_size": 96, "intermediate_size": 160, "rms_norm_eps": 1e-5, "vocab_size": VOCAB}
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
+
+KINDS = ("llama", "llama-sliding", "qwen3", "gemma3")
+
+
+def build(kind: str, seed: int = 0, **changes: Any) -> Any:
+    """A model of one of KINDS with random f32 weights."""
+    mx.random.seed(seed)
+    if kind == "llama":
+        args = {**COMMON, **HEADS, "model_type": "llama", "num_hidden_layers": 3, "tie_word_embeddings": False}
+        model = llama.Model(llama.ModelArgs(**{**args, **changes}))
+    elif kind == "llama-sliding":
+        layers = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+        args = {**COMMON, **HEADS, "model_type": "llama", "num_hidden_layers": 4, "layer_types": layers}
+        model = llama.Model(llama.ModelArgs(**{**args, "sliding_window": WINDOW, **changes}))
+    elif kind == "qwen3":
+        args = {**COMMON, **HEADS, "model_type": "qwen3", "num_hidden_layers": 3, "max_position_embeddings": 4096}
+        model = qwen3.Model(qwen3.ModelArgs(**{**args, "tie_word_embeddings": True, "rope_theta": 1e4, **changes}))
+    else:
+        args = {**COMMON, **HEADS, "model_type": "gemma3_text", "num_hidden_layers": 7, "query_pre_attn_scalar": 32}
+        args = {**args, "sliding_window": WINDOW, "sliding_window_pattern": 3}
+        model = gemma3_text.Model(gemma3_text.ModelArgs(**{**args, **changes}))
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+def perturbed(kind: str, scale: float) -> Any:
+    """The model of a kind with noise of ``scale`` times their size on its weights: a draft that often agrees."""
+    model = build(kind)
+    mx.random.seed(1)
+    noisy = tree_map(lambda w: w + scale * mx.std(w) * mx.random.normal(w.shape), model.parameters())
+    model.update(noisy)
+    mx.eval(model.parameters())
+    return model
+
+
+def prompt_of(length: int, seed: int = 0) -> mx.array:
+    """Random token ids ``[length]``."""
+    return mx.array(np.random.default_rng(seed).integers(0, VOCAB, length), dtype=mx.uint32)
+
+
+def greedy(model: Any, prompt: mx.array, num_tokens: int = 64, **kwargs: Any) -> tuple[list[int], np.ndarray]:
+    """Greedy tokens and their log-probabilities ``[num_tokens, vocab]`` by mlx-lm's generate_step."""
+    tokens, logprobs = [], []
+    for token, logprob in generate_step(prompt, model, max_tokens=num_tokens, **kwargs):
+        tokens.append(token)
+        logprobs.append(np.array(logprob.astype(mx.float32)))
+    return tokens, np.stack(logprobs)
+
+
+def rms(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.sqrt(np.mean((a.astype(np.float64) - b.astype(np.float64)) ** 2)))

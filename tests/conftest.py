@@ -1,0 +1,50 @@
+"""Fixtures and markers shared by all tests."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+import mlx_paged
+from mlx_paged.patches import registry
+from mlx_paged.patches.warn import forget_warnings
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    has_gpu = mx.default_device() == mx.Device(mx.gpu)
+    has_metal = mx.metal.is_available()
+    for item in items:
+        if "gpu" in item.keywords and not has_gpu:
+            item.add_marker(pytest.mark.skip(reason="no GPU that MLX can use"))
+        if "metal" in item.keywords and not has_metal:
+            item.add_marker(pytest.mark.skip(reason="no Apple GPU"))
+
+
+@pytest.fixture(autouse=True)
+def unpatched() -> Iterator[None]:
+    """Every test starts and ends with stock mlx-lm."""
+    registry.remove_patches()
+    forget_warnings()
+    mlx_paged.reset_dispatch_counts()
+    yield
+    registry.remove_patches()
+
+
+@pytest.fixture
+def no_fall_through() -> Iterator[None]:
+    """Fail the test if anything falls through to stock mlx-lm."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", mlx_paged.FallThroughWarning)
+        yield
+
+
+@pytest.fixture(scope="session")
+def demo_model_folder() -> Path:
+    """The demo model's folder (see scripts/demo_model.py); fetched if it is not there."""
+    from scripts.demo_model import ensure_demo_model
+
+    return ensure_demo_model()

@@ -1,0 +1,208 @@
+"""Generation under the patches equals stock mlx-lm, bit for bit on the gather path."""
+
+from __future__ import annotations
+
+import functools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm import generate as generate_text
+from mlx_lm import stream_generate
+from mlx_lm.generate import generate_step
+from mlx_lm.models import gemma3
+from mlx_lm.models.cache import make_prompt_cache
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from tests.builders import COMMON, HEADS, KINDS, WINDOW, build, greedy, perturbed, prompt_of, rms
+
+LENGTHS = (1, 31, 32, 33, 257)
+BLOCK_SIZES = (8, 16, 32, 128)
+
+
+@functools.cache
+def model_of(kind: str):
+    return build(kind)
+
+
+@functools.cache
+def stock_run(kind: str, length: int, step: int) -> tuple[list[int], np.ndarray]:
+    assert not mlx_paged.patches.is_applied()
+    return greedy(model_of(kind), prompt_of(length), prefill_step_size=step)
+
+
+def check_parity(kind: str, length: int, block_size: int, step: int) -> None:
+    model = model_of(kind)
+    tokens, logprobs = stock_run(kind, length, step)
+    mlx_paged.apply_patches(PagedConfig(block_size=block_size))
+    paged_tokens, paged_logprobs = greedy(model, prompt_of(length), prefill_step_size=step)
+    assert mlx_paged.last_dispatch().path == "gather"
+    assert sum(mlx_paged.dispatch_counts().values()) >= 64 * len(model.layers)
+    assert paged_tokens == tokens
+    assert rms(paged_logprobs, logprobs) == 0.0
+    pool = mlx_paged.pool_of(model)
+    pool.check_integrity()
+    assert pool.stats().live_blocks == 0
+    assert pool.stats().peak_live_blocks > 0
+
+
+@pytest.mark.usefixtures("no_fall_through")
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_stock_bit_for_bit(kind: str, length: int, block_size: int) -> None:
+    check_parity(kind, length, block_size, 2048)
+
+
+@pytest.mark.usefixtures("no_fall_through")
+@pytest.mark.parametrize("step", [7, 40, 50])
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunked_prefill_equals_stock(kind: str, step: int) -> None:
+    check_parity(kind, 257, 16, step)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision_equals_stock(kind: str, dtype: mx.Dtype) -> None:
+    model = build(kind)
+    model.set_dtype(dtype)
+    expected = greedy(model, prompt_of(77), 24)
+    mlx_paged.apply_patches()
+    got = greedy(model, prompt_of(77), 24)
+    assert got[0] == expected[0]
+    assert rms(got[1], expected[1]) == 0.0
+    assert mlx_paged.pool_of(model).groups[0].geometry.dtype == dtype
+
+
+@pytest.mark.usefixtures("no_fall_through")
+def test_gemma3_wrapper_is_paged() -> None:
+    text = {**COMMON, **HEADS, "model_type": "gemma3_text", "num_hidden_layers": 4, "sliding_window": WINDOW}
+    text = {**text, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32}
+    mx.random.seed(3)
+    model = gemma3.Model(gemma3.ModelArgs(model_type="gemma3", text_config=text, vocab_size=COMMON["vocab_size"]))
+    expected = greedy(model, prompt_of(90), 24)
+    mlx_paged.apply_patches()
+    got = greedy(model, prompt_of(90), 24)
+    assert got[0] == expected[0]
+    assert rms(got[1], expected[1]) == 0.0
+    assert len(mlx_paged.pool_of(model).groups) == 2
+
+
+@pytest.mark.usefixtures("no_fall_through")
+@pytest.mark.parametrize("kind", KINDS)
+def test_multi_turn_chat_equals_stock(kind: str) -> None:
+    """One prompt cache over several turns, as mlx_lm.chat uses it."""
+    model = model_of(kind)
+
+    def chat() -> list[tuple[list[int], np.ndarray]]:
+        cache = make_prompt_cache_now(model)
+        return [greedy(model, prompt_of(n, seed=n), 20, prompt_cache=cache) for n in (37, 1, 3, 64)]
+
+    expected = chat()
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    got = chat()
+    for (tokens, logprobs), (stock_tokens, stock_logprobs) in zip(got, expected, strict=True):
+        assert tokens == stock_tokens
+        assert rms(logprobs, stock_logprobs) == 0.0
+
+
+def make_prompt_cache_now(model):
+    """By the module's present binding: the patches rebind it here too."""
+    return make_prompt_cache(model)
+
+
+@pytest.mark.parametrize("kind", ["llama-sliding", "gemma3"])
+def test_sliding_layers_hold_blocks_of_their_window_only(kind: str) -> None:
+    model = model_of(kind)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    cache = make_prompt_cache_now(model)
+    step = 50
+    bound = -(-(WINDOW + step) // 8) + 1
+    for _ in generate_step(prompt_of(257), model, max_tokens=200, prompt_cache=cache, prefill_step_size=step):
+        for layer in cache:
+            if layer.window is not None:
+                assert layer.table.num_blocks <= bound
+            else:
+                assert layer.table.num_blocks == -(-layer.table.length // 8)
+    assert cache[0].offset > 257
+
+
+@pytest.mark.usefixtures("no_fall_through")
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_speculative_decoding_equals_stock(kind: str) -> None:
+    model, draft = model_of(kind), perturbed(kind, 0.15)
+    tokenizer = PlainTokenizer()
+
+    def run() -> list[tuple[int, bool]]:
+        responses = stream_generate(model, tokenizer, prompt_of(45), max_tokens=60, draft_model=draft)
+        return [(r.token, r.from_draft) for r in responses]
+
+    expected = run()
+    assert any(from_draft for _, from_draft in expected), "the draft never agreed: nothing is trimmed or kept"
+    assert not all(from_draft for _, from_draft in expected)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    assert run() == expected
+    for each in (model, draft):
+        pool = mlx_paged.pool_of(each)
+        pool.check_integrity()
+        assert pool.stats().live_blocks == 0 and pool.stats().peak_live_blocks > 0
+
+
+@pytest.mark.usefixtures("no_fall_through")
+def test_generate_and_stream_generate_equal_stock() -> None:
+    model, tokenizer = model_of("llama"), PlainTokenizer()
+
+    def run() -> tuple[str, list[int]]:
+        text = generate_text(model, tokenizer, prompt_of(20).tolist(), max_tokens=30)
+        return text, [r.token for r in stream_generate(model, tokenizer, prompt_of(20), max_tokens=30)]
+
+    expected = run()
+    mlx_paged.apply_patches()
+    assert run() == expected
+
+
+def test_fork_of_a_prompt_cache_moves_no_bytes_and_both_go_on_alone() -> None:
+    import copy
+
+    model = model_of("gemma3")
+    prefix, tails = prompt_of(61), (prompt_of(5, seed=1), prompt_of(9, seed=2))
+
+    def run() -> list[list[int]]:
+        cache = make_prompt_cache_now(model)
+        model(prefix[None], cache=cache)
+        forks = [cache, copy.deepcopy(cache)]
+        return [greedy(model, tail, 20, prompt_cache=fork)[0] for fork, tail in zip(forks, tails, strict=True)]
+
+    expected = run()
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    cache = make_prompt_cache_now(model)
+    model(prefix[None], cache=cache)
+    before = mlx_paged.pool_of(model).stats()
+    fork = copy.deepcopy(cache)
+    after = mlx_paged.pool_of(model).stats()
+    assert after.live_blocks == before.live_blocks == after.shared_blocks
+    assert after.bytes_in_use == before.bytes_in_use
+    got = [greedy(model, t, 20, prompt_cache=c)[0] for c, t in zip((cache, fork), tails, strict=True)]
+    assert got == expected
+    assert mlx_paged.pool_of(model).stats().cow_forks > 0
+    mlx_paged.pool_of(model).check_integrity()
+
+
+class PlainTokenizer:
+    """Just enough of a tokenizer for stream_generate: token ids as text."""
+
+    def __new__(cls):
+        from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+        return TokenizerWrapper(_backing_tokenizer())
+
+
+def _backing_tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(COMMON["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token=None)

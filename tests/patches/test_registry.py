@@ -1,0 +1,182 @@
+"""apply_patches and remove_patches: idempotent, reversible, and only on upstream code they know."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+import threading
+import types
+import weakref
+
+import pytest
+
+import mlx_paged
+from mlx_paged import KernelUnavailableError, PagedConfig, PatchError
+from mlx_paged.patches import registry
+from tests.builders import build, greedy, prompt_of
+
+MODULES = ("generate", "chat", "cache_prompt", "evaluate", "models.cache")
+
+
+def upstream_symbols() -> dict[str, object]:
+    """Every function and class attribute of the mlx-lm modules the patches touch or rebind names in."""
+    found: dict[str, object] = {}
+    for name in (*MODULES, "models.llama", "models.qwen3", "models.gemma3_text"):
+        try:
+            module = importlib.import_module(f"mlx_lm.{name}")
+        except ImportError:  # evaluate needs lm_eval
+            continue
+        for key, value in vars(module).items():
+            found[f"{name}.{key}"] = value
+            if isinstance(value, type) and value.__module__.startswith("mlx_lm"):
+                found.update({f"{name}.{key}.{k}": v for k, v in vars(value).items() if callable(v)})
+    return found
+
+
+def test_every_symbol_is_the_original_object_after_removal() -> None:
+    before = upstream_symbols()
+    report = mlx_paged.apply_patches()
+    changed = {name for name, value in upstream_symbols().items() if before[name] is not value}
+    assert {"models.cache.make_prompt_cache", "generate.make_prompt_cache", "models.llama.Attention.__call__"} <= changed
+    assert len(report.applied) == len(registry._patches()) and not report.skipped
+    mlx_paged.remove_patches()
+    after = upstream_symbols()
+    assert before.keys() == after.keys()
+    assert [name for name in before if before[name] is not after[name]] == []
+
+
+def test_applying_twice_changes_nothing() -> None:
+    first = mlx_paged.apply_patches()
+    symbols = upstream_symbols()
+    second = mlx_paged.apply_patches()
+    assert second.applied == first.applied
+    assert all(symbols[name] is value for name, value in upstream_symbols().items())
+    mlx_paged.remove_patches()
+    mlx_paged.remove_patches()
+    assert not mlx_paged.patches.is_applied()
+
+
+def test_a_script_that_imported_the_name_before_is_patched_too() -> None:
+    from mlx_lm.models.cache import make_prompt_cache
+
+    script = types.ModuleType("a_users_script")
+    script.make_prompt_cache = make_prompt_cache
+    sys.modules["a_users_script"] = script
+    try:
+        mlx_paged.apply_patches()
+        assert isinstance(script.make_prompt_cache(build("llama"))[0], mlx_paged.PagedKVCache)
+        mlx_paged.remove_patches()
+        assert script.make_prompt_cache is make_prompt_cache
+    finally:
+        del sys.modules["a_users_script"]
+
+
+def test_changed_upstream_source_is_skipped_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlx_lm.models import cache as upstream_cache
+    from mlx_lm.models import qwen3
+
+    def __call__(self, x, mask=None, cache=None):
+        return x
+
+    monkeypatch.setattr(qwen3.Attention, "__call__", __call__)
+    with pytest.raises(PatchError, match="qwen3"):
+        mlx_paged.apply_patches(strict=True)
+    assert not mlx_paged.patches.is_applied()
+    with pytest.warns(UserWarning, match=r"qwen3.Attention.__call__ is not patched"):
+        report = mlx_paged.apply_patches()
+    assert list(report.skipped) == ["mlx_lm.models.qwen3.Attention.__call__"]
+    assert qwen3.Attention.__call__ is __call__
+    with pytest.warns(mlx_paged.FallThroughWarning, match="no paged attention adapter"):
+        cache = upstream_cache.make_prompt_cache(build("qwen3"))
+    assert type(cache[0]).__name__ == "KVCache"
+
+
+def test_missing_upstream_symbol_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlx_lm.models import cache
+
+    monkeypatch.delattr(cache, "save_prompt_cache")
+    with pytest.warns(UserWarning, match="save_prompt_cache is not patched: not found"):
+        report = mlx_paged.apply_patches()
+    assert "mlx_lm.models.cache.make_prompt_cache" in report.applied
+
+
+def test_kernel_on_is_refused_where_there_is_none_and_nothing_is_patched() -> None:
+    with pytest.raises(KernelUnavailableError, match="kernel=on"):
+        mlx_paged.apply_patches(PagedConfig(use_native_paged_kernel=True))
+    assert not mlx_paged.patches.is_applied()
+
+
+def test_another_configuration_holds_for_caches_made_from_then_on() -> None:
+    from mlx_lm.models import cache
+
+    model = build("llama")
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    old = cache.make_prompt_cache(model)
+    mlx_paged.apply_patches(PagedConfig(block_size=64))
+    new = cache.make_prompt_cache(model)
+    assert (old[0].pool.block_size, new[0].pool.block_size) == (8, 64)
+    expected = greedy(model, prompt_of(30), 10, prompt_cache=new)[0]
+    assert greedy(model, prompt_of(30), 10, prompt_cache=old)[0] == expected
+
+
+def test_environment_variables_configure(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlx_lm.models import cache
+
+    monkeypatch.setenv("MLX_PAGED_BLOCK_SIZE", "16")
+    monkeypatch.setenv("MLX_PAGED_KV_CACHE_MEMORY", "3MB")
+    mlx_paged.apply_patches()
+    pool = cache.make_prompt_cache(build("llama"))[0].pool
+    assert (pool.block_size, pool.memory_budget) == (16, 3_000_000)
+
+
+def test_two_models_have_pools_of_their_own() -> None:
+    llama, gemma = build("llama"), build("gemma3")
+    expected = [greedy(m, prompt_of(50), 10)[0] for m in (llama, gemma)]
+    mlx_paged.apply_patches()
+    assert [greedy(m, prompt_of(50), 10)[0] for m in (llama, gemma)] == expected
+    assert mlx_paged.pool_of(llama) is not mlx_paged.pool_of(gemma)
+
+
+def test_a_pool_dies_with_its_model() -> None:
+    model = build("llama")
+    mlx_paged.apply_patches()
+    greedy(model, prompt_of(9), 2)
+    pool = weakref.ref(mlx_paged.pool_of(model))
+    del model
+    gc.collect()
+    assert pool() is None
+
+
+def test_patching_from_many_threads_is_safe() -> None:
+    before = upstream_symbols()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(20):
+                mlx_paged.apply_patches()
+                mlx_paged.remove_patches()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    mlx_paged.remove_patches()
+    assert all(before[name] is value for name, value in upstream_symbols().items())
+
+
+def test_a_paged_cache_outlives_the_patches() -> None:
+    """After remove_patches() upstream's attention runs on it through update_and_fetch, with the same tokens."""
+    from mlx_lm.models import cache
+
+    model = build("gemma3")
+    expected = [greedy(model, prompt_of(n), 12)[0] for n in (60,)][0]
+    mlx_paged.apply_patches()
+    paged = cache.make_prompt_cache(model)
+    mlx_paged.remove_patches()
+    assert greedy(model, prompt_of(60), 12, prompt_cache=paged)[0] == expected
