@@ -571,6 +571,7 @@ def test_stats_count_blocks_and_bytes() -> None:
         "bytes_in_use": 0,
         "budget_bytes": 1 << 20,
         "cow_forks": 0,
+        "peak_live_blocks": 0,
     }
     k, v = kv(0, 6)
     tables = [pool.new_table(0), pool.new_table(1)]
@@ -586,6 +587,9 @@ def test_stats_count_blocks_and_bytes() -> None:
     pool.append_tokens(fork, 1)
     assert pool.stats().cow_forks == 1
     assert pool.stats().live_blocks + pool.stats().free_blocks == pool.stats().total_blocks
+    assert pool.stats().peak_live_blocks == 5
+    pool.release_table(tables[0])
+    assert (pool.stats().live_blocks, pool.stats().peak_live_blocks) == (4, 5)
     assert "4 tokens" in str(stats) and "4 live (2 shared)" in str(stats)
 
 
