@@ -590,7 +590,7 @@ def test_stats_count_blocks_and_bytes() -> None:
     assert pool.stats().peak_live_blocks == 5
     pool.release_table(tables[0])
     assert (pool.stats().live_blocks, pool.stats().peak_live_blocks) == (4, 5)
-    assert "4 tokens" in str(stats) and "4 live (2 shared)" in str(stats)
+    assert "4 tokens" in str(stats) and "4 live (peak 4, 2 shared)" in str(stats)
 
 
 # Bad input: a typed error, and everything as before -----------------------------------------------------------------
