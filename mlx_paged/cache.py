@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from .attention import dispatch
 from .attention.gather import ring_rotation
-from .errors import BlockStateError, PromptCacheError, TrimError
+from .errors import BlockStateError, PromptCacheError
 from .kv.block_table import BlockTable
 from .kv.pool import BlockPool
 from .masks import causal_mask
@@ -46,14 +46,11 @@ class SequenceTables:
     def trim(self, layer: int, num_tokens: int) -> None:
         """Take the layer back; the table follows when its last layer has been trimmed."""
         table = self.table(layer)
+        self.pool.check_trim(table, self.offsets[layer] - num_tokens)
         self.offsets[layer] -= num_tokens
         longest = max(self.offsets[other] for other in self.pool.groups[table.group].spec.layers)
         if longest < table.length:
-            try:
-                self.pool.trim(table, table.length - longest)
-            except TrimError:
-                self.offsets[layer] += num_tokens
-                raise
+            self.pool.trim(table, table.length - longest)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceTables:
         fork = object.__new__(SequenceTables)
@@ -103,8 +100,7 @@ class PagedKVCache:
         Raises:
             GeometryError, PoolExhaustedError: before anything is changed.
         """
-        self.pool.set_geometry(self.layer, keys, values)
-        self.pool.groups[self.pool.group_of(self.layer)].validate(keys, values, 1)
+        self.pool.set_geometry(self.layer, keys, values, batch=1)
         table = self.sequence.reserve(self.layer, keys.shape[2])
         if keys.shape[2] == 1:
             self.pool.write_decode([table], self.layer, keys, values)
@@ -135,21 +131,22 @@ class PagedKVCache:
         return dispatch.paged_attention(queries, self.pool, self.layer, [self.table], scale=scale, mask=mask)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the next tokens and return all visible keys and values, gathered lazily, in mlx-lm's order."""
+        """Write the next tokens and return all visible keys and values, lazily, in mlx-lm's order. They may be views
+        of the pool: use them in this step and drop them."""
         self.update(keys, values)
         if self.table.length - self.table.logical_start == keys.shape[2]:
             return keys, values
-        fetched = self._gather(decode=keys.shape[2] == 1)
+        fetched = self._gather(decode=keys.shape[2] == 1, copy=False)
         self.pool.note_read(self.layer, fetched[0])
         return fetched
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """The visible keys and values ``[1, n_kv_heads, n, head_dim]``, in mlx-lm's order (a copy)."""
-        return self._gather(decode=True)
+        return self._gather(decode=True, copy=True)
 
-    def _gather(self, *, decode: bool) -> tuple[mx.array, mx.array]:
+    def _gather(self, *, decode: bool, copy: bool) -> tuple[mx.array, mx.array]:
         rotation = ring_rotation(self.table, self.window) if decode else 0
-        return self.pool.gather_visible(self.table, self.layer, rotation=rotation)
+        return self.pool.gather_visible(self.table, self.layer, rotation=rotation, copy=copy)
 
     def load(self, keys: mx.array, values: mx.array, offset: int) -> None:
         """Fill an empty cache with dense keys and values, in order of position; they end at position ``offset``.
@@ -170,15 +167,17 @@ class PagedKVCache:
                 f"layer {self.layer}: cannot load {keys.shape[2]} tokens ending at {offset} into a cache at "
                 f"{self.offset}" + (f" with window {self.window}" if self.window else "")
             )
-        self.pool.set_geometry(self.layer, keys, values)
-        table, group = self.table, self.pool.group_of(self.layer)
-        if table.length == 0 and start:
-            table = self.sequence.tables[group] = self.pool.new_table(group, start=start)
-        if table.length not in (start, offset):
+        mx.eval(keys, values)  # they may come from this very pool: reading and writing it in one graph copies it
+        self.pool.set_geometry(self.layer, keys, values, batch=1)
+        table = self.table
+        if table.length == 0:
+            table = self.pool.new_table(table.group, start=start)
+            self.pool.append_tokens(table, keys.shape[2])
+            self.sequence.tables[table.group] = table
+        elif (table.length, table.logical_start) != (offset, start):
             raise PromptCacheError(f"layer {self.layer} ends at {offset}, the layers before it at {table.length}")
-        self.sequence.offsets[self.layer] = start
-        self.sequence.reserve(self.layer, keys.shape[2])
-        self.pool.write_prefill(self.table, self.layer, keys, values)
+        self.sequence.offsets[self.layer] = offset
+        self.pool.write_prefill(table, self.layer, keys, values)
 
     # mlx-lm's protocol ----------------------------------------------------------------------------------------
 
@@ -196,6 +195,7 @@ class PagedKVCache:
             if source.offset:
                 k, v = source.pool.gather_visible(source.table, source.layer)
                 self.load(k, v, source.offset)
+                self.table.ring_origin = source.table.ring_origin
         elif len(value) == 3 and isinstance(value[0], mx.array):
             keys, values, offset = value
             self.load(keys[..., :offset, :], values[..., :offset, :], offset)

@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock_cache
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from ..attention.gather import ring_rotation
 from ..cache import PagedKVCache, SequenceTables
 from ..config import PagedConfig
 from ..errors import GeometryError, PromptCacheError
@@ -26,24 +27,15 @@ class PagedLayerCache(PagedKVCache):
         if self.empty():
             return stock
         keys, values = self.keys_and_values()
-        if window is not None and self.offset >= window:
-            # A full ring has `window` slots. The token just behind the window may be released already: mlx-lm
-            # overwrites its slot before reading it, so zeros do.
-            missing = max(0, window - keys.shape[2])
-            keys, values = (mx.pad(x, [(0, 0), (0, 0), (missing, 0), (0, 0)]) for x in (keys, values))
-            newest = (self.offset - 1 - self.table.ring_origin) % window
-            stock.state = (
-                keys,
-                values,
-                self.offset,
-                0,
-                window,
-                newest + 1 if keys.shape[2] == window else keys.shape[2],
-            )
-        elif window is not None:
-            stock.state = (keys, values, self.offset, 0, window, self.offset)
-        else:
+        if window is None:
             stock.state = (keys, values, self.offset)
+            return stock
+        # A full ring has `window` slots. The token just behind the window may be released already: mlx-lm overwrites
+        # its slot before reading it, so zeros do.
+        missing = max(0, min(self.offset, window) - keys.shape[2])
+        keys, values = (mx.pad(x, [(0, 0), (0, 0), (missing, 0), (0, 0)]) for x in (keys, values))
+        rotation = ring_rotation(self.table, window)
+        stock.state = (keys, values, self.offset, 0, window, window - rotation if rotation else keys.shape[2])
         return stock
 
     def takes(self, batch: int) -> bool:

@@ -248,7 +248,7 @@ def _append_pool(size: int, block_size: int, dtype: mx.Dtype) -> BlockPool:
         raise BenchError(f"a pool of {size} bytes is too small: {blocks} blocks of {block_size}, {needed} needed")
     ids = pool.allocate(0, blocks)
     x = mx.zeros((1, APPEND_HEADS, 1, APPEND_HEAD_DIM), dtype)
-    pool.set_geometry(0, x, x)
+    pool.set_geometry(0, x, x, batch=x.shape[0])
     pool.release(0, ids[:: blocks // needed])
     mx.eval(pool.fence(0))
     return pool

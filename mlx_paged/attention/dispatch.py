@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..errors import GeometryError
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
 from . import gather
@@ -103,6 +104,11 @@ def paged_attention(
 
     Returns:
         ``[B, n_q_heads, 1, v_head_dim]``.
+
+    Raises:
+        GeometryError: the queries are not one row per table.
     """
+    if q.ndim != 4 or q.shape[0] != len(tables):
+        raise GeometryError(f"queries {q.shape} for {len(tables)} sequence(s)")
     _record("gather", "one new token per sequence")
     return gather.gather_attention(q, pool, layer, tables, scale=scale, mask=mask)

@@ -15,9 +15,9 @@ def ring_rotation(table: BlockTable, window: int | None) -> int:
 
     Attention is a sum over keys in any order, but floating-point sums are not: a decode step reproduces dense
     mlx-lm bit for bit only in the order of its buffer. Once ``window`` tokens are visible, that buffer holds position
-    p in slot ``(p - ring_origin) % window``; before, it is in order of position.
+    p in slot ``(p - ring_origin) % window``; with fewer or (after a prefill) more, it is in order of position.
     """
-    if window is None or table.length <= window:
+    if window is None or table.length <= window or table.length - table.logical_start != window:
         return 0
     newest_slot = (table.length - 1 - table.ring_origin) % window
     # The window's oldest token has index 0 here; slot 0 holds the token `newest_slot` before the newest.
@@ -47,7 +47,7 @@ def gather_attention(
     outputs = []
     for row, table in enumerate(tables):
         rotation = ring_rotation(table, pool.groups[table.group].spec.window) if q.shape[2] == 1 else 0
-        k, v = pool.gather_visible(table, layer, rotation=rotation)
+        k, v = pool.gather_visible(table, layer, rotation=rotation, copy=False)
         outputs.append(mx.fast.scaled_dot_product_attention(q[row : row + 1], k, v, scale=scale, mask=mask))
     output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     pool.note_read(layer, output)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -120,10 +119,3 @@ class BlockGroup:
         if layer_position == len(self.storages) - 1 and self._last_read is not None:
             mx.eval(self._last_read)
             self._last_read = None
-
-    def flat_index(self, block_ids: Sequence[int]) -> mx.array:
-        """Index ``[n_kv_heads, n]`` of blocks for :meth:`FunctionalStorage.gather_blocks`."""
-        assert self.geometry is not None
-        heads = self.geometry.num_kv_heads
-        ids = mx.array(list(block_ids), dtype=mx.int32) * heads
-        return ids[None, :] + mx.arange(heads, dtype=mx.int32)[:, None]

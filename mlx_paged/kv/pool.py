@@ -13,8 +13,9 @@ from ..errors import BlockStateError, ConfigError, GeometryError, PoolExhaustedE
 from .allocator import NULL_BLOCK
 from .block_table import BlockTable
 from .group import BlockGroup, LayerGroup
+from .reader import read_visible
 from .stats import PagedCacheStats
-from .storage import FunctionalStorage
+from .storage import FunctionalStorage, Geometry
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 128
 UNLIMITED = 1 << 62
@@ -149,7 +150,8 @@ class BlockPool:
             affordable = (self.memory_budget - others) // group.bytes_per_block
             if total + missing > affordable:
                 raise self._exhausted(missing, missing * group.bytes_per_block)
-            target = min(target, affordable)
+            # Beyond the need, at most half of what is left: another group may need the rest.
+            target = min(target, total + max(missing, (affordable - total) // 2))
         group.grow(target)
 
     def _exhausted(self, blocks: int, num_bytes: int) -> PoolExhaustedError:
@@ -160,17 +162,19 @@ class BlockPool:
             bytes_reserved=sum(g.bytes_reserved for g in self.groups),
         )
 
-    def set_geometry(self, layer: int, k: mx.array, v: mx.array) -> None:
+    def set_geometry(self, layer: int, k: mx.array, v: mx.array, *, batch: int) -> None:
         """Fix the geometry of the layer's group from its first keys and values; later calls only validate.
 
         Raises:
-            GeometryError: rank, heads, head dimension or dtype differ from the group's.
+            GeometryError: rank, number of sequences, heads, head dimension or dtype are not as they must be.
             PoolExhaustedError: not even the blocks handed out so far fit the budget.
         """
         group = self.groups[self.group_of(layer)]
-        geometry = group.validate(k, v, k.shape[0] if k.ndim else 0)
-        if group.geometry is not None:
-            return
+        geometry = group.validate(k, v, batch)
+        if group.geometry is None:
+            self._fix_geometry(group, geometry)
+
+    def _fix_geometry(self, group: BlockGroup, geometry: Geometry) -> None:
         with self._lock:
             self._collect_abandoned()
             group.allocator.shrink()
@@ -251,22 +255,28 @@ class BlockPool:
         self._cow_forks += 1
         return target
 
+    def check_trim(self, table: BlockTable, length: int) -> None:
+        """Raise TrimError if the table cannot be cut to ``length`` tokens."""
+        self._check_table(table)
+        window = self._group(table).spec.window
+        if not 0 <= length <= table.length:
+            raise TrimError(f"cannot trim {table.length} tokens to {length}")
+        if window is not None and max(0, length - window + 1) < table.logical_start:
+            raise TrimError(
+                f"cannot trim to {length} tokens: the window of {window} before it is held "
+                f"from {table.logical_start} on"
+            )
+
     def trim(self, table: BlockTable, num_tokens: int) -> None:
         """Drop the last ``num_tokens`` tokens; blocks wholly beyond the new end are released.
 
         Raises:
             TrimError: more tokens than the table has, or the window before the new end is no longer held.
         """
-        self._check_table(table)
         length = table.length - num_tokens
-        window = self._group(table).spec.window
         if num_tokens < 0 or length < 0:
             raise TrimError(f"cannot trim {num_tokens} of {table.length} tokens")
-        if window is not None and max(0, length - window + 1) < table.logical_start:
-            raise TrimError(
-                f"cannot trim to {length} tokens: the window of {window} before it is held "
-                f"from {table.logical_start} on"
-            )
+        self.check_trim(table, length)
         with self._lock:
             table.length = length
             keep = -(-length // self.block_size)
@@ -311,9 +321,10 @@ class BlockPool:
             GeometryError, BlockStateError, PoolExhaustedError: before anything is written.
         """
         group = self.groups[self.group_of(layer)]
-        group.validate(k, v, 1)
+        geometry = group.validate(k, v, 1)
         self._check_write(table, layer, k.shape[2])
-        self.set_geometry(layer, k, v)
+        if group.geometry is None:
+            self._fix_geometry(group, geometry)
         group.wait_for_reads(self._place[layer][1])
         self._storage(layer).write_segments(table.tail_segments(k.shape[2]), k, v)
 
@@ -330,12 +341,13 @@ class BlockPool:
             GeometryError, BlockStateError, PoolExhaustedError: before anything is written.
         """
         group = self.groups[self.group_of(layer)]
-        group.validate(k, v, len(tables))
+        geometry = group.validate(k, v, len(tables))
         if k.shape[2] != 1:
             raise GeometryError(f"decode writes one token per sequence, not {k.shape[2]}")
         for table in tables:
             self._check_write(table, layer, 1)
-        self.set_geometry(layer, k, v)
+        if group.geometry is None:
+            self._fix_geometry(group, geometry)
         group.wait_for_reads(self._place[layer][1])
         storage = self._storage(layer)
         if len(tables) == 1:
@@ -350,13 +362,17 @@ class BlockPool:
             self._decode_slots = (slots, mx.array(ids, dtype=mx.int32), mx.array(offsets, dtype=mx.int32))
         return self._decode_slots[1:]
 
-    def gather_visible(self, table: BlockTable, layer: int, *, rotation: int = 0) -> tuple[mx.array, mx.array]:
-        """Keys and values of positions ``logical_start .. length - 1``, contiguous (lazy).
+    def gather_visible(
+        self, table: BlockTable, layer: int, *, rotation: int = 0, copy: bool = True
+    ) -> tuple[mx.array, mx.array]:
+        """Keys and values of positions ``logical_start .. length - 1`` (lazy).
 
         Args:
             table: the sequence's table.
             layer: model layer.
             rotation: start the order at this visible token and wrap around (0: by position).
+            copy: False allows a view of the pool where the blocks are consecutive. Drop it, and whatever was computed
+                from it unevaluated, before the next write: a view held makes that write copy the pool.
 
         Returns:
             K ``[1, n_kv_heads, n, k_head_dim]``, V ``[1, n_kv_heads, n, v_head_dim]``.
@@ -368,38 +384,9 @@ class BlockPool:
         self._check_table(table)
         if table.group != self.group_of(layer):
             raise GeometryError(f"layer {layer} is not of the table's group {table.group}")
-        group = self._group(table)
-        if group.geometry is None or table.length == table.logical_start:
+        if self._group(table).geometry is None or table.length == table.logical_start:
             raise BlockStateError("nothing has been written to this table")
-        storage = self._storage(layer)
-        start, end = table.logical_start, table.length
-        if rotation:
-            return storage.gather_slots(self._rotated_index(table, group, start, end, rotation))
-        first, last = start // self.block_size, -(-end // self.block_size)
-        index = table._index_cache.get((first, last))
-        if not isinstance(index, mx.array):
-            index = group.flat_index(table.block_ids[first:last])
-            table._index_cache[(first, last)] = index
-        k, v = storage.gather_blocks(index)
-        skip = start - first * self.block_size
-        return k[:, :, skip : skip + end - start], v[:, :, skip : skip + end - start]
-
-    def _rotated_index(self, table: BlockTable, group: BlockGroup, start: int, end: int, rotation: int) -> mx.array:
-        key = ("rotated", start, end, rotation)
-        index = table._index_cache.get(key)
-        if not isinstance(index, mx.array):
-            table.forget_indices()
-            assert group.geometry is not None
-            size, heads = self.block_size, group.geometry.num_kv_heads
-            positions = mx.concatenate(
-                [mx.arange(start + rotation, end, dtype=mx.int32), mx.arange(start, start + rotation, dtype=mx.int32)]
-            )
-            first = start // size
-            block_ids = mx.array(table.block_ids[first:], dtype=mx.int32)
-            rows = block_ids[positions // size - first] * (heads * size) + positions % size
-            index = rows[None, :] + (mx.arange(heads, dtype=mx.int32) * size)[:, None]
-            table._index_cache[key] = index
-        return index
+        return read_visible(table, self._storage(layer), rotation=rotation, copy=copy)
 
     def note_read(self, layer: int, result: mx.array) -> None:
         """Tell the pool that ``result`` was computed from a layer's blocks (see BlockGroup.wait_for_reads)."""

@@ -29,12 +29,15 @@ class Geometry(NamedTuple):
 
 
 class FunctionalStorage:
-    """K ``[num_blocks, n_kv_heads, block_size, k_head_dim]`` and V (with ``v_head_dim``) of one layer.
+    """K ``[n_kv_heads, num_blocks, block_size, k_head_dim]`` and V (with ``v_head_dim``) of one layer.
+
+    Heads come before blocks so that blocks with consecutive ids, which a sequence alone in the pool has, are read in
+    place: attention takes a view of them, and nothing is gathered (docs/adr/0002).
 
     MLX arrays are values: an update happens in place only if no other handle, view or unfinished read keeps the old
-    buffer when the update is evaluated. So each write replaces the only handle, no view outlives the call that
-    makes it, and the pool lets the reads of the step before finish (BlockGroup.wait_for_reads). Otherwise MLX
-    copies the pool.
+    buffer when the update is evaluated. So each write replaces the only handle, no view outlives the step that made
+    it, and the pool lets the reads of the step before finish (BlockGroup.wait_for_reads). Otherwise MLX copies the
+    pool.
     """
 
     def __init__(self, geometry: Geometry, block_size: int, num_blocks: int) -> None:
@@ -42,80 +45,84 @@ class FunctionalStorage:
         self.block_size = block_size
         heads = geometry.num_kv_heads
         # Zeros, not uninitialised memory: a masked product with NaN would still be NaN.
-        self._keys = mx.zeros((num_blocks, heads, block_size, geometry.k_head_dim), geometry.dtype)
-        self._values = mx.zeros((num_blocks, heads, block_size, geometry.v_head_dim), geometry.dtype)
+        self._keys = mx.zeros((heads, num_blocks, block_size, geometry.k_head_dim), geometry.dtype)
+        self._values = mx.zeros((heads, num_blocks, block_size, geometry.v_head_dim), geometry.dtype)
 
     @property
     def num_blocks(self) -> int:
-        return self._keys.shape[0]
+        return self._keys.shape[1]
 
     def write_segments(self, segments: Sequence[Segment], k: mx.array, v: mx.array) -> None:
         """Write tokens of k, v ``[1, n_kv_heads, n, head_dim]``: one slice update per segment.
 
         Slices, not a scatter: on the CPU a scatter goes element by element and is 4-7 times slower here.
         """
-        self._keys = self._write(self._keys, segments, k)
-        self._values = self._write(self._values, segments, v)
-
-    def _write(self, pool: mx.array, segments: Sequence[Segment], x: mx.array) -> mx.array:
-        heads, dim = x.shape[1], x.shape[3]
-        for block_id, num_blocks, offset, num_tokens, source in segments:
-            part = x[0, :, source : source + num_tokens]
-            if num_tokens == num_blocks * self.block_size:
-                part = part.reshape(heads, num_blocks, self.block_size, dim).transpose(1, 0, 2, 3)
-                pool[block_id : block_id + num_blocks] = part
-            else:
-                pool[block_id : block_id + 1, :, offset : offset + num_tokens] = part[None]
-        return pool
+        for pool, x in ((self._keys, k), (self._values, v)):
+            for block_id, num_blocks, offset, num_tokens, source in segments:
+                part = x[0, :, source : source + num_tokens] if len(segments) > 1 else x[0]
+                if num_tokens == num_blocks * self.block_size:
+                    part = part.reshape(x.shape[1], num_blocks, self.block_size, x.shape[3])
+                    pool[:, block_id : block_id + num_blocks] = part
+                else:
+                    pool[:, block_id, offset : offset + num_tokens] = part
 
     def write_rows(self, block_ids: mx.array, offsets: mx.array, k: mx.array, v: mx.array) -> None:
         """Write k, v ``[B, n_kv_heads, 1, head_dim]``: row i goes to block ``block_ids[i]``, slot ``offsets[i]``."""
-        self._keys[block_ids, :, offsets] = k[:, :, 0]
-        self._values[block_ids, :, offsets] = v[:, :, 0]
+        self._keys[:, block_ids, offsets] = k[:, :, 0].transpose(1, 0, 2)
+        self._values[:, block_ids, offsets] = v[:, :, 0].transpose(1, 0, 2)
+
+    def view_blocks(self, first: int, count: int) -> tuple[mx.array, mx.array]:
+        """Consecutive blocks without a copy: K ``[1, n_kv_heads, count * block_size, k_head_dim]`` and V likewise.
+
+        The views keep the pool's buffer; drop them before the next write is evaluated.
+        """
+        k, v = (
+            pool[:, first : first + count].reshape(1, pool.shape[0], count * self.block_size, pool.shape[3])
+            for pool in (self._keys, self._values)
+        )
+        return k, v
+
+    def block_index(self, block_ids: Sequence[int]) -> mx.array:
+        """Index ``[n_kv_heads, n]`` of blocks for :meth:`gather_blocks`; holds until the pool grows."""
+        heads = mx.arange(self.geometry.num_kv_heads, dtype=mx.int32)[:, None]
+        return heads * self.num_blocks + mx.array(list(block_ids), dtype=mx.int32)[None]
 
     def gather_blocks(self, index: mx.array) -> tuple[mx.array, mx.array]:
-        """Whole blocks in one copy.
-
-        Args:
-            index: ``[n_kv_heads, n]``, entry ``block_id * n_kv_heads + head``.
-
-        Returns:
-            K ``[1, n_kv_heads, n * block_size, k_head_dim]`` and V likewise.
-        """
+        """Any blocks, in one copy: K ``[1, n_kv_heads, n * block_size, k_head_dim]`` and V likewise."""
         tokens = index.shape[1] * self.block_size
-        return tuple(  # type: ignore[return-value]
+        k, v = (
             pool.reshape(-1, self.block_size * pool.shape[3])[index].reshape(1, -1, tokens, pool.shape[3])
             for pool in (self._keys, self._values)
         )
+        return k, v
+
+    def slot_index(self, block_ids: mx.array, offsets: mx.array) -> mx.array:
+        """Index ``[n_kv_heads, n]`` of single tokens for :meth:`gather_slots`; holds until the pool grows."""
+        heads = mx.arange(self.geometry.num_kv_heads, dtype=mx.int32)[:, None]
+        return (heads * self.num_blocks + block_ids[None]) * self.block_size + offsets[None]
 
     def gather_slots(self, index: mx.array) -> tuple[mx.array, mx.array]:
-        """Single tokens, in any order.
-
-        Args:
-            index: ``[n_kv_heads, n]``, entry ``(block_id * n_kv_heads + head) * block_size + offset``.
-
-        Returns:
-            K ``[1, n_kv_heads, n, k_head_dim]`` and V likewise.
-        """
-        return tuple(pool.reshape(-1, pool.shape[3])[index][None] for pool in (self._keys, self._values))  # type: ignore[return-value]
+        """Single tokens in any order: K ``[1, n_kv_heads, n, k_head_dim]`` and V likewise."""
+        k, v = (pool.reshape(-1, pool.shape[3])[index][None] for pool in (self._keys, self._values))
+        return k, v
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block. The source is evaluated first: reading and writing a pool in one graph copies the pool."""
-        k = mx.contiguous(self._keys[source : source + 1])
-        v = mx.contiguous(self._values[source : source + 1])
-        mx.eval(k, v)
-        self._keys[target : target + 1] = k
-        self._values[target : target + 1] = v
+        copies = [mx.contiguous(pool[:, source]) for pool in (self._keys, self._values)]
+        if self.geometry.num_kv_heads == 1:  # a contiguous slice is a view, which would keep the pool
+            copies = [copy + 0 for copy in copies]
+        mx.eval(copies)
+        self._keys[:, target], self._values[:, target] = copies
 
     def grow(self, num_blocks: int) -> None:
         """Make room for ``num_blocks`` blocks; the extra peak is one tensor."""
         for name in ("_keys", "_values"):
             old: mx.array = getattr(self, name)
-            extra = mx.zeros((num_blocks - old.shape[0], *old.shape[1:]), old.dtype)
-            new = mx.concatenate([old, extra])
+            heads, known, *rest = old.shape
+            new = mx.concatenate([old, mx.zeros((heads, num_blocks - known, *rest), old.dtype)], axis=1)
             mx.eval(new)
             setattr(self, name, new)
-            del old, extra, new
+            del old, new
             mx.clear_cache()
 
     def fence(self) -> mx.array:

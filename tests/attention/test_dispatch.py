@@ -134,7 +134,6 @@ def test_rows_follow_the_order_of_tables() -> None:
     assert_equal(backward[::-1], forward)
 
 
-@pytest.mark.xfail(strict=True, reason="rows without a table are dropped without a word")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_queries_and_tables_must_be_equally_many(rows: int) -> None:
     pool, tables, _ = pool_with([5, 9])

@@ -515,7 +515,7 @@ def test_growth_is_geometric() -> None:
     group.grow = counted  # type: ignore[method-assign]
     table = pool.new_table()
     k, v = kv(1, 1)
-    pool.set_geometry(0, k, v)
+    pool.set_geometry(0, k, v, batch=1)
     for _ in range(5000):
         pool.append_tokens(table, 1)
     pool.write_decode([table], 0, k, v)
@@ -527,7 +527,7 @@ def test_growth_is_geometric() -> None:
 def test_growth_of_a_large_pool_is_by_a_quarter() -> None:
     pool = pool_of(block_size=32)
     k, v = (mx.zeros((1, 8, 1, 128)) for _ in range(2))  # 256 KiB per block
-    pool.set_geometry(0, k, v)
+    pool.set_geometry(0, k, v, batch=1)
     pool.allocate(0, 299)
     assert pool.stats().bytes_reserved > 64 << 20
     total = pool.stats().total_blocks + 1
@@ -538,7 +538,7 @@ def test_growth_of_a_large_pool_is_by_a_quarter() -> None:
 def test_growth_stays_within_the_budget_and_uses_all_of_it() -> None:
     pool = pool_of(layers=2, memory_budget=2 * BLOCK_BYTES * 21 + 17)  # the null block and 20 more
     table = pool.new_table()
-    pool.set_geometry(0, *kv(0, 1))
+    pool.set_geometry(0, *kv(0, 1), batch=1)
     for _ in range(80):
         pool.append_tokens(table, 1)
         assert pool.stats().bytes_reserved <= pool.memory_budget
@@ -551,8 +551,8 @@ def test_growth_stays_within_the_budget_and_uses_all_of_it() -> None:
 def test_the_budget_is_shared_by_the_groups() -> None:
     pool = BlockPool([LayerGroup((0,)), LayerGroup((1,), 8, "window")], block_size=4, memory_budget=40 * BLOCK_BYTES)
     k, v = kv(0, 1)
-    pool.set_geometry(0, k, v)
-    pool.set_geometry(1, k, v)
+    pool.set_geometry(0, k, v, batch=1)
+    pool.set_geometry(1, k, v, batch=1)
     pool.allocate(0, 20)
     pool.allocate(1, 7)
     assert pool.stats().bytes_reserved <= pool.memory_budget
@@ -872,13 +872,13 @@ def test_exhaustion_in_append_tokens() -> None:
     pool.append_tokens(other, 16)  # 2 + 4 of 7 blocks
     before, other_ids = watched.picture(), list(other.block_ids)
     with pytest.raises(PoolExhaustedError) as caught:
-        pool.append_tokens(table, 11)  # 17 tokens: 3 more blocks, 1 is free
+        pool.append_tokens(table, 11)  # 17 tokens: 3 more blocks, and only one still fits
     error = caught.value
-    assert (error.blocks_needed, error.bytes_needed) == (2, 2 * 2 * BLOCK_BYTES)
+    assert (error.blocks_needed, error.bytes_needed) == (3, 3 * 2 * BLOCK_BYTES)
     assert (error.budget_bytes, error.bytes_reserved) == (budget, before[0].bytes_reserved)
     for number in (error.bytes_needed, error.budget_bytes, error.bytes_reserved):
         assert f"{number:,}" in str(error)
-    assert "2 more block(s)" in str(error) and "--kv-cache-memory" in str(error)
+    assert "3 more block(s)" in str(error) and "--kv-cache-memory" in str(error)
     assert isinstance(error, MemoryError)
     watched.assert_unchanged(before)
     assert other.block_ids == other_ids and other.length == 16
@@ -910,7 +910,7 @@ def test_exhaustion_at_set_geometry() -> None:
     pool.append_tokens(other, 5)
     k, v = kv(1, 6)
     before = pool.stats()
-    for write in (lambda: pool.set_geometry(0, k, v), lambda: pool.write_prefill(table, 0, k, v)):
+    for write in (lambda: pool.set_geometry(0, k, v, batch=1), lambda: pool.write_prefill(table, 0, k, v)):
         with pytest.raises(PoolExhaustedError) as caught:
             write()
         assert (caught.value.bytes_needed, caught.value.budget_bytes) == (5 * BLOCK_BYTES, 4 * BLOCK_BYTES)
@@ -1029,7 +1029,7 @@ def test_garbage_in_free_and_stale_slots_never_shows(dtype: mx.Dtype) -> None:
         pool.release_table(filler)
     assert pool.stats().live_blocks == 0
     storage = pool.groups[0].storages[0]
-    storage._keys[0], storage._values[0] = float("nan"), float("nan")
+    storage._keys[:, 0], storage._values[:, 0] = float("nan"), float("nan")
 
     tables = [pool.new_table() for _ in range(2)]
     histories = [[put(pool, table, i, n, dtype=dtype)] for i, (table, n) in enumerate(zip(tables, (6, 9), strict=True))]

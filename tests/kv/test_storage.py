@@ -27,8 +27,8 @@ def storage_of(num_blocks: int, dtype: mx.Dtype = mx.float32) -> FunctionalStora
 
 
 def slots(storage: FunctionalStorage, places: list[tuple[int, int]]) -> tuple[mx.array, mx.array]:
-    rows = [[(block * HEADS + head) * SIZE + offset for block, offset in places] for head in range(HEADS)]
-    return storage.gather_slots(mx.array(rows))
+    block_ids, offsets = (mx.array(column) for column in zip(*places, strict=True))
+    return storage.gather_slots(storage.slot_index(block_ids, offsets))
 
 
 def test_geometry_of_keys_and_values() -> None:
@@ -39,7 +39,7 @@ def test_geometry_of_keys_and_values() -> None:
 
 def test_new_storage_is_zero() -> None:
     storage = storage_of(3)
-    k, v = storage.gather_blocks(mx.arange(3)[None] * HEADS + mx.arange(HEADS)[:, None])
+    k, v = storage.gather_blocks(storage.block_index(range(3)))
     assert k.shape == (1, HEADS, 3 * SIZE, KD) and v.shape == (1, HEADS, 3 * SIZE, VD)
     assert not np.array(k).any() and not np.array(v).any()
 
@@ -77,7 +77,7 @@ def test_gather_blocks_follows_the_order_of_ids() -> None:
     storage = storage_of(5)
     k, v = noise(1, 1, HEADS, 16, KD), noise(2, 1, HEADS, 16, VD)
     storage.write_segments([Segment(1, 4, 0, 16, 0)], k, v)
-    got_k, got_v = storage.gather_blocks(mx.array([4, 2])[None] * HEADS + mx.arange(HEADS)[:, None])
+    got_k, got_v = storage.gather_blocks(storage.block_index([4, 2]))
     order = [12, 13, 14, 15, 4, 5, 6, 7]
     np.testing.assert_array_equal(np.array(got_k), np.array(k)[:, :, order])
     np.testing.assert_array_equal(np.array(got_v), np.array(v)[:, :, order])

@@ -38,7 +38,11 @@ def test_every_symbol_is_the_original_object_after_removal() -> None:
     before = upstream_symbols()
     report = mlx_paged.apply_patches()
     changed = {name for name, value in upstream_symbols().items() if before[name] is not value}
-    assert {"models.cache.make_prompt_cache", "generate.make_prompt_cache", "models.llama.Attention.__call__"} <= changed
+    assert {
+        "models.cache.make_prompt_cache",
+        "generate.make_prompt_cache",
+        "models.llama.Attention.__call__",
+    } <= changed
     assert len(report.applied) == len(registry._patches()) and not report.skipped
     mlx_paged.remove_patches()
     after = upstream_symbols()

@@ -1,0 +1,237 @@
+"""mlx_paged.generate and python -m mlx_paged as real processes, on a small model folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.generate import setup_arg_parser
+
+from mlx_paged.generate import extend_parser
+from tests.builders import COMMON, HEADS, build
+from tests.patches.test_parity import _backing_tokenizer
+
+PROMPT = " ".join(f"w{(7 * i) % 300}" for i in range(60))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def save_model(path: Path, **changes: int) -> Path:
+    model = build("llama", **changes)
+    config = {**COMMON, **HEADS, "model_type": "llama", "num_hidden_layers": 3, "tie_word_embeddings": False, **changes}
+    (path / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
+    tokenizer = _backing_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}w1 {{ message['content'] }} w2 {% endfor %}"
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def command(*args: object, module: str = "mlx_paged", **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", module, *map(str, args)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **env},
+        timeout=300,
+    )
+
+
+def generate(folder: Path, *args: object, module: str = "mlx_paged", **env: str) -> subprocess.CompletedProcess[str]:
+    fixed = ("--model", folder, "--max-tokens", 24, "--ignore-chat-template")
+    return command("generate", *fixed, *args, module=module, **env)
+
+
+def text_of(run: subprocess.CompletedProcess[str]) -> str:
+    assert run.returncode == 0, run.stderr
+    return run.stdout.split("==========")[1].strip()
+
+
+def test_generates_stocks_text_through_the_pool(folder: Path) -> None:
+    stock = generate(folder, "--prompt", PROMPT, module="mlx_lm")
+    paged = generate(folder, "--prompt", PROMPT, "--cache-stats", "--kv-block-size", 16, "--kv-cache-memory", "1GB")
+    assert text_of(paged) == text_of(stock) != ""
+    assert "blocks of 16 tokens" in paged.stderr and "of 1000 MB" in paged.stderr
+    assert "attention: gather" in paged.stderr and "attention: prefill" in paged.stderr
+    assert "Generation: 24 tokens" in paged.stdout
+
+
+def test_no_paged_runs_stock(folder: Path) -> None:
+    run = generate(folder, "--prompt", PROMPT, "--no-paged", "--cache-stats")
+    assert text_of(run) == text_of(generate(folder, "--prompt", PROMPT))
+    assert "stock mlx-lm (not paged)" in run.stderr
+
+
+def test_every_upstream_flag_is_there() -> None:
+    def flags(parser) -> set[str]:
+        return {flag for action in parser._actions for flag in action.option_strings}
+
+    ours = flags(extend_parser(setup_arg_parser()))
+    assert flags(setup_arg_parser()) <= ours
+    assert {"--kv-block-size", "--kv-cache-memory", "--kernel", "--cache-stats", "--no-paged"} <= ours
+    help_text = command("generate", "--help")
+    assert help_text.returncode == 0
+    assert "--kv-block-size" in help_text.stdout and "--top-p" in help_text.stdout
+
+
+def test_prompt_from_standard_input_and_speculative_decoding(folder: Path, tmp_path: Path) -> None:
+    plain = generate(folder, "--prompt", PROMPT)
+    draft = generate(folder, "--prompt", PROMPT, "--draft-model", folder, "--cache-stats")
+    assert text_of(draft) == text_of(plain)
+    assert "KV cache of the draft model: blocks of 32" in draft.stderr
+
+
+def test_prompt_cache_files_interchange_with_mlx_lm(folder: Path, tmp_path: Path) -> None:
+    stock_file, paged_file = tmp_path / "stock.safetensors", tmp_path / "paged.safetensors"
+    save = ("cache_prompt", "--model", folder, "--prompt", PROMPT, "--prompt-cache-file")
+    assert command(*save, stock_file, module="mlx_lm").returncode == 0
+    made = command(*save, paged_file)
+    assert made.returncode == 0, made.stderr
+    texts = []
+    for file in (stock_file, paged_file):
+        for module in ("mlx_lm", "mlx_paged"):
+            use = ("generate", "--prompt-cache-file", file, "--prompt", "w5 w6", "--max-tokens", 16)
+            texts.append(text_of(command(*use, module=module)))
+    assert len(set(texts)) == 1 and texts[0]
+    stats = command("generate", "--prompt-cache-file", stock_file, "--prompt", "w5 w6", "--cache-stats")
+    assert "blocks of 32 tokens" in stats.stderr and "attention: gather" in stats.stderr
+
+
+def test_prompt_cache_of_another_model_is_one_clear_line(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "cache.safetensors"
+    assert command("cache_prompt", "--model", folder, "--prompt", PROMPT, "--prompt-cache-file", file).returncode == 0
+    other = save_model(tmp_path, num_hidden_layers=2)
+    arrays, metadata = mx.load(str(file), return_metadata=True)
+    named = tmp_path / "renamed.safetensors"
+    mx.save_safetensors(str(named), arrays, {**metadata, "0.model": str(other)})
+    run = command("generate", "--model", other, "--prompt-cache-file", named, "--prompt", "w1")
+    check_error(run, "has 3 layers, the model 2")
+
+
+def check_error(run: subprocess.CompletedProcess[str], message: str, code: int = 1) -> None:
+    assert run.returncode == code, (run.stdout, run.stderr)
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--kv-block-size", "33"), "must be a power of two from 8 to 128, not 33"),
+        (("--kv-block-size", "4"), "must be a power of two from 8 to 128, not 4"),
+        (("--kv-block-size", "many"), "must be a whole number"),
+        (("--kv-cache-memory", "lots"), "must look like 2GB, 512MiB or auto"),
+        (("--kv-cache-memory", "0"), "must be positive"),
+        (("--kernel", "fast"), "must be auto, on or off"),
+    ],
+)
+def test_unusable_options_are_refused(folder: Path, args: tuple[str, str], message: str) -> None:
+    check_error(generate(folder, *args), message, code=2)
+
+
+@pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="a GPU may have the kernel")
+def test_kernel_on_is_refused_without_one(folder: Path) -> None:
+    check_error(generate(folder, "--kernel", "on"), "no fused paged-attention kernel")
+    check_error(generate(folder, MLX_PAGED_KERNEL="on"), "no fused paged-attention kernel")
+
+
+def test_environment_mistakes_name_the_variables(folder: Path) -> None:
+    check_error(generate(folder, MLX_PAGED_BLOCK_SIZE="31"), "MLX_PAGED_* variable")
+
+
+def test_a_budget_too_small_says_what_was_needed(folder: Path) -> None:
+    run = generate(folder, "--prompt", PROMPT, "--kv-cache-memory", "50KB")
+    check_error(run, "KV block pool exhausted")
+    assert "budget of 50,000 bytes" in run.stderr
+
+
+def test_missing_and_corrupt_model_folders(folder: Path, tmp_path: Path) -> None:
+    check_error(generate(tmp_path / "nowhere"), "there is no model folder")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    check_error(generate(empty), "has no config.json")
+    (empty / "config.json").write_text("{not json")
+    check_error(generate(empty), "cannot be read")
+    (empty / "config.json").write_text((folder / "config.json").read_text())
+    check_error(generate(empty), "has no model*.safetensors")
+    weights = (folder / "model.safetensors").read_bytes()
+    (empty / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    check_error(generate(empty), "cannot be loaded")
+
+
+def test_corrupt_prompt_cache_file(folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00garbage")
+    check_error(generate(folder, "--prompt-cache-file", broken), "broken.safetensors cannot be read")
+    check_error(generate(folder, "--prompt-cache-file", tmp_path / "none"), "cannot be read")
+
+
+def test_other_commands_and_help() -> None:
+    assert "any command of mlx_lm" in command("--help").stdout
+    assert command("--version").stdout.strip() == "0.1.0"
+    check_error(command("nonsense"), "unknown command 'nonsense'")
+
+
+def test_chat_runs_on_the_pool(folder: Path) -> None:
+    """Two turns of mlx_lm.chat give the same answers as stock's."""
+    answers = []
+    for module in ("mlx_lm", "mlx_paged"):
+        run = subprocess.run(
+            [sys.executable, "-m", module, "chat", "--model", folder, "--max-tokens", "12", "--seed", "0"],
+            input=f"{PROMPT}\nw7 w8 w9\nq\n",
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert run.returncode == 0, run.stderr
+        answers.append(re.findall(r"\bw\d+\b", run.stdout))
+    assert answers[0] == answers[1]
+    assert len(answers[0]) >= 24
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_long_prefill_shows_a_bar_on_a_terminal(folder: Path) -> None:
+    long_prompt = " ".join(f"w{i % 300}" for i in range(3000))
+    args = [
+        "generate",
+        "--model",
+        str(folder),
+        "--prompt",
+        long_prompt,
+        "--max-tokens",
+        "2",
+        "--prefill-step-size",
+        "64",
+    ]
+    primary, secondary = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlx_paged", *args, "--ignore-chat-template"],
+        stdout=subprocess.DEVNULL,
+        stderr=secondary,
+    )
+    os.close(secondary)
+    shown = b""
+    while True:
+        try:
+            chunk = os.read(primary, 65536)
+        except OSError:
+            break
+        if not chunk:
+            break
+        shown += chunk
+    assert process.wait() == 0
+    assert b"prefill [#" in shown and b"/3000 tokens" in shown
+    assert shown.rstrip().endswith(b"\x1b[K"), "the bar is cleared at the end"
+    quiet = generate(folder, "--prompt", long_prompt, "--prefill-step-size", 64)
+    assert "prefill [" not in quiet.stderr
