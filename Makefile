@@ -4,8 +4,10 @@ PYTHON ?= python3
 PROMPT ?= What is the capital of France?
 MAX_TOKENS ?= 100
 PYTEST_ARGS ?= -ra
-BENCH ?= scripts/bench_kernel.py
-BENCH_ARGS ?= --out out/kernel
+# One MLX process uses about one core on a CPU.
+PYTEST_JOBS ?= 2
+BENCH ?= scripts/bench.py
+BENCH_ARGS ?= --random llama-135m --synthetic-context --out out/bench
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -53,11 +55,11 @@ help:
 	@echo "make test       run the tests except the exhaustive ones"
 	@echo "make test-slow  run the exhaustive ones"
 	@echo "make lint       ruff and mypy"
-	@echo "make bench      run a benchmark (GPU): BENCH=$(BENCH)"
+	@echo "make bench      run a benchmark: BENCH=$(BENCH)"
 	@echo "make clean      remove .venv and caches (not the demo model)"
 	@echo
 	@echo "Variables: PYTHON=$(PYTHON) EXTRA=$(EXTRA) (cpu, cuda12, cuda13, or empty on macOS)"
-	@echo "           PROMPT, MAX_TOKENS (demo), PYTEST_ARGS (test, test-slow), BENCH, BENCH_ARGS (bench)"
+	@echo "           PROMPT, MAX_TOKENS (demo), PYTEST_ARGS, PYTEST_JOBS (test, test-slow), BENCH, BENCH_ARGS (bench)"
 
 $(VENV)/.created:
 	@command -v "$(PYTHON)" >/dev/null 2>&1 || \
@@ -87,11 +89,11 @@ demo: $(STAMP)
 
 test: $(DEV_STAMP)
 	@$(PY) scripts/demo_model.py >/dev/null
-	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(PYTEST_JOBS) -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(DEV_STAMP)
 	@$(PY) scripts/demo_model.py >/dev/null
-	$(PY) -m pytest -m slow $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(PYTEST_JOBS) -m slow $(PYTEST_ARGS)
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

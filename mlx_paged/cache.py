@@ -178,6 +178,7 @@ class PagedKVCache:
             raise PromptCacheError(f"layer {self.layer} ends at {offset}, the layers before it at {table.length}")
         self.sequence.offsets[self.layer] = offset
         self.pool.write_prefill(table, self.layer, keys, values)
+        mx.eval(self.pool.fence(self.layer))  # layer by layer, so that one layer's keys are held twice, not all
 
     # mlx-lm's protocol ----------------------------------------------------------------------------------------
 

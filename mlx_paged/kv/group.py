@@ -11,9 +11,9 @@ from .allocator import BlockAllocator
 from .storage import FunctionalStorage, Geometry
 
 # Doubling a large pool would reserve up to twice what is in use; see docs/adr/0001.
-FIRST_BLOCKS = 16
-DOUBLE_UP_TO_BYTES = 64 << 20
-GROWTH_ABOVE = 1.25
+FIRST_BLOCKS = 8
+DOUBLE_UP_TO_BYTES = 16 << 20
+GROWTH_ABOVE = 1.125
 
 
 class LayerGroup(NamedTuple):

@@ -524,15 +524,15 @@ def test_growth_is_geometric() -> None:
     assert pool.stats().total_blocks < 2 * 1251
 
 
-def test_growth_of_a_large_pool_is_by_a_quarter() -> None:
+def test_growth_of_a_large_pool_is_by_an_eighth() -> None:
     pool = pool_of(block_size=32)
     k, v = (mx.zeros((1, 8, 1, 128)) for _ in range(2))  # 256 KiB per block
     pool.set_geometry(0, k, v, batch=1)
     pool.allocate(0, 299)
-    assert pool.stats().bytes_reserved > 64 << 20
+    assert pool.stats().bytes_reserved > 16 << 20
     total = pool.stats().total_blocks + 1
     pool.allocate(0, total - 299)
-    assert pool.stats().total_blocks + 1 == int(total * 1.25)
+    assert pool.stats().total_blocks + 1 == int(total * 1.125)
 
 
 def test_growth_stays_within_the_budget_and_uses_all_of_it() -> None:
