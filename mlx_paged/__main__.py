@@ -45,11 +45,13 @@ def _run_upstream(arguments: list[str]) -> None:
     from mlx_lm import cli
 
     from . import patches
+    from .generate import raise_cpu_cache_limit
 
     parser = argparse.ArgumentParser(prog="mlx_paged", add_help=False, allow_abbrev=False)
     PagedConfig.add_arguments(parser)
     ours, theirs = parser.parse_known_args(arguments)
     patches.apply_patches(PagedConfig.from_env().with_arguments(ours))
+    raise_cpu_cache_limit()
     sys.argv = [sys.argv[0], *theirs]
     try:
         cli.main()

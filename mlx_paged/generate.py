@@ -17,8 +17,14 @@ from .errors import PagedCacheError
 from .models import check_model_folder, explain_load_errors
 from .progress import prefill_progress
 
-# MLX's CPU build keeps at most 32 MB of freed buffers; gathers of long contexts would page-fault each time.
 CPU_CACHE_LIMIT = 1 << 30
+
+
+def raise_cpu_cache_limit() -> None:
+    """Let MLX's CPU build keep freed buffers. Only where the process is ours: its default of 32 MB makes large
+    temporaries, such as gathers of long contexts, page-fault each time."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        mx.set_cache_limit(CPU_CACHE_LIMIT)
 
 
 def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -72,8 +78,7 @@ def run(upstream: Any, args: argparse.Namespace, setup_arg_parser: Callable[[], 
         names["load_prompt_cache"] = explain_load_errors(upstream.load_prompt_cache, args.prompt_cache_file)
     if not args.no_paged:
         patches.apply_patches(PagedConfig.from_env().with_arguments(args))
-        if mx.default_device() == mx.Device(mx.cpu):
-            mx.set_cache_limit(CPU_CACHE_LIMIT)
+        raise_cpu_cache_limit()
     for step in ("generate_step", "speculative_generate_step"):
         names[step] = functools.partial(_generate_step, getattr(upstream, step), used)
     with replaced(upstream, **names):
