@@ -137,7 +137,8 @@ class PagedKVCache:
         if self.table.length - self.table.logical_start == keys.shape[2]:
             return keys, values
         fetched = self._gather(decode=keys.shape[2] == 1, copy=False)
-        self.pool.note_read(self.layer, fetched[0])
+        if keys.shape[2] == 1:
+            self.pool.note_read(self.layer, fetched[0])
         return fetched
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:

@@ -50,5 +50,6 @@ def gather_attention(
         k, v = pool.gather_visible(table, layer, rotation=rotation, copy=False)
         outputs.append(mx.fast.scaled_dot_product_attention(q[row : row + 1], k, v, scale=scale, mask=mask))
     output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-    pool.note_read(layer, output)
+    if q.shape[2] == 1:  # a prefill's result may never be asked for: waiting for it would compute it
+        pool.note_read(layer, output)
     return output

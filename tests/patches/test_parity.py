@@ -162,6 +162,22 @@ def test_generate_and_stream_generate_equal_stock() -> None:
     assert run() == expected
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefill_keeps_no_attention_for_later(kind: str) -> None:
+    """mlx-lm drops the logits of every prefill chunk but the last, so the last layer's attention is never computed
+    there. A read kept to wait for would compute it; only decode steps, which overlap, are waited for."""
+    model = model_of(kind)
+    mlx_paged.apply_patches()
+    cache = make_prompt_cache_now(model)
+    groups = cache[0].pool.groups
+    for start in (0, 30, 60):
+        model(prompt_of(90)[None, start : start + 30], cache=cache)
+        mx.eval([c.state for c in cache])
+        assert all(group._last_read is None for group in groups)
+    model(prompt_of(1)[None], cache=cache)
+    assert all(group._last_read is not None for group in groups)
+
+
 def test_fork_of_a_prompt_cache_moves_no_bytes_and_both_go_on_alone() -> None:
     import copy
 
