@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from .errors import ConfigError, KernelUnavailableError
-from .kv.pool import MAX_BLOCK_SIZE
+from .kv.group import MAX_BLOCK_SIZE
 
 # The range the fused kernel is meant for; a pool made by hand may also use blocks of 4.
 MIN_BLOCK_SIZE = 8

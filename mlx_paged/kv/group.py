@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..errors import GeometryError
+from ..errors import ConfigError, GeometryError
 from .allocator import BlockAllocator
 from .storage import FunctionalStorage, Geometry
 
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 128
 # Doubling a large pool would reserve up to twice what is in use; see docs/adr/0001.
 FIRST_BLOCKS = 8
 DOUBLE_UP_TO_BYTES = 16 << 20
@@ -28,6 +30,19 @@ class LayerGroup(NamedTuple):
     layers: tuple[int, ...]
     window: int | None = None
     name: str = "global"
+
+
+def check_layout(groups: Sequence[LayerGroup], block_size: int) -> None:
+    """Raise ConfigError unless a pool can be made of these groups and blocks."""
+    if not (MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE and block_size & (block_size - 1) == 0):
+        raise ConfigError(
+            f"block size must be a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}, not {block_size}"
+        )
+    layers = [layer for group in groups for layer in group.layers]
+    if not layers or len(set(layers)) != len(layers):
+        raise ConfigError("each layer must belong to exactly one group, and there must be at least one layer")
+    if any(group.window is not None and group.window < 1 for group in groups):
+        raise ConfigError("a sliding window must be at least one token")
 
 
 class BlockGroup:

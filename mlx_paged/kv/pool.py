@@ -12,12 +12,11 @@ import mlx.core as mx
 from ..errors import BlockStateError, ConfigError, GeometryError, PoolExhaustedError, TrimError
 from .allocator import NULL_BLOCK
 from .block_table import BlockTable
-from .group import BlockGroup, LayerGroup
+from .group import BlockGroup, LayerGroup, check_layout
 from .reader import read_visible
-from .stats import PagedCacheStats
+from .stats import PagedCacheStats, check_group, count
 from .storage import FunctionalStorage, Geometry
 
-MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 128
 UNLIMITED = 1 << 62
 
 
@@ -37,17 +36,9 @@ class BlockPool:
     """
 
     def __init__(self, groups: Sequence[LayerGroup], *, block_size: int = 32, memory_budget: int = UNLIMITED) -> None:
-        if not (MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE and block_size & (block_size - 1) == 0):
-            raise ConfigError(
-                f"block size must be a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}, not {block_size}"
-            )
+        check_layout(groups, block_size)
         if memory_budget <= 0:
             raise ConfigError(f"the memory budget must be positive, not {memory_budget} bytes")
-        layers = [layer for group in groups for layer in group.layers]
-        if not layers or len(set(layers)) != len(layers):
-            raise ConfigError("each layer must belong to exactly one group, and there must be at least one layer")
-        if any(group.window is not None and group.window < 1 for group in groups):
-            raise ConfigError("a sliding window must be at least one token")
         self.block_size = block_size
         self.memory_budget = memory_budget
         self.groups = [BlockGroup(spec, block_size) for spec in groups]
@@ -403,37 +394,12 @@ class BlockPool:
     def stats(self) -> PagedCacheStats:
         with self._lock:
             self._collect_abandoned()
-            allocators = [group.allocator for group in self.groups]
-            return PagedCacheStats(
-                block_size=self.block_size,
-                total_blocks=sum(a.num_blocks - 1 for a in allocators),
-                live_blocks=sum(a.num_live for a in allocators),
-                peak_live_blocks=sum(a.peak_live for a in allocators),
-                free_blocks=sum(a.num_free for a in allocators),
-                shared_blocks=sum(a.num_shared for a in allocators),
-                bytes_reserved=sum(g.bytes_reserved for g in self.groups),
-                bytes_in_use=sum(g.bytes_per_block * g.allocator.num_live for g in self.groups),
-                budget_bytes=self.memory_budget,
-                cow_forks=self._cow_forks,
-            )
+            return count(self.groups, self.block_size, self.memory_budget, self._cow_forks)
 
     def check_integrity(self) -> None:
         """Raise BlockStateError unless reference counts, free lists, tables and tensors agree."""
         with self._lock:
+            tables = list(self._tables)  # held, so that none is collected between the two steps
             self._collect_abandoned()
-            tables = list(self._tables)
             for index, group in enumerate(self.groups):
-                mine = [table for table in tables if table.group == index]
-                group.allocator.check_integrity(table.block_ids for table in mine)
-                for table in mine:
-                    entries = -(-table.length // self.block_size)
-                    # A table that starts inside a block has no entry for that block until tokens are appended.
-                    fewest = table.length // self.block_size if table.length == table.logical_start else entries
-                    if len(table.block_ids) not in (fewest, entries):
-                        raise BlockStateError(f"{table} has {len(table.block_ids)} entries")
-                    visible = table.block_ids[table.logical_start // self.block_size :]
-                    if NULL_BLOCK in visible:
-                        raise BlockStateError(f"{table} has released a block that is still visible")
-                for storage in group.storages:
-                    if storage.num_blocks != group.allocator.num_blocks:
-                        raise BlockStateError("a layer's tensors and the block ids differ in number")
+                check_group(group, [table for table in tables if table.group == index])

@@ -1,8 +1,14 @@
-"""PagedCacheStats: what a pool holds, counted."""
+"""PagedCacheStats: what a pool holds, counted; and whether its accounts agree."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+
+from ..errors import BlockStateError
+from .allocator import NULL_BLOCK
+from .block_table import BlockTable
+from .group import BlockGroup
 
 
 @dataclass(frozen=True)
@@ -44,3 +50,36 @@ class PagedCacheStats:
             f"{self.bytes_reserved / 1e6:.1f} MB reserved of {self.budget_bytes / 1e6:.0f} MB; "
             f"{self.cow_forks} copy-on-write fork(s)"
         )
+
+
+def count(groups: Sequence[BlockGroup], block_size: int, budget_bytes: int, cow_forks: int) -> PagedCacheStats:
+    """The statistics of a pool's groups."""
+    allocators = [group.allocator for group in groups]
+    return PagedCacheStats(
+        block_size=block_size,
+        total_blocks=sum(a.num_blocks - 1 for a in allocators),
+        live_blocks=sum(a.num_live for a in allocators),
+        peak_live_blocks=sum(a.peak_live for a in allocators),
+        free_blocks=sum(a.num_free for a in allocators),
+        shared_blocks=sum(a.num_shared for a in allocators),
+        bytes_reserved=sum(g.bytes_reserved for g in groups),
+        bytes_in_use=sum(g.bytes_per_block * g.allocator.num_live for g in groups),
+        budget_bytes=budget_bytes,
+        cow_forks=cow_forks,
+    )
+
+
+def check_group(group: BlockGroup, tables: Sequence[BlockTable]) -> None:
+    """Raise BlockStateError unless a group's reference counts, free list, tables and tensors agree."""
+    group.allocator.check_integrity(table.block_ids for table in tables)
+    for table in tables:
+        entries = -(-table.length // group.block_size)
+        # A table that starts inside a block has no entry for that block until tokens are appended.
+        fewest = table.length // group.block_size if table.length == table.logical_start else entries
+        if len(table.block_ids) not in (fewest, entries):
+            raise BlockStateError(f"{table} has {len(table.block_ids)} entries")
+        if NULL_BLOCK in table.block_ids[table.logical_start // group.block_size :]:
+            raise BlockStateError(f"{table} has released a block that is still visible")
+    for storage in group.storages:
+        if storage.num_blocks != group.allocator.num_blocks:
+            raise BlockStateError("a layer's tensors and the block ids differ in number")
