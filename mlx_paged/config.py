@@ -66,8 +66,9 @@ def parse_kernel(text: str | bool | None) -> bool | None:
     return choices[text.strip().lower()]
 
 
-def _option(default: Any, parse: Callable[[Any], Any], flag: str, metavar: str, text: str) -> Any:
-    return field(default=default, metadata={"parse": parse, "flag": flag, "metavar": metavar, "help": text})
+def _option(default: Any, parse: Callable[[Any], Any], flag: str, env: str, metavar: str, text: str) -> Any:
+    metadata = {"parse": parse, "flag": flag, "env": env, "metavar": metavar, "help": text}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,24 @@ class PagedConfig:
         ConfigError: a value is unusable.
     """
 
-    block_size: int = _option(32, parse_block_size, "--kv-block-size", "TOKENS", "Tokens per KV cache block (8-128)")
+    block_size: int = _option(
+        32, parse_block_size, "--kv-block-size", "MLX_PAGED_BLOCK_SIZE", "TOKENS", "Tokens per KV cache block (8-128)"
+    )
     kv_cache_memory: int | None = _option(
-        None, parse_memory, "--kv-cache-memory", "SIZE", "Most memory the KV block pool may take: 2GB, 512MiB, auto"
+        None,
+        parse_memory,
+        "--kv-cache-memory",
+        "MLX_PAGED_KV_CACHE_MEMORY",
+        "SIZE",
+        "Most memory the KV block pool may take: 2GB, 512MiB, auto",
     )
     use_native_paged_kernel: bool | None = _option(
-        None, parse_kernel, "--kernel", "{auto,on,off}", "Fused paged-attention kernel: auto, on or off"
+        None,
+        parse_kernel,
+        "--kernel",
+        "MLX_PAGED_KERNEL",
+        "{auto,on,off}",
+        "Fused paged-attention kernel: auto, on or off",
     )
 
     def __post_init__(self) -> None:
@@ -101,9 +114,7 @@ class PagedConfig:
         env = os.environ if env is None else env
         values: dict[str, Any] = {}
         for option in fields(cls):
-            name = "MLX_PAGED_" + option.metadata["flag"].removeprefix("--kv-block-").removeprefix("--")
-            name = name.replace("-", "_").upper()
-            name = "MLX_PAGED_BLOCK_SIZE" if option.name == "block_size" else name
+            name = option.metadata["env"]
             if env.get(name):
                 values[option.name] = env[name]
         try:
