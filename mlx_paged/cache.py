@@ -131,23 +131,22 @@ class PagedKVCache:
         return dispatch.paged_attention(queries, self.pool, self.layer, [self.table], scale=scale, mask=mask)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the next tokens and return all visible keys and values, lazily, in mlx-lm's order. They may be views
-        of the pool: use them in this step and drop them."""
+        """Write the next tokens and return all visible keys and values, gathered lazily, in mlx-lm's order.
+
+        A copy even where the blocks are consecutive: who reads it is not known here, so it cannot be waited for.
+        """
         self.update(keys, values)
         if self.table.length - self.table.logical_start == keys.shape[2]:
             return keys, values
-        fetched = self._gather(decode=keys.shape[2] == 1, copy=False)
-        if keys.shape[2] == 1:
-            self.pool.note_read(self.layer, fetched[0])
+        if keys.shape[2] > 1:
+            return self.pool.gather_visible(self.table, self.layer)
+        fetched = self.keys_and_values()
+        self.pool.note_read(self.layer, fetched[0])
         return fetched
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """The visible keys and values ``[1, n_kv_heads, n, head_dim]``, in mlx-lm's order (a copy)."""
-        return self._gather(decode=True, copy=True)
-
-    def _gather(self, *, decode: bool, copy: bool) -> tuple[mx.array, mx.array]:
-        rotation = ring_rotation(self.table, self.window) if decode else 0
-        return self.pool.gather_visible(self.table, self.layer, rotation=rotation, copy=copy)
+        return self.pool.gather_visible(self.table, self.layer, rotation=ring_rotation(self.table, self.window))
 
     def load(self, keys: mx.array, values: mx.array, offset: int) -> None:
         """Fill an empty cache with dense keys and values, in order of position; they end at position ``offset``.
