@@ -78,6 +78,7 @@ def prefill_attention(
     """
     if table.length - table.logical_start == q.shape[2]:
         _record("prefill", "no prefix: the new keys are all there is")
+        k, v = pool.after_writes(layer, k, v)
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
     _record("gather", "several new tokens after a prefix")
     return gather.gather_attention(q, pool, layer, [table], scale=scale, mask=mask)

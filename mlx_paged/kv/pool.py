@@ -379,6 +379,11 @@ class BlockPool:
             raise BlockStateError("nothing has been written to this table")
         return read_visible(table, self._storage(layer), rotation=rotation, copy=copy)
 
+    def after_writes(self, layer: int, k: mx.array, v: mx.array) -> list[mx.array]:
+        """k and v, ready only when the layer's writes are. Without it MLX may leave the writes of all layers to the
+        end of a prefill, and every layer's new keys and values live until then."""
+        return self._storage(layer).after_writes(k, v)
+
     def note_read(self, layer: int, result: mx.array) -> None:
         """Tell the pool that ``result`` was computed from a layer's blocks (see BlockGroup.wait_for_reads)."""
         group, position = self._place[layer]

@@ -125,6 +125,10 @@ class FunctionalStorage:
             del old, new
             mx.clear_cache()
 
+    def after_writes(self, *arrays: mx.array) -> list[mx.array]:
+        """The arrays, ready only when every write so far is."""
+        return mx.depends(list(arrays), [self._keys, self._values])
+
     def fence(self) -> mx.array:
         """Two elements that are ready when every write so far is; does not keep the pool's buffer."""
         return mx.stack([self._keys[0, 0, 0, 0], self._values[0, 0, 0, 0]])

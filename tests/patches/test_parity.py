@@ -178,6 +178,29 @@ def test_prefill_keeps_no_attention_for_later(kind: str) -> None:
     assert all(group._last_read is not None for group in groups)
 
 
+def test_prefill_needs_no_more_memory_than_stock() -> None:
+    """New keys and values go to the pool layer by layer; kept to the end they would be held twice."""
+    shape = {"num_hidden_layers": 16, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    model, prompt = build("llama", **shape), prompt_of(512)
+    mx.eval(prompt)
+
+    def peak() -> int:
+        cache = make_prompt_cache_now(model)
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        model(prompt[None], cache=cache)
+        mx.eval([c.state for c in cache])
+        return mx.get_peak_memory() - before
+
+    peak()
+    stock = peak()
+    mlx_paged.apply_patches()
+    kv_bytes = 512 * 16 * 2 * 8 * 64 * 4
+    assert stock > kv_bytes
+    assert peak() < stock + kv_bytes // 4
+
+
 def test_fork_of_a_prompt_cache_moves_no_bytes_and_both_go_on_alone() -> None:
     import copy
 
