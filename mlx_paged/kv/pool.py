@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import mlx.core as mx
 
@@ -13,6 +14,7 @@ from ..errors import BlockStateError, ConfigError, GeometryError, PoolExhaustedE
 from .allocator import NULL_BLOCK
 from .block_table import BlockTable
 from .group import BlockGroup, LayerGroup, check_layout
+from .holder import BlockHolder
 from .reader import read_visible
 from .stats import PagedCacheStats, check_group, count
 from .storage import FunctionalStorage, Geometry
@@ -49,6 +51,7 @@ class BlockPool:
         # Tables dropped by their owner put their blocks here from whatever thread collects them.
         self._abandoned: deque[tuple[int, list[int]]] = deque()
         self._lock = threading.RLock()
+        self._holders: list[weakref.ref[BlockHolder]] = []
         self._cow_forks = 0
         self._decode_slots: tuple[object, mx.array, mx.array] | None = None
 
@@ -91,6 +94,10 @@ class BlockPool:
         abandon.atexit = False
         return table
 
+    def abandon(self, group: int, block_ids: list[int]) -> None:
+        """Drop one reference of each block, soon; for finalizers, which may run anywhere in this very class."""
+        self._abandoned.append((group, block_ids))
+
     def _collect_abandoned(self) -> None:
         while self._abandoned:
             group, block_ids = self._abandoned.popleft()
@@ -132,6 +139,31 @@ class BlockPool:
         with self._lock:
             self.groups[group].allocator.release(block_ids)
 
+    # Holders --------------------------------------------------------------------------------------------------
+
+    @property
+    def lock(self) -> AbstractContextManager[bool]:
+        """Guards every change; a holder takes it for its own changes, so that the two cannot wait for each other."""
+        return self._lock
+
+    def add_holder(self, holder: BlockHolder) -> None:
+        """Ask ``holder`` for blocks before an allocation fails, and count what it holds. Kept weakly."""
+        with self._lock:
+            self._holders = [*(ref for ref in self._holders if ref() is not None), weakref.ref(holder)]
+
+    def holders(self) -> list[BlockHolder]:
+        return [holder for ref in self._holders if (holder := ref()) is not None]
+
+    def _reclaim(self, group: BlockGroup, num_blocks: int) -> bool:
+        """Have the holders free ``num_blocks`` blocks; False, and nothing is given up, if they cannot."""
+        index, holders = self.groups.index(group), self.holders()
+        if sum(holder.reclaimable(index) for holder in holders) < num_blocks:
+            return False
+        for holder in holders:
+            if num_blocks > 0:
+                num_blocks -= holder.reclaim(index, num_blocks)
+        return num_blocks <= 0
+
     def _grow(self, group: BlockGroup, count: int) -> None:
         total = group.allocator.num_blocks
         missing = count - group.allocator.num_free
@@ -139,8 +171,13 @@ class BlockPool:
         if group.geometry is not None:
             others = sum(g.bytes_reserved for g in self.groups if g is not group)
             affordable = (self.memory_budget - others) // group.bytes_per_block
-            if total + missing > affordable:
-                raise self._exhausted(missing, missing * group.bytes_per_block)
+            excess = total + missing - affordable
+            if excess > 0:
+                if not self._reclaim(group, excess):
+                    raise self._exhausted(missing, missing * group.bytes_per_block)
+                missing = count - group.allocator.num_free
+                if missing <= 0:
+                    return
             # Beyond the need, at most half of what is left: another group may need the rest.
             target = min(target, total + max(missing, (affordable - total) // 2))
         group.grow(target)
@@ -399,7 +436,7 @@ class BlockPool:
     def stats(self) -> PagedCacheStats:
         with self._lock:
             self._collect_abandoned()
-            return count(self.groups, self.block_size, self.memory_budget, self._cow_forks)
+            return count(self.groups, self.block_size, self.memory_budget, self._cow_forks, self.holders())
 
     def check_integrity(self) -> None:
         """Raise BlockStateError unless reference counts, free lists, tables and tensors agree."""
@@ -407,4 +444,5 @@ class BlockPool:
             tables = list(self._tables)  # held, so that none is collected between the two steps
             self._collect_abandoned()
             for index, group in enumerate(self.groups):
-                check_group(group, [table for table in tables if table.group == index])
+                held = [ids for holder in self.holders() for ids in holder.held(index)]
+                check_group(group, [table for table in tables if table.group == index], held)

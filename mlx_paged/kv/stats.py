@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ..errors import BlockStateError
-from .allocator import NULL_BLOCK
+from .allocator import NULL_BLOCK, BlockAllocator
 from .block_table import BlockTable
 from .group import BlockGroup
+from .holder import BlockHolder
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,9 @@ class PagedCacheStats:
         bytes_in_use: bytes of the live blocks.
         budget_bytes: the most the tensors may take.
         cow_forks: blocks copied because a sequence wrote to a shared one.
+        cached_blocks: live blocks that only a prefix cache holds.
+        evictions: blocks that prefix caches have freed, to make room, by age or by a limit.
+        prefix_hit_tokens: tokens that sequences took from a prefix cache instead of computing them.
     """
 
     block_size: int
@@ -38,6 +43,9 @@ class PagedCacheStats:
     bytes_in_use: int
     budget_bytes: int
     cow_forks: int
+    cached_blocks: int = 0
+    evictions: int = 0
+    prefix_hit_tokens: int = 0
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
@@ -52,7 +60,13 @@ class PagedCacheStats:
         )
 
 
-def count(groups: Sequence[BlockGroup], block_size: int, budget_bytes: int, cow_forks: int) -> PagedCacheStats:
+def count(
+    groups: Sequence[BlockGroup],
+    block_size: int,
+    budget_bytes: int,
+    cow_forks: int,
+    holders: Sequence[BlockHolder] = (),
+) -> PagedCacheStats:
     """The statistics of a pool's groups."""
     allocators = [group.allocator for group in groups]
     return PagedCacheStats(
@@ -66,12 +80,26 @@ def count(groups: Sequence[BlockGroup], block_size: int, budget_bytes: int, cow_
         bytes_in_use=sum(g.bytes_per_block * g.allocator.num_live for g in groups),
         budget_bytes=budget_bytes,
         cow_forks=cow_forks,
+        cached_blocks=sum(_num_cached(group.allocator, index, holders) for index, group in enumerate(groups)),
+        evictions=sum(holder.evictions for holder in holders),
+        prefix_hit_tokens=sum(holder.hit_tokens for holder in holders),
     )
 
 
-def check_group(group: BlockGroup, tables: Sequence[BlockTable]) -> None:
-    """Raise BlockStateError unless a group's reference counts, free list, tables and tensors agree."""
-    group.allocator.check_integrity(table.block_ids for table in tables)
+def _num_cached(allocator: BlockAllocator, group: int, holders: Sequence[BlockHolder]) -> int:
+    held: Counter[int] = Counter()
+    for holder in holders:
+        for block_ids in holder.held(group):
+            held.update(block_ids)
+    return sum(block_id != NULL_BLOCK and allocator.refcount(block_id) == n for block_id, n in held.items())
+
+
+def check_group(group: BlockGroup, tables: Sequence[BlockTable], held: Sequence[Sequence[int]] = ()) -> None:
+    """Raise BlockStateError unless a group's reference counts, free list, tables and tensors agree.
+
+    ``held``: block ids that others than tables hold, one entry per reference.
+    """
+    group.allocator.check_integrity([*(table.block_ids for table in tables), *held])
     for table in tables:
         entries = -(-table.length // group.block_size)
         # A table that starts inside a block has no entry for that block until tokens are appended.
