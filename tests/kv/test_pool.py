@@ -575,6 +575,9 @@ def test_stats_count_blocks_and_bytes() -> None:
         "budget_bytes": 1 << 20,
         "cow_forks": 0,
         "peak_live_blocks": 0,
+        "cached_blocks": 0,
+        "evictions": 0,
+        "prefix_hit_tokens": 0,
     }
     k, v = kv(0, 6)
     tables = [pool.new_table(0), pool.new_table(1)]
