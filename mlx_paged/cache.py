@@ -12,6 +12,7 @@ from .attention.gather import ring_rotation
 from .errors import BlockStateError, PromptCacheError
 from .kv.block_table import BlockTable
 from .kv.pool import BlockPool
+from .kv.storage import QueryHeads
 from .masks import causal_mask
 
 
@@ -25,6 +26,9 @@ class SequenceTables:
         self.pool = pool
         self.tables: list[BlockTable] = [pool.new_table(group) for group in range(len(pool.groups))]
         self.offsets: dict[int, int] = {layer: 0 for group in pool.groups for layer in group.spec.layers}
+
+        # The latest mask made for each group, with its window: a mask that comes back can then be told to a kernel.
+        self.masks: dict[int, tuple[mx.array, int]] = {}
 
     def table(self, layer: int) -> BlockTable:
         return self.tables[self.pool.group_of(layer)]
@@ -43,6 +47,14 @@ class SequenceTables:
         self.offsets[layer] += num_tokens
         return table
 
+    def window_of(self, mask: mx.array | str | None) -> int | None:
+        """The window of a mask made by :meth:`PagedKVCache.make_mask`; None for any other."""
+        if mask is not None and not isinstance(mask, str):
+            for made, window in self.masks.values():
+                if made is mask:
+                    return window
+        return None
+
     def trim(self, layer: int, num_tokens: int) -> None:
         """Take the layer back; the table follows when its last layer has been trimmed."""
         table = self.table(layer)
@@ -58,6 +70,7 @@ class SequenceTables:
         fork.pool = self.pool
         fork.tables = [self.pool.fork(table) for table in self.tables]
         fork.offsets = dict(self.offsets)
+        fork.masks = {}
         return fork
 
 
@@ -94,21 +107,30 @@ class PagedKVCache:
 
     # Writing and reading --------------------------------------------------------------------------------------
 
-    def update(self, keys: mx.array, values: mx.array) -> None:
+    def update(self, keys: mx.array, values: mx.array, heads: QueryHeads | None = None) -> None:
         """Write the next tokens' keys and values ``[1, n_kv_heads, n_new, head_dim]`` to the pool.
 
+        Args:
+            keys, values: the new tokens'.
+            heads: what will attend over them; the first call of a group chooses its storage by it.
+
         Raises:
-            GeometryError, PoolExhaustedError: before anything is changed.
+            GeometryError, PoolExhaustedError, KernelUnavailableError: before anything is changed.
         """
-        self.pool.set_geometry(self.layer, keys, values, batch=1)
+        self.pool.set_geometry(self.layer, keys, values, batch=1, heads=heads)
         table = self.sequence.reserve(self.layer, keys.shape[2])
-        if keys.shape[2] == 1:
-            self.pool.write_decode([table], self.layer, keys, values)
-        else:
-            self.pool.write_prefill(table, self.layer, keys, values)
+        self.pool.write([table], self.layer, keys, values)
 
     def attend(
-        self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: mx.array | str | None
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: mx.array | str | None,
+        softcap: float | None = None,
+        sinks: mx.array | None = None,
     ) -> mx.array:
         """Write the next tokens and attend from them: what an attention layer does between projection and output.
 
@@ -117,18 +139,22 @@ class PagedKVCache:
             keys: ``[1, n_kv_heads, n_new, head_dim]``, rotated.
             values: ``[1, n_kv_heads, n_new, v_head_dim]``.
             scale: factor on the scores.
-            mask: what :meth:`make_mask` gave.
+            mask: what :meth:`make_mask` gave, or another.
+            softcap, sinks: as for :func:`.attention.dispatch.paged_attention`.
 
         Returns:
             ``[1, n_q_heads, n_new, v_head_dim]``.
         """
-        self.update(keys, values)
+        self.update(keys, values, QueryHeads(queries.shape[1], softcap is not None, sinks is not None))
+        pool, table, window = self.pool, self.table, self.sequence.window_of(mask)
         if queries.shape[2] > 1:
             return dispatch.prefill_attention(
-                queries, keys, values, self.pool, self.layer, self.table, scale=scale, mask=mask
-            )
-        assert not isinstance(mask, str)
-        return dispatch.paged_attention(queries, self.pool, self.layer, [self.table], scale=scale, mask=mask)
+                queries, keys, values, pool, self.layer, table,
+                scale=scale, mask=mask, window=window, softcap=softcap, sinks=sinks,
+            )  # fmt: skip
+        return dispatch.paged_attention(
+            queries, pool, self.layer, [table], scale=scale, mask=mask, window=window, softcap=softcap, sinks=sinks
+        )
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the next tokens and return all visible keys and values, gathered lazily, in mlx-lm's order.
@@ -244,24 +270,32 @@ class PagedKVCache:
         Returns:
             None (all visible), "causal", or a boolean array ``[N, visible + N]``.
         """
+        mask, window = self._mask(N, return_array, window_size)
+        if isinstance(mask, mx.array) and N <= dispatch.MAX_QUERY_LENGTH:
+            self.sequence.masks[self.table.group] = (mask, window)
+        return mask
+
+    def _mask(self, N: int, return_array: bool, window_size: int | None) -> tuple[mx.array | str | None, int]:
+        """The mask, and the window it stands for."""
+        everything = self.offset + N
         if self.window is None:
             if window_size is not None:
-                return causal_mask(N, self.offset, window_size)
+                return causal_mask(N, self.offset, window_size), window_size
             if N == 1:
-                return None
-            return causal_mask(N, self.offset) if return_array else "causal"
+                return None, everything
+            return (causal_mask(N, self.offset) if return_array else "causal"), everything
         if N > 1:
             width = window_size or self.window
             before = min(self.window - 1, self.offset)
             if before + N > width or return_array:
-                return causal_mask(N, before, width)
-            return "causal"
+                return causal_mask(N, before, width), width
+            return "causal", width
         if window_size is None or self.offset < window_size or self.window <= window_size:
-            return None
+            return None, self.window
         # A narrower window than the one kept, over one new token: the newest `window_size` slots of the ring.
         visible = min(self.offset + 1, self.window)
         newest = self.offset if self.offset < self.window else (self.offset - self.table.ring_origin) % self.window
-        return mx.roll(mx.arange(visible) >= visible - window_size, newest + 1)
+        return mx.roll(mx.arange(visible) >= visible - window_size, newest + 1), window_size
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
         return type(self)(copy.deepcopy(self.sequence, memo), self.layer)

@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .attention.select import device_decline
 from .errors import ConfigError, KernelUnavailableError
 from .kv.group import MAX_BLOCK_SIZE
 
@@ -147,12 +148,10 @@ class PagedConfig:
         return self.kv_cache_memory if self.kv_cache_memory is not None else int(AUTO_SHARE * free_memory())
 
     def check_kernel(self) -> None:
-        """Raise KernelUnavailableError if the fused kernel is demanded: there is none for this device."""
-        if self.use_native_paged_kernel:
-            raise KernelUnavailableError(
-                f"kernel=on, but there is no fused paged-attention kernel for {mx.default_device()}; "
-                "use auto or off (gather-then-SDPA)"
-            )
+        """Raise KernelUnavailableError if the fused kernel is demanded where none can run."""
+        why = device_decline() if self.use_native_paged_kernel else None
+        if why is not None:
+            raise KernelUnavailableError(f"kernel=on, but {why}; use auto or off (gather-then-SDPA)")
 
 
 def _argument_type(parse: Callable[[Any], Any]) -> Callable[[str], Any]:

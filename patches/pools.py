@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from ..attention.select import storage_choice
 from ..config import PagedConfig
 from ..kv.group import LayerGroup
 from ..kv.pool import BlockPool
@@ -38,7 +39,12 @@ def pool_for(model: Any, stock: list[Any], config: PagedConfig) -> BlockPool:
         entry = _pools.get(id(model))
         if entry is not None and entry[0]() is model and entry[1:3] == (config, groups):
             return entry[3]
-        pool = BlockPool(groups, block_size=config.block_size, memory_budget=max(1, config.memory_budget()))
+        pool = BlockPool(
+            groups,
+            block_size=config.block_size,
+            memory_budget=max(1, config.memory_budget()),
+            choose_storage=storage_choice(config.use_native_paged_kernel),
+        )
         key = id(model)
         _pools[key] = (weakref.ref(model, lambda _: _pools.pop(key, None)), config, groups, pool)
         return pool

@@ -119,7 +119,7 @@ def main() -> int:
     failed = 0
     for seed, case in enumerate(cases(args.quick)):
         shape = (DTYPES[case["dtype"]], case["dim"], case["dim"], 2 * case["gqa"], 2, case["block"])
-        for variant in kernels._variants(*shape, case["extras"], case["extras"]):
+        for variant in kernels.variants_of(*shape, case["extras"], case["extras"]):
             check = self_check(variant)
             worst = check.rms
             if check.ok:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 
 from ..errors import GeometryError
 from ..kv.block_table import BlockTable
+from ..kv.in_place import InPlaceStorage
 from ..kv.pool import BlockPool
+from ..kv.storage import QueryHeads
 from . import gather
+from .kernel_plan import MAX_QUERY_LENGTH
+from .select import kernel_decline
 
 
 class Dispatch(NamedTuple):
     """One choice of path.
 
     Attributes:
-        path: "prefill" (fresh keys and values only, nothing read from the pool), "gather" (gather-then-SDPA).
+        path: "prefill" (fresh keys and values only, nothing read from the pool), "kernel" (the fused kernel), "gather"
+            (gather-then-SDPA).
         reason: why this path.
     """
 
@@ -62,6 +67,9 @@ def prefill_attention(
     *,
     scale: float,
     mask: mx.array | str | None = "causal",
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     """Attention of several new tokens of one sequence, whose k and v are already written to the pool.
 
@@ -72,6 +80,7 @@ def prefill_attention(
         pool, layer, table: where they were written.
         scale: factor on the scores.
         mask: as for ``mx.fast.scaled_dot_product_attention``, over the visible keys (prefix and new ones).
+        window, softcap, sinks: as for :func:`paged_attention`.
 
     Returns:
         ``[1, n_q_heads, n_new, v_head_dim]``.
@@ -79,9 +88,8 @@ def prefill_attention(
     if table.length - table.logical_start == q.shape[2]:
         _record("prefill", "no prefix: the new keys are all there is")
         k, v = pool.after_writes(layer, k, v)
-        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
-    _record("gather", "several new tokens after a prefix")
-    return gather.gather_attention(q, pool, layer, [table], scale=scale, mask=mask)
+        return gather.attention(q, k, v, scale=scale, mask=mask, softcap=softcap, sinks=sinks)
+    return paged_attention(q, pool, layer, [table], scale=scale, mask=mask, window=window, softcap=softcap, sinks=sinks)
 
 
 def paged_attention(
@@ -91,25 +99,65 @@ def paged_attention(
     tables: Sequence[BlockTable],
     *,
     scale: float,
-    mask: mx.array | None = None,
+    mask: mx.array | str | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
 ) -> mx.array:
-    """Decode attention: one new token per sequence over the sequence's visible tokens, itself included.
+    """Attention of the newest tokens of each sequence over its visible tokens, themselves included.
 
     Args:
-        q: ``[B, n_q_heads, 1, head_dim]``.
+        q: ``[B, n_q_heads, q_len, head_dim]``: the last ``q_len`` tokens of each sequence.
         pool: holds the keys and values, those of the new tokens included.
         layer: model layer.
         tables: B block tables of the layer's group.
         scale: factor on the scores.
-        mask: optional, over the visible tokens of the only sequence (B = 1).
+        mask: over the visible tokens, as for ``mx.fast.scaled_dot_product_attention``. None and "causal" are causal.
+        window: the mask says no more than causality and a sliding window of this many tokens. An array without it
+            cannot be told to the kernel.
+        softcap: scores become ``softcap * tanh(score / softcap)``.
+        sinks: one more logit per query head in the softmax, ``[n_q_heads]``.
 
     Returns:
-        ``[B, n_q_heads, 1, v_head_dim]``.
+        ``[B, n_q_heads, q_len, v_head_dim]``.
 
     Raises:
         GeometryError: the queries are not one row per table.
     """
     if q.ndim != 4 or q.shape[0] != len(tables):
         raise GeometryError(f"queries {q.shape} for {len(tables)} sequence(s)")
-    _record("gather", "one new token per sequence")
-    return gather.gather_attention(q, pool, layer, tables, scale=scale, mask=mask)
+    q_len = q.shape[2]
+    declined = _decline(q, pool, layer, mask, window, softcap is not None, sinks is not None)
+    if declined is None:
+        _record("kernel", "one new token per sequence" if q_len == 1 else "a few new tokens per sequence")
+        group_window = pool.groups[pool.group_of(layer)].spec.window
+        if window is None or (group_window is not None and group_window < window):
+            window = group_window
+        visible = pool.step(layer, tables, q_len).visible(tables, window)
+        storage = cast(InPlaceStorage, pool.storage(layer))
+        return storage.decode(q, visible, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    _record("gather", declined)
+    return gather.gather_attention(q, pool, layer, tables, scale=scale, mask=mask, softcap=softcap, sinks=sinks)
+
+
+def _decline(
+    q: mx.array,
+    pool: BlockPool,
+    layer: int,
+    mask: mx.array | str | None,
+    window: int | None,
+    softcap: bool,
+    sinks: bool,
+) -> str | None:
+    """Why the kernel cannot serve this call, or None."""
+    if q.shape[2] > MAX_QUERY_LENGTH:
+        return "several new tokens after a prefix"
+    group = pool.groups[pool.group_of(layer)]
+    if not group.in_place:
+        return group.storage_reason
+    if window is None and mask is not None and not isinstance(mask, str):
+        return "a mask that is not causality and a window"
+    assert group.geometry is not None
+    if q.dtype != group.geometry.dtype or q.shape[3] != group.geometry.k_head_dim:
+        return f"queries of {q.dtype} x {q.shape[3]} over keys of {group.geometry.dtype} x {group.geometry.k_head_dim}"
+    return kernel_decline(group.geometry, pool.block_size, QueryHeads(q.shape[1], softcap, sinks))

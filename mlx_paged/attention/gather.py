@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
+from ..masks import causal_mask
 
 
 def ring_rotation(table: BlockTable, window: int | None) -> int:
@@ -24,6 +25,40 @@ def ring_rotation(table: BlockTable, window: int | None) -> int:
     return (window - 1 - newest_slot) % window
 
 
+def attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    mask: mx.array | str | None,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """MLX's attention, of q ``[B, n_q_heads, q_len, head_dim]`` over k, v ``[B, n_kv_heads, n, head_dim]``.
+
+    With a soft cap, which MLX's does not have, it is spelled out: scores ``softcap * tanh(q k^T scale / softcap)``.
+    """
+    if softcap is None:
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
+    batch, n_q_heads, q_len, _ = q.shape
+    n_kv_heads = k.shape[1]
+    q = (q * scale).reshape(batch, n_kv_heads, n_q_heads // n_kv_heads, q_len, -1)
+    scores = q @ k[:, :, None].swapaxes(-1, -2)
+    scores = mx.tanh(scores / softcap) * softcap
+    if isinstance(mask, str):
+        mask = causal_mask(q_len, k.shape[2] - q_len)
+    if mask is not None:
+        scores = mx.where(mask, scores, mx.finfo(scores.dtype).min) if mask.dtype == mx.bool_ else scores + mask
+    if sinks is not None:
+        column = mx.broadcast_to(sinks.reshape(1, n_kv_heads, -1, 1, 1), (*scores.shape[:-1], 1))
+        scores = mx.concatenate([column.astype(scores.dtype), scores], axis=-1)
+    weights = mx.softmax(scores, axis=-1, precise=True)
+    if sinks is not None:
+        weights = weights[..., 1:]
+    return (weights @ v[:, :, None]).reshape(batch, n_q_heads, q_len, -1)
+
+
 def gather_attention(
     q: mx.array,
     pool: BlockPool,
@@ -32,6 +67,8 @@ def gather_attention(
     *,
     scale: float,
     mask: mx.array | str | None,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     """Attention of the last tokens of each sequence over all its visible tokens, one SDPA call per sequence.
 
@@ -40,6 +77,7 @@ def gather_attention(
         pool, layer, tables: where the keys and values lie, those of the queries included.
         scale: factor on the scores.
         mask: as for ``mx.fast.scaled_dot_product_attention``.
+        softcap, sinks: as for :func:`attention`.
 
     Returns:
         ``[B, n_q_heads, q_len, v_head_dim]``.
@@ -48,7 +86,8 @@ def gather_attention(
     for row, table in enumerate(tables):
         rotation = ring_rotation(table, pool.groups[table.group].spec.window) if q.shape[2] == 1 else 0
         k, v = pool.gather_visible(table, layer, rotation=rotation, copy=False)
-        outputs.append(mx.fast.scaled_dot_product_attention(q[row : row + 1], k, v, scale=scale, mask=mask))
+        row_q = q[row : row + 1] if len(tables) > 1 else q
+        outputs.append(attention(row_q, k, v, scale=scale, mask=mask, softcap=softcap, sinks=sinks))
     output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     if q.shape[2] == 1:  # a prefill's result may never be asked for: waiting for it would compute it
         pool.note_read(layer, output)

@@ -53,11 +53,11 @@ def decode_variants(
     Raises ValueError for a geometry that the kernels do not cover.
     """
     n_kv_heads, block_size, head_dim, value_dim = _geometry(k_pool, v_pool)
-    return _variants(k_pool.dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap, sinks)
+    return variants_of(k_pool.dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap, sinks)
 
 
 @lru_cache(maxsize=256)
-def _variants(
+def variants_of(
     dtype: mx.Dtype,
     head_dim: int,
     value_dim: int,
@@ -131,7 +131,7 @@ def paged_decode(
     if not block_tables.dtype == context_lens.dtype == start_positions.dtype == mx.int32:
         raise ValueError("block_tables, context_lens and start_positions must be int32")
     if variant is None:
-        choices = _variants(
+        choices = variants_of(
             q.dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap is not None, sinks is not None
         )
         variant = next((v for v in choices if v not in _switched_off), None)

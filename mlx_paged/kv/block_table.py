@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import NamedTuple
 
 from .allocator import NULL_BLOCK
+
+_uids = count()
 
 
 class Segment(NamedTuple):
@@ -32,6 +35,8 @@ class BlockTable:
         ring_origin: position, modulo the window, that sits in slot 0 of the rotating buffer mlx-lm would keep.
             Attention does not depend on the order of keys, but its rounding does.
         released: the table has given its blocks back and must not be used.
+        uid: no other table of the process has it.
+        version: rises whenever ``block_ids`` changes.
     """
 
     __slots__ = (
@@ -44,6 +49,8 @@ class BlockTable:
         "logical_start",
         "released",
         "ring_origin",
+        "uid",
+        "version",
     )
 
     def __init__(self, group: int, block_size: int) -> None:
@@ -54,6 +61,8 @@ class BlockTable:
         self.logical_start = 0
         self.ring_origin = 0
         self.released = False
+        self.uid = next(_uids)
+        self.version = 0
         self._index_cache: dict[object, object] = {}
 
     @property
@@ -95,6 +104,7 @@ class BlockTable:
 
     def forget_indices(self) -> None:
         """Drop cached device indices; called whenever ``block_ids`` changes."""
+        self.version += 1
         self._index_cache.clear()
 
     def __repr__(self) -> str:

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..errors import ConfigError, GeometryError
 from .allocator import BlockAllocator
-from .storage import FunctionalStorage, Geometry
+from .block_table import BlockTable
+from .functional import FunctionalStorage
+from .step import DeviceTables, Step, step_key
+from .storage import Geometry, QueryHeads, Storage
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 128
 # Doubling a large pool would reserve up to twice what is in use; see docs/adr/0001.
 FIRST_BLOCKS = 8
 DOUBLE_UP_TO_BYTES = 16 << 20
 GROWTH_ABOVE = 1.125
+
+
+class StorageChoice(NamedTuple):
+    """Form of a group's storage, and why."""
+
+    form: Callable[[Geometry, int, int], Storage]
+    reason: str
+
+
+# From a group's geometry, block size and (if known) the queries that will attend over it to the form of its storage.
+# May raise KernelUnavailableError.
+ChooseStorage = Callable[[Geometry, int, QueryHeads | None], StorageChoice]
+
+
+def functional_storage(geometry: Geometry, block_size: int, heads: QueryHeads | None) -> StorageChoice:
+    """The choice that works everywhere."""
+    return StorageChoice(FunctionalStorage, "the pool was made without kernels")
 
 
 class LayerGroup(NamedTuple):
@@ -48,13 +68,35 @@ def check_layout(groups: Sequence[LayerGroup], block_size: int) -> None:
 class BlockGroup:
     """Allocator and per-layer storage of one :class:`LayerGroup`; one block id stands for a block in every layer."""
 
-    def __init__(self, spec: LayerGroup, block_size: int) -> None:
+    def __init__(self, spec: LayerGroup, block_size: int, choose_storage: ChooseStorage = functional_storage) -> None:
         self.spec = spec
         self.block_size = block_size
         self.allocator = BlockAllocator()
         self.geometry: Geometry | None = None
-        self.storages: list[FunctionalStorage] = []
+        self.storages: list[Storage] = []
+        self.storage_reason = "nothing written yet"
+        self.epoch = 0
+        self._choose_storage = choose_storage
+        self._device_tables = DeviceTables()
+        self._step: Step | None = None
         self._last_read: mx.array | None = None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the blocks are written in place and read by kernels only."""
+        return bool(self.storages) and self.storages[0].in_place
+
+    def touch(self) -> None:
+        """Called whenever a table of the group or a reference count has changed: steps made before are void."""
+        self.epoch += 1
+
+    def step(self, tables: Sequence[BlockTable], num_tokens: int) -> tuple[Step, bool]:
+        """The step of the tables' last ``num_tokens`` positions, and whether it had to be made."""
+        step = self._step
+        if step is not None and step.epoch == self.epoch and step.key == step_key(tables, num_tokens):
+            return step, False
+        self._step = Step(tables, num_tokens, self.epoch, self.allocator.num_blocks, self._device_tables)
+        return self._step, True
 
     @property
     def bytes_per_block(self) -> int:
@@ -78,6 +120,12 @@ class BlockGroup:
         Raises:
             GeometryError: naming what differs. Nothing has been changed.
         """
+        fixed = self.geometry
+        if fixed is not None and k.shape[:2] == v.shape[:2] == (batch, fixed.num_kv_heads):
+            tokens = k.shape[2:3]
+            dims = (*tokens, fixed.k_head_dim), (*tokens, fixed.v_head_dim)
+            if (k.shape[2:], v.shape[2:]) == dims and k.dtype == v.dtype == fixed.dtype:
+                return fixed
         if k.ndim != 4 or v.ndim != 4:
             raise GeometryError(
                 f"keys and values must be [batch, n_kv_heads, tokens, head_dim]; got shapes {k.shape} and {v.shape}"
@@ -107,25 +155,31 @@ class BlockGroup:
             return max(least, 2 * total, FIRST_BLOCKS)
         return max(least, int(total * GROWTH_ABOVE))
 
-    def set_geometry(self, geometry: Geometry) -> None:
-        """Fix the geometry and make the tensors for the blocks known so far."""
+    def set_geometry(self, geometry: Geometry, heads: QueryHeads | None) -> None:
+        """Fix the geometry, choose the storage and make the tensors for the blocks known so far.
+
+        Raises:
+            KernelUnavailableError: a kernel is demanded and there is none. Nothing has been changed.
+        """
+        form, self.storage_reason = self._choose_storage(geometry, self.block_size, heads)
         self.geometry = geometry
         num_blocks = self.allocator.num_blocks
-        self.storages = [FunctionalStorage(geometry, self.block_size, num_blocks) for _ in self.spec.layers]
+        self.storages = [form(geometry, self.block_size, num_blocks) for _ in self.spec.layers]
 
     def grow(self, num_blocks: int) -> None:
         """Grow every layer's tensors, one layer after the other, then make the ids known."""
         for storage in self.storages:
             storage.grow(num_blocks)
         self.allocator.grow(num_blocks)
+        self.touch()
 
     def note_read(self, layer_position: int, result: mx.array) -> None:
         """Remember an array computed from the last layer's blocks, for :meth:`wait_for_reads`."""
-        if layer_position == len(self.storages) - 1:
+        if not self.in_place and layer_position == len(self.storages) - 1:
             self._last_read = result
 
     def wait_for_reads(self, layer_position: int) -> None:
-        """At the last layer's write: block until the step before has read its blocks.
+        """At the last layer's write to functional storage: block until the step before has read its blocks.
 
         mlx-lm evaluates one step ahead: without this the writes of step t+1 are scheduled while step t still
         reads, and the whole pool is copied (hundreds of milliseconds for 1 GB). By the last layer the step's graph

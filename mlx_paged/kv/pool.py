@@ -13,11 +13,11 @@ import mlx.core as mx
 from ..errors import BlockStateError, ConfigError, GeometryError, PoolExhaustedError, TrimError
 from .allocator import NULL_BLOCK
 from .block_table import BlockTable
-from .group import BlockGroup, LayerGroup, check_layout
+from .group import BlockGroup, ChooseStorage, LayerGroup, check_layout, functional_storage
 from .holder import BlockHolder
-from .reader import read_visible
 from .stats import PagedCacheStats, check_group, count
-from .storage import FunctionalStorage, Geometry
+from .step import Step
+from .storage import Geometry, QueryHeads, Storage
 
 UNLIMITED = 1 << 62
 
@@ -32,18 +32,26 @@ class BlockPool:
         groups: the groups of layers. Each layer index belongs to exactly one group.
         block_size: tokens per block, a power of two from 4 to 128.
         memory_budget: most bytes the tensors of all groups may take.
+        choose_storage: the form of a group's storage, asked once, at its first keys and values.
 
     Raises:
         ConfigError: block size, budget or groups are unusable.
     """
 
-    def __init__(self, groups: Sequence[LayerGroup], *, block_size: int = 32, memory_budget: int = UNLIMITED) -> None:
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        *,
+        block_size: int = 32,
+        memory_budget: int = UNLIMITED,
+        choose_storage: ChooseStorage = functional_storage,
+    ) -> None:
         check_layout(groups, block_size)
         if memory_budget <= 0:
             raise ConfigError(f"the memory budget must be positive, not {memory_budget} bytes")
         self.block_size = block_size
         self.memory_budget = memory_budget
-        self.groups = [BlockGroup(spec, block_size) for spec in groups]
+        self.groups = [BlockGroup(spec, block_size, choose_storage) for spec in groups]
         self._place = {
             layer: (index, position) for index, spec in enumerate(groups) for position, layer in enumerate(spec.layers)
         }
@@ -53,7 +61,6 @@ class BlockPool:
         self._lock = threading.RLock()
         self._holders: list[weakref.ref[BlockHolder]] = []
         self._cow_forks = 0
-        self._decode_slots: tuple[object, mx.array, mx.array] | None = None
 
     # Tables ---------------------------------------------------------------------------------------------------
 
@@ -69,6 +76,7 @@ class BlockPool:
         self._check_table(table)
         with self._lock:
             self._group(table).allocator.retain(table.block_ids)
+            self._group(table).touch()
             copy = BlockTable(table.group, self.block_size)
             copy.block_ids.extend(table.block_ids)
             copy.length, copy.logical_start, copy.ring_origin = table.length, table.logical_start, table.ring_origin
@@ -87,6 +95,7 @@ class BlockPool:
             self._group(table).allocator.release(table.block_ids)
             table.block_ids.clear()
             table.forget_indices()
+            self._group(table).touch()
 
     def _track(self, table: BlockTable) -> BlockTable:
         self._tables.add(table)
@@ -133,6 +142,7 @@ class BlockPool:
         """Add one reference to each block. Raises BlockStateError if one is free."""
         with self._lock:
             self.groups[group].allocator.retain(block_ids)
+            self.groups[group].touch()
 
     def release(self, group: int, block_ids: Sequence[int]) -> None:
         """Drop one reference of each block. Raises BlockStateError if one is free already."""
@@ -190,19 +200,32 @@ class BlockPool:
             bytes_reserved=sum(g.bytes_reserved for g in self.groups),
         )
 
-    def set_geometry(self, layer: int, k: mx.array, v: mx.array, *, batch: int) -> None:
-        """Fix the geometry of the layer's group from its first keys and values; later calls only validate.
+    def set_geometry(
+        self, layer: int, k: mx.array, v: mx.array, *, batch: int, heads: QueryHeads | None = None
+    ) -> BlockGroup:
+        """Fix the geometry and storage of the layer's group by its first keys and values; later calls only validate.
+
+        Args:
+            layer: model layer.
+            k, v: keys and values about to be written.
+            batch: sequences they must hold.
+            heads: the queries that will attend over them, for the choice of a kernel.
+
+        Returns:
+            The layer's group.
 
         Raises:
             GeometryError: rank, number of sequences, heads, head dimension or dtype are not as they must be.
             PoolExhaustedError: not even the blocks handed out so far fit the budget.
+            KernelUnavailableError: a kernel is demanded and there is none for this geometry.
         """
         group = self.groups[self.group_of(layer)]
         geometry = group.validate(k, v, batch)
         if group.geometry is None:
-            self._fix_geometry(group, geometry)
+            self._fix_geometry(group, geometry, heads)
+        return group
 
-    def _fix_geometry(self, group: BlockGroup, geometry: Geometry) -> None:
+    def _fix_geometry(self, group: BlockGroup, geometry: Geometry, heads: QueryHeads | None) -> None:
         with self._lock:
             self._collect_abandoned()
             group.allocator.shrink()
@@ -211,7 +234,7 @@ class BlockPool:
             others = sum(g.bytes_reserved for g in self.groups)
             if others + known * per_block > self.memory_budget:
                 raise self._exhausted(known, known * per_block)
-            group.set_geometry(geometry)
+            group.set_geometry(geometry, heads)
 
     # Sequences ------------------------------------------------------------------------------------------------
 
@@ -243,6 +266,7 @@ class BlockPool:
                 self._copy_on_write(table, tail, blocks.pop(0))
             table.block_ids.extend(blocks)
             table.length += num_tokens
+            self._group(table).touch()
             if blocks:
                 table.forget_indices()
             if window is not None and num_tokens > 1:
@@ -280,6 +304,7 @@ class BlockPool:
         table.block_ids[index] = target
         table.forget_indices()
         group.allocator.release([source])
+        group.touch()
         self._cow_forks += 1
         return target
 
@@ -312,22 +337,44 @@ class BlockPool:
             del table.block_ids[keep:]
             self._group(table).allocator.release(gone)
             table.forget_indices()
+            self._group(table).touch()
 
     # Keys and values ------------------------------------------------------------------------------------------
 
-    def _storage(self, layer: int) -> FunctionalStorage:
+    def storage(self, layer: int) -> Storage:
+        """The layer's storage. Raises BlockStateError before the first write to its group."""
         group, position = self._place[layer]
+        if not self.groups[group].storages:
+            raise BlockStateError("nothing has been written to this table")
         return self.groups[group].storages[position]
 
-    def _check_write(self, table: BlockTable, layer: int, num_tokens: int) -> None:
+    def step(self, layer: int, tables: Sequence[BlockTable], num_tokens: int) -> Step:
+        """The tables' last ``num_tokens`` positions: checked, and made for the device, once for all layers of a group.
+
+        Raises:
+            GeometryError: the layer is not of the tables' group, or fewer tokens are reserved.
+            BlockStateError: a table was released, or a block of those positions is shared.
+        """
+        group = self.groups[self.group_of(layer)]
+        if self._abandoned:
+            with self._lock:
+                self._collect_abandoned()
+        step, is_new = group.step(tables, num_tokens)
+        if is_new:
+            try:
+                for table in tables:
+                    self._check_positions(table, layer, num_tokens)
+            except Exception:
+                group.touch()
+                raise
+        return step
+
+    def _check_positions(self, table: BlockTable, layer: int, num_tokens: int) -> None:
         self._check_table(table)
         if table.group != self.group_of(layer):
             raise GeometryError(f"layer {layer} is not of the table's group {table.group}")
         if num_tokens > table.length:
             raise GeometryError(f"{num_tokens} tokens to write, only {table.length} reserved: append_tokens first")
-        if self._abandoned:
-            with self._lock:
-                self._collect_abandoned()
         allocator = self._group(table).allocator
         first = (table.length - num_tokens) // self.block_size
         for block_id in table.block_ids[first:]:
@@ -336,59 +383,34 @@ class BlockPool:
                     f"block {block_id} is to be written but held {allocator.refcount(block_id)} times"
                 )
 
-    def write_prefill(self, table: BlockTable, layer: int, k: mx.array, v: mx.array) -> None:
-        """Write keys and values of the last ``n_new`` reserved tokens of one sequence, as they are (no cast).
+    def write(self, tables: Sequence[BlockTable], layer: int, k: mx.array, v: mx.array) -> None:
+        """Write keys and values of the last n reserved tokens of each of B sequences, as they are (no cast).
 
         Args:
-            table: the sequence's table, with at least ``n_new`` tokens.
+            tables: B tables of one group, each with at least n tokens.
             layer: model layer.
-            k: ``[1, n_kv_heads, n_new, k_head_dim]``.
-            v: ``[1, n_kv_heads, n_new, v_head_dim]``.
+            k: ``[B, n_kv_heads, n, k_head_dim]``.
+            v: ``[B, n_kv_heads, n, v_head_dim]``.
 
         Raises:
             GeometryError, BlockStateError, PoolExhaustedError: before anything is written.
         """
-        group = self.groups[self.group_of(layer)]
-        geometry = group.validate(k, v, 1)
-        self._check_write(table, layer, k.shape[2])
-        if group.geometry is None:
-            self._fix_geometry(group, geometry)
-        group.wait_for_reads(self._place[layer][1])
-        self._storage(layer).write_segments(table.tail_segments(k.shape[2]), k, v)
+        group_index, position = self._place[layer]
+        self.groups[group_index].validate(k, v, len(tables))
+        step = self.step(layer, tables, k.shape[2])
+        group = self.set_geometry(layer, k, v, batch=len(tables))
+        group.wait_for_reads(position)
+        group.storages[position].write(tables, step, k, v)
+
+    def write_prefill(self, table: BlockTable, layer: int, k: mx.array, v: mx.array) -> None:
+        """:meth:`write` for several tokens of one sequence: k and v ``[1, n_kv_heads, n_new, head_dim]``."""
+        self.write([table], layer, k, v)
 
     def write_decode(self, tables: Sequence[BlockTable], layer: int, k: mx.array, v: mx.array) -> None:
-        """Write the last reserved token of each of B sequences.
-
-        Args:
-            tables: B tables of one group.
-            layer: model layer.
-            k: ``[B, n_kv_heads, 1, k_head_dim]``.
-            v: ``[B, n_kv_heads, 1, v_head_dim]``.
-
-        Raises:
-            GeometryError, BlockStateError, PoolExhaustedError: before anything is written.
-        """
-        group = self.groups[self.group_of(layer)]
-        geometry = group.validate(k, v, len(tables))
-        if k.shape[2] != 1:
+        """:meth:`write` for one token of each of B sequences: k and v ``[B, n_kv_heads, 1, head_dim]``."""
+        if k.ndim == 4 and k.shape[2] != 1:
             raise GeometryError(f"decode writes one token per sequence, not {k.shape[2]}")
-        for table in tables:
-            self._check_write(table, layer, 1)
-        if group.geometry is None:
-            self._fix_geometry(group, geometry)
-        group.wait_for_reads(self._place[layer][1])
-        storage = self._storage(layer)
-        if len(tables) == 1:
-            storage.write_segments(tables[0].tail_segments(1), k, v)
-        else:
-            storage.write_rows(*self._slots(tables), k, v)
-
-    def _slots(self, tables: Sequence[BlockTable]) -> tuple[mx.array, mx.array]:
-        slots = [(table.block_ids[-1], (table.length - 1) % self.block_size) for table in tables]
-        if self._decode_slots is None or self._decode_slots[0] != slots:  # built once per step, used by every layer
-            ids, offsets = zip(*slots, strict=True)
-            self._decode_slots = (slots, mx.array(ids, dtype=mx.int32), mx.array(offsets, dtype=mx.int32))
-        return self._decode_slots[1:]
+        self.write(tables, layer, k, v)
 
     def gather_visible(
         self, table: BlockTable, layer: int, *, rotation: int = 0, copy: bool = True
@@ -414,12 +436,12 @@ class BlockPool:
             raise GeometryError(f"layer {layer} is not of the table's group {table.group}")
         if self._group(table).geometry is None or table.length == table.logical_start:
             raise BlockStateError("nothing has been written to this table")
-        return read_visible(table, self._storage(layer), rotation=rotation, copy=copy)
+        return self.storage(layer).read_visible(table, rotation=rotation, copy=copy)
 
     def after_writes(self, layer: int, k: mx.array, v: mx.array) -> list[mx.array]:
         """k and v, ready only when the layer's writes are. Without it MLX may leave the writes of all layers to the
         end of a prefill, and every layer's new keys and values live until then."""
-        return self._storage(layer).after_writes(k, v)
+        return self.storage(layer).after_writes(k, v)
 
     def note_read(self, layer: int, result: mx.array) -> None:
         """Tell the pool that ``result`` was computed from a layer's blocks (see BlockGroup.wait_for_reads)."""
@@ -429,7 +451,7 @@ class BlockPool:
     def fence(self, layer: int) -> mx.array:
         """A small array that is ready when all writes to the layer so far are; empty before the first write."""
         group = self.groups[self.group_of(layer)]
-        return self._storage(layer).fence() if group.storages else mx.zeros((0,))
+        return self.storage(layer).fence() if group.storages else mx.zeros((0,))
 
     # Accounts -------------------------------------------------------------------------------------------------
 

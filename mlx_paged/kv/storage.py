@@ -1,13 +1,14 @@
-"""FunctionalStorage: one layer's K and V blocks as ordinary MLX arrays, updated without copying the pool."""
+"""Storage: how one layer's K and V blocks are kept, written and read. Two forms: functional and in place."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
-from .block_table import Segment
+from .block_table import BlockTable
+from .step import Step
 
 
 class Geometry(NamedTuple):
@@ -28,107 +29,39 @@ class Geometry(NamedTuple):
         return self.num_kv_heads * (self.k_head_dim + self.v_head_dim) * self.dtype.size
 
 
-class FunctionalStorage:
-    """K ``[n_kv_heads, num_blocks, block_size, k_head_dim]`` and V (with ``v_head_dim``) of one layer.
+class QueryHeads(NamedTuple):
+    """What attends over a layer, as far as it matters for the choice of a kernel."""
 
-    Heads come before blocks so that blocks with consecutive ids, which a sequence alone in the pool has, are read in
-    place: attention takes a view of them, and nothing is gathered (docs/adr/0002).
+    num_q_heads: int
+    softcap: bool = False
+    sinks: bool = False
 
-    MLX arrays are values: an update happens in place only if no other handle, view or unfinished read keeps the old
-    buffer when the update is evaluated. So each write replaces the only handle, no view outlives the step that made
-    it, and the pool lets the reads of the step before finish (BlockGroup.wait_for_reads). Otherwise MLX copies the
-    pool.
-    """
 
-    def __init__(self, geometry: Geometry, block_size: int, num_blocks: int) -> None:
-        self.geometry = geometry
-        self.block_size = block_size
-        heads = geometry.num_kv_heads
-        # Zeros, not uninitialised memory: a masked product with NaN would still be NaN.
-        self._keys = mx.zeros((heads, num_blocks, block_size, geometry.k_head_dim), geometry.dtype)
-        self._values = mx.zeros((heads, num_blocks, block_size, geometry.v_head_dim), geometry.dtype)
+class Storage(Protocol):
+    """One layer's blocks. A pool asks for its form once per group, at the first keys and values, and keeps it."""
+
+    geometry: Geometry
+    in_place: bool
+    """Whether blocks are written in place, ordered by a fence; only kernels may read them."""
 
     @property
-    def num_blocks(self) -> int:
-        return self._keys.shape[1]
+    def num_blocks(self) -> int: ...
 
-    def write_segments(self, segments: Sequence[Segment], k: mx.array, v: mx.array) -> None:
-        """Write tokens of k, v ``[1, n_kv_heads, n, head_dim]``: one slice update per segment.
+    def write(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
+        """Write k, v ``[B, n_kv_heads, n, head_dim]``: the last n reserved tokens of B tables."""
 
-        Slices, not a scatter: on the CPU a scatter goes element by element and is 4-7 times slower here.
+    def read_visible(self, table: BlockTable, *, rotation: int, copy: bool) -> tuple[mx.array, mx.array]:
+        """K ``[1, n_kv_heads, n, k_head_dim]`` and V of positions ``logical_start .. length - 1`` (lazy).
+
+        ``rotation``: start the order at this visible token and wrap around; ``copy``: never a view of the blocks.
         """
-        for pool, x in ((self._keys, k), (self._values, v)):
-            for block_id, num_blocks, offset, num_tokens, source in segments:
-                part = x[0, :, source : source + num_tokens] if len(segments) > 1 else x[0]
-                if num_tokens == num_blocks * self.block_size:
-                    part = part.reshape(x.shape[1], num_blocks, self.block_size, x.shape[3])
-                    pool[:, block_id : block_id + num_blocks] = part
-                else:
-                    pool[:, block_id, offset : offset + num_tokens] = part
 
-    def write_rows(self, block_ids: mx.array, offsets: mx.array, k: mx.array, v: mx.array) -> None:
-        """Write k, v ``[B, n_kv_heads, 1, head_dim]``: row i goes to block ``block_ids[i]``, slot ``offsets[i]``."""
-        self._keys[:, block_ids, offsets] = k[:, :, 0].transpose(1, 0, 2)
-        self._values[:, block_ids, offsets] = v[:, :, 0].transpose(1, 0, 2)
+    def copy_block(self, source: int, target: int) -> None: ...
 
-    def view_blocks(self, first: int, count: int) -> tuple[mx.array, mx.array]:
-        """Consecutive blocks without a copy: K ``[1, n_kv_heads, count * block_size, k_head_dim]`` and V likewise.
-
-        The views keep the pool's buffer; drop them before the next write is evaluated.
-        """
-        k, v = (
-            pool[:, first : first + count].reshape(1, pool.shape[0], count * self.block_size, pool.shape[3])
-            for pool in (self._keys, self._values)
-        )
-        return k, v
-
-    def block_index(self, block_ids: Sequence[int]) -> mx.array:
-        """Index ``[n_kv_heads, n]`` of blocks for :meth:`gather_blocks`; holds until the pool grows."""
-        heads = mx.arange(self.geometry.num_kv_heads, dtype=mx.int32)[:, None]
-        return heads * self.num_blocks + mx.array(list(block_ids), dtype=mx.int32)[None]
-
-    def gather_blocks(self, index: mx.array) -> tuple[mx.array, mx.array]:
-        """Any blocks, in one copy: K ``[1, n_kv_heads, n * block_size, k_head_dim]`` and V likewise."""
-        tokens = index.shape[1] * self.block_size
-        k, v = (
-            pool.reshape(-1, self.block_size * pool.shape[3])[index].reshape(1, -1, tokens, pool.shape[3])
-            for pool in (self._keys, self._values)
-        )
-        return k, v
-
-    def slot_index(self, block_ids: mx.array, offsets: mx.array) -> mx.array:
-        """Index ``[n_kv_heads, n]`` of single tokens for :meth:`gather_slots`; holds until the pool grows."""
-        heads = mx.arange(self.geometry.num_kv_heads, dtype=mx.int32)[:, None]
-        return (heads * self.num_blocks + block_ids[None]) * self.block_size + offsets[None]
-
-    def gather_slots(self, index: mx.array) -> tuple[mx.array, mx.array]:
-        """Single tokens in any order: K ``[1, n_kv_heads, n, k_head_dim]`` and V likewise."""
-        k, v = (pool.reshape(-1, pool.shape[3])[index][None] for pool in (self._keys, self._values))
-        return k, v
-
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy one block. The source is evaluated first: reading and writing a pool in one graph copies the pool."""
-        copies = [mx.contiguous(pool[:, source]) for pool in (self._keys, self._values)]
-        if self.geometry.num_kv_heads == 1:  # a contiguous slice is a view, which would keep the pool
-            copies = [copy + 0 for copy in copies]
-        mx.eval(copies)
-        self._keys[:, target], self._values[:, target] = copies
-
-    def grow(self, num_blocks: int) -> None:
-        """Make room for ``num_blocks`` blocks; the extra peak is one tensor."""
-        for name in ("_keys", "_values"):
-            old: mx.array = getattr(self, name)
-            heads, known, *rest = old.shape
-            new = mx.concatenate([old, mx.zeros((heads, num_blocks - known, *rest), old.dtype)], axis=1)
-            mx.eval(new)
-            setattr(self, name, new)
-            del old, new
-            mx.clear_cache()
+    def grow(self, num_blocks: int) -> None: ...
 
     def after_writes(self, *arrays: mx.array) -> list[mx.array]:
         """The arrays, ready only when every write so far is."""
-        return mx.depends(list(arrays), [self._keys, self._values])
 
     def fence(self) -> mx.array:
-        """Two elements that are ready when every write so far is; does not keep the pool's buffer."""
-        return mx.stack([self._keys[0, 0, 0, 0], self._values[0, 0, 0, 0]])
+        """A small array that is ready when every write so far is; does not keep the blocks' buffers."""

@@ -82,12 +82,12 @@ def test_each_path_is_recorded_with_its_reason_and_counted() -> None:
     step(1, 5)
     cold = last_dispatch()
     assert cold is not None and cold.path == "prefill" and "no prefix" in cold.reason
-    step(2, 3)
+    step(2, 9)
     chunk = last_dispatch()
     assert chunk is not None and chunk.path == "gather" and "after a prefix" in chunk.reason
     step(3, 1)
     decode = last_dispatch()
-    assert decode is not None and decode.path == "gather" and "one new token" in decode.reason
+    assert decode is not None and decode.path == "gather" and "without kernels" in decode.reason
     step(4, 1)
     assert dispatch_counts() == {cold: 1, chunk: 1, decode: 2}
 

@@ -43,13 +43,13 @@ def emulated(backend="metal", **options):
     """Inside, kernels.* run on the emulator as if on `backend`'s plan. Yields the Emulated."""
     fake = Emulated(**options)
     real = kernels.build_kernel, kernels.backend
-    kernels._variants.cache_clear()
+    kernels.variants_of.cache_clear()
     kernels.build_kernel, kernels.backend = fake, lambda: backend
     try:
         yield fake
     finally:
         kernels.build_kernel, kernels.backend = real
-        kernels._variants.cache_clear()
+        kernels.variants_of.cache_clear()
 
 
 def to_float(x):

@@ -1,0 +1,116 @@
+"""InPlaceStorage: one layer's K and V blocks, written and read by kernels only, ordered by a chain of fences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ..attention import kernels
+from .block_table import BlockTable
+from .step import Step
+from .storage import Geometry
+
+# Blocks moved at a time when the pool grows: bounds the extra memory.
+GROW_CHUNK_BYTES = 64 << 20
+
+
+class InPlaceStorage:
+    """K ``[num_blocks, n_kv_heads, block_size, k_head_dim]`` and V (with ``v_head_dim``) of one layer.
+
+    The kernels take these tensors as inputs and write through them. MLX does not see such a write, so each kernel also
+    takes the fence of the kernel before and gives the next one: reads after writes, writes after reads and writes
+    after writes are all ordered by data MLX can see. An MLX op on the tensors would not be; therefore they never leave
+    this class: it hands out copies made by kernels, and :meth:`decode`.
+    """
+
+    in_place = True
+
+    def __init__(self, geometry: Geometry, block_size: int, num_blocks: int) -> None:
+        self.geometry = geometry
+        self.block_size = block_size
+        self.__keys, self.__values = self._new_blocks(num_blocks)
+        self.__fence = kernels.new_fence()
+
+    def _new_blocks(self, num_blocks: int) -> tuple[mx.array, mx.array]:
+        heads, k_dim, v_dim, dtype = self.geometry
+        keys, values = (mx.zeros((num_blocks, heads, self.block_size, dim), dtype) for dim in (k_dim, v_dim))
+        mx.eval(keys, values)  # a buffer of their own, from the start
+        return keys, values
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.__keys.shape[0])
+
+    def write(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
+        self.__fence = kernels.write_slots(self.__keys, self.__values, self.__fence, k, v, step.slots(tables))
+
+    def decode(
+        self,
+        q: mx.array,
+        visible: tuple[mx.array, mx.array, mx.array],
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """The fused kernel over this layer's blocks.
+
+        Args:
+            q: ``[B, n_q_heads, q_len, head_dim]``, q_len 1 to 8.
+            visible: block tables, ends and starts, of :meth:`Step.visible`.
+            scale: factor on the scores.
+            window: no query sees more tokens than this.
+            softcap: scores become ``softcap * tanh(score / softcap)``.
+            sinks: one logit per query head.
+
+        Returns:
+            ``[B, n_q_heads, q_len, v_head_dim]``.
+        """
+        out, self.__fence = kernels.paged_decode(
+            q, self.__keys, self.__values, self.__fence, *visible,
+            scale=scale, softcap=softcap, sinks=sinks, max_visible=window,
+        )  # fmt: skip
+        return out
+
+    def read_visible(self, table: BlockTable, *, rotation: int, copy: bool) -> tuple[mx.array, mx.array]:
+        size = table.block_size
+        first, last = table.logical_start // size, -(-table.length // size)
+        key = ("ids", first, last)
+        ids = table._index_cache.get(key)
+        if not isinstance(ids, mx.array):
+            ids = table._index_cache[key] = mx.array(table.block_ids[first:last], mx.int32)
+        start = table.logical_start - first * size
+        k, v = self._gather(ids, start, table.length - table.logical_start)
+        if rotation:
+            k, v = (mx.concatenate([x[:, :, rotation:], x[:, :, :rotation]], axis=2) for x in (k, v))
+        return k, v
+
+    def _gather(self, block_ids: mx.array | Sequence[int], start: int, length: int) -> tuple[mx.array, mx.array]:
+        k, v, self.__fence = kernels.gather_blocks(self.__keys, self.__values, self.__fence, block_ids, start, length)
+        return k, v
+
+    def copy_block(self, source: int, target: int) -> None:
+        self.__fence = kernels.copy_blocks(self.__keys, self.__values, self.__fence, [source], [target])
+
+    def grow(self, num_blocks: int) -> None:
+        """Make room for ``num_blocks`` blocks; the extra peak is this layer's tensors and one chunk."""
+        known = self.num_blocks
+        keys, values = self._new_blocks(num_blocks)
+        fence = kernels.new_fence()
+        chunk = max(1, GROW_CHUNK_BYTES // (self.block_size * self.geometry.bytes_per_token()))
+        for first in range(0, known, chunk):
+            last = min(first + chunk, known)
+            k, v = self._gather(range(first, last), 0, (last - first) * self.block_size)
+            slots = mx.arange(first * self.block_size, last * self.block_size, dtype=mx.int64)
+            fence = kernels.write_slots(keys, values, fence, k, v, slots)
+            mx.eval(fence)
+        self.__keys, self.__values, self.__fence = keys, values, fence
+        mx.clear_cache()
+
+    def after_writes(self, *arrays: mx.array) -> list[mx.array]:
+        return mx.depends(list(arrays), [self.__fence])
+
+    def fence(self) -> mx.array:
+        return self.__fence

@@ -1,0 +1,117 @@
+"""Step: the positions one forward pass adds to some tables, and their device indices, built once for all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from .block_table import BlockTable
+
+_MAX_INT32 = (1 << 31) - 1
+
+
+class DeviceTables:
+    """Block tables of a batch as one int32 array ``[B, max_blocks]``, by absolute position.
+
+    Kept from step to step: only rows that changed are written again, and nothing is sent if none did. Holds no
+    reference to a table.
+    """
+
+    def __init__(self) -> None:
+        self._uids: list[int] = []
+        self._versions: list[int] = []
+        self._host = np.zeros((0, 0), np.int32)
+        self._device: mx.array | None = None
+
+    def of(self, tables: Sequence[BlockTable]) -> mx.array:
+        """The array; entries past a row's end are of no meaning."""
+        uids = [table.uid for table in tables]
+        versions = [table.version for table in tables]
+        width = max(len(table.block_ids) for table in tables)
+        if self._device is not None and (uids, versions) == (self._uids, self._versions):
+            return self._device
+        if uids != self._uids or width > self._host.shape[1]:
+            self._host = np.zeros((len(tables), width + width // 2), np.int32)
+            self._versions = [-1] * len(tables)
+        for row, (table, known) in enumerate(zip(tables, self._versions, strict=True)):
+            if table.version != known:
+                self._host[row, : len(table.block_ids)] = table.block_ids
+        self._uids, self._versions = uids, versions
+        self._device = mx.array(self._host[:, :width])
+        return self._device
+
+
+class Step:
+    """The last ``num_tokens`` reserved positions of each of B tables of one group.
+
+    Attributes:
+        key: the tables' uids and ``num_tokens``.
+        epoch: state of the group this was made in; a step of another epoch must not be used.
+    """
+
+    def __init__(
+        self, tables: Sequence[BlockTable], num_tokens: int, epoch: int, num_blocks: int, device_tables: DeviceTables
+    ) -> None:
+        self.key = step_key(tables, num_tokens)
+        self.epoch = epoch
+        self.num_tokens = num_tokens
+        self._device_tables = device_tables
+        self._lengths = np.array([table.length for table in tables], np.int32)
+        size = tables[0].block_size
+        self._wide = num_blocks * size > _MAX_INT32
+        self._rows: tuple[mx.array, mx.array] | None = None
+        self._slots: mx.array | None = None
+        self._ends: mx.array | None = None
+        self._visible: dict[int | None, tuple[mx.array, mx.array, mx.array]] = {}
+
+    def rows(self, tables: Sequence[BlockTable]) -> tuple[mx.array, mx.array]:
+        """Block id and offset in the block, int32 ``[B]`` each, of the newest token of each table."""
+        if self._rows is None:
+            ids = [table.block_ids[-1] for table in tables]
+            self._rows = (mx.array(ids, mx.int32), mx.array((self._lengths - 1) % tables[0].block_size))
+        return self._rows
+
+    def slots(self, tables: Sequence[BlockTable]) -> mx.array:
+        """``block_id * block_size + offset`` of each position, ``[B * num_tokens]``; int64 where int32 is too short."""
+        if self._slots is None:
+            size = tables[0].block_size
+            if self.num_tokens == 1:
+                slots = np.array([table.block_ids[-1] for table in tables], np.int64) * size
+                slots += (self._lengths - 1) % size
+            else:
+                slots = np.concatenate([_tail_slots(table, self.num_tokens) for table in tables])
+            self._slots = mx.array(slots if self._wide else slots.astype(np.int32))
+        return self._slots
+
+    def visible(self, tables: Sequence[BlockTable], window: int | None) -> tuple[mx.array, mx.array, mx.array]:
+        """What each new token sees: block tables ``[B, max_blocks]``, and as int32 ``[B, num_tokens]`` the end
+        (exclusive: its own position + 1) and the start of its visible positions."""
+        known = self._visible.get(window)
+        if known is not None:
+            return known
+        ends = self._lengths[:, None] + np.arange(1 - self.num_tokens, 1, dtype=np.int32)
+        if self._ends is None:
+            self._ends = mx.array(ends)
+        if window is None:
+            starts = np.zeros_like(ends)
+        else:
+            starts = np.maximum(ends - window, 0)
+        found = (self._device_tables.of(tables), self._ends, mx.array(starts))
+        self._visible[window] = found
+        return found
+
+
+def step_key(tables: Sequence[BlockTable], num_tokens: int) -> tuple[int, ...]:
+    """What identifies a step within an epoch."""
+    return (num_tokens, *[table.uid for table in tables])
+
+
+def _tail_slots(table: BlockTable, num_tokens: int) -> np.ndarray:
+    size = table.block_size
+    first = (table.length - num_tokens) // size
+    positions = np.arange(table.length - num_tokens, table.length)
+    ids = np.array(table.block_ids[first:], np.int64)
+    slots: np.ndarray = ids[positions // size - first] * size + positions % size
+    return slots
