@@ -59,3 +59,31 @@ class PoolExhaustedError(PagedCacheError, MemoryError):
             f"{bytes_reserved:,} of the budget of {budget_bytes:,} bytes are reserved. "
             "Raise kv_cache_memory (--kv-cache-memory) or hold fewer tokens."
         )
+
+
+class RequestTooLargeError(PagedCacheError, MemoryError):
+    """A request has more tokens than the whole budget holds: it could never run. Nothing was changed.
+
+    Attributes:
+        num_tokens: tokens of the prompt and of the cache that came with it.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        super().__init__(
+            f"a request of {num_tokens} tokens does not fit the whole KV cache budget: "
+            "raise kv_cache_memory (--kv-cache-memory) or shorten the prompt"
+        )
+
+
+class RequestFailedError(PagedCacheError, RuntimeError):
+    """One request of a batch failed and was removed; the others go on. ``__cause__`` is what happened.
+
+    Attributes:
+        uid: the request.
+    """
+
+    def __init__(self, uid: int, cause: BaseException) -> None:
+        self.uid = uid
+        super().__init__(f"request {uid} failed: {type(cause).__name__}: {cause}")
+        self.__cause__ = cause

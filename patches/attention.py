@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import mlx.core as mx
 
+from ..batch_cache import PagedBatchKVCache
 from .cache import PagedLayerCache
 
 AttentionCall = Callable[..., mx.array]
@@ -26,10 +27,10 @@ def paged_call(project: Callable[[Any, mx.array], tuple[mx.array, mx.array, mx.a
 
     def adapt(original: AttentionCall) -> AttentionCall:
         def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
-            if not isinstance(cache, PagedLayerCache) or not cache.takes(x.shape[0]):
+            if not takes(cache, x.shape[0]):
                 return original(self, x, mask, cache)
             queries, keys, values = project(self, x)
-            offset = cache.offset
+            offset = cache.offset  # of a batch: an array, one offset per row
             queries = self.rope(queries, offset=offset)
             keys = self.rope(keys, offset=offset)
             output = cache.attend(queries, keys, values, scale=self.scale, mask=mask)
@@ -38,6 +39,13 @@ def paged_call(project: Callable[[Any, mx.array], tuple[mx.array, mx.array, mx.a
         return __call__
 
     return adapt
+
+
+def takes(cache: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCache]:
+    """Whether the paged path serves ``batch`` rows with this cache."""
+    if isinstance(cache, PagedLayerCache):
+        return cache.takes(batch)
+    return isinstance(cache, PagedBatchKVCache)
 
 
 def split_heads(x: mx.array, n_heads: int) -> mx.array:

@@ -10,6 +10,7 @@ from mlx_lm.models import cache as stock_cache
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from ..attention.gather import ring_rotation
+from ..batch_cache import PagedBatchKVCache
 from ..cache import PagedKVCache, SequenceTables
 from ..config import PagedConfig
 from ..errors import GeometryError, PromptCacheError
@@ -55,11 +56,9 @@ class PagedLayerCache(PagedKVCache):
         return self.to_stock().to_quantized(group_size=group_size, bits=bits)
 
     @classmethod
-    def merge(cls, caches: Sequence[Any]) -> Any:
-        """A batch of sequences, in mlx-lm's own batch cache."""
-        warn_once("batched generation is not paged yet: the batch runs in mlx-lm's own cache")
-        stock = [c.to_stock() if isinstance(c, PagedLayerCache) else c for c in caches]
-        return stock[0].merge(stock)
+    def merge(cls, caches: Sequence[Any]) -> PagedBatchKVCache:
+        """A batch of forks of these caches."""
+        return PagedBatchKVCache.merge(caches)
 
 
 def make_prompt_cache_patch(

@@ -1,0 +1,79 @@
+"""PoolBudget: whether tokens yet to be appended fit a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .block_table import BlockTable
+from .group import BlockGroup
+from .pool import BlockPool
+
+# A sequence's tables, one for each group (none: it holds nothing yet), and the tokens to append to it.
+Growth = Iterable[tuple[Sequence[BlockTable] | None, int]]
+
+
+class PoolBudget:
+    """Counts blocks that appends need, and blocks that are free, can be made, or can be had from prefix caches.
+
+    Args:
+        pool: of the sequences. Its geometry must be known, or everything fits.
+        chunk: most tokens appended at a time to a sequence: a sliding window holds no more than itself and a chunk.
+    """
+
+    def __init__(self, pool: BlockPool, *, chunk: int) -> None:
+        self.pool = pool
+        self.chunk = chunk
+
+    def holds(self, num_tokens: int) -> bool:
+        """Whether a sequence of so many tokens fits the whole budget, with nothing else in the pool."""
+        # The null block is of no use to a sequence, but it takes its place.
+        needed = sum((self._blocks(g, None, num_tokens) + 1) * g.bytes_per_block for g in self.pool.groups)
+        return needed <= self.pool.memory_budget
+
+    def fits(self, growth: Growth) -> bool:
+        """Whether all these appends fit together as things stand."""
+        listed = list(growth)
+        one_each = all(num_tokens == 1 for _, num_tokens in listed)
+        reserved = sum(group.bytes_reserved for group in self.pool.groups)
+        growable = self.pool.memory_budget - reserved
+        holders = self.pool.holders()
+        for index, group in enumerate(self.pool.groups):
+            # A token more takes a block at most: the plain bound is enough as long as there is plenty.
+            free = group.allocator.num_free
+            if one_each and free >= len(listed):
+                continue
+            needed = sum(self._blocks(group, tables[index] if tables else None, n) for tables, n in listed)
+            if needed <= free:
+                continue
+            missing = needed - free
+            growable -= missing * group.bytes_per_block
+            if growable < 0:
+                growable += sum(holder.reclaimable(index) for holder in holders) * group.bytes_per_block
+            if growable < 0:
+                return False
+        return True
+
+    def _blocks(self, group: BlockGroup, table: BlockTable | None, num_tokens: int) -> int:
+        """Blocks of a group that appending so many tokens to a table takes, beyond those the table has."""
+        size, window = self.pool.block_size, group.spec.window
+        length = table.length if table is not None else 0
+        end = -(-(length + num_tokens) // size)
+        if window is None:
+            held = len(table.block_ids) if table is not None else 0
+            return max(0, end - held) + self._copies_tail(group, table)
+        start = max(0, length - window + 1) // size
+        widest = min(end - start, -(-(window - 1 + min(num_tokens, self.chunk)) // size) + 1)
+        held = table.num_blocks - _behind(table, start) if table is not None else 0
+        return max(0, widest - held) + self._copies_tail(group, table)
+
+    def _copies_tail(self, group: BlockGroup, table: BlockTable | None) -> int:
+        """1 if the next token goes into a block that is shared, which is copied first."""
+        if table is None:
+            return 0
+        tail = table.length // self.pool.block_size
+        return int(tail < len(table.block_ids) and group.allocator.refcount(table.block_ids[tail]) > 1)
+
+
+def _behind(table: BlockTable, start: int) -> int:
+    """Blocks held before index ``start``: the next append gives them back."""
+    return sum(block_id != 0 for block_id in table.block_ids[table.logical_start // table.block_size : start])
