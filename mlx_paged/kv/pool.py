@@ -61,6 +61,7 @@ class BlockPool:
         self._lock = threading.RLock()
         self._holders: list[weakref.ref[BlockHolder]] = []
         self._cow_forks = 0
+        self.preemptions = 0  # counted by whoever schedules sequences over this pool
 
     # Tables ---------------------------------------------------------------------------------------------------
 
@@ -395,11 +396,18 @@ class BlockPool:
         Raises:
             GeometryError, BlockStateError, PoolExhaustedError: before anything is written.
         """
-        group_index, position = self._place[layer]
+        group_index, _ = self._place[layer]
         self.groups[group_index].validate(k, v, len(tables))
         step = self.step(layer, tables, k.shape[2])
-        group = self.set_geometry(layer, k, v, batch=len(tables))
-        group.wait_for_reads(position)
+        self.set_geometry(layer, k, v, batch=len(tables))
+        self.write_step(tables, layer, step, k, v)
+
+    def write_step(self, tables: Sequence[BlockTable], layer: int, step: Step, k: mx.array, v: mx.array) -> None:
+        """:meth:`write` for k and v that :meth:`set_geometry` has accepted, and a step of :meth:`step`."""
+        group_index, position = self._place[layer]
+        group = self.groups[group_index]
+        if not group.in_place:
+            group.wait_for_reads(position)
         group.storages[position].write(tables, step, k, v)
 
     def write_prefill(self, table: BlockTable, layer: int, k: mx.array, v: mx.array) -> None:
@@ -458,7 +466,9 @@ class BlockPool:
     def stats(self) -> PagedCacheStats:
         with self._lock:
             self._collect_abandoned()
-            return count(self.groups, self.block_size, self.memory_budget, self._cow_forks, self.holders())
+            return count(
+                self.groups, self.block_size, self.memory_budget, self._cow_forks, self.holders(), self.preemptions
+            )
 
     def check_integrity(self) -> None:
         """Raise BlockStateError unless reference counts, free lists, tables and tensors agree."""

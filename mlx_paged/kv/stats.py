@@ -31,6 +31,7 @@ class PagedCacheStats:
         cached_blocks: live blocks that only a prefix cache holds.
         evictions: blocks that prefix caches have freed, to make room, by age or by a limit.
         prefix_hit_tokens: tokens that sequences took from a prefix cache instead of computing them.
+        preemptions: sequences that gave their blocks back to make room, to be computed again later.
     """
 
     block_size: int
@@ -46,6 +47,7 @@ class PagedCacheStats:
     cached_blocks: int = 0
     evictions: int = 0
     prefix_hit_tokens: int = 0
+    preemptions: int = 0
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
@@ -66,6 +68,7 @@ def count(
     budget_bytes: int,
     cow_forks: int,
     holders: Sequence[BlockHolder] = (),
+    preemptions: int = 0,
 ) -> PagedCacheStats:
     """The statistics of a pool's groups."""
     allocators = [group.allocator for group in groups]
@@ -83,6 +86,7 @@ def count(
         cached_blocks=sum(_num_cached(group.allocator, index, holders) for index, group in enumerate(groups)),
         evictions=sum(holder.evictions for holder in holders),
         prefix_hit_tokens=sum(holder.hit_tokens for holder in holders),
+        preemptions=preemptions,
     )
 
 
