@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..config import PagedConfig
 from ..errors import PatchError
-from . import gemma3, llama, qwen3
+from . import gemma3, generate, llama, qwen3
 from .cache import make_prompt_cache_patch, save_prompt_cache_patch
 from .pools import forget_pools
 
@@ -83,6 +83,7 @@ def _patches() -> list[Patch]:
             functools.partial(make_prompt_cache_patch, config=lambda: _config, adapted=_has_adapter),
         ),
         Patch(f"{models}.cache", "save_prompt_cache", "5b558636d4e25be6", save_prompt_cache_patch),
+        Patch("mlx_lm.generate", "BatchGenerator", "fb1a2ed5f7ece4b2", generate.adapt),
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ..errors import PoolExhaustedError
 from .block_table import BlockTable
 from .group import BlockGroup
 from .pool import BlockPool
@@ -52,6 +53,19 @@ class PoolBudget:
             if growable < 0:
                 return False
         return True
+
+    def exhausted(self, tables: Sequence[BlockTable] | None, num_tokens: int) -> PoolExhaustedError:
+        """The error for an append that does not fit."""
+        needs = [
+            (group, self._blocks(group, tables[index] if tables else None, num_tokens))
+            for index, group in enumerate(self.pool.groups)
+        ]
+        return PoolExhaustedError(
+            blocks_needed=sum(blocks for _, blocks in needs),
+            bytes_needed=sum(blocks * group.bytes_per_block for group, blocks in needs),
+            budget_bytes=self.pool.memory_budget,
+            bytes_reserved=sum(group.bytes_reserved for group in self.pool.groups),
+        )
 
     def _blocks(self, group: BlockGroup, table: BlockTable | None, num_tokens: int) -> int:
         """Blocks of a group that appending so many tokens to a table takes, beyond those the table has."""

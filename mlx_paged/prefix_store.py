@@ -1,0 +1,33 @@
+"""PrefixStore: where a batch finds the blocks of prefixes computed before, and leaves its own. The hook for a prefix
+cache; without one nothing is found and nothing kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from .kv.block_table import BlockTable
+
+
+class PrefixStore(Protocol):
+    """What a batch asks of a prefix cache. Its blocks are given up by the pool itself (see BlockHolder)."""
+
+    def adopt(self, tokens: Sequence[int]) -> tuple[int, list[BlockTable]]:
+        """Called when a request starts: how many of its tokens are held (never all), and tables over their blocks,
+        one for each group, which are the request's own from then on."""
+        ...
+
+    def donate(self, tokens: Sequence[int], tables: Sequence[BlockTable]) -> None:
+        """Called when a request has finished: its tokens, and the tables that hold them. The tables stay the
+        caller's."""
+        ...
+
+
+class NoPrefixStore:
+    """Holds nothing."""
+
+    def adopt(self, tokens: Sequence[int]) -> tuple[int, list[BlockTable]]:
+        return 0, []
+
+    def donate(self, tokens: Sequence[int], tables: Sequence[BlockTable]) -> None:
+        return None

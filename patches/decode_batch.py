@@ -1,0 +1,308 @@
+"""DecodeBatch: the rows that take one token each in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList, TokenBuffer
+from mlx_lm.sample_utils import greedy_sampler
+
+from ..batch_cache import BatchTables, FailedRow, PagedBatchKVCache
+from ..cache import PagedKVCache
+from ..kv.pool import BlockPool
+from .row import Row, Sampler, StepLogits
+
+
+class Delivery(NamedTuple):
+    """A token that a step brought to the caller's side; ``logits`` is where its log-probabilities are."""
+
+    row: Row
+    token: int
+    logits: tuple[StepLogits, int]
+
+
+class DecodeBatch:
+    """Rows in the order they joined, one step ahead of what was delivered, as in mlx-lm: while the caller looks at a
+    token, the next one is being computed.
+
+    Layers with a paged cache share the rows' block tables; joining and leaving moves references. Other layers (SSM
+    states) use mlx-lm's own batch caches. Every row joins with its whole prompt computed, so none is padded.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.rows: list[Row] = []
+        self.failed: list[tuple[Row, Exception]] = []
+        self._inputs: mx.array | None = None  # next token of each row, not delivered yet, [B]
+        self._tables: BatchTables | None = None
+        self._caches: list[Any] = []  # one per layer; paged ones are made anew whenever the members change
+        self._changed = True
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of what layers without blocks keep for the rows."""
+        return sum(cache.nbytes for cache in self._caches if not (cache is None or _is_paged(cache)))
+
+    # Members --------------------------------------------------------------------------------------------------
+
+    def join(self, rows: Sequence[Row]) -> None:
+        """Rows whose prompt is computed up to its last token."""
+        if not rows:
+            return
+        self._settle()
+        caches = [row.caches for row in rows if row.caches is not None]
+        merged = [
+            None if isinstance(layer[0], PagedKVCache) else layer[0].merge(layer) for layer in zip(*caches, strict=True)
+        ]
+        if not self._caches:
+            self._caches = merged
+        else:
+            for mine, theirs in zip(self._caches, merged, strict=True):
+                if theirs is not None:
+                    mine.extend(theirs)
+        for row in rows:
+            if row.processors:
+                row.context = TokenBuffer(row.cached_tokens())
+        inputs = mx.array([row.next_input() for row in rows], mx.uint32)
+        self._inputs = inputs if self._inputs is None else mx.concatenate([self._inputs, inputs])
+        self.rows = [*self.rows, *rows]
+
+    def leave(self, rows: Sequence[Row], *, keep_caches: bool = True) -> None:
+        """Take rows out. With ``keep_caches`` their own caches hold all they computed: block tables are just let go,
+        states of other layers are copied, so that nothing of the batch lives on in them.
+
+        The step that is under way was given their blocks. They may be reused at once all the same: whatever writes
+        them next depends on the pool's tensors, or on its fence, and so comes after that step.
+        """
+        leaving = set(rows)
+        keep = [index for index, row in enumerate(self.rows) if row not in leaving]
+        if len(keep) == len(self.rows):
+            return
+        self._settle()
+        if keep_caches:
+            for index, row in enumerate(self.rows):
+                if row in leaving:
+                    self._extract_states(index, row)
+        self.rows = [self.rows[index] for index in keep]
+        if not keep:
+            self._inputs, self._caches = None, []
+            return
+        indices = mx.array(keep)
+        assert self._inputs is not None
+        self._inputs = self._inputs[indices]
+        for cache in self._caches:
+            if not (cache is None or _is_paged(cache)):
+                cache.filter(indices)
+
+    def _settle(self) -> None:
+        if self._tables is not None:
+            self._tables.settle()
+            self._tables = None
+        self._changed = True
+
+    def _extract_states(self, index: int, row: Row) -> None:
+        assert row.caches is not None
+        for layer, cache in enumerate(self._caches):
+            if not (cache is None or _is_paged(cache)):
+                row.caches[layer] = cache.extract(index)
+                for leaf in leaves([row.caches[layer]]):
+                    if isinstance(leaf, ArraysCache):
+                        leaf.cache = [None if x is None else mx.contiguous(x) for x in leaf.cache]
+                        mx.async_eval([x for x in leaf.cache if x is not None])
+
+    def fork(self, row: Row) -> list[Any]:
+        """A copy of the row's caches: references to its blocks, copies of other states."""
+        import copy
+
+        if self._tables is not None:
+            self._tables.settle()
+        index = self.rows.index(row)
+        assert row.caches is not None
+        memo: dict[int, Any] = {}
+        forked = []
+        for layer, cache in enumerate(row.caches):
+            paged = isinstance(cache, PagedKVCache)
+            forked.append(copy.deepcopy(cache, memo) if paged else self._caches[layer].extract(index))
+        return forked
+
+    def suspend(self, row: Row) -> None:
+        """Take a row out to compute it again later: remember the token that was not delivered yet."""
+        assert self._inputs is not None
+        if row.logits is not None:
+            index = self.rows.index(row)
+            row.undelivered = int(self._inputs[index].item())
+            step, position = row.logits
+            row.logits = (StepLogits(mx.contiguous(step.logits[position : position + 1])), 0)
+        self.leave([row], keep_caches=False)
+
+    # Steps ----------------------------------------------------------------------------------------------------
+
+    def reserve(self) -> FailedRow | None:
+        """A block position for every row's next token; see :meth:`BatchTables.reserve`."""
+        if self._changed:
+            self._caches, self._tables = self._build([row.caches or [] for row in self.rows], self._caches)
+            self._changed = False
+        return self._tables.reserve() if self._tables is not None else None
+
+    def _build(self, caches: list[list[Any]], states: Sequence[Any]) -> tuple[list[Any], BatchTables | None]:
+        """The layers' batch caches over the rows' block tables, and those tables."""
+        paged = [cache for cache in caches[0] if isinstance(cache, PagedKVCache)]
+        if not paged:
+            return list(states), None
+        pool: BlockPool = paged[0].pool
+        tables = BatchTables(pool, [next(c.sequence for c in row if isinstance(c, PagedKVCache)) for row in caches])
+        batch = [
+            PagedBatchKVCache(tables, layer, type(cache)) if isinstance(cache, PagedKVCache) else state
+            for layer, (cache, state) in enumerate(zip(caches[0], states, strict=True))
+        ]
+        return batch, tables
+
+    def step(self) -> list[Delivery]:
+        """Dispatch the next token of every row, then return the ones computed by the step before.
+
+        :meth:`reserve` must have succeeded. A row whose computation or sampler raises is taken out and is in
+        ``failed`` afterwards; the others go on.
+        """
+        logits = self._forward()
+        if logits is None:
+            return []
+        inputs = self._inputs
+        assert inputs is not None
+        logits, contexts, broken = self._process(logits, inputs)
+        step = StepLogits(logits)
+        sampled = self._sample(step, broken)
+        mx.async_eval(sampled, contexts)
+        self._inputs = sampled
+        deliveries = []
+        for index, (row, token) in enumerate(zip(self.rows, inputs.tolist(), strict=True)):
+            if row.logits is not None and index not in broken:
+                row.source.append(token)
+                deliveries.append(Delivery(row, token, row.logits))
+            row.undelivered = None
+            row.logits = (step, index)
+        self.failed += [(self.rows[index], error) for index, error in broken.items()]
+        self.leave([self.rows[index] for index in broken], keep_caches=False)
+        return deliveries
+
+    def _forward(self) -> mx.array | None:
+        """Logits ``[B, vocab]`` of the rows that could be computed; the others have left."""
+        assert self._inputs is not None
+        try:
+            logits: mx.array = self.model(self._inputs[:, None], cache=self._caches)[:, -1, :]
+        except Exception as error:
+            if self._tables is None or any(not isinstance(c, PagedBatchKVCache) for c in self._caches):
+                # States of other layers may have taken the token already: no row can be computed again.
+                self._fail_all(error)
+                return None
+            self._tables.take_back()
+            self._tables.settle()
+            caught = error
+        else:
+            for leaf in leaves(self._caches):
+                if isinstance(leaf, ArraysCache) and leaf.left_padding is not None:
+                    leaf.finalize()  # nothing is padded; the counter would become a chain of one node a step
+            return logits
+        found = self._forward_parts(list(range(len(self.rows))), caught)
+        broken = [self.rows[index] for index, part in found.items() if isinstance(part, Exception)]
+        self.failed += [(self.rows[i], part) for i, part in found.items() if isinstance(part, Exception)]
+        self.leave(broken, keep_caches=False)
+        parts = [part for part in found.values() if not isinstance(part, Exception)]
+        self._settle()
+        return mx.concatenate(parts) if parts else None
+
+    def _forward_parts(self, indices: list[int], error: Exception) -> dict[int, mx.array | Exception]:
+        """Logits or error of each row: those that failed together are tried in halves, until who fails is alone."""
+        if len(indices) == 1:
+            return {indices[0]: error}
+        assert self._inputs is not None
+        found: dict[int, mx.array | Exception] = {}
+        middle = len(indices) // 2
+        for half in (indices[:middle], indices[middle:]):
+            caches, tables = self._build([self.rows[index].caches or [] for index in half], self._caches)
+            assert tables is not None
+            failed = tables.reserve()
+            if failed is not None:
+                found.update(dict.fromkeys(half, failed.error))
+                continue
+            try:
+                logits = self.model(self._inputs[mx.array(half)][:, None], cache=caches)[:, -1, :]
+            except Exception as again:
+                tables.take_back()
+                tables.settle()
+                found.update(self._forward_parts(half, again))
+            else:
+                tables.settle()
+                found.update({index: logits[i : i + 1] for i, index in enumerate(half)})
+        return found
+
+    def _fail_all(self, error: Exception) -> None:
+        self.failed += [(row, error) for row in self.rows]
+        self.leave(self.rows, keep_caches=False)
+
+    def fail_all(self, error: Exception) -> None:
+        """A step failed as a whole: no row's state is known any more."""
+        self._fail_all(error)
+
+    def _process(self, logits: mx.array, inputs: mx.array) -> tuple[mx.array, list[mx.array], dict[int, Exception]]:
+        """Logits after the rows' own processors; what these were given; and the rows whose processors raised."""
+        broken: dict[int, Exception] = {}
+        contexts: list[mx.array] = []
+        if not any(row.processors for row in self.rows):
+            return logits, contexts, broken
+        processed = []
+        for index, row in enumerate(self.rows):
+            sample = logits[index : index + 1]
+            if row.processors:
+                assert row.context is not None
+                context = row.context.update_and_fetch(inputs[index : index + 1])
+                contexts.append(context)
+                try:
+                    for processor in row.processors:
+                        sample = processor(context, sample)
+                except Exception as error:
+                    broken[index] = error
+                    sample = logits[index : index + 1]
+            processed.append(sample)
+        return mx.concatenate(processed, axis=0), contexts, broken
+
+    def _sample(self, step: StepLogits, broken: dict[int, Exception]) -> mx.array:
+        """The next token of each row, ``[B]``: one call for all rows with the same sampler."""
+        by_sampler: dict[int, tuple[Sampler, list[int]]] = {}
+        for index, row in enumerate(self.rows):
+            by_sampler.setdefault(id(row.sampler), (row.sampler, []))[1].append(index)
+        groups = list(by_sampler.values())
+        if len(groups) == 1:
+            return self._call(groups[0][0], step, groups[0][1], broken)
+        order = [index for _, indices in groups for index in indices]
+        sampled = mx.concatenate([self._call(sampler, step, indices, broken) for sampler, indices in groups])
+        return sampled[mx.argsort(mx.array(order))]
+
+    def _call(self, sampler: Sampler, step: StepLogits, rows: list[int], broken: dict[int, Exception]) -> mx.array:
+        whole = len(rows) == len(self.rows)
+        if sampler is greedy_sampler:  # the largest logit is the largest log-probability
+            return mx.argmax(step.logits if whole else step.logits[mx.array(rows)], axis=-1)
+        logprobs = step.logprobs()
+        try:
+            return sampler(logprobs if whole else logprobs[mx.array(rows)])
+        except Exception as error:
+            if len(rows) == 1:
+                broken.setdefault(rows[0], error)
+                return mx.zeros((1,), mx.uint32)
+            return mx.concatenate([self._call(sampler, step, [row], broken) for row in rows])
+
+
+def _is_paged(cache: Any) -> bool:
+    return isinstance(cache, PagedBatchKVCache)
+
+
+def leaves(caches: Sequence[Any]) -> list[Any]:
+    """The caches, composite ones replaced by their parts."""
+    found: list[Any] = []
+    for cache in caches:
+        found += leaves(cache.caches) if isinstance(cache, CacheList) else [cache]
+    return found

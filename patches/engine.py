@@ -1,0 +1,320 @@
+"""Engine: continuous batching of one model's requests on block tables, in a memory budget."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
+from mlx_lm.models import cache as stock_cache
+
+from ..cache import PagedKVCache
+from ..errors import PoolExhaustedError, RequestFailedError
+from ..kv.budget import PoolBudget
+from ..kv.pool import BlockPool
+from ..prefix_store import NoPrefixStore, PrefixStore
+from ..scheduler import Chunk, Growth, Request, Scheduler
+from .decode_batch import DecodeBatch, Delivery
+from .row import Row, StepLogits, sequence_of
+from .topology import probe_geometry
+
+CLEAR_EVERY = 512  # decode steps between clearings of MLX's buffer cache, as in mlx-lm
+
+
+class Response(GenerationBatch.Response):  # type: ignore[misc]
+    """One generated token. Log-probabilities are computed when they are read."""
+
+    def __init__(
+        self,
+        uid: int,
+        token: int,
+        logits: tuple[StepLogits, int],
+        finish_reason: str | None = None,
+        prompt_cache: list[Any] | None = None,
+        all_tokens: list[int] | None = None,
+    ) -> None:
+        self.uid = uid
+        self.token = token
+        self.finish_reason = finish_reason
+        self.prompt_cache = prompt_cache
+        self.all_tokens = all_tokens
+        self._logits = logits
+
+    @property
+    def logprobs(self) -> mx.array:
+        """Log-probabilities ``[vocab]`` the token was sampled from."""
+        step, index = self._logits
+        return step.row(index)
+
+
+PromptResponse = PromptProcessingBatch.Response
+
+
+class Engine:
+    """Runs requests: the scheduler decides, rows hold the state, the decode batch computes.
+
+    Args:
+        model: whose prompt caches are paged, or hold states that mlx-lm can batch, or both.
+        counters: mlx-lm's counters of work done.
+        prefill_step_size: tokens computed in a step (see Scheduler).
+        completion_batch_size: most requests that run at a time.
+        prefill_batch_size: most of them whose prompt is being computed.
+        prefixes: a prefix cache.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        counters: Any,
+        *,
+        prefill_step_size: int,
+        completion_batch_size: int,
+        prefill_batch_size: int,
+        prefixes: PrefixStore | None = None,
+    ) -> None:
+        self.model = model
+        self.counters = counters
+        self.prefixes: PrefixStore = prefixes or NoPrefixStore()
+        self.rows: dict[int, Row] = {}
+        self.batch = DecodeBatch(model)
+        self.failures: deque[RequestFailedError] = deque()
+        fresh = stock_cache.make_prompt_cache(model)
+        sequence = sequence_of(fresh)
+        self.pool: BlockPool | None = None if sequence is None else sequence.pool
+        self.budget = None if self.pool is None else PoolBudget(self.pool, chunk=prefill_step_size)
+        self.all_paged = all(isinstance(cache, PagedKVCache) for cache in fresh)
+        if self.pool is not None:
+            probe_geometry(model, fresh)
+        self.scheduler = Scheduler(
+            self,
+            token_budget=prefill_step_size,
+            max_running=completion_batch_size,
+            max_prefilling=prefill_batch_size,
+            headroom=1 if self.pool is None else self.pool.block_size,
+        )
+
+    # What the scheduler asks (scheduler.Memory) ------------------------------------------------------------------
+
+    def holds(self, num_tokens: int) -> bool:
+        return self.budget is None or self.budget.holds(num_tokens)
+
+    def fits(self, growth: Growth) -> bool:
+        if self.budget is None:
+            return True
+        listed = []
+        for request, num_tokens in growth:
+            sequence = self.rows[request.uid].sequence
+            listed.append((sequence.tables if sequence is not None else None, num_tokens))
+        return self.budget.fits(listed)
+
+    def admit(self, request: Request) -> None:
+        row = self.rows[request.uid]
+        if row.given is not None:
+            row.caches = copy.deepcopy(row.given)  # references to its blocks
+            return
+        row.caches = stock_cache.make_prompt_cache(self.model)
+        sequence = sequence_of(row.caches)
+        if sequence is None or not self.all_paged:
+            return  # the states of other layers at the end of a prefix are not known
+        length, tables = self.prefixes.adopt(row.source)
+        if length:
+            length = min(length, request.goal)
+            sequence.tables[:] = tables
+            for layer in sequence.offsets:
+                sequence.offsets[layer] = tables[0].length
+            for cache in row.caches:
+                cache.trim(cache.offset - length)
+            request.length = length
+
+    def release(self, request: Request) -> None:
+        row = self.rows[request.uid]
+        if row in self.batch.rows:
+            self.batch.suspend(row)
+        row.release()
+        if self.pool is not None:
+            self.pool.preemptions += 1
+
+    def exhausted(self, request: Request, num_tokens: int) -> PoolExhaustedError:
+        assert self.budget is not None
+        sequence = self.rows[request.uid].sequence
+        return self.budget.exhausted(sequence.tables if sequence is not None else None, num_tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held for unfinished requests; shared blocks count in each."""
+        states = self.batch.state_nbytes
+        for row in self.rows.values():
+            caches = row.given if row.caches is None else row.caches
+            in_batch = row in self.batch.rows
+            states += sum(c.nbytes for c in caches or () if isinstance(c, PagedKVCache) or not in_batch)
+        return states
+
+    # Requests -------------------------------------------------------------------------------------------------
+
+    def add(self, row: Row) -> None:
+        self.rows[row.uid] = row
+        self.scheduler.add(row.request)
+
+    def remove(self, uids: Sequence[int]) -> None:
+        """Cancel requests; what they held is released."""
+        for uid in uids:
+            row = self.rows.get(uid)
+            if row is None:
+                continue
+            self.scheduler.remove(row.request)
+            self.batch.leave([row], keep_caches=False)
+            row.release()
+            del self.rows[uid]
+
+    def extract(self, uid: int) -> tuple[list[Any], list[int]]:
+        """A copy (references) of a request's caches, and the tokens in them."""
+        row = self.rows[uid]
+        if row.caches is None:
+            caches = stock_cache.make_prompt_cache(self.model) if row.given is None else copy.deepcopy(row.given)
+            return caches, list(row.history)
+        caches = self.batch.fork(row) if row in self.batch.rows else copy.deepcopy(row.caches)
+        return caches, row.cached_tokens()
+
+    def _fail(self, row: Row, error: Exception) -> None:
+        """Give a request up that the scheduler has forgotten already."""
+        self.batch.leave([row], keep_caches=False)
+        row.release()
+        del self.rows[row.uid]
+        self.failures.append(RequestFailedError(row.uid, error))
+
+    # Steps ----------------------------------------------------------------------------------------------------
+
+    def next(self) -> tuple[list[Any], list[Response]]:
+        """Steps until there is something to say; two empty lists when there is no work left.
+
+        Raises:
+            RequestFailedError: a request has failed. Each is reported once, and the others go on.
+        """
+        while True:
+            if self.failures:
+                raise self.failures.popleft()
+            if not len(self.scheduler):
+                return [], []
+            prompts, generated = self._step()
+            if prompts or generated:
+                return prompts, generated
+
+    def _step(self) -> tuple[list[Any], list[Response]]:
+        plan = self.scheduler.plan()
+        for request, error in plan.failed:
+            self._fail(self.rows[request.uid], error)
+        rows = [self.rows[request.uid] for request in plan.decode]
+        members = set(self.batch.rows)
+        joining = [row for row in rows if row not in members]
+        self.batch.join(joining)
+        prompts = [
+            PromptResponse(row.uid, (row.prompt_length,) * 2, True, True) for row in joining if row.logits is None
+        ]
+        generated = self._decode() if rows else []
+        prompts += self._prefill(plan.chunks)
+        return prompts, generated
+
+    def _decode(self) -> list[Response]:
+        begin = time.perf_counter()
+        try:
+            self._reserve()
+            rows = list(self.batch.rows)
+            deliveries = self.batch.step() if rows else []
+        except Exception as error:
+            self.batch.fail_all(error)
+            rows, deliveries = [], []
+        for row, error in self.batch.failed:
+            self.scheduler.remove(row.request)
+            self._fail(row, error)
+        self.batch.failed = []
+        for row in rows:
+            if row.uid in self.rows:
+                self.scheduler.advance(row.request, 1)
+        responses = [self._deliver(delivery) for delivery in deliveries]
+        finished = [self.rows[r.uid] for r in responses if r.finish_reason is not None]
+        if finished:
+            self.batch.leave(finished)
+            for response in responses:
+                if response.finish_reason is not None:
+                    self._finish(self.rows[response.uid], response)
+        if deliveries:
+            self.counters.decode_time += time.perf_counter() - begin
+            self.counters.generation_tokens += len(deliveries)
+            self.counters.generation_steps += 1
+            if self.counters.generation_steps % CLEAR_EVERY == 0:
+                mx.clear_cache()
+        return responses
+
+    def _reserve(self) -> None:
+        """Blocks for every row's next token. The plan has seen to it that there are; if not so, make room or fail."""
+        while self.batch.rows and (failed := self.batch.reserve()) is not None:
+            row = self.batch.rows[failed.row]
+            if isinstance(failed.error, PoolExhaustedError) and self.scheduler.preempt_for(self._oldest()):
+                continue
+            self.scheduler.remove(row.request)
+            self._fail(row, failed.error)
+
+    def _oldest(self) -> Request:
+        return self.scheduler.running[0]
+
+    def _deliver(self, delivery: Delivery) -> Response:
+        row = delivery.row
+        row.num_generated += 1
+        reason = "length" if row.num_generated >= row.max_tokens else None
+        if row.matcher.advance(delivery.token):
+            reason = "stop"
+        return Response(row.uid, delivery.token, delivery.logits, reason)
+
+    def _finish(self, row: Row, response: Response) -> None:
+        self.scheduler.remove(row.request)
+        del self.rows[row.uid]
+        response.all_tokens = row.cached_tokens()
+        response.prompt_cache = row.caches
+        sequence = row.sequence
+        if sequence is not None and self.all_paged and len(response.all_tokens) == row.request.length:
+            self.prefixes.donate(response.all_tokens, sequence.tables)
+
+    # Prompts --------------------------------------------------------------------------------------------------
+
+    def _prefill(self, chunks: Sequence[Chunk]) -> list[Any]:
+        if not chunks:
+            return []
+        begin = time.perf_counter()
+        responses = []
+        for chunk in chunks:
+            row = self.rows.get(chunk.request.uid)
+            if row is None or row.caches is None:  # made room for a row that the plan had counted less for
+                continue
+            try:
+                self._compute_chunk(row, chunk.num_tokens)
+            except Exception as error:
+                self.scheduler.remove(row.request)
+                self._fail(row, error)
+                continue
+            response = self._report(row)
+            if response is not None:
+                responses.append(response)
+        mx.clear_cache()
+        self.counters.prompt_time += time.perf_counter() - begin
+        return responses
+
+    def _compute_chunk(self, row: Row, num_tokens: int) -> None:
+        """One chunk of one request, alone: nothing is padded, and the fused causal attention needs no mask."""
+        tokens = mx.array(row.chunk(num_tokens), mx.uint32)
+        self.model(tokens[None], cache=row.caches)
+        mx.eval([cache.state for cache in row.caches or ()])
+        self.scheduler.advance(row.request, num_tokens)
+
+    def _report(self, row: Row) -> Any | None:
+        """Progress of a prompt; None while what was reported before is computed again."""
+        done = row.request.length - row.base
+        if row.logits is not None or done <= row.num_reported:
+            return None
+        self.counters.prompt_tokens += done - row.num_reported
+        row.num_reported = done
+        at_end = row.request.length in row.segment_ends or row.request.length == row.request.goal
+        return PromptResponse(row.uid, (done, row.prompt_length), at_end, False)

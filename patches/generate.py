@@ -1,0 +1,151 @@
+"""What replaces names of mlx_lm/generate.py: the batch generator, on block tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator
+
+from ..prefix_store import PrefixStore
+from .engine import Engine, Response
+from .row import Row
+from .topology import check_fresh, check_given, fresh_caches, is_batched_here
+
+
+class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
+    """mlx-lm's BatchGenerator, whose batches live in the model's block pool.
+
+    The interface is mlx-lm's. Beyond it:
+
+    - A request that does not fit the pool at present waits; if a running one needs a block and there is none, the
+      youngest makes room and is computed again later, without delivering anything twice.
+    - ``insert`` raises RequestTooLargeError for a request that the whole budget could not hold.
+    - ``next`` raises RequestFailedError, once, for a request that failed; the others go on with the next call.
+
+    Models without a paged layer and without recurrent states run in mlx-lm's own machinery.
+
+    Raises:
+        PromptCacheError: a layer's cache cannot be batched; the message names it.
+    """
+
+    def __init__(self, model: Any, *, prefixes: PrefixStore | None = None, **options: Any) -> None:
+        self._old_wired_limit = None  # close() needs it, whatever happens below
+        fresh = fresh_caches(model, options.get("max_kv_size"))
+        check_fresh(model, fresh)
+        super().__init__(model, **options)
+        self._engine: Engine | None = None
+        if is_batched_here(fresh):
+            with mx.stream(self._stream):
+                self._engine = Engine(
+                    model,
+                    self._counters,
+                    prefill_step_size=self.prefill_step_size,
+                    completion_batch_size=self.completion_batch_size,
+                    prefill_batch_size=self.prefill_batch_size,
+                    prefixes=prefixes,
+                )
+
+    def insert_segments(
+        self,
+        segments: list[list[list[int]]],
+        max_tokens: list[int] | None = None,
+        caches: list[list[Any]] | None = None,
+        all_tokens: list[list[int]] | None = None,
+        samplers: list[Any] | None = None,
+        logits_processors: list[Any] | None = None,
+        stop_sequences: list[Any] | None = None,
+    ) -> list[int]:
+        """Queue requests, as in mlx-lm.
+
+        Raises:
+            RequestTooLargeError: one could never run; PromptCacheError: a cache handed in is not the model's.
+            Nothing has been queued then.
+        """
+        options = (all_tokens, samplers, logits_processors, stop_sequences)
+        if self._engine is None:
+            return list(super().insert_segments(segments, max_tokens, caches, *options))
+        with mx.stream(self._stream):
+            fresh = fresh_caches(self.model, None)
+            if caches is not None:
+                caches = [None if given is None else check_given(self.model, given, fresh) for given in caches]
+        before = self._uid_count
+        uids = super().insert_segments(segments, max_tokens, caches, *options)
+        rows = []
+        while self._unprocessed_sequences:
+            uid, parts, most, cache, history, sampler, processors, stops = self._unprocessed_sequences.popleft()
+            rows.append(
+                Row(
+                    uid,
+                    parts,
+                    max_tokens=most,
+                    caches=cache,
+                    history=history,
+                    sampler=sampler,
+                    processors=processors,
+                    matcher=stops.matcher(),
+                )
+            )
+        try:
+            for row in rows:
+                self._engine.scheduler.check(row.request.goal + 1)
+        except Exception:
+            self._uid_count = before
+            raise
+        for row in rows:
+            self._engine.add(row)
+        return list(uids)
+
+    def extract_cache(self, uids: Any) -> dict[int, tuple[list[Any], list[int]]]:
+        """Caches of unfinished requests, and the tokens in them; references to the same blocks."""
+        engine = self._engine
+        if engine is None:
+            return dict(super().extract_cache(uids))
+        with mx.stream(self._stream):
+            return {uid: engine.extract(uid) for uid in uids if uid in engine.rows}
+
+    def remove(self, uids: Any, return_prompt_caches: bool = False) -> dict[int, tuple[list[Any], list[int]]]:
+        """Cancel requests and release what they hold."""
+        if self._engine is None:
+            return dict(super().remove(uids, return_prompt_caches))
+        caches = self.extract_cache(uids) if return_prompt_caches else {}
+        with mx.stream(self._stream):
+            self._engine.remove(list(dict.fromkeys(uids)))
+        return caches
+
+    @property
+    def prompt_cache_nbytes(self) -> int:
+        """Bytes of the blocks and states that unfinished requests hold."""
+        if self._engine is None:
+            return int(super().prompt_cache_nbytes)
+        return self._engine.nbytes
+
+    @property
+    def preemptions(self) -> int:
+        """How often a request had to make room."""
+        return 0 if self._engine is None else self._engine.scheduler.preemptions
+
+    def next(self) -> tuple[list[Any], list[Any]]:
+        """Responses of prompts and of generated tokens; both empty when nothing is left to do."""
+        if self._engine is None:
+            return tuple(super().next())  # type: ignore[return-value]
+        with mx.stream(self._stream):
+            return self._engine.next()
+
+    def next_generated(self) -> list[Any]:
+        """Generated tokens; empty when nothing is left to do."""
+        if self._engine is None:
+            return list(super().next_generated())
+        while True:
+            prompts, generated = self.next()
+            if generated or not prompts:
+                return list(generated)
+
+
+def adapt(original: type) -> type:
+    """The replacement of ``BatchGenerator``."""
+    assert original is BatchGenerator
+    return PagedBatchGenerator
+
+
+__all__ = ["PagedBatchGenerator", "Response", "adapt"]

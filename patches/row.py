@@ -1,0 +1,131 @@
+"""Row: one request of a batch, from insertion to its last token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import TokenBuffer
+
+from ..cache import PagedKVCache, SequenceTables
+from ..scheduler import Request
+
+Sampler = Callable[[mx.array], mx.array]
+
+
+class StepLogits:
+    """The logits ``[B, vocab]`` of one step. Log-probabilities are computed when somebody asks for them."""
+
+    def __init__(self, logits: mx.array) -> None:
+        self.logits = logits
+        self._logprobs: mx.array | None = None
+
+    def logprobs(self) -> mx.array:
+        """Of all rows, ``[B, vocab]``."""
+        if self._logprobs is None:
+            self._logprobs = normalised(self.logits)
+        return self._logprobs
+
+    def row(self, index: int) -> mx.array:
+        """Of one row, ``[vocab]``."""
+        return self._logprobs[index] if self._logprobs is not None else normalised(self.logits[index])
+
+
+def normalised(logits: mx.array) -> mx.array:
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+class Row:
+    """A request, its tokens and where they are cached.
+
+    The cache holds ``history + source[: request.length - base]``.
+
+    Attributes:
+        request: what the scheduler knows of it.
+        history: tokens in the cache that came with the request, as far as the caller told them.
+        base: length of that cache.
+        source: tokens computed here: the prompt, then what was generated and delivered.
+        prompt_length: of the prompt.
+        given: the cache that came with the request, never written to; None if there was none.
+        caches: one per layer while the request runs, else None.
+        num_reported: tokens of the prompt whose progress was reported.
+        num_generated: tokens delivered.
+        undelivered: the next token and where its log-probabilities are, when neither is in a batch; see ``logits``.
+        logits: step and row that the next token was sampled from; None as long as nothing was sampled.
+    """
+
+    def __init__(
+        self,
+        uid: int,
+        segments: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        caches: list[Any],
+        history: Sequence[int],
+        sampler: Sampler,
+        processors: Sequence[Callable[..., mx.array]],
+        matcher: Any,
+    ) -> None:
+        self.history = list(history)
+        self.given = caches if any(not cache.empty() for cache in caches) else None
+        sequence = sequence_of(caches)
+        if self.given is None:
+            self.base = 0
+        else:
+            self.base = len(self.history) if sequence is None else sequence.tables[0].length
+        self.source = [token for segment in segments for token in segment]
+        self.prompt_length = len(self.source)
+        ends = [self.base]
+        for segment in segments[:-1]:
+            ends.append(ends[-1] + len(segment))
+        self.request = Request(uid, goal=self.base + self.prompt_length - 1, kept=self.base, boundaries=ends[1:])
+        self.segment_ends = frozenset(ends[1:])
+        self.max_tokens = max_tokens
+        self.sampler = sampler
+        self.processors = processors
+        self.matcher = matcher
+        self.caches: list[Any] | None = None
+        self.num_reported = 0
+        self.num_generated = 0
+        self.undelivered: int | None = None
+        self.logits: tuple[StepLogits, int] | None = None
+        self.context: TokenBuffer | None = None
+
+    @property
+    def uid(self) -> int:
+        return self.request.uid
+
+    @property
+    def sequence(self) -> SequenceTables | None:
+        """The block tables it holds, those of the cache it came with included."""
+        return sequence_of(self.caches if self.caches is not None else self.given or ())
+
+    def cached_tokens(self) -> list[int]:
+        """The tokens in its cache."""
+        return self.history + self.source[: self.request.length - self.base]
+
+    def chunk(self, num_tokens: int) -> list[int]:
+        """The next tokens to compute."""
+        start = self.request.length - self.base
+        return self.source[start : start + num_tokens]
+
+    def next_input(self) -> int:
+        """The token it decodes next: one sampled before it made room, or the last of its prompt."""
+        if self.undelivered is not None:
+            return self.undelivered
+        return self.source[-1]
+
+    def release(self) -> None:
+        """Give back the blocks that it holds beyond the cache it came with."""
+        if self.caches is not None:
+            sequence = sequence_of(self.caches)
+            if sequence is not None:
+                for table in sequence.tables:
+                    sequence.pool.release_table(table)
+            self.caches = None
+
+
+def sequence_of(caches: Sequence[Any]) -> SequenceTables | None:
+    """The block tables behind a prompt cache, or None if no layer is paged."""
+    return next((cache.sequence for cache in caches if isinstance(cache, PagedKVCache)), None)

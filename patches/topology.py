@@ -1,0 +1,92 @@
+"""Which layers of a model are paged, which can be batched, and what a cache handed in must look like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import cache as stock_cache
+from mlx_lm.models.cache import ArraysCache
+
+from ..cache import PagedKVCache
+from ..errors import PromptCacheError
+from ..kv.storage import QueryHeads
+from .cache import PagedLayerCache, adopt_prompt_cache
+from .decode_batch import leaves
+from .row import sequence_of
+
+
+class ProbeCache(PagedLayerCache):
+    """Notes the geometry of the keys and values an attention layer makes, and writes nothing."""
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, **options: Any) -> mx.array:
+        heads = QueryHeads(queries.shape[1], options.get("softcap") is not None, options.get("sinks") is not None)
+        self.pool.set_geometry(self.layer, keys, values, batch=1, heads=heads)
+        return mx.zeros((*queries.shape[:3], values.shape[3]), queries.dtype)
+
+
+def probe_geometry(model: Any, fresh: Sequence[Any]) -> None:
+    """Let the pool of ``fresh`` caches know the size of its blocks, which the budget is counted in, before the first
+    prompt: a forward pass is built and dropped, nothing of it is computed."""
+    sequence = sequence_of(fresh)
+    if sequence is None or all(group.geometry is not None for group in sequence.pool.groups):
+        return
+    probes = [ProbeCache(sequence, c.layer) if isinstance(c, PagedKVCache) else c for c in fresh]
+    model(mx.zeros((1, 1), mx.uint32), cache=probes)
+
+
+def is_batched_here(fresh: Sequence[Any]) -> bool:
+    """Whether the batch runs in this package's engine: some layer is paged, or keeps a state, which mlx-lm's padded
+    prefill corrupts in models that do not mask it. Plain caches alone stay with mlx-lm."""
+    return any(isinstance(leaf, (PagedKVCache, ArraysCache)) for leaf in leaves(fresh))
+
+
+def check_fresh(model: Any, fresh: Sequence[Any]) -> None:
+    """Raise PromptCacheError, naming the layer, if some layer's cache cannot be batched."""
+    for layer, cache in enumerate(fresh):
+        if not all(hasattr(leaf, "merge") for leaf in leaves([cache])):
+            raise PromptCacheError(
+                f"layer {layer} ({layer_path(model, layer)}) keeps a {type(cache).__name__}, which cannot be batched"
+            )
+
+
+def check_given(model: Any, given: list[Any], fresh: Sequence[Any]) -> list[Any]:
+    """A cache handed in with a request, as one of the engine's: mlx-lm's own is copied into the pool.
+
+    Raises:
+        PromptCacheError: it has not one cache of the right kind for each layer, or belongs to another model.
+        PoolExhaustedError: there is no room for it.
+    """
+    if len(given) != len(fresh):
+        raise PromptCacheError(f"the prompt cache has {len(given)} layers, the model {len(fresh)}")
+    caches = adopt_prompt_cache(model, given)
+    sequence = sequence_of(fresh)
+    for layer, (cache, expected) in enumerate(zip(caches, fresh, strict=True)):
+        where = f"layer {layer} ({layer_path(model, layer)}) of the prompt cache"
+        if isinstance(expected, PagedKVCache):
+            if not isinstance(cache, PagedKVCache):
+                raise PromptCacheError(f"{where} is a {type(cache).__name__}, which cannot be paged")
+            if sequence is None or cache.pool is not sequence.pool or cache.layer != layer:
+                raise PromptCacheError(f"{where} belongs to another model, or was made under other options")
+            if cache.sequence is not sequence_of(caches):
+                raise PromptCacheError(f"{where} is of another sequence than the layers before it")
+        elif type(cache) is not type(expected):
+            raise PromptCacheError(f"{where} is a {type(cache).__name__}, the model's is a {type(expected).__name__}")
+    return caches
+
+
+def layer_path(model: Any, layer: int) -> str:
+    """Name of a layer in the model, such as ``model.layers.3``."""
+    layers = list(getattr(model, "layers", []))
+    if layer < len(layers):
+        for name, module in model.named_modules():
+            if module is layers[layer]:
+                return str(name)
+    return f"layers.{layer}"
+
+
+def fresh_caches(model: Any, max_kv_size: int | None) -> list[Any]:
+    """What the model's prompt cache is under the patches."""
+    caches: list[Any] = stock_cache.make_prompt_cache(model, max_kv_size)
+    return caches
