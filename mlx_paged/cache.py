@@ -12,6 +12,7 @@ from .attention.gather import ring_rotation
 from .errors import BlockStateError, PromptCacheError
 from .kv.block_table import BlockTable
 from .kv.pool import BlockPool
+from .kv.step import Step
 from .kv.storage import QueryHeads
 from .masks import causal_mask
 
@@ -107,19 +108,28 @@ class PagedKVCache:
 
     # Writing and reading --------------------------------------------------------------------------------------
 
-    def update(self, keys: mx.array, values: mx.array, heads: QueryHeads | None = None) -> None:
+    def update(
+        self, keys: mx.array, values: mx.array, heads: QueryHeads | None = None
+    ) -> tuple[list[BlockTable], Step]:
         """Write the next tokens' keys and values ``[1, n_kv_heads, n_new, head_dim]`` to the pool.
 
         Args:
             keys, values: the new tokens'.
             heads: what will attend over them; the first call of a group chooses its storage by it.
 
+        Returns:
+            The layer's table, and what was written.
+
         Raises:
             GeometryError, PoolExhaustedError, KernelUnavailableError: before anything is changed.
         """
-        self.pool.set_geometry(self.layer, keys, values, batch=1, heads=heads)
-        table = self.sequence.reserve(self.layer, keys.shape[2])
-        self.pool.write([table], self.layer, keys, values)
+        pool, layer = self.sequence.pool, self.layer
+        pool.set_geometry(layer, keys, values, batch=1, heads=heads)
+        num_tokens = keys.shape[2]
+        tables = [self.sequence.reserve(layer, num_tokens)]
+        step = pool.step(layer, tables, num_tokens)
+        pool.write_step(tables, layer, step, keys, values)
+        return tables, step
 
     def attend(
         self,
@@ -145,15 +155,17 @@ class PagedKVCache:
         Returns:
             ``[1, n_q_heads, n_new, v_head_dim]``.
         """
-        self.update(keys, values, QueryHeads(queries.shape[1], softcap is not None, sinks is not None))
-        pool, table, window = self.pool, self.table, self.sequence.window_of(mask)
-        if queries.shape[2] > 1:
+        heads = QueryHeads(queries.shape[1], softcap is not None, sinks is not None)
+        tables, step = self.update(keys, values, heads)
+        pool, layer = self.sequence.pool, self.layer
+        window = None if mask is None else self.sequence.window_of(mask)
+        if step.num_tokens > 1:
             return dispatch.prefill_attention(
-                queries, keys, values, pool, self.layer, table,
-                scale=scale, mask=mask, window=window, softcap=softcap, sinks=sinks,
+                queries, keys, values, pool, layer, tables[0],
+                scale=scale, mask=mask, window=window, softcap=softcap, sinks=sinks, step=step,
             )  # fmt: skip
         return dispatch.paged_attention(
-            queries, pool, self.layer, [table], scale=scale, mask=mask, window=window, softcap=softcap, sinks=sinks
+            queries, pool, layer, tables, scale=scale, mask=mask, window=window, softcap=softcap, sinks=sinks, step=step
         )
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

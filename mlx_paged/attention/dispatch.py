@@ -10,8 +10,10 @@ import mlx.core as mx
 
 from ..errors import GeometryError
 from ..kv.block_table import BlockTable
+from ..kv.group import BlockGroup
 from ..kv.in_place import InPlaceStorage
 from ..kv.pool import BlockPool
+from ..kv.step import Step
 from ..kv.storage import QueryHeads
 from . import gather
 from .kernel_plan import MAX_QUERY_LENGTH
@@ -51,10 +53,15 @@ def reset_dispatch_counts() -> None:
     _last = None
 
 
-def _record(path: str, reason: str) -> None:
+_FRESH = Dispatch("prefill", "no prefix: the new keys are all there is")
+_KERNEL_ONE = Dispatch("kernel", "one new token per sequence")
+_KERNEL_FEW = Dispatch("kernel", "a few new tokens per sequence")
+
+
+def _record(choice: Dispatch) -> None:
     global _last
-    _last = Dispatch(path, reason)
-    _counts[_last] += 1
+    _last = choice
+    _counts[choice] += 1
 
 
 def prefill_attention(
@@ -70,6 +77,7 @@ def prefill_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: mx.array | None = None,
+    step: Step | None = None,
 ) -> mx.array:
     """Attention of several new tokens of one sequence, whose k and v are already written to the pool.
 
@@ -80,16 +88,18 @@ def prefill_attention(
         pool, layer, table: where they were written.
         scale: factor on the scores.
         mask: as for ``mx.fast.scaled_dot_product_attention``, over the visible keys (prefix and new ones).
-        window, softcap, sinks: as for :func:`paged_attention`.
+        window, softcap, sinks, step: as for :func:`paged_attention`.
 
     Returns:
         ``[1, n_q_heads, n_new, v_head_dim]``.
     """
     if table.length - table.logical_start == q.shape[2]:
-        _record("prefill", "no prefix: the new keys are all there is")
+        _record(_FRESH)
         k, v = pool.after_writes(layer, k, v)
         return gather.attention(q, k, v, scale=scale, mask=mask, softcap=softcap, sinks=sinks)
-    return paged_attention(q, pool, layer, [table], scale=scale, mask=mask, window=window, softcap=softcap, sinks=sinks)
+    return paged_attention(
+        q, pool, layer, [table], scale=scale, mask=mask, window=window, softcap=softcap, sinks=sinks, step=step
+    )
 
 
 def paged_attention(
@@ -103,6 +113,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: mx.array | None = None,
+    step: Step | None = None,
 ) -> mx.array:
     """Attention of the newest tokens of each sequence over its visible tokens, themselves included.
 
@@ -117,6 +128,7 @@ def paged_attention(
             cannot be told to the kernel.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         sinks: one more logit per query head in the softmax, ``[n_q_heads]``.
+        step: of these tables and tokens, if the caller has it.
 
     Returns:
         ``[B, n_q_heads, q_len, v_head_dim]``.
@@ -126,38 +138,44 @@ def paged_attention(
     """
     if q.ndim != 4 or q.shape[0] != len(tables):
         raise GeometryError(f"queries {q.shape} for {len(tables)} sequence(s)")
-    q_len = q.shape[2]
-    declined = _decline(q, pool, layer, mask, window, softcap is not None, sinks is not None)
+    group_index = pool.group_of(layer)
+    group = pool.groups[group_index]
+    declined = _decline(q, group, pool.block_size, mask, window, softcap is not None, sinks is not None)
     if declined is None:
-        _record("kernel", "one new token per sequence" if q_len == 1 else "a few new tokens per sequence")
-        group_window = pool.groups[pool.group_of(layer)].spec.window
-        if window is None or (group_window is not None and group_window < window):
-            window = group_window
-        visible = pool.step(layer, tables, q_len).visible(tables, window)
+        q_len = q.shape[2]
+        _record(_KERNEL_ONE if q_len == 1 else _KERNEL_FEW)
+        if window is None or (group.spec.window is not None and group.spec.window < window):
+            window = group.spec.window
         storage = cast(InPlaceStorage, pool.storage(layer))
-        return storage.decode(q, visible, scale=scale, window=window, softcap=softcap, sinks=sinks)
-    _record("gather", declined)
+        if step is None:
+            step = pool.step(layer, tables, q_len)
+        return storage.decode(q, tables, step, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    _record(Dispatch("gather", declined))
     return gather.gather_attention(q, pool, layer, tables, scale=scale, mask=mask, softcap=softcap, sinks=sinks)
 
 
 def _decline(
     q: mx.array,
-    pool: BlockPool,
-    layer: int,
+    group: BlockGroup,
+    block_size: int,
     mask: mx.array | str | None,
     window: int | None,
     softcap: bool,
     sinks: bool,
 ) -> str | None:
     """Why the kernel cannot serve this call, or None."""
-    if q.shape[2] > MAX_QUERY_LENGTH:
+    _, num_q_heads, q_len, head_dim = q.shape
+    if q_len > MAX_QUERY_LENGTH:
         return "several new tokens after a prefix"
-    group = pool.groups[pool.group_of(layer)]
     if not group.in_place:
         return group.storage_reason
     if window is None and mask is not None and not isinstance(mask, str):
         return "a mask that is not causality and a window"
-    assert group.geometry is not None
-    if q.dtype != group.geometry.dtype or q.shape[3] != group.geometry.k_head_dim:
-        return f"queries of {q.dtype} x {q.shape[3]} over keys of {group.geometry.dtype} x {group.geometry.k_head_dim}"
-    return kernel_decline(group.geometry, pool.block_size, QueryHeads(q.shape[1], softcap, sinks))
+    geometry = group.geometry
+    assert geometry is not None
+    if q.dtype != geometry.dtype or head_dim != geometry.k_head_dim:
+        return f"queries of {q.dtype} x {head_dim} over keys of {geometry.dtype} x {geometry.k_head_dim}"
+    key = (num_q_heads, softcap, sinks)
+    if key not in group.declined:
+        group.declined[key] = kernel_decline(geometry, block_size, QueryHeads(*key))
+    return group.declined[key]

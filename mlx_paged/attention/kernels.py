@@ -8,7 +8,7 @@ No stock MLX op may read or write such a pool.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -121,7 +121,7 @@ def paged_decode(
     Raises ValueError for an unsupported shape, KernelUnavailable without a GPU or with every variant switched off.
     """
     batch, n_q_heads, q_len, head_dim = q.shape
-    n_kv_heads, block_size, pool_dim, value_dim = _geometry(k_pool, v_pool)
+    pool_dim = k_pool.shape[3]
     if not 1 <= q_len <= MAX_QUERY_LENGTH:
         raise ValueError(f"q_len {q_len} is not in 1..{MAX_QUERY_LENGTH}")
     if head_dim != pool_dim or q.dtype != k_pool.dtype:
@@ -130,27 +130,81 @@ def paged_decode(
         raise ValueError("context_lens and start_positions must be [B, q_len]")
     if not block_tables.dtype == context_lens.dtype == start_positions.dtype == mx.int32:
         raise ValueError("block_tables, context_lens and start_positions must be int32")
+    launch = prepare_decode(
+        k_pool,
+        v_pool,
+        (block_tables, context_lens, start_positions),
+        n_q_heads=n_q_heads,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks is not None,
+        max_visible=max_visible,
+        variant=variant,
+        plan=plan,
+    )
+    return launch(q, k_pool, v_pool, fence, sinks)
+
+
+class DecodeLaunch(NamedTuple):
+    """The launches of one decode step, prepared once and called for each layer."""
+
+    decode: Callable[..., list[mx.array]]
+    decode_options: dict[str, Any]
+    merge: Callable[..., list[mx.array]] | None
+    merge_options: dict[str, Any]
+    visible: tuple[mx.array, mx.array, mx.array]
+    params: mx.array
+
+    def __call__(
+        self, q: mx.array, k_pool: mx.array, v_pool: mx.array, fence: mx.array, sinks: mx.array | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """(out, fence) of :func:`paged_decode`, for arrays of the shapes it was prepared for. Checks nothing."""
+        logits = self.params if sinks is None else sinks.astype(mx.float32)
+        tables, ends, starts = self.visible
+        inputs = [q, k_pool, v_pool, fence, tables, ends, starts, self.params, logits]
+        out, stats, fence = self.decode(inputs=inputs, **self.decode_options)
+        if self.merge is not None:
+            (out,) = self.merge(inputs=[out, stats, ends, starts, logits], **self.merge_options)
+        return out, fence
+
+
+def prepare_decode(
+    k_pool: mx.array,
+    v_pool: mx.array,
+    visible: tuple[mx.array, mx.array, mx.array],
+    *,
+    n_q_heads: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks: bool = False,
+    max_visible: int | None = None,
+    variant: Variant | None = None,
+    plan: Plan | None = None,
+) -> DecodeLaunch:
+    """What :func:`paged_decode` launches over pools of this geometry; visible is (block_tables, context_lens,
+    start_positions). Raises KernelUnavailable without a GPU or with every variant switched off."""
+    n_kv_heads, block_size, head_dim, value_dim = _geometry(k_pool, v_pool)
     if variant is None:
         choices = variants_of(
-            q.dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap is not None, sinks is not None
+            k_pool.dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap is not None, sinks
         )
         variant = next((v for v in choices if v not in _switched_off), None)
         if variant is None:
             raise KernelUnavailable("no decode kernel is available for this geometry")
     plan = plan or plan_decode(variant)
-    reach = block_tables.shape[1] * block_size
+    reach = visible[0].shape[1] * block_size
     if max_visible is not None:
         reach = min(reach, max_visible + ALIGNMENT - 1)
+    batch, q_len = visible[1].shape
     spec = _decode_spec(variant, plan, batch, n_q_heads, q_len, count_partitions(reach, plan))
-    params = _constants(scale, softcap or 1.0)
-    logits = params if sinks is None else sinks.astype(mx.float32)
-    visible = [block_tables, context_lens, start_positions]
-    decode = build_kernel(variant.body, spec.decode_constants)
-    out, stats, fence = decode(inputs=[q, k_pool, v_pool, fence, *visible, params, logits], **spec.decode)
-    if spec.merge:
-        merge = build_kernel("merge_partitions", spec.merge_constants)
-        (out,) = merge(inputs=[out, stats, *visible[1:], logits], **spec.merge)
-    return out, fence
+    return DecodeLaunch(
+        build_kernel(variant.body, spec.decode_constants),
+        spec.decode,
+        build_kernel("merge_partitions", spec.merge_constants) if spec.merge else None,
+        spec.merge,
+        visible,
+        _constants(scale, softcap or 1.0),
+    )
 
 
 class _DecodeSpec(NamedTuple):
@@ -250,15 +304,33 @@ def write_slots(
         raise ValueError(f"rows {k.shape} / {v.shape} and slots {slots.shape} do not agree")
     if k.dtype != k_pool.dtype or v.dtype != k_pool.dtype or slots.dtype not in (mx.int32, mx.int64):
         raise ValueError(f"rows {k.dtype} / {v.dtype}, slots {slots.dtype} do not fit a pool of {k_pool.dtype}")
+    return prepare_write(k_pool, v_pool, slots)(k_pool, v_pool, fence, k, v)
+
+
+class WriteLaunch(NamedTuple):
+    """The launch of one step's writes, prepared once and called for each layer."""
+
+    kernel: Callable[..., list[mx.array]]
+    options: dict[str, Any]
+    slots: mx.array
+
+    def __call__(self, k_pool: mx.array, v_pool: mx.array, fence: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        """The next fence; k and v ``[B, n_kv_heads, length, head_dim]`` as :func:`write_slots`. Checks nothing."""
+        return self.kernel(inputs=[k_pool, v_pool, fence, k, v, self.slots], **self.options)[0]
+
+
+def prepare_write(k_pool: mx.array, v_pool: mx.array, slots: mx.array) -> WriteLaunch:
+    """What :func:`write_slots` launches over pools of this geometry."""
+    heads = k_pool.shape[1]
     group = next(n for n in (8, 4, 2, 1) if heads % n == 0)
-    (fence,) = build_kernel("write_slots", (*_pool_constants(k_pool, v_pool), ("S", slots.dtype)))(
-        inputs=[k_pool, v_pool, fence, k, v, slots],
-        grid=(heads * 32, batch * length, 1),
-        threadgroup=(group * 32, 1, 1),
-        output_shapes=[(1,)],
-        output_dtypes=[mx.uint32],
-    )
-    return fence
+    options = {
+        "grid": (heads * 32, slots.size, 1),
+        "threadgroup": (group * 32, 1, 1),
+        "output_shapes": [(1,)],
+        "output_dtypes": [mx.uint32],
+    }
+    kernel = build_kernel("write_slots", (*_pool_constants(k_pool, v_pool), ("S", slots.dtype)))
+    return WriteLaunch(kernel, options, slots)
 
 
 def gather_blocks(

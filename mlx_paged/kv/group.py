@@ -74,17 +74,15 @@ class BlockGroup:
         self.allocator = BlockAllocator()
         self.geometry: Geometry | None = None
         self.storages: list[Storage] = []
+        self.in_place = False  # whether the blocks are written in place and read by kernels only
         self.storage_reason = "nothing written yet"
+        # Why the kernel cannot serve a kind of queries, or None; by (n_q_heads, softcap, sinks).
+        self.declined: dict[tuple[int, bool, bool], str | None] = {}
         self.epoch = 0
         self._choose_storage = choose_storage
         self._device_tables = DeviceTables()
         self._step: Step | None = None
         self._last_read: mx.array | None = None
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the blocks are written in place and read by kernels only."""
-        return bool(self.storages) and self.storages[0].in_place
 
     def touch(self) -> None:
         """Called whenever a table of the group or a reference count has changed: steps made before are void."""
@@ -165,6 +163,7 @@ class BlockGroup:
         self.geometry = geometry
         num_blocks = self.allocator.num_blocks
         self.storages = [form(geometry, self.block_size, num_blocks) for _ in self.spec.layers]
+        self.in_place = self.storages[0].in_place
 
     def grow(self, num_blocks: int) -> None:
         """Grow every layer's tensors, one layer after the other, then make the ids known."""

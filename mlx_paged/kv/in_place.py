@@ -43,12 +43,16 @@ class InPlaceStorage:
         return int(self.__keys.shape[0])
 
     def write(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
-        self.__fence = kernels.write_slots(self.__keys, self.__values, self.__fence, k, v, step.slots(tables))
+        launch = step.launches.get("write")
+        if launch is None:
+            launch = step.launches["write"] = kernels.prepare_write(self.__keys, self.__values, step.slots(tables))
+        self.__fence = launch(self.__keys, self.__values, self.__fence, k, v)
 
     def decode(
         self,
         q: mx.array,
-        visible: tuple[mx.array, mx.array, mx.array],
+        tables: Sequence[BlockTable],
+        step: Step,
         *,
         scale: float,
         window: int | None = None,
@@ -58,8 +62,8 @@ class InPlaceStorage:
         """The fused kernel over this layer's blocks.
 
         Args:
-            q: ``[B, n_q_heads, q_len, head_dim]``, q_len 1 to 8.
-            visible: block tables, ends and starts, of :meth:`Step.visible`.
+            q: ``[B, n_q_heads, q_len, head_dim]``, q_len 1 to 8: the step's positions.
+            tables, step: of the B sequences.
             scale: factor on the scores.
             window: no query sees more tokens than this.
             softcap: scores become ``softcap * tanh(score / softcap)``.
@@ -68,10 +72,14 @@ class InPlaceStorage:
         Returns:
             ``[B, n_q_heads, q_len, v_head_dim]``.
         """
-        out, self.__fence = kernels.paged_decode(
-            q, self.__keys, self.__values, self.__fence, *visible,
-            scale=scale, softcap=softcap, sinks=sinks, max_visible=window,
-        )  # fmt: skip
+        key = (q.shape[1], scale, window, softcap, sinks is None)
+        launch = step.launches.get(key)
+        if launch is None:
+            launch = step.launches[key] = kernels.prepare_decode(
+                self.__keys, self.__values, step.visible(tables, window), n_q_heads=q.shape[1],
+                scale=scale, softcap=softcap, sinks=sinks is not None, max_visible=window,
+            )  # fmt: skip
+        out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks)
         return out
 
     def read_visible(self, table: BlockTable, *, rotation: int, copy: bool) -> tuple[mx.array, mx.array]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -49,6 +50,7 @@ class Step:
     Attributes:
         key: the tables' uids and ``num_tokens``.
         epoch: state of the group this was made in; a step of another epoch must not be used.
+        launches: kernel launches prepared for this step, for all layers.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Step:
         self.key = step_key(tables, num_tokens)
         self.epoch = epoch
         self.num_tokens = num_tokens
+        self.launches: dict[Any, Any] = {}
         self._device_tables = device_tables
         self._lengths = np.array([table.length for table in tables], np.int32)
         size = tables[0].block_size
