@@ -135,7 +135,7 @@ class DecodeBatch:
         assert self._inputs is not None
         if row.logits is not None:
             index = self.rows.index(row)
-            row.undelivered = int(self._inputs[index].item())
+            row.undelivered = _as_ints(self._inputs[index : index + 1])[0]
             step, position = row.logits
             row.logits = (StepLogits(mx.contiguous(step.logits[position : position + 1])), 0)
         self.leave([row], keep_caches=False)
@@ -179,7 +179,7 @@ class DecodeBatch:
         mx.async_eval(sampled, contexts)
         self._inputs = sampled
         deliveries = []
-        for index, (row, token) in enumerate(zip(self.rows, inputs.tolist(), strict=True)):
+        for index, (row, token) in enumerate(zip(self.rows, _as_ints(inputs), strict=True)):
             if row.logits is not None and index not in broken:
                 row.source.append(token)
                 deliveries.append(Delivery(row, token, row.logits))
@@ -294,6 +294,10 @@ class DecodeBatch:
                 broken.setdefault(rows[0], error)
                 return mx.zeros((1,), mx.uint32)
             return mx.concatenate([self._call(sampler, step, [row], broken) for row in rows])
+
+
+def _as_ints(tokens: mx.array) -> list[int]:
+    return tokens.tolist()  # type: ignore[return-value]
 
 
 def _is_paged(cache: Any) -> bool:

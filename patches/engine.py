@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
+from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models import cache as stock_cache
 
 from ..cache import PagedKVCache
@@ -19,36 +20,11 @@ from ..kv.pool import BlockPool
 from ..prefix_store import NoPrefixStore, PrefixStore
 from ..scheduler import Chunk, Growth, Request, Scheduler
 from .decode_batch import DecodeBatch, Delivery
-from .row import Row, StepLogits, sequence_of
+from .response import Response
+from .row import Row, sequence_of
 from .topology import probe_geometry
 
 CLEAR_EVERY = 512  # decode steps between clearings of MLX's buffer cache, as in mlx-lm
-
-
-class Response(GenerationBatch.Response):  # type: ignore[misc]
-    """One generated token. Log-probabilities are computed when they are read."""
-
-    def __init__(
-        self,
-        uid: int,
-        token: int,
-        logits: tuple[StepLogits, int],
-        finish_reason: str | None = None,
-        prompt_cache: list[Any] | None = None,
-        all_tokens: list[int] | None = None,
-    ) -> None:
-        self.uid = uid
-        self.token = token
-        self.finish_reason = finish_reason
-        self.prompt_cache = prompt_cache
-        self.all_tokens = all_tokens
-        self._logits = logits
-
-    @property
-    def logprobs(self) -> mx.array:
-        """Log-probabilities ``[vocab]`` the token was sampled from."""
-        step, index = self._logits
-        return step.row(index)
 
 
 PromptResponse = PromptProcessingBatch.Response
@@ -82,6 +58,7 @@ class Engine:
         self.rows: dict[int, Row] = {}
         self.batch = DecodeBatch(model)
         self.failures: deque[RequestFailedError] = deque()
+        self._finished: deque[weakref.ref[Response]] = deque()
         fresh = stock_cache.make_prompt_cache(model)
         sequence = sequence_of(fresh)
         self.pool: BlockPool | None = None if sequence is None else sequence.pool
@@ -109,7 +86,18 @@ class Engine:
         for request, num_tokens in growth:
             sequence = self.rows[request.uid].sequence
             listed.append((sequence.tables if sequence is not None else None, num_tokens))
-        return self.budget.fits(listed)
+        while not self.budget.fits(listed):
+            if not self._give_up_finished():
+                return False
+        return True
+
+    def _give_up_finished(self) -> bool:
+        """Release a finished request's cache that came with its last response and that nobody has looked at."""
+        while self._finished:
+            response = self._finished.popleft()()
+            if response is not None and response.give_up():
+                return True
+        return False
 
     def admit(self, request: Request) -> None:
         row = self.rows[request.uid]
@@ -224,8 +212,8 @@ class Engine:
             self._reserve()
             rows = list(self.batch.rows)
             deliveries = self.batch.step() if rows else []
-        except Exception as error:
-            self.batch.fail_all(error)
+        except Exception as caught:
+            self.batch.fail_all(caught)
             rows, deliveries = [], []
         for row, error in self.batch.failed:
             self.scheduler.remove(row.request)
@@ -273,7 +261,8 @@ class Engine:
         self.scheduler.remove(row.request)
         del self.rows[row.uid]
         response.all_tokens = row.cached_tokens()
-        response.prompt_cache = row.caches
+        response.attach(row)
+        self._finished.append(weakref.ref(response))
         sequence = row.sequence
         if sequence is not None and self.all_paged and len(response.all_tokens) == row.request.length:
             self.prefixes.donate(response.all_tokens, sequence.tables)

@@ -8,7 +8,8 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
 from ..prefix_store import PrefixStore
-from .engine import Engine, Response
+from .engine import Engine
+from .response import Response
 from .row import Row
 from .topology import check_fresh, check_given, fresh_caches, is_batched_here
 
@@ -28,6 +29,8 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
     Raises:
         PromptCacheError: a layer's cache cannot be batched; the message names it.
     """
+
+    _uid_count: int
 
     def __init__(self, model: Any, *, prefixes: PrefixStore | None = None, **options: Any) -> None:
         self._old_wired_limit = None  # close() needs it, whatever happens below
@@ -69,7 +72,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             fresh = fresh_caches(self.model, None)
             if caches is not None:
                 caches = [None if given is None else check_given(self.model, given, fresh) for given in caches]
-        before = self._uid_count
+        before: int = self._uid_count
         uids = super().insert_segments(segments, max_tokens, caches, *options)
         rows = []
         while self._unprocessed_sequences:
