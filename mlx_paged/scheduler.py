@@ -156,7 +156,8 @@ class Scheduler:
             decode = [(request, 1) for request in self.running if request.length >= request.goal]
             if not decode or self._make_room(decode, self.running[0], failed):
                 break
-        chunks = self._plan_chunks(decode, failed)
+        # What a failed request held is released after the plan: the next one counts with it.
+        chunks = [] if failed else self._plan_chunks(decode, failed)
         return Plan(
             [request for request, _ in self._alive(decode)],
             [Chunk(request, num_tokens) for request, num_tokens in self._alive(chunks)],

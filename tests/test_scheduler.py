@@ -1,0 +1,301 @@
+"""The scheduler over a memory of numbered blocks: no model, no tensors."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from mlx_paged.errors import PoolExhaustedError, RequestTooLargeError
+from mlx_paged.scheduler import Growth, Plan, Request, Scheduler
+
+BLOCK = 4
+
+
+class FakeMemory:
+    """Blocks of BLOCK tokens; a request holds ceil(length / BLOCK) of them."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.held: dict[int, int] = {}
+        self.released: list[int] = []
+
+    def blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // BLOCK)
+
+    @property
+    def free(self) -> int:
+        return self.num_blocks - sum(self.held.values())
+
+    def holds(self, num_tokens: int) -> bool:
+        return self.blocks(num_tokens) <= self.num_blocks
+
+    def fits(self, growth: Growth) -> bool:
+        return sum(self.blocks(r.length + n) - self.held.get(r.uid, 0) for r, n in growth) <= self.free
+
+    def admit(self, request: Request) -> None:
+        assert request.uid not in self.held
+        self.held[request.uid] = 0
+
+    def release(self, request: Request) -> None:
+        del self.held[request.uid]
+        self.released.append(request.uid)
+
+    def exhausted(self, request: Request, num_tokens: int) -> PoolExhaustedError:
+        return PoolExhaustedError(blocks_needed=1, bytes_needed=1, budget_bytes=1, bytes_reserved=1)
+
+    def append(self, request: Request, num_tokens: int) -> None:
+        needed = self.blocks(request.length + num_tokens) - self.held[request.uid]
+        assert needed <= self.free, "the plan does not fit"
+        self.held[request.uid] += max(0, needed)
+
+
+class Driver:
+    """Does what a plan says, as a generator would: requests end after ``extra`` decoded tokens."""
+
+    def __init__(self, num_blocks: int, **options: int) -> None:
+        self.memory = FakeMemory(num_blocks)
+        options = {"token_budget": 16, "max_running": 4, "max_prefilling": 2, **options}
+        self.scheduler = Scheduler(self.memory, **options)
+        self.requests: dict[int, Request] = {}
+        self.left: dict[int, int] = {}
+        self.finished: list[int] = []
+        self.failed: list[int] = []
+        self.next_uid = 0
+
+    def insert(self, prompt: int, extra: int, boundaries: tuple[int, ...] = ()) -> Request:
+        self.scheduler.check(prompt)
+        request = Request(self.next_uid, goal=prompt - 1, boundaries=boundaries)
+        self.next_uid += 1
+        self.requests[request.uid], self.left[request.uid] = request, extra
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> Plan:
+        plan = self.scheduler.plan()
+        for request, error in plan.failed:
+            assert isinstance(error, PoolExhaustedError)
+            self.memory.held.pop(request.uid, None)
+            del self.requests[request.uid]
+            self.failed.append(request.uid)
+        for request in plan.decode:
+            assert request.length >= request.goal
+            self.memory.append(request, 1)
+            self.scheduler.advance(request, 1)
+            self.left[request.uid] -= 1
+            if self.left[request.uid] == 0:
+                self.cancel(request.uid)
+                self.finished.append(request.uid)
+        for request, num_tokens in plan.chunks:
+            assert 0 < num_tokens <= request.goal - request.length
+            self.memory.append(request, num_tokens)
+            self.scheduler.advance(request, num_tokens)
+        return plan
+
+    def cancel(self, uid: int) -> None:
+        self.scheduler.remove(self.requests.pop(uid))
+        self.memory.held.pop(uid, None)
+
+    def run(self, most: int = 500) -> None:
+        for _ in range(most):
+            if not len(self.scheduler):
+                return
+            self.step()
+        raise AssertionError("requests are left over")
+
+
+def test_first_in_first_out_within_the_limits() -> None:
+    driver = Driver(100, max_running=2, max_prefilling=1)
+    for _ in range(5):
+        driver.insert(prompt=9, extra=3)
+    driver.run()
+    assert driver.finished == [0, 1, 2, 3, 4]
+
+
+def test_decode_goes_on_while_a_long_prompt_is_computed_in_chunks() -> None:
+    driver = Driver(100)
+    driver.insert(prompt=2, extra=20)
+    driver.step()
+    driver.insert(prompt=65, extra=1)
+    plans = [driver.step() for _ in range(5)]
+    assert all([r.uid for r in plan.decode] == [0] for plan in plans[:4])
+    assert [chunk.num_tokens for plan in plans for chunk in plan.chunks] == [15, 15, 15, 15, 4]
+
+
+def test_prompts_are_not_starved_by_a_full_batch() -> None:
+    driver = Driver(1000, token_budget=8, max_running=20, max_prefilling=20)
+    for _ in range(12):
+        driver.insert(prompt=1, extra=50)
+    driver.step()
+    driver.step()
+    driver.insert(prompt=9, extra=1)
+    plan = driver.step()
+    assert len(plan.decode) == 12
+    assert [chunk.num_tokens for chunk in plan.chunks] == [2]
+
+
+def test_chunks_end_at_boundaries_and_one_per_request_and_step() -> None:
+    driver = Driver(100, token_budget=10)
+    request = driver.insert(prompt=20, extra=1, boundaries=(3, 12))
+    lengths = []
+    while request.length < request.goal:
+        driver.step()
+        lengths.append(request.length)
+    assert lengths == [3, 12, 19]
+
+
+def test_short_prompts_share_a_step() -> None:
+    driver = Driver(100)
+    for _ in range(3):
+        driver.insert(prompt=6, extra=1)
+    plan = driver.step()
+    assert [(c.request.uid, c.num_tokens) for c in plan.chunks] == [(0, 5), (1, 5)]  # max_prefilling
+
+
+def test_request_larger_than_the_budget_is_refused() -> None:
+    driver = Driver(4)
+    with pytest.raises(RequestTooLargeError):
+        driver.insert(prompt=16, extra=1)
+    assert len(driver.scheduler) == 0
+    driver.insert(prompt=15, extra=1)
+    driver.run()
+    assert driver.finished == [0]
+
+
+def test_waits_for_room_instead_of_failing() -> None:
+    driver = Driver(6)
+    driver.insert(prompt=16, extra=3)
+    driver.insert(prompt=16, extra=3)
+    driver.step()
+    assert [r.uid for r in driver.scheduler.running] == [0]
+    driver.run()
+    assert driver.finished == [0, 1]
+    assert driver.scheduler.preemptions == 0
+
+
+def test_youngest_makes_room_and_comes_back_first() -> None:
+    driver = Driver(6, token_budget=64)
+    for _ in range(3):
+        driver.insert(prompt=5, extra=16)
+    seen = []
+    while len(driver.scheduler):
+        driver.step()
+        seen.append([r.uid for r in driver.scheduler.running])
+    assert driver.finished == [0, 1, 2]
+    assert driver.scheduler.preemptions > 0
+    assert all(running == sorted(running) for running in seen)
+    assert 0 not in driver.memory.released
+
+
+def test_resumed_request_computes_all_it_had_and_goes_on() -> None:
+    driver = Driver(4, token_budget=64)
+    first = driver.insert(prompt=5, extra=11)
+    second = driver.insert(prompt=5, extra=8)
+    while not driver.memory.released:
+        driver.step()
+    assert driver.memory.released == [second.uid]
+    assert (second.length, second.goal) == (0, 8)
+    driver.run()
+    assert driver.finished == [first.uid, second.uid]
+
+
+def test_alone_and_too_long_fails_and_says_so() -> None:
+    driver = Driver(3)
+    driver.insert(prompt=5, extra=100)
+    driver.insert(prompt=5, extra=2)
+    driver.run()
+    assert driver.failed == [0]
+    assert driver.finished == [1]
+
+
+def test_headroom_holds_admission_back() -> None:
+    driver = Driver(5, headroom=BLOCK)
+    driver.insert(prompt=8, extra=8)
+    driver.step()
+    driver.insert(prompt=8, extra=1)
+    driver.step()
+    assert [r.uid for r in driver.scheduler.running] == [0, 1]
+    driver = Driver(4, headroom=BLOCK)
+    driver.insert(prompt=8, extra=8)
+    driver.step()
+    driver.insert(prompt=8, extra=1)
+    driver.step()
+    assert [r.uid for r in driver.scheduler.running] == [0]
+    driver.run()
+    assert driver.scheduler.preemptions == 0
+
+
+def test_same_calls_same_decisions() -> None:
+    def history() -> list[object]:
+        driver = Driver(9, headroom=BLOCK)
+        plans = []
+        for index in range(12):
+            driver.insert(prompt=1 + index * 5 % 17, extra=1 + index * 3 % 11)
+            plan = driver.step()
+            plans.append(
+                ([r.uid for r in plan.decode], [(r.uid, n) for r, n in plan.chunks], driver.memory.released[:])
+            )
+        driver.run()
+        return [plans, driver.finished]
+
+    assert history() == history()
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random requests, steps and cancellations in budgets from tight to ample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver = Driver(8)
+        self.inserted = self.cancelled = 0
+
+    @rule(num_blocks=st.integers(3, 24), budget=st.integers(1, 20), running=st.integers(1, 5))
+    @precondition(lambda self: self.inserted == 0)
+    def configure(self, num_blocks: int, budget: int, running: int) -> None:
+        self.driver = Driver(num_blocks, token_budget=budget, max_running=running, headroom=BLOCK)
+
+    @rule(prompt=st.integers(1, 40), extra=st.integers(1, 30), at=st.integers(1, 40))
+    def insert(self, prompt: int, extra: int, at: int) -> None:
+        before = len(self.driver.scheduler)
+        try:
+            self.driver.insert(prompt, extra, (at,) if at < prompt else ())
+            self.inserted += 1
+        except RequestTooLargeError:
+            assert -(-(prompt + 1) // BLOCK) > self.driver.memory.num_blocks
+            assert len(self.driver.scheduler) == before
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            had_work = len(self.driver.scheduler) > 0
+            plan = self.driver.step()
+            assert not had_work or plan.decode or plan.chunks or plan.failed or self.driver.scheduler.running
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.driver.requests)
+    def cancel(self, data: st.DataObject) -> None:
+        self.driver.cancel(data.draw(st.sampled_from(sorted(self.driver.requests))))
+        self.cancelled += 1
+
+    @invariant()
+    def accounts_agree(self) -> None:
+        driver = self.driver
+        memory, running, waiting = driver.memory, driver.scheduler.running, driver.scheduler.waiting
+        assert memory.free >= 0
+        assert set(memory.held) == {request.uid for request in running}
+        assert all(memory.held[r.uid] == memory.blocks(r.length) for r in running)
+        ages = [request.uid for request in (*running, *waiting)]
+        assert ages == sorted(ages), "someone waiting is older than someone running"
+        assert len(running) <= driver.scheduler.max_running
+        done = len(driver.finished) + len(driver.failed) + self.cancelled + len(driver.requests)
+        assert done == self.inserted
+
+    def teardown(self) -> None:
+        self.driver.run(5000)
+        assert not self.driver.memory.held
+        assert len(self.driver.finished) + len(self.driver.failed) + self.cancelled == self.inserted
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
