@@ -17,7 +17,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if command in ("-h", "--help"):
         print(
             "usage: python -m mlx_paged COMMAND [options]\n\n"
-            "COMMAND is generate, or any command of mlx_lm (chat, cache_prompt, server, ...), run on the paged cache.\n"
+            "COMMAND is generate, doctor (does the fused kernel work on this machine?), or any command of mlx_lm\n"
+            "(chat, cache_prompt, server, ...), run on the paged cache.\n"
             "All commands take, besides their own options:"
         )
         parser = argparse.ArgumentParser(prog="mlx_paged", add_help=False, usage=argparse.SUPPRESS)
@@ -34,6 +35,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         sys.argv = [f"{sys.argv[0]} generate", *arguments[1:]]
         generate.main()
+        return
+    if command == "doctor":
+        from . import doctor
+
+        doctor.main(arguments[1:])
         return
     try:
         _run_upstream(arguments)

@@ -1,0 +1,130 @@
+"""Stand-ins for the GPU kernels, so that in-place pools, dispatch and generation over them run on a CPU.
+
+They do what the kernels do, on the same arrays, and check the discipline the kernels cannot check: each call on a pool
+must be given the fence that the call before returned. The kernels' own text is tested in tests/msl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+
+from mlx_paged import config
+from mlx_paged.attention import dispatch, gather, kernels, select
+from mlx_paged.kv.storage import Geometry, QueryHeads
+
+
+class FakeKernels:
+    """Attributes: calls, by kernel; max_q_len of the decode calls."""
+
+    def __init__(self) -> None:
+        self.calls = {"write_slots": 0, "paged_decode": 0, "gather_blocks": 0, "copy_blocks": 0}
+        self.max_q_len = 0
+        self._latest: dict[int, tuple[mx.array, mx.array]] = {}
+
+    def _pass(self, kernel: str, k_pool: mx.array, fence: mx.array) -> mx.array:
+        """The next fence; fails if this is not the latest one of the pool's chain."""
+        self.calls[kernel] += 1
+        known = self._latest.get(id(k_pool))
+        assert known is None or known[0] is not k_pool or known[1] is fence, f"{kernel} was given an old fence"
+        fresh = fence + 1
+        self._latest[id(k_pool)] = (k_pool, fresh)
+        return fresh
+
+    def prepare_write(self, k_pool: mx.array, v_pool: mx.array, slots: mx.array) -> Any:
+        def launch(k_pool: mx.array, v_pool: mx.array, fence: mx.array, k: mx.array, v: mx.array) -> mx.array:
+            size = k_pool.shape[2]
+            blocks, offsets = slots // size, slots % size
+            for pool, x in ((k_pool, k), (v_pool, v)):
+                assert x.dtype == pool.dtype and x.shape[1] == pool.shape[1]
+                rows = x.transpose(0, 2, 1, 3).reshape(slots.size, x.shape[1], x.shape[3])
+                pool[blocks, :, offsets] = rows
+            return self._pass("write_slots", k_pool, fence)
+
+        return launch
+
+    def write_slots(
+        self, k_pool: mx.array, v_pool: mx.array, fence: mx.array, k: mx.array, v: mx.array, slots: mx.array
+    ) -> mx.array:
+        return self.prepare_write(k_pool, v_pool, slots)(k_pool, v_pool, fence, k, v)
+
+    def prepare_decode(
+        self,
+        k_pool: mx.array,
+        v_pool: mx.array,
+        visible: tuple[mx.array, mx.array, mx.array],
+        *,
+        n_q_heads: int,
+        scale: float,
+        softcap: float | None = None,
+        sinks: bool = False,
+        max_visible: int | None = None,
+    ) -> Any:
+        tables, ends, starts = (x.tolist() for x in visible)
+        if max_visible is not None:
+            assert (visible[1] - visible[2]).max().item() <= max_visible
+
+        def launch(
+            q: mx.array, k_pool: mx.array, v_pool: mx.array, fence: mx.array, sinks: mx.array | None = None
+        ) -> tuple[mx.array, mx.array]:
+            assert q.shape[1] == n_q_heads and q.shape[2] <= 8 and q.dtype == k_pool.dtype
+            self.max_q_len = max(self.max_q_len, q.shape[2])
+            size = k_pool.shape[2]
+            rows = []
+            for b, table in enumerate(tables):
+                columns = []
+                for i in range(q.shape[2]):
+                    start, end = starts[b][i], ends[b][i]
+                    ids = mx.array(table[start // size : -(-end // size)])
+                    k, v = (
+                        pool[ids]
+                        .transpose(1, 0, 2, 3)
+                        .reshape(1, pool.shape[1], -1, pool.shape[3])[:, :, start % size : start % size + end - start]
+                        for pool in (k_pool, v_pool)
+                    )
+                    one = q[b : b + 1, :, i : i + 1]
+                    columns.append(gather.attention(one, k, v, scale=scale, mask=None, softcap=softcap, sinks=sinks))
+                rows.append(mx.concatenate(columns, axis=2))
+            return mx.concatenate(rows), self._pass("paged_decode", k_pool, fence)
+
+        return launch
+
+    def gather_blocks(
+        self, k_pool: mx.array, v_pool: mx.array, fence: mx.array, block_ids: Any, start: int, length: int
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        ids = block_ids if isinstance(block_ids, mx.array) else mx.array(list(block_ids), mx.int32)
+        assert start >= 0 and length >= 1 and start + length <= ids.size * k_pool.shape[2]
+        k, v = (
+            pool[ids].transpose(1, 0, 2, 3).reshape(1, pool.shape[1], -1, pool.shape[3])[:, :, start : start + length]
+            for pool in (k_pool, v_pool)
+        )
+        return k, v, self._pass("gather_blocks", k_pool, fence)
+
+    def copy_blocks(self, k_pool: mx.array, v_pool: mx.array, fence: mx.array, source: Any, target: Any) -> mx.array:
+        assert not set(source) & set(target) and len(set(target)) == len(target) == len(source)
+        for pool in (k_pool, v_pool):
+            pool[mx.array(target)] = pool[mx.array(source)]
+        return self._pass("copy_blocks", k_pool, fence)
+
+
+def decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
+    return None if heads.num_q_heads % geometry.num_kv_heads == 0 else "heads do not divide"
+
+
+@contextmanager
+def fake_kernels() -> Iterator[FakeKernels]:
+    """Pools made in this context by :func:`mlx_paged.attention.select.storage_choice` are in place."""
+    fake = FakeKernels()
+    names = ("write_slots", "prepare_write", "prepare_decode", "gather_blocks", "copy_blocks")
+    with (
+        mock.patch.multiple(kernels, **{name: getattr(fake, name) for name in names}),
+        mock.patch.object(select, "device_decline", lambda: None),
+        mock.patch.object(config, "device_decline", lambda: None),
+        mock.patch.object(select, "kernel_decline", decline),
+        mock.patch.object(dispatch, "kernel_decline", decline),
+    ):
+        yield fake
