@@ -1,0 +1,212 @@
+"""In-place storage holds what functional storage holds, whatever is done to the pool; on a CPU over stand-ins."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_paged.attention.select import storage_choice
+from mlx_paged.kv import in_place
+from mlx_paged.kv.group import LayerGroup
+from mlx_paged.kv.in_place import InPlaceStorage
+from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.storage import QueryHeads
+from tests.fake_kernels import FakeKernels, fake_kernels
+
+HEADS, KD, VD, SIZE, WINDOW = 2, 64, 80, 8, 20
+GROUPS = [LayerGroup((0, 2)), LayerGroup((1,), WINDOW, "window")]
+
+
+@pytest.fixture(params=["stand-ins", pytest.param("gpu", marks=pytest.mark.gpu)])
+def kernels(request: pytest.FixtureRequest) -> Iterator[FakeKernels | None]:
+    if request.param == "gpu":
+        yield None
+    else:
+        with fake_kernels() as fake:
+            yield fake
+
+
+def noise(seed: int, *shape: int) -> mx.array:
+    return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+
+
+def make_pool(use_kernel: bool) -> BlockPool:
+    pool = BlockPool(GROUPS, block_size=SIZE, choose_storage=storage_choice(use_kernel))
+    for layer in (0, 1):
+        k, v = noise(0, 1, HEADS, 1, KD), noise(1, 1, HEADS, 1, VD)
+        pool.set_geometry(layer, k, v, batch=1, heads=QueryHeads(4))
+    return pool
+
+
+class Twin:
+    """The same operations on two pools, one of each storage; every read must give the same bits."""
+
+    def __init__(self) -> None:
+        self.pools = [make_pool(True), make_pool(False)]
+        self.sequences: list[list[list]] = []
+        self.seed = 10
+
+    def new(self) -> None:
+        self.sequences.append([[pool.new_table(g) for g in (0, 1)] for pool in self.pools])
+
+    def append(self, index: int, count: int) -> None:
+        self.seed += 1
+        for pool, tables in zip(self.pools, self.sequences[index], strict=True):
+            for table in tables:
+                pool.append_tokens(table, count)
+            for layer in range(3):
+                k, v = (
+                    noise(self.seed * 7 + layer, 1, HEADS, count, KD),
+                    noise(self.seed * 7 + layer, 1, HEADS, count, VD),
+                )
+                pool.write([tables[pool.group_of(layer)]], layer, k, v)
+
+    def step(self, indices: list[int]) -> None:
+        """One token for several sequences in one call."""
+        self.seed += 1
+        for which, pool in enumerate(self.pools):
+            batch = [self.sequences[i][which] for i in indices]
+            for tables in batch:
+                for table in tables:
+                    pool.append_tokens(table, 1)
+            for layer in range(3):
+                rows = [tables[pool.group_of(layer)] for tables in batch]
+                k, v = (noise(self.seed * 5 + layer, len(rows), HEADS, 1, dim) for dim in (KD, VD))
+                pool.write_decode(rows, layer, k, v)
+
+    def fork(self, index: int) -> None:
+        pairs = zip(self.pools, self.sequences[index], strict=True)
+        self.sequences.append([[pool.fork(table) for table in tables] for pool, tables in pairs])
+
+    def trim(self, index: int, count: int) -> None:
+        for pool, tables in zip(self.pools, self.sequences[index], strict=True):
+            if count <= tables[0].length and tables[1].logical_start == 0:
+                for table in tables:
+                    pool.trim(table, count)
+
+    def drop(self, index: int) -> None:
+        for pool, tables in zip(self.pools, self.sequences.pop(index), strict=True):
+            for table in tables:
+                pool.release_table(table)
+
+    def check(self) -> None:
+        for pool in self.pools:
+            pool.check_integrity()
+        left, right = (pool.stats() for pool in self.pools)
+        assert left == right
+        for tables in self.sequences:
+            for layer in range(3):
+                group = self.pools[0].group_of(layer)
+                table = tables[0][group]
+                visible = table.length - table.logical_start
+                if visible == 0:
+                    continue
+                for rotation in {0, visible // 3}:
+                    got, expected = (
+                        pool.gather_visible(own[group], layer, rotation=rotation)
+                        for pool, own in zip(self.pools, tables, strict=True)
+                    )
+                    for a, b in zip(got, expected, strict=True):
+                        np.testing.assert_array_equal(np.array(a), np.array(b))
+
+
+OPERATION = st.tuples(st.sampled_from("naaasssftd"), st.integers(0, 7), st.integers(1, 37))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(OPERATION, max_size=25))
+def test_any_schedule_reads_as_functional_storage_does(operations: list[tuple[str, int, int]]) -> None:
+    with fake_kernels():
+        run_schedule(operations)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(20))
+def test_random_schedules_on_the_gpu(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    kinds = list("naaasssftd")
+    run_schedule([(str(rng.choice(kinds)), int(rng.integers(8)), int(rng.integers(1, 38))) for _ in range(40)])
+
+
+def run_schedule(operations: list[tuple[str, int, int]]) -> None:
+    twin = Twin()
+    twin.new()
+    twin.append(0, 5)
+    for kind, index, count in operations:
+        index %= max(1, len(twin.sequences))
+        if kind == "n":
+            twin.new()
+        elif not twin.sequences:
+            continue
+        elif kind == "a":
+            twin.append(index, count)
+        elif kind == "s":
+            twin.step(sorted({index, count % len(twin.sequences)}))
+        elif kind == "f":
+            twin.fork(index)
+        elif kind == "t":
+            twin.trim(index, count)
+        else:
+            twin.drop(index)
+    assert all(group.in_place for group in twin.pools[0].groups)
+    assert not any(group.in_place for group in twin.pools[1].groups)
+    twin.check()
+
+
+def test_growth_moves_blocks_in_chunks(kernels: FakeKernels | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_place, "GROW_CHUNK_BYTES", 3 * SIZE * HEADS * (KD + VD) * 4)
+    twin = Twin()
+    twin.new()
+    for count in (40, 70, 1, 200):
+        twin.append(0, count)
+    twin.check()
+    if kernels is not None:
+        assert kernels.calls["gather_blocks"] > 10
+
+
+def test_every_kernel_takes_part_and_gets_the_latest_fence() -> None:
+    with fake_kernels() as fake:
+        twin = Twin()
+        twin.new()
+        twin.append(0, 13)
+        twin.fork(0)
+        twin.step([0, 1])
+        twin.check()
+        assert fake.calls["write_slots"] and fake.calls["gather_blocks"] and fake.calls["copy_blocks"]
+        storage = twin.pools[0].storage(0)
+        keys = storage._InPlaceStorage__keys
+        with pytest.raises(AssertionError, match="old fence"):
+            fake.copy_blocks(keys, keys, mx.zeros((1,), mx.uint32), [1], [2])
+
+
+def test_no_mlx_op_can_read_the_blocks() -> None:
+    """The tensors are private to the class, and inside it only kernels are given them."""
+    tree = ast.parse(inspect.getsource(in_place))
+    private = {"__keys", "__values"}
+
+    def is_block_tensor(node: ast.AST) -> bool:
+        return isinstance(node, ast.Attribute) and node.attr in private and isinstance(node.value, ast.Name)
+
+    for parent in ast.walk(tree):
+        for node in ast.iter_child_nodes(parent):
+            if not is_block_tensor(node):
+                continue
+            if isinstance(node.ctx, ast.Store):
+                continue
+            if isinstance(parent, ast.Attribute):  # its number of blocks
+                assert parent.attr == "shape"
+            else:
+                assert isinstance(parent, ast.Call), ast.unparse(parent)
+                called = ast.unparse(parent.func)
+                assert called.startswith("kernels.") or called == "launch", called
+    names = {name for name in vars(InPlaceStorage) if not name.startswith("_")}
+    assert names == {
+        "after_writes", "copy_block", "decode", "fence", "grow", "in_place", "num_blocks", "read_visible", "write",
+    }  # fmt: skip
