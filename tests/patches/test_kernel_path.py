@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 import mlx_paged
 from mlx_paged import KernelUnavailableError, PagedConfig
+from mlx_paged.kv.step import DeviceTables, Step
 from tests.builders import KINDS, WINDOW, build, greedy, perturbed, prompt_of, rms
 from tests.fake_kernels import fake_kernels
 
@@ -200,3 +201,37 @@ def test_auto_without_a_gpu_gathers_and_builds_nothing(monkeypatch: pytest.Monke
     mlx_paged.apply_patches()
     greedy(MODELS["llama"], prompt_of(9), 2)
     assert mlx_paged.last_dispatch() == ("gather", "MLX has no GPU here")
+
+
+@pytest.mark.usefixtures("kernels")
+def test_device_metadata_is_made_once_per_step_and_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["gemma3"]
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+    cache = make_prompt_cache(model)
+    model(prompt_of(70)[None], cache=cache)
+    mx.eval([c.state for c in cache])
+    made = {"slots": 0, "visible": 0, "tables": 0}
+    original_slots, original_visible, original_of = Step.slots, Step.visible, DeviceTables.of
+
+    def slots(self: Step, tables: list) -> mx.array:
+        made["slots"] += 1
+        return original_slots(self, tables)
+
+    def visible(self: Step, tables: list, window: int | None) -> tuple:
+        made["visible"] += 1
+        return original_visible(self, tables, window)
+
+    def of(self: DeviceTables, tables: list) -> mx.array:
+        before = self._device
+        after = original_of(self, tables)
+        made["tables"] += after is not before
+        return after
+
+    monkeypatch.setattr(Step, "slots", slots)
+    monkeypatch.setattr(Step, "visible", visible)
+    monkeypatch.setattr(DeviceTables, "of", of)
+    for token in range(10):  # positions 70 to 79: within one block
+        model(mx.array([[token]]), cache=cache)
+    groups = len(mlx_paged.pool_of(model).groups)
+    assert groups == 2
+    assert made == {"slots": 10 * groups, "visible": 10 * groups, "tables": groups}
