@@ -37,7 +37,7 @@ class DecodeBatch:
         self.failed: list[tuple[Row, Exception]] = []
         self._inputs: mx.array | None = None  # next token of each row, not delivered yet, [B]
         self._tables: BatchTables | None = None
-        self._caches: list[Any] = []  # one per layer; paged ones are made anew whenever the members change
+        self._caches: list[Any] = []  # one per layer; paged ones are dropped and made anew when the members change
         self._changed = True
 
     def __len__(self) -> int:
@@ -103,6 +103,7 @@ class DecodeBatch:
         if self._tables is not None:
             self._tables.settle()
             self._tables = None
+            self._caches = [None if _is_paged(cache) else cache for cache in self._caches]
         self._changed = True
 
     def _extract_states(self, index: int, row: Row) -> None:
@@ -176,7 +177,9 @@ class DecodeBatch:
         logits, contexts, broken = self._process(logits, inputs)
         step = StepLogits(logits)
         sampled = self._sample(step, broken)
-        mx.async_eval(sampled, contexts)
+        # States and offsets that no layer happens to read would otherwise become chains, a few nodes a step.
+        states = [cache.state for cache in self._caches if not (cache is None or _is_paged(cache))]
+        mx.async_eval(sampled, contexts, states)
         self._inputs = sampled
         deliveries = []
         for index, (row, token) in enumerate(zip(self.rows, _as_ints(inputs), strict=True)):

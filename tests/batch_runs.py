@@ -1,0 +1,97 @@
+"""Runs of the batch generator, and the solo runs of stock mlx-lm they are compared with."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import mlx_paged
+from tests.builders import KINDS, build, greedy, prompt_of
+from tests.recurrent import build_recurrent
+
+mlx_lm_generate = importlib.import_module("mlx_lm.generate")  # the name mlx_lm.generate is a function
+TOLERANCE = 1e-4
+
+
+class Spec(NamedTuple):
+    """A request: a random prompt of ``length`` tokens, ``num_tokens`` to generate."""
+
+    length: int
+    num_tokens: int
+    seed: int = 0
+
+    @property
+    def prompt(self) -> list[int]:
+        return prompt_of(self.length, seed=self.seed).tolist()
+
+
+class Outcome:
+    """What a request delivered."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[np.ndarray] = []
+        self.reason: str | None = None
+        self.all_tokens: list[int] | None = None
+        self.progress: list[tuple[int, int]] = []
+
+
+@functools.cache
+def model_of(kind: str) -> Any:
+    return build(kind) if kind in KINDS else build_recurrent(kind)
+
+
+@functools.cache
+def solo(kind: str, spec: Spec) -> tuple[list[int], np.ndarray]:
+    """Stock mlx-lm's greedy tokens and log-probabilities of one request alone."""
+    assert not mlx_paged.patches.is_applied(), "compute stock runs before the patches are applied"
+    return greedy(model_of(kind), prompt_of(spec.length, seed=spec.seed), spec.num_tokens)
+
+
+def make_solos(kind: str, specs: Sequence[Spec]) -> None:
+    for spec in specs:
+        solo(kind, spec)
+
+
+def generator(model: Any, **options: Any) -> Any:
+    """A BatchGenerator by mlx-lm's present binding: the patches replace it."""
+    return mlx_lm_generate.BatchGenerator(model, **options)
+
+
+def collect(outcomes: dict[int, Outcome], prompts: Sequence[Any], generated: Sequence[Any]) -> None:
+    for response in prompts:
+        outcomes[response.uid].progress.append(tuple(response.progress))
+    for response in generated:
+        outcome = outcomes[response.uid]
+        assert outcome.reason is None, "a token after the last one"
+        outcome.tokens.append(response.token)
+        outcome.logprobs.append(np.array(response.logprobs))
+        outcome.reason, outcome.all_tokens = response.finish_reason, response.all_tokens
+
+
+def run_all(gen: Any, outcomes: dict[int, Outcome]) -> None:
+    while True:
+        prompts, generated = gen.next()
+        if not prompts and not generated:
+            return
+        collect(outcomes, prompts, generated)
+
+
+def check(kind: str, spec: Spec, outcome: Outcome) -> None:
+    """The request delivered its solo run's tokens, each once, with their log-probabilities."""
+    tokens, logprobs = solo(kind, spec)
+    assert outcome.tokens == tokens
+    assert np.abs(np.stack(outcome.logprobs) - logprobs).max() < TOLERANCE
+    assert outcome.reason == "length"
+    assert outcome.all_tokens == spec.prompt + tokens
+    assert [done for done, _ in outcome.progress] == sorted(done for done, _ in outcome.progress)
+    assert outcome.progress[-1] == (spec.length, spec.length)
+
+
+def kv_budget(model: Any, num_blocks: int, block_size: int) -> int:
+    """Bytes of so many blocks of a model whose layers all have the builders' shape."""
+    return num_blocks * block_size * len(model.layers) * 2 * 2 * 32 * 4
