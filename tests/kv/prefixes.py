@@ -1,0 +1,60 @@
+"""Sequences whose keys tell which tokens they were computed from: every position holds a number made of its prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged.kv.block_table import BlockTable
+from mlx_paged.kv.group import LayerGroup
+from mlx_paged.kv.pool import UNLIMITED, BlockPool
+
+BYTES_PER_TOKEN = 3 * 4
+
+
+def make_pool(
+    windows: Sequence[int | None] = (None,), *, block_size: int = 4, num_blocks: int | None = None
+) -> BlockPool:
+    """A pool with one layer per group; ``num_blocks`` is its budget, null blocks included."""
+    return BlockPool(
+        [LayerGroup((layer,), window, f"group {layer}") for layer, window in enumerate(windows)],
+        block_size=block_size,
+        memory_budget=UNLIMITED if num_blocks is None else num_blocks * block_size * BYTES_PER_TOKEN,
+    )
+
+
+def new_tables(pool: BlockPool) -> list[BlockTable]:
+    return [pool.new_table(group) for group in range(len(pool.groups))]
+
+
+def fingerprints(tokens: Sequence[int], start: int, salt: object = None) -> np.ndarray:
+    """One number per position from ``start`` on, different for different prefixes."""
+    return np.array([hash((salt, *tokens[: i + 1])) % (1 << 23) for i in range(start, len(tokens))], np.float32)
+
+
+def compute(pool: BlockPool, tables: Sequence[BlockTable], tokens: Sequence[int], salt: object = None) -> None:
+    """Do as a forward pass over ``tokens`` would that finds the first ones in the tables already."""
+    for layer, table in enumerate(tables):
+        start = table.length
+        if start < len(tokens):
+            pool.append_tokens(table, len(tokens) - start)
+            x = mx.array(fingerprints(tokens, start, salt))[None, None, :, None] + layer
+            pool.write_prefill(table, layer, mx.concatenate([x, x + 1], axis=-1), -x)
+
+
+def check_contents(pool: BlockPool, tables: Sequence[BlockTable], tokens: Sequence[int], salt: object = None) -> None:
+    """Every visible position of the tables holds what was computed from its own prefix of ``tokens``."""
+    for layer, table in enumerate(tables):
+        if table.length == table.logical_start:
+            continue
+        k, v = pool.gather_visible(table, layer)
+        expected = fingerprints(tokens[: table.length], table.logical_start, salt) + layer
+        np.testing.assert_array_equal(np.array(k)[0, 0], np.stack([expected, expected + 1], axis=-1))
+        np.testing.assert_array_equal(np.array(v)[0, 0, :, 0], -expected)
+
+
+def release(pool: BlockPool, tables: Sequence[BlockTable]) -> None:
+    for table in tables:
+        pool.release_table(table)
