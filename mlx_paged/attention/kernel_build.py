@@ -28,7 +28,11 @@ _TYPE_NAMES = {
     },
 }
 _POOL = ["k_pool", "v_pool", "fence"]
-_DECODE = (["q", *_POOL, "tables", "ends", "starts", "params", "sinks"], ["out", "stats", "fence_out"], False)
+_DECODE = (
+    ["q", *_POOL, "k_new", "v_new", "tables", "ends", "starts", "params", "sinks"],
+    ["out", "stats", "fence_out"],
+    False,
+)
 # body -> (inputs, outputs, inputs may be strided)
 SIGNATURES: dict[str, tuple[list[str], list[str], bool]] = {
     "paged_decode": _DECODE,

@@ -106,6 +106,7 @@ def paged_decode(
     softcap: float | None = None,
     sinks: mx.array | None = None,
     max_visible: int | None = None,
+    append: tuple[mx.array, mx.array] | None = None,
     variant: Variant | None = None,
     plan: Plan | None = None,
 ) -> tuple[mx.array, mx.array]:
@@ -115,6 +116,8 @@ def paged_decode(
     absolute position; context_lens and start_positions int32 [B, q_len]: a query sees start <= position < context_len,
     and entries of the table outside that range are never followed. sinks: one logit per query head, [n_q_heads].
     max_visible: no query sees more tokens than this (a window), which saves empty partitions; the result is the same.
+    append: keys and values [B, n_kv_heads, 1, head_dim] of the tokens at context_lens - 1 (q_len 1), which are not in
+    the pool yet: they are written to their slots and attended to, as by write_slots before.
     Returns (out [B, n_q_heads, q_len, value_dim], fence). A query that sees nothing gets zeros.
 
     A row's bits do not depend on the other rows. `variant` and `plan` override the choice, for checks and timings.
@@ -139,10 +142,16 @@ def paged_decode(
         softcap=softcap,
         sinks=sinks is not None,
         max_visible=max_visible,
+        append=append is not None,
         variant=variant,
         plan=plan,
     )
-    return launch(q, k_pool, v_pool, fence, sinks)
+    if append is None:
+        return launch(q, k_pool, v_pool, fence, sinks)
+    for x, pool in zip(append, (k_pool, v_pool), strict=True):
+        if x.shape != (batch, pool.shape[1], 1, pool.shape[3]) or x.dtype != pool.dtype or q_len != 1:
+            raise ValueError(f"cannot append rows {x.dtype} x {x.shape} for queries {q.shape}")
+    return launch(q, k_pool, v_pool, fence, sinks, *append)
 
 
 class DecodeLaunch(NamedTuple):
@@ -156,12 +165,21 @@ class DecodeLaunch(NamedTuple):
     params: mx.array
 
     def __call__(
-        self, q: mx.array, k_pool: mx.array, v_pool: mx.array, fence: mx.array, sinks: mx.array | None = None
+        self,
+        q: mx.array,
+        k_pool: mx.array,
+        v_pool: mx.array,
+        fence: mx.array,
+        sinks: mx.array | None = None,
+        k_new: mx.array | None = None,
+        v_new: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
         """(out, fence) of :func:`paged_decode`, for arrays of the shapes it was prepared for. Checks nothing."""
         logits = self.params if sinks is None else sinks.astype(mx.float32)
         tables, ends, starts = self.visible
-        inputs = [q, k_pool, v_pool, fence, tables, ends, starts, self.params, logits]
+        k_new = q if k_new is None else k_new  # never read then
+        v_new = q if v_new is None else v_new
+        inputs = [q, k_pool, v_pool, fence, k_new, v_new, tables, ends, starts, self.params, logits]
         out, stats, fence = self.decode(inputs=inputs, **self.decode_options)
         if self.merge is not None:
             (out,) = self.merge(inputs=[out, stats, ends, starts, logits], **self.merge_options)
@@ -178,6 +196,7 @@ def prepare_decode(
     softcap: float | None = None,
     sinks: bool = False,
     max_visible: int | None = None,
+    append: bool = False,
     variant: Variant | None = None,
     plan: Plan | None = None,
 ) -> DecodeLaunch:
@@ -203,7 +222,7 @@ def prepare_decode(
         build_kernel("merge_partitions", spec.merge_constants) if spec.merge else None,
         spec.merge,
         visible,
-        _constants(scale, softcap or 1.0),
+        _constants(scale, softcap or 1.0, float(append)),
     )
 
 

@@ -10,7 +10,11 @@ from tests.msl import emulator
 
 # Outputs that a kernel may leave partly unwritten, and inputs it stores to.
 SPARSE = {"paged_decode": ("out",)}
-WRITES = {"write_slots": ("k_pool", "v_pool"), "copy_blocks": ("k_pool", "v_pool")}
+WRITES = {
+    "paged_decode": ("k_pool", "v_pool"),
+    "write_slots": ("k_pool", "v_pool"),
+    "copy_blocks": ("k_pool", "v_pool"),
+}
 
 
 class Emulated:
@@ -32,7 +36,7 @@ class Emulated:
             self.calls.append((body, call))
             sparse = SPARSE.get(body, ()) if ("SINGLE", False) in constants else ()
             out = kernel(**call, checked=self.checked, orders=self.orders, writes=WRITES.get(body, ()), sparse=sparse)
-            self.written, self.stats = kernel.written, kernel.stats
+            self.written, self.stats = kernel.written or self.written, kernel.stats
             return out
 
         return launch
@@ -113,6 +117,17 @@ class Case:
                 v[self.tables[b, t // block_size], :, t % block_size] = vc[:, t]
         self.k_pool, self.v_pool = mx.array(k).astype(dtype), mx.array(v).astype(dtype)
         self.rows = rows
+
+    def take_out_newest(self):
+        """Keys and values of each sequence's newest token, as the call's `append`; its slot is NaN again."""
+        k, v = to_float(self.k_pool), to_float(self.v_pool)
+        new = []
+        for pool, which in ((k, 0), (v, 1)):
+            new.append(mx.array(np.stack([row[which][:, -1:] for row in self.rows])).astype(self.dtype))
+            for b, end in enumerate(self.ends[:, 0]):
+                pool[self.tables[b, (end - 1) // self.block_size], :, (end - 1) % self.block_size] = np.nan
+        self.k_pool, self.v_pool = mx.array(k).astype(self.dtype), mx.array(v).astype(self.dtype)
+        return tuple(new)
 
     def reference(self):
         """Float64 attention over the dense rows."""

@@ -8,7 +8,7 @@ import pytest
 from mlx_paged.attention import kernels
 from mlx_paged.attention.kernel_plan import HEAD_DIMS, MAX_THREADGROUP_BYTES, plan_decode
 from tests.msl.emulator import EmuError
-from tests.msl.harness import Case, emulated
+from tests.msl.harness import Case, emulated, to_float
 
 TOLERANCE = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 2e-2}
 RAGGED = [1, 15, 16, 17, 150, 5, 6, 7, 33]  # 9 rows: inputs of 8 and more elements are in device memory
@@ -101,6 +101,40 @@ def test_max_visible_changes_nothing():
     assert grids[1] < grids[0] and wide.tobytes() == narrow.tobytes()
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("contexts", [[1, 16, 17, 150, 300], [64, 65]])
+def test_append_writes_the_newest_token_and_attends_to_it(contexts, dtype):
+    # Its slot holds NaN: reading it from the pool would be seen. 300 tokens: several partitions.
+    case = Case(contexts, dtype=dtype, head_dim=80, value_dim=64, heads=(4, 2))
+    reference, full = case.reference(), (to_float(case.k_pool), to_float(case.v_pool))
+    append = case.take_out_newest()
+    with emulated() as fake:
+        out, _ = case.run(append=append)
+    np.testing.assert_allclose(out, reference, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    for name, expected in zip(("k_pool", "v_pool"), full, strict=True):
+        np.testing.assert_array_equal(to_float(fake.written[name]), expected)
+
+
+def test_append_changes_no_bit():
+    case = Case([5, 150, 300], starts=[0, 3, 100], dtype=mx.float32)
+    with emulated(checked=False, orders=(0,)):
+        before, _ = case.run()
+        after, _ = case.run(append=case.take_out_newest())
+    assert before.tobytes() == after.tobytes()
+
+
+def test_append_refuses_rows_that_do_not_fit():
+    case = Case([5, 6])
+    k, v = case.take_out_newest()
+    with emulated():
+        for bad in ((k[:1], v), (k, v[..., :32]), (k.astype(mx.float16), v)):
+            with pytest.raises(ValueError, match="cannot append"):
+                case.run(append=bad)
+        case = Case([5, 6], q_len=2)
+        with pytest.raises(ValueError, match="cannot append"):
+            case.run(append=(k, v))
+
+
 def test_threadgroup_memory_is_bounded():
     for dtype in TOLERANCE:
         for head_dim in HEAD_DIMS:
@@ -112,6 +146,35 @@ def test_threadgroup_memory_is_bounded():
 
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+APPEND_DEFECTS = {  # old, new: seen in the result or in the pool
+    "reads the slot, not the new row": ("position == fresh ? k_new", "position == -1 ? k_new"),
+    "writes to the wrong slot": ("* BS + fresh % BS;", "* BS + (fresh + 1) % BS;"),
+    "writes half a row": ("dim < DV; dim += SG * 32", "dim < DV / 2; dim += SG * 32"),
+    "one row for all": (
+        "fresh_row = static_cast<int64_t>(row) * n_kv + kv_head",
+        "fresh_row = static_cast<int64_t>(kv_head)",
+    ),
+    "never stores": ("if (fresh >= lo && fresh < hi) {", "if (fresh < -1) {"),
+}
+
+
+@pytest.mark.parametrize("name", list(APPEND_DEFECTS))
+def test_planted_append_defects_are_caught(name):
+    case = Case([17, 150], head_dim=64)
+    reference, full = case.reference(), (to_float(case.k_pool), to_float(case.v_pool))
+    append = case.take_out_newest()
+    try:
+        with emulated(edit={"paged_decode": [APPEND_DEFECTS[name]]}) as fake:
+            out, _ = case.run(append=append)
+    except EmuError:
+        return
+    same = all(
+        np.array_equal(to_float(fake.written[n]), x, equal_nan=True)
+        for n, x in zip(("k_pool", "v_pool"), full, strict=True)
+    )
+    assert not same or not np.allclose(out, reference, atol=1e-3)
+
+
 CAUGHT = {  # body, old, new: the emulator itself objects
     "drop the barriers": ("paged_decode", BARRIER, "", "race: load"),
     "barrier without memory": ("paged_decode", BARRIER, "threadgroup_barrier(mem_flags::mem_none);", "race: load"),
@@ -157,7 +220,7 @@ WRONG = {  # body, old, new: the numbers come out wrong
     "skip the rescale": ("paged_decode", "acc[h * NV * VEC + i] *= shrink;", ""),
     "skip the rescale of the sum": ("paged_decode", "l[h] *= shrink;", ""),
     "window ignored": ("paged_decode", "metal::max(static_cast<int>(starts[row]), 0)", "0"),
-    "stale tokens multiplied": ("paged_decode", "metal::min(metal::max(token + step_token, lo), hi - 1) % BS", "(token + step_token) % BS"),
+    "stale tokens multiplied": ("paged_decode", "position = metal::min(metal::max(token + step_token, lo), hi - 1);", "position = token + step_token;"),
     "last token lost": ("paged_decode", "token >= lo && token < hi ? s", "token >= lo && token < hi - 1 ? s"),
     "stripes not weighted": ("paged_decode", "const float weight = metal::exp2(tg_m", "const float weight = 1.0f + 0.0f * metal::exp2(tg_m"),
     "sink of another head": ("merge_partitions", "sinks[line / q_len % HEADS]", "sinks[0]"),

@@ -18,8 +18,8 @@ POOL = [(4, 99999, "T"), (4, 99999, "T"), (1, 1, "uint32")]
 
 
 def decode_inputs(rows, dtype):
-    small = [(2, rows * 4, "int32"), (2, rows, "int32"), (2, rows, "int32"), (1, 2, "float32"), (1, 2, "float32")]
-    return [(4, 9999, dtype), *pool(dtype), *small]
+    small = [(2, rows * 4, "int32"), (2, rows, "int32"), (2, rows, "int32"), (1, 3, "float32"), (1, 2, "float32")]
+    return [(4, 9999, dtype), *pool(dtype), (4, 999, dtype), (4, 999, dtype), *small]
 
 
 def pool(dtype):

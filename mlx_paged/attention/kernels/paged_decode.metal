@@ -39,6 +39,10 @@ const int size = end - begin <= TIER1 * PART ? PART : end - begin <= TIER2 * PAR
 const int origin = begin / 64 * 64;
 const int lo = metal::max(begin, origin + partition * size);
 const int hi = metal::min(end, origin + partition * size + size);
+// With params[2] set (q_len is 1 then), the row's newest token comes with the call: it is read from there, and the
+// threadgroup whose partition it is in stores it into its slot.
+const int fresh = params[2] != 0.0f ? end - 1 : -1;
+const int64_t fresh_row = static_cast<int64_t>(row) * n_kv + kv_head;
 
 if (kv_head + row + partition + lane + sg == 0) {
   fence_out[0] = fence[0] + 1u;
@@ -65,6 +69,16 @@ if (lo < hi) {
     }
   }
 
+  if (fresh >= lo && fresh < hi) {
+    const int64_t at = (static_cast<int64_t>(tables[sequence * max_blocks + fresh / BS]) * n_kv + kv_head) * BS + fresh % BS;
+    for (int dim = sg * 32 + lane; dim < D; dim += SG * 32) {
+      const_cast<device T*>(k_pool)[at * D + dim] = k_new[fresh_row * D + dim];
+    }
+    for (int dim = sg * 32 + lane; dim < DV; dim += SG * 32) {
+      const_cast<device T*>(v_pool)[at * DV + dim] = v_new[fresh_row * DV + dim];
+    }
+  }
+
   const int first_chunk = lo / CHUNK;
   const int last_chunk = (hi - 1) / CHUNK;
   for (int chunk = first_chunk + (stripe + STRIPES - first_chunk % STRIPES) % STRIPES; chunk <= last_chunk; chunk += STRIPES) {
@@ -79,17 +93,19 @@ if (lo < hi) {
       if (u == 0 || u * TPS % BS == 0) {
         block = tables[sequence * max_blocks + metal::min(metal::max(token / BS, lo / BS), (hi - 1) / BS)];
       }
-      const int slot = metal::min(metal::max(token + step_token, lo), hi - 1) % BS;
-      const int64_t at = (block * n_kv + kv_head) * BS + slot;
+      const int position = metal::min(metal::max(token + step_token, lo), hi - 1);
+      const int64_t at = (block * n_kv + kv_head) * BS + position % BS;
+      auto key = position == fresh ? k_new + fresh_row * D : k_pool + at * D;
+      auto value = position == fresh ? v_new + fresh_row * DV : v_pool + at * DV;
       UNROLL
       for (int i = 0; i < NK; i++) {
         const int dim = (i * LPT + sub) * VEC;
-        keys[u * NK + i] = dim < D ? load_packet<T, VEC>(k_pool + at * D + dim) : zero_packet<T, VEC>();
+        keys[u * NK + i] = dim < D ? load_packet<T, VEC>(key + dim) : zero_packet<T, VEC>();
       }
       UNROLL
       for (int i = 0; i < NV; i++) {
         const int dim = (i * LPT + sub) * VEC;
-        values[u * NV + i] = dim < DV ? load_packet<T, VEC>(v_pool + at * DV + dim) : zero_packet<T, VEC>();
+        values[u * NV + i] = dim < DV ? load_packet<T, VEC>(value + dim) : zero_packet<T, VEC>();
       }
     }
 
