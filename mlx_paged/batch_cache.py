@@ -290,9 +290,9 @@ class PagedBatchKVCache:
         heads = QueryHeads(queries.shape[1], softcap is not None, sinks is not None)
         self.pool.set_geometry(self.layer, keys, values, batch=len(self.batch), heads=heads)
         tables = self.batch.take(self.layer)
-        self.pool.write_decode(tables, self.layer, keys, values)
-        return dispatch.paged_attention(
-            queries, self.pool, self.layer, tables, scale=scale, softcap=softcap, sinks=sinks
+        step = self.pool.step(self.layer, tables, 1)
+        return dispatch.append_attention(
+            queries, keys, values, self.pool, self.layer, tables, step, scale=scale, softcap=softcap, sinks=sinks
         )
 
     def _attend_rows(

@@ -108,28 +108,22 @@ class PagedKVCache:
 
     # Writing and reading --------------------------------------------------------------------------------------
 
-    def update(
-        self, keys: mx.array, values: mx.array, heads: QueryHeads | None = None
-    ) -> tuple[list[BlockTable], Step]:
+    def update(self, keys: mx.array, values: mx.array) -> None:
         """Write the next tokens' keys and values ``[1, n_kv_heads, n_new, head_dim]`` to the pool.
-
-        Args:
-            keys, values: the new tokens'.
-            heads: what will attend over them; the first call of a group chooses its storage by it.
-
-        Returns:
-            The layer's table, and what was written.
 
         Raises:
             GeometryError, PoolExhaustedError, KernelUnavailableError: before anything is changed.
         """
+        tables, step = self._reserve(keys, values, None)
+        self.sequence.pool.write_step(tables, self.layer, step, keys, values)
+
+    def _reserve(self, keys: mx.array, values: mx.array, heads: QueryHeads | None) -> tuple[list[BlockTable], Step]:
+        """Positions for the next tokens; the first call of a group chooses its storage by the queries' ``heads``."""
         pool, layer = self.sequence.pool, self.layer
         pool.set_geometry(layer, keys, values, batch=1, heads=heads)
         num_tokens = keys.shape[2]
         tables = [self.sequence.reserve(layer, num_tokens)]
-        step = pool.step(layer, tables, num_tokens)
-        pool.write_step(tables, layer, step, keys, values)
-        return tables, step
+        return tables, pool.step(layer, tables, num_tokens)
 
     def attend(
         self,
@@ -156,17 +150,19 @@ class PagedKVCache:
             ``[1, n_q_heads, n_new, v_head_dim]``.
         """
         heads = QueryHeads(queries.shape[1], softcap is not None, sinks is not None)
-        tables, step = self.update(keys, values, heads)
+        tables, step = self._reserve(keys, values, heads)
         pool, layer = self.sequence.pool, self.layer
         window = None if mask is None else self.sequence.window_of(mask)
-        if step.num_tokens > 1:
-            return dispatch.prefill_attention(
-                queries, keys, values, pool, layer, tables[0],
-                scale=scale, mask=mask, window=window, softcap=softcap, sinks=sinks, step=step,
+        if step.num_tokens == 1:
+            return dispatch.append_attention(
+                queries, keys, values, pool, layer, tables, step,
+                scale=scale, mask=mask, window=window, softcap=softcap, sinks=sinks,
             )  # fmt: skip
-        return dispatch.paged_attention(
-            queries, pool, layer, tables, scale=scale, mask=mask, window=window, softcap=softcap, sinks=sinks, step=step
-        )
+        pool.write_step(tables, layer, step, keys, values)
+        return dispatch.prefill_attention(
+            queries, keys, values, pool, layer, tables[0],
+            scale=scale, mask=mask, window=window, softcap=softcap, sinks=sinks, step=step,
+        )  # fmt: skip
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the next tokens and return all visible keys and values, gathered lazily, in mlx-lm's order.

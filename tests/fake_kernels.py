@@ -22,7 +22,7 @@ class FakeKernels:
     """Attributes: calls, by kernel; max_q_len of the decode calls."""
 
     def __init__(self) -> None:
-        self.calls = {"write_slots": 0, "paged_decode": 0, "gather_blocks": 0, "copy_blocks": 0}
+        self.calls = {"write_slots": 0, "paged_decode": 0, "gather_blocks": 0, "copy_blocks": 0, "append": 0}
         self.max_q_len = 0
         self._latest: dict[int, tuple[mx.array, mx.array]] = {}
 
@@ -63,17 +63,32 @@ class FakeKernels:
         softcap: float | None = None,
         sinks: bool = False,
         max_visible: int | None = None,
+        append: bool = False,
     ) -> Any:
         tables, ends, starts = (x.tolist() for x in visible)
         if max_visible is not None:
             assert (visible[1] - visible[2]).max().item() <= max_visible
 
         def launch(
-            q: mx.array, k_pool: mx.array, v_pool: mx.array, fence: mx.array, sinks: mx.array | None = None
+            q: mx.array,
+            k_pool: mx.array,
+            v_pool: mx.array,
+            fence: mx.array,
+            sinks: mx.array | None = None,
+            k_new: mx.array | None = None,
+            v_new: mx.array | None = None,
         ) -> tuple[mx.array, mx.array]:
+            assert append == (k_new is not None) == (v_new is not None)
             assert q.shape[1] == n_q_heads and q.shape[2] <= 8 and q.dtype == k_pool.dtype
             self.max_q_len = max(self.max_q_len, q.shape[2])
             size = k_pool.shape[2]
+            if append:
+                self.calls["append"] += 1
+                assert q.shape[2] == 1
+                newest = [end[0] - 1 for end in ends]
+                blocks = mx.array([table[p // size] for table, p in zip(tables, newest, strict=True)])
+                for pool, x in ((k_pool, k_new), (v_pool, v_new)):
+                    pool[blocks, :, mx.array([p % size for p in newest])] = x[:, :, 0]
             rows = []
             for b, table in enumerate(tables):
                 columns = []

@@ -144,14 +144,69 @@ def paged_attention(
     if declined is None:
         q_len = q.shape[2]
         _record(_KERNEL_ONE if q_len == 1 else _KERNEL_FEW)
-        if window is None or (group.spec.window is not None and group.spec.window < window):
-            window = group.spec.window
-        storage = cast(InPlaceStorage, pool.storage(layer))
         if step is None:
             step = pool.step(layer, tables, q_len)
-        return storage.decode(q, tables, step, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return _decode(q, pool, layer, tables, step, scale, window, softcap, sinks, None)
     _record(Dispatch("gather", declined))
     return gather.gather_attention(q, pool, layer, tables, scale=scale, mask=mask, softcap=softcap, sinks=sinks)
+
+
+def append_attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    pool: BlockPool,
+    layer: int,
+    tables: Sequence[BlockTable],
+    step: Step,
+    *,
+    scale: float,
+    mask: mx.array | str | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Write one new token per sequence and attend from it; one kernel does both where there is one.
+
+    Args:
+        q: ``[B, n_q_heads, 1, head_dim]``.
+        k, v: ``[B, n_kv_heads, 1, head_dim]``, accepted by :meth:`BlockPool.set_geometry`.
+        pool, layer, tables: where to write; the positions are reserved.
+        step: of these tables, one token each.
+        scale, mask, window, softcap, sinks: as for :func:`paged_attention`.
+
+    Returns:
+        ``[B, n_q_heads, 1, v_head_dim]``.
+    """
+    if q.shape[0] != len(tables):
+        raise GeometryError(f"queries {q.shape} for {len(tables)} sequence(s)")
+    group = pool.groups[pool.group_of(layer)]
+    declined = _decline(q, group, pool.block_size, mask, window, softcap is not None, sinks is not None)
+    if declined is None:
+        _record(_KERNEL_ONE)
+        return _decode(q, pool, layer, tables, step, scale, window, softcap, sinks, (k, v))
+    pool.write_step(tables, layer, step, k, v)
+    _record(Dispatch("gather", declined))
+    return gather.gather_attention(q, pool, layer, tables, scale=scale, mask=mask, softcap=softcap, sinks=sinks)
+
+
+def _decode(
+    q: mx.array,
+    pool: BlockPool,
+    layer: int,
+    tables: Sequence[BlockTable],
+    step: Step,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: mx.array | None,
+    append: tuple[mx.array, mx.array] | None,
+) -> mx.array:
+    group_window = pool.groups[pool.group_of(layer)].spec.window
+    if window is None or (group_window is not None and group_window < window):
+        window = group_window
+    storage = cast(InPlaceStorage, pool.storage(layer))
+    return storage.decode(q, tables, step, scale=scale, window=window, softcap=softcap, sinks=sinks, append=append)
 
 
 def _decline(

@@ -58,6 +58,7 @@ class InPlaceStorage:
         window: int | None = None,
         softcap: float | None = None,
         sinks: mx.array | None = None,
+        append: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
         """The fused kernel over this layer's blocks.
 
@@ -68,18 +69,19 @@ class InPlaceStorage:
             window: no query sees more tokens than this.
             softcap: scores become ``softcap * tanh(score / softcap)``.
             sinks: one logit per query head.
+            append: keys and values of the step's positions (q_len 1), for the same kernel to write first.
 
         Returns:
             ``[B, n_q_heads, q_len, v_head_dim]``.
         """
-        key = (q.shape[1], scale, window, softcap, sinks is None)
+        key = (q.shape[1], scale, window, softcap, sinks is None, append is None)
         launch = step.launches.get(key)
         if launch is None:
             launch = step.launches[key] = kernels.prepare_decode(
                 self.__keys, self.__values, step.visible(tables, window), n_q_heads=q.shape[1],
-                scale=scale, softcap=softcap, sinks=sinks is not None, max_visible=window,
+                scale=scale, softcap=softcap, sinks=sinks is not None, max_visible=window, append=append is not None,
             )  # fmt: skip
-        out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks)
+        out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks, *(append or ()))
         return out
 
     def read_visible(self, table: BlockTable, *, rotation: int, copy: bool) -> tuple[mx.array, mx.array]:
