@@ -34,6 +34,7 @@ class DecodeBatch:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.rows: list[Row] = []
+        self.members: set[Row] = set()
         self.failed: list[tuple[Row, Exception]] = []
         self._inputs: mx.array | None = None  # next token of each row, not delivered yet, [B]
         self._tables: BatchTables | None = None
@@ -71,6 +72,7 @@ class DecodeBatch:
         inputs = mx.array([row.next_input() for row in rows], mx.uint32)
         self._inputs = inputs if self._inputs is None else mx.concatenate([self._inputs, inputs])
         self.rows = [*self.rows, *rows]
+        self.members.update(rows)
 
     def leave(self, rows: Sequence[Row], *, keep_caches: bool = True) -> None:
         """Take rows out. With ``keep_caches`` their own caches hold all they computed: block tables are just let go,
@@ -79,16 +81,17 @@ class DecodeBatch:
         The step that is under way was given their blocks. They may be reused at once all the same: whatever writes
         them next depends on the pool's tensors, or on its fence, and so comes after that step.
         """
-        leaving = set(rows)
-        keep = [index for index, row in enumerate(self.rows) if row not in leaving]
-        if len(keep) == len(self.rows):
+        leaving = self.members.intersection(rows)
+        if not leaving:
             return
+        keep = [index for index, row in enumerate(self.rows) if row not in leaving]
         self._settle()
         if keep_caches:
             for index, row in enumerate(self.rows):
                 if row in leaving:
                     self._extract_states(index, row)
         self.rows = [self.rows[index] for index in keep]
+        self.members -= leaving
         if not keep:
             self._inputs, self._caches = None, []
             return
@@ -166,8 +169,8 @@ class DecodeBatch:
     def step(self) -> list[Delivery]:
         """Dispatch the next token of every row, then return the ones computed by the step before.
 
-        :meth:`reserve` must have succeeded. A row whose computation or sampler raises is taken out and is in
-        ``failed`` afterwards; the others go on.
+        :meth:`reserve` must have succeeded. A row whose computation, processor or sampler raises is in ``failed``
+        afterwards, for the caller to take out; the others go on.
         """
         logits = self._forward()
         if logits is None:
@@ -183,13 +186,12 @@ class DecodeBatch:
         self._inputs = sampled
         deliveries = []
         for index, (row, token) in enumerate(zip(self.rows, _as_ints(inputs), strict=True)):
-            if row.logits is not None and index not in broken:
+            if row.logits is not None:
                 row.source.append(token)
                 deliveries.append(Delivery(row, token, row.logits))
             row.undelivered = None
             row.logits = (step, index)
         self.failed += [(self.rows[index], error) for index, error in broken.items()]
-        self.leave([self.rows[index] for index in broken], keep_caches=False)
         return deliveries
 
     def _forward(self) -> mx.array | None:
@@ -198,24 +200,23 @@ class DecodeBatch:
         try:
             logits: mx.array = self.model(self._inputs[:, None], cache=self._caches)[:, -1, :]
         except Exception as error:
-            if self._tables is None or any(not isinstance(c, PagedBatchKVCache) for c in self._caches):
+            if self._tables is None or not all(_is_paged(cache) for cache in self._caches):
                 # States of other layers may have taken the token already: no row can be computed again.
-                self._fail_all(error)
+                self.fail_all(error)
                 return None
             self._tables.take_back()
             self._tables.settle()
-            caught = error
+            found = self._forward_parts(list(range(len(self.rows))), error)
         else:
             for leaf in leaves(self._caches):
                 if isinstance(leaf, ArraysCache) and leaf.left_padding is not None:
                     leaf.finalize()  # nothing is padded; the counter would become a chain of one node a step
             return logits
-        found = self._forward_parts(list(range(len(self.rows))), caught)
-        broken = [self.rows[index] for index, part in found.items() if isinstance(part, Exception)]
-        self.failed += [(self.rows[i], part) for i, part in found.items() if isinstance(part, Exception)]
-        self.leave(broken, keep_caches=False)
-        parts = [part for part in found.values() if not isinstance(part, Exception)]
+        broken = [(self.rows[index], part) for index, part in found.items() if isinstance(part, Exception)]
+        self.failed += broken
+        self.leave([row for row, _ in broken], keep_caches=False)
         self._settle()
+        parts = [part for part in found.values() if not isinstance(part, Exception)]
         return mx.concatenate(parts) if parts else None
 
     def _forward_parts(self, indices: list[int], error: Exception) -> dict[int, mx.array | Exception]:
@@ -243,13 +244,10 @@ class DecodeBatch:
                 found.update({index: logits[i : i + 1] for i, index in enumerate(half)})
         return found
 
-    def _fail_all(self, error: Exception) -> None:
-        self.failed += [(row, error) for row in self.rows]
-        self.leave(self.rows, keep_caches=False)
-
     def fail_all(self, error: Exception) -> None:
         """A step failed as a whole: no row's state is known any more."""
-        self._fail_all(error)
+        self.failed += [(row, error) for row in self.rows]
+        self.leave(self.rows, keep_caches=False)
 
     def _process(self, logits: mx.array, inputs: mx.array) -> tuple[mx.array, list[mx.array], dict[int, Exception]]:
         """Logits after the rows' own processors; what these were given; and the rows whose processors raised."""

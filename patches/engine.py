@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -120,7 +121,7 @@ class Engine:
 
     def release(self, request: Request) -> None:
         row = self.rows[request.uid]
-        if row in self.batch.rows:
+        if row in self.batch.members:
             self.batch.suspend(row)
         row.release()
         if self.pool is not None:
@@ -137,7 +138,7 @@ class Engine:
         states = self.batch.state_nbytes
         for row in self.rows.values():
             caches = row.given if row.caches is None else row.caches
-            in_batch = row in self.batch.rows
+            in_batch = row in self.batch.members
             states += sum(c.nbytes for c in caches or () if isinstance(c, PagedKVCache) or not in_batch)
         return states
 
@@ -164,7 +165,7 @@ class Engine:
         if row.caches is None:
             caches = stock_cache.make_prompt_cache(self.model) if row.given is None else copy.deepcopy(row.given)
             return caches, list(row.history)
-        caches = self.batch.fork(row) if row in self.batch.rows else copy.deepcopy(row.caches)
+        caches = self.batch.fork(row) if row in self.batch.members else copy.deepcopy(row.caches)
         return caches, row.cached_tokens()
 
     def _fail(self, row: Row, error: Exception) -> None:
@@ -172,7 +173,7 @@ class Engine:
         self.batch.leave([row], keep_caches=False)
         row.release()
         del self.rows[row.uid]
-        self.failures.append(RequestFailedError(row.uid, error))
+        self.failures.append(_report_of(row.uid, error))
 
     # Steps ----------------------------------------------------------------------------------------------------
 
@@ -196,8 +197,7 @@ class Engine:
         for request, error in plan.failed:
             self._fail(self.rows[request.uid], error)
         rows = [self.rows[request.uid] for request in plan.decode]
-        members = set(self.batch.rows)
-        joining = [row for row in rows if row not in members]
+        joining = [row for row in rows if row not in self.batch.members]
         self.batch.join(joining)
         prompts = [
             PromptResponse(row.uid, (row.prompt_length,) * 2, True, True) for row in joining if row.logits is None
@@ -215,20 +215,19 @@ class Engine:
         except Exception as caught:
             self.batch.fail_all(caught)
             rows, deliveries = [], []
-        for row, error in self.batch.failed:
-            self.scheduler.remove(row.request)
-            self._fail(row, error)
-        self.batch.failed = []
+        failed, self.batch.failed = dict(self.batch.failed), []
         for row in rows:
-            if row.uid in self.rows:
+            if row in self.batch.members:
                 self.scheduler.advance(row.request, 1)
         responses = [self._deliver(delivery) for delivery in deliveries]
-        finished = [self.rows[r.uid] for r in responses if r.finish_reason is not None]
-        if finished:
-            self.batch.leave(finished)
-            for response in responses:
-                if response.finish_reason is not None:
-                    self._finish(self.rows[response.uid], response)
+        finished = [(self.rows[r.uid], r) for r in responses if r.finish_reason is not None]
+        self.batch.leave([row for row, _ in finished])
+        for row, response in finished:
+            failed.pop(row, None)  # what failed is a token that nobody is going to see
+            self._finish(row, response)
+        for row, error in failed.items():
+            self.scheduler.remove(row.request)
+            self._fail(row, error)
         if deliveries:
             self.counters.decode_time += time.perf_counter() - begin
             self.counters.generation_tokens += len(deliveries)
@@ -307,3 +306,15 @@ class Engine:
         row.num_reported = done
         at_end = row.request.length in row.segment_ends or row.request.length == row.request.goal
         return PromptResponse(row.uid, (done, row.prompt_length), at_end, False)
+
+
+def _report_of(uid: int, error: BaseException) -> RequestFailedError:
+    """The error to raise for a request. Where it happened is kept as text: a traceback keeps the frames it went through
+    and their callers alive, and these the caches of all requests."""
+    report = RequestFailedError(uid, error)
+    report.add_note("".join(traceback.format_exception(error)).rstrip())
+    part: BaseException | None = error
+    while part is not None:
+        part.__traceback__ = None
+        part = part.__cause__ or part.__context__
+    return report
