@@ -31,6 +31,8 @@ _results: dict[Variant, SelfCheck] = {}
 def self_check(variant: Variant) -> SelfCheck:
     """Run one variant on two seeded cases (batch 2 and batch 9), and the slot writes and gathers it depends on.
 
+    Each with the newest tokens in the pool and then with them given to the call.
+
     Contexts of 1, block - 1, block, block + 1 and several blocks in permuted blocks, every unused slot NaN. Fails on a
     compile error, a non-finite value or an RMS difference of 5e-3 and more from attention in float32. Never raises for
     a failing kernel. Does not switch anything off.
@@ -91,19 +93,17 @@ def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
     )
     fence = kernels.new_fence()
     fence = kernels.write_slots(k_pool, v_pool, fence, k, v, mx.array(slots, mx.int32))
-    out, fence = kernels.paged_decode(
-        q,
-        k_pool,
-        v_pool,
-        fence,
-        mx.array(tables, mx.int32),
-        mx.array(contexts, mx.int32)[:, None],
-        mx.zeros((batch, 1), mx.int32),
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        variant=variant,
-    )
+    visible = (mx.array(tables, mx.int32), mx.array(contexts, mx.int32)[:, None], mx.zeros((batch, 1), mx.int32))
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "variant": variant}
+    out, fence = kernels.paged_decode(q, k_pool, v_pool, fence, *visible, **options)
+    # Once more, with the newest tokens taken out of the pool and given to the call.
+    newest = mx.array([sum(contexts[: b + 1]) - 1 for b in range(batch)], mx.int32)
+    nothing = [mx.full((batch, *x.shape[1:]), float("nan"), dtype) for x in (k, v)]
+    fence = kernels.write_slots(k_pool, v_pool, fence, *nothing, mx.array(slots, mx.int32)[newest])
+    append = (k[newest][:, :, None], v[newest][:, :, None])
+    again, fence = kernels.paged_decode(q, k_pool, v_pool, fence, *visible, append=append, **options)
+    if not mx.array_equal(out.astype(mx.float32), again.astype(mx.float32)).item():
+        raise RuntimeError("the result differs when the newest tokens come with the call")
     first = 0
     errors = []
     for b, n in enumerate(contexts):

@@ -36,6 +36,10 @@ const int size = end - begin <= TIER1 * PART ? PART : end - begin <= TIER2 * PAR
 const int origin = begin / 64 * 64;
 const int lo = metal::max(begin, origin + partition * size);
 const int hi = metal::min(end, origin + partition * size + size);
+// With params[2] set (q_len is 1 then), the row's newest token comes with the call: it is read from there, and the
+// block of threads whose partition it is in stores it into its slot.
+const int fresh = params[2] != 0.0f ? end - 1 : -1;
+const int64_t fresh_row = static_cast<int64_t>(row) * n_kv + kv_head;
 
 if (kv_head + row + partition + lane + warp == 0) {
   fence_out[0] = fence[0] + 1u;
@@ -43,6 +47,11 @@ if (kv_head + row + partition + lane + warp == 0) {
 
 if (lo < hi) {
   const int* table = tables + sequence * max_blocks;
+  if (fresh >= lo && fresh < hi) {
+    const int64_t at = (static_cast<int64_t>(table[fresh / BS]) * n_kv + kv_head) * BS + fresh % BS;
+    for (int dim = threadIdx.x; dim < D; dim += SG * 32) const_cast<T*>(k_pool)[at * D + dim] = k_new[fresh_row * D + dim];
+    for (int dim = threadIdx.x; dim < DV; dim += SG * 32) const_cast<T*>(v_pool)[at * DV + dim] = v_new[fresh_row * DV + dim];
+  }
   const float gain = SOFTCAP ? params[0] / params[1] : params[0] * LOG2E;
   uint query[NT][KT][4];  // column (head) r, dims 32 * kt + 8c + 0..7
   UNROLL
@@ -73,7 +82,6 @@ if (lo < hi) {
   const int last_chunk = (hi - 1) / CHUNK;
   const int first_block = lo / BS;
   const int last_block = (hi - 1) / BS;
-  auto slot = [&](int token) { return metal::min(metal::max(token, lo), hi - 1) % BS; };
   // Block ids of a chunk's 8-token halves, one look-up per block. Dead halves and dead tokens borrow the nearest live
   // one, so that every address is of a live token.
   auto look_up = [&](int chunk, int (&ids)[U * 2]) {
@@ -82,13 +90,16 @@ if (lo < hi) {
       ids[i] = i == 0 || i * 8 % BS == 0 ? table[metal::min(metal::max((chunk * CHUNK + i * 8) / BS, first_block), last_block)] : ids[i - 1];
     }
   };
-  auto row_of = [&](int id, int token) { return (static_cast<int64_t>(id) * n_kv + kv_head) * BS + slot(token); };
+  auto row_of = [&](const T* pool, const T* fresh_rows, int dims, int id, int token) {
+    const int position = metal::min(metal::max(token, lo), hi - 1);
+    return position == fresh ? fresh_rows + fresh_row * dims : pool + ((static_cast<int64_t>(id) * n_kv + kv_head) * BS + position % BS) * dims;
+  };
   uint4 keys[U][2][KT];    // tokens r of each half
   uint4 values[U][4][VT];  // tokens 2c, 2c + 1 of each half
   auto load_keys = [&](int chunk, const int (&ids)[U * 2]) {
     UNROLL
     for (int i = 0; i < U * 2; i++) {
-      const T* source = k_pool + row_of(ids[i], chunk * CHUNK + i * 8 + r) * D + c * 8;
+      const T* source = row_of(k_pool, k_new, D, ids[i], chunk * CHUNK + i * 8 + r) + c * 8;
       UNROLL
       for (int kt = 0; kt < KT; kt++) {
         keys[i / 2][i % 2][kt] = D % 32 == 0 || kt * 32 + c * 8 < D ? stream_load(source + kt * 32) : make_uint4(0, 0, 0, 0);
@@ -98,7 +109,7 @@ if (lo < hi) {
   auto load_values = [&](int chunk, const int (&ids)[U * 2]) {
     UNROLL
     for (int i = 0; i < U * 4; i++) {
-      const T* source = v_pool + row_of(ids[i / 2], chunk * CHUNK + i / 2 * 8 + c * 2 + i % 2) * DV + r * 8;
+      const T* source = row_of(v_pool, v_new, DV, ids[i / 2], chunk * CHUNK + i / 2 * 8 + c * 2 + i % 2) + r * 8;
       UNROLL
       for (int vt = 0; vt < VT; vt++) {
         values[i / 4][i % 4][vt] = DV % 64 == 0 || vt * 64 + r * 8 < DV ? stream_load(source + vt * 64) : make_uint4(0, 0, 0, 0);
