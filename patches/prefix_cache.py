@@ -1,0 +1,241 @@
+"""PagedPromptCache: mlx-lm's ``LRUPromptCache`` over a RadixTree, so that prefixes are shared and never copied."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
+
+from ..cache import SequenceTables
+from ..errors import PoolExhaustedError
+from ..kv.pool import BlockPool
+from ..kv.radix import RadixTree
+from ..kv.radix_node import RadixNode
+from ..kv.spill import SpillStore
+from ..prefix import donate, sequence_over
+from .cache import PagedLayerCache
+
+# A prompt cache may be of several models, target and draft: (pool, number of layers) of each, in order.
+_Layout = list[tuple[weakref.ref[BlockPool], int]]
+
+
+class PagedPromptCache:
+    """Stands in for mlx-lm's ``LRUPromptCache``, with these differences:
+
+    - paged caches go in and come out by reference: nothing is copied, and blocks shared by prefixes count once;
+    - the longest common prefix is found to the token, also behind sliding windows where the window is still held;
+    - at least one token is always left to compute, where mlx-lm returns an empty remainder;
+    - an entry is a prefix that is no other's beginning, so entries that a longer one contains are not counted.
+
+    Caches that are not paged are kept by an ``LRUPromptCache`` of mlx-lm's inside.
+
+    Args:
+        max_size: most entries, paged and others each. None: as many as fit.
+        max_bytes: most bytes of blocks held.
+        ttl: seconds after which an unused prefix is given up.
+        spill: where prefixes that are given up go, and come back from.
+        identify: what names a model on disk, across restarts: its weights' identity (see ``weights_identity``).
+            Without it nothing is spilled.
+    """
+
+    def __init__(
+        self,
+        max_size: int | None = 10,
+        max_bytes: int = 1 << 63,
+        *,
+        ttl: float | None = None,
+        spill: SpillStore | None = None,
+        identify: Callable[[Hashable], str | None] = lambda model: None,
+    ) -> None:
+        self.max_size, self.max_bytes, self.ttl = max_size, max_bytes, ttl
+        self.spill, self.identify = spill, identify
+        self.others = LRUPromptCache(1 << 62 if max_size is None else max_size, max_bytes)
+        self._kinds: list[str] = list(self.others.stats_by_type())
+        self._trees: weakref.WeakKeyDictionary[BlockPool, RadixTree] = weakref.WeakKeyDictionary()
+        self._layouts: dict[Hashable, _Layout] = {}
+
+    def tree_of(self, pool: BlockPool) -> RadixTree:
+        """The pool's tree, for whoever else shares prefixes of it. Salts are ``(model, number)``: the key the caches
+        were inserted under, and 0 for a model's own caches (1 for its draft model's)."""
+        tree = self._trees.get(pool)
+        if tree is None:
+            tree = self._trees[pool] = RadixTree(pool, ttl=self.ttl, on_evict=self._spill_to_disk(pool))
+        return tree
+
+    def learn_layout(self, model: Hashable, caches: Sequence[Any]) -> None:
+        """Know which pools a model's caches lie in, from a list of them: needed for what is on disk only."""
+        sequences = _sequences(caches)
+        if sequences:
+            self._layouts[model] = [(weakref.ref(s.pool), len(s.offsets)) for s in sequences]
+
+    # mlx-lm's interface ---------------------------------------------------------------------------------------
+
+    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+        """A cache with the longest known prefix of ``tokens``, the caller's to go on with, and the tokens it lacks."""
+        pools = self._pools(model)
+        length = self._common_length(model, pools, tokens)
+        if not length:
+            return self._fetch_other(model, tokens)
+        caches: list[Any] = []
+        for number, (pool, num_layers) in enumerate(pools):
+            _, tables = self.tree_of(pool).adopt(tokens[: length + 1], (model, number))
+            sequence = sequence_over(pool, tables)
+            caches += [PagedLayerCache(sequence, layer) for layer in range(num_layers)]
+        return caches, tokens[length:]
+
+    def insert_cache(
+        self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
+    ) -> None:
+        """Remember that ``prompt_cache`` holds ``tokens``. It stays the caller's, who may go on with it."""
+        sequences = _sequences(prompt_cache)
+        if not sequences:
+            self.others.insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
+            return
+        self.learn_layout(model, prompt_cache)
+        for number, sequence in enumerate(sequences):
+            donate(self.tree_of(sequence.pool), tokens, sequence, (model, number), label=cache_type)
+        self._trim(self.max_size, self.max_bytes, newest=(model, tokens))
+
+    def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
+        """Give entries up, least recently used ones of the most dispensable type first, down to these numbers."""
+        self._trim(
+            None if n_sequences is None else max(0, n_sequences), 1 << 63 if n_bytes is None else max(0, n_bytes)
+        )
+        self.others.trim_to(
+            n_sequences=None if n_sequences is None else max(0, n_sequences - self._num_paged()),
+            n_bytes=None if n_bytes is None else max(0, n_bytes - self._paged_bytes()),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self._paged_bytes() + int(self.others.nbytes)
+
+    def stats_by_type(self) -> dict[str, dict[str, int]]:
+        """Entries and bytes by type; a block shared by several counts for the type of the first node that has it."""
+        result: dict[str, dict[str, int]] = self.others.stats_by_type()
+        for tree in self._trees.values():
+            with tree.pool.lock:
+                seen: list[set[int]] = [{0} for _ in tree.pool.groups]
+                for node in tree.nodes():
+                    kind = result[self._kind(node)]
+                    kind["n_sequences"] += self._counts(tree, node)
+                    for known, group, blocks in zip(seen, tree.pool.groups, node.blocks, strict=True):
+                        new = set(blocks) - known
+                        known |= new
+                        kind["n_bytes"] += len(new) * group.bytes_per_block
+        return result
+
+    def __len__(self) -> int:
+        return self._num_paged() + len(self.others)
+
+    def close(self) -> None:
+        """Give everything up; with a spill store, to disk."""
+        for tree in list(self._trees.values()):
+            tree.clear()
+        self.others.trim_to(n_sequences=0)
+
+    # Inside ---------------------------------------------------------------------------------------------------
+
+    def _pools(self, model: Any) -> list[tuple[BlockPool, int]]:
+        layout = self._layouts.get(model, [])
+        pools = [(pool, num_layers) for ref, num_layers in layout if (pool := ref()) is not None]
+        if len(pools) < len(layout):
+            del self._layouts[model]  # the model was unloaded, and its blocks with it
+            return []
+        return pools
+
+    def _common_length(self, model: Any, pools: list[tuple[BlockPool, int]], tokens: list[int]) -> int:
+        """The longest prefix that all of a model's pools can serve."""
+        identity = self.identify(model) if self.spill is not None and pools else None
+        if self.spill is not None and identity is not None:
+            for number, (pool, _) in enumerate(pools):
+                try:
+                    self.spill.restore(self.tree_of(pool), tokens, (model, number), f"{identity}/{number}")
+                except PoolExhaustedError:
+                    break  # what is in the tree has to do
+        length = len(tokens) - 1 if pools else 0
+        while length > 0:
+            lengths = [
+                self.tree_of(pool).match(tokens[: length + 1], (model, number)).length
+                for number, (pool, _) in enumerate(pools)
+            ]
+            if min(lengths) == length:
+                break
+            length = min(lengths)
+        return max(0, length)
+
+    def _fetch_other(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+        cache, rest = self.others.fetch_nearest_cache(model, tokens)
+        if cache is None or rest:
+            return cache, rest
+        if can_trim_prompt_cache(cache):
+            trim_prompt_cache(cache, 1)
+            return cache, tokens[-1:]
+        cache, rest = self.others.fetch_nearest_cache(model, tokens[:-1])
+        return cache, rest + tokens[-1:]
+
+    def _spill_to_disk(self, pool: BlockPool) -> Callable[[Hashable, RadixNode], None] | None:
+        if self.spill is None:
+            return None
+        spill, identify, pool_ref = self.spill, self.identify, weakref.ref(pool)
+
+        def on_evict(salt: Any, node: RadixNode) -> None:
+            model, number = salt
+            identity, alive = identify(model), pool_ref()
+            if identity is not None and alive is not None:
+                spill.save(alive, node, f"{identity}/{number}")
+
+        return on_evict
+
+    def _trim(self, max_size: int | None, max_bytes: int, newest: tuple[Any, list[int]] | None = None) -> None:
+        keep = None
+        if newest is not None:
+            pools = self._pools(newest[0])
+            keep = self.tree_of(pools[0][0]).match([*newest[1], -1], (newest[0], 0)).node if pools else None
+        while (max_size is not None and self._num_paged() > max_size) or self._paged_bytes() > max_bytes:
+            victim = self._next_victim(keep)
+            if victim is None:
+                return
+            tree, node = victim
+            tree.remove(node)
+
+    def _next_victim(self, keep: RadixNode | None) -> tuple[RadixTree, RadixNode] | None:
+        """mlx-lm's order: a type gives an entry if it has at least as many as the next, else the next type is asked."""
+        by_kind: dict[str, list[tuple[RadixTree, RadixNode]]] = {kind: [] for kind in self._kinds}
+        for tree in self._trees.values():
+            for node in tree.leaves():
+                if node is not keep:
+                    by_kind[self._kind(node)].append((tree, node))
+        kinds = [kind for kind in self._kinds if by_kind[kind]]
+        for kind, following in zip(kinds, [*kinds[1:], None], strict=True):
+            if following is None or len(by_kind[kind]) >= len(by_kind[following]):
+                return min(by_kind[kind], key=lambda each: each[1].used_at)
+        return None
+
+    def _kind(self, node: RadixNode) -> str:
+        return node.label if isinstance(node.label, str) and node.label in self._kinds else self._kinds[0]
+
+    def _counts(self, tree: RadixTree, node: RadixNode) -> bool:
+        """Whether the node is an entry; a draft model's prefixes belong to its target's entries."""
+        salt: Any = tree.salt_of(node)
+        return not node.children and salt[1] == 0
+
+    def _num_paged(self) -> int:
+        return sum(self._counts(tree, node) for tree in self._trees.values() for node in tree.nodes())
+
+    def _paged_bytes(self) -> int:
+        return sum(tree.nbytes for tree in self._trees.values())
+
+
+def _sequences(caches: Sequence[Any]) -> list[SequenceTables]:
+    """The sequences that a prompt cache is made of, or none unless every layer of each is there and paged."""
+    if not caches or not all(isinstance(cache, PagedLayerCache) for cache in caches):
+        return []
+    sequences: list[SequenceTables] = []
+    for cache in caches:
+        if not sequences or cache.sequence is not sequences[-1]:
+            sequences.append(cache.sequence)
+    expected = [(id(s), layer) for s in sequences for layer in range(len(s.offsets))]
+    return sequences if [(id(c.sequence), c.layer) for c in caches] == expected else []

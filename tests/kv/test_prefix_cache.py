@@ -1,0 +1,252 @@
+"""Detach, park, adopt: references only, the right tokens, and the same results as computing them again."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import cache as upstream
+
+import mlx_paged
+from mlx_paged import BlockStateError, PagedConfig, TrimError
+from mlx_paged.cache import SequenceTables
+from mlx_paged.kv.prefix_cache import DetachedPrefix
+from mlx_paged.kv.radix import RadixTree
+from mlx_paged.patches.cache import PagedLayerCache
+from mlx_paged.prefix import adopt, adopt_longest, detach, donate, sequence_over
+from tests.builders import KINDS, WINDOW, build, prompt_of
+from tests.kv.prefixes import check_contents, compute, make_pool, new_tables, release
+
+BLOCK = 8
+
+
+def caches_of(sequence: SequenceTables) -> list[PagedLayerCache]:
+    return [PagedLayerCache(sequence, layer) for layer in range(len(sequence.offsets))]
+
+
+def paged(kind: str):
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+    return build(kind)
+
+
+def forward(model, tokens, caches) -> np.ndarray:
+    logits = model(mx.array(tokens)[None], cache=caches)
+    mx.eval(logits, [c.state[0] for c in caches])
+    return np.array(logits[0])
+
+
+def log_probs(logits: np.ndarray) -> np.ndarray:
+    logits = logits.astype(np.float64)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def generate(model, tokens, caches, steps: int = 8) -> tuple[list[int], np.ndarray]:
+    """Greedy tokens after ``tokens`` and the logits they came from."""
+    rows, out = [forward(model, tokens, caches)[-1]], []
+    for _ in range(steps):
+        out.append(int(rows[-1].argmax()))
+        rows.append(forward(model, out[-1:], caches)[-1])
+    return out, np.stack(rows)
+
+
+def test_write_prefill_after_shared_prefix_adopt_allocates_only_suffix_blocks() -> None:
+    model = paged("llama")
+    prefix, suffix_tokens = prompt_of(5 * BLOCK + 3, seed=1).tolist(), 2 * BLOCK + 2
+    donor = upstream.make_prompt_cache(model)
+    forward(model, prefix, donor)
+    pool = mlx_paged.pool_of(model)
+    assert pool is not None
+    parked = detach(donor[0].sequence)
+    donor_sequence = donor.pop().sequence
+    release(pool, donor_sequence.tables)
+    del donor, donor_sequence
+    before = pool.stats()
+    assert (before.live_blocks, before.shared_blocks, before.cow_forks) == (6, 0, 0)  # parked sets are counted
+
+    siblings = []
+    for number in range(4):
+        adopted = adopt(parked)
+        assert set(adopted.offsets.values()) == {len(prefix)}
+        stats = pool.stats()
+        assert stats.live_blocks == before.live_blocks + number * 3 and stats.bytes_reserved >= before.bytes_reserved
+        forward(model, prompt_of(suffix_tokens, seed=number).tolist(), caches_of(adopted))
+        siblings.append(adopted)
+        stats = pool.stats()
+        # 5 whole blocks are shared; the tail is copied, and 2 + 3 tokens and 2 blocks' worth of others follow.
+        assert stats.live_blocks == before.live_blocks + (number + 1) * 3
+        assert stats.cow_forks == number + 1
+    pool.check_integrity()
+
+    parked.discard()
+    assert pool.stats().live_blocks == 5 + 4 * 3  # the tail nobody else has is free again
+    for adopted in siblings:
+        release(pool, adopted.tables)
+    assert pool.stats().live_blocks == 0
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("cut", [1, BLOCK, 3 * BLOCK + 5, 57])
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_prefix_gives_the_bits_of_a_cold_prefill_cut_at_the_same_token(kind: str, cut: int) -> None:
+    model = paged(kind)
+    tokens = prompt_of(70, seed=2).tolist()
+    cold = upstream.make_prompt_cache(model)
+    forward(model, tokens[:cut], cold)
+    tree = RadixTree(cold[0].pool)
+    donate(tree, tokens, cold[0].sequence)
+    shared = adopt_longest(tree, tokens)
+    assert shared is not None and set(shared.offsets.values()) == {cut}
+    expected = generate(model, tokens[cut:], cold)
+    got = generate(model, tokens[cut:], caches_of(shared))
+    assert got[0] == expected[0]
+    np.testing.assert_array_equal(got[1], expected[1])
+    # Without a cut, only the rounding differs.
+    whole = generate(model, tokens, upstream.make_prompt_cache(model))
+    assert whole[0] == got[0]
+    assert np.abs(log_probs(whole[1]) - log_probs(got[1])).max() <= 1e-4
+    shared.pool.check_integrity()
+    tree.check_integrity()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_parked_end_of_a_turn_goes_on_as_its_donor_would(kind: str) -> None:
+    """Also behind a window that has been crossed, and after decode steps that turned mlx-lm's ring."""
+    model = paged(kind)
+    donor = upstream.make_prompt_cache(model)
+    generate(model, prompt_of(WINDOW + 21, seed=3).tolist(), donor, steps=5)
+    parked = detach(donor[0].sequence)
+    for following in ([7], prompt_of(11, seed=4).tolist()):
+        expected = generate(model, following, copy.deepcopy(donor))
+        for _ in range(2):  # adopting does not use it up
+            got = generate(model, following, caches_of(adopt(parked)))
+            np.testing.assert_array_equal(got[1], expected[1])
+
+
+def test_cut_of_a_parked_prefix() -> None:
+    pool = make_pool((None, 6))
+    tables, tokens = new_tables(pool), tuple(range(30))
+    compute(pool, tables, tokens[:14])
+    compute(pool, tables, tokens)
+    parked = DetachedPrefix(pool, tables)
+    assert [parked.longest(n) for n in (99, 30, 16, 14, 9)] == [30, 30, 16, 14, 0]
+    for length in (30, 29, 17, 14):
+        cut = parked.adopt(length)
+        assert [table.length for table in cut] == [length, length]
+        check_contents(pool, cut, tokens)
+        other = tokens[:length] + (99,) * 7
+        compute(pool, cut, other)
+        check_contents(pool, cut, other)
+        release(pool, cut)
+    for length in (31, 13, 0, -1):
+        with pytest.raises(TrimError):
+            parked.adopt(length)
+    check_contents(pool, parked.tables, tokens)
+    pool.check_integrity()
+
+
+def test_discard_gives_back_what_was_held_and_only_once() -> None:
+    pool = make_pool((None, 6))
+    tables = new_tables(pool)
+    compute(pool, tables, range(21))
+    parked = DetachedPrefix(pool, tables)
+    live = pool.stats().live_blocks
+    assert parked.nbytes == pool.stats().bytes_in_use
+    clone = parked.adopt()
+    release(pool, tables)
+    assert pool.stats().live_blocks == live
+    parked.discard()
+    assert pool.stats().live_blocks == live  # the clone's
+    for use in (parked.discard, parked.adopt, lambda: parked.nbytes):
+        with pytest.raises(BlockStateError):
+            use()
+    check_contents(pool, clone, range(21))
+    release(pool, clone)
+    assert pool.stats().live_blocks == 0
+    pool.check_integrity()
+
+
+def test_parked_prefix_that_is_dropped_gives_its_blocks_back() -> None:
+    pool = make_pool()
+    tables = new_tables(pool)
+    compute(pool, tables, range(9))
+    parked = DetachedPrefix(pool, tables)
+    del tables
+    gc.collect(0)
+    assert (pool.stats().live_blocks, parked.length) == (3, 9)
+    del parked
+    gc.collect(0)
+    assert pool.stats().live_blocks == 0
+
+
+def test_nothing_is_detached_in_the_middle_of_a_step() -> None:
+    model = paged("gemma3")
+    cache = upstream.make_prompt_cache(model)
+    forward(model, [1, 2, 3], cache)
+    sequence = cache[0].sequence
+    sequence.offsets[0] += 1
+    with pytest.raises(BlockStateError, match="under way"):
+        detach(sequence)
+    tables = new_tables(pool := make_pool((None, 6)))
+    pool.append_tokens(tables[0], 3)
+    with pytest.raises(BlockStateError, match="under way"):
+        DetachedPrefix(pool, tables)
+
+
+def test_sharers_of_a_partial_tail_never_see_each_others_tokens() -> None:
+    """The donor too writes on in its own tail block after giving it away."""
+    pool = make_pool((None, 7))
+    shared = tuple(range(10))  # two tokens in the third block
+    donor = new_tables(pool)
+    compute(pool, donor, shared)
+    tree = RadixTree(pool)
+    tree.insert(shared, donor)
+    sharers = [(donor, shared)] + [(tree.adopt((*shared, 0))[1], shared) for _ in range(3)]
+    for step in range(9):
+        for number, (tables, tokens) in enumerate(sharers):
+            sharers[number] = tables, (*tokens, 1000 * number + step)
+            compute(pool, tables, sharers[number][1])
+            if step == 4:
+                tree.insert(sharers[number][1], tables)
+            for others, theirs in sharers:
+                check_contents(pool, others, theirs)
+        pool.check_integrity()
+    for number, (_, tokens) in enumerate(sharers):
+        length, tables = tree.adopt((*tokens, 0))
+        assert length == len(shared) + 5, number
+        check_contents(pool, tables, tokens)
+    tree.check_integrity()
+
+
+def test_a_chunk_behind_another_prefix_never_matches() -> None:
+    model = paged("llama")
+    chunk = prompt_of(4 * BLOCK, seed=5).tolist()
+    first, second = ([n] * BLOCK + chunk for n in (1, 2))
+    cache = upstream.make_prompt_cache(model)
+    forward(model, first, cache)
+    tree = RadixTree(cache[0].pool)
+    donate(tree, first, cache[0].sequence, "model")
+    assert adopt_longest(tree, [*second, 0], "model") is None
+    assert adopt_longest(tree, [*chunk, 0], "model") is None
+    assert adopt_longest(tree, [*first, 0], "other model") is None
+    whole = adopt_longest(tree, [*first, 0], "model")
+    assert whole is not None and whole.offsets[0] == len(first)
+    again = adopt_longest(tree, first, "model")  # one token is left to compute
+    assert again is not None and again.offsets[0] == len(first) - 1
+    assert tree.pool.stats().prefix_hit_tokens == 2 * len(first) - 1
+
+
+def test_only_tokens_that_were_computed_and_told_are_donated() -> None:
+    pool = make_pool()
+    tables = new_tables(pool)
+    compute(pool, tables, range(9))
+    tree = RadixTree(pool)
+    sequence = sequence_over(pool, tables)
+    assert donate(tree, [], sequence) is None
+    result = donate(tree, range(7), sequence)
+    assert result is not None and (result.new_tokens, result.new_blocks) == (7, 2)
+    result = donate(tree, range(20), sequence)
+    assert result is not None and result.new_tokens == 2
+    assert tree.match(range(20)).length == 9
