@@ -208,11 +208,11 @@ class PagedPromptCache:
             for node in tree.leaves():
                 if node is not keep:
                     by_kind[self._kind(node)].append((tree, node))
-        kinds = [kind for kind in self._kinds if by_kind[kind]]
-        for kind, following in zip(kinds, [*kinds[1:], None], strict=True):
-            if following is None or len(by_kind[kind]) >= len(by_kind[following]):
+        for kind, following in zip(self._kinds, [*self._kinds[1:], None], strict=True):
+            if by_kind[kind] and (following is None or len(by_kind[kind]) >= len(by_kind[following])):
                 return min(by_kind[kind], key=lambda each: each[1].used_at)
-        return None
+        # None has as many as the next: those before the last that has any are passed over.
+        return next((min(by_kind[k], key=lambda each: each[1].used_at) for k in self._kinds[::-1] if by_kind[k]), None)
 
     def _kind(self, node: RadixNode) -> str:
         return node.label if isinstance(node.label, str) and node.label in self._kinds else self._kinds[0]
