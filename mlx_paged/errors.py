@@ -87,3 +87,7 @@ class RequestFailedError(PagedCacheError, RuntimeError):
         self.uid = uid
         super().__init__(f"request {uid} failed: {type(cause).__name__}: {cause}")
         self.__cause__ = cause
+
+
+class PromptsFileError(PagedCacheError, ValueError):
+    """A file of prompts, or of their results, cannot be used."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from . import batch_run
 from .config import PagedConfig
 from .errors import PagedCacheError
 from .models import check_model_folder, explain_load_errors
@@ -32,6 +33,7 @@ def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     PagedConfig.add_arguments(parser)
     parser.add_argument("--cache-stats", action="store_true", help="Print what the KV block pool held (to stderr)")
     parser.add_argument("--no-paged", action="store_true", help="Run stock mlx-lm, without the paged cache")
+    batch_run.add_arguments(parser)
     return parser
 
 
@@ -63,6 +65,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         run(upstream, args, setup_arg_parser)
     except PagedCacheError as error:
         sys.exit(f"mlx_paged.generate: {error}")
+    except KeyboardInterrupt:
+        if args.prompts_file is None:
+            raise
+        kept = "" if args.output is None else f"; --resume goes on with {args.output}"
+        print(f"mlx_paged.generate: interrupted{kept}", file=sys.stderr)
+        sys.exit(130)
 
 
 def run(upstream: Any, args: argparse.Namespace, setup_arg_parser: Callable[[], argparse.ArgumentParser]) -> None:
@@ -70,6 +78,7 @@ def run(upstream: Any, args: argparse.Namespace, setup_arg_parser: Callable[[], 
     from . import patches
 
     used: list[Any] = []
+    batch_run.check_arguments(args)
     model_path = check_model_folder(args.model)
     for folder in (model_path, args.draft_model):
         check_model_folder(folder)
@@ -79,6 +88,13 @@ def run(upstream: Any, args: argparse.Namespace, setup_arg_parser: Callable[[], 
     if not args.no_paged:
         patches.apply_patches(PagedConfig.from_env().with_arguments(args))
         raise_cpu_cache_limit()
+    if args.prompts_file is not None:
+        model, failed = batch_run.run_prompts_file(args, names["load"])
+        if args.cache_stats:
+            _print_stats([model])
+        if failed:
+            sys.exit(f"mlx_paged.generate: {failed} prompt(s) failed; their results say why")
+        return
     for step in ("generate_step", "speculative_generate_step"):
         names[step] = functools.partial(_generate_step, getattr(upstream, step), used)
     with replaced(upstream, **names):

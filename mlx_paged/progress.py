@@ -1,4 +1,4 @@
-"""A progress bar for long prefills."""
+"""Progress bars for long prefills and for runs over many prompts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from .kv.stats import PagedCacheStats
+from .prompts_file import Counts
+
 WIDTH = 30
+SHOW_EVERY_SECONDS = 0.2
 # Shorter prefills finish before a bar says anything.
 SHOW_AFTER_SECONDS = 0.5
 
@@ -38,3 +42,37 @@ def prefill_progress(stream: TextIO | None = None) -> Callable[[int, int], None]
             drawn = True
 
     return callback
+
+
+class BatchProgress:
+    """A bar on stderr for a run over many prompts; silent where stderr is no terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._out = stream if stream.isatty() else None
+        self._shown_at = -SHOW_EVERY_SECONDS
+
+    def show(self, counts: Counts, num_tokens: int, seconds: float, stats: PagedCacheStats | None) -> None:
+        """Draw the bar, if it is time to.
+
+        Args:
+            counts: prompts done, of all, failed.
+            num_tokens: generated in this run.
+            seconds: since it began.
+            stats: of the block pool, if there is one.
+        """
+        if self._out is None or seconds - self._shown_at < SHOW_EVERY_SECONDS:
+            return
+        self._shown_at = seconds
+        filled = WIDTH * counts.done // max(counts.total, 1)
+        text = f"[{'#' * filled}{'.' * (WIDTH - filled)}] {counts.done}/{counts.total} prompts"
+        text += f", {counts.failed} failed" if counts.failed else ""
+        text += f", {num_tokens / max(seconds, 1e-9):.0f} tokens/s"
+        if stats is not None and stats.budget_bytes:
+            text += f", pool {100 * stats.bytes_in_use / stats.budget_bytes:.0f} % in use ({stats.live_blocks} blocks)"
+        self._out.write(f"\r\x1b[K{text}")
+        self._out.flush()
+
+    def clear(self) -> None:
+        if self._out is not None:
+            self._out.write("\r\x1b[K")
+            self._out.flush()

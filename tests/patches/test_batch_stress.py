@@ -82,6 +82,7 @@ class Driver:
 
     def __init__(self, num_blocks: int, **options: int) -> None:
         solos()
+        registry.remove_patches()  # with its pool: every history starts from the same state
         mlx_paged.apply_patches(PagedConfig(block_size=BLOCK, kv_cache_memory=num_blocks * BYTES_PER_BLOCK))
         FaultyModel.poisoned.clear()
         self.gen = generator(model(), **options)
