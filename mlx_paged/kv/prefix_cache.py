@@ -16,7 +16,8 @@ def table_over(pool: BlockPool, group: int, block_ids: Sequence[int], length: in
     Args:
         pool: the blocks' pool.
         group: index of their group.
-        block_ids: by absolute position, ``ceil(length / block_size)`` of them; null behind the group's window.
+        block_ids: by absolute position, ``ceil(length / block_size)`` of them; null behind the group's window. With a
+            window of one token, only whole blocks.
         length: tokens they hold.
     """
     window = pool.groups[group].spec.window

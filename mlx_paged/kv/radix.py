@@ -228,9 +228,12 @@ class RadixTree:
             return 0
         taken = 0
         for table in tables:
-            old, new = node.blocks[table.group][-1], table.block_ids[index]
             valid_from = max(node.valid_from[table.group], index * self.block_size)
-            if old in (NULL_BLOCK, new) or self._held[table.group][old] > 1 or table.logical_start > valid_from:
+            old = node.blocks[table.group][-1]
+            if old == NULL_BLOCK or self._held[table.group][old] > 1 or table.logical_start > valid_from:
+                continue
+            new = table.block_ids[index]
+            if new == old:
                 continue
             self._retain(table.group, [new])
             node.blocks[table.group][-1] = new
@@ -346,11 +349,11 @@ class RadixTree:
                 self._roots.pop(parent.label, None)
 
     def clear(self) -> None:
-        """Give every unlocked node up."""
+        """Give every unlocked node up, the least recently used ones first."""
         with self.pool.lock:
-            for node in reversed([*self.nodes()]):
-                if not node.children and not node.locks:
-                    self.remove(node)
+            while leaves := self.leaves():
+                for leaf in leaves:
+                    self.remove(leaf)
 
     def expire(self) -> None:
         """Give up what has not been used for the time to live. Costs nothing as long as nothing can be due."""

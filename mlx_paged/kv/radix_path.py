@@ -23,6 +23,8 @@ def servable_length(path: Sequence[RadixNode], limit: int, windows: Windows, blo
 
 
 def _servable_by(group: int, path: Sequence[RadixNode], limit: int, window: int | None, block_size: int) -> int:
+    if window == 1:
+        return limit  # a token that sees only itself needs nothing from before
     run_start, best = 0, 0  # keys are held without a gap from run_start to the end of the node looked at
     for node in path:
         end = min(node.end, limit)
@@ -52,6 +54,8 @@ def path_blocks(path: Sequence[RadixNode], length: int, windows: Windows, block_
             ids[first : first + len(blocks)] = blocks
         behind = 0 if window is None else min(len(ids), max(0, length - window + 1) // block_size)
         ids[:behind] = [NULL_BLOCK] * behind
+        if window == 1:
+            del ids[behind:]  # nothing is visible: the block that the next token falls into is its own
         result.append(ids)
     return tuple(result)
 

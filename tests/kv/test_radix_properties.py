@@ -36,7 +36,7 @@ class TreeMachine(RuleBasedStateMachine):
     """Requests that adopt, compute, insert, go on or end; locks, evictions and a pool that runs out."""
 
     @initialize(
-        windows=st.sampled_from([(None,), (None, 5), (6,), (None, 2, 9)]), blocks=st.sampled_from([14, 40, 1000])
+        windows=st.sampled_from([(None,), (None, 5), (6,), (None, 2, 9), (1, None)]), blocks=st.sampled_from([14, 40, 1000])
     )
     def start(self, windows: tuple[int | None, ...], blocks: int) -> None:
         self.windows = windows
@@ -214,4 +214,4 @@ COMMON: dict[str, Any] = {
 
 
 def test_random_prefixes() -> None:
-    run_state_machine_as_test(TreeMachine, settings=settings(max_examples=250, stateful_step_count=30, **COMMON))
+    run_state_machine_as_test(TreeMachine, settings=settings(max_examples=200, stateful_step_count=30, **COMMON))

@@ -1,0 +1,300 @@
+"""Blocks on disk come back bit for bit, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlx_paged.errors import PoolExhaustedError
+from mlx_paged.kv import spill as spill_module
+from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.radix import RadixTree
+from mlx_paged.kv.spill import SpillStore, SpillWarning
+from tests.kv.prefixes import check_contents, compute, make_pool, new_tables, release
+
+WINDOWS = [(None,), (None, 6), (5, None, 1)]
+
+
+def spilled(folder: Path, prefixes: Sequence[Sequence[int]], windows=(None,), chunk: int = 100, **options: Any):
+    """A store with these prefixes, each computed in chunks, inserted into a tree and given up again."""
+    pool, store = make_pool(windows), SpillStore(folder, **options)
+    tree = RadixTree(pool, on_evict=lambda salt, node: save(store, pool, node))
+    for tokens in prefixes:
+        add(tree, tokens, chunk)
+    tree.clear()
+    assert len(tree) == pool.stats().live_blocks == 0
+    pool.check_integrity()
+    return store
+
+
+def save(store: SpillStore, pool: BlockPool, node: Any) -> None:
+    store.save(pool, node, "weights")
+
+
+def add(tree: RadixTree, tokens: Sequence[int], chunk: int = 100) -> None:
+    _, tables = tree.adopt(tokens)
+    for end in [*range(chunk, len(tokens), chunk), len(tokens)]:
+        compute(tree.pool, tables, tokens[:end])
+        tree.insert(tokens[: max(end, tables[0].length)], tables)
+    release(tree.pool, tables)
+
+
+def restored(folder: Path, tokens: Sequence[int], windows=(None,), identity: str = "weights", **options: Any) -> int:
+    """Tokens served of a prefix by a new pool, as after a restart; their contents are checked."""
+    pool, store = make_pool(windows, **options), SpillStore(folder)
+    tree = RadixTree(pool)
+    gained = store.restore(tree, tokens, None, identity)
+    assert tree.hit_tokens == 0
+    length, tables = tree.adopt(tokens)
+    assert gained == length
+    check_contents(pool, tables, tokens)
+    compute(pool, tables, tokens)
+    check_contents(pool, tables, tokens)
+    tree.check_integrity()
+    pool.check_integrity()
+    return length
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 22])
+def test_round_trip(windows: tuple[int | None, ...], length: int, tmp_path: Path) -> None:
+    tokens = tuple(range(length))
+    store = spilled(tmp_path, [tokens], windows)
+    assert len(store) == -(-length // 4) and store.nbytes == sum(f.stat().st_size for f in tmp_path.iterdir())
+    assert restored(tmp_path, (*tokens, 99), windows) == length
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert restored(tmp_path, (*tokens, 98, 97), windows) == length
+
+
+def test_part_of_what_is_there_is_served_to_the_token(tmp_path: Path) -> None:
+    spilled(tmp_path, [range(22)])
+    assert restored(tmp_path, [*range(14), 99, 98]) == 14
+    assert restored(tmp_path, range(22)) == 21  # one is left to compute
+    assert restored(tmp_path, [99, *range(22)]) == 0
+    assert restored(tmp_path, [0]) == 0
+
+
+def test_common_beginnings_are_written_once(tmp_path: Path) -> None:
+    system = tuple(range(10))
+    prefixes = [(*system, 100 + n, *range(5)) for n in range(4)]
+    store = spilled(tmp_path, prefixes)
+    assert len(store) == 2 + 4 * 2
+    for tokens in prefixes:
+        assert restored(tmp_path, (*tokens, 99)) == 16
+    # A longer prefix takes the place of its shorter beginning's last block.
+    longer = spilled(tmp_path, [(*prefixes[0], *range(50, 60))])
+    assert len(longer) == 2 + 4 * 2 + 3 and restored(tmp_path, (*prefixes[0], 99)) == 16
+
+
+recipes = st.tuples(st.integers(0, 9), st.integers(0, 40), st.lists(st.integers(0, 1), min_size=1, max_size=9))
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(recipes, max_size=8), st.sampled_from(WINDOWS), st.integers(1, 9))
+def test_random_prefixes(
+    tmp_path_factory: pytest.TempPathFactory,
+    recipes: list[tuple[int, int, list[int]]],
+    windows: tuple[int | None, ...],
+    chunk: int,
+) -> None:
+    prefixes: list[tuple[int, ...]] = [(0, 1, 1, 0, 1)]
+    for number, cut, suffix in recipes:
+        prefixes.append((*prefixes[number % len(prefixes)][:cut], *suffix))
+    folder = tmp_path_factory.mktemp("spill")
+    spilled(folder, prefixes, windows, chunk)
+    for tokens in prefixes:
+        assert restored(folder, (*tokens, 2), windows) == len(tokens)
+
+
+def test_the_tree_and_the_disk_go_together(tmp_path: Path) -> None:
+    """What the tree still has is not read again, also from inside a block."""
+    tokens = tuple(range(30))
+    for windows in WINDOWS:
+        folder = tmp_path / str(windows)
+        spilled(folder, [tokens], windows, chunk=7)
+        for kept in range(1, 30):
+            pool, store = make_pool(windows), SpillStore(folder)
+            tree = RadixTree(pool)
+            add(tree, tokens[:kept])
+            assert store.restore(tree, (*tokens, 99), None, "weights") == 30 - kept
+            length, tables = tree.adopt((*tokens, 99))
+            assert length == 30
+            check_contents(pool, tables, tokens)
+            assert store.restore(tree, (*tokens, 99), None, "weights") == 0
+            tree.check_integrity()
+            pool.check_integrity()
+
+
+def test_other_weights_and_other_block_sizes_find_nothing(tmp_path: Path) -> None:
+    spilled(tmp_path, [range(20)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert restored(tmp_path, range(20), identity="other weights") == 0
+        assert restored(tmp_path, range(20), block_size=8) == 0
+
+
+@pytest.mark.parametrize("damage", ["truncate", "empty", "flip", "append", "foreign", "rename", "no header", "vanish"])
+@pytest.mark.parametrize("number", [0, 2, 4])
+def test_damaged_files_are_ignored_with_one_warning(damage: str, number: int, tmp_path: Path) -> None:
+    store = spilled(tmp_path, [range(20)])
+    paths = list(store._order)  # from the last block of the leaf or from the first: by order of writing
+    path = paths[number]
+    data = path.read_bytes()
+    reader = SpillStore(tmp_path) if damage == "vanish" else None
+    if damage == "truncate":
+        path.write_bytes(data[:-7])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "append":
+        path.write_bytes(data + b"x")
+    elif damage == "foreign":
+        mx.save_safetensors(str(path), {"weight": mx.zeros((2, 2))}, {"format": "pt"})
+    elif damage == "rename":
+        path.rename(path.with_name(paths[(number + 1) % 5].stem.split("-")[0] + "-" + "0" * 32 + ".safetensors"))
+    elif damage == "no header":
+        path.write_bytes(b"\xff" * 4096)
+    elif damage == "vanish":
+        path.unlink()
+    if damage == "flip":
+        for position in range(0, len(data), 37):
+            altered = bytearray(data)
+            altered[position] ^= 1 << position % 8
+            path.write_bytes(altered)
+            with pytest.warns(SpillWarning) as caught:
+                assert restored(tmp_path, (*range(20), 99)) <= number * 4
+            assert len(caught) == 1
+        return
+    with pytest.warns(SpillWarning) as caught:
+        if reader is not None:
+            tree = RadixTree(pool := make_pool())
+            assert reader.restore(tree, (*range(20), 99), None, "weights") == number * 4 == pool.stats().live_blocks * 4
+        else:
+            assert restored(tmp_path, (*range(20), 99)) == number * 4
+    assert len(caught) == 1
+
+
+def test_killed_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is on disk when the process ends, at any point of writing a file, is whole or ignored."""
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*args: Any, **kwargs: Any) -> None:
+        raise Killed
+
+    real = mx.save_safetensors
+
+    def half_written(path: str, *args: Any) -> None:
+        real(path, *args)
+        data = Path(path).read_bytes()
+        Path(path).write_bytes(data[: len(data) // 2])
+        raise Killed
+
+    for where, name, action in [
+        (spill_module.mx, "save_safetensors", half_written),
+        (spill_module.os, "fsync", killed),
+        (Path, "replace", killed),
+    ]:
+        folder = tmp_path / name
+        spilled(folder, [range(8)])
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, action)
+            patch.setattr(Path, "unlink", lambda self, missing_ok=False: None)  # nothing is tidied up either
+            pool = make_pool()
+            tree = RadixTree(pool)
+            add(tree, range(30))
+            store = SpillStore(folder)
+            with pytest.raises(Killed):
+                store.save(pool, next(tree.nodes()), "weights")
+        assert any(path.name.startswith(".") for path in folder.iterdir())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert restored(folder, range(30)) == 8
+        # What was left over goes in time.
+        monkeypatch.setattr(spill_module, "STALE_SECONDS", -1)
+        SpillStore(folder)
+        monkeypatch.undo()
+        assert not any(path.name.startswith(".") for path in folder.iterdir())
+
+
+def test_a_full_disk_costs_the_prefix_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.warns(SpillWarning, match="No space left") as caught:
+        patch.setattr(spill_module.os, "fsync", full)
+        store = spilled(tmp_path, [range(20), range(50, 70)])
+    assert len(caught) == 1 and len(store) == 0 and not list(tmp_path.iterdir())
+
+
+def test_size_cap_deletes_what_was_used_least_recently(tmp_path: Path) -> None:
+    store = spilled(tmp_path, [range(100 * n, 100 * n + 4) for n in range(4)])
+    each = store.nbytes // 4
+    pool = make_pool()
+    tree = RadixTree(pool)
+    assert store.restore(tree, [0, 1, 2, 3, 9], None, "weights") == 4
+    store.max_bytes = 3 * each + each // 2
+    add(tree, [900, 901, 902, 903])
+    store.save(pool, tree.match([900, 901, 902, 903, 0]).node, "weights")
+    assert store.nbytes <= store.max_bytes and len(store) == 3
+    assert [restored(tmp_path, [n, n + 1, n + 2, n + 3, 9]) for n in (0, 100, 200, 300, 900)] == [4, 0, 0, 4, 4]
+    assert len(SpillStore(tmp_path, max_bytes=each)) <= 1 and len(list(tmp_path.iterdir())) <= 1
+
+
+def test_what_does_not_fit_the_pool_stays_on_disk(tmp_path: Path) -> None:
+    spilled(tmp_path, [range(40)])
+    pool, store = make_pool(num_blocks=6), SpillStore(tmp_path)
+    tree = RadixTree(pool)
+    add(tree, [50, 51])
+    with pytest.raises(PoolExhaustedError):
+        store.restore(tree, range(41), None, "weights")
+    gc.collect(0)
+    tree.check_integrity()
+    pool.check_integrity()
+    assert all(node.locks == 0 for node in tree.nodes())
+    assert pool.stats().live_blocks == pool.stats().cached_blocks
+    assert restored(tmp_path, range(41)) == 40
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_half_precision_keeps_its_bits(dtype: mx.Dtype, tmp_path: Path) -> None:
+    def filled() -> tuple[BlockPool, RadixTree, list[Any]]:
+        pool = make_pool()
+        return pool, RadixTree(pool), new_tables(pool)
+
+    pool, tree, tables = filled()
+    k, v = (mx.random.normal((1, 2, 9, size)).astype(dtype) for size in (4, 3))
+    pool.append_tokens(tables[0], 9)
+    pool.write_prefill(tables[0], 0, k, v)
+    node = tree.insert(range(9), tables).node
+    assert SpillStore(tmp_path).save(pool, node, "weights") == 3
+    pool, tree, _ = filled()
+    assert SpillStore(tmp_path).restore(tree, range(10), None, "weights") == 9
+    _, tables = tree.adopt(range(10))
+    for got, expected in zip(pool.gather_visible(tables[0], 0), (k, v), strict=True):
+        assert got.dtype == dtype and mx.array_equal(got, expected)
+
+
+def test_files_of_another_shape_are_not_served(tmp_path: Path) -> None:
+    """As if two models had one identity: the pool refuses the keys, and the request goes on without."""
+    spilled(tmp_path, [range(9)])
+    pool = make_pool()
+    tables = new_tables(pool)
+    pool.append_tokens(tables[0], 1)
+    pool.write_prefill(tables[0], 0, mx.zeros((1, 5, 1, 2)), mx.zeros((1, 5, 1, 1)))
+    tree = RadixTree(pool)
+    with pytest.warns(SpillWarning, match="do not fit the model"):
+        assert SpillStore(tmp_path).restore(tree, range(9), None, "weights") == 0
+    gc.collect(0)
+    assert len(tree) == 0
+    pool.check_integrity()
