@@ -114,6 +114,11 @@ class Scheduler:
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running)
 
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether some running request's prompt is not computed yet."""
+        return any(request.length < request.goal for request in self.running)
+
     # Requests -------------------------------------------------------------------------------------------------
 
     def check(self, num_tokens: int) -> None:

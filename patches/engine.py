@@ -25,7 +25,8 @@ from .response import Response
 from .row import Row, sequence_of
 from .topology import probe_geometry
 
-CLEAR_EVERY = 512  # decode steps between clearings of MLX's buffer cache, as in mlx-lm
+CLEAR_AFTER_PREFILLS = 8  # steps with prompts, of different sizes, between clearings of MLX's buffer cache
+CLEAR_EVERY = 512  # decode steps between clearings, as in mlx-lm
 
 
 PromptResponse = PromptProcessingBatch.Response
@@ -59,6 +60,7 @@ class Engine:
         self.rows: dict[int, Row] = {}
         self.batch = DecodeBatch(model)
         self.failures: deque[RequestFailedError] = deque()
+        self._prefill_steps = 0
         self._finished: deque[weakref.ref[Response]] = deque()
         fresh = stock_cache.make_prompt_cache(model)
         sequence = sequence_of(fresh)
@@ -149,7 +151,8 @@ class Engine:
         self.scheduler.add(row.request)
 
     def remove(self, uids: Sequence[int]) -> None:
-        """Cancel requests; what they held is released."""
+        """Cancel requests; what they held is released, and a failure not reported yet is dropped."""
+        self.failures = deque(failure for failure in self.failures if failure.uid not in uids)
         for uid in uids:
             row = self.rows.get(uid)
             if row is None:
@@ -167,6 +170,10 @@ class Engine:
             return caches, list(row.history)
         caches = self.batch.fork(row) if row in self.batch.members else copy.deepcopy(row.caches)
         return caches, row.cached_tokens()
+
+    def _give_up(self, row: Row, error: Exception) -> None:
+        self.scheduler.remove(row.request)
+        self._fail(row, error)
 
     def _fail(self, row: Row, error: Exception) -> None:
         """Give a request up that the scheduler has forgotten already."""
@@ -226,8 +233,7 @@ class Engine:
             failed.pop(row, None)  # what failed is a token that nobody is going to see
             self._finish(row, response)
         for row, error in failed.items():
-            self.scheduler.remove(row.request)
-            self._fail(row, error)
+            self._give_up(row, error)
         if deliveries:
             self.counters.decode_time += time.perf_counter() - begin
             self.counters.generation_tokens += len(deliveries)
@@ -242,8 +248,7 @@ class Engine:
             row = self.batch.rows[failed.row]
             if isinstance(failed.error, PoolExhaustedError) and self.scheduler.preempt_for(self._oldest()):
                 continue
-            self.scheduler.remove(row.request)
-            self._fail(row, failed.error)
+            self._give_up(row, failed.error)
 
     def _oldest(self) -> Request:
         return self.scheduler.running[0]
@@ -273,29 +278,42 @@ class Engine:
             return []
         begin = time.perf_counter()
         responses = []
+        for row in self._compute(chunks):
+            response = self._report(row)
+            if response is not None:
+                responses.append(response)
+        self._prefill_steps += 1
+        if self._prefill_steps % CLEAR_AFTER_PREFILLS == 0 or not self.scheduler.is_prefilling:
+            mx.clear_cache()
+        self.counters.prompt_time += time.perf_counter() - begin
+        return responses
+
+    def _compute(self, chunks: Sequence[Chunk]) -> list[Row]:
+        """The chunks' rows, without those that failed. Each chunk runs alone: nothing is padded, and the fused causal
+        attention needs no mask."""
+        in_place = self.all_paged and self.pool is not None and all(group.in_place for group in self.pool.groups)
+        computed: list[Row] = []
         for chunk in chunks:
             row = self.rows.get(chunk.request.uid)
             if row is None or row.caches is None:  # made room for a row that the plan had counted less for
                 continue
             try:
-                self._compute_chunk(row, chunk.num_tokens)
+                self.model(mx.array(row.chunk(chunk.num_tokens), mx.uint32)[None], cache=row.caches)
+                if not in_place:  # a chunk's reads must be over before the next one writes, or the pool is copied
+                    mx.eval([cache.state for cache in row.caches])
             except Exception as error:
-                self.scheduler.remove(row.request)
-                self._fail(row, error)
+                self._give_up(row, error)
                 continue
-            response = self._report(row)
-            if response is not None:
-                responses.append(response)
-        mx.clear_cache()
-        self.counters.prompt_time += time.perf_counter() - begin
-        return responses
-
-    def _compute_chunk(self, row: Row, num_tokens: int) -> None:
-        """One chunk of one request, alone: nothing is padded, and the fused causal attention needs no mask."""
-        tokens = mx.array(row.chunk(num_tokens), mx.uint32)
-        self.model(tokens[None], cache=row.caches)
-        mx.eval([cache.state for cache in row.caches or ()])
-        self.scheduler.advance(row.request, num_tokens)
+            self.scheduler.advance(row.request, chunk.num_tokens)
+            computed.append(row)
+        try:
+            if in_place:
+                mx.eval([cache.state for row in computed for cache in row.caches or ()])
+        except Exception as error:
+            for row in computed:
+                self._give_up(row, error)
+            return []
+        return computed
 
     def _report(self, row: Row) -> Any | None:
         """Progress of a prompt; None while what was reported before is computed again."""

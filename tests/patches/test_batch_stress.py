@@ -109,8 +109,8 @@ class Driver:
 
     def poison(self, uid: int) -> bool:
         """From now on the model raises whenever it meets this request."""
-        row = self.gen._engine.rows[uid]
-        if row.caches is None:
+        row = self.gen._engine.rows.get(uid)
+        if row is None or row.caches is None:
             return False
         FaultyModel.poisoned.add(row.sequence)
         self.may_fail.add(uid)
