@@ -99,7 +99,7 @@ def test_several_tokens_behind_a_window_have_one_context_each(kind: str) -> None
     paged = run()
     assert paths() == {"prefill": len(model.layers), "kernel": 5 * len(model.layers)}
     # On a GPU, stock's masked attention multiplies in TF32.
-    limit = 1e-4 if mx.default_device() == mx.Device(mx.cpu) else 5e-3
+    limit = 1e-4 if mx.default_device() == mx.Device(mx.cpu) else 2e-2
     for a, b in zip(stock, paged, strict=True):
         assert rms(a, b) < limit
 
