@@ -12,6 +12,7 @@ from ..errors import BlockStateError
 from .allocator import NULL_BLOCK
 from .block_table import BlockTable
 from .eviction import evict_blocks
+from .insertion import add_leaf, heal, improves, replace_tail
 from .pool import BlockPool
 from .prefix_cache import table_over
 from .radix_node import RadixNode
@@ -177,16 +178,16 @@ class RadixTree:
             while position < len(run):
                 child = node.children.get(run[position])
                 if child is None:
-                    new_blocks += self._replace_tail(node, tables) + self._add_leaf(node, run, tables)
+                    new_blocks += replace_tail(self, node, tables) + add_leaf(self, node, run, tables)
                     new_tokens = len(run) - position
                     child, position = node.children[run[position]], len(run)
                 else:
                     common = child.common_length(run, position, len(run))
                     position += common
-                    if common < len(child.tokens) and (position < len(run) or self._improves(child, tables, position)):
+                    if common < len(child.tokens) and (position < len(run) or improves(self, child, tables, position)):
                         child = self._split(child, common)
                     if child.end == position:
-                        new_blocks += self._heal(child, tables)
+                        new_blocks += heal(self, child, tables)
                 self._touch(child)
                 node = child
             if label is not None and node.end == len(run):
@@ -205,71 +206,11 @@ class RadixTree:
             if window is None and table.logical_start:
                 raise ValueError(f"{table} does not hold its first tokens")
 
-    def _add_leaf(self, parent: RadixNode, tokens: tuple[int, ...], tables: Sequence[BlockTable]) -> int:
-        start, size = parent.end, self.block_size
-        first, last = start // size, -(-len(tokens) // size)
-        leaf = RadixNode(tokens[start:], start, parent, [], [])
-        taken = 0
-        for table in tables:
-            valid_from = min(max(table.logical_start, first * size), len(tokens))
-            held = table.block_ids[valid_from // size : last] if valid_from < len(tokens) else []
-            self._retain(table.group, held)
-            leaf.blocks.append([NULL_BLOCK] * (last - first - len(held)) + held)
-            leaf.valid_from.append(valid_from)
-            taken += len(held)
-        parent.children[tokens[start]] = leaf
-        return taken
-
-    def _replace_tail(self, node: RadixNode, tables: Sequence[BlockTable]) -> int:
-        """Where the node's partial tail block is its alone, hold the longer one of the tables in its place: one block
-        then serves both this prefix and the one about to go on from it."""
-        index, offset = divmod(node.end, self.block_size)
-        if not offset:
-            return 0
-        taken = 0
-        for table in tables:
-            valid_from = max(node.valid_from[table.group], index * self.block_size)
-            old = node.blocks[table.group][-1]
-            if old == NULL_BLOCK or self._held[table.group][old] > 1 or table.logical_start > valid_from:
-                continue
-            new = table.block_ids[index]
-            if new == old:
-                continue
-            self._retain(table.group, [new])
-            node.blocks[table.group][-1] = new
-            self._release(table.group, [old])
-            taken += 1
-        return taken
-
-    def _improves(self, node: RadixNode, tables: Sequence[BlockTable], end: int) -> bool:
-        """Whether the tables hold keys of the node's tokens before ``end`` that the node has given up."""
-        floor = node.start // self.block_size * self.block_size
-        return any(max(t.logical_start, floor) < min(node.valid_from[t.group], end) for t in tables)
-
-    def _heal(self, node: RadixNode, tables: Sequence[BlockTable]) -> int:
-        """Take the blocks of a window group that the node has given up and the tables hold."""
-        size, taken = self.block_size, 0
-        first = node.start // size
-        for table in tables:
-            group, old_start = table.group, node.valid_from[table.group]
-            new_start = max(table.logical_start, first * size)
-            if new_start >= old_start or new_start >= node.end:
-                continue
-            low, high = new_start // size, -(-old_start // size)
-            new = table.block_ids[low:high]
-            self._retain(group, new)
-            old = [b for b in node.blocks[group][low - first : high - first] if b != NULL_BLOCK]
-            node.blocks[group][low - first : high - first] = new
-            node.valid_from[group] = new_start
-            self._release(group, old)
-            taken += len(new)
-        return taken
-
     def _split(self, node: RadixNode, at: int) -> RadixNode:
         upper = node.split(at, self.block_size)
         if upper.end % self.block_size:
             for group, blocks in enumerate(upper.blocks):
-                self._retain(group, blocks[-1:])
+                self.hold_blocks(group, blocks[-1:])
         return upper
 
     # In use ---------------------------------------------------------------------------------------------------
@@ -419,17 +360,21 @@ class RadixTree:
     def held(self, group: int) -> list[list[int]]:
         return [list(self._held[group].elements())]
 
-    def _retain(self, group: int, block_ids: Sequence[int]) -> None:
+    def references(self, group: int, block_id: int) -> int:
+        """How many of the tree's nodes hold a block."""
+        return self._held[group][block_id]
+
+    def hold_blocks(self, group: int, block_ids: Sequence[int]) -> None:
         self.pool.retain(group, block_ids)
         self._held[group].update(b for b in block_ids if b != NULL_BLOCK)
 
     def drop_blocks(self, group: int, block_ids: Sequence[int]) -> int:
         """Drop one reference of each block. Returns how many became free: the evictions."""
-        freed = self._release(group, block_ids)
+        freed = self.unhold_blocks(group, block_ids)
         self.evictions += freed
         return freed
 
-    def _release(self, group: int, block_ids: Sequence[int]) -> int:
+    def unhold_blocks(self, group: int, block_ids: Sequence[int]) -> int:
         ids = [b for b in block_ids if b != NULL_BLOCK]
         allocator, held = self.pool.groups[group].allocator, self._held[group]
         freed = sum(allocator.refcount(b) == 1 for b in ids)
