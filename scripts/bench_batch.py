@@ -1,0 +1,397 @@
+"""Continuous batching, stock mlx-lm against mlx_paged: throughput, latencies and memory, on the same prompts.
+
+    python scripts/bench_batch.py --random llama-1b --cases 8x2048,16x4096,32xragged1024 --out out/batch
+    python scripts/bench_batch.py --random llama-1b --cases 1x512,8x512,32x512,128x512 --only paged
+    python scripts/bench_batch.py --random llama-135m --cases 8xragged256 --arrivals 2 --requests 24
+
+A case is ``BATCHxPROMPT`` or ``BATCHxraggedMOST`` (lengths spread evenly from MOST / 16 to MOST). All its requests are
+inserted at once, into a batch as large. ``--arrivals RATE`` adds a trace: ``--requests`` requests of mixed lengths that
+come at RATE per second (Poisson), into a batch of the last case's size; the trace is the same for both sides.
+
+Each side and case runs in a process of its own, so that no memory is left over and the peak is its own. In it, a short
+warm-up of the same shape comes first. Decode throughput counts the steps in which every row decodes: from the last
+first token to the first finish, without the step in between that may still compute a prompt. Latencies are as the
+caller of ``next()`` sees them. Writes batch.json and, with matplotlib, batch.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from bench_common import DTYPES, PRESETS, SEED, BenchError, load_model, machine, random_model, table
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.config import parse_block_size, parse_kernel, parse_memory
+
+CPU_CACHE_LIMIT = 1 << 30
+PERCENTILES = (50, 95, 99)
+TRACE_LENGTHS = (32, 64, 128, 256, 512, 1024)
+SIDES = ("stock", "paged")
+
+
+class Request(NamedTuple):
+    """A request of a trace: when it comes, in seconds, and its tokens."""
+
+    at: float
+    prompt: list[int]
+    num_tokens: int
+
+
+class Case(NamedTuple):
+    """What is run. ``arrivals`` is None, or requests per second."""
+
+    name: str
+    batch: int
+    lengths: tuple[int, ...]
+    arrivals: float | None = None
+
+
+def parse_case(text: str) -> Case:
+    """``BATCHxPROMPT`` or ``BATCHxraggedMOST``."""
+    batch_text, _, prompt = text.partition("x")
+    try:
+        batch = int(batch_text)
+        if prompt.startswith("ragged"):
+            most = int(prompt.removeprefix("ragged"))
+            least = max(1, most // 16)
+            lengths = [least + (most - least) * i // max(1, batch - 1) for i in range(batch)]
+            random.Random(SEED).shuffle(lengths)
+        else:
+            lengths = [int(prompt)] * batch
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not BATCHxPROMPT nor BATCHxraggedMOST") from None
+    if batch < 1 or min(lengths) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: batch and prompt must be positive")
+    return Case(text, batch, tuple(lengths))
+
+
+def requests_of(case: Case, args: argparse.Namespace, vocabulary: int) -> list[Request]:
+    """The case's requests, the same in every process."""
+    rng = random.Random(SEED)
+    at, made = 0.0, []
+    for length in case.lengths:
+        if case.arrivals is not None:
+            at += rng.expovariate(case.arrivals)
+        num_tokens = args.decode_tokens if case.arrivals is None else rng.randint(1, 2 * args.decode_tokens)
+        made.append(Request(at, [rng.randrange(vocabulary) for _ in range(length)], num_tokens))
+    return made
+
+
+def percentiles(samples: Sequence[float]) -> dict[str, float]:
+    """p50, p95 and p99, in the samples' unit; the nearest rank."""
+    ranked = sorted(samples)
+    return {f"p{p}": ranked[min(len(ranked) - 1, len(ranked) * p // 100)] for p in PERCENTILES} if ranked else {}
+
+
+class Run:
+    """One side's run of one case, with what its caller sees of each request.
+
+    Attributes:
+        first: per request, seconds from its arrival to its first token.
+        gaps: seconds between tokens of one request.
+        steps: (time, rows that gave a token) of each call that gave any.
+    """
+
+    def __init__(self, generator: Any, requests: Sequence[Request]) -> None:
+        self.generator = generator
+        self.requests = requests
+        self.first: list[float] = []
+        self.gaps: list[float] = []
+        self.steps: list[tuple[float, int]] = []
+        self.tokens: dict[int, list[int]] = {}
+        self._last: dict[int, float] = {}
+        self._due: dict[int, float] = {}
+        self.first_finish: float | None = None
+        self.last_first = 0.0
+
+    def go(self) -> float:
+        """Run to the end. Returns the seconds it took."""
+        begin = time.perf_counter()
+        waiting = list(self.requests)
+        finished = 0
+        while finished < len(self.requests):
+            now = time.perf_counter() - begin
+            while waiting and waiting[0].at <= now:
+                request = waiting.pop(0)
+                (uid,) = self.generator.insert([request.prompt], [request.num_tokens])
+                self._due[uid], self.tokens[uid] = request.at, []
+            prompts, generated = self.generator.next()
+            now = time.perf_counter() - begin
+            finished += self._take(generated, now)
+            if not prompts and not generated and waiting:
+                time.sleep(max(0.0, min(waiting[0].at - now, 0.01)))
+        return time.perf_counter() - begin
+
+    def _take(self, generated: Sequence[Any], now: float) -> int:
+        finished = 0
+        for response in generated:
+            uid = response.uid
+            self.tokens[uid].append(response.token)
+            if uid in self._last:
+                self.gaps.append(now - self._last[uid])
+            else:
+                self.first.append(now - self._due[uid])
+                self.last_first = now
+            self._last[uid] = now
+            if response.finish_reason is not None:
+                finished += 1
+                self.first_finish = self.first_finish or now
+        if generated:
+            self.steps.append((now, len(generated)))
+        return finished
+
+    def decode_rate(self) -> float | None:
+        """Tokens per second of the steps in which every row decodes; None if there are too few."""
+        full = [(at, rows) for at, rows in self.steps if rows == len(self.requests)]
+        # The first full step came in a call that also computed a prompt.
+        timed = full[2:]
+        if len(timed) < 3:
+            return None
+        return sum(rows for _, rows in timed[1:]) / (timed[-1][0] - timed[0][0])
+
+
+def measure(args: argparse.Namespace, case: Case, side: str) -> dict[str, Any]:
+    """One side's figures of one case, in this process."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        mx.set_cache_limit(CPU_CACHE_LIMIT)
+    model = random_model(args.random, args.dtype) if args.random else load_model(args.model, args.dtype)
+    if side == "paged":
+        mlx_paged.apply_patches(
+            PagedConfig(
+                block_size=args.kv_block_size, kv_cache_memory=args.kv_cache_memory, use_native_paged_kernel=args.kernel
+            )
+        )
+    upstream = importlib.import_module("mlx_lm.generate")
+
+    def generator() -> Any:
+        options = {"completion_batch_size": case.batch, "prefill_batch_size": min(case.batch, args.prefill_batch_size)}
+        return upstream.BatchGenerator(model, sampler=None, prefill_step_size=args.prefill_step_size, **options)
+
+    vocabulary = model.args.vocab_size if hasattr(model, "args") else 1000
+    requests = requests_of(case, args, vocabulary)
+    warm = [Request(0.0, r.prompt[: args.warmup_prompt], 4) for r in requests[: case.batch]]
+    Run(generator(), warm).go()
+    mx.clear_cache()
+    weights = mx.get_active_memory()
+    mx.reset_peak_memory()
+    runs = []
+    for _ in range(args.repeats):
+        gen = generator()
+        run = Run(gen, requests)
+        with gen.stats() as stats:
+            seconds = run.go()
+        runs.append((seconds, run, stats))
+        gen.close()
+        del gen
+    seconds, run, stats = min(runs, key=lambda item: item[0])
+    num_tokens = sum(len(tokens) for tokens in run.tokens.values())
+    pool = mlx_paged.pool_of(model) if side == "paged" else None
+    return {
+        "side": side,
+        "case": case.name,
+        "batch": case.batch,
+        "requests": len(requests),
+        "prompt_tokens": sum(case.lengths),
+        "generated_tokens": num_tokens,
+        "seconds": seconds,
+        "seconds_of_repeats": [item[0] for item in runs],
+        "tokens_per_s": num_tokens / seconds,
+        "decode_tokens_per_s": run.decode_rate(),
+        "decode_tokens_per_s_of_repeats": [item[1].decode_rate() for item in runs],
+        "prompt_time": stats.prompt_time,
+        "ttft_s": percentiles(run.first),
+        "inter_token_s": percentiles(run.gaps),
+        "peak_bytes": mx.get_peak_memory(),
+        "weight_bytes": weights,
+        "tokens": [run.tokens[uid] for uid in sorted(run.tokens)],
+        "dispatch": {f"{c.path}: {c.reason}": n for c, n in mlx_paged.dispatch_counts().items()},
+        "pool": pool.stats().as_dict() if pool is not None else None,
+    }
+
+
+def measure_apart(argv: Sequence[str], case: Case, side: str) -> dict[str, Any]:
+    """:func:`measure` in a process of its own."""
+    command = [sys.executable, __file__, *argv, "--child", json.dumps([side, *case])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return {"side": side, "case": case.name, "error": f"exit status {done.returncode}: {last}"}
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def compare(results: list[dict[str, Any]]) -> None:
+    """Add to each paged result its ratios to stock's of the same case, and whether the tokens are the same."""
+    stock = {r["case"]: r for r in results if r["side"] == "stock" and "error" not in r}
+    for result in results:
+        base = stock.get(result["case"])
+        if result["side"] != "paged" or base is None or "error" in result:
+            continue
+        pairs = {
+            "total": (result["tokens_per_s"], base["tokens_per_s"]),
+            "decode": (result["decode_tokens_per_s"], base["decode_tokens_per_s"]),
+            "ttft_p50": (base["ttft_s"]["p50"], result["ttft_s"]["p50"]),
+            "peak": (base["peak_bytes"], result["peak_bytes"]),
+        }
+        result["ratios"] = {name: a / b if a and b else None for name, (a, b) in pairs.items()}
+        rows = list(zip(result["tokens"], base["tokens"], strict=True))
+        result["rows_with_same_tokens"] = sum(mine == theirs for mine, theirs in rows)
+
+
+def print_results(results: Sequence[dict[str, Any]]) -> None:
+    header = (
+        "case",
+        "side",
+        "decode tok/s",
+        "total tok/s",
+        "TTFT p50/p95/p99 ms",
+        "inter-token p50/p95/p99 ms",
+        "peak GB",
+    )
+    rows = []
+    for r in results:
+        if "error" in r:
+            rows.append((r["case"], r["side"], r["error"][:60], "", "", "", ""))
+            continue
+        decode = r["decode_tokens_per_s"]
+        rows.append(
+            (
+                r["case"],
+                r["side"],
+                "-" if decode is None else f"{decode:.0f}",
+                f"{r['tokens_per_s']:.0f}",
+                _milliseconds(r["ttft_s"]),
+                _milliseconds(r["inter_token_s"]),
+                f"{r['peak_bytes'] / 1e9:.3f}",
+            )
+        )
+    print(table(header, rows))
+    for r in results:
+        if "ratios" in r:
+            shown = ", ".join(
+                f"{name} {'-' if value is None else f'{value:.2f}x'}" for name, value in r["ratios"].items()
+            )
+            print(f"{r['case']}: paged against stock: {shown}; {r['rows_with_same_tokens']}/{r['requests']} rows same")
+    paths = sorted({path for r in results for path in r.get("dispatch", {})})
+    print("Paged attention ran through:", "; ".join(paths) or "-")
+
+
+def _milliseconds(values: dict[str, float]) -> str:
+    return "/".join(f"{1e3 * value:.1f}" for value in values.values()) or "-"
+
+
+def plot(results: Sequence[dict[str, Any]], path: Path, title: str) -> str | None:
+    """Write the figure. Returns why it was not written, or None."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "no batch.png: matplotlib is not installed"
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = (
+        ("decode, tokens/s", lambda r: r["decode_tokens_per_s"] or r["tokens_per_s"]),
+        ("time to first token, p50, s", lambda r: r["ttft_s"]["p50"]),
+        ("between tokens, p95, ms", lambda r: 1e3 * r["inter_token_s"].get("p95", 0.0)),
+        ("peak memory, GB", lambda r: r["peak_bytes"] / 1e9),
+    )
+    good = [r for r in results if "error" not in r]
+    cases = list(dict.fromkeys(r["case"] for r in good))
+    sides = [side for side in SIDES if any(r["side"] == side for r in good)]
+    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 4), layout="constrained")
+    for axis, (label, value) in zip(axes, panels, strict=True):
+        for offset, side in enumerate(sides):
+            mine = {r["case"]: value(r) for r in good if r["side"] == side}
+            places = [i + (offset - (len(sides) - 1) / 2) * 0.4 for i, case in enumerate(cases) if case in mine]
+            axis.bar(places, [mine[case] for case in cases if case in mine], width=0.38, label=side)
+        axis.set_xticks(range(len(cases)), cases, rotation=30, ha="right", fontsize=8)
+        axis.set_title(label, fontsize=10)
+        axis.grid(axis="y", alpha=0.3)
+    axes[0].legend()
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return None
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--random", choices=sorted(PRESETS), default=None, help="a model of random weights")
+    source.add_argument("--model", default=None, help="a model folder")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default=None)
+    parser.add_argument(
+        "--cases", type=lambda text: [parse_case(part) for part in text.split(",")], default="4x64,8xragged256"
+    )
+    parser.add_argument("--decode-tokens", type=int, default=64, help="tokens of each request (trace: 1 to twice it)")
+    parser.add_argument("--arrivals", type=float, default=None, metavar="RATE", help="add a trace, requests per second")
+    parser.add_argument("--requests", type=int, default=32, help="requests of the trace")
+    parser.add_argument("--trace-lengths", type=lambda t: [int(n) for n in t.split(",")], default=list(TRACE_LENGTHS))
+    parser.add_argument("--only", choices=SIDES, default=None, help="skip the other side")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of a case in its process; the fastest counts")
+    parser.add_argument("--prefill-step-size", type=int, default=2048)
+    parser.add_argument("--prefill-batch-size", type=int, default=8)
+    parser.add_argument("--warmup-prompt", type=int, default=64, help="prompt tokens of the warm-up")
+    parser.add_argument("--kv-block-size", type=parse_block_size, default=32)
+    parser.add_argument("--kv-cache-memory", type=parse_memory, default=None)
+    parser.add_argument("--kernel", type=parse_kernel, default="auto", help="auto, on or off")
+    parser.add_argument("--out", type=Path, default=None, help="folder for batch.json and batch.png")
+    parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
+    return parser
+
+
+def cases_of(args: argparse.Namespace) -> list[Case]:
+    cases: list[Case] = list(args.cases)
+    if args.arrivals is not None:
+        rng = random.Random(SEED)
+        lengths = tuple(rng.choice(args.trace_lengths) for _ in range(args.requests))
+        name = f"{args.requests} at {args.arrivals:g}/s"
+        cases.append(Case(name, cases[-1].batch, lengths, args.arrivals))
+    return cases
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = make_parser().parse_args(given)
+    if args.random is None and args.model is None:
+        args.random = "tiny"
+    try:
+        if args.child is not None:
+            side, name, batch, lengths, arrivals = json.loads(args.child)
+            print(json.dumps(measure(args, Case(name, batch, tuple(lengths), arrivals), side)))
+            return 0
+        results = []
+        for case in cases_of(args):
+            for side in SIDES if args.only is None else (args.only,):
+                results.append(measure_apart(given, case, side))
+                print(f"{case.name}, {side}: done", file=sys.stderr)
+    except BenchError as error:
+        print(f"bench_batch: {error}", file=sys.stderr)
+        return 1
+    compare(results)
+    print_results(results)
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        for result in results:
+            result.pop("tokens", None)
+        facts = {"machine": machine(), "arguments": given, "results": results}
+        (args.out / "batch.json").write_text(json.dumps(facts, indent=1) + "\n")
+        problem = plot(results, args.out / "batch.png", f"{args.random or args.model}, {facts['machine']['device']}")
+        if problem:
+            print(problem, file=sys.stderr)
+    return 1 if any("error" in result for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
