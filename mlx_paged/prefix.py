@@ -61,6 +61,7 @@ def donate(
     salt: Hashable = None,
     *,
     label: Hashable = None,
+    whole_blocks: bool = False,
 ) -> InsertResult | None:
     """Put what the sequence has computed into the tree, by reference; the sequence may go on.
 
@@ -70,8 +71,12 @@ def donate(
             are not told here (sampled, but cut off by a stop word). None is returned if nothing is left.
         sequence: not in the middle of a step.
         salt, label: see :meth:`RadixTree.insert`.
+        whole_blocks: leave a partly filled last block out, for a sequence that goes on at once: it would have to copy
+            that block.
     """
     length = min(len(tokens), *sequence.offsets.values(), *(table.length for table in sequence.tables))
+    if whole_blocks:
+        length -= length % sequence.pool.block_size
     return tree.insert(tokens[:length], sequence.tables, salt, label=label) if length else None
 
 

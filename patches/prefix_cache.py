@@ -115,7 +115,7 @@ class PagedPromptCache:
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         """Entries and bytes by type; a block shared by several counts for the type of the first node that has it."""
         result: dict[str, dict[str, int]] = self.others.stats_by_type()
-        for tree in self._trees.values():
+        for tree in list(self._trees.values()):
             with tree.pool.lock:
                 seen: list[set[int]] = [{0} for _ in tree.pool.groups]
                 for node in tree.nodes():
@@ -223,10 +223,14 @@ class PagedPromptCache:
         return not node.children and salt[1] == 0
 
     def _num_paged(self) -> int:
-        return sum(self._counts(tree, node) for tree in self._trees.values() for node in tree.nodes())
+        total = 0
+        for tree in list(self._trees.values()):
+            with tree.pool.lock:
+                total += sum(self._counts(tree, node) for node in tree.nodes())
+        return total
 
     def _paged_bytes(self) -> int:
-        return sum(tree.nbytes for tree in self._trees.values())
+        return sum(tree.nbytes for tree in list(self._trees.values()))
 
 
 def _sequences(caches: Sequence[Any]) -> list[SequenceTables]:

@@ -345,7 +345,8 @@ class RadixTree:
 
     def __len__(self) -> int:
         """Leaves: prefixes that are no other's beginning."""
-        return sum(not node.children for node in self.nodes())
+        with self.pool.lock:
+            return sum(not node.children for node in self.nodes())
 
     @property
     def nbytes(self) -> int:

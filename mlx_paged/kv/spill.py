@@ -96,6 +96,8 @@ class SpillStore:
             Blocks written.
         """
         size, prefix = pool.block_size, node.prefix()
+        if min(prefix) < 0:
+            return 0  # an image, named by its address, which may show another one by then
         first = node.start // size
         chains = _chains(identity, size, prefix[: (node.end - 1) // size * size])
         starts, wanted = {}, []

@@ -250,3 +250,9 @@ def test_only_tokens_that_were_computed_and_told_are_donated() -> None:
     result = donate(tree, range(20), sequence)
     assert result is not None and result.new_tokens == 2
     assert tree.match(range(20)).length == 9
+    compute(pool, tables, range(18))
+    forks = pool.stats().cow_forks
+    assert donate(tree, range(18), sequence_over(pool, tables), whole_blocks=True) is not None
+    assert tree.match(range(20)).length == 16
+    compute(pool, tables, range(19))
+    assert pool.stats().cow_forks == forks

@@ -36,7 +36,8 @@ class TreeMachine(RuleBasedStateMachine):
     """Requests that adopt, compute, insert, go on or end; locks, evictions and a pool that runs out."""
 
     @initialize(
-        windows=st.sampled_from([(None,), (None, 5), (6,), (None, 2, 9), (1, None)]), blocks=st.sampled_from([14, 40, 1000])
+        windows=st.sampled_from([(None,), (None, 5), (6,), (None, 2, 9), (1, None)]),
+        blocks=st.sampled_from([14, 40, 1000]),
     )
     def start(self, windows: tuple[int | None, ...], blocks: int) -> None:
         self.windows = windows
