@@ -34,20 +34,16 @@ class PoolBudget:
     def fits(self, growth: Growth) -> bool:
         """Whether all these appends fit together as things stand."""
         listed = list(growth)
-        one_each = all(num_tokens == 1 for _, num_tokens in listed)
-        reserved = sum(group.bytes_reserved for group in self.pool.groups)
-        growable = self.pool.memory_budget - reserved
+        growable = self.pool.memory_budget - sum(group.bytes_reserved for group in self.pool.groups)
+        if all(num_tokens == 1 for _, num_tokens in listed):
+            # A token takes a block at most: this bound is enough as long as there is plenty.
+            groups = self.pool.groups
+            if sum(max(0, len(listed) - g.allocator.num_free) * g.bytes_per_block for g in groups) <= growable:
+                return True
         holders = self.pool.holders()
         for index, group in enumerate(self.pool.groups):
-            # A token more takes a block at most: the plain bound is enough as long as there is plenty.
-            free = group.allocator.num_free
-            if one_each and free >= len(listed):
-                continue
             needed = sum(self._blocks(group, tables[index] if tables else None, n) for tables, n in listed)
-            if needed <= free:
-                continue
-            missing = needed - free
-            growable -= missing * group.bytes_per_block
+            growable -= max(0, needed - group.allocator.num_free) * group.bytes_per_block
             if growable < 0:
                 growable += sum(holder.reclaimable(index) for holder in holders) * group.bytes_per_block
             if growable < 0:

@@ -261,8 +261,8 @@ class BlockPool:
             shared_tail = (
                 tail < len(table.block_ids) and self._group(table).allocator.refcount(table.block_ids[tail]) > 1
             )
-            missing = table.blocks_for(num_tokens)
-            blocks = self.allocate(table.group, missing + shared_tail)
+            needed = table.blocks_for(num_tokens) + shared_tail
+            blocks = self.allocate(table.group, needed) if needed else []
             if shared_tail:
                 self._copy_on_write(table, tail, blocks.pop(0))
             table.block_ids.extend(blocks)
