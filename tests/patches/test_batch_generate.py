@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -28,7 +29,8 @@ from tests.batch_runs import (
     run_all,
     solo,
 )
-from tests.builders import KINDS, WINDOW, prompt_of
+from tests.builders import KINDS, WINDOW, build, greedy, prompt_of
+from tests.fake_kernels import fake_kernels
 from tests.recurrent import RECURRENT
 
 # Around blocks, chunks and windows; 17 rows of 1 to 700 tokens.
@@ -470,3 +472,39 @@ def _arrays(cache: Any) -> list[mx.array]:
         if hasattr(leaf, "pool"):
             found += [x for x in leaf.pool.storage(leaf.layer).__dict__.values() if isinstance(x, mx.array)]
     return found
+
+
+# In place, through the kernel ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["stand-ins", pytest.param("gpu", marks=pytest.mark.gpu)])
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.param == "gpu":
+        yield
+    else:
+        with fake_kernels():
+            yield
+
+
+@pytest.mark.usefixtures("kernels", "no_fall_through")
+@pytest.mark.parametrize("num_blocks", [None, 40])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_in_place_pools_and_kernels_give_each_row_its_solo_tokens(kind: str, num_blocks: int | None) -> None:
+    model = build(kind, head_dim=64)
+    lengths = (1, 90, 33, 8, 50, 130)
+    expected = [greedy(model, prompt_of(n, seed=n), 24) for n in lengths]
+    budget = None if num_blocks is None else 2 * kv_budget(model, num_blocks, 8)
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=budget, use_native_paged_kernel=True))
+    gen = generator(model, prefill_step_size=48)
+    uids = gen.insert([prompt_of(n, seed=n).tolist() for n in lengths], [24] * len(lengths))
+    outcomes = {uid: Outcome() for uid in uids}
+    run_all(gen, outcomes)
+    for uid, (tokens, logprobs) in zip(uids, expected, strict=True):
+        assert outcomes[uid].tokens == tokens
+        assert np.abs(np.stack(outcomes[uid].logprobs) - logprobs).max() < 5e-3
+    assert "kernel" in {choice.path for choice in mlx_paged.dispatch_counts()}
+    assert mlx_paged.last_dispatch().path == "kernel"
+    pool = mlx_paged.pool_of(model)
+    assert all(group.in_place for group in pool.groups)
+    pool.check_integrity()
+    assert pool.stats().live_blocks == 0
