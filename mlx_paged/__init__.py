@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from .attention.dispatch import Dispatch, dispatch_counts, last_dispatch, reset_dispatch_counts
+from .batch_cache import PagedBatchKVCache
 from .cache import PagedKVCache, SequenceTables
 from .config import PagedConfig
 from .errors import (
@@ -20,6 +21,8 @@ from .errors import (
     PatchError,
     PoolExhaustedError,
     PromptCacheError,
+    RequestFailedError,
+    RequestTooLargeError,
     TrimError,
 )
 from .kv.block_table import BlockTable
@@ -51,6 +54,7 @@ __all__ = [
     "KernelUnavailableError",
     "LayerGroup",
     "ModelFolderError",
+    "PagedBatchKVCache",
     "PagedCacheError",
     "PagedCacheStats",
     "PagedConfig",
@@ -58,6 +62,8 @@ __all__ = [
     "PatchError",
     "PoolExhaustedError",
     "PromptCacheError",
+    "RequestFailedError",
+    "RequestTooLargeError",
     "SequenceTables",
     "TrimError",
     "__version__",
