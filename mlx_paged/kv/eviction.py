@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 def evict_blocks(tree: RadixTree, group: int, num_blocks: int) -> int:
     """See RadixTree.evict; the pool's lock is held."""
-    target = min(num_blocks, tree.reclaimable(group))
     serial = count()  # breaks ties, so that nodes are never compared
     freed = 0
     # Nodes whose blocks are all in use elsewhere go only in the second round, where they stand before others.
     for only_useful in (True, False):
+        if freed >= num_blocks:
+            break
+        target = num_blocks if only_useful else min(num_blocks, freed + tree.reclaimable(group))
         queue = [(node.tick, next(serial), node) for node in tree.nodes() if _may_give(tree, node, group)]
         heapq.heapify(queue)
         while queue and freed < target:
