@@ -14,11 +14,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mlx_paged.attention.select import storage_choice
 from mlx_paged.errors import PoolExhaustedError
 from mlx_paged.kv import spill as spill_module
+from mlx_paged.kv.group import LayerGroup
+from mlx_paged.kv.in_place import InPlaceStorage
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.radix import RadixTree
 from mlx_paged.kv.spill import SpillStore, SpillWarning
+from mlx_paged.kv.storage import QueryHeads
+from tests.fake_kernels import fake_kernels
 from tests.kv.prefixes import check_contents, compute, make_pool, new_tables, release
 
 WINDOWS = [(None,), (None, 6), (5, None, 1)]
@@ -303,3 +308,49 @@ def test_files_of_another_shape_are_not_served(tmp_path: Path) -> None:
     gc.collect(0)
     assert len(tree) == 0
     pool.check_integrity()
+
+
+def test_in_place_pools_spill_restore_and_share_too(tmp_path: Path) -> None:
+    """Reads and writes go through the pool's own methods, so the form of its storage does not matter."""
+    with fake_kernels():
+
+        def new_pool() -> BlockPool:
+            groups = [LayerGroup((0, 2)), LayerGroup((1,), 20, "window")]
+            pool = BlockPool(groups, block_size=8, choose_storage=storage_choice(True))
+            for layer in (0, 1):
+                pool.set_geometry(layer, mx.zeros((1, 2, 1, 64)), mx.zeros((1, 2, 1, 80)), batch=1, heads=QueryHeads(4))
+            assert isinstance(pool.storage(0), InPlaceStorage)
+            return pool
+
+        def written(pool: BlockPool, tables: list[Any], count: int) -> None:
+            for group in (0, 1):
+                pool.append_tokens(tables[group], count)
+                for layer in pool.groups[group].spec.layers:
+                    k, v = (mx.random.normal((1, 2, count, size)) for size in (64, 80))
+                    pool.write_prefill(tables[group], layer, k, v)
+
+        def contents(pool: BlockPool, tables: list[Any]) -> list[mx.array]:
+            """What the next token would see: of the window, its last 19 tokens."""
+            arrays = [x for layer in range(3) for x in pool.gather_visible(tables[layer % 2], layer)]
+            return [mx.contiguous(x[:, :, -19:]) + 0 for x in arrays]
+
+        pool = new_pool()
+        tables = new_tables(pool)
+        written(pool, tables, 45)
+        tree, store = RadixTree(pool), SpillStore(tmp_path)
+        node = tree.insert(range(45), tables).node
+        expected = contents(pool, tables)
+        mx.eval(expected)
+        _, shared = tree.adopt(range(46))
+        written(pool, shared, 5)
+        written(pool, tables, 3)  # the donor writes on as well
+        assert store.save(pool, node, "weights") == 6
+
+        pool = new_pool()
+        tree = RadixTree(pool)
+        assert SpillStore(tmp_path).restore(tree, range(46), None, "weights") == 45
+        _, tables = tree.adopt(range(46))
+        for got, want in zip(contents(pool, tables), expected, strict=True):
+            assert mx.array_equal(got, want)
+        tree.check_integrity()
+        pool.check_integrity()
