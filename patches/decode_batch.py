@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, TokenBuffer
 from mlx_lm.sample_utils import greedy_sampler
 
-from ..batch_cache import BatchTables, FailedRow, PagedBatchKVCache
+from ..batch_cache import PagedBatchKVCache
+from ..batch_tables import BatchTables, FailedRow
 from ..cache import PagedKVCache
 from ..kv.pool import BlockPool
 from .row import Row, Sampler, StepLogits
@@ -113,16 +115,10 @@ class DecodeBatch:
         assert row.caches is not None
         for layer, cache in enumerate(self._caches):
             if not (cache is None or _is_paged(cache)):
-                row.caches[layer] = cache.extract(index)
-                for leaf in leaves([row.caches[layer]]):
-                    if isinstance(leaf, ArraysCache):
-                        leaf.cache = [None if x is None else mx.contiguous(x) for x in leaf.cache]
-                        mx.async_eval([x for x in leaf.cache if x is not None])
+                row.caches[layer] = _extract(cache, index)
 
     def fork(self, row: Row) -> list[Any]:
         """A copy of the row's caches: references to its blocks, copies of other states."""
-        import copy
-
         if self._tables is not None:
             self._tables.settle()
         index = self.rows.index(row)
@@ -131,7 +127,7 @@ class DecodeBatch:
         forked = []
         for layer, cache in enumerate(row.caches):
             paged = isinstance(cache, PagedKVCache)
-            forked.append(copy.deepcopy(cache, memo) if paged else self._caches[layer].extract(index))
+            forked.append(copy.deepcopy(cache, memo) if paged else _extract(self._caches[layer], index))
         return forked
 
     def suspend(self, row: Row) -> None:
@@ -295,6 +291,16 @@ class DecodeBatch:
                 broken.setdefault(rows[0], error)
                 return mx.zeros((1,), mx.uint32)
             return mx.concatenate([self._call(sampler, step, [row], broken) for row in rows])
+
+
+def _extract(cache: Any, index: int) -> Any:
+    """One row of a layer's state, as a copy: a view would keep the whole batch's alive."""
+    extracted = cache.extract(index)
+    for leaf in leaves([extracted]):
+        if isinstance(leaf, ArraysCache):
+            leaf.cache = [None if x is None else mx.contiguous(x) for x in leaf.cache]
+            mx.async_eval([x for x in leaf.cache if x is not None])
+    return extracted
 
 
 def _as_ints(tokens: mx.array) -> list[int]:

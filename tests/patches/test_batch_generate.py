@@ -16,6 +16,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.errors import PromptCacheError, RequestTooLargeError
+from mlx_paged.kv.radix import RadixTree
 from tests.batch_runs import (
     Outcome,
     Spec,
@@ -508,3 +509,46 @@ def test_in_place_pools_and_kernels_give_each_row_its_solo_tokens(kind: str, num
     assert all(group.in_place for group in pool.groups)
     pool.check_integrity()
     assert pool.stats().live_blocks == 0
+
+
+# Prefixes --------------------------------------------------------------------------------------------------------
+
+
+class TreeStore:
+    """The radix tree behind the generator's hook."""
+
+    def __init__(self, pool: mlx_paged.BlockPool) -> None:
+        self.tree = RadixTree(pool)
+
+    def adopt(self, tokens: list[int]) -> tuple[int, list[Any]]:
+        return self.tree.adopt(tokens)
+
+    def donate(self, tokens: list[int], tables: list[Any]) -> None:
+        self.tree.insert(tokens, tables)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("num_blocks", [None, 20])
+def test_prefixes_are_adopted_and_donated_and_make_room(kind: str, num_blocks: int | None) -> None:
+    model = model_of(kind)
+    specs = [Spec(60, 8, seed=1), Spec(60, 20, seed=1), Spec(37, 8, seed=2), Spec(1, 4, seed=3), Spec(60, 8, seed=1)]
+    make_solos(kind, specs)
+    budget = None if num_blocks is None else kv_budget(model, num_blocks * (1 if kind == "llama" else 2), 8)
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=budget))
+    pool = mlx_lm_generate.make_prompt_cache(model)[0].pool
+    store = TreeStore(pool)
+    gen = generator(model, prefixes=store, completion_batch_size=3, prefill_batch_size=3)
+    for part in (specs[:1], specs[1:]):
+        outcomes: dict[int, Outcome] = {}
+        insert(gen, part, outcomes)
+        run_all(gen, outcomes)
+        for outcome, spec in zip(outcomes.values(), part, strict=True):
+            assert outcome.tokens == solo(kind, spec)[0]
+            assert np.abs(np.stack(outcome.logprobs) - solo(kind, spec)[1]).max() < 1e-4
+            assert outcome.all_tokens == spec.prompt + outcome.tokens
+        pool.check_integrity()
+    stats = pool.stats()
+    if kind == "llama":  # behind a window, a prefix shorter than what was donated may be held no more
+        assert stats.prefix_hit_tokens >= 2 * 59
+        assert num_blocks is None or stats.evictions > 0
+    assert stats.live_blocks == stats.cached_blocks > 0
