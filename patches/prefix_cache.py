@@ -14,7 +14,7 @@ from ..kv.pool import BlockPool
 from ..kv.radix import RadixTree
 from ..kv.radix_node import RadixNode
 from ..kv.spill import SpillStore
-from ..prefix import donate, sequence_over
+from ..prefix import SharedPrefixes, donate, sequence_over
 from .cache import PagedLayerCache
 
 # A prompt cache may be of several models, target and draft: (pool, number of layers) of each, in order.
@@ -63,6 +63,11 @@ class PagedPromptCache:
         if tree is None:
             tree = self._trees[pool] = RadixTree(pool, ttl=self.ttl, on_evict=self._spill_to_disk(pool))
         return tree
+
+    def shared_prefixes(self, model: Hashable, pool: BlockPool) -> SharedPrefixes:
+        """The prefixes of a model's own caches as the store of a batch. What a batch leaves there is bounded by the
+        pool's budget and the time to live; the next :meth:`insert_cache` or :meth:`trim_to` counts it too."""
+        return SharedPrefixes(self.tree_of(pool), (model, 0))
 
     def learn_layout(self, model: Hashable, caches: Sequence[Any]) -> None:
         """Know which pools a model's caches lie in, from a list of them: needed for what is on disk only."""

@@ -54,8 +54,9 @@ class SpillStore:
     equal beginnings are stored once, and a file of another model is never looked at. The tokens of the block itself
     are in the file and are compared one by one.
 
-    A file is written under another name, synced and renamed, and its name carries a hash of its bytes: whatever is
-    truncated, altered or not ours is ignored, with one warning.
+    A file is written under another name and renamed, and its name carries a hash of its bytes: whatever is truncated,
+    altered or not ours is ignored, with one warning. So nothing is synced to the disk, which would hold up the
+    allocation that evicts: what a power cut tears is not served.
 
     Args:
         folder: made if it is not there.
@@ -148,9 +149,8 @@ class SpillStore:
         metadata = {"format": FORMAT, "chain": chain, "tokens": json.dumps(tokens), "starts": json.dumps(starts)}
         try:
             mx.save_safetensors(str(temporary), arrays, metadata)
-            with temporary.open("rb+") as file:
+            with temporary.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-                os.fsync(file.fileno())
             path = self.folder / f"{chain}-{digest[:32]}.safetensors"
             nbytes = temporary.stat().st_size
             temporary.replace(path)

@@ -17,7 +17,9 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.identity import weights_identity
 from mlx_paged.kv.spill import SpillStore
+from mlx_paged.patches.generate import PagedBatchGenerator
 from mlx_paged.patches.prefix_cache import PagedPromptCache
+from mlx_paged.prefix import SharedPrefixes
 from tests.builders import KINDS, WINDOW, build, prompt_of
 
 BLOCK = 8
@@ -233,6 +235,34 @@ def test_a_draft_models_caches_come_along(model: Any) -> None:
     assert len(caches) == len(target_caches) + len(draft_caches)
     assert {c.offset for c in caches} == {28} and rest == [*tokens[28:], 1]
     assert caches[0].pool is mlx_paged.pool_of(model) and caches[-1].pool is mlx_paged.pool_of(draft)
+
+
+def test_a_batch_shares_prefixes_with_the_prompt_cache(model: Any) -> None:
+    store, pool = PagedPromptCache(max_size=None), upstream.make_prompt_cache(model)[0].pool
+    system = prompt_of(5 * BLOCK + 3, seed=1).tolist()
+    prompts = [system + prompt_of(7, seed=n).tolist() for n in range(3)]
+
+    def answers(prefixes: SharedPrefixes | None) -> list[list[int]]:
+        batch = PagedBatchGenerator(model, prefixes=prefixes)
+        tokens: dict[int, list[int]] = {uid: [] for uid in batch.insert(prompts, [5] * len(prompts))}
+        left = len(tokens)
+        while left:
+            for response in batch.next()[1]:
+                tokens[response.uid].append(response.token)
+                left -= response.finish_reason is not None
+        batch.close()
+        return list(tokens.values())
+
+    expected = answers(None)
+    serve(model, store, system, 0)
+    assert answers(store.shared_prefixes(KEY, pool)) == expected
+    assert pool.stats().prefix_hit_tokens == len(prompts) * len(system)
+    assert answers(store.shared_prefixes(KEY, pool)) == expected
+    assert pool.stats().prefix_hit_tokens == len(prompts) * len(system) + sum(len(prompt) - 1 for prompt in prompts)
+    caches, rest = store.fetch_nearest_cache(KEY, [*prompts[0], *expected[0], 1])
+    assert caches is not None and len(rest) <= 2  # the last token sampled may not have been computed
+    store.tree_of(pool).check_integrity()
+    pool.check_integrity()
 
 
 def test_a_model_that_is_unloaded_takes_its_blocks_along() -> None:
