@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 import mlx.core as mx
 
 from ..batch_cache import PagedBatchKVCache
+from ..compiled_step import StepLayer
 from .cache import PagedLayerCache
 
 AttentionCall = Callable[..., mx.array]
@@ -41,11 +42,11 @@ def paged_call(project: Callable[[Any, mx.array], tuple[mx.array, mx.array, mx.a
     return adapt
 
 
-def takes(cache: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCache]:
+def takes(cache: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCache | StepLayer]:
     """Whether the paged path serves ``batch`` rows with this cache."""
     if isinstance(cache, PagedLayerCache):
         return cache.takes(batch)
-    return isinstance(cache, PagedBatchKVCache)
+    return isinstance(cache, PagedBatchKVCache | StepLayer)
 
 
 def split_heads(x: mx.array, n_heads: int) -> mx.array:

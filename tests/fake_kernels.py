@@ -13,7 +13,7 @@ from unittest import mock
 
 import mlx.core as mx
 
-from mlx_paged import config
+from mlx_paged import compiled_step, config
 from mlx_paged.attention import dispatch, gather, kernels, select
 from mlx_paged.kv.storage import Geometry, QueryHeads
 
@@ -138,6 +138,8 @@ def fake_kernels() -> Iterator[FakeKernels]:
     with (
         mock.patch.multiple(kernels, **{name: getattr(fake, name) for name in names}),
         mock.patch.object(select, "device_decline", lambda: None),
+        # Compiled, a stand-in would run once, while it is traced.
+        mock.patch.object(compiled_step, "compile_function", lambda function: function),
         mock.patch.object(config, "device_decline", lambda: None),
         mock.patch.object(select, "kernel_decline", decline),
         mock.patch.object(dispatch, "kernel_decline", decline),

@@ -64,6 +64,13 @@ def _record(choice: Dispatch) -> None:
     _counts[choice] += 1
 
 
+def record_compiled(num_layers: int) -> None:
+    """Count a compiled decode step, in which every layer ran in the kernel."""
+    global _last
+    _last = _KERNEL_ONE
+    _counts[_KERNEL_ONE] += num_layers
+
+
 def prefill_attention(
     q: mx.array,
     k: mx.array,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -31,6 +32,7 @@ class InPlaceStorage:
         self.block_size = block_size
         self.__keys, self.__values = self._new_blocks(num_blocks)
         self.__fence = kernels.new_fence()
+        self.decoded_by_kernel = False  # whether :meth:`decode` has served this layer
 
     def _new_blocks(self, num_blocks: int) -> tuple[mx.array, mx.array]:
         heads, k_dim, v_dim, dtype = self.geometry
@@ -82,7 +84,29 @@ class InPlaceStorage:
                 scale=scale, softcap=softcap, sinks=sinks is not None, max_visible=window, append=append is not None,
             )  # fmt: skip
         out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks, *(append or ()))
+        self.decoded_by_kernel = True
         return out
+
+    @staticmethod
+    def run(
+        function: Callable[..., tuple[Any, list[mx.array]]], storages: Sequence[InPlaceStorage], *inputs: Any
+    ) -> Any:
+        """Call a (compiled) function of these storages' blocks, one after the other, and keep the fences it gives.
+
+        Args:
+            function: from a list of (keys, values, fence), which only :class:`TracedBlocks` may be given, and
+                ``inputs`` to a result and the next fence of each storage.
+            storages: of layers in order.
+            inputs: passed on.
+
+        Returns:
+            The function's result.
+        """
+        tensors = [(storage.__keys, storage.__values, storage.__fence) for storage in storages]
+        result, fences = function(tensors, *inputs)
+        for storage, fence in zip(storages, fences, strict=True):
+            storage.__fence = fence
+        return result
 
     def read_visible(self, table: BlockTable, *, rotation: int, copy: bool) -> tuple[mx.array, mx.array]:
         size = table.block_size
@@ -124,3 +148,32 @@ class InPlaceStorage:
 
     def fence(self) -> mx.array:
         return self.__fence
+
+
+class TracedBlocks:
+    """One layer's blocks inside a function that :meth:`InPlaceStorage.run` calls; private to it as to the storage."""
+
+    def __init__(self, tensors: tuple[mx.array, mx.array, mx.array]) -> None:
+        self.__keys, self.__values, self.__fence = tensors
+
+    def fence(self) -> mx.array:
+        return self.__fence
+
+    def decode(
+        self,
+        q: mx.array,
+        visible: tuple[mx.array, mx.array, mx.array],
+        append: tuple[mx.array, mx.array],
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """As :meth:`InPlaceStorage.decode`, for one token per row."""
+        launch = kernels.prepare_decode(
+            self.__keys, self.__values, visible, n_q_heads=q.shape[1],
+            scale=scale, softcap=softcap, sinks=sinks is not None, max_visible=window, append=True,
+        )  # fmt: skip
+        out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks, *append)
+        return out

@@ -30,17 +30,17 @@ class DeviceTables:
         """The array; entries past a row's end are of no meaning."""
         uids = [table.uid for table in tables]
         versions = [table.version for table in tables]
-        width = max(len(table.block_ids) for table in tables)
+        width = _rounded(max(len(table.block_ids) for table in tables))
         if self._device is not None and (uids, versions) == (self._uids, self._versions):
             return self._device
-        if uids != self._uids or width > self._host.shape[1]:
-            self._host = np.zeros((len(tables), width + width // 2), np.int32)
+        if uids != self._uids or width != self._host.shape[1]:
+            self._host = np.zeros((len(tables), width), np.int32)
             self._versions = [-1] * len(tables)
         for row, (table, known) in enumerate(zip(tables, self._versions, strict=True)):
             if table.version != known:
                 self._host[row, : len(table.block_ids)] = table.block_ids
         self._uids, self._versions = uids, versions
-        self._device = mx.array(self._host[:, :width])
+        self._device = mx.array(self._host)
         return self._device
 
 
@@ -88,6 +88,10 @@ class Step:
             self._slots = mx.array(slots if self._wide else slots.astype(np.int32))
         return self._slots
 
+    def offsets(self) -> mx.array:
+        """Position of the first of each row's new tokens, int32 ``[B]``."""
+        return mx.array(self._lengths - self.num_tokens)
+
     def visible(self, tables: Sequence[BlockTable], window: int | None) -> tuple[mx.array, mx.array, mx.array]:
         """What each new token sees: block tables ``[B, max_blocks]``, and as int32 ``[B, num_tokens]`` the end
         (exclusive: its own position + 1) and the start of its visible positions."""
@@ -104,6 +108,12 @@ class Step:
         found = (self._device_tables.of(tables), self._ends, mx.array(starts))
         self._visible[window] = found
         return found
+
+
+def _rounded(width: int) -> int:
+    """Width of the device's table for this many blocks: a little more, so that its shape changes seldom."""
+    unit = max(8, 1 << max(0, width.bit_length() - 4))
+    return -(-width // unit) * unit
 
 
 def step_key(tables: Sequence[BlockTable], num_tokens: int) -> tuple[int, ...]:

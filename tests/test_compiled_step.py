@@ -1,0 +1,197 @@
+"""CompiledStep: when it runs, what it leaves alone, and that it sees the model as it is at every step."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+import mlx_paged
+from mlx_paged import PagedConfig, compiled_step
+from mlx_paged.attention import kernels
+from mlx_paged.patches import compiled
+from tests.builders import KINDS, build, greedy, prompt_of
+from tests.fake_kernels import FakeKernels, fake_kernels
+
+ON = {"use_native_paged_kernel": True}
+pytestmark = pytest.mark.usefixtures("no_fall_through")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The batch size of each compiled step taken."""
+    taken: list[int] = []
+    original = compiled_step.CompiledStep.__call__
+
+    def count(self: Any, model: Any, tokens: mx.array, caches: Any) -> mx.array | None:
+        logits = original(self, model, tokens, caches)
+        if logits is not None:
+            taken.append(tokens.shape[0])
+        return logits
+
+    monkeypatch.setattr(compiled_step.CompiledStep, "__call__", count)
+    return taken
+
+
+@pytest.fixture(params=["stand-ins", pytest.param("gpu", marks=pytest.mark.gpu)])
+def kernel_path(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.param == "gpu":
+        yield
+    else:
+        with fake_kernels():
+            yield
+
+
+@pytest.mark.usefixtures("kernel_path")
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_step_but_the_first_is_compiled(kind: str, calls: list[int]) -> None:
+    model, prompt = build(kind, head_dim=64), prompt_of(70)
+    tokens, logprobs = greedy(model, prompt, 50)
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+    got, got_logprobs = greedy(model, prompt, 50)
+    assert got == tokens
+    np.testing.assert_allclose(got_logprobs, logprobs, atol=2e-2)
+    assert calls == [1] * 50  # the step that is one ahead included, the first one not
+    counts = mlx_paged.dispatch_counts()
+    assert sum(n for c, n in counts.items() if c.path == "kernel") == 51 * len(model.layers)
+    mlx_paged.pool_of(model).check_integrity()
+
+
+@pytest.mark.usefixtures("kernel_path")
+def test_weights_are_as_before_and_changed_ones_are_seen(calls: list[int]) -> None:
+    model, prompt = build("llama", head_dim=64), prompt_of(20)
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+    before = dict(tree_flatten(model.parameters()))
+    first = greedy(model, prompt, 12)[0]
+    after = dict(tree_flatten(model.parameters()))
+    assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
+    other = build("llama", seed=5, head_dim=64)
+    model.update(other.parameters())
+    steps = len(calls)
+    changed = greedy(model, prompt, 12)[0]
+    assert len(calls) > steps
+    mlx_paged.remove_patches()
+    assert changed == greedy(other, prompt, 12)[0] != first
+
+
+@pytest.mark.usefixtures("kernel_path")
+def test_layers_are_replaced(calls: list[int]) -> None:
+    """As a LoRA adapter does: another module in the place of one."""
+    import mlx.nn as nn
+
+    class Doubled(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def __call__(self, x: mx.array) -> mx.array:
+            return 2 * self.inner(x)
+
+    model, prompt = build("llama", head_dim=64), prompt_of(20)
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+    greedy(model, prompt, 8)
+    model.layers[1].mlp.down_proj = Doubled(model.layers[1].mlp.down_proj)
+    got = greedy(model, prompt, 12)[0]
+    assert calls
+    mlx_paged.remove_patches()
+    assert got == greedy(model, prompt, 12)[0]
+
+
+@pytest.mark.usefixtures("kernel_path")
+def test_a_model_that_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+    model, prompt = build("llama", head_dim=64), prompt_of(20)
+    tokens = greedy(model, prompt, 12)[0]
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise compiled_step.NotCompilable("no")
+
+    monkeypatch.setattr(compiled_step.StepLayer, "attend", refuse)
+    with pytest.warns(mlx_paged.FallThroughWarning, match="are not compiled: NotCompilable: no"):
+        assert greedy(model, prompt, 12)[0] == tokens
+    assert greedy(model, prompt, 12)[0] == tokens  # not tried again
+    assert calls == []
+    assert mlx_paged.last_dispatch().path == "kernel"
+    mlx_paged.pool_of(model).check_integrity()
+
+
+def test_functional_pools_are_left_alone(calls: list[int]) -> None:
+    model = build("llama")
+    mlx_paged.apply_patches(PagedConfig(use_native_paged_kernel=False))
+    greedy(model, prompt_of(9), 5)
+    assert calls == []
+
+
+@pytest.mark.usefixtures("kernel_path")
+def test_an_exhausted_pool_raises_and_stays_usable(calls: list[int]) -> None:
+    model, prompt = build("llama", head_dim=64), prompt_of(60)
+    per_block = 16 * 2 * 2 * 64 * 4 * len(model.layers)
+    mlx_paged.apply_patches(PagedConfig(block_size=16, kv_cache_memory=6 * per_block, **ON))
+    cache = make_prompt_cache(model)
+    tokens: list[int] = []
+    with pytest.raises(mlx_paged.PoolExhaustedError):
+        for token, _ in generate_step(prompt, model, max_tokens=100, prompt_cache=cache):
+            tokens.append(token)
+    assert len(calls) > 5
+    mlx_paged.pool_of(model).check_integrity()
+    del cache
+    gc.collect()
+    assert greedy(model, prompt, 15)[0] == tokens[:15]
+
+
+@pytest.mark.usefixtures("kernel_path")
+def test_the_model_is_not_kept_alive() -> None:
+    model = build("llama", head_dim=64)
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+    greedy(model, prompt_of(9), 5)
+    gone = weakref.ref(model)
+    pools = len(compiled._steps)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert len(compiled._steps) < pools
+
+
+def test_with_mlx_compile_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in without memory for the kernel, so that it can be traced: shapes, weights and fences go through."""
+    traced = []
+
+    def prepare_decode(
+        k_pool: mx.array, v_pool: mx.array, visible: Any, *, append: bool = False, **options: Any
+    ) -> Any:
+        def launch(q: mx.array, k_pool: mx.array, v_pool: mx.array, fence: mx.array, sinks: Any, *new: mx.array) -> Any:
+            traced.append(visible[0].shape)
+            tables, ends, starts = visible
+            seen = (ends - starts).astype(q.dtype).reshape(-1, 1, 1, 1) + tables.sum() * 0
+            return q * seen + (new[0] + new[1]).sum(1, keepdims=True), fence + 1
+
+        return launch
+
+    with fake_kernels():
+        monkeypatch.setattr(FakeKernels, "_pass", lambda self, kernel, pool, fence: fence + 1)
+        monkeypatch.setattr(kernels, "prepare_decode", prepare_decode)
+        model = build("llama", head_dim=64)
+        mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+        prompt = prompt_of(20)
+        eager = greedy(model, prompt, 40)[0]
+        pool_calls = len(traced)
+        assert pool_calls == 41 * 3  # every step runs in Python, compiled or not
+        mlx_paged.remove_patches()
+        monkeypatch.setattr(compiled_step, "compile_function", mx.compile)
+        mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+        traced.clear()
+        assert greedy(model, prompt, 40)[0] == eager
+        assert len(traced) == 2 * 3  # the first step, and one trace
+        model.update(build("llama", seed=5, head_dim=64).parameters())
+        traced.clear()
+        changed = greedy(model, prompt, 40)[0]
+        assert traced == []  # the same shapes: no new trace
+        assert changed != eager
