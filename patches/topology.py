@@ -33,7 +33,7 @@ def probe_geometry(model: Any, fresh: Sequence[Any]) -> None:
     if sequence is None or all(group.geometry is not None for group in sequence.pool.groups):
         return
     probes = [ProbeCache(sequence, c.layer) if isinstance(c, PagedKVCache) else c for c in fresh]
-    model(mx.zeros((1, 1), mx.uint32), cache=probes)
+    model(mx.zeros((1, 2), mx.uint32), cache=probes)
 
 
 def is_batched_here(fresh: Sequence[Any]) -> bool:
