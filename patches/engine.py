@@ -206,9 +206,11 @@ class Engine:
         rows = [self.rows[request.uid] for request in plan.decode]
         joining = [row for row in rows if row not in self.batch.members]
         self.batch.join(joining)
-        prompts = [
-            PromptResponse(row.uid, (row.prompt_length,) * 2, True, True) for row in joining if row.logits is None
-        ]
+        prompts = []
+        for row in joining:
+            if row.num_reported < row.prompt_length:
+                row.num_reported = row.prompt_length
+                prompts.append(PromptResponse(row.uid, (row.prompt_length,) * 2, True, True))
         generated = self._decode() if rows else []
         prompts += self._prefill(plan.chunks)
         return prompts, generated
