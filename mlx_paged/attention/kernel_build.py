@@ -33,10 +33,11 @@ _DECODE = (
     ["out", "stats", "fence_out"],
     False,
 )
+_FUSED = ([*_DECODE[0], "arrivals"], ["out", "partial", "fence_out"], False)
 # body -> (inputs, outputs, inputs may be strided)
 SIGNATURES: dict[str, tuple[list[str], list[str], bool]] = {
     "paged_decode": _DECODE,
-    "paged_decode_tensor": _DECODE,
+    "paged_decode_tensor": _FUSED,
     "merge_partitions": (["partial", "stats", "ends", "starts", "sinks"], ["out"], False),
     "write_slots": ([*_POOL, "k", "v", "slots"], ["fence_out"], True),
     "gather_blocks": ([*_POOL, "blocks", "span"], ["k_out", "v_out", "fence_out"], False),
@@ -99,10 +100,16 @@ def build_kernel(body: str, constants: Constants) -> Callable[..., list[mx.array
     header, source = (_condense(text) for text in kernel_source(body, dialect, constants))
     inputs, outputs, strided = SIGNATURES[body]
     # MLX keeps compiled CUDA kernels on disk under their name alone, so the name has to follow the text.
-    digest = hashlib.sha256((header + source).encode()).hexdigest()[:16]
+    name = f"{body}_{hashlib.sha256((header + source).encode()).hexdigest()[:16]}"
+    known = dict(constants)
+    if "GROUPS" in known:
+        # MLX writes the declaration, so the attribute has to come in by the kernel's name.
+        symbol, bounds = f"custom_kernel_{name}", f"__launch_bounds__({32 * known['SG']}, {known['GROUPS']})"
+        header += f"#define {symbol} {bounds} {symbol}\n"
+        source += f"#undef {symbol}\n"
     make: Any = mx.fast.metal_kernel if dialect == "metal" else mx.fast.cuda_kernel
     return make(
-        name=f"{body}_{digest}",
+        name=name,
         input_names=inputs,
         output_names=outputs,
         source=source,

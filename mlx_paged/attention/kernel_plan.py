@@ -12,12 +12,10 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 MAX_GQA = 16
 MAX_QUERY_LENGTH = 8
-# Tokens of the smallest partition. A row that sees more than TIERS[0] of them gets partitions twice as long, past
-# TIERS[1] four times: fixed by what that row sees, so that its bits do not depend on the rest of its batch.
+# Tokens of the smallest partition. A row has up to SPAN of them; if it sees more tokens, up to 2 * SPAN partitions of
+# twice the length, and so on: fixed by what that row sees, so that its bits do not depend on the rest of its batch.
 PARTITION = 128
-TIERS = (16, 64)
-# For 8 and more query heads per kv head, whose partial results weigh more against the keys and values.
-WIDE_TIERS = (8, 16)
+SPAN = 16
 # A row's first partition starts at a multiple of this, which every chunk size divides.
 ALIGNMENT = 64
 # Apple GPUs abort the process above this, so it is checked here.
@@ -27,6 +25,8 @@ MAX_TENSOR_HEAD_DIM = 256
 # Floats of one query or one accumulator that a lane may hold before heads are split over simdgroups.
 _MAX_LANE_FLOATS = 64
 _COMBINE_FLOATS = 4096
+# What the tensor-core body may have of CUDA's 48 KB, next to its smaller arrays.
+_TENSOR_FLOATS = 11264
 
 
 class Variant(NamedTuple):
@@ -59,7 +59,9 @@ class Plan(NamedTuple):
     head_round: int  # heads combined at a time through threadgroup memory
     simdgroups: int
     partition: int = PARTITION  # tokens of the smallest partition
-    tiers: tuple[int, int] = TIERS  # in smallest partitions
+    span: int = SPAN  # how many of them a row may have
+    groups: int = 0  # thread groups that must fit a core together (paged_decode_tensor)
+    run: int | None = None  # partitions that a thread group takes, None: as the launch suggests (paged_decode_tensor)
 
     def threadgroup_bytes(self, gqa: int, value_dim: int) -> int:
         """Threadgroup memory in bytes of one group."""
@@ -86,9 +88,10 @@ def plan_decode(variant: Variant) -> Plan:
     """The cut for one variant. Raises ValueError if its threadgroup memory would pass the limit."""
     widest = max(variant.head_dim, variant.value_dim)
     if variant.body == "paged_decode_tensor":
-        head_round = max(1, min(variant.gqa, _COMBINE_FLOATS // (4 * variant.value_dim)))
-        unroll = 2 if widest <= 64 else 1
-        return Plan(8, 4, unroll, 1, head_round, 4, tiers=TIERS if variant.gqa < 8 else WIDE_TIERS)
+        floats = min(_COMBINE_FLOATS, _TENSOR_FLOATS - 2 * variant.gqa * variant.value_dim)
+        head_round = max(1, min(variant.gqa, floats // (4 * variant.value_dim)))
+        groups = (4 if widest <= 64 else 3 if widest <= 128 else 2) - (variant.gqa > 8)
+        return Plan(8, 4, 2 if widest <= 64 else 1, 1, head_round, 4, groups=groups)
     vec, lanes = _lane_layout(widest, variant.dtype.size, variant.backend)
     per_lane = -(-widest // (vec * lanes)) * vec
     head_split = next((n for n in (1, 2) if -(-variant.gqa // n) * per_lane <= _MAX_LANE_FLOATS), 4)
@@ -105,13 +108,25 @@ def plan_decode(variant: Variant) -> Plan:
 @lru_cache(maxsize=4096)
 def count_partitions(visible: int, plan: Plan) -> int:
     """Partitions that a launch needs if no row sees more than `visible` tokens."""
-    most = 1
-    for length, limit in ((1, plan.tiers[0]), (2, plan.tiers[1]), (4, None)):
-        reach = visible if limit is None else min(visible, limit * plan.partition + ALIGNMENT - 1)
-        most = max(most, -(-reach // (length * plan.partition)))
-        if limit is not None and visible <= limit * plan.partition:
-            break
-    return most
+    most, size = 1, plan.partition
+    while True:
+        limit = size // plan.partition * size * plan.span
+        most = max(most, -(-min(visible, limit + ALIGNMENT - 1) // size))
+        if visible <= limit:
+            return most
+        size *= 2
+
+
+def run_length(groups: int) -> int:
+    """How many partitions each thread group takes, if one each makes `groups` thread groups.
+
+    Longer runs cost less per partition, but a GPU wants about two groups per core, or many (measured on an NVIDIA H200,
+    132 cores). The result's bits do not depend on it.
+    """
+    for run in (4, 2):
+        if 192 <= groups // run <= 264:
+            return run
+    return next((run for run in (4, 2) if groups // run >= 1024), 1)
 
 
 def unsupported(dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int, block_size: int) -> str | None:

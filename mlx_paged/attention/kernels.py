@@ -8,6 +8,7 @@ No stock MLX op may read or write such a pool.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from .kernel_plan import (
     Variant,
     count_partitions,
     plan_decode,
+    run_length,
     unsupported,
 )
 
@@ -163,6 +165,7 @@ class DecodeLaunch(NamedTuple):
     merge_options: dict[str, Any]
     visible: tuple[mx.array, mx.array, mx.array]
     params: mx.array
+    counters: int = 0  # that the kernel needs to join partitions itself
 
     def __call__(
         self,
@@ -180,6 +183,8 @@ class DecodeLaunch(NamedTuple):
         k_new = q if k_new is None else k_new  # never read then
         v_new = q if v_new is None else v_new
         inputs = [q, k_pool, v_pool, fence, k_new, v_new, tables, ends, starts, self.params, logits]
+        if self.counters:
+            inputs.append(_counters_of(k_pool, self.counters))
         out, stats, fence = self.decode(inputs=inputs, **self.decode_options)
         if self.merge is not None:
             (out,) = self.merge(inputs=[out, stats, ends, starts, logits], **self.merge_options)
@@ -215,15 +220,37 @@ def prepare_decode(
     if max_visible is not None:
         reach = min(reach, max_visible + ALIGNMENT - 1)
     batch, q_len = visible[1].shape
-    spec = _decode_spec(variant, plan, batch, n_q_heads, q_len, count_partitions(reach, plan))
+    n_partitions, counters, run = count_partitions(reach, plan), 0, 1
+    if variant.body == "paged_decode_tensor":
+        counters = batch * q_len * n_kv_heads
+        run = plan.run or run_length(counters * n_partitions)
+        spec = _fused_spec(variant, plan, batch, n_q_heads, q_len, -(-n_partitions // run))
+    else:
+        spec = _decode_spec(variant, plan, batch, n_q_heads, q_len, n_partitions)
     return DecodeLaunch(
         build_kernel(variant.body, spec.decode_constants),
         spec.decode,
         build_kernel("merge_partitions", spec.merge_constants) if spec.merge else None,
         spec.merge,
         visible,
-        _constants(scale, softcap or 1.0, float(append)),
+        _constants(scale, softcap or 1.0, float(append), float(run.bit_length() - 1)),
+        counters,
     )
+
+
+_counters: dict[int, mx.array] = {}
+
+
+def _counters_of(k_pool: mx.array, least: int) -> mx.array:
+    """Zeros that the launches over one pool share to count arrivals: the fence lets one launch at a time use them, and
+    each leaves them at zero."""
+    known = _counters.get(id(k_pool))
+    if known is None or known.size < least:
+        if known is None:
+            weakref.finalize(k_pool, _counters.pop, id(k_pool), None)
+        known = _counters[id(k_pool)] = mx.zeros((max(1024, 2 * least),), mx.uint32)
+        mx.eval(known)
+    return known
 
 
 class _DecodeSpec(NamedTuple):
@@ -271,8 +298,22 @@ def _decode_spec(
     return _DecodeSpec(decode_constants, decode, merge_constants, merge)
 
 
+@lru_cache(maxsize=1024)
+def _fused_spec(variant: Variant, plan: Plan, batch: int, n_q_heads: int, q_len: int, n_runs: int) -> _DecodeSpec:
+    """Of a body that joins its partial results itself."""
+    lines = batch * n_q_heads * q_len
+    partial = lines * n_runs * (variant.value_dim + 2) if n_runs > 1 else 1
+    decode = {
+        "grid": (n_q_heads // variant.gqa * plan.simdgroups * 32, batch * q_len, n_runs),
+        "threadgroup": (plan.simdgroups * 32, 1, 1),
+        "output_shapes": [(batch, n_q_heads, q_len, variant.value_dim), (partial,), (1,)],
+        "output_dtypes": [variant.dtype, mx.float32, mx.uint32],
+    }
+    return _DecodeSpec((*decode_constants_of(variant, plan), ("GROUPS", plan.groups)), decode)
+
+
 def _partition_constants(plan: Plan) -> Constants:
-    return (("PART", plan.partition), ("TIER1", plan.tiers[0]), ("TIER2", plan.tiers[1]))
+    return (("PART", plan.partition), ("SPAN", plan.span))
 
 
 def decode_constants_of(variant: Variant, plan: Plan) -> Constants:
@@ -343,7 +384,7 @@ def prepare_write(k_pool: mx.array, v_pool: mx.array, slots: mx.array) -> WriteL
     heads = k_pool.shape[1]
     group = next(n for n in (8, 4, 2, 1) if heads % n == 0)
     options = {
-        "grid": (heads * 32, slots.size, 1),
+        "grid": (slots.size * heads * 32, 1, 1),
         "threadgroup": (group * 32, 1, 1),
         "output_shapes": [(1,)],
         "output_dtypes": [mx.uint32],

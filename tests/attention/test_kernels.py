@@ -44,14 +44,15 @@ def test_unsupported_geometry_raises(shape, n_q_heads, why):
 
 def test_partitions_cover_every_row():
     plan = plan_decode(kernels.Variant("paged_decode", "metal", mx.float16, 64, 64, 4, 32))
-    unit, (tier1, tier2) = plan.partition, plan.tiers
     rng = random.Random(0)
     for table in (1, 100, 128, 129, 2048, 2049, 5000, 8192, 9000, 100_000):
         launched = count_partitions(table, plan)
         for _ in range(200):
             end = rng.randint(1, table)
             begin = rng.randint(0, end - 1)
-            size = unit if end - begin <= tier1 * unit else 2 * unit if end - begin <= tier2 * unit else 4 * unit
+            size = plan.partition
+            while end - begin > plan.span * size * size // plan.partition:
+                size *= 2
             assert -(-(end - begin // 64 * 64) // size) <= launched
 
 

@@ -59,7 +59,7 @@ def test_write_slots_follows_strides():
     kernel = emulator.metal_kernel("write_slots", inputs, outputs, source, header, ensure_row_contiguous=not strided)
     kernel(
         inputs=[k_pool, v_pool, np.array([0], np.uint32), k, k, np.array([9, 3, 47], np.int32)],
-        grid=(64, 3, 1), threadgroup=(64, 1, 1), output_shapes=[(1,)], output_dtypes=["uint32"],
+        grid=(3 * 64, 1, 1), threadgroup=(64, 1, 1), output_shapes=[(1,)], output_dtypes=["uint32"],
         checked=True, orders=(0, 1, 2), writes=("k_pool", "v_pool"),
     )  # fmt: skip
     for i, slot in enumerate((9, 3, 47)):

@@ -11,7 +11,10 @@ const int sg = static_cast<int>(simdgroup_index_in_threadgroup);
 const int row = line / (HEADS * q_len) * q_len + line % q_len;
 const int begin = metal::max(static_cast<int>(starts[row]), 0);
 const int end = static_cast<int>(ends[row]);
-const int size = end - begin <= TIER1 * PART ? PART : end - begin <= TIER2 * PART ? 2 * PART : 4 * PART;
+int size = PART;
+while (end - begin > size / PART * size * SPAN) {
+  size *= 2;
+}
 const int n_live = begin < end ? (end - begin / 64 * 64 + size - 1) / size : 0;
 const int64_t base = static_cast<int64_t>(line) * n_partitions;
 

@@ -35,7 +35,10 @@ const int64_t line0 = static_cast<int64_t>(sequence * n_kv + kv_head) * G * q_le
 // Partitions grow with what the row itself sees, so they never depend on the rest of the batch.
 const int begin = metal::max(static_cast<int>(starts[row]), 0);
 const int end = static_cast<int>(ends[row]);
-const int size = end - begin <= TIER1 * PART ? PART : end - begin <= TIER2 * PART ? 2 * PART : 4 * PART;
+int size = PART;
+while (end - begin > size / PART * size * SPAN) {
+  size *= 2;
+}
 const int origin = begin / 64 * 64;
 const int lo = metal::max(begin, origin + partition * size);
 const int hi = metal::min(end, origin + partition * size + size);

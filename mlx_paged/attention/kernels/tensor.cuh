@@ -1,10 +1,42 @@
 // CUDA only: tensor-core helpers of paged_decode_tensor. Goes before prelude.cuh.
 namespace mlx::core::cu {
-// Sixteen bytes that are read once: do not keep them in L1.
+// Sixteen bytes that are read once: do not keep them in L1. Not .nc: the kernel may have stored them.
 __device__ inline uint4 stream_load(const void* source) {
   uint4 x;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(source));
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(source));
   return x;
+}
+// Count one of n thread groups as arrived, after what it has stored. True for the last: it sees what all of them stored, and
+// the counter is 0 again.
+__device__ inline bool arrive(unsigned* counter, unsigned n) {
+  unsigned before;
+  asm volatile("atom.inc.release.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(n - 1) : "memory");
+  if (before != n - 1) return false;
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  return true;
+}
+// Loads of what other thread groups have stored.
+__device__ inline float4 load_relaxed(const float4* source) {
+  float4 x;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(source) : "memory");
+  return x;
+}
+__device__ inline float2 load_relaxed(const float2* source) {
+  float2 x;
+  asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(source) : "memory");
+  return x;
+}
+// Largest score (base 2) and sum of weights of some tokens.
+struct State {
+  float m, l;
+};
+// Join an earlier state and output with a later one, into the later one.
+__device__ inline void join(State a, float4 a_o, State& b, float4& b_o) {
+  const float m = ::fmaxf(a.m, b.m);
+  const float wa = ::exp2f(a.m - m);
+  const float wb = ::exp2f(b.m - m);
+  b = {m, ::fmaf(b.l, wb, a.l * wa)};
+  b_o = make_float4(::fmaf(b_o.x, wb, a_o.x * wa), ::fmaf(b_o.y, wb, a_o.y * wa), ::fmaf(b_o.z, wb, a_o.z * wa), ::fmaf(b_o.w, wb, a_o.w * wa));
 }
 // 8 x 8 matrix of 16-bit values, one row per four lanes.
 __device__ inline unsigned transpose8x8(unsigned x) {

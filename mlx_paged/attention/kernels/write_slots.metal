@@ -1,10 +1,10 @@
 // Scatter new key and value rows into the pool, in place. k and v are [batch, kv heads, length, head_dim] in any strides;
 // row n = batch * length + position goes to slot slots[n] = block * BS + offset, and nowhere if slots[n] < 0.
-// Grid: x = kv head, y = row; one simdgroup each.
+// Grid: x = row, kv head; one simdgroup each. (CUDA allows few groups in y, and a long prompt has many rows.)
 const int n_kv = k_pool_shape[1];
 const int length = k_shape[2];
-const int head = static_cast<int>(thread_position_in_grid.x) / 32;
-const int row = static_cast<int>(thread_position_in_grid.y);
+const int head = static_cast<int>(thread_position_in_grid.x) / 32 % n_kv;
+const int row = static_cast<int>(thread_position_in_grid.x) / 32 / n_kv;
 const int lane = static_cast<int>(thread_position_in_grid.x) % 32;
 const int64_t slot = static_cast<int64_t>(slots[row]);
 
