@@ -254,20 +254,23 @@ class BlockPool:
             raise ValueError(f"at least one token must be appended, not {num_tokens}")
         with self._lock:
             self._collect_abandoned()  # a block shared only with a dropped table is not shared
-            window = self._group(table).spec.window
+            group = self._group(table)
+            window = group.spec.window
             if window is not None:
                 self._slide(table, max(0, table.length - window + 1))
             tail = table.length // self.block_size
-            shared_tail = (
-                tail < len(table.block_ids) and self._group(table).allocator.refcount(table.block_ids[tail]) > 1
-            )
+            shared_tail = tail < len(table.block_ids) and group.allocator.refcount(table.block_ids[tail]) > 1
+            if num_tokens == 1 and not shared_tail and tail < len(table.block_ids):  # as nearly every decode step
+                table.length += 1
+                group.touch()
+                return
             needed = table.blocks_for(num_tokens) + shared_tail
             blocks = self.allocate(table.group, needed) if needed else []
             if shared_tail:
                 self._copy_on_write(table, tail, blocks.pop(0))
             table.block_ids.extend(blocks)
             table.length += num_tokens
-            self._group(table).touch()
+            group.touch()
             if blocks:
                 table.forget_indices()
             if window is not None and num_tokens > 1:
