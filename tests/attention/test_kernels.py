@@ -8,7 +8,7 @@ import pytest
 
 from mlx_paged.attention import kernel_build, kernels
 from mlx_paged.attention.kernel_check import self_check
-from mlx_paged.attention.kernel_plan import count_partitions, plan_decode
+from mlx_paged.attention.kernel_plan import count_partitions, plan_decode, run_length
 
 HAS_GPU = kernel_build.backend() is not None
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="MLX sees no GPU")
@@ -56,6 +56,10 @@ def test_partitions_cover_every_row():
             assert -(-(end - begin // 64 * 64) // size) <= launched
 
 
+def test_runs_leave_two_thread_groups_per_core_or_many():
+    assert [run_length(n) for n in (64, 256, 512, 1024, 2048, 4096, 8192)] == [1, 1, 2, 4, 2, 4, 4]
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("block", [8, 32, 128])
@@ -79,13 +83,14 @@ def test_bits_do_not_depend_on_batchmates(dim):
     tables = [[next(ids) for _ in range(n)] for n in blocks]
     q = mx.random.normal((len(contexts), 8, 1, dim)).astype(mx.bfloat16)
 
-    def attend(rows, variant):
+    def attend(rows, variant, run=None):
         width = max(blocks[b] for b in rows)
         table = mx.array([tables[b] + [0] * (width - blocks[b]) for b in rows], mx.int32)
         ends = mx.array([[contexts[b]] for b in rows], mx.int32)
         out, _ = kernels.paged_decode(
-            q[mx.array(rows)], k, v, kernels.new_fence(), table, ends, mx.zeros_like(ends), scale=0.1, variant=variant
-        )
+            q[mx.array(rows)], k, v, kernels.new_fence(), table, ends, mx.zeros_like(ends), scale=0.1, variant=variant,
+            plan=plan_decode(variant)._replace(run=run),
+        )  # fmt: skip
         return np.array(out.view(mx.uint16))
 
     for variant in kernels.decode_variants(k, v, 8):
@@ -93,6 +98,8 @@ def test_bits_do_not_depend_on_batchmates(dim):
         for b in range(len(contexts)):
             np.testing.assert_array_equal(attend([b], variant)[0], together[b])
             np.testing.assert_array_equal(attend([5, b], variant)[1], together[b])
+        for run in (1, 2, 4):
+            np.testing.assert_array_equal(attend(list(range(len(contexts))), variant, run), together)
 
 
 @pytest.mark.gpu
