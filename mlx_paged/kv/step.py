@@ -112,7 +112,7 @@ class Step:
 
 def _rounded(width: int) -> int:
     """Width of the device's table for this many blocks: a little more, so that its shape changes seldom."""
-    unit = max(8, 1 << max(0, width.bit_length() - 4))
+    unit = max(16, 1 << max(0, width.bit_length() - 3))
     return -(-width // unit) * unit
 
 
