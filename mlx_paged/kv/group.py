@@ -19,6 +19,9 @@ MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 128
 FIRST_BLOCKS = 8
 DOUBLE_UP_TO_BYTES = 16 << 20
 GROWTH_ABOVE = 1.125
+# In place: a GPU's prompts come faster, each growth stops the pipeline, and a compiled step is traced anew after it.
+IN_PLACE_BUDGET_SHARE = 256
+IN_PLACE_MOST_BYTES = 1 << 30
 
 
 class StorageChoice(NamedTuple):
@@ -143,12 +146,15 @@ class BlockGroup:
             )
         return geometry
 
-    def growth(self, num_needed: int) -> int:
-        """Total blocks to grow to so that ``num_needed`` are free, without regard to the budget."""
+    def growth(self, num_needed: int, budget: int) -> int:
+        """Total blocks to grow to so that ``num_needed`` are free; the budget may allow less."""
         total = self.allocator.num_blocks
         least = total + max(0, num_needed - self.allocator.num_free)
         if self.geometry is None:  # what blocks cost, and so what fits the budget, is not known yet
             return least
+        if self.in_place:
+            step = min(budget // IN_PLACE_BUDGET_SHARE, IN_PLACE_MOST_BYTES) // self.bytes_per_block
+            return max(least, FIRST_BLOCKS, total + min(total, max(step, int(total * (GROWTH_ABOVE - 1)))))
         if self.bytes_per_block * total < DOUBLE_UP_TO_BYTES:
             return max(least, 2 * total, FIRST_BLOCKS)
         return max(least, int(total * GROWTH_ABOVE))
@@ -169,6 +175,8 @@ class BlockGroup:
         """Grow every layer's tensors, one layer after the other, then make the ids known."""
         for storage in self.storages:
             storage.grow(num_blocks)
+        if self.storages:
+            mx.clear_cache()  # the old tensors
         self.allocator.grow(num_blocks)
         self.touch()
 

@@ -141,7 +141,6 @@ class InPlaceStorage:
             fence = kernels.write_slots(keys, values, fence, k, v, slots)
             mx.eval(fence)
         self.__keys, self.__values, self.__fence = keys, values, fence
-        mx.clear_cache()
 
     def after_writes(self, *arrays: mx.array) -> list[mx.array]:
         return mx.depends(list(arrays), [self.__fence])

@@ -178,7 +178,7 @@ class BlockPool:
     def _grow(self, group: BlockGroup, count: int) -> None:
         total = group.allocator.num_blocks
         missing = count - group.allocator.num_free
-        target = group.growth(count)
+        target = group.growth(count, self.memory_budget)
         if group.geometry is not None:
             others = sum(g.bytes_reserved for g in self.groups if g is not group)
             affordable = (self.memory_budget - others) // group.bytes_per_block
