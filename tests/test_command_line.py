@@ -142,8 +142,8 @@ def test_unusable_options_are_refused(folder: Path, args: tuple[str, str], messa
 
 @pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="a GPU may have the kernel")
 def test_kernel_on_is_refused_without_one(folder: Path) -> None:
-    check_error(generate(folder, "--kernel", "on"), "no fused paged-attention kernel")
-    check_error(generate(folder, MLX_PAGED_KERNEL="on"), "no fused paged-attention kernel")
+    check_error(generate(folder, "--kernel", "on"), "kernel=on, but MLX")
+    check_error(generate(folder, MLX_PAGED_KERNEL="on"), "kernel=on, but MLX")
 
 
 def test_environment_mistakes_name_the_variables(folder: Path) -> None:

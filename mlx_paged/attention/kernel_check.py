@@ -98,8 +98,8 @@ def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
     out, fence = kernels.paged_decode(q, k_pool, v_pool, fence, *visible, **options)
     # Once more, with the newest tokens taken out of the pool and given to the call.
     newest = mx.array([sum(contexts[: b + 1]) - 1 for b in range(batch)], mx.int32)
-    nothing = [mx.full((batch, *x.shape[1:]), float("nan"), dtype) for x in (k, v)]
-    fence = kernels.write_slots(k_pool, v_pool, fence, *nothing, mx.array(slots, mx.int32)[newest])
+    no_k, no_v = (mx.full((batch, *x.shape[1:]), float("nan"), dtype) for x in (k, v))
+    fence = kernels.write_slots(k_pool, v_pool, fence, no_k, no_v, mx.array(slots, mx.int32)[newest])
     append = (k[newest][:, :, None], v[newest][:, :, None])
     again, fence = kernels.paged_decode(q, k_pool, v_pool, fence, *visible, append=append, **options)
     if not mx.array_equal(out.astype(mx.float32), again.astype(mx.float32)).item():
