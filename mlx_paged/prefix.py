@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from .cache import SequenceTables
 from .errors import BlockStateError
@@ -86,14 +86,23 @@ class SharedPrefixes:
     Args:
         tree: of the batch's pool.
         salt: see :meth:`RadixTree.insert`.
+        restore: called with tokens that are about to be looked up, to bring back what is kept elsewhere.
     """
 
-    def __init__(self, tree: RadixTree, salt: Hashable = None) -> None:
+    def __init__(
+        self, tree: RadixTree, salt: Hashable = None, restore: Callable[[Sequence[int]], None] | None = None
+    ) -> None:
         self.tree = tree
         self.salt = salt
+        self.restore = restore
 
     def adopt(self, tokens: Sequence[int]) -> tuple[int, list[BlockTable]]:
+        if self.restore is not None:
+            self.restore(tokens)
         return self.tree.adopt(tokens, self.salt)
+
+    def held(self, tokens: Sequence[int]) -> int:
+        return self.tree.match(tokens, self.salt).length
 
     def donate(self, tokens: Sequence[int], tables: Sequence[BlockTable]) -> None:
         length = min(len(tokens), *(table.length for table in tables))

@@ -17,9 +17,13 @@ class PrefixStore(Protocol):
         one for each group, which are the request's own from then on."""
         ...
 
+    def held(self, tokens: Sequence[int]) -> int:
+        """How many tokens :meth:`adopt` would give at present."""
+        ...
+
     def donate(self, tokens: Sequence[int], tables: Sequence[BlockTable]) -> None:
-        """Called when a request has finished: its tokens, and the tables that hold them. The tables stay the
-        caller's."""
+        """Called between steps: the first tokens of a request, and the tables that hold them. The tables stay the
+        caller's, who may go on with them."""
         ...
 
 
@@ -28,6 +32,9 @@ class NoPrefixStore:
 
     def adopt(self, tokens: Sequence[int]) -> tuple[int, list[BlockTable]]:
         return 0, []
+
+    def held(self, tokens: Sequence[int]) -> int:
+        return 0
 
     def donate(self, tokens: Sequence[int], tables: Sequence[BlockTable]) -> None:
         return None

@@ -55,6 +55,10 @@ class Memory(Protocol):
     def fits(self, growth: Growth) -> bool:
         """Whether all these requests can grow by so many tokens, cached prefixes that nobody uses given up for it."""
 
+    def must_wait(self, request: Request) -> bool:
+        """Whether a request that could start is better off later, when one that runs has computed their common
+        prefix."""
+
     def admit(self, request: Request) -> None:
         """The request starts; sets its length to the tokens it finds cached."""
 
@@ -242,6 +246,8 @@ class Scheduler:
         if not self.memory.fits(growth):
             if not self.running:
                 self._fail(request, request.goal - request.length + 1, failed)
+            return None
+        if self.memory.must_wait(request):
             return None
         self.waiting.popleft()
         self.running.append(request)

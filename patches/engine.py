@@ -23,6 +23,7 @@ from ..scheduler import Chunk, Growth, Request, Scheduler
 from .decode_batch import DecodeBatch, Delivery
 from .response import Response
 from .row import Row, sequence_of
+from .sharing import PrefixSharing
 from .topology import probe_geometry
 
 CLEAR_AFTER_PREFILLS = 8  # steps with prompts, of different sizes, between clearings of MLX's buffer cache
@@ -58,8 +59,8 @@ class Engine:
     ) -> None:
         self.model = model
         self.counters = counters
-        self.prefixes: PrefixStore = prefixes or NoPrefixStore()
         self.rows: dict[int, Row] = {}
+        self.computed_prompt_tokens = 0
         self.batch = DecodeBatch(model)
         self.failures: deque[RequestFailedError] = deque()
         self._prefill_steps = 0
@@ -69,6 +70,10 @@ class Engine:
         self.pool: BlockPool | None = None if sequence is None else sequence.pool
         self.budget = None if self.pool is None else PoolBudget(self.pool, chunk=prefill_step_size)
         self.all_paged = all(isinstance(cache, PagedKVCache) for cache in fresh)
+        # The states of other layers at the end of a prefix are not known.
+        self.sharing = (
+            PrefixSharing(prefixes or NoPrefixStore(), self.pool, self.rows) if self.pool and self.all_paged else None
+        )
         if self.pool is not None:
             probe_geometry(model, fresh)
             if all(group.in_place for group in self.pool.groups):
@@ -91,7 +96,11 @@ class Engine:
             return True
         listed = []
         for request, num_tokens in growth:
-            sequence = self.rows[request.uid].sequence
+            row = self.rows[request.uid]
+            sequence = row.sequence
+            if sequence is None and self.sharing is not None and self.pool is not None:
+                shared = min(self.sharing.available(row), num_tokens - 1)
+                num_tokens -= shared - shared % self.pool.block_size  # a block shared in part is copied
             listed.append((sequence.tables if sequence is not None else None, num_tokens))
         while not self.budget.fits(listed):
             if not self._give_up_finished():
@@ -112,23 +121,24 @@ class Engine:
             row.caches = copy.deepcopy(row.given)  # references to its blocks
             return
         row.caches = stock_cache.make_prompt_cache(self.model)
-        sequence = sequence_of(row.caches)
-        if sequence is None or not self.all_paged:
-            return  # the states of other layers at the end of a prefix are not known
-        length, tables = self.prefixes.adopt(row.source)
-        if length:
-            length = min(length, request.goal)
-            sequence.tables[:] = tables
-            for layer in sequence.offsets:
-                sequence.offsets[layer] = tables[0].length
-            for cache in row.caches:
-                cache.trim(cache.offset - length)
-            request.length = length
+        if self.sharing is not None and self.pool is not None and self.budget is not None:
+            most = request.goal
+            if not self.budget.holds(most + 1 + self.pool.block_size):
+                most -= most % self.pool.block_size  # there may be no room to copy a block shared in part
+            request.length = self.sharing.adopt(row, most)
+        if row.num_cached is None:
+            row.num_cached = request.length
+        row.num_reported = max(row.num_reported, request.length)
+
+    def must_wait(self, request: Request) -> bool:
+        return self.sharing is not None and self.sharing.must_wait(self.rows[request.uid])
 
     def release(self, request: Request) -> None:
         row = self.rows[request.uid]
         if row in self.batch.members:
             self.batch.suspend(row)
+        if self.sharing is not None:
+            self.sharing.leave(row)
         row.release()
         if self.pool is not None:
             self.pool.preemptions += 1
@@ -163,6 +173,8 @@ class Engine:
                 continue
             self.scheduler.remove(row.request)
             self.batch.leave([row], keep_caches=False)
+            if self.sharing is not None:
+                self.sharing.leave(row)
             row.release()
             del self.rows[uid]
 
@@ -214,6 +226,7 @@ class Engine:
         for row in joining:
             if row.num_reported < row.prompt_length:
                 row.num_reported = row.prompt_length
+                self.computed_prompt_tokens += 1
                 prompts.append(PromptResponse(row.uid, (row.prompt_length,) * 2, True, True))
         generated = self._decode() if rows else []
         prompts += self._prefill(plan.chunks)
@@ -265,7 +278,7 @@ class Engine:
         reason = "length" if row.num_generated >= row.max_tokens else None
         if row.matcher.advance(delivery.token):
             reason = "stop"
-        return Response(row.uid, delivery.token, delivery.logits, reason)
+        return Response(row.uid, delivery.token, delivery.logits, reason, num_cached=row.num_cached or 0)
 
     def _finish(self, row: Row, response: Response) -> None:
         self.scheduler.remove(row.request)
@@ -273,9 +286,8 @@ class Engine:
         response.all_tokens = row.cached_tokens()
         response.attach(row)
         self._finished.append(weakref.ref(response))
-        sequence = row.sequence
-        if sequence is not None and self.all_paged and len(response.all_tokens) == row.request.length:
-            self.prefixes.donate(response.all_tokens, sequence.tables)
+        if self.sharing is not None:
+            self.sharing.leave_all(row, response.all_tokens)
 
     # Prompts --------------------------------------------------------------------------------------------------
 
@@ -285,6 +297,8 @@ class Engine:
         begin = time.perf_counter()
         responses = []
         for row in self._compute(chunks):
+            if self.sharing is not None:
+                self.sharing.leave_chunk(row)
             response = self._report(row)
             if response is not None:
                 responses.append(response)
@@ -311,6 +325,7 @@ class Engine:
                 self._give_up(row, error)
                 continue
             self.scheduler.advance(row.request, chunk.num_tokens)
+            self.computed_prompt_tokens += chunk.num_tokens
             computed.append(row)
         try:
             if in_place:

@@ -17,12 +17,18 @@ class Response(GenerationBatch.Response):  # type: ignore[misc]
     Log-probabilities are computed when they are read. The cache of a finished request keeps that request's blocks, and
     no others, for as long as the response or the cache is kept; until somebody has read ``prompt_cache``, requests
     that need the blocks may take them.
+
+    Attributes:
+        num_cached: tokens of the prompt that were found in a prefix cache.
     """
 
-    def __init__(self, uid: int, token: int, logits: tuple[StepLogits, int], finish_reason: str | None) -> None:
+    def __init__(
+        self, uid: int, token: int, logits: tuple[StepLogits, int], finish_reason: str | None, num_cached: int = 0
+    ) -> None:
         self.uid = uid
         self.token = token
         self.finish_reason = finish_reason
+        self.num_cached = num_cached
         self.all_tokens: list[int] | None = None
         self._logits = logits
         self._row: Row | None = None

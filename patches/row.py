@@ -49,6 +49,7 @@ class Row:
         prompt_length: of the prompt.
         given: the cache that came with the request, never written to; None if there was none.
         caches: one per layer while the request runs, else None.
+        num_cached: tokens it found computed when it first started; None before.
         num_reported: tokens of the prompt whose progress was reported.
         num_generated: tokens delivered.
         undelivered: the next token and where its log-probabilities are, when neither is in a batch; see ``logits``.
@@ -86,6 +87,7 @@ class Row:
         self.processors = processors
         self.matcher = matcher
         self.caches: list[Any] | None = None
+        self.num_cached: int | None = None
         self.num_reported = 0
         self.num_generated = 0
         self.undelivered: int | None = None

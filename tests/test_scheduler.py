@@ -34,6 +34,9 @@ class FakeMemory:
     def fits(self, growth: Growth) -> bool:
         return sum(self.blocks(r.length + n) - self.held.get(r.uid, 0) for r, n in growth) <= self.free
 
+    def must_wait(self, request: Request) -> bool:
+        return False
+
     def admit(self, request: Request) -> None:
         assert request.uid not in self.held
         self.held[request.uid] = 0

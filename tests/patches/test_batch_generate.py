@@ -17,6 +17,7 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.errors import PromptCacheError, RequestTooLargeError
 from mlx_paged.kv.radix import RadixTree
+from mlx_paged.prefix import SharedPrefixes
 from tests.batch_runs import (
     Outcome,
     Spec,
@@ -514,19 +515,6 @@ def test_in_place_pools_and_kernels_give_each_row_its_solo_tokens(kind: str, num
 # Prefixes --------------------------------------------------------------------------------------------------------
 
 
-class TreeStore:
-    """The radix tree behind the generator's hook."""
-
-    def __init__(self, pool: mlx_paged.BlockPool) -> None:
-        self.tree = RadixTree(pool)
-
-    def adopt(self, tokens: list[int]) -> tuple[int, list[Any]]:
-        return self.tree.adopt(tokens)
-
-    def donate(self, tokens: list[int], tables: list[Any]) -> None:
-        self.tree.insert(tokens, tables)
-
-
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 @pytest.mark.parametrize("num_blocks", [None, 20])
 def test_prefixes_are_adopted_and_donated_and_make_room(kind: str, num_blocks: int | None) -> None:
@@ -536,7 +524,7 @@ def test_prefixes_are_adopted_and_donated_and_make_room(kind: str, num_blocks: i
     budget = None if num_blocks is None else kv_budget(model, num_blocks * (1 if kind == "llama" else 2), 8)
     mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=budget))
     pool = mlx_lm_generate.make_prompt_cache(model)[0].pool
-    store = TreeStore(pool)
+    store = SharedPrefixes(RadixTree(pool))
     gen = generator(model, prefixes=store, completion_batch_size=3, prefill_batch_size=3)
     for part in (specs[:1], specs[1:]):
         outcomes: dict[int, Outcome] = {}
