@@ -11,7 +11,9 @@ import mlx.core as mx
 from .attention import dispatch
 from .batch_tables import BatchTables, OncePerBatch
 from .cache import PagedKVCache
-from .errors import GeometryError, PagedCacheError, PromptCacheError
+from .columns import Columns
+from .errors import GeometryError, PromptCacheError
+from .fetched import Fences, Fetched, hand_out
 from .kv.pool import BlockPool
 from .kv.storage import QueryHeads
 
@@ -91,7 +93,7 @@ class PagedBatchKVCache:
         """
         if queries.shape[0] != len(self.batch):
             raise GeometryError(f"queries {queries.shape} for {len(self.batch)} sequence(s)")
-        if isinstance(mask, mx.array):
+        if isinstance(mask, mx.array) and self.batch.window_of(mask) is None:
             raise GeometryError("rows of a batch are masked by their own lengths: an array mask cannot be used")
         if queries.shape[2] > 1 or self._unpadded is not None:
             return self._attend_rows(queries, keys, values, scale=scale, softcap=softcap, sinks=sinks)
@@ -113,12 +115,8 @@ class PagedBatchKVCache:
         softcap: float | None,
         sinks: mx.array | None,
     ) -> mx.array:
-        self.batch.settle()
         width = queries.shape[2]
-        counts = [width] * len(self.batch)
-        if self._unpadded is not None:
-            counts = [min(width, left) for left in self._unpadded]
-            self._unpadded = [left - count for left, count in zip(self._unpadded, counts, strict=True)]
+        counts = self._take_counts(width)
         outputs = []
         for index, count in enumerate(counts):
             if count == 0:
@@ -132,20 +130,77 @@ class PagedBatchKVCache:
         return mx.concatenate(outputs)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Not possible: rows of different lengths have no common dense form without padding."""
-        raise PagedCacheError("a paged batch is read by attend(), which this model's attention does not call")
+        """Write the next tokens of every row and return what the rows see, padded on the left to the longest, as
+        mlx-lm's batch caches do; zeros there. Lazy, and recognised as in :meth:`PagedKVCache.update_and_fetch`.
+
+        To be attended to under an array mask of :meth:`make_mask`, which knows the padding.
+        """
+        if keys.shape[0] != len(self.batch):
+            raise GeometryError(f"keys {keys.shape} for {len(self.batch)} sequence(s)")
+        pool, layer, width = self.pool, self.layer, keys.shape[2]
+        columns = self._columns(width)
+        pool.set_geometry(layer, keys, values, batch=len(self.batch))
+        if width > 1 or self._unpadded is not None:
+            for index, count in enumerate(self._take_counts(width)):
+                if count:
+                    self._row(index).update(keys[index : index + 1, :, :count], values[index : index + 1, :, :count])
+            return columns.read(pool, layer, [row.table(layer) for row in self.batch.rows])
+        tables = self.batch.take(layer)
+        step = pool.step(layer, tables, 1)
+        in_place = pool.groups[pool.group_of(layer)].in_place
+        before = pool.fence(layer) if in_place else None
+        pool.write_step(tables, layer, step, keys, values)
+        written = pool.fence(layer) if in_place else None
+        fetched = columns.read(pool, layer, tables, step)
+        fences = None
+        if before is not None and written is not None:
+            fences = Fences(before, written, pool.fence(layer))
+        else:
+            pool.note_read(layer, *fetched)
+        window_of = self.batch.window_of
+        hand_out(*fetched, Fetched(pool, layer, tables, window_of, (keys, values), fences, batched=True))
+        return fetched
+
+    def _columns(self, width: int) -> Columns:
+        """Where the rows lie when they are padded to one width, for the next ``width`` tokens."""
+        counts = [width] * len(self.batch)
+        if self._unpadded is not None:
+            counts = [min(width, left) for left in self._unpadded]
+        return Columns(self.batch.offsets(self.layer), counts, width, self.window)
+
+    def _take_counts(self, width: int) -> list[int]:
+        """Real tokens of each row among the next ``width``, which are about to be written row by row."""
+        self.batch.settle()
+        counts = [width] * len(self.batch)
+        if self._unpadded is not None:
+            counts = [min(width, left) for left in self._unpadded]
+            self._unpadded = [left - count for left, count in zip(self._unpadded, counts, strict=True)]
+        return counts
 
     # mlx-lm's protocol ----------------------------------------------------------------------------------------
 
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> str | None:
-        """None for one new token per row, else "causal": :meth:`attend` masks each row by its own length and window.
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
+        """Mask of the next ``N`` tokens of each row.
+
+        Returns:
+            For rows read by :meth:`attend`: None for one new token per row, else "causal": each row is masked by its
+            own length and window. For rows read by :meth:`update_and_fetch`, and on request: a boolean array
+            ``[B, 1, N, longest]`` over what that returns.
 
         Raises:
-            GeometryError: another window than the layer's is asked for.
+            GeometryError: another window than the layer's is asked for, without an array.
         """
-        if window_size not in (None, self.window):
-            raise GeometryError(f"layer {self.layer} has window {self.window}, a mask for {window_size} was asked for")
-        return None if N == 1 else "causal"
+        if not (return_array or self.row_type.masks_rows):
+            if window_size not in (None, self.window):
+                raise GeometryError(
+                    f"layer {self.layer} has window {self.window}, a mask for {window_size} was asked for"
+                )
+            return None if N == 1 else "causal"
+        window = self.window if window_size is None else min(window_size, self.window or window_size)
+        mask = self._columns(N).mask(window)
+        if window == self.window:
+            self.batch.masks[self.pool.group_of(self.layer)] = mask
+        return mask
 
     def prepare(
         self,

@@ -84,6 +84,8 @@ class BatchTables:
         self._reserved = [0] * len(pool.groups)
         self._written = dict.fromkeys(self._place, 0)
         self._offsets: dict[tuple[int, ...], mx.array] = {}
+        # The latest array mask made for each group, by which it is known when it comes back.
+        self.masks: dict[int, mx.array] = {}
         self.selected: OncePerBatch[BatchTables] = OncePerBatch()
         self.joined: OncePerBatch[BatchTables] = OncePerBatch()
         self.extracted: OncePerBatch[SequenceTables] = OncePerBatch()
@@ -98,6 +100,13 @@ class BatchTables:
             return [row.offsets[layer] for row in self.rows]
         behind = self._reserved[group] - self._written[layer]
         return [table.length - behind for table in self.tables[group]]
+
+    def window_of(self, mask: mx.array | str | None) -> int | None:
+        """Of a mask made for one of the groups: a window that leaves each row what the group does. None for others."""
+        for group, made in self.masks.items():
+            if made is mask:
+                return self.pool.groups[group].spec.window or 1 << 30
+        return None
 
     def device_offsets(self, layer: int) -> mx.array:
         """The same as int32 ``[B]``; one array for all layers at the same place."""

@@ -10,6 +10,7 @@ import mlx.core as mx
 from .attention import dispatch
 from .attention.gather import ring_rotation
 from .errors import BlockStateError, PromptCacheError
+from .fetched import Fences, Fetched, hand_out
 from .kv.block_table import BlockTable
 from .kv.pool import BlockPool
 from .kv.step import Step
@@ -83,6 +84,9 @@ class PagedKVCache:
         sequence: the sequence's tables, shared by the caches of all its layers.
         layer: index of the model layer.
     """
+
+    masks_rows = False
+    """Whether a batch of such caches gives array masks: attention reads it by ``update_and_fetch``."""
 
     def __init__(self, sequence: SequenceTables, layer: int) -> None:
         self.sequence = sequence
@@ -167,20 +171,42 @@ class PagedKVCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the next tokens and return all visible keys and values, gathered lazily, in mlx-lm's order.
 
-        A copy even where the blocks are consecutive: who reads it is not known here, so it cannot be waited for.
+        Given to the attention function of mlx-lm that :mod:`.patches.seam` replaces, they are recognised and nothing is
+        gathered. A copy even where the blocks are consecutive: who reads it is not known here.
         """
-        self.update(keys, values)
-        if self.table.length - self.table.logical_start == keys.shape[2]:
+        tables, step = self._reserve(keys, values, None)
+        pool, layer = self.sequence.pool, self.layer
+        before = pool.fence(layer) if self._in_place else None
+        pool.write_step(tables, layer, step, keys, values)
+        table = tables[0]
+        if table.length - table.logical_start == step.num_tokens:
+            hand_out(keys, values, Fetched(pool, layer, tables, self.sequence.window_of))
             return keys, values
-        if keys.shape[2] > 1:
-            return self.pool.gather_visible(self.table, self.layer)
-        fetched = self.keys_and_values()
-        self.pool.note_read(self.layer, fetched[0])
-        return fetched
+        return self._fetch(tables, (keys, values) if step.num_tokens == 1 else None, before)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """The visible keys and values ``[1, n_kv_heads, n, head_dim]``, in mlx-lm's order (a copy)."""
-        return self.pool.gather_visible(self.table, self.layer, rotation=ring_rotation(self.table, self.window))
+        """The visible keys and values ``[1, n_kv_heads, n, head_dim]``, in mlx-lm's order (a copy), also those that
+        another layer wrote; recognised as those of :meth:`update_and_fetch` are."""
+        return self._fetch([self.table], None, None)
+
+    @property
+    def _in_place(self) -> bool:
+        return self.pool.groups[self.pool.group_of(self.layer)].in_place
+
+    def _fetch(
+        self, tables: list[BlockTable], append: tuple[mx.array, mx.array] | None, before: mx.array | None
+    ) -> tuple[mx.array, mx.array]:
+        pool, layer, table = self.sequence.pool, self.layer, tables[0]
+        written = pool.fence(layer) if self._in_place else None
+        # After several new tokens mlx-lm's order is by position, and so is this (see ring_rotation).
+        keys, values = pool.gather_visible(table, layer, rotation=ring_rotation(table, self.window))
+        fences = None
+        if written is not None:
+            fences = Fences(written if before is None else before, written, pool.fence(layer))
+        elif append is not None:
+            pool.note_read(layer, keys, values)
+        hand_out(keys, values, Fetched(pool, layer, tables, self.sequence.window_of, append, fences))
+        return keys, values
 
     def load(self, keys: mx.array, values: mx.array, offset: int) -> None:
         """Fill an empty cache with dense keys and values, in order of position; they end at position ``offset``.

@@ -14,6 +14,7 @@ from ..batch_cache import PagedBatchKVCache
 from ..cache import PagedKVCache, SequenceTables
 from ..config import PagedConfig
 from ..errors import GeometryError, PromptCacheError
+from .plan import can_be_paged, plan_for, window_of
 from .pools import pool_for
 from .warn import warn_once
 
@@ -61,27 +62,41 @@ class PagedLayerCache(PagedKVCache):
         return PagedBatchKVCache.merge(caches)
 
 
+class SeamLayerCache(PagedLayerCache):
+    """Of a model without an adapter: its attention calls ``update_and_fetch`` and then mlx-lm's attention function."""
+
+    masks_rows = True
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if self.takes(keys.shape[0]):
+            return super().update_and_fetch(keys, values)
+        fetched: tuple[mx.array, mx.array] = self.update_and_fetch(keys, values)  # mlx-lm's own by now
+        return fetched
+
+
 def make_prompt_cache_patch(
     original: Callable[..., list[Any]], config: Callable[[], PagedConfig], adapted: Callable[[Any], bool]
 ) -> Callable[..., list[Any]]:
     """Replacement of ``make_prompt_cache``: paged caches where a layer's stock cache can be paged."""
 
     def make_prompt_cache(model: Any, max_kv_size: int | None = None) -> list[Any]:
-        stock = original(model, max_kv_size)
-        if max_kv_size is not None:
-            warn_once("max_kv_size is not paged yet: mlx-lm's own cache is used")
-            return stock
+        caches = original(model, max_kv_size)
         layers = list(getattr(model, "layers", []))
-        kinds = {type(c).__name__ for c in stock if type(c) not in (KVCache, RotatingKVCache)}
-        if kinds:
-            warn_once(f"cache type(s) {', '.join(sorted(kinds))} are not paged yet: mlx-lm's own cache is used")
-            return stock
-        if len(layers) != len(stock) or not all(adapted(layer) for layer in layers):
-            name = getattr(model, "model_type", type(model).__module__)
-            warn_once(f"model type {name} has no paged attention adapter: mlx-lm's own cache is used")
-            return stock
-        sequence = SequenceTables(pool_for(model, stock, config()))
-        return [PagedLayerCache(sequence, layer) for layer in range(len(stock))]
+        has_adapters = (
+            len(layers) == len(caches)
+            and all(can_be_paged(cache) for cache in caches)
+            and all(adapted(layer) for layer in layers)
+        )
+        plan = plan_for(model, caches, original(model, max_kv_size), has_adapters)
+        name = getattr(model, "model_type", type(model).__module__)
+        for reason in plan.reasons:
+            warn_once(f"not paged in models of type {name}: {reason}; mlx-lm's own cache is used")
+        if plan.groups:
+            sequence = SequenceTables(pool_for(model, plan, config()))
+            kind = PagedLayerCache if plan.adapted else SeamLayerCache
+            for layer in plan.layers:
+                caches[layer] = kind(sequence, layer)
+        return caches
 
     make_prompt_cache.__doc__ = original.__doc__
     return make_prompt_cache
@@ -115,34 +130,35 @@ def adopt_prompt_cache(model: Any, cache: list[Any]) -> list[Any]:
     fresh = stock_cache.make_prompt_cache(model)
     if len(fresh) != len(cache):
         raise PromptCacheError(f"the prompt cache has {len(cache)} layers, the model {len(fresh)}")
-    if not all(isinstance(c, PagedLayerCache) for c in fresh):
-        return cache
-    if any(type(c) not in (KVCache, RotatingKVCache) or getattr(c, "keep", 0) for c in cache):
+    pairs = [(old, new) for old, new in zip(cache, fresh, strict=True) if isinstance(new, PagedLayerCache)]
+    if any(not can_be_paged(old) for old, _ in pairs):
         kinds = ", ".join(sorted({type(c).__name__ for c in cache}))
         warn_once(f"a prompt cache of type {kinds} with these options is not paged yet: mlx-lm's own cache is used")
         return cache
-    expected = kv_shape_of(model)
-    for layer, (old, new) in enumerate(zip(cache, fresh, strict=True)):
-        if (old.max_size if isinstance(old, RotatingKVCache) else None) != new.window:
-            raise PromptCacheError(f"layer {layer} of the prompt cache has another window than the model's")
+    for old, new in pairs:
+        if window_of(old) != new.window:
+            raise PromptCacheError(f"layer {new.layer} of the prompt cache has another window than the model's")
         if old.empty():
             continue
-        if expected is not None and (old.keys.shape[1], old.keys.shape[3]) != expected:
-            raise PromptCacheError(
-                f"the prompt cache holds {old.keys.shape[1]} KV heads of {old.keys.shape[3]}, the model has "
-                f"{expected[0]} of {expected[1]}: it was made with another model"
-            )
         keys, values = _in_order(old)
+        expected = new.pool.groups[new.table.group].geometry
+        shape = (expected.num_kv_heads, expected.k_head_dim) if expected is not None else kv_shape_of(model)
+        if shape is not None and (keys.shape[1], keys.shape[3]) != shape:
+            raise PromptCacheError(
+                f"the prompt cache holds {keys.shape[1]} KV heads of {keys.shape[3]}, the model has "
+                f"{shape[0]} of {shape[1]}: it was made with another model"
+            )
         try:
             new.load(keys, values, old.offset)
         except GeometryError as error:
-            raise PromptCacheError(f"layer {layer} of the prompt cache: {error}") from None
+            raise PromptCacheError(f"layer {new.layer} of the prompt cache: {error}") from None
     # From here on the order of keys follows the cache that was loaded, as it would in mlx-lm.
-    for old, new in zip(cache, fresh, strict=True):
+    for old, new in pairs:
         if isinstance(old, RotatingKVCache) and old.offset >= old.max_size:
             next_slot = old._idx if old._idx < old.max_size and old.keys.shape[2] <= old.max_size else 0
             new.table.ring_origin = (old.offset - next_slot) % old.max_size
-    return fresh
+    paged = {new.layer for _, new in pairs}
+    return [new if layer in paged else old for layer, (old, new) in enumerate(zip(cache, fresh, strict=True))]
 
 
 def _in_order(cache: Any) -> tuple[mx.array, mx.array]:

@@ -1,4 +1,4 @@
-"""One block pool per model, made from the caches its layers ask for."""
+"""One block pool per model, made by its paging plan."""
 
 from __future__ import annotations
 
@@ -6,47 +6,36 @@ import threading
 import weakref
 from typing import Any
 
-from mlx_lm.models.cache import KVCache, RotatingKVCache
-
 from ..attention.select import storage_choice
 from ..config import PagedConfig
-from ..kv.group import LayerGroup
 from ..kv.pool import BlockPool
+from .plan import PagingPlan, first_keys
 
 _lock = threading.RLock()
 # By id, because modules are dicts and cannot be hashed; an entry goes when its model does.
-_pools: dict[int, tuple[weakref.ref[Any], PagedConfig, tuple[LayerGroup, ...], BlockPool]] = {}
+_pools: dict[int, tuple[weakref.ref[Any], PagedConfig, PagingPlan, BlockPool]] = {}
 
 
-def layer_groups(stock: list[Any]) -> tuple[LayerGroup, ...]:
-    """Groups of the layers whose stock cache can be paged: plain ones together, rotating ones by window."""
-    by_window: dict[int | None, list[int]] = {}
-    for layer, cache in enumerate(stock):
-        if type(cache) is KVCache:
-            by_window.setdefault(None, []).append(layer)
-        elif type(cache) is RotatingKVCache and cache.keep == 0:
-            by_window.setdefault(cache.max_size, []).append(layer)
-    return tuple(
-        LayerGroup(tuple(layers), window, "global" if window is None else f"window {window}")
-        for window, layers in by_window.items()
-    )
+def pool_for(model: Any, plan: PagingPlan, config: PagedConfig) -> BlockPool:
+    """The model's pool; a new one if there is none yet for these groups and this configuration.
 
-
-def pool_for(model: Any, stock: list[Any], config: PagedConfig) -> BlockPool:
-    """The model's pool; a new one if there is none yet for these groups and this configuration."""
-    groups = layer_groups(stock)
+    Raises:
+        KernelUnavailableError: the configuration demands a kernel and there is none for the model's attention.
+    """
     with _lock:
         entry = _pools.get(id(model))
-        if entry is not None and entry[0]() is model and entry[1:3] == (config, groups):
+        if entry is not None and entry[0]() is model and entry[1:3] == (config, plan):
             return entry[3]
         pool = BlockPool(
-            groups,
+            plan.groups,
             block_size=config.block_size,
             memory_budget=max(1, config.memory_budget()),
             choose_storage=storage_choice(config.use_native_paged_kernel),
         )
+        for group, (geometry, heads) in zip(plan.groups, plan.geometries, strict=False):
+            pool.set_geometry(group.layers[0], *first_keys(geometry), batch=1, heads=heads)
         key = id(model)
-        _pools[key] = (weakref.ref(model, lambda _: _pools.pop(key, None)), config, groups, pool)
+        _pools[key] = (weakref.ref(model, lambda _: _pools.pop(key, None)), config, plan, pool)
         return pool
 
 

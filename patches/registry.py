@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 from ..config import PagedConfig
 from ..errors import PatchError
-from . import compiled, gemma3, generate, llama, qwen3
+from . import compiled, gemma3, generate, llama, qwen3, seam
 from .cache import make_prompt_cache_patch, save_prompt_cache_patch
+from .plan import forget_plans
 from .pools import forget_pools
 
 
@@ -73,6 +74,7 @@ def _has_adapter(layer: Any) -> bool:
 def _patches() -> list[Patch]:
     models = "mlx_lm.models"
     return [
+        Patch(f"{models}.base", "scaled_dot_product_attention", "a13838be6e6c5293", seam.adapt),
         Patch(f"{models}.llama", "Attention.__call__", "75a76f7de7eb3586", llama.adapt),
         Patch(f"{models}.qwen3", "Attention.__call__", "f4d9ba397a109135", qwen3.adapt),
         Patch(f"{models}.gemma3_text", "Attention.__call__", "e9ebcce92c86c40c", gemma3.adapt),
@@ -154,6 +156,7 @@ def remove_patches() -> None:
         _replacements.clear()
         _adapted.clear()
         forget_pools()
+        forget_plans()
 
 
 def _owner(patch: Patch) -> tuple[Any, str]:

@@ -11,7 +11,7 @@ import pytest
 from mlx_paged import BlockPool, LayerGroup, PagedKVCache, PoolExhaustedError, SequenceTables
 from mlx_paged.batch_cache import PagedBatchKVCache
 from mlx_paged.batch_tables import BatchTables, OncePerBatch
-from mlx_paged.errors import BlockStateError, GeometryError, PagedCacheError, PromptCacheError
+from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
 
 HEADS, KV_HEADS, DIM, BLOCK, WINDOW = 4, 2, 16, 8, 20
 LAYERS = 3  # 0 and 2 global, 1 sliding
@@ -273,8 +273,8 @@ def test_refusals_name_what_is_wrong() -> None:
         batch[0].prepare(left_padding=[0, 3])
     with pytest.raises(GeometryError, match="lengths"):
         batch[0].prepare(lengths=[1])
-    with pytest.raises(PagedCacheError, match="attend"):
-        batch[0].update_and_fetch(k[:2], v[:2])
+    with pytest.raises(GeometryError, match="3"):
+        batch[0].update_and_fetch(k, v)
     with pytest.raises(BlockStateError, match="another pool"):
         BatchTables(pool, [sequence(stranger, 3)[0].sequence])
     uneven = sequence(pool, 3)

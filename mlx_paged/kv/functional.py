@@ -84,6 +84,14 @@ class FunctionalStorage:
         skip = start - first * size
         return k[:, :, skip : skip + end - start], v[:, :, skip : skip + end - start]
 
+    def read_rows(self, block_ids: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
+        size = self.block_size
+        slots = mx.take_along_axis(block_ids, positions // size, axis=1) * size + positions % size
+        heads = mx.arange(self.geometry.num_kv_heads, dtype=mx.int32)[:, None] * (self.num_blocks * size)
+        index = heads[None] + slots[:, None]
+        k, v = (pool.reshape(-1, pool.shape[3])[index] for pool in (self._keys, self._values))
+        return k, v
+
     def view_blocks(self, first: int, count: int) -> tuple[mx.array, mx.array]:
         """Consecutive blocks without a copy: K ``[1, n_kv_heads, count * block_size, k_head_dim]`` and V likewise.
 

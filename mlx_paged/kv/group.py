@@ -85,7 +85,7 @@ class BlockGroup:
         self._choose_storage = choose_storage
         self._device_tables = DeviceTables()
         self._step: Step | None = None
-        self._last_read: mx.array | None = None
+        self._last_read: tuple[mx.array, ...] | None = None
 
     def touch(self) -> None:
         """Called whenever a table of the group or a reference count has changed: steps made before are void."""
@@ -180,10 +180,10 @@ class BlockGroup:
         self.allocator.grow(num_blocks)
         self.touch()
 
-    def note_read(self, layer_position: int, result: mx.array) -> None:
-        """Remember an array computed from the last layer's blocks, for :meth:`wait_for_reads`."""
+    def note_read(self, layer_position: int, *results: mx.array) -> None:
+        """Remember arrays computed from the last layer's blocks, for :meth:`wait_for_reads`; they replace others."""
         if not self.in_place and layer_position == len(self.storages) - 1:
-            self._last_read = result
+            self._last_read = results
 
     def wait_for_reads(self, layer_position: int) -> None:
         """At the last layer's write to functional storage: block until the step before has read its blocks.

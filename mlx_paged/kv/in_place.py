@@ -121,6 +121,14 @@ class InPlaceStorage:
             k, v = (mx.concatenate([x[:, :, rotation:], x[:, :, :rotation]], axis=2) for x in (k, v))
         return k, v
 
+    def read_rows(self, block_ids: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
+        rows, blocks = block_ids.shape
+        length = blocks * self.block_size
+        index = positions + mx.arange(0, rows * length, length, dtype=mx.int32)[:, None]
+        k, v = self._gather(block_ids.reshape(-1), 0, rows * length)
+        k, v = (x[0][:, index].transpose(1, 0, 2, 3) for x in (k, v))
+        return k, v
+
     def _gather(self, block_ids: mx.array | Sequence[int], start: int, length: int) -> tuple[mx.array, mx.array]:
         k, v, self.__fence = kernels.gather_blocks(self.__keys, self.__values, self.__fence, block_ids, start, length)
         return k, v
@@ -147,6 +155,14 @@ class InPlaceStorage:
 
     def fence(self) -> mx.array:
         return self.__fence
+
+    def rewind(self, to: mx.array, latest: mx.array) -> bool:
+        """Forget the kernels called since the fence was ``to``, whose results are not going to be used or, of a write,
+        are going to be written again. False, and nothing is forgotten, unless ``latest`` is the fence now."""
+        if self.__fence is not latest:
+            return False
+        self.__fence = to
+        return True
 
 
 class TracedBlocks:

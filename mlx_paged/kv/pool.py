@@ -454,10 +454,10 @@ class BlockPool:
         end of a prefill, and every layer's new keys and values live until then."""
         return self.storage(layer).after_writes(k, v)
 
-    def note_read(self, layer: int, result: mx.array) -> None:
-        """Tell the pool that ``result`` was computed from a layer's blocks (see BlockGroup.wait_for_reads)."""
+    def note_read(self, layer: int, *results: mx.array) -> None:
+        """Tell the pool what was computed from a layer's blocks in this step (see BlockGroup.wait_for_reads)."""
         group, position = self._place[layer]
-        self.groups[group].note_read(position, result)
+        self.groups[group].note_read(position, *results)
 
     def fence(self, layer: int) -> mx.array:
         """A small array that is ready when all writes to the layer so far are; empty before the first write."""

@@ -56,6 +56,12 @@ class Storage(Protocol):
         ``rotation``: start the order at this visible token and wrap around; ``copy``: never a view of the blocks.
         """
 
+    def read_rows(self, block_ids: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
+        """K ``[B, n_kv_heads, n, k_head_dim]`` and V of positions int32 ``[B, n]`` in B tables (lazy copies).
+
+        ``block_ids``: int32 ``[B, max_blocks]``, by absolute position; every position must lie in them.
+        """
+
     def copy_block(self, source: int, target: int) -> None: ...
 
     def grow(self, num_blocks: int) -> None: ...

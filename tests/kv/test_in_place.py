@@ -213,5 +213,6 @@ def test_no_mlx_op_can_read_the_blocks() -> None:
     assert len(handed_over) == 1
     names = {name for name in vars(InPlaceStorage) if not name.startswith("_")}
     assert names == {
-        "after_writes", "copy_block", "decode", "fence", "grow", "in_place", "num_blocks", "read_visible", "run", "write",
+        "after_writes", "copy_block", "decode", "fence", "grow", "in_place", "num_blocks", "read_rows", "read_visible",
+        "rewind", "run", "write",
     }  # fmt: skip

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm import batch_generate
 from mlx_lm.models import cache as upstream
-from mlx_lm.models import mamba, qwen2
+from mlx_lm.models import mamba
 
 import mlx_paged
 from mlx_paged import FallThroughWarning, GeometryError, PagedConfig, PagedKVCache, PoolExhaustedError
@@ -55,17 +55,6 @@ def test_ssm_layers_use_mlx_lms_cache() -> None:
     got, messages = fall_throughs(lambda: greedy(model, prompt_of(20), 10)[0])
     assert got == expected
     assert len(messages) == 1 and "ArraysCache" in messages[0]
-
-
-def test_model_without_an_adapter_uses_mlx_lms_cache() -> None:
-    mx.random.seed(0)
-    args = {**COMMON, "num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    model = qwen2.Model(qwen2.ModelArgs(model_type="qwen2", **args))
-    expected = greedy(model, prompt_of(20), 10)[0]
-    mlx_paged.apply_patches()
-    got, messages = fall_throughs(lambda: greedy(model, prompt_of(20), 10)[0])
-    assert got == expected
-    assert len(messages) == 1 and "qwen2" in messages[0]
 
 
 def test_batch_generation_is_paged() -> None:

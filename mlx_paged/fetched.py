@@ -1,0 +1,132 @@
+"""Fetched: keys and values that a cache handed out, recognised when an attention function is given them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .attention import dispatch
+from .kv.block_table import BlockTable
+from .kv.in_place import InPlaceStorage
+from .kv.pool import BlockPool
+
+
+class Fences(NamedTuple):
+    """In-place storage's fences around a write and the gather after it."""
+
+    before: mx.array
+    written: mx.array
+    gathered: mx.array
+
+
+class Fetched:
+    """How to attend over the blocks that a pair of arrays was gathered from, instead of over the arrays.
+
+    The arrays are real (lazy) copies: whoever computes with them gets what mlx-lm's cache would give. Only if both come
+    back together to an attention function does :meth:`attend` take their place; in-place storage then forgets the
+    gather, which falls out of the graph, and nothing of it is computed. Used otherwise it stays in the chain of
+    fences, in order with the writes before and after it.
+
+    Args:
+        pool, layer, tables: where the keys and values lie, those of the step's tokens included.
+        window_of: from a mask to the window it stands for, None if it is one of the caller's own.
+        append: the step's new keys and values, one token per table, if they may still be written by the attention
+            kernel itself.
+        fences: of in-place storage.
+        batched: the tables are rows of a batch, each masked by its own length: a mask with a window says no more.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        layer: int,
+        tables: Sequence[BlockTable],
+        window_of: Callable[[mx.array | str | None], int | None],
+        append: tuple[mx.array, mx.array] | None = None,
+        fences: Fences | None = None,
+        batched: bool = False,
+    ) -> None:
+        self.pool = pool
+        self.layer = layer
+        self.tables = tables
+        self._window_of = window_of
+        self._append = append
+        self._fences = fences
+        self._batched = batched
+        self._ends = [table.length for table in tables]
+
+    def serves(self, queries: mx.array, mask: mx.array | str | None) -> bool:
+        """Whether :meth:`attend` gives what attention over the arrays would."""
+        if queries.ndim != 4 or queries.shape[0] != len(self.tables):
+            return False
+        if [table.length for table in self.tables] != self._ends or any(table.released for table in self.tables):
+            return False  # more tokens were written since
+        if self._batched:  # a mask of another kind holds for the arrays only
+            return queries.shape[2] == 1 and (mask is None or self._window_of(mask) is not None)
+        # Without a mask each of several queries would see all keys, those after its own included.
+        return queries.shape[2] == 1 or mask is not None
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: mx.array | str | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attention of ``[B, n_q_heads, n, head_dim]``, the last n tokens of each table; ``keys`` and ``values`` are
+        the arrays themselves."""
+        window = None if mask is None else self._window_of(mask)
+        if self._batched:
+            mask = None
+        pool, layer, tables, num_tokens = self.pool, self.layer, self.tables, queries.shape[2]
+        if num_tokens == 1 and self._append is not None and self._rewind(to_write=True):
+            step = pool.step(layer, tables, 1)
+            return dispatch.append_attention(
+                queries, *self._append, pool, layer, tables, step, scale=scale, mask=mask, window=window, sinks=sinks
+            )
+        is_fresh = not self._batched and tables[0].length - tables[0].logical_start == num_tokens
+        if not is_fresh:  # else the arrays are all there is to attend over, and are used
+            self._rewind(to_write=False)
+        if not self._batched:
+            return dispatch.prefill_attention(
+                queries, keys, values, pool, layer, tables[0], scale=scale, mask=mask, window=window, sinks=sinks
+            )
+        return dispatch.paged_attention(queries, pool, layer, tables, scale=scale, window=window, sinks=sinks)
+
+    def _rewind(self, *, to_write: bool) -> bool:
+        """Forget the gather, and with ``to_write`` the write before it; False if other kernels came since."""
+        storage = self.pool.storage(self.layer)
+        if self._fences is None or not isinstance(storage, InPlaceStorage):
+            return False
+        before, written, gathered = self._fences
+        return storage.rewind(before if to_write else written, gathered)
+
+
+# By the identity of the keys. Entries go with their arrays: a gather kept alive would keep the pool's buffer.
+_handed_out: dict[int, tuple[weakref.ref[mx.array], weakref.ref[mx.array], Fetched]] = {}
+
+
+def hand_out(keys: mx.array, values: mx.array, fetched: Fetched) -> None:
+    """Remember what a pair of arrays stands for, as long as the keys live."""
+    key = id(keys)
+    _handed_out[key] = (weakref.ref(keys, lambda ref: _forget(key, ref)), weakref.ref(values), fetched)
+
+
+def _forget(key: int, ref: weakref.ref[mx.array]) -> None:
+    entry = _handed_out.get(key)
+    if entry is not None and entry[0] is ref:
+        del _handed_out[key]
+
+
+def fetched_by(keys: object, values: object) -> Fetched | None:
+    """What this very pair of arrays stands for, or None."""
+    entry = _handed_out.get(id(keys))
+    if entry is None or entry[0]() is not keys or entry[1]() is not values:
+        return None
+    return entry[2]

@@ -1,0 +1,134 @@
+"""PagingPlan: which layers of a model are paged, and in which groups."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from ..kv.group import LayerGroup
+from ..kv.storage import Geometry, QueryHeads
+from .probe import probe_layers
+
+
+class PagingPlan(NamedTuple):
+    """What :func:`plan_for` found out.
+
+    Attributes:
+        groups: of the layers to page; a layer is an index into the model's list of caches.
+        geometries: of each group, with the queries that attend over it; empty where an adapter will tell.
+        adapted: attention goes through adapters, not through the seam.
+        reasons: why other layers keep mlx-lm's own caches, one per kind.
+    """
+
+    groups: tuple[LayerGroup, ...]
+    geometries: tuple[tuple[Geometry, QueryHeads | None], ...]
+    adapted: bool
+    reasons: tuple[str, ...]
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """The layers that are paged."""
+        return frozenset(layer for group in self.groups for layer in group.layers)
+
+
+_lock = threading.RLock()
+# By id, because modules are dicts and cannot be hashed; an entry goes when its model does.
+_plans: dict[int, tuple[weakref.ref[Any], tuple[Any, ...], PagingPlan]] = {}
+
+
+def plan_for(model: Any, stock: Sequence[Any], spare: Sequence[Any], adapted: bool) -> PagingPlan:
+    """The model's plan; made at the first call, by a forward pass that is built and dropped, and kept.
+
+    Args:
+        stock: one of mlx-lm's own caches per layer.
+        spare: the same again, to be used up.
+        adapted: every layer has an attention adapter.
+    """
+    key = (adapted, *[_kind(cache) for cache in stock])
+    with _lock:
+        entry = _plans.get(id(model))
+        if entry is not None and entry[0]() is model and entry[1] == key:
+            return entry[2]
+        plan = _adapter_plan(stock) if adapted else _seam_plan(model, stock, spare)
+        number = id(model)
+        _plans[number] = (weakref.ref(model, lambda _: _plans.pop(number, None)), key, plan)
+        return plan
+
+
+def forget_plans() -> None:
+    """Look at every model anew."""
+    with _lock:
+        _plans.clear()
+
+
+def can_be_paged(cache: Any) -> bool:
+    """Whether a stock cache is one that blocks can stand in for."""
+    return type(cache) is KVCache or (type(cache) is RotatingKVCache and cache.keep == 0)
+
+
+def window_of(cache: Any) -> int | None:
+    """Sliding window of a cache that can be paged."""
+    return int(cache.max_size) if isinstance(cache, RotatingKVCache) else None
+
+
+def _kind(cache: Any) -> tuple[Any, ...]:
+    return (type(cache), getattr(cache, "max_size", None), getattr(cache, "keep", None))
+
+
+def _adapter_plan(stock: Sequence[Any]) -> PagingPlan:
+    by_window: dict[int | None, list[int]] = {}
+    for layer, cache in enumerate(stock):
+        by_window.setdefault(window_of(cache), []).append(layer)
+    groups = tuple(LayerGroup(tuple(layers), window, _name(window)) for window, layers in by_window.items())
+    return PagingPlan(groups, (), True, ())
+
+
+def _seam_plan(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> PagingPlan:
+    reasons = _reasons(stock)
+    candidates = [layer for layer, cache in enumerate(stock) if can_be_paged(cache)]
+    if not candidates:
+        return PagingPlan((), (), False, reasons)
+    try:
+        probed = probe_layers(model, spare, candidates)
+    except Exception as error:
+        why = f"attention that asks more of a cache than keys and values ({type(error).__name__}: {error})"
+        return PagingPlan((), (), False, (*reasons, why))
+    unused = [layer for layer in candidates if layer not in probed]
+    if unused:
+        reasons = (*reasons, f"{len(unused)} cache(s) that no attention writes to")
+    by_kind: dict[tuple[int | None, Geometry], list[int]] = {}
+    for layer, found in probed.items():
+        by_kind.setdefault((window_of(stock[layer]), found.geometry), []).append(layer)
+    windows = [window for window, _ in by_kind]
+    groups, geometries = [], []
+    for (window, geometry), layers in by_kind.items():
+        name = _name(window)
+        if windows.count(window) > 1:
+            name += f", {geometry.num_kv_heads} x {geometry.k_head_dim}/{geometry.v_head_dim}"
+        groups.append(LayerGroup(tuple(layers), window, name))
+        geometries.append((geometry, probed[layers[0]].heads))
+    return PagingPlan(tuple(groups), tuple(geometries), False, reasons)
+
+
+def _reasons(stock: Sequence[Any]) -> tuple[str, ...]:
+    kinds: dict[str, None] = {}
+    for cache in stock:
+        if not can_be_paged(cache):
+            name = type(cache).__name__
+            kinds[name + (" that keeps its first tokens (max_kv_size)" if getattr(cache, "keep", 0) else "")] = None
+    return tuple(f"cache type {kind}" for kind in kinds)
+
+
+def _name(window: int | None) -> str:
+    return "global" if window is None else f"window {window}"
+
+
+def first_keys(geometry: Geometry) -> tuple[mx.array, mx.array]:
+    """Keys and values of one token in this geometry, for what is made by their shapes."""
+    heads, k_dim, v_dim, dtype = geometry
+    return mx.zeros((1, heads, 1, k_dim), dtype), mx.zeros((1, heads, 1, v_dim), dtype)
