@@ -20,6 +20,7 @@ from .kv.pool import BlockPool
 Forward = Callable[[Any, mx.array, Sequence[Any]], mx.array]
 
 
+MOST_FAILURES = 3
 compile_function: Callable[[Any], Any] = mx.compile
 
 
@@ -89,12 +90,13 @@ class CompiledStep:
     """
 
     def __init__(self, pool: BlockPool, forward: Forward) -> None:
-        self.failure: str | None = None
+        self.failure: str | None = None  # why no step is compiled any more
         self._forward = forward
         self._function = compile_function(self._trace)
         self._windows = [pool.groups[pool.group_of(layer)].spec.window for layer in self._layers_of(pool)]
         self._groups = [pool.group_of(layer) for layer in self._layers_of(pool)]
         self._model: Any = None
+        self._failures = 0  # in a row
 
     @staticmethod
     def _layers_of(pool: BlockPool) -> list[int]:
@@ -130,11 +132,16 @@ class CompiledStep:
             self._model = model
             logits = InPlaceStorage.run(self._function, storages, model, tokens, arrays)  # type: ignore[arg-type]
         except Exception as error:
+            # The step runs uncompiled now. Whatever went wrong may be of this step alone: a model that fails there too
+            # says so itself.
             rows.untake()
-            self.failure = f"{type(error).__name__}: {error}"
+            self._failures += 1
+            if isinstance(error, NotCompilable) or self._failures == MOST_FAILURES:
+                self.failure = f"{type(error).__name__}: {error}"
             return None
         finally:
             self._model = None
+        self._failures = 0
         dispatch.record_compiled(len(caches))
         return logits
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -160,6 +161,41 @@ def test_the_model_is_not_kept_alive() -> None:
     assert len(compiled._steps) < pools
 
 
+@pytest.mark.usefixtures("kernel_path")
+def test_a_model_that_fails_once_is_compiled_again(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+    # A trace that fails has called no kernel; the stand-ins, which are not traced, lose count of the fences.
+    monkeypatch.setattr(FakeKernels, "_pass", lambda self, kernel, pool, fence: fence + 1)
+    model, prompt = build("llama", head_dim=64), prompt_of(20)
+    tokens = greedy(model, prompt, 30)[0]
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+    greedy(model, prompt, 3)
+    down = type(model.layers[1].mlp.down_proj)
+    original, left = down.__call__, [2]
+
+    def fails(self: Any, x: mx.array) -> mx.array:
+        if self is model.layers[1].mlp.down_proj and x.shape[1] == 1 and left[0]:
+            left[0] -= 1
+            raise RuntimeError("once in the compiled step, once in the plain one")
+        return original(self, x)
+
+    cache = make_prompt_cache(model)
+    steps = generate_step(prompt, model, max_tokens=30, prompt_cache=cache)
+    got = [next(steps)[0] for _ in range(10)]
+    taken = len(calls)
+    monkeypatch.setattr(down, "__call__", fails)
+    other = make_prompt_cache(model)
+    model(prompt[None, :-1], cache=other)
+    step = compiled.step_of(other[0].pool, None)
+    monkeypatch.setattr(step, "_function", compiled_step.compile_function(step._trace))  # to be traced again
+    with pytest.raises(RuntimeError, match="once"):
+        model(prompt[None, -1:], cache=other)
+    assert left == [0]
+    got += [token for token, _ in steps]
+    assert got == tokens
+    assert len(calls) >= taken + 20
+    mlx_paged.pool_of(model).check_integrity()
+
+
 def test_with_mlx_compile_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in without memory for the kernel, so that it can be traced: shapes, weights and fences go through."""
     traced = []
@@ -195,3 +231,45 @@ def test_with_mlx_compile_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         changed = greedy(model, prompt, 40)[0]
         assert traced == []  # the same shapes: no new trace
         assert changed != eager
+
+
+def test_another_thread_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled on one thread, run on another: streams of MLX belong to a thread."""
+
+    def prepare_decode(k_pool: mx.array, v_pool: mx.array, visible: Any, **options: Any) -> Any:
+        def launch(q: mx.array, k_pool: mx.array, v_pool: mx.array, fence: mx.array, sinks: Any, *new: mx.array) -> Any:
+            return q + (new[0] + new[1]).sum(1, keepdims=True), fence + 1
+
+        return launch
+
+    with fake_kernels():
+        monkeypatch.setattr(FakeKernels, "_pass", lambda self, kernel, pool, fence: fence + 1)
+        monkeypatch.setattr(kernels, "prepare_decode", prepare_decode)
+        monkeypatch.setattr(compiled_step, "compile_function", mx.compile)
+        model, prompt = build("llama", head_dim=64), prompt_of(20)
+        mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+
+        def run(stream: Any) -> list[int]:
+            cache, tokens = make_prompt_cache(model), []
+            with mx.stream(stream):
+                logits = model(prompt[None], cache=cache)
+                for _ in range(12):
+                    token = mx.argmax(logits[:, -1], axis=-1)
+                    tokens.append(int(token.item()))
+                    logits = model(token[None], cache=cache)
+                mx.eval(logits, [c.state[0] for c in cache])  # the stand-in's fences are no siblings of its results
+            return tokens
+
+        first = run(mx.new_stream(mx.default_device()))
+        results: list[Any] = []
+
+        def work() -> None:
+            try:
+                results.append(run(mx.new_stream(mx.default_device())))
+            except Exception as error:
+                results.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert results == [first]
