@@ -1,0 +1,125 @@
+"""A whole model, stock mlx-lm against mlx_paged: logits of the same tokens, at prompts of any length.
+
+    python scripts/validate_model.py --random llama-1b --contexts 512,8192,32768
+    python scripts/validate_model.py --model path/to/model --contexts 1000
+
+Both sides are given the same prompt and then the same tokens, one at a time (the tokens that stock prefers), so that a
+single close call does not make everything after it incomparable. Printed for each context: which path attention took,
+the RMS of the difference in logits against their standard deviation, how often both prefer the same token, and the gap
+between stock's first two choices where they do not; then stock against itself with the prompt cut elsewhere: what the
+order of rounding alone makes of it. Fails if mlx_paged differs by more than ``--limit``, or by more than ten times what
+stock differs from itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from bench_common import DTYPES, PRESETS, BenchError, load_model, random_model, table
+from mlx_lm.models.cache import make_prompt_cache
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.config import parse_block_size, parse_kernel
+
+SEED = 7
+
+
+class Difference(NamedTuple):
+    """Of two runs' logits. ``gap``: largest gap, in standard deviations, between the first two choices of a token that
+    the runs disagree on."""
+
+    rms: float
+    same: int
+    gap: float
+
+
+def run(
+    model: Any, prompt: np.ndarray, chunk: int, tokens: list[int] | None, count: int
+) -> tuple[list[int], np.ndarray]:
+    """Logits ``[count, vocab]`` of the tokens after the prompt, and the tokens: those given, or the preferred ones."""
+    cache = make_prompt_cache(model)
+    ids = mx.array(prompt)[None]
+    for start in range(0, len(prompt) - 1, chunk):
+        model(ids[:, start : min(start + chunk, len(prompt) - 1)], cache=cache)
+        mx.eval([layer.state for layer in cache])
+    given, logits, token = tokens, [], int(prompt[-1])
+    taken = []
+    for step in range(count):
+        row = np.array(model(mx.array([[token]]), cache=cache)[0, -1].astype(mx.float32))
+        logits.append(row)
+        token = int(row.argmax()) if given is None else given[step]
+        taken.append(token)
+    return taken, np.stack(logits)
+
+
+def compare(a: np.ndarray, b: np.ndarray) -> Difference:
+    """How far b is from a."""
+    deviation = a.std()
+    same = a.argmax(1) == b.argmax(1)
+    top = np.sort(a[~same], axis=1)[:, -2:]
+    gap = float((top[:, 1] - top[:, 0]).max() / deviation) if len(top) else 0.0
+    return Difference(float(np.sqrt(np.mean((a - b) ** 2)) / deviation), int(same.sum()), gap)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--random", choices=sorted(PRESETS), default="tiny", help="a model of random weights")
+    source.add_argument("--model", help="a model folder")
+    parser.add_argument("--dtype", choices=sorted(DTYPES))
+    parser.add_argument("--contexts", default="512,2048")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens after the prompt")
+    parser.add_argument("--chunk", type=int, default=2048, help="prefill step size")
+    parser.add_argument("--kv-block-size", default=32, type=parse_block_size)
+    parser.add_argument("--kernel", default=None, type=parse_kernel, help="auto, on or off")
+    parser.add_argument("--limit", type=float, default=0.1, help="largest RMS, in standard deviations of the logits")
+    args = parser.parse_args()
+    try:
+        contexts = [int(text) for text in args.contexts.split(",")]
+        if min(contexts) < 2 or args.tokens < 1 or args.chunk < 2:
+            raise ValueError
+    except ValueError:
+        parser.error("contexts must be whole numbers of at least 2, tokens and the chunk positive")
+    try:
+        model = load_model(args.model, args.dtype) if args.model else random_model(args.random, args.dtype)
+    except BenchError as error:
+        print(f"validate_model: {error}", file=sys.stderr)
+        return 2
+    vocab = model.args.vocab_size
+    rows, failed = [], 0
+    for context in contexts:
+        prompt = np.random.default_rng(SEED).integers(0, vocab, context)
+        tokens, stock = run(model, prompt, args.chunk, None, args.tokens)
+        _, again = run(model, prompt, max(1, args.chunk * 5 // 8), tokens, args.tokens)
+        mlx_paged.apply_patches(PagedConfig(block_size=args.kv_block_size, use_native_paged_kernel=args.kernel))
+        _, paged = run(model, prompt, args.chunk, tokens, args.tokens)
+        choice = mlx_paged.last_dispatch()
+        mlx_paged.remove_patches()
+        own, other = compare(stock, again), compare(stock, paged)
+        bad = not (other.rms <= args.limit and other.rms <= max(10 * own.rms, 1e-4))
+        failed += bad
+        rows.append(
+            [
+                str(context),
+                choice.path if choice else "stock",
+                f"{other.rms:.2e}",
+                f"{other.same}/{args.tokens}",
+                f"{other.gap:.3f}",
+                f"{own.rms:.2e}",
+                f"{own.same}/{args.tokens}",
+                "FAIL" if bad else "ok",
+            ]
+        )
+        mx.clear_cache()
+    header = ["context", "path", "RMS / std", "same token", "gap", "stock cut elsewhere", "same token", ""]
+    print(table(header, rows))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
