@@ -48,12 +48,13 @@ define install
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench clean
+.PHONY: help demo test test-slow check-gpu lint bench clean
 
 help:
 	@echo "make demo       generate text with the demo model through the paged cache"
 	@echo "make test       run the tests except the exhaustive ones"
 	@echo "make test-slow  run the exhaustive ones"
+	@echo "make check-gpu  on a machine with a GPU: doctor, its tests, kernels and a model against references"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      run a benchmark: BENCH=$(BENCH)"
 	@echo "make clean      remove .venv and caches (not the demo model)"
@@ -94,6 +95,13 @@ test: $(DEV_STAMP)
 test-slow: $(DEV_STAMP)
 	@$(PY) scripts/demo_model.py >/dev/null
 	$(PY) -m pytest -n $(PYTEST_JOBS) -m slow $(PYTEST_ARGS)
+
+# Not "pytest -n": one process at a time has the GPU.
+check-gpu: $(DEV_STAMP)
+	$(PY) -m mlx_paged doctor
+	$(PY) -m pytest -m gpu $(PYTEST_ARGS) tests
+	$(PY) scripts/validate_kernel.py
+	$(PY) scripts/validate_model.py --random llama-1b --contexts 512,8192,32768
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
