@@ -32,12 +32,14 @@ class Request:
         self.goal = goal
         self.boundaries = deque(boundaries)
 
-    def chunk(self, most: int) -> int:
-        """Length of its next chunk: up to ``most`` tokens, the next boundary or the goal."""
+    def chunk(self, most: int | None, grid: int | None = None) -> int:
+        """Length of its next chunk: up to ``most`` tokens, the next boundary, the goal or the next multiple of ``grid``."""
         while self.boundaries and self.boundaries[0] <= self.length:
             self.boundaries.popleft()
         end = min(self.boundaries[0], self.goal) if self.boundaries else self.goal
-        return min(most, end - self.length)
+        if grid is not None:
+            end = min(end, (self.length // grid + 1) * grid)
+        return end - self.length if most is None else min(most, end - self.length)
 
     def __repr__(self) -> str:
         return f"Request(uid={self.uid}, length={self.length}, goal={self.goal})"
@@ -99,17 +101,27 @@ class Scheduler:
             a quarter, goes to prompts.
         max_running: most requests that run at a time.
         max_prefilling: most of them whose prompt is being computed.
+        grid: cut prompts at multiples of so many tokens, so that attention meets few different lengths, for each of which
+            some backends prepare anew. The oldest prompt gets a whole chunk then, whatever decoding has taken.
         headroom: tokens a running request must be able to grow by when another one is admitted, so that what is
             admitted does not have to make room again at once.
     """
 
     def __init__(
-        self, memory: Memory, *, token_budget: int, max_running: int, max_prefilling: int, headroom: int = 1
+        self,
+        memory: Memory,
+        *,
+        token_budget: int,
+        max_running: int,
+        max_prefilling: int,
+        grid: int | None = None,
+        headroom: int = 1,
     ) -> None:
         self.memory = memory
         self.token_budget = token_budget
         self.max_running = max_running
         self.max_prefilling = max_prefilling
+        self.grid = grid
         self.headroom = headroom
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # by age, oldest first
@@ -214,7 +226,9 @@ class Scheduler:
                 request = admitted
                 if request.length >= request.goal:
                     continue  # decodes from the next step on
-            num_tokens = request.chunk(budget)
+            num_tokens = request.chunk(budget if self.grid is None else None, self.grid)
+            if chunks and num_tokens > budget:
+                break
             if not self._fits_chunk(planned, request, num_tokens, failed):
                 break
             index += 1

@@ -74,13 +74,15 @@ class Engine:
         self.sharing = (
             PrefixSharing(prefixes or NoPrefixStore(), self.pool, self.rows) if self.pool and self.all_paged else None
         )
+        grid = None
         if self.pool is not None:
             probe_geometry(model, fresh)
             if all(group.in_place for group in self.pool.groups):
-                prefill_step_size = min(prefill_step_size, IN_PLACE_STEP_TOKENS)
+                prefill_step_size = grid = min(prefill_step_size, IN_PLACE_STEP_TOKENS)
         self.scheduler = Scheduler(
             self,
             token_budget=prefill_step_size,
+            grid=grid,
             max_running=completion_batch_size,
             max_prefilling=prefill_batch_size,
             headroom=1 if self.pool is None else self.pool.block_size,
