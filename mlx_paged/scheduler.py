@@ -33,7 +33,7 @@ class Request:
         self.boundaries = deque(boundaries)
 
     def chunk(self, most: int | None, grid: int | None = None) -> int:
-        """Length of its next chunk: up to ``most`` tokens, the next boundary, the goal or the next multiple of ``grid``."""
+        """Length of its next chunk: to the next boundary, multiple of ``grid`` or the goal, ``most`` tokens at most."""
         while self.boundaries and self.boundaries[0] <= self.length:
             self.boundaries.popleft()
         end = min(self.boundaries[0], self.goal) if self.boundaries else self.goal
@@ -101,8 +101,8 @@ class Scheduler:
             a quarter, goes to prompts.
         max_running: most requests that run at a time.
         max_prefilling: most of them whose prompt is being computed.
-        grid: cut prompts at multiples of so many tokens, so that attention meets few different lengths, for each of which
-            some backends prepare anew. The oldest prompt gets a whole chunk then, whatever decoding has taken.
+        grid: cut prompts at multiples of so many tokens, so that attention meets few different lengths, for each of
+            which some backends prepare anew. The oldest prompt gets a whole chunk then, whatever decoding has taken.
         headroom: tokens a running request must be able to grow by when another one is admitted, so that what is
             admitted does not have to make room again at once.
     """

@@ -57,7 +57,7 @@ class FakeMemory:
 class Driver:
     """Does what a plan says, as a generator would: requests end after ``extra`` decoded tokens."""
 
-    def __init__(self, num_blocks: int, **options: int) -> None:
+    def __init__(self, num_blocks: int, **options: int | None) -> None:
         self.memory = FakeMemory(num_blocks)
         options = {"token_budget": 16, "max_running": 4, "max_prefilling": 2, **options}
         self.scheduler = Scheduler(self.memory, **options)
@@ -253,10 +253,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver = Driver(8)
         self.inserted = self.cancelled = 0
 
-    @rule(num_blocks=st.integers(3, 24), budget=st.integers(1, 20), running=st.integers(1, 5))
+    @rule(
+        num_blocks=st.integers(3, 24),
+        budget=st.integers(1, 20),
+        running=st.integers(1, 5),
+        grid=st.none() | st.integers(1, 20),
+    )
     @precondition(lambda self: self.inserted == 0)
-    def configure(self, num_blocks: int, budget: int, running: int) -> None:
-        self.driver = Driver(num_blocks, token_budget=budget, max_running=running, headroom=BLOCK)
+    def configure(self, num_blocks: int, budget: int, running: int, grid: int | None) -> None:
+        self.driver = Driver(num_blocks, token_budget=budget, max_running=running, headroom=BLOCK, grid=grid)
 
     @rule(prompt=st.integers(1, 40), extra=st.integers(1, 30), at=st.integers(1, 40))
     def insert(self, prompt: int, extra: int, at: int) -> None:
@@ -302,3 +307,19 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_prompts_are_cut_at_multiples_of_the_grid() -> None:
+    driver = Driver(200, grid=16, max_running=6, max_prefilling=6)
+    driver.insert(3, 60)  # decodes all the while
+    driver.step()
+    lengths = (50, 100, 7, 33)
+    for length in lengths:
+        driver.insert(length, 1, boundaries=(20,) if length == 100 else ())
+    ends: dict[int, list[int]] = {}
+    for _ in range(40):
+        plan = driver.step()
+        assert sum(chunk.num_tokens for chunk in plan.chunks) <= 16
+        for chunk in plan.chunks:
+            ends.setdefault(chunk.request.uid, []).append(chunk.request.length)
+    assert ends == {1: [16, 32, 48, 49], 2: [16, 20, 32, 48, 64, 80, 96, 99], 3: [6], 4: [16, 32]}
