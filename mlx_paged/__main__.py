@@ -11,14 +11,14 @@ from .errors import PagedCacheError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run ``generate`` of this package, or apply the patches and run mlx_lm's command of that name."""
+    """Run ``generate``, ``server`` or ``doctor`` of this package, or a command of mlx_lm under the patches."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"
     if command in ("-h", "--help"):
         print(
             "usage: python -m mlx_paged COMMAND [options]\n\n"
-            "COMMAND is generate, doctor (does the fused kernel work on this machine?), or any command of mlx_lm\n"
-            "(chat, cache_prompt, server, ...), run on the paged cache.\n"
+            "COMMAND is generate, server, doctor (does the fused kernel work on this machine?), or any command of\n"
+            "mlx_lm (chat, cache_prompt, ...), run on the paged cache.\n"
             "All commands take, besides their own options:"
         )
         parser = argparse.ArgumentParser(prog="mlx_paged", add_help=False, usage=argparse.SUPPRESS)
@@ -35,6 +35,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         sys.argv = [f"{sys.argv[0]} generate", *arguments[1:]]
         generate.main()
+        return
+    if command == "server":
+        from . import server
+
+        sys.argv = [f"{sys.argv[0]} server", *arguments[1:]]
+        server.main()
         return
     if command == "doctor":
         from . import doctor

@@ -18,7 +18,7 @@ from ..cache import PagedKVCache
 from ..errors import PoolExhaustedError, RequestFailedError
 from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
-from ..prefix_store import NoPrefixStore, PrefixStore
+from ..prefix_store import PrefixStore
 from ..scheduler import Chunk, Growth, Request, Scheduler
 from .decode_batch import DecodeBatch, Delivery
 from .response import Response
@@ -71,9 +71,8 @@ class Engine:
         self.budget = None if self.pool is None else PoolBudget(self.pool, chunk=prefill_step_size)
         self.all_paged = all(isinstance(cache, PagedKVCache) for cache in fresh)
         # The states of other layers at the end of a prefix are not known.
-        self.sharing = (
-            PrefixSharing(prefixes or NoPrefixStore(), self.pool, self.rows) if self.pool and self.all_paged else None
-        )
+        shares = prefixes is not None and self.pool is not None and self.all_paged
+        self.sharing = PrefixSharing(prefixes, self.pool, self.rows) if shares else None  # type: ignore[arg-type]
         grid = None
         if self.pool is not None:
             probe_geometry(model, fresh)

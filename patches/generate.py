@@ -128,6 +128,47 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         """How often a request had to make room."""
         return 0 if self._engine is None else self._engine.scheduler.preemptions
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether requests find their own prefixes (``prefixes``), so that they need not come with a cache."""
+        return self._engine is not None and self._engine.sharing is not None
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether prefixes are only found where a sliding window was kept: at the ends of segments and chunks."""
+        return self._engine is not None and self._engine.sharing is not None and self._engine.sharing.has_windows
+
+    @property
+    def counts_prompt_tokens(self) -> bool:
+        """Whether ``computed_prompt_tokens`` counts."""
+        return self._engine is not None
+
+    @property
+    def computed_prompt_tokens(self) -> int:
+        """Tokens of prompts computed, again after a preemption included; what was found cached is not."""
+        return 0 if self._engine is None else self._engine.computed_prompt_tokens
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not started."""
+        return len(self._unprocessed_sequences) if self._engine is None else len(self._engine.scheduler.waiting)
+
+    def progress(self) -> list[dict[str, Any]]:
+        """How far each unfinished request is. May be called by any thread, and is only about right then."""
+        if self._engine is None:
+            return []
+        return [
+            {
+                "uid": row.uid,
+                "waiting": row.caches is None,
+                "prompt_tokens": row.base + row.prompt_length,
+                "cached_tokens": row.num_cached or 0,
+                "tokens": row.request.length,
+                "generated_tokens": row.num_generated,
+            }
+            for row in list(self._engine.rows.values())
+        ]
+
     def next(self) -> tuple[list[Any], list[Any]]:
         """Responses of prompts and of generated tokens; both empty when nothing is left to do."""
         if self._engine is None:

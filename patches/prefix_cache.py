@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
@@ -17,8 +18,10 @@ from ..kv.spill import SpillStore
 from ..prefix import SharedPrefixes, donate, sequence_over
 from .cache import PagedLayerCache
 
-# A prompt cache may be of several models, target and draft: (pool, number of layers) of each, in order.
-_Layout = list[tuple[weakref.ref[BlockPool], int]]
+# A prompt cache may be of several models, target and draft: (pool, class of each layer's cache) of each, in order.
+_Kinds = tuple[type[PagedLayerCache], ...]
+_Layout = list[tuple[weakref.ref[BlockPool], _Kinds]]
+MAX_OTHERS = 10  # as in mlx-lm: nothing else bounds what is copied
 
 
 class PagedPromptCache:
@@ -32,7 +35,7 @@ class PagedPromptCache:
     Caches that are not paged are kept by an ``LRUPromptCache`` of mlx-lm's inside.
 
     Args:
-        max_size: most entries, paged and others each. None: as many as fit.
+        max_size: most entries, paged and others each. None: as many paged ones as fit, and 10 others.
         max_bytes: most bytes of blocks held.
         ttl: seconds after which an unused prefix is given up.
         spill: where prefixes that are given up go, and come back from.
@@ -51,10 +54,11 @@ class PagedPromptCache:
     ) -> None:
         self.max_size, self.max_bytes, self.ttl = max_size, max_bytes, ttl
         self.spill, self.identify = spill, identify
-        self.others = LRUPromptCache(1 << 62 if max_size is None else max_size, max_bytes)
+        self.others = LRUPromptCache(MAX_OTHERS if max_size is None else max_size, max_bytes)
         self._kinds: list[str] = list(self.others.stats_by_type())
         self._trees: weakref.WeakKeyDictionary[BlockPool, RadixTree] = weakref.WeakKeyDictionary()
         self._layouts: dict[Hashable, _Layout] = {}
+        self._saved: weakref.WeakKeyDictionary[BlockPool, int] = weakref.WeakKeyDictionary()
 
     def tree_of(self, pool: BlockPool) -> RadixTree:
         """The pool's tree, for whoever else shares prefixes of it. Salts are ``(model, number)``: the key the caches
@@ -67,13 +71,33 @@ class PagedPromptCache:
     def shared_prefixes(self, model: Hashable, pool: BlockPool) -> SharedPrefixes:
         """The prefixes of a model's own caches as the store of a batch. What a batch leaves there is bounded by the
         pool's budget and the time to live; the next :meth:`insert_cache` or :meth:`trim_to` counts it too."""
-        return SharedPrefixes(self.tree_of(pool), (model, 0))
+        restore = None if self.spill is None else partial(self._restore, model)
+        return SharedPrefixes(self.tree_of(pool), (model, 0), restore)
 
     def learn_layout(self, model: Hashable, caches: Sequence[Any]) -> None:
         """Know which pools a model's caches lie in, from a list of them: needed for what is on disk only."""
         sequences = _sequences(caches)
         if sequences:
-            self._layouts[model] = [(weakref.ref(s.pool), len(s.offsets)) for s in sequences]
+            kinds = {id(s): tuple(type(c) for c in caches if c.sequence is s) for s in sequences}
+            self._layouts[model] = [(weakref.ref(s.pool), kinds[id(s)]) for s in sequences]
+
+    def tidy(self, is_wanted: Callable[[], bool] = lambda: False) -> None:
+        """For idle moments: give up what has expired, and write what is not on disk yet, so that it outlives a crash.
+
+        Args:
+            is_wanted: asked between prefixes; once it is true, the rest is left for another time.
+        """
+        for tree in list(self._trees.values()):
+            tree.expire()
+            save = self._spill_to_disk(tree.pool)
+            if save is None or self._saved.get(tree.pool) == tree.uses:
+                continue
+            uses = tree.uses
+            for node in list(tree.nodes()):
+                if is_wanted():
+                    return
+                save(tree.salt_of(node), node)
+            self._saved[tree.pool] = uses
 
     # mlx-lm's interface ---------------------------------------------------------------------------------------
 
@@ -84,10 +108,10 @@ class PagedPromptCache:
         if not length:
             return self._fetch_other(model, tokens)
         caches: list[Any] = []
-        for number, (pool, num_layers) in enumerate(pools):
+        for number, (pool, kinds) in enumerate(pools):
             _, tables = self.tree_of(pool).adopt(tokens[: length + 1], (model, number))
             sequence = sequence_over(pool, tables)
-            caches += [PagedLayerCache(sequence, layer) for layer in range(num_layers)]
+            caches += [kind(sequence, layer) for layer, kind in enumerate(kinds)]
         return caches, tokens[length:]
 
     def insert_cache(
@@ -117,6 +141,15 @@ class PagedPromptCache:
     def nbytes(self) -> int:
         return self._paged_bytes() + int(self.others.nbytes)
 
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of all trees: runs of tokens between places where prefixes part."""
+        total = 0
+        for tree in list(self._trees.values()):
+            with tree.pool.lock:
+                total += sum(1 for _ in tree.nodes())
+        return total
+
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         """Entries and bytes by type; a block shared by several counts for the type of the first node that has it."""
         result: dict[str, dict[str, int]] = self.others.stats_by_type()
@@ -143,23 +176,29 @@ class PagedPromptCache:
 
     # Inside ---------------------------------------------------------------------------------------------------
 
-    def _pools(self, model: Any) -> list[tuple[BlockPool, int]]:
+    def _pools(self, model: Any) -> list[tuple[BlockPool, _Kinds]]:
         layout = self._layouts.get(model, [])
-        pools = [(pool, num_layers) for ref, num_layers in layout if (pool := ref()) is not None]
+        pools = [(pool, kinds) for ref, kinds in layout if (pool := ref()) is not None]
         if len(pools) < len(layout):
             del self._layouts[model]  # the model was unloaded, and its blocks with it
             return []
         return pools
 
-    def _common_length(self, model: Any, pools: list[tuple[BlockPool, int]], tokens: list[int]) -> int:
-        """The longest prefix that all of a model's pools can serve."""
+    def _restore(self, model: Any, tokens: Sequence[int]) -> None:
+        """Bring back from disk what extends the prefixes in memory."""
+        pools = self._pools(model)
         identity = self.identify(model) if self.spill is not None and pools else None
-        if self.spill is not None and identity is not None:
-            for number, (pool, _) in enumerate(pools):
-                try:
-                    self.spill.restore(self.tree_of(pool), tokens, (model, number), f"{identity}/{number}")
-                except PoolExhaustedError:
-                    break  # what is in the tree has to do
+        if self.spill is None or identity is None:
+            return
+        for number, (pool, _) in enumerate(pools):
+            try:
+                self.spill.restore(self.tree_of(pool), list(tokens), (model, number), f"{identity}/{number}")
+            except PoolExhaustedError:
+                return  # what is in the tree has to do
+
+    def _common_length(self, model: Any, pools: list[tuple[BlockPool, _Kinds]], tokens: list[int]) -> int:
+        """The longest prefix that all of a model's pools can serve."""
+        self._restore(model, tokens)
         length = len(tokens) - 1 if pools else 0
         while length > 0:
             lengths = [

@@ -238,6 +238,11 @@ class RadixTree:
                 each.locks -= 1
                 self._touch(each)
 
+    @property
+    def uses(self) -> int:
+        """Grows with every use: as long as it is the same, nothing new is held."""
+        return self._tick
+
     def _touch(self, node: RadixNode) -> None:
         self._tick += 1
         node.tick, node.used_at = self._tick, self.clock()

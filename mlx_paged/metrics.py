@@ -1,0 +1,91 @@
+"""metrics_text(): a server's figures in the format of Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class MetricsUnavailable(Exception):
+    """The package prometheus-client is not installed."""
+
+    def __init__(self) -> None:
+        super().__init__('/metrics needs the package prometheus-client: pip install "mlx_paged[server]"')
+
+
+_GAUGES = {
+    "total_blocks": "Blocks that exist",
+    "live_blocks": "Blocks with at least one reference",
+    "free_blocks": "Blocks without a reference",
+    "shared_blocks": "Blocks with more than one reference",
+    "cached_blocks": "Blocks that only the prefix cache holds",
+    "bytes_reserved": "Bytes of the pool's tensors",
+    "bytes_in_use": "Bytes of the live blocks",
+    "budget_bytes": "The most the tensors may take",
+}
+_COUNTERS = {
+    "cow_forks": "Blocks copied because a sequence wrote to a shared one",
+    "evictions": "Blocks that the prefix cache has freed",
+    "prefix_hit_tokens": "Tokens that sequences took from the prefix cache",
+    "preemptions": "Requests that made room for others",
+}
+_SERVER_COUNTERS = {
+    "prompt_tokens": "Tokens of prompts",
+    "cached_tokens": "Tokens of prompts found in the prefix cache",
+    "computed_prompt_tokens": "Tokens of prompts computed",
+    "generated_tokens": "Tokens generated",
+}
+
+
+def metrics_text(stats: dict[str, Any]) -> bytes:
+    """What ``/metrics`` answers.
+
+    Args:
+        stats: what ``/v1/cache/stats`` answers.
+
+    Raises:
+        MetricsUnavailable: prometheus-client is not installed.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, generate_latest
+    except ImportError:
+        raise MetricsUnavailable from None
+
+    class Collector:
+        def collect(self) -> Iterator[Any]:
+            return _families(stats)
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Collector())
+    return bytes(generate_latest(registry))
+
+
+def _families(stats: dict[str, Any]) -> Iterator[Any]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    server, running = stats["server"], stats["running"]
+    for name, text in _SERVER_COUNTERS.items():
+        yield CounterMetricFamily(f"mlx_paged_{name}", text, value=server[name])
+    requests = CounterMetricFamily("mlx_paged_requests", "Requests answered", labels=["outcome"])
+    for outcome, number in server["requests"].items():
+        requests.add_metric([outcome], number)
+    yield requests
+    yield GaugeMetricFamily("mlx_paged_running_requests", "Requests that run", value=running["running"])
+    yield GaugeMetricFamily("mlx_paged_waiting_requests", "Requests that wait", value=running["waiting"])
+    yield GaugeMetricFamily("mlx_paged_prefix_hit_rate", "Share of prompt tokens cached", value=server["hit_rate"])
+    pool = stats["pool"]
+    if pool is not None:
+        for name, text in _GAUGES.items():
+            yield GaugeMetricFamily(f"mlx_paged_pool_{name}", text, value=pool[name])
+        for name, text in _COUNTERS.items():
+            yield CounterMetricFamily(f"mlx_paged_pool_{name}", text, value=pool[name])
+    tree = stats["prefix_cache"]
+    if tree is not None:
+        yield GaugeMetricFamily("mlx_paged_prefix_cache_entries", "Prefixes held", value=tree["entries"])
+        yield GaugeMetricFamily("mlx_paged_prefix_cache_bytes", "Bytes of prefixes held", value=tree["bytes"])
+    paths = CounterMetricFamily("mlx_paged_attention_dispatches", "Attention calls by path", labels=["path", "reason"])
+    for choice in stats["dispatch"]:
+        paths.add_metric([choice["path"], choice["reason"]], choice["count"])
+    yield paths

@@ -1,0 +1,215 @@
+"""parse_body(): the JSON body of a completion request, checked, so that what follows need not be."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from typing import Any
+
+MAX_BODY_BYTES = 64 << 20
+MAX_TOKENS = 1 << 24
+MAX_STOP_WORDS, MAX_STOP_LENGTH = 16, 1000
+MAX_PENALTY = 1e4
+MAX_CONTEXT = 1 << 20
+
+
+class RequestRefused(Exception):
+    """A request that is not served. The server answers with ``status`` and a JSON body that says why.
+
+    Attributes:
+        status: of HTTP.
+        kind: for programs, as in OpenAI's ``error.type``.
+        param: the parameter at fault, if one is.
+        retry_after: seconds after which it may be served, if it may.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, kind: str = "", param: str | None = None, retry_after: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = HTTPStatus(status)
+        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+        self.param = param
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        """As OpenAI's API words errors."""
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": int(self.status)}}
+
+
+def invalid(message: str, param: str | None = None) -> RequestRefused:
+    return RequestRefused(400, message, param=param)
+
+
+def parse_body(raw: bytes, path: str) -> dict[str, Any]:
+    """The parameters of a request; those that are null are left out, as if they had not been given.
+
+    Parameters that are not known pass: clients send what other servers know.
+
+    Args:
+        raw: the body.
+        path: the endpoint's.
+
+    Raises:
+        RequestRefused: with status 400, naming the parameter.
+    """
+    body = _load(raw)
+    if not isinstance(body, dict):
+        raise invalid("the request body must be a JSON object")
+    body = {name: value for name, value in body.items() if value is not None}
+    for name, check in _CHECKS.items():
+        if name in body:
+            check(name, body[name])
+    if isinstance(body.get("seed"), int):
+        body["seed"] %= 1 << 64
+    for name in ("xtc_probability", "xtc_threshold"):  # mlx-lm takes floats only
+        if name in body:
+            body[name] = float(body[name])
+    if body.get("n", 1) != 1:
+        raise invalid("n must be 1: one answer for each request", "n")
+    if path.endswith("/chat/completions"):
+        _check_messages(body.get("messages"))
+    elif not isinstance(body.get("prompt"), str) or not body["prompt"]:
+        raise invalid("prompt must be a string that is not empty", "prompt")
+    return body
+
+
+def _load(raw: bytes) -> Any:
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        text = raw.decode()
+        text.encode()
+        body = json.loads(text, parse_constant=refuse)
+        # Escapes can spell half a character, which no tokenizer takes.
+        json.dumps(body, ensure_ascii=False).encode()
+        return body
+    except UnicodeError:
+        raise invalid("the request body is not UTF-8 text") from None
+    except RecursionError:
+        raise invalid("the request body is nested too deeply") from None
+    except ValueError as error:
+        raise invalid(f"the request body is not valid JSON: {error}") from None
+
+
+# Types and ranges -------------------------------------------------------------------------------------------------
+
+_Check = Callable[[str, Any], None]
+
+
+def _number(low: float, high: float) -> _Check:
+    def check(name: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise invalid(f"{name} must be a number", name)
+        if not low <= value <= high or (isinstance(value, float) and not math.isfinite(value)):
+            raise invalid(f"{name} must be from {low:g} to {high:g}", name)
+
+    return check
+
+
+def _whole(low: int, high: int) -> _Check:
+    def check(name: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise invalid(f"{name} must be a whole number", name)
+        if not low <= value <= high:
+            raise invalid(f"{name} must be from {low} to {high}", name)
+
+    return check
+
+
+def _of_type(kind: type, words: str) -> _Check:
+    def check(name: str, value: Any) -> None:
+        if not isinstance(value, kind):
+            raise invalid(f"{name} must be {words}", name)
+
+    return check
+
+
+def _stop(name: str, value: Any) -> None:
+    words = [value] if isinstance(value, str) else value
+    if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
+        raise invalid(f"{name} must be a string or a list of strings, none of them empty", name)
+    if len(words) > MAX_STOP_WORDS or any(len(word) > MAX_STOP_LENGTH for word in words):
+        raise invalid(f"{name}: at most {MAX_STOP_WORDS} words of at most {MAX_STOP_LENGTH} characters", name)
+
+
+def _logit_bias(name: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise invalid(f"{name} must be an object of token ids and numbers", name)
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdigit()):
+            raise invalid(f"{name}: {key!r} is not a token id", name)
+        _number(-1e4, 1e4)(f"{name}[{key}]", bias)
+
+
+def _stream_options(name: str, value: Any) -> None:
+    if not isinstance(value, dict) or not isinstance(value.setdefault("include_usage", False), bool):
+        raise invalid(f"{name} must be an object, its include_usage true or false", name)
+
+
+def _objects(name: str, value: Any) -> None:
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise invalid(f"{name} must be a list of objects", name)
+
+
+def _logprobs(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise invalid(f"{name} must be true or false; top_logprobs says how many", name)
+
+
+_string, _flag, _object = _of_type(str, "a string"), _of_type(bool, "true or false"), _of_type(dict, "an object")
+_CHECKS: Mapping[str, _Check] = {
+    "model": _string,
+    "draft_model": _string,
+    "adapters": _string,
+    "stream": _flag,
+    "stream_options": _stream_options,
+    "logprobs": _logprobs,
+    "top_logprobs": _whole(-1, 11),
+    "max_tokens": _whole(1, MAX_TOKENS),
+    "max_completion_tokens": _whole(1, MAX_TOKENS),
+    "n": _whole(1, MAX_CONTEXT),
+    "temperature": _number(0, 100),
+    "top_p": _number(0, 1),
+    "top_k": _whole(0, MAX_CONTEXT),
+    "min_p": _number(0, 1),
+    "xtc_probability": _number(0, 1),
+    "xtc_threshold": _number(0, 1),
+    "repetition_penalty": _number(0, MAX_PENALTY),
+    "presence_penalty": _number(-MAX_PENALTY, MAX_PENALTY),
+    "frequency_penalty": _number(-MAX_PENALTY, MAX_PENALTY),
+    "repetition_context_size": _whole(0, MAX_CONTEXT),
+    "presence_context_size": _whole(0, MAX_CONTEXT),
+    "frequency_context_size": _whole(0, MAX_CONTEXT),
+    "num_draft_tokens": _whole(0, 64),
+    "seed": _whole(-(1 << 63), (1 << 64) - 1),
+    "stop": _stop,
+    "logit_bias": _logit_bias,
+    "tools": _objects,
+    "role_mapping": _object,
+    "chat_template_kwargs": _object,
+}
+
+
+def _check_messages(messages: Any) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise invalid("messages must be a list that is not empty", "messages")
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise invalid(f"{where} must be an object with a role", "messages")
+        content = message.get("content")
+        if isinstance(content, list):
+            for part in content:
+                if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+                    raise invalid(f"{where}.content: each part must be an object with a type", "messages")
+                if part["type"] == "text" and not isinstance(part.get("text"), str):
+                    raise invalid(f"{where}.content: a part of type text must have a text", "messages")
+        elif content is not None and not isinstance(content, str):
+            raise invalid(f"{where}.content must be a string or a list of parts", "messages")
+        calls = message.get("tool_calls")
+        if calls is not None:
+            _objects(f"{where}.tool_calls", calls)

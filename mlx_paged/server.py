@@ -1,0 +1,98 @@
+"""``mlx_paged.server``: mlx_lm.server on the paged cache, with prefixes shared, its parser and its main."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from .config import PagedConfig
+from .errors import PagedCacheError
+from .generate import raise_cpu_cache_limit, replaced
+from .models import check_model_folder, explain_load_errors
+from .server_config import ServerConfig
+
+LOOPBACK = ("127.", "::1", "localhost")
+
+
+class ServerParser(argparse.ArgumentParser):
+    """mlx-lm's parser, which it makes in its main, with this package's flags; sets everything up once it has parsed.
+
+    Attributes:
+        shares: whether prefixes are kept in the paged prompt cache.
+    """
+
+    shares = True
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        PagedConfig.add_arguments(self)
+        ServerConfig.add_arguments(self)
+        if self.shares:
+            self.set_defaults(prompt_cache_size=None)  # as many as fit; the flag still sets a number
+        parsed = super().parse_args(args, namespace)
+        prepare(parsed)
+        return parsed
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Check the arguments and put the patches in, before mlx-lm makes its server.
+
+    Raises:
+        PagedCacheError: an option cannot be used, or a model folder cannot be read.
+    """
+    from . import patches
+    from .patches import server as adapter
+
+    config = ServerConfig.from_arguments(args)
+    for folder in (args.model, args.draft_model):
+        check_model_folder(folder)
+    patches.apply_patches(PagedConfig.from_env().with_arguments(args))
+    raise_cpu_cache_limit()
+    adapter.configure(config)
+    if config.api_key is None and not args.host.startswith(LOOPBACK):
+        print(
+            f"mlx_paged.server: warning: {args.host} can be reached from other machines, and there is no --api-key",
+            file=sys.stderr,
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run mlx_lm.server's main with shared prefixes; ``argv`` defaults to the process's arguments."""
+    upstream = importlib.import_module("mlx_lm.server")
+    from .patches import server as adapter
+
+    if argv is not None:
+        sys.argv = [sys.argv[0], *argv]
+    names = adapter.replacements(upstream)
+    ServerParser.shares = bool(names)
+    names["argparse"] = SimpleNamespace(ArgumentParser=ServerParser)
+    names["load"] = explain_load_errors(upstream.load)
+    signal.signal(signal.SIGTERM, _interrupt)  # mlx-lm ends in order at an interrupt only
+    try:
+        with replaced(upstream, **names):
+            upstream.main()
+    except PagedCacheError as error:
+        sys.exit(f"mlx_paged.server: {error}")
+    except OSError as error:
+        sys.exit(f"mlx_paged.server: the server cannot start: {error}")
+    except KeyboardInterrupt:
+        logging.info("interrupted")
+    # At a normal exit, MLX's CPU streams of threads that have ended abort the process; everything is saved by now.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()

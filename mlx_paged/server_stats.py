@@ -1,0 +1,93 @@
+"""ServerStats: what a server has done, counted by the threads that do it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+RATE_SECONDS = 10.0
+
+
+@dataclass
+class ServerStats:
+    """Counts since the start. Every method may be called by any thread.
+
+    Attributes:
+        started: time of the start, in seconds of the epoch.
+        requests: by outcome: ``ok``, ``refused`` (4xx), ``failed`` (5xx), ``cancelled``.
+        prompt_tokens: of requests whose prompt is done.
+        cached_tokens: of these, found in the prefix cache.
+        computed_prompt_tokens: prompt tokens computed, again after a preemption included.
+        generated_tokens: delivered.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    started: float = field(default_factory=time.time)
+    requests: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._recent: deque[tuple[float, int]] = deque()  # seconds, tokens generated in them
+
+    def count_request(self, outcome: str) -> None:
+        with self._lock:
+            self.requests[outcome] += 1
+
+    def count_prompt(self, num_tokens: int, num_cached: int) -> None:
+        with self._lock:
+            self.prompt_tokens += num_tokens
+            self.cached_tokens += num_cached
+
+    def count_computed(self, num_tokens: int) -> None:
+        with self._lock:
+            self.computed_prompt_tokens += num_tokens
+
+    def count_generated(self, num_tokens: int) -> None:
+        now = self.clock()
+        with self._lock:
+            self.generated_tokens += num_tokens
+            if self._recent and now - self._recent[-1][0] < 0.1:
+                self._recent[-1] = (self._recent[-1][0], self._recent[-1][1] + num_tokens)
+            else:
+                self._recent.append((now, num_tokens))
+            self._forget(now)
+
+    def _forget(self, now: float) -> None:
+        while self._recent and self._recent[0][0] < now - RATE_SECONDS:
+            self._recent.popleft()
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens that were found in the prefix cache."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens generated, over the last ten seconds."""
+        now = self.clock()
+        with self._lock:
+            self._forget(now)
+            if not self._recent:
+                return 0.0
+            span = max(1.0, now - self._recent[0][0])
+            return sum(num_tokens for _, num_tokens in self._recent) / span
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "uptime_seconds": round(time.time() - self.started, 1),
+            "requests": {name: self.requests[name] for name in ("ok", "refused", "failed", "cancelled")},
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "computed_prompt_tokens": self.computed_prompt_tokens,
+            "generated_tokens": self.generated_tokens,
+            "hit_rate": round(self.hit_rate, 4),
+            "tokens_per_second": round(self.tokens_per_second, 2),
+        }

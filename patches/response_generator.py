@@ -1,0 +1,314 @@
+"""PagedResponseGenerator: mlx-lm's ResponseGenerator, whose batches share prefixes and survive what fails."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm import server as upstream
+from mlx_lm import utils
+from mlx_lm.models import cache as stock_cache
+
+from ..errors import PoolExhaustedError, RequestFailedError, RequestTooLargeError
+from ..kv.budget import PoolBudget
+from ..models import check_model_folder
+from ..request_body import RequestRefused, invalid
+from ..server_stats import ServerStats
+from .pools import pool_of
+from .prefix_cache import PagedPromptCache
+from .served_batch import AnswerQueue, ServedBatch
+
+POLL_SECONDS = 0.25  # between looks at whether a client is still there
+IDLE_SECONDS = 0.1
+MAX_WAITING = 1024  # requests; each takes a thread
+
+
+def refusal_of(error: BaseException) -> RequestRefused:
+    """What a client is told of an error."""
+    if isinstance(error, RequestRefused):
+        return error
+    if isinstance(error, RequestTooLargeError):
+        return RequestRefused(413, str(error), kind="request_too_large")
+    if isinstance(error, PoolExhaustedError):
+        return RequestRefused(429, str(error), kind="insufficient_memory", retry_after=1)
+    if isinstance(error, RequestFailedError) and error.__cause__ is not None:
+        return refusal_of(error.__cause__)
+    logging.error("request failed", exc_info=error)
+    return RequestRefused(500, f"{type(error).__name__}: {error}")
+
+
+class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
+    """One thread computes all requests: those that can be batched together, others alone, in the order they came.
+
+    A process of several (distributed) ranks runs mlx-lm's own loop instead, which keeps the ranks in step.
+
+    Args:
+        model_provider: mlx-lm's.
+        prompt_cache: of all models.
+        stats: of the server.
+    """
+
+    def __init__(self, model_provider: Any, prompt_cache: Any, stats: ServerStats | None = None) -> None:
+        self.stats = stats or ServerStats()
+        self._batch: ServedBatch | None = None
+        self._pending: deque[tuple[AnswerQueue, Any, Any]] = deque()
+        self._stream: Any = None
+        super().__init__(model_provider, prompt_cache)  # starts the thread
+
+    # Clients' threads -----------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        request: Any,
+        generation_args: Any,
+        progress_callback: Callable[[int, int], None] | None = None,
+        client_is_gone: Callable[[], bool] = lambda: False,
+    ) -> tuple[Any, Iterator[Any]]:
+        """The request's context, and its answers as they come.
+
+        Raises (both the call and the iterator):
+            RequestRefused: the request is not, or no longer, served.
+            ConnectionAbortedError: the client has gone; what the request holds is freed.
+        """
+        if not self.generation_available():
+            raise RequestRefused(503, "the generation thread has died: see the server's log")
+        if self.num_waiting >= MAX_WAITING:
+            raise RequestRefused(429, f"{MAX_WAITING} requests are waiting", kind="overloaded", retry_after=5)
+        queue = AnswerQueue()
+        self.requests.put((queue, request, generation_args))
+        return self._receive(queue, client_is_gone), self._answers(queue, progress_callback, client_is_gone)
+
+    def _receive(self, queue: AnswerQueue, client_is_gone: Callable[[], bool]) -> Any:
+        while True:
+            if client_is_gone():
+                queue.cancelled = True
+                raise ConnectionAbortedError("the client has gone")
+            try:
+                item = queue.get(timeout=POLL_SECONDS)
+            except Empty:
+                if not self.generation_available():
+                    raise RequestRefused(503, "the generation thread has died: see the server's log") from None
+                continue
+            if isinstance(item, Exception):
+                raise refusal_of(item)
+            return item
+
+    def _answers(
+        self,
+        queue: AnswerQueue,
+        progress_callback: Callable[[int, int], None] | None,
+        client_is_gone: Callable[[], bool],
+    ) -> Iterator[Any]:
+        is_first = True
+        try:
+            while (item := self._receive(queue, client_is_gone)) is not None:
+                if isinstance(item, tuple):
+                    if progress_callback is not None:
+                        progress_callback(*item)
+                    continue
+                if is_first:
+                    num_tokens, num_cached = len(queue.ctx.prompt), max(0, queue.ctx.prompt_cache_count)
+                    self.stats.count_prompt(num_tokens, num_cached)
+                    if queue.counts_prompt:
+                        self.stats.count_computed(num_tokens - num_cached)
+                    is_first = False
+                self.stats.count_generated(1)
+                yield item
+        finally:
+            queue.cancelled = True
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not been looked at, and those that wait in the batch."""
+        batch = self._batch
+        waiting = 0 if batch is None else batch.generator.num_waiting
+        return int(self.requests.qsize()) + len(self._pending) + waiting
+
+    @property
+    def batch(self) -> ServedBatch | None:
+        return self._batch
+
+    # The computing thread -------------------------------------------------------------------------------------
+
+    def _generate(self) -> None:
+        if self._is_distributed:
+            super()._generate()
+            return
+        self._stream = mx.default_stream(mx.default_device())
+        try:
+            self.model_provider.load_default()
+            if self.model_provider.model is not None:
+                self._learn_layout()
+            while not self._stop:
+                try:
+                    self._turn()
+                except Exception as error:
+                    logging.exception("a step failed; its requests are given up")
+                    self._close_batch(error)
+        finally:
+            self._close_batch(RequestRefused(503, "the server is shutting down", retry_after=5))
+            for queue, *_ in self._pending:
+                queue.put(RequestRefused(503, "the server is shutting down", retry_after=5))
+            if isinstance(self.prompt_cache, PagedPromptCache):
+                self.prompt_cache.close()  # to disk, if there is a folder for it
+            # In this thread, as mlx-lm does: arrays go where they were made.
+            self.model_provider.reset()
+            del self.prompt_cache
+            gc.collect()
+
+    def _turn(self) -> None:
+        self._take_requests()
+        while self._pending and self._start(*self._pending[0]):
+            self._pending.popleft()
+        if self._batch is not None:
+            self._batch.step()
+
+    def _take_requests(self) -> None:
+        """Everything that has come; if there is nothing to do, wait for it a little, and tidy up."""
+        if not self._pending and (self._batch is None or not self._batch.served):
+            try:
+                self._pending.append(self.requests.get(timeout=IDLE_SECONDS))
+            except Empty:
+                self._tidy()
+        while True:
+            try:
+                self._pending.append(self.requests.get_nowait())
+            except Empty:
+                break
+        gone = [item for item in self._pending if not item[0].is_wanted]
+        for item in gone:
+            self._pending.remove(item)
+
+    def _tidy(self) -> None:
+        if isinstance(self.prompt_cache, PagedPromptCache):
+            self.prompt_cache.tidy(lambda: not self.requests.empty() or self._stop)
+
+    def _start(self, queue: AnswerQueue, request: Any, args: Any) -> bool:
+        """Begin a request, or answer it at once. False if it has to wait until the batch is done."""
+        busy = self._batch is not None and bool(self._batch.served)
+        try:
+            if self._key_of(args.model) != self.model_provider.model_key:
+                if busy:
+                    return False
+                self._load_model(args.model)
+            if not self._is_batchable(args) or any(upstream._image_parts(request.messages)):
+                if not busy:
+                    self._serve_single((queue, request, args), self._stream)
+                return not busy
+            if self._batch is None:
+                provider = self.model_provider
+                self._batch = ServedBatch(
+                    self,
+                    provider.model,
+                    provider.tokenizer,
+                    provider.model_key,
+                    self.prompt_cache,
+                    self.stats,
+                    self._stream,
+                )
+            self._batch.insert(queue, request, args)
+        except Exception as error:
+            queue.put(error)
+        return True
+
+    def _key_of(self, wanted: Any) -> tuple[Any, Any, Any]:
+        """What mlx-lm's model provider is going to call this model."""
+        provider = self.model_provider
+        return (
+            provider._model_map.get(wanted.model, wanted.model),
+            provider._adapter_map.get(wanted.model, wanted.adapter),
+            provider._draft_model_map.get(wanted.draft, wanted.draft),
+        )
+
+    def _load_model(self, wanted: Any) -> None:
+        """Load another model. Whatever can be checked is checked before the present one goes."""
+        try:
+            path, adapter, draft = self._key_of(wanted)
+            if path is None:
+                raise ValueError("the server was started without --model: name one")
+            for name in (path, draft):
+                check_model_folder(name)
+                if name is not None and not Path(name).exists():
+                    utils._download(name)
+            if adapter is not None and not (Path(adapter) / "adapter_config.json").exists():
+                raise ValueError(f"there is no adapter in {adapter}")
+            if isinstance(self.prompt_cache, PagedPromptCache):
+                self.prompt_cache.tidy()  # the model's prefixes go with it
+            self._close_batch(None)
+            self.model_provider.load(wanted.model, wanted.adapter, wanted.draft)
+        except Exception as error:
+            message = f"the model {wanted.model} cannot be loaded: {error}"
+            raise RequestRefused(404, message, kind="not_found", param="model") from error
+        self._learn_layout()
+
+    def _learn_layout(self) -> None:
+        """Make the model's pool known, so that prefixes on disk are found."""
+        provider = self.model_provider
+        caches = stock_cache.make_prompt_cache(provider.model)
+        if provider.draft_model is not None:
+            caches += stock_cache.make_prompt_cache(provider.draft_model)
+        if isinstance(self.prompt_cache, PagedPromptCache):
+            self.prompt_cache.learn_layout(provider.model_key, caches)
+
+    def _close_batch(self, error: Exception | None) -> None:
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            if error is not None:
+                batch.fail_all(error)
+            batch.close()
+
+    def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        """mlx-lm's, with what it takes for granted checked; ``args.max_tokens`` is cut to what the budget can hold.
+
+        Raises:
+            RequestRefused: 400, the prompt cannot be made; RequestTooLargeError: it could never be held.
+        """
+        try:
+            result = super()._tokenize(tokenizer, request, args)
+        except Exception as error:
+            message = f"the prompt cannot be made: {type(error).__name__}: {error}"
+            raise invalid(message, "messages" if request.request_type == "chat" else "prompt") from error
+        prompt = result[0]
+        if not prompt:
+            raise invalid("the prompt has no tokens", "prompt")
+        model = self.model_provider.model
+        vocab = getattr(getattr(model, "args", None), "vocab_size", None) or len(tokenizer)
+        if any(not 0 <= token < vocab for token in args.logits.logit_bias or ()):
+            raise invalid(f"logit_bias: token ids go from 0 to {vocab - 1}", "logit_bias")
+        args.sampling.top_k = min(args.sampling.top_k, vocab - 1)
+        pool = pool_of(model)
+        if pool is not None:
+            args.max_tokens = _most_tokens(
+                PoolBudget(pool, chunk=self.cli_args.prefill_step_size), len(prompt), args.max_tokens
+            )
+        return result
+
+    def stop_and_join(self) -> None:
+        begin = time.monotonic()
+        super().stop_and_join()
+        logging.info("stopped after %.1f s", time.monotonic() - begin)
+
+
+def _most_tokens(budget: PoolBudget, num_prompt: int, wanted: int) -> int:
+    """How many of ``wanted`` tokens can be generated before the whole budget is full.
+
+    Raises:
+        RequestTooLargeError: none.
+    """
+    if not budget.holds(num_prompt + 1):
+        raise RequestTooLargeError(num_prompt)
+    low, high = 1, wanted
+    while low < high:
+        middle = (low + high + 1) // 2
+        if budget.holds(num_prompt + middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,333 @@
+"""What replaces names of mlx_lm/server.py: the prompt cache, the computing thread and the HTTP handler."""
+
+from __future__ import annotations
+
+import functools
+import hmac
+import io
+import json
+import logging
+import select
+import socket
+import warnings
+from collections.abc import Callable, Iterator
+from http.server import ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from huggingface_hub.errors import CacheNotFound
+from mlx_lm import server as upstream
+
+from .. import cache_page, metrics
+from ..identity import weights_identity
+from ..kv.spill import SpillStore
+from ..request_body import MAX_BODY_BYTES, RequestRefused, parse_body
+from ..server_config import ServerConfig
+from .prefix_cache import PagedPromptCache
+from .registry import fingerprint
+from .response_generator import PagedResponseGenerator
+from .server_report import server_report
+
+# Upstream's code that the subclasses here lean on.
+KNOWN = {
+    "ResponseGenerator": "aee1d7c01c8126e7",
+    "APIHandler": "a66091f4d0265f80",
+    "_run_http_server": "3eb4368eeee268de",
+    "run": "1f26d0701397089d",
+}
+SOCKET_SECONDS = 60  # without a byte from or to a client, after which it is taken to be gone
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")
+
+_config = ServerConfig()
+
+
+def configure(config: ServerConfig) -> None:
+    """Set the options for servers made from now on."""
+    global _config
+    _config = config
+
+
+class NoPromptCache:
+    """Stands in for mlx-lm's ``LRUPromptCache`` and keeps nothing."""
+
+    nbytes = 0
+
+    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[None, list[int]]:
+        return None, tokens
+
+    def insert_cache(self, model: Any, tokens: list[int], prompt_cache: Any, *, cache_type: str = "assistant") -> None:
+        return None
+
+    def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
+        return None
+
+    def stats_by_type(self) -> dict[str, dict[str, int]]:
+        return {}
+
+    def __len__(self) -> int:
+        return 0
+
+
+def make_prompt_cache_store(max_size: int | None) -> Any:
+    """Replacement of ``LRUPromptCache`` in the server: as the options say."""
+    config = _config
+    if not config.prefix_cache:
+        return NoPromptCache()
+    spill = None
+    if config.prefix_cache_dir is not None:
+        spill = SpillStore(config.prefix_cache_dir, max_bytes=config.prefix_cache_dir_bytes)
+    return PagedPromptCache(max_size, ttl=config.prefix_cache_ttl, spill=spill)
+
+
+def make_response_generator(model_provider: Any, prompt_cache: Any) -> PagedResponseGenerator:
+    """Replacement of ``ResponseGenerator``."""
+    if isinstance(prompt_cache, PagedPromptCache) and prompt_cache.spill is not None:
+        prompt_cache.identify = Identities(model_provider)
+    return PagedResponseGenerator(model_provider, prompt_cache)
+
+
+class Identities:
+    """What names the models of a provider on disk: hashes of their weights, each computed once."""
+
+    def __init__(self, model_provider: Any) -> None:
+        self.provider = model_provider
+        self._known: dict[Any, str] = {}
+
+    def __call__(self, key: Any) -> str | None:
+        provider = self.provider
+        if key not in self._known and key == provider.model_key and provider.model is not None:
+            models = [provider.model, provider.draft_model]
+            self._known[key] = "/".join(weights_identity(model) for model in models if model is not None)
+        return self._known.get(key)
+
+
+class Aborted(BaseException):
+    """Ends a request from within mlx-lm's handler, which catches every Exception and answers 404."""
+
+    def __init__(self, reason: Exception) -> None:
+        self.reason = reason
+
+
+class Connection:
+    """The response generator as one client's handler sees it: notices when the client goes."""
+
+    def __init__(self, generator: PagedResponseGenerator, client: Callable[[], socket.socket]) -> None:
+        self._generator = generator
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    def generate(self, request: Any, args: Any, progress_callback: Any = None) -> tuple[Any, Iterator[Any]]:
+        try:
+            ctx, answers = self._generator.generate(request, args, progress_callback, self.client_is_gone)
+        except (RequestRefused, OSError) as error:
+            raise Aborted(error) from None
+        return ctx, self._pass_on(answers)
+
+    def _pass_on(self, answers: Iterator[Any]) -> Iterator[Any]:
+        try:
+            yield from answers
+        except (RequestRefused, OSError) as error:
+            raise Aborted(error) from None
+
+    def client_is_gone(self) -> bool:
+        """Whether the client has closed the connection; what it may have sent meanwhile stays to be read."""
+        connection = self._client()
+        try:
+            poll = select.poll()
+            poll.register(connection, select.POLLIN)
+            return bool(poll.poll(0)) and not connection.recv(1, socket.MSG_PEEK)
+        except (OSError, ValueError):
+            return True
+
+
+class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
+    """mlx-lm's handler: requests are checked first, errors are JSON, and there are pages about the cache."""
+
+    timeout = SOCKET_SECONDS
+    path: str
+    rfile: Any
+    headers: Any
+
+    def __init__(self, response_generator: PagedResponseGenerator, *args: Any, **kwargs: Any) -> None:
+        self.generator = response_generator
+        self.config = _config
+        self.has_answered = False
+        super().__init__(Connection(response_generator, lambda: self.connection), *args, **kwargs)
+
+    # Requests -------------------------------------------------------------------------------------------------
+
+    def do_POST(self) -> None:
+        self._guarded(self._post)
+
+    def do_GET(self) -> None:
+        self._guarded(self._get)
+
+    def _guarded(self, answer: Callable[[], None]) -> None:
+        """Run a request; what it raises becomes an answer, as long as none has begun."""
+        stats = self.generator.stats
+        self.has_answered = False
+        counts = self.command == "POST"
+        try:
+            answer()
+            outcome = "ok"
+        except Aborted as aborted:
+            outcome = self._refuse(aborted.reason)
+        except Exception as error:
+            outcome = self._refuse(error)
+        if counts:
+            stats.count_request(outcome)
+
+    def _refuse(self, error: Exception) -> str:
+        """Answer with an error. Returns the request's outcome."""
+        if isinstance(error, OSError):
+            logging.info("the client has gone")
+            self.close_connection = True
+            return "cancelled"
+        if not isinstance(error, RequestRefused):
+            logging.error("a request failed", exc_info=error)
+            error = RequestRefused(500, f"{type(error).__name__}: {error}")
+        self.close_connection = True
+        self._headers_buffer: list[bytes] = []  # upstream may have begun an answer that was not sent
+        try:
+            if self.has_answered:
+                self.wfile.write(f"data: {json.dumps(error.body())}\n\n".encode())
+            else:
+                retry = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+                self._send(error.status, json.dumps(error.body()).encode(), "application/json", **retry)
+        except OSError:
+            return "cancelled"
+        return "failed" if error.status >= 500 else "refused"
+
+    def end_headers(self) -> None:
+        super().end_headers()
+        self.has_answered = True
+
+    def _send(self, status: int, body: bytes, content_type: str, **headers: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self._set_cors_headers()
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _check_key(self) -> None:
+        key = self.config.api_key
+        if key is None:
+            return
+        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
+        # Compared as bytes: compare_digest takes no other text than ASCII.
+        if not hmac.compare_digest(given.strip().encode(), key.encode()) or scheme.lower() != "bearer":
+            raise RequestRefused(401, "this server needs an API key: Authorization: Bearer KEY", kind="unauthorized")
+
+    # POST -----------------------------------------------------------------------------------------------------
+
+    def _post(self) -> None:
+        self._check_key()
+        path = urlsplit(self.path).path
+        if path not in COMPLETIONS:
+            raise RequestRefused(404, f"there is nothing at {path}", kind="not_found")
+        body = parse_body(self._read_body(), path)
+        self.path = path
+        # Upstream reads the body again: what it reads is what was checked.
+        raw = json.dumps(body).encode()
+        self.headers.replace_header("Content-Length", str(len(raw)))
+        stream, self.rfile = self.rfile, io.BytesIO(raw)
+        try:
+            super().do_POST()
+        finally:
+            self.rfile = stream
+
+    def _read_body(self) -> bytes:
+        length = self.headers.get("Content-Length")
+        if length is None:
+            raise RequestRefused(411, "the Content-Length header is required")
+        if not (length.isascii() and length.isdigit()):
+            raise RequestRefused(400, "Content-Length must be a number")
+        if len(length) > 18 or int(length) > MAX_BODY_BYTES:
+            raise RequestRefused(413, f"a request body has at most {MAX_BODY_BYTES} bytes")
+        try:
+            raw: bytes = self.rfile.read(int(length))
+        except TimeoutError:
+            raise RequestRefused(408, "the request body did not come") from None
+        if len(raw) < int(length):
+            raise ConnectionAbortedError("the client closed the connection before its request was complete")
+        return raw
+
+    # GET ------------------------------------------------------------------------------------------------------
+
+    def _get(self) -> None:
+        url = urlsplit(self.path)
+        if url.path == "/health":
+            super().do_GET()
+        elif url.path == "/cache":  # has no figures in it; it asks for them, and for the key if need be
+            self._send(200, cache_page.html(), "text/html; charset=utf-8", **cache_page.HEADERS)
+        else:
+            self._check_key()
+            if url.path == "/v1/cache/stats":
+                report = server_report(self.generator, with_blocks="blocks" in parse_qs(url.query))
+                self._send(200, json.dumps(report).encode(), "application/json", **{"Cache-Control": "no-store"})
+            elif url.path == "/metrics":
+                self._send(200, self._metrics(), metrics.CONTENT_TYPE)
+            elif url.path.startswith("/v1/models"):
+                super().do_GET()
+            else:
+                raise RequestRefused(404, f"there is nothing at {url.path}", kind="not_found")
+
+    def _metrics(self) -> bytes:
+        try:
+            return metrics.metrics_text(server_report(self.generator))
+        except metrics.MetricsUnavailable as error:
+            raise RequestRefused(501, str(error), kind="not_available") from None
+
+
+class Server(ThreadingHTTPServer):
+    """Many clients may come at once: a burst is not to be refused by the system."""
+
+    request_queue_size = 128
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logging.debug("connection of %s ended", client_address, exc_info=True)
+
+
+def replacements(module: Any) -> dict[str, Any]:
+    """Names of ``mlx_lm.server`` and what to put in their place; empty, with a warning, if it is not the one known."""
+    changed = [name for name, known in KNOWN.items() if not _is_known(module, name, known)]
+    if changed:
+        warnings.warn(
+            f"mlx_paged: mlx_lm.server ({', '.join(changed)}) is not the one this adapter was written for: its own "
+            "code runs, without shared prefixes, /metrics and /cache",
+            stacklevel=2,
+        )
+        return {}
+    return {
+        "LRUPromptCache": make_prompt_cache_store,
+        "ResponseGenerator": make_response_generator,
+        "_run_http_server": functools.partial(
+            module._run_http_server, server_class=Server, handler_class=PagedAPIHandler
+        ),
+        "scan_cache_dir": _scan_cache_dir(module.scan_cache_dir),
+    }
+
+
+def _is_known(module: Any, name: str, known: str) -> bool:
+    try:
+        return fingerprint(getattr(module, name)) == known
+    except (AttributeError, OSError, TypeError):
+        return False
+
+
+def _scan_cache_dir(original: Callable[[], Any]) -> Callable[[], Any]:
+    """Replacement of ``scan_cache_dir``: a folder that is not there has no models in it."""
+
+    def scan_cache_dir() -> Any:
+        try:
+            return original()
+        except (CacheNotFound, ValueError):
+            return type("NoModels", (), {"repos": frozenset()})
+
+    return scan_cache_dir

@@ -1,0 +1,52 @@
+"""A model folder as mlx-lm's server loads it: random weights, tiny, with the demo model's tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models import gemma3_text, llama
+
+VOCAB = 49152
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {**SHAPE, "model_type": "llama", "num_hidden_layers": 2, "tie_word_embeddings": False},
+    "gemma3": {
+        **SHAPE,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 4,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 40,
+        "sliding_window_pattern": 2,
+    },
+}
+
+
+def make_tiny_model(folder: Path, tokenizer: Path, kind: str = "llama", seed: int = 0) -> Path:
+    """Write the model into ``folder``, with the tokenizer of the folder ``tokenizer``. Weights depend on the seed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = CONFIGS[kind]
+    module: Any = llama if kind == "llama" else gemma3_text
+    mx.random.seed(seed)
+    model = module.Model(module.ModelArgs.from_dict(config))
+    weights = dict(tree_flatten(model.parameters()))
+    # Random models of this size say the same token for ever; larger embeddings make them wander.
+    weights = {name: 4 * x if "embed" in name else x for name, x in weights.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    eos = json.loads((tokenizer / "config.json").read_text())["eos_token_id"]
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": eos}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / name, folder / name)
+    return folder
