@@ -21,6 +21,9 @@ Forward = Callable[[Any, mx.array, Sequence[Any]], mx.array]
 
 
 MOST_FAILURES = 3
+# Steps of the same shapes that run uncompiled first: a trace takes as long as some tens of steps save, and while
+# prompts join or requests finish one after the other, a shape may last a few steps only.
+PATIENCE = 8
 compile_function: Callable[[Any], Any] = mx.compile
 
 
@@ -97,6 +100,9 @@ class CompiledStep:
         self._groups = [pool.group_of(layer) for layer in self._layers_of(pool)]
         self._model: Any = None
         self._failures = 0  # in a row
+        self._traced: set[tuple[int, ...]] = set()
+        self._waiting_for: tuple[int, ...] = ()
+        self._waited = 0
 
     @staticmethod
     def _layers_of(pool: BlockPool) -> list[int]:
@@ -129,6 +135,9 @@ class CompiledStep:
             for group, group_tables in zip(pool.groups, tables, strict=True):
                 step = pool.step(group.spec.layers[0], group_tables, 1)
                 arrays.append(GroupArrays(step.visible(group_tables, group.spec.window), step.offsets()))
+            if not self._is_worth_it(rows, arrays):
+                rows.untake()
+                return None
             self._model = model
             logits = InPlaceStorage.run(self._function, storages, model, tokens, arrays)  # type: ignore[arg-type]
         except Exception as error:
@@ -144,6 +153,19 @@ class CompiledStep:
         self._failures = 0
         dispatch.record_compiled(len(caches))
         return logits
+
+    def _is_worth_it(self, rows: _Sequence | _Batch, arrays: Sequence[GroupArrays]) -> bool:
+        """Whether steps of these shapes have been compiled, or have come often enough in a row to be."""
+        sizes = (group.allocator.num_blocks for group in rows.pool.groups)
+        shapes = (len(rows), *sizes, *(own.visible[0].shape[1] for own in arrays))
+        if shapes in self._traced:
+            return True
+        self._waited = self._waited + 1 if shapes == self._waiting_for else 0
+        self._waiting_for = shapes
+        if self._waited < PATIENCE:
+            return False
+        self._traced.add(shapes)
+        return True
 
     def _trace(
         self, tensors: Sequence[Any], weights: Any, tokens: mx.array, arrays: Sequence[Sequence[Any]]

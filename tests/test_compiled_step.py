@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("no_fall_through")
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The batch size of each compiled step taken."""
     taken: list[int] = []
+    monkeypatch.setattr(compiled_step, "PATIENCE", 0)
     original = compiled_step.CompiledStep.__call__
 
     def count(self: Any, model: Any, tokens: mx.array, caches: Any) -> mx.array | None:
@@ -64,6 +65,19 @@ def test_every_step_but_the_first_is_compiled(kind: str, calls: list[int]) -> No
     counts = mlx_paged.dispatch_counts()
     assert sum(n for c, n in counts.items() if c.path == "kernel") == 51 * len(model.layers)
     mlx_paged.pool_of(model).check_integrity()
+
+
+@pytest.mark.usefixtures("kernel_path")
+def test_shapes_that_do_not_last_are_not_compiled(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+    monkeypatch.setattr(compiled_step, "PATIENCE", 8)
+    model, prompt = build("llama", head_dim=64), prompt_of(70)
+    tokens = greedy(model, prompt, 30)[0]
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+    assert greedy(model, prompt, 30)[0] == tokens
+    # 31 steps: the first chooses the kernel, the next 8 are waited for. The pool is as large as it gets here.
+    assert calls == [1] * (31 - 1 - 8)
+    assert greedy(model, prompt, 30)[0] == tokens
+    assert calls == [1] * (31 - 1 - 8 + 31)
 
 
 @pytest.mark.usefixtures("kernel_path")
@@ -214,6 +228,7 @@ def test_with_mlx_compile_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_kernels():
         monkeypatch.setattr(FakeKernels, "_pass", lambda self, kernel, pool, fence: fence + 1)
         monkeypatch.setattr(kernels, "prepare_decode", prepare_decode)
+        monkeypatch.setattr(compiled_step, "PATIENCE", 0)
         model = build("llama", head_dim=64)
         mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
         prompt = prompt_of(20)
@@ -245,6 +260,7 @@ def test_another_thread_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch)
     with fake_kernels():
         monkeypatch.setattr(FakeKernels, "_pass", lambda self, kernel, pool, fence: fence + 1)
         monkeypatch.setattr(kernels, "prepare_decode", prepare_decode)
+        monkeypatch.setattr(compiled_step, "PATIENCE", 0)
         monkeypatch.setattr(compiled_step, "compile_function", mx.compile)
         model, prompt = build("llama", head_dim=64), prompt_of(20)
         mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
