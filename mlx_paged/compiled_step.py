@@ -24,6 +24,7 @@ MOST_FAILURES = 3
 # Steps of the same shapes that run uncompiled first: a trace takes as long as some tens of steps save, and while
 # prompts join or requests finish one after the other, a shape may last a few steps only.
 PATIENCE = 8
+MOST_TRACES = 256  # kept; then all are dropped
 compile_function: Callable[[Any], Any] = mx.compile
 
 
@@ -164,6 +165,9 @@ class CompiledStep:
         self._waiting_for = shapes
         if self._waited < PATIENCE:
             return False
+        if len(self._traced) == MOST_TRACES:
+            self._traced.clear()
+            self._function = compile_function(self._trace)
         self._traced.add(shapes)
         return True
 

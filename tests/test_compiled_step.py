@@ -81,6 +81,20 @@ def test_shapes_that_do_not_last_are_not_compiled(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("kernel_path")
+def test_traces_are_dropped_before_there_are_too_many(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+    monkeypatch.setattr(compiled_step, "MOST_TRACES", 2)
+    made: list[Any] = []
+    compile_function = compiled_step.compile_function
+    monkeypatch.setattr(compiled_step, "compile_function", lambda f: made.append(f) or compile_function(f))
+    model = build("llama", head_dim=64)
+    tokens = greedy(model, prompt_of(20), 300)[0]  # the table grows past 16 blocks of 8 again and again
+    mlx_paged.apply_patches(PagedConfig(block_size=8, **ON))
+    assert greedy(model, prompt_of(20), 300)[0] == tokens
+    assert len(made) >= 2
+    assert len(calls) == 300
+
+
+@pytest.mark.usefixtures("kernel_path")
 def test_weights_are_as_before_and_changed_ones_are_seen(calls: list[int]) -> None:
     model, prompt = build("llama", head_dim=64), prompt_of(20)
     mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
