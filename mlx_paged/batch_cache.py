@@ -14,7 +14,9 @@ from .cache import PagedKVCache
 from .columns import Columns
 from .errors import GeometryError, PromptCacheError
 from .fetched import Fences, Fetched, hand_out
+from .kv.block_table import BlockTable
 from .kv.pool import BlockPool
+from .kv.step import Step
 from .kv.storage import QueryHeads
 
 _merged: OncePerBatch[BatchTables] = OncePerBatch()
@@ -38,6 +40,7 @@ class PagedBatchKVCache:
         self.layer = layer
         self.row_type = row_type
         self._unpadded: list[int] | None = None
+        self._latest: Columns | None = None
 
     @property
     def pool(self) -> BlockPool:
@@ -138,7 +141,7 @@ class PagedBatchKVCache:
         if keys.shape[0] != len(self.batch):
             raise GeometryError(f"keys {keys.shape} for {len(self.batch)} sequence(s)")
         pool, layer, width = self.pool, self.layer, keys.shape[2]
-        columns = self._columns(width)
+        columns = self._latest = self._columns(width)
         pool.set_geometry(layer, keys, values, batch=len(self.batch))
         if width > 1 or self._unpadded is not None:
             for index, count in enumerate(self._take_counts(width)):
@@ -147,18 +150,38 @@ class PagedBatchKVCache:
             return columns.read(pool, layer, [row.table(layer) for row in self.batch.rows])
         tables = self.batch.take(layer)
         step = pool.step(layer, tables, 1)
-        in_place = pool.groups[pool.group_of(layer)].in_place
-        before = pool.fence(layer) if in_place else None
+        before = pool.fence(layer) if pool.groups[pool.group_of(layer)].in_place else None
         pool.write_step(tables, layer, step, keys, values)
+        return self._fetch(columns, tables, step, (keys, values), before)
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What :meth:`update_and_fetch` returned last, for another layer that attends over it."""
+        columns = self._latest
+        if columns is None:
+            raise PromptCacheError(f"layer {self.layer} has written nothing yet")
+        tables = [row.table(self.layer) for row in self.batch.rows]
+        if columns.width > 1 or columns.is_padded:
+            return columns.read(self.pool, self.layer, tables)
+        return self._fetch(columns, tables, self.pool.step(self.layer, tables, 1), None, None)
+
+    def _fetch(
+        self,
+        columns: Columns,
+        tables: list[BlockTable],
+        step: Step,
+        append: tuple[mx.array, mx.array] | None,
+        before: mx.array | None,
+    ) -> tuple[mx.array, mx.array]:
+        pool, layer = self.pool, self.layer
+        in_place = pool.groups[pool.group_of(layer)].in_place
         written = pool.fence(layer) if in_place else None
         fetched = columns.read(pool, layer, tables, step)
         fences = None
-        if before is not None and written is not None:
-            fences = Fences(before, written, pool.fence(layer))
-        else:
+        if written is not None:
+            fences = Fences(written if before is None else before, written, pool.fence(layer))
+        elif append is not None:
             pool.note_read(layer, *fetched)
-        window_of = self.batch.window_of
-        hand_out(*fetched, Fetched(pool, layer, tables, window_of, (keys, values), fences, batched=True))
+        hand_out(*fetched, Fetched(pool, layer, tables, self.batch.window_of, append, fences, batched=True))
         return fetched
 
     def _columns(self, width: int) -> Columns:

@@ -30,6 +30,11 @@ class Columns:
             before = min(before, window - 1)
         self.longest = before + width
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether some of the new tokens are padding."""
+        return any(count < self.width for count in self.counts)
+
     def _positions(self) -> mx.array:
         """Position in its row of each column, int32 ``[B, longest]``; negative in the padding on the left."""
         ends = mx.array([offset + self.width for offset in self.offsets], mx.int32)[:, None]
@@ -38,12 +43,12 @@ class Columns:
     def mask(self, window: int | None) -> mx.array:
         """What each new token sees, boolean ``[B, 1, width, longest]``."""
         keys = self._positions()[:, None, None]
-        queries = mx.array([offset for offset in self.offsets], mx.int32)[:, None, None, None]
+        queries = mx.array(list(self.offsets), mx.int32)[:, None, None, None]
         queries = queries + mx.arange(self.width, dtype=mx.int32)[:, None]
         mask = (keys >= 0) & (keys <= queries)
         if window is not None:
             mask = mask & (keys > queries - window)
-        if any(count < self.width for count in self.counts):
+        if self.is_padded:
             ends = [offset + count for offset, count in zip(self.offsets, self.counts, strict=True)]
             mask = mask & (keys < mx.array(ends, mx.int32)[:, None, None, None])
         return mask

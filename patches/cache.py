@@ -14,7 +14,7 @@ from ..batch_cache import PagedBatchKVCache
 from ..cache import PagedKVCache, SequenceTables
 from ..config import PagedConfig
 from ..errors import GeometryError, PromptCacheError
-from .plan import can_be_paged, plan_for, window_of
+from .plan import can_be_paged, name_of, plan_for, window_of
 from .pools import pool_for
 from .warn import warn_once
 
@@ -88,9 +88,8 @@ def make_prompt_cache_patch(
             and all(adapted(layer) for layer in layers)
         )
         plan = plan_for(model, caches, original(model, max_kv_size), has_adapters)
-        name = getattr(model, "model_type", type(model).__module__)
         for reason in plan.reasons:
-            warn_once(f"not paged in models of type {name}: {reason}; mlx-lm's own cache is used")
+            warn_once(f"not paged in models of type {name_of(model)}: {reason}; mlx-lm's own cache is used")
         if plan.groups:
             sequence = SequenceTables(pool_for(model, plan, config()))
             kind = PagedLayerCache if plan.adapted else SeamLayerCache

@@ -33,6 +33,8 @@ class DecodeBatch:
     states) use mlx-lm's own batch caches. Every row joins with its whole prompt computed, so none is padded.
     """
 
+    kind = "together"
+
     def __init__(self, model: Any) -> None:
         self.model = model
         self.rows: list[Row] = []
@@ -57,6 +59,17 @@ class DecodeBatch:
         """Rows whose prompt is computed up to its last token."""
         if not rows:
             return
+        self._merge(rows)
+        for row in rows:
+            if row.processors:
+                row.context = TokenBuffer(row.cached_tokens())
+        inputs = mx.array([row.next_input() for row in rows], mx.uint32)
+        self._inputs = inputs if self._inputs is None else mx.concatenate([self._inputs, inputs])
+        self.rows = [*self.rows, *rows]
+        self.members.update(rows)
+
+    def _merge(self, rows: Sequence[Row]) -> None:
+        """Take the rows' states into the batch's."""
         self._settle()
         caches = [row.caches for row in rows if row.caches is not None]
         merged = [
@@ -68,13 +81,6 @@ class DecodeBatch:
             for mine, theirs in zip(self._caches, merged, strict=True):
                 if theirs is not None:
                     mine.extend(theirs)
-        for row in rows:
-            if row.processors:
-                row.context = TokenBuffer(row.cached_tokens())
-        inputs = mx.array([row.next_input() for row in rows], mx.uint32)
-        self._inputs = inputs if self._inputs is None else mx.concatenate([self._inputs, inputs])
-        self.rows = [*self.rows, *rows]
-        self.members.update(rows)
 
     def leave(self, rows: Sequence[Row], *, keep_caches: bool = True) -> None:
         """Take rows out. With ``keep_caches`` their own caches hold all they computed: block tables are just let go,

@@ -12,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch
-from mlx_lm.models import cache as stock_cache
 
 from ..cache import PagedKVCache
 from ..errors import PoolExhaustedError, RequestFailedError
@@ -20,11 +19,11 @@ from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
 from ..prefix_store import PrefixStore
 from ..scheduler import Chunk, Growth, Request, Scheduler
-from .decode_batch import DecodeBatch, Delivery
+from .decode_batch import Delivery
 from .response import Response
 from .row import Row, sequence_of
 from .sharing import PrefixSharing
-from .topology import probe_geometry
+from .topology import decode_batch, fresh_caches, probe_geometry
 
 CLEAR_AFTER_PREFILLS = 8  # steps with prompts, of different sizes, between clearings of MLX's buffer cache
 # Prompt tokens a step on a GPU: keeps up with longer chunks there, with less memory and shorter waits for decode.
@@ -45,6 +44,7 @@ class Engine:
         completion_batch_size: most requests that run at a time.
         prefill_batch_size: most of them whose prompt is being computed.
         prefixes: a prefix cache.
+        max_kv_size: as for make_prompt_cache.
     """
 
     def __init__(
@@ -56,16 +56,18 @@ class Engine:
         completion_batch_size: int,
         prefill_batch_size: int,
         prefixes: PrefixStore | None = None,
+        max_kv_size: int | None = None,
     ) -> None:
         self.model = model
+        self.max_kv_size = max_kv_size
         self.counters = counters
         self.rows: dict[int, Row] = {}
         self.computed_prompt_tokens = 0
-        self.batch = DecodeBatch(model)
         self.failures: deque[RequestFailedError] = deque()
         self._prefill_steps = 0
         self._finished: deque[weakref.ref[Response]] = deque()
-        fresh = stock_cache.make_prompt_cache(model)
+        fresh = self._fresh()
+        self.batch = decode_batch(model, fresh)
         sequence = sequence_of(fresh)
         self.pool: BlockPool | None = None if sequence is None else sequence.pool
         self.budget = None if self.pool is None else PoolBudget(self.pool, chunk=prefill_step_size)
@@ -86,6 +88,9 @@ class Engine:
             max_prefilling=prefill_batch_size,
             headroom=1 if self.pool is None else self.pool.block_size,
         )
+
+    def _fresh(self) -> list[Any]:
+        return fresh_caches(self.model, self.max_kv_size)
 
     # What the scheduler asks (scheduler.Memory) ------------------------------------------------------------------
 
@@ -121,7 +126,7 @@ class Engine:
         if row.given is not None:
             row.caches = copy.deepcopy(row.given)  # references to its blocks
             return
-        row.caches = stock_cache.make_prompt_cache(self.model)
+        row.caches = self._fresh()
         if self.sharing is not None and self.pool is not None and self.budget is not None:
             most = request.goal
             if not self.budget.holds(most + 1 + self.pool.block_size):
@@ -183,7 +188,7 @@ class Engine:
         """A copy (references) of a request's caches, and the tokens in them."""
         row = self.rows[uid]
         if row.caches is None:
-            caches = stock_cache.make_prompt_cache(self.model) if row.given is None else copy.deepcopy(row.given)
+            caches = self._fresh() if row.given is None else copy.deepcopy(row.given)
             return caches, list(row.history)
         caches = self.batch.fork(row) if row in self.batch.members else copy.deepcopy(row.caches)
         return caches, row.cached_tokens()

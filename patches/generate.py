@@ -11,7 +11,7 @@ from ..prefix_store import PrefixStore
 from .engine import Engine
 from .response import Response
 from .row import Row
-from .topology import check_fresh, check_given, fresh_caches, is_batched_here
+from .topology import check_given, fresh_caches, is_batched_here
 
 
 class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
@@ -24,10 +24,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
     - ``insert`` raises RequestTooLargeError for a request that the whole budget could not hold.
     - ``next`` raises RequestFailedError, once, for a request that failed; the others go on with the next call.
 
-    Models without a paged layer and without recurrent states run in mlx-lm's own machinery.
-
-    Raises:
-        PromptCacheError: a layer's cache cannot be batched; the message names it.
+    A prompt cache of plain, unpaged layers only runs in mlx-lm's own machinery.
     """
 
     _uid_count: int
@@ -35,9 +32,9 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
     def __init__(self, model: Any, *, prefixes: PrefixStore | None = None, **options: Any) -> None:
         self._old_wired_limit = None  # close() needs it, whatever happens below
         fresh = fresh_caches(model, options.get("max_kv_size"))
-        check_fresh(model, fresh)
         super().__init__(model, **options)
         self._engine: Engine | None = None
+        self._max_kv_size: int | None = options.get("max_kv_size")
         if is_batched_here(fresh):
             with mx.stream(self._stream):
                 self._engine = Engine(
@@ -47,6 +44,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                     completion_batch_size=self.completion_batch_size,
                     prefill_batch_size=self.prefill_batch_size,
                     prefixes=prefixes,
+                    max_kv_size=self._max_kv_size,
                 )
 
     def insert_segments(
@@ -69,7 +67,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         if self._engine is None:
             return list(super().insert_segments(segments, max_tokens, caches, *options))
         with mx.stream(self._stream):
-            fresh = fresh_caches(self.model, None)
+            fresh = fresh_caches(self.model, self._max_kv_size)
             if caches is not None:
                 caches = [None if given is None else check_given(self.model, given, fresh) for given in caches]
         before: int = self._uid_count

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from ..kv.group import LayerGroup
 from ..kv.storage import Geometry, QueryHeads
-from .probe import probe_layers
+from .probe import probe_layers, probe_rows
 
 
 class PagingPlan(NamedTuple):
@@ -36,6 +36,13 @@ class PagingPlan(NamedTuple):
         return frozenset(layer for group in self.groups for layer in group.layers)
 
 
+# Models whose attention depends on where in the buffer a key is, or how long it is, which padding changes.
+PADDING_MATTERS = {
+    "mlx_lm.models.afm7": "layers that reuse keys take their position from the length of the longest row",
+    "mlx_lm.models.phi3small": "its block-sparse attention counts from the first column, padding included",
+    "mlx_lm.models.minimax_m3_vl": "its sparse attention counts from the first column, padding included",
+}
+
 _lock = threading.RLock()
 # By id, because modules are dicts and cannot be hashed; an entry goes when its model does.
 _plans: dict[int, tuple[weakref.ref[Any], tuple[Any, ...], PagingPlan]] = {}
@@ -58,6 +65,39 @@ def plan_for(model: Any, stock: Sequence[Any], spare: Sequence[Any], adapted: bo
         number = id(model)
         _plans[number] = (weakref.ref(model, lambda _: _plans.pop(number, None)), key, plan)
         return plan
+
+
+def why_one_by_one(model: Any, fresh: Sequence[Any]) -> str | None:
+    """Why the rows of a batch must be computed one after the other, or None.
+
+    Args:
+        fresh: one of mlx-lm's own caches per layer, empty.
+    """
+    kept = next((cache for cache in fresh if getattr(cache, "keep", 0)), None)
+    if kept is not None:
+        return f"{type(kept).__name__} forgets in a batch which tokens it keeps (max_kv_size)"
+    plan = plan_of(model)
+    if plan is not None and plan.adapted:
+        return None
+    module = type(model).__module__
+    if module in PADDING_MATTERS:
+        return PADDING_MATTERS[module]
+    known = module.startswith("mlx_lm.models.")
+    seam = plan is not None and all(heads is not None for _, heads in plan.geometries)
+    if not known and not (seam and all(can_be_paged(cache) for cache in fresh)):
+        return "what a model from elsewhere does with padding is not known"
+    return probe_rows(model, fresh)
+
+
+def plan_of(model: Any) -> PagingPlan | None:
+    """The plan made for the model, or None if there is none yet."""
+    entry = _plans.get(id(model))
+    return entry[2] if entry is not None and entry[0]() is model else None
+
+
+def name_of(model: Any) -> str:
+    """The model's type, for messages."""
+    return str(getattr(model, "model_type", type(model).__module__))
 
 
 def forget_plans() -> None:

@@ -7,14 +7,17 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import cache as stock_cache
-from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.cache import KVCache
 
 from ..cache import PagedKVCache
 from ..errors import PromptCacheError
 from ..kv.storage import QueryHeads
 from .cache import PagedLayerCache, adopt_prompt_cache
-from .decode_batch import leaves
+from .decode_batch import DecodeBatch, leaves
+from .plan import name_of, why_one_by_one
 from .row import sequence_of
+from .row_by_row import RowByRowBatch
+from .warn import warn_once
 
 
 class ProbeCache(PagedLayerCache):
@@ -37,18 +40,18 @@ def probe_geometry(model: Any, fresh: Sequence[Any]) -> None:
 
 
 def is_batched_here(fresh: Sequence[Any]) -> bool:
-    """Whether the batch runs in this package's engine: some layer is paged, or keeps a state, which mlx-lm's padded
-    prefill corrupts in models that do not mask it. Plain caches alone stay with mlx-lm."""
-    return any(isinstance(leaf, (PagedKVCache, ArraysCache)) for leaf in leaves(fresh))
+    """Whether the batch runs in this package's engine: always but for plain caches alone, which stay with mlx-lm. Its
+    padded prefill corrupts states in models that do not mask it, and its batches forget which tokens are kept."""
+    return not all(type(cache) is KVCache for cache in leaves(fresh))
 
 
-def check_fresh(model: Any, fresh: Sequence[Any]) -> None:
-    """Raise PromptCacheError, naming the layer, if some layer's cache cannot be batched."""
-    for layer, cache in enumerate(fresh):
-        if not all(hasattr(leaf, "merge") for leaf in leaves([cache])):
-            raise PromptCacheError(
-                f"layer {layer} ({layer_path(model, layer)}) keeps a {type(cache).__name__}, which cannot be batched"
-            )
+def decode_batch(model: Any, fresh: Sequence[Any]) -> DecodeBatch:
+    """A batch for rows of the model: in one call where its attention allows it, else one row after the other."""
+    why = why_one_by_one(model, [c.to_stock() if isinstance(c, PagedLayerCache) else c for c in fresh])
+    if why is None:
+        return DecodeBatch(model)
+    warn_once(f"rows of a batch are computed one by one in models of type {name_of(model)}: {why}")
+    return RowByRowBatch(model)
 
 
 def check_given(model: Any, given: list[Any], fresh: Sequence[Any]) -> list[Any]:

@@ -277,19 +277,24 @@ def test_unusable_caches_are_named_and_nothing_is_inserted() -> None:
     assert gen.insert([[1, 2]], [2], caches=[good]) == [0]
 
 
-def test_a_layer_that_cannot_be_batched_is_named_when_the_generator_is_made() -> None:
+def test_caches_that_have_no_form_for_batches_are_computed_one_by_one() -> None:
     class Odd(type(model_of("llama"))):
         def make_cache(self) -> list[Any]:
-            return [ArraysCache(1), ConcatenateKVCache(), KVCache()]
+            return [KVCache(), ConcatenateKVCache(), KVCache()]
 
-    model = model_of("llama")
-    odd = Odd(model.args)
+    specs = [Spec(20, 6), Spec(5, 9, 1)]
+    make_solos("llama", specs)
+    odd = Odd(model_of("llama").args)
+    odd.update(model_of("llama").parameters())
     mlx_paged.apply_patches()
-    with (
-        pytest.warns(mlx_paged.FallThroughWarning),
-        pytest.raises(PromptCacheError, match=r"layer 1 \(model.layers.1\) keeps a ConcatenateKVCache"),
-    ):
-        generator(odd)
+    with pytest.warns(mlx_paged.FallThroughWarning, match="one by one"):
+        gen = generator(odd)
+    outcomes: dict[int, Outcome] = {}
+    uids = insert(gen, specs, outcomes)
+    run_all(gen, outcomes)
+    for uid, spec in zip(uids, specs, strict=True):
+        check("llama", spec, outcomes[uid])
+    gen.close()
 
 
 def test_bad_arguments_raise_as_in_mlx_lm() -> None:
@@ -434,18 +439,18 @@ def test_the_patch_replaces_the_class_where_it_was_imported_and_goes_again() -> 
     assert mlx_lm_generate.BatchGenerator is original is mlx_lm.server.BatchGenerator
 
 
-def test_models_without_paged_layers_run_as_upstream() -> None:
-    model, spec = model_of("llama"), Spec(20, 6)
-    make_solos("llama", [spec])
+def test_max_kv_size_is_the_same_in_a_batch() -> None:
+    """mlx-lm's own batches forget the tokens to keep (`keep`): rows are computed one by one."""
+    model, lengths = model_of("qwen3"), (5, 40, 61)
+    expected = [greedy(model, prompt_of(n, seed=n), 20, max_kv_size=32)[0] for n in lengths]
     mlx_paged.apply_patches()
     with pytest.warns(mlx_paged.FallThroughWarning, match="max_kv_size"):
-        gen = generator(model, max_kv_size=64)
-    assert gen._engine is None
+        gen = generator(model, max_kv_size=32, max_tokens=20)
     outcomes: dict[int, Outcome] = {}
-    uids = insert(gen, [spec, spec], outcomes)
+    uids = gen.insert([prompt_of(n, seed=n).tolist() for n in lengths])
+    outcomes.update({uid: Outcome() for uid in uids})
     run_all(gen, outcomes)
-    for uid in uids:
-        check("llama", spec, outcomes[uid])
+    assert [outcomes[uid].tokens for uid in uids] == expected
     gen.close()
 
 

@@ -1,0 +1,244 @@
+"""What runs paged: builds a tiny random model of every module of mlx-lm, generates with it on stock mlx-lm and under
+apply_patches(), alone and in a batch, compares, and writes docs/models.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from mlx_lm.generate import generate_step  # noqa: E402
+
+import mlx_paged  # noqa: E402
+from mlx_paged import PagedConfig, PagedKVCache  # noqa: E402
+from mlx_paged.patches import warn  # noqa: E402
+from scripts import model_configs  # noqa: E402
+
+PAGE = ROOT / "docs" / "models.md"
+BLOCK_SIZE, CHUNK = 8, 16
+PROMPTS = (5, 30, 45)  # within a window, across windows and chunks of either kind
+LIMIT = 1e-5
+
+
+class Row(NamedTuple):
+    """A line of the table.
+
+    Attributes:
+        module: of mlx_lm.models.
+        status: paged, partly (some layers), stock, or not built.
+        groups: of paged layers.
+        attention: how paged layers attend: over blocks by an adapter or the seam, or over gathered arrays.
+        batch: together, or one by one.
+        single, batched: RMS of the log-probabilities against stock's single run; None if tokens differ.
+        sharing: whether requests share prefixes.
+        reasons: what is not paged and why.
+    """
+
+    module: str
+    status: str
+    groups: str = ""
+    attention: str = ""
+    batch: str = ""
+    single: float | None = None
+    batched: float | None = None
+    sharing: bool = False
+    reasons: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        return self.status == "not built" or all(x is not None and x <= LIMIT for x in (self.single, self.batched))
+
+
+Run = tuple[list[int], np.ndarray]
+
+
+def prompt_of(length: int) -> list[int]:
+    return np.random.default_rng(length).integers(0, model_configs.VOCAB, length).tolist()
+
+
+def alone(model: Any, length: int, num_tokens: int) -> Run:
+    tokens, logprobs = [], []
+    prompt = mx.array(prompt_of(length), mx.uint32)
+    for token, logprob in generate_step(prompt, model, max_tokens=num_tokens, prefill_step_size=CHUNK):
+        tokens.append(int(token))
+        logprobs.append(np.array(logprob))
+    return tokens, np.stack(logprobs)
+
+
+def batched(model: Any, num_tokens: int) -> tuple[list[Run], Any]:
+    """All prompts in one batch; and the generator."""
+
+    module = sys.modules["mlx_lm.generate"]
+    generator = module.BatchGenerator(model, max_tokens=num_tokens, prefill_step_size=CHUNK)
+    uids = generator.insert([prompt_of(length) for length in PROMPTS])
+    found: dict[int, tuple[list[int], list[np.ndarray]]] = {uid: ([], []) for uid in uids}
+    while responses := generator.next_generated():
+        for response in responses:
+            found[response.uid][0].append(response.token)
+            found[response.uid][1].append(np.array(response.logprobs))
+    generator.close()
+    return [(tokens, np.stack(logprobs)) for tokens, logprobs in found.values()], generator
+
+
+def difference(runs: list[Run], expected: list[Run]) -> float | None:
+    """Largest RMS of a run's log-probabilities; None if tokens differ."""
+    if any(run[0] != other[0] for run, other in zip(runs, expected, strict=True)):
+        return None
+    return max(
+        float(np.sqrt(np.mean((run[1].astype(np.float64) - other[1]) ** 2)))
+        for run, other in zip(runs, expected, strict=True)
+    )
+
+
+def examine(name: str, num_tokens: int = 64) -> Row:
+    """Build a module's model, run it both ways and compare. Leaves mlx-lm unpatched."""
+    try:
+        model = model_configs.build(name)
+        expected = [alone(model, length, num_tokens) for length in PROMPTS]
+    except (Exception, SystemExit) as error:
+        return Row(name, "not built", reasons=reason_of(error))
+    warn.forget_warnings()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mlx_paged.apply_patches(PagedConfig(block_size=BLOCK_SIZE, kv_cache_memory=1 << 28))
+        try:
+            single = difference([alone(model, length, num_tokens) for length in PROMPTS], expected)
+            runs, generator = batched(model, num_tokens)
+            return row_of(name, model, single, difference(runs, expected), generator, caught)
+        finally:
+            mlx_paged.remove_patches()
+
+
+def reason_of(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return "it asks for a package that is not installed"
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def row_of(
+    name: str, model: Any, single: float | None, together: float | None, generator: Any, caught: list[Any]
+) -> Row:
+    from mlx_lm.models.cache import make_prompt_cache
+
+    caches = make_prompt_cache(model)
+    pool = mlx_paged.pool_of(model)
+    paged = [cache for cache in caches if isinstance(cache, PagedKVCache)]
+    status = "stock" if not paged else "paged" if len(paged) == len(caches) else "partly"
+    groups = []
+    for group in pool.groups if pool is not None else ():
+        heads, k_dim, v_dim, _ = group.geometry
+        dim = str(k_dim) if k_dim == v_dim else f"{k_dim}/{v_dim}"
+        groups.append(f"{len(group.spec.layers)} {group.spec.name.split(',')[0]} ({heads} x {dim})")
+    reasons = []
+    for warning in caught:
+        if issubclass(warning.category, mlx_paged.FallThroughWarning):
+            reasons.append(str(warning.message).removeprefix("mlx_paged: ").split(": ", 1)[-1].split(";")[0])
+    engine = generator._engine
+    batch = "mlx-lm's" if engine is None else engine.batch.kind
+    return Row(
+        name, status, ", ".join(groups), attention_of(model), batch, single, together,
+        engine is not None and engine.all_paged, "; ".join(dict.fromkeys(reasons)),
+    )  # fmt: skip
+
+
+def attention_of(model: Any) -> str:
+    from mlx_paged.patches.plan import plan_of
+
+    plan = plan_of(model)
+    if plan is None or not plan.groups:
+        return ""
+    if plan.adapted:
+        return "blocks (adapter)"
+    seam = [heads is not None for _, heads in plan.geometries]
+    return "blocks" if all(seam) else "blocks, some gathered" if any(seam) else "gathered"
+
+
+HEADER = """# Models
+
+Every model module of mlx-lm 0.32 (`mlx_lm.models`): {paged} paged, {partly} partly paged, {stock} on mlx-lm's own
+caches, {not_built} that could not be built here. Written by `scripts/model_matrix.py`, which builds the smallest
+configuration of each (`scripts/model_configs.py`) with random f32 weights and compares {tokens} greedy tokens after
+prompts of {prompts} tokens with stock mlx-lm's, each prompt alone: windows and chunks of {window} tokens, prefill in
+steps of {chunk}, blocks of {block}. `make test-models` repeats it.
+
+- **Paged**: all layers, some (the others hold states that are not keys and values), or none.
+- **Groups**: paged layers by window and geometry (KV heads x head size; keys/values where they differ).
+- **Attention**: over the blocks, which is the kernel on a GPU if it has the head size and MLX's attention elsewhere; or
+  over arrays gathered from them, where the model computes with keys and values itself.
+- **Batch**: rows decode in one call, or one by one in models that cannot take rows of different lengths.
+- **Alone**, **batched**: RMS of the log-probabilities against stock's run, on a CPU. The tokens are equal.
+- **Prefixes**: whether requests share the blocks of common prefixes.
+
+| Module | Paged | Groups | Attention | Batch | Alone | Batched | Prefixes | What is not paged, and why |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def page_of(rows: list[Row], num_tokens: int = 64) -> str:
+    """The Markdown page."""
+    counts = {kind: sum(row.status == kind for row in rows) for kind in ("paged", "partly", "stock", "not built")}
+    counts["not_built"] = counts.pop("not built")
+    header = HEADER.format(
+        **counts, tokens=num_tokens, prompts=", ".join(map(str, PROMPTS)), window=model_configs.WINDOW,
+        chunk=CHUNK, block=BLOCK_SIZE,
+    )  # fmt: skip
+    return header + "".join(line_of(row) + "\n" for row in rows)
+
+
+def line_of(row: Row) -> str:
+    sharing = "" if row.status == "not built" else "yes" if row.sharing else "no"
+    cells = [row.module, row.status, row.groups, row.attention, row.batch, figure(row, row.single)]
+    cells += [figure(row, row.batched), sharing, row.reasons]
+    return "| " + " | ".join(cell.replace("|", "\\|") or " " for cell in cells) + " |"
+
+
+def figure(row: Row, value: float | None) -> str:
+    if row.status == "not built":
+        return ""
+    return "tokens differ" if value is None else "0" if value == 0 else f"{value:.0e}"
+
+
+def examine_apart(name: str, num_tokens: int) -> Row:
+    """:func:`examine` in a process of its own: a crash in a module ends that process only."""
+    command = [sys.executable, __file__, "--json", "--tokens", str(num_tokens), name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    for line in reversed(done.stdout.splitlines()):
+        if line.startswith("{"):
+            return Row(**json.loads(line))
+    return Row(name, "stock", reasons=f"exit status {done.returncode}: {(done.stderr.splitlines() or [''])[-1]}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("modules", nargs="*", help="names of mlx_lm.models (default: all, and write the page)")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate after each prompt")
+    parser.add_argument("--json", action="store_true", help="one JSON object per module, in this process")
+    parser.add_argument("--check", action="store_true", help="do not write the page; fail if it would change")
+    options = parser.parse_args(arguments)
+    if options.json:
+        for name in options.modules:
+            print(json.dumps(examine(name, options.tokens)._asdict()), flush=True)
+        return 0
+    rows = []
+    for name in options.modules or model_configs.modules():
+        rows.append(examine_apart(name, options.tokens))
+        row = rows[-1]
+        print(line_of(row), flush=True)
+    if not options.modules and not options.check:
+        PAGE.write_text(page_of(rows))
+    return 0 if all(row.agrees for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
