@@ -200,6 +200,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
                 self._load_model(args.model)
             if not self._is_batchable(args) or any(upstream._image_parts(request.messages)):
                 if not busy:
+                    queue.is_alone = True
                     self._serve_single((queue, request, args), self._stream)
                 return not busy
             if self._batch is None:

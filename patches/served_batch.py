@@ -20,12 +20,14 @@ class AnswerQueue(Queue[Any]):
     Attributes:
         cancelled: the client has gone; set by its thread.
         ctx: the request's GenerationContext once it has one.
+        is_alone: the request is served alone: putting its progress raises once the client has gone, which ends it.
         counts_prompt: whether somebody else counts the prompt tokens computed for it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.cancelled = False
+        self.is_alone = False
         self.counts_prompt = True
         self.ctx: Any = None
 
@@ -36,8 +38,8 @@ class AnswerQueue(Queue[Any]):
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         if isinstance(item, upstream.GenerationContext):
             self.ctx = item
-        elif self.cancelled and isinstance(item, tuple):
-            raise InterruptedError("the client has gone")  # ends the prefill of a request served alone
+        elif self.is_alone and self.cancelled and isinstance(item, tuple):
+            raise InterruptedError("the client has gone")
         super().put(item, block, timeout)
 
 
@@ -187,6 +189,7 @@ class ServedBatch:
             detokenizer.finalize()
         logprobs = response.logprobs
         top = upstream._format_top_logprobs(logprobs, served.top_logprobs, self.tokenizer)
+        top = tuple(sorted(top, key=lambda each: -each["logprob"]))
         answer = upstream.Response(
             detokenizer.last_segment, response.token, logprobs[response.token].item(), response.finish_reason, top
         )

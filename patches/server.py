@@ -200,6 +200,9 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
             return "cancelled"
         return "failed" if error.status >= 500 else "refused"
 
+    def log_message(self, format: str, *args: Any) -> None:
+        logging.info("%s %s", self.address_string(), format % args)
+
     def end_headers(self) -> None:
         super().end_headers()
         self.has_answered = True
@@ -219,8 +222,9 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
         if key is None:
             return
         scheme, _, given = self.headers.get("Authorization", "").partition(" ")
-        # Compared as bytes: compare_digest takes no other text than ASCII.
-        if not hmac.compare_digest(given.strip().encode(), key.encode()) or scheme.lower() != "bearer":
+        # As bytes: headers are read as Latin-1, whatever they are, and compare_digest takes no other text than ASCII.
+        same = hmac.compare_digest(given.strip().encode("latin-1", "replace"), key.encode())
+        if not same or scheme.lower() != "bearer":
             raise RequestRefused(401, "this server needs an API key: Authorization: Bearer KEY", kind="unauthorized")
 
     # POST -----------------------------------------------------------------------------------------------------
@@ -256,6 +260,21 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
         if len(raw) < int(length):
             raise ConnectionAbortedError("the client closed the connection before its request was complete")
         return raw
+
+    def generate_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """mlx-lm's, with log-probabilities of the tokens that were said; mlx-lm gives any of the likeliest."""
+        response: dict[str, Any] = super().generate_response(*args, **kwargs)
+        tokens, logprobs = kwargs.get("tokens"), kwargs.get("token_logprobs")
+        if tokens and logprobs:
+            tops = kwargs.get("top_tokens") or [()] * len(tokens)
+            names = self.generator.model_provider.tokenizer.convert_ids_to_tokens(tokens)
+            response["choices"][0]["logprobs"] = {
+                "content": [
+                    {"id": token, "token": name, "logprob": logprob, "top_logprobs": list(top)}
+                    for token, name, logprob, top in zip(tokens, names, logprobs, tops, strict=True)
+                ]
+            }
+        return response
 
     # GET ------------------------------------------------------------------------------------------------------
 

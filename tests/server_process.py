@@ -1,0 +1,120 @@
+"""A server process on a free port of the loopback interface, for tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+START_SECONDS = 120
+
+
+class Answer(NamedTuple):
+    status: int
+    body: bytes
+    headers: dict[str, str]
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class ServerProcess:
+    """``python -m mlx_paged server`` as users start it. ``log`` is what it printed."""
+
+    def __init__(self, model: Path, folder: Path, *flags: str, command: str = "mlx_paged", **env: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.log_file = folder / f"server-{self.port}.log"
+        with self.log_file.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", command, "server", "--model", str(model), "--port", str(self.port), *flags],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "HF_HUB_OFFLINE": "1", **env},
+            )
+        self.wait_until(lambda: self.is_up, START_SECONDS)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    @property
+    def is_up(self) -> bool:
+        assert self.process.poll() is None, self.log
+        try:
+            return self.get("/health").status == 200
+        except OSError:
+            return False
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 20) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"waited {seconds} s in vain\n{self.log[-3000:]}"
+            time.sleep(0.05)
+
+    def request(self, method: str, path: str, body: bytes | None, headers: dict[str, str], timeout: float) -> Answer:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        try:
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            return Answer(answer.status, answer.read(), {k.lower(): v for k, v in answer.getheaders()})
+        finally:
+            connection.close()
+
+    def get(self, path: str, timeout: float = 30, **headers: str) -> Answer:
+        return self.request("GET", path, None, headers, timeout)
+
+    def post(self, path: str, body: Any, timeout: float = 60, **headers: str) -> Answer:
+        """POST an object as JSON, or bytes as they are."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.request("POST", path, raw, headers, timeout)
+
+    def chat(self, messages: list[dict[str, Any]], **options: Any) -> Any:
+        answer = self.post("/v1/chat/completions", {"messages": messages, **options})
+        assert answer.status == 200, answer.body
+        return answer.json
+
+    def send_and_leave_open(self, path: str, body: Any) -> socket.socket:
+        """Send a request and return the connection, to be closed by the caller."""
+        raw = json.dumps(body).encode()
+        client = socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        client.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        return client
+
+    def stats(self) -> Any:
+        return self.get("/v1/cache/stats?blocks=1").json
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs or waits, and every live block is the prefix cache's."""
+        stats = self.stats()
+        pool = stats["pool"]
+        return not any(stats["running"].values()) and pool["live_blocks"] == pool["cached_blocks"]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> int:
+        """End it in order. Returns its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
