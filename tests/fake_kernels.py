@@ -19,20 +19,33 @@ from mlx_paged.kv.storage import Geometry, QueryHeads
 
 
 class FakeKernels:
-    """Attributes: calls, by kernel; max_q_len of the decode calls."""
+    """Attributes: calls, by kernel; max_q_len of the decode calls; rewound, how often calls were forgotten again."""
 
     def __init__(self) -> None:
         self.calls = {"write_slots": 0, "paged_decode": 0, "gather_blocks": 0, "copy_blocks": 0, "append": 0}
         self.max_q_len = 0
-        self._latest: dict[int, tuple[mx.array, mx.array]] = {}
+        self.rewound = 0
+        # Of each pool: its tensor, and the fences given out so far with the kernel that gave each.
+        self._chains: dict[int, tuple[mx.array, list[tuple[str, mx.array]]]] = {}
 
     def _pass(self, kernel: str, k_pool: mx.array, fence: mx.array) -> mx.array:
         """The next fence; fails if this is not the latest one of the pool's chain."""
         self.calls[kernel] += 1
-        known = self._latest.get(id(k_pool))
-        assert known is None or known[0] is not k_pool or known[1] is fence, f"{kernel} was given an old fence"
+        known = self._chains.get(id(k_pool))
+        if known is None or known[0] is not k_pool:
+            known = self._chains[id(k_pool)] = (k_pool, [])
+        chain = known[1]
+        if chain and chain[-1][1] is not fence:
+            # The gather that update_and_fetch returned was not used, nor the write before it: both are forgotten.
+            forgotten = next((i for i in range(1, 3) if len(chain) > i and chain[-1 - i][1] is fence), None)
+            assert forgotten is not None, f"{kernel} was given an old fence"
+            names = [name for name, _ in chain[-forgotten:]]
+            assert names in (["gather_blocks"], ["write_slots", "gather_blocks"]), f"{names} were forgotten"
+            del chain[-forgotten:]
+            self.rewound += 1
         fresh = fence + 1
-        self._latest[id(k_pool)] = (k_pool, fresh)
+        chain.append((kernel, fresh))
+        del chain[:-4]
         return fresh
 
     def prepare_write(self, k_pool: mx.array, v_pool: mx.array, slots: mx.array) -> Any:
