@@ -174,6 +174,12 @@ class BlockStore:
         """Drop one reference of each block, soon; for finalizers, which may run anywhere in this very class."""
         self._abandoned.append((group, block_ids))
 
+    def collect(self) -> None:
+        """Release what tables held that their owners have dropped; for whoever is going to count free blocks."""
+        if self._abandoned:
+            with self._lock:
+                self._collect_abandoned()
+
     def _collect_abandoned(self) -> None:
         while self._abandoned:
             group, block_ids = self._abandoned.popleft()

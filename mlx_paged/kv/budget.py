@@ -34,6 +34,7 @@ class PoolBudget:
     def fits(self, growth: Growth) -> bool:
         """Whether all these appends fit together as things stand."""
         listed = list(growth)
+        self.pool.collect()
         growable = self.pool.memory_budget - sum(group.bytes_reserved for group in self.pool.groups)
         if all(num_tokens == 1 for _, num_tokens in listed):
             # A token takes a block at most: this bound is enough as long as there is plenty.

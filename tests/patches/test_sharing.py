@@ -14,7 +14,7 @@ from mlx_paged.kv.radix import RadixTree
 from mlx_paged.patches.generate import PagedBatchGenerator
 from mlx_paged.patches.sharing import common_length
 from mlx_paged.prefix import SharedPrefixes
-from tests.batch_runs import mlx_lm_generate, model_of
+from tests.batch_runs import kv_budget, mlx_lm_generate, model_of
 from tests.builders import KINDS, greedy, prompt_of
 
 BLOCK = 8
@@ -119,3 +119,16 @@ def test_common_length() -> None:
     assert common_length([1, 2, 3], [1, 2, 4]) == 2
     assert common_length([1, 2], [1, 2, 4]) == 2
     assert common_length([2], [1]) == 0
+
+
+def test_blocks_of_a_dropped_response_count_as_free() -> None:
+    """A finished request's blocks go back when its last response is dropped, and the next one may need them."""
+    model = model_of("llama")
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK, kv_cache_memory=kv_budget(model, 40, BLOCK)))
+    pool = mlx_lm_generate.make_prompt_cache(model)[0].pool
+    gen = PagedBatchGenerator(model, prefixes=SharedPrefixes(RadixTree(pool)))
+    for number in range(3):
+        gen.insert([[number, *prompt_of(200, seed=number).tolist()]], [20])
+        while any(gen.next()):
+            pass
+    assert pool.stats().evictions > 0
