@@ -177,7 +177,7 @@ _CHECKS: Mapping[str, _Check] = {
     "top_k": _whole(0, MAX_CONTEXT),
     "min_p": _number(0, 1),
     "xtc_probability": _number(0, 1),
-    "xtc_threshold": _number(0, 1),
+    "xtc_threshold": _number(0, 0.5),
     "repetition_penalty": _number(0, MAX_PENALTY),
     "presence_penalty": _number(-MAX_PENALTY, MAX_PENALTY),
     "frequency_penalty": _number(-MAX_PENALTY, MAX_PENALTY),

@@ -284,6 +284,11 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         if any(not 0 <= token < vocab for token in args.logits.logit_bias or ()):
             raise invalid(f"logit_bias: token ids go from 0 to {vocab - 1}", "logit_bias")
         args.sampling.top_k = min(args.sampling.top_k, vocab - 1)
+        try:  # what follows would end the request with an error of the server's
+            upstream._make_sampler(args, tokenizer)
+            upstream._make_logits_processors(args)
+        except Exception as error:
+            raise invalid(f"these sampling parameters cannot be used: {error}") from error
         pool = pool_of(model)
         if pool is not None:
             args.max_tokens = _most_tokens(

@@ -21,7 +21,7 @@ from mlx_lm import server as upstream
 from .. import cache_page, metrics
 from ..identity import weights_identity
 from ..kv.spill import SpillStore
-from ..request_body import MAX_BODY_BYTES, RequestRefused, parse_body
+from ..request_body import MAX_BODY_BYTES, RequestRefused, invalid, parse_body
 from ..server_config import ServerConfig
 from .prefix_cache import PagedPromptCache
 from .registry import fingerprint
@@ -149,6 +149,7 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
     path: str
     rfile: Any
     headers: Any
+    body: Any
 
     def __init__(self, response_generator: PagedResponseGenerator, *args: Any, **kwargs: Any) -> None:
         self.generator = response_generator
@@ -244,6 +245,21 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
             super().do_POST()
         finally:
             self.rfile = stream
+
+    def handle_chat_completions(self) -> Any:
+        if self.generator.model_provider.processor is None and any(upstream._image_parts(self.body["messages"])):
+            # Before mlx-lm fetches them from wherever they are said to be.
+            raise Aborted(invalid("this model takes text only", "messages"))
+        return self._checked(super().handle_chat_completions)
+
+    def handle_text_completions(self) -> Any:
+        return self._checked(super().handle_text_completions)
+
+    def _checked(self, make: Callable[[], Any]) -> Any:
+        try:
+            return make()
+        except Exception as error:
+            raise Aborted(invalid(f"{type(error).__name__}: {error}")) from error
 
     def _read_body(self) -> bytes:
         length = self.headers.get("Content-Length")

@@ -1,0 +1,196 @@
+"""Bad input: whatever the body, the answer is below 500, comes soon, and the server lives on."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from mlx_paged import request_body
+from mlx_paged.request_body import RequestRefused, parse_body
+from tests.server_process import ServerProcess
+from tests.tiny_model import make_tiny_model
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 2}
+NAMES = [*request_body._CHECKS, "messages", "prompt"]
+
+
+# The parser alone -------------------------------------------------------------------------------------------------
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-3, 30)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.floats(0, 1)
+    | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+messages = st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "role": st.sampled_from(["user", "system", "assistant", "tool"]) | json_values,
+            "content": st.text(max_size=30) | json_values | st.lists(json_values, max_size=2),
+            "tool_calls": json_values,
+            "type": json_values,
+        },
+    ),
+    max_size=3,
+)
+bodies = st.dictionaries(st.sampled_from(NAMES), json_values, max_size=4).flatmap(
+    lambda body: (messages | json_values).map(lambda m: {**HI, **body, "messages": m}) | st.just({**HI, **body})
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(bodies | json_values)
+def test_a_body_passes_or_is_refused(body: Any) -> None:
+    try:
+        parsed = parse_body(json.dumps(body).encode(), CHAT)
+    except RequestRefused as refusal:
+        assert refusal.status == 400 and refusal.body()["error"]["message"]
+    else:
+        assert None not in parsed.values() and parsed["messages"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=50))
+def test_bytes_pass_or_are_refused(raw: bytes) -> None:
+    with pytest.raises(RequestRefused) as caught:
+        parse_body(raw, COMPLETIONS)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_types_are_refused_by_name(name: str) -> None:
+    wrong: Any = [1] if name in ("messages", "tools", "stop") else "x" if name != "prompt" else 1
+    if name in ("model", "draft_model", "adapters"):
+        wrong = {}
+    path = COMPLETIONS if name == "prompt" else CHAT
+    with pytest.raises(RequestRefused) as caught:
+        parse_body(json.dumps({**HI, "prompt": "x", name: wrong}).encode(), path)
+    assert caught.value.param == name and name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"messages": [], "temperature": NaN}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}",
+        b"[" * 100000,
+        b"\xff\xfe",
+    ],
+)
+def test_what_is_not_json_is_refused(raw: bytes) -> None:
+    with pytest.raises(RequestRefused) as caught:
+        parse_body(raw, COMPLETIONS)
+    assert caught.value.status == 400
+
+
+def test_null_is_as_not_given_and_seeds_are_made_fit() -> None:
+    body = parse_body(json.dumps({"prompt": "x", "seed": -1, "temperature": None, "other": 3}).encode(), COMPLETIONS)
+    assert body == {"prompt": "x", "seed": 2**64 - 1, "other": 3}
+
+
+# The server -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    model = make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder)
+    process = ServerProcess(model, tmp_path_factory.mktemp("server"), "--max-tokens", "3", "--kv-cache-memory", "8MB")
+    yield process
+    assert process.stop() == 0, process.log[-3000:]
+    assert "Traceback" not in process.log, process.log[process.log.index("Traceback") - 500 :][:5000]
+
+
+def check(server: ServerProcess, path: str, body: Any) -> None:
+    begin = time.monotonic()
+    answer = server.post(path, body, timeout=30)
+    assert 200 <= answer.status < 500, (answer.status, answer.body, body)
+    assert time.monotonic() - begin < 20
+    if answer.status >= 400:
+        assert answer.json["error"]["message"]
+
+
+@pytest.mark.demo_model
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(bodies)
+@example({**HI, "logit_bias": {"999999999": 1}})
+@example({**HI, "logit_bias": {"49151": -10000, "0": 10000}})
+@example({**HI, "top_k": 100000, "temperature": 1})
+@example({**HI, "temperature": 1, "min_p": 1, "top_p": 0, "top_k": 1})
+@example({**HI, "temperature": 1, "xtc_probability": 1, "xtc_threshold": 1})
+@example({**HI, "repetition_penalty": 1e4, "repetition_context_size": 0})
+@example({**HI, "stop": ["\U0001f600" * 100], "stream": True})
+@example({**HI, "stream": True, "stream_options": {}})
+@example({**HI, "model": "/nowhere"})
+@example({**HI, "model": "a/b"})
+@example({**HI, "model": "../../etc"})
+@example({**HI, "adapters": "/nowhere"})
+@example({**HI, "tools": [{}]})
+@example({**HI, "tools": [{"type": "function", "function": 3}]})
+@example({**HI, "chat_template_kwargs": {"tokenize": False, "messages": 3, "add_generation_prompt": 1}})
+@example({**HI, "role_mapping": {"user": 3}})
+@example({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}]})
+@example({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": 3}]}]})
+@example({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "http://127.0.0.1:1/x"}]}]})
+@example({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]})
+@example({"messages": [{"role": "assistant", "tool_calls": [{"function": "x"}]}]})
+@example({"messages": [{"role": "nobody", "content": None}]})
+@example({"messages": [{"role": "user", "content": "<|im_end|>" * 50}], "seed": 1})
+def test_no_body_is_too_bad_for_the_server(server: ServerProcess, body: dict[str, Any]) -> None:
+    check(server, CHAT, body)
+
+
+@pytest.mark.demo_model
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.sampled_from(NAMES), json_values, max_size=3), st.text(max_size=30))
+@example({}, "\x00")
+@example({"seed": -(1 << 63)}, "x")
+def test_nor_is_any_prompt(server: ServerProcess, body: dict[str, Any], prompt: str) -> None:
+    check(server, COMPLETIONS, {"prompt": prompt, "max_tokens": 2, **body})
+
+
+@pytest.mark.demo_model
+def test_broken_requests_do_not_hang_the_server(server: ServerProcess) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    openings = [
+        b"",
+        b"\r\n\r\n",
+        b"GET",
+        b"\x16\x03\x01\x02\x00",
+        head,
+        head + b"Content-Length: 100\r\n\r\n{",
+        b"A" * 70000,
+    ]
+    connections = []
+    for opening in openings:
+        connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+        connection.sendall(opening)
+        connections.append(connection)
+    assert server.post(CHAT, HI, timeout=10).status == 200  # while they are all open
+    for connection in connections:
+        connection.close()
+    for path, status in (("/v1/completionsx", 404), ("/v1/completions?x=1", 200), ("/", 404)):
+        assert server.post(path, {"prompt": "x", "max_tokens": 1}).status == status
+    assert server.get("/nothing").status == 404
+    assert server.request("PUT", CHAT, b"{}", {}, 10).status == 501  # of Python's server: there is no such method
+    assert server.request("POST", CHAT, None, {"Transfer-Encoding": "chunked"}, 10).status in (400, 411)
+    server.wait_until(lambda: server.is_idle)
