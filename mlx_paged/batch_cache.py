@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .attention import dispatch
+from .attention import dispatch, gather
 from .batch_tables import BatchTables, OncePerBatch
 from .cache import PagedKVCache
 from .columns import Columns
@@ -84,20 +84,22 @@ class PagedBatchKVCache:
             keys: ``[B, n_kv_heads, n_new, head_dim]``, rotated.
             values: ``[B, n_kv_heads, n_new, v_head_dim]``.
             scale: factor on the scores.
-            mask: what :meth:`make_mask` gave; each row is masked by its own length.
+            mask: what :meth:`make_mask` gave: each row is masked by its own length. With another array mask, over what
+                :meth:`update_and_fetch` returns, the blocks are gathered.
             softcap, sinks: as for :func:`.attention.dispatch.paged_attention`.
 
         Returns:
             ``[B, n_q_heads, n_new, v_head_dim]``; zeros at padding.
 
         Raises:
-            GeometryError: shapes differ from the batch, or the mask is one of the caller's own.
+            GeometryError: shapes differ from the batch.
             PoolExhaustedError: the first row's for which there is no block; no layer has written anything then.
         """
         if queries.shape[0] != len(self.batch):
             raise GeometryError(f"queries {queries.shape} for {len(self.batch)} sequence(s)")
         if isinstance(mask, mx.array) and self.batch.window_of(mask) is None:
-            raise GeometryError("rows of a batch are masked by their own lengths: an array mask cannot be used")
+            keys, values = self.update_and_fetch(keys, values)
+            return gather.attention(queries, keys, values, scale=scale, mask=mask, softcap=softcap, sinks=sinks)
         if queries.shape[2] > 1 or self._unpadded is not None:
             return self._attend_rows(queries, keys, values, scale=scale, softcap=softcap, sinks=sinks)
         heads = QueryHeads(queries.shape[1], softcap is not None, sinks is not None)
@@ -207,17 +209,10 @@ class PagedBatchKVCache:
 
         Returns:
             For rows read by :meth:`attend`: None for one new token per row, else "causal": each row is masked by its
-            own length and window. For rows read by :meth:`update_and_fetch`, and on request: a boolean array
-            ``[B, 1, N, longest]`` over what that returns.
-
-        Raises:
-            GeometryError: another window than the layer's is asked for, without an array.
+            own length and window. For rows read by :meth:`update_and_fetch`, on request, and for a window other than
+            the layer's: a boolean array ``[B, 1, N, longest]`` over what that returns.
         """
-        if not (return_array or self.row_type.masks_rows):
-            if window_size not in (None, self.window):
-                raise GeometryError(
-                    f"layer {self.layer} has window {self.window}, a mask for {window_size} was asked for"
-                )
+        if not (return_array or self.row_type.masks_rows) and window_size in (None, self.window):
             return None if N == 1 else "causal"
         window = self.window if window_size is None else min(window_size, self.window or window_size)
         mask = self._columns(N).mask(window)

@@ -13,7 +13,7 @@ from ..cache import PagedKVCache
 from ..errors import PromptCacheError
 from ..kv.storage import QueryHeads
 from .cache import PagedLayerCache, adopt_prompt_cache
-from .decode_batch import DecodeBatch, leaves
+from .decode_batch import DecodeBatch
 from .plan import name_of, why_one_by_one
 from .row import sequence_of
 from .row_by_row import RowByRowBatch
@@ -42,7 +42,7 @@ def probe_geometry(model: Any, fresh: Sequence[Any]) -> None:
 def is_batched_here(fresh: Sequence[Any]) -> bool:
     """Whether the batch runs in this package's engine: always but for plain caches alone, which stay with mlx-lm. Its
     padded prefill corrupts states in models that do not mask it, and its batches forget which tokens are kept."""
-    return not all(type(cache) is KVCache for cache in leaves(fresh))
+    return not all(type(cache) is KVCache for cache in fresh)
 
 
 def decode_batch(model: Any, fresh: Sequence[Any]) -> DecodeBatch:

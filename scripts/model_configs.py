@@ -88,6 +88,11 @@ _KIMI_LINEAR = {
     "short_conv_kernel_size": 4,
 }
 
+# Tokens that prompts are cut at (prefill_step_size). In plamo3 the result depends on it: its mask lets a query see one
+# token more than its cache keeps, as long as that token is in the same chunk.
+CHUNK = 16
+CHUNKS = {"plamo3": 128}
+
 # By module, what COMMON does not say or says wrongly.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "afm7": {"num_kv_reuse_layers": 1},
@@ -273,6 +278,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "ffn_multipliers": [1.0, 1.0, 1.0],
     },
     "phi3small": {
+        "vocab_size": 100352,  # it writes to logits from 100,256 on
         "dense_attention_every_n_layers": 2,
         "blocksparse_block_size": 32,
         "blocksparse_num_local_blocks": 1,
