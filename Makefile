@@ -48,12 +48,13 @@ define install
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check-gpu lint bench clean
+.PHONY: help demo test test-slow test-models check-gpu lint bench clean
 
 help:
 	@echo "make demo       generate text with the demo model through the paged cache"
 	@echo "make test       run the tests except the exhaustive ones"
 	@echo "make test-slow  run the exhaustive ones"
+	@echo "make test-models  every model module of mlx-lm against docs/models.md"
 	@echo "make check-gpu  on a machine with a GPU: doctor, its tests, kernels and a model against references"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      run a benchmark: BENCH=$(BENCH)"
@@ -102,6 +103,9 @@ check-gpu: $(DEV_STAMP)
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS) tests
 	$(PY) scripts/validate_kernel.py
 	$(PY) scripts/validate_model.py --random llama-1b --contexts 512,8192,32768
+
+test-models: $(DEV_STAMP)
+	$(PY) -m pytest -n $(PYTEST_JOBS) -m models $(PYTEST_ARGS) tests/patches/test_models.py
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

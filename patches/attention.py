@@ -14,12 +14,16 @@ from .cache import PagedLayerCache
 AttentionCall = Callable[..., mx.array]
 
 
-def paged_call(project: Callable[[Any, mx.array], tuple[mx.array, mx.array, mx.array]]) -> Callable[..., AttentionCall]:
+def paged_call(
+    project: Callable[[Any, mx.array], tuple[mx.array, mx.array, mx.array]],
+    softcap: Callable[[Any], float | None] = lambda module: None,
+) -> Callable[..., AttentionCall]:
     """Makes the adapter of an attention module whose projections are ``project``.
 
     Args:
         project: from the module and x ``[B, L, hidden]`` to queries ``[B, n_q_heads, L, head_dim]``, keys and values
             ``[B, n_kv_heads, L, head_dim]``, before rotation.
+        softcap: from the module to its cap on the scores.
 
     Returns:
         A function from upstream's ``__call__`` to its replacement, which takes the paged path for a paged cache and
@@ -34,7 +38,7 @@ def paged_call(project: Callable[[Any, mx.array], tuple[mx.array, mx.array, mx.a
             offset = cache.offset  # of a batch: an array, one offset per row
             queries = self.rope(queries, offset=offset)
             keys = self.rope(keys, offset=offset)
-            output = cache.attend(queries, keys, values, scale=self.scale, mask=mask)
+            output = cache.attend(queries, keys, values, scale=self.scale, mask=mask, softcap=softcap(self))
             return self.o_proj(output.transpose(0, 2, 1, 3).reshape(x.shape[0], x.shape[1], -1))
 
         return __call__

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..config import PagedConfig
 from ..errors import PatchError
-from . import compiled, gemma3, generate, llama, qwen3, seam
+from . import compiled, gemma2, gemma3, generate, llama, qwen3, seam
 from .cache import make_prompt_cache_patch, save_prompt_cache_patch
 from .plan import forget_plans
 from .pools import forget_pools
@@ -77,6 +77,7 @@ def _patches() -> list[Patch]:
         Patch(f"{models}.base", "scaled_dot_product_attention", "a13838be6e6c5293", seam.adapt),
         Patch(f"{models}.llama", "Attention.__call__", "75a76f7de7eb3586", llama.adapt),
         Patch(f"{models}.qwen3", "Attention.__call__", "f4d9ba397a109135", qwen3.adapt),
+        Patch(f"{models}.gemma2", "Attention.__call__", "4adbbc3cde1384bc", gemma2.adapt),
         Patch(f"{models}.gemma3_text", "Attention.__call__", "e9ebcce92c86c40c", gemma3.adapt),
         Patch(f"{models}.llama", "Model.__call__", "7d7a49eb8d846b96", compiled.adapt),
         Patch(f"{models}.qwen3", "Model.__call__", "7d7a49eb8d846b96", compiled.adapt),

@@ -1,0 +1,130 @@
+"""docs/models.md says what is so: a sample of families each time, all of them by `make test-models`."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_map
+from mlx_lm.generate import speculative_generate_step
+from mlx_lm.models import cache as upstream
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.kv.radix import RadixTree
+from mlx_paged.prefix import SharedPrefixes
+from scripts import model_configs
+from scripts.model_matrix import PAGE, Row, examine, line_of
+from tests.batch_runs import Outcome, generator, run_all
+from tests.builders import greedy, prompt_of
+
+# One of each kind of attention and of state.
+SAMPLE = (
+    "llama", "qwen3", "gemma3_text",  # adapters
+    "qwen2", "gpt2", "phi3", "starcoder2", "internlm2", "glm4", "granite", "nemotron",  # plain
+    "smollm3", "cohere2", "olmo3", "exaone4", "ministral3", "gemma2",  # NoPE, windows, temperature, soft cap
+    "gpt_oss", "mimo_v2_flash",  # sinks, keys and values of different sizes
+    "gemma3n", "gemma4_text", "afm7", "iquestloopcoder",  # shared keys, loops
+    "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3",  # experts, latent attention
+    "nemotron-nas", "openelm", "phi3small",  # layers that differ, block-sparse
+    "mamba", "jamba", "falcon_h1", "qwen3_next", "nemotron_h", "lfm2", "rwkv7", "recurrent_gemma",  # states
+    "llama4", "longcat_flash", "pixtral", "deepseek_v41",  # chunks, composites, wrappers, caches of their own
+)  # fmt: skip
+# The classes that the whole of the interface is tried with.
+CLASSES = {
+    "global": "qwen2", "sliding": "olmo3", "sinks": "gpt_oss", "experts": "qwen3_moe", "shared keys": "gemma3n",
+    "latent": "deepseek_v3", "soft cap": "gemma2",
+}  # fmt: skip
+TOKENS = 20
+
+
+def listed() -> dict[str, str]:
+    """The page's lines by module."""
+    lines = [
+        line for line in PAGE.read_text().splitlines() if line.startswith("| ") and not line.startswith("| Module")
+    ]
+    return {line.split(" | ")[0].removeprefix("| "): line for line in lines}
+
+
+def without_figures(line: str) -> list[str]:
+    cells = line.split(" | ")
+    return [*cells[:5], *cells[7:]]
+
+
+def check(name: str, num_tokens: int) -> None:
+    row = examine(name, num_tokens)
+    assert row.agrees, f"{name}: alone {row.single}, batched {row.batched}"
+    assert without_figures(line_of(row)) == without_figures(listed()[name])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_model_runs_as_the_page_says(name: str) -> None:
+    check(name, TOKENS)
+
+
+@pytest.mark.slow
+@pytest.mark.models
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(set(listed()) - {"olmo"}))
+def test_every_model_runs_as_the_page_says(name: str) -> None:
+    check(name, 64)
+
+
+def test_the_page_lists_every_module() -> None:
+    assert sorted(listed()) == model_configs.modules()
+    assert set(SAMPLE) <= set(listed()) and len(SAMPLE) >= 25
+
+
+def test_a_row_that_differs_does_not_agree() -> None:
+    assert not Row("x", "paged", single=None, batched=0.0).agrees
+    assert not Row("x", "paged", single=0.0, batched=1e-4).agrees
+    assert not Row("x", "failed").agrees
+
+
+def prompt(length: int, seed: int = 0) -> mx.array:
+    return prompt_of(length, seed) % model_configs.VOCAB
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CLASSES.values())
+def test_speculative_decoding(name: str) -> None:
+    """With a draft that is right now and then: tokens are kept and trimmed. Both refuse it where a window is full."""
+    model, draft = model_configs.build(name), model_configs.build(name)
+    mx.random.seed(2)
+    draft.update(tree_map(lambda w: w + 0.2 * mx.std(w) * mx.random.normal(w.shape), draft.parameters()))
+
+    def run() -> list[tuple[int, bool]] | str:
+        steps = speculative_generate_step(prompt(9), model, draft, num_draft_tokens=2, max_tokens=20)
+        try:
+            return [(int(token), from_draft) for token, _, from_draft in steps]
+        except ValueError as error:
+            return str(error)
+
+    expected = run()
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    assert run() == expected
+    mlx_paged.pool_of(model).check_integrity()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CLASSES.values())
+def test_prefixes_are_shared(name: str) -> None:
+    """A second request with the same first tokens takes their blocks and gives the tokens it would have given."""
+    model = model_configs.build(name)
+    first = prompt(10).tolist()
+    second = [*first[:9], *prompt(6, seed=3).tolist()]
+    expected = [greedy(model, mx.array(p, mx.uint32), 12)[0] for p in (first, second)]
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    upstream.make_prompt_cache(model)
+    pool = mlx_paged.pool_of(model)
+    tree = RadixTree(pool)
+    got = []
+    for tokens in (first, second):
+        gen = generator(model, max_tokens=12, prefixes=SharedPrefixes(tree))
+        outcomes = {uid: Outcome() for uid in gen.insert([tokens])}
+        run_all(gen, outcomes)
+        got += [outcome.tokens for outcome in outcomes.values()]
+        gen.close()
+    assert got == expected
+    assert pool.stats().prefix_hit_tokens >= 8
+    pool.check_integrity()
