@@ -1,0 +1,327 @@
+"""A shared prefix: time to first token, tokens computed and memory, for the stock server's prompt cache
+(LRUPromptCache), for mlx_paged without sharing, and for mlx_paged with its prefix cache. The same prompts and model.
+
+    python scripts/bench_prefix.py --random llama-1b --prefix 4096 --sharers 32 --out out/prefix
+    python scripts/bench_prefix.py --random tiny --prefix 512 --sharers 8
+
+Each prompt is the prefix and a suffix of its own. Two patterns:
+
+- ``burst``: all requests come at once.
+- ``after``: the first comes alone; when its first token is there, all others come at once.
+
+Requests go through the batch generator as the server's do: on the stock side, the prefix is a segment of its own (a
+system prompt), whose cache is kept when it is computed and looked up when a request comes. Each side and pattern runs
+in a process of its own. "K/V" is what keys and values take at the most, over what each token of the prefix, of the
+suffixes and of the answers would take if it were stored once. Writes prefix.json and, with matplotlib, prefix.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from bench_common import DTYPES, PRESETS, SEED, BenchError, load_model, machine, random_model, table
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.config import parse_block_size, parse_kernel, parse_memory
+
+CPU_CACHE_LIMIT = 1 << 30
+SIDES = ("stock cache", "no sharing", "shared")
+PATTERNS = ("burst", "after")
+KEY = ("model", None, None)
+
+
+def prompts_of(args: argparse.Namespace, vocabulary: int) -> list[list[int]]:
+    """The prefix and each request's suffix, the same in every process. Suffixes begin differently."""
+    rng = random.Random(SEED)
+    prefix = [rng.randrange(vocabulary) for _ in range(args.prefix)]
+    starts = rng.sample(range(vocabulary), args.sharers)
+    return [[*prefix, start, *(rng.randrange(vocabulary) for _ in range(args.suffix - 1))] for start in starts]
+
+
+class Server:
+    """What the server does with a request, for one side."""
+
+    def __init__(self, side: str, model: Any, args: argparse.Namespace) -> None:
+        self.side, self.args = side, args
+        options = {
+            "completion_batch_size": args.sharers,
+            "prefill_batch_size": min(args.sharers, args.prefill_batch_size),
+            "prefill_step_size": args.prefill_step_size,
+        }
+        self.cache: Any = None
+        self.computed = self.peak_nbytes = 0
+        if side == "stock cache":
+            from mlx_lm.models.cache import LRUPromptCache
+
+            self.cache = LRUPromptCache(10)
+        elif side == "shared":
+            from mlx_paged.patches.prefix_cache import PagedPromptCache
+
+            mlx_paged.patches.cache.stock_cache.make_prompt_cache(model)
+            self.cache = PagedPromptCache(None)
+            options["prefixes"] = self.cache.shared_prefixes(KEY, mlx_paged.pool_of(model))
+        self.generator = importlib.import_module("mlx_lm.generate").BatchGenerator(model, **options)
+
+    def insert(self, prompt: list[int]) -> int:
+        segments, caches, told = [prompt], None, [[]]
+        if self.side == "stock cache":
+            found, rest = self.cache.fetch_nearest_cache(KEY, prompt)
+            num_cached = len(prompt) - len(rest)
+            self.computed += len(rest)
+            parts = [prompt[num_cached : self.args.prefix], prompt[max(num_cached, self.args.prefix) :]]
+            segments = [part for part in parts if part]
+            caches, told = [found], [prompt[:num_cached]]
+        elif self.side == "no sharing":
+            self.computed += len(prompt)
+        (uid,) = self.generator.insert_segments([segments], [self.args.decode_tokens], caches, told)
+        return uid
+
+    def next(self) -> list[Any]:
+        prompts, generated = self.generator.next()
+        if self.side == "stock cache":
+            ends = [r.uid for r in prompts if r.end_of_segment and not r.end_of_prompt]
+            for cache, tokens in self.generator.extract_cache(ends).values():
+                self.cache.insert_cache(KEY, tokens[:], cache, cache_type="system")
+            for response in generated:
+                if response.finish_reason is not None:
+                    self.cache.insert_cache(KEY, response.all_tokens[:], response.prompt_cache)
+            nbytes = self.cache.nbytes + self.generator.prompt_cache_nbytes
+            self.peak_nbytes = max(self.peak_nbytes, nbytes)
+        return generated
+
+
+def run(server: Server, prompts: Sequence[list[int]], pattern: str) -> tuple[list[float], dict[int, list[int]], float]:
+    """Seconds to each request's first token, the tokens, and the seconds until all are done."""
+    begin = time.perf_counter()
+    came: dict[int, float] = {}
+    first: dict[int, float] = {}
+    tokens: dict[int, list[int]] = {}
+    waiting = list(prompts)
+    left = len(prompts)
+
+    def come(count: int) -> None:
+        for _ in range(count):
+            now = time.perf_counter()
+            uid = server.insert(waiting.pop(0))
+            came[uid], tokens[uid] = now, []
+
+    come(1 if pattern == "after" else len(prompts))
+    while left:
+        for response in server.next():
+            now = time.perf_counter()
+            first.setdefault(response.uid, now - came[response.uid])
+            tokens[response.uid].append(response.token)
+            left -= response.finish_reason is not None
+        if waiting and first:
+            come(len(waiting))
+    return [first[uid] for uid in sorted(first)], tokens, time.perf_counter() - begin
+
+
+def measure(args: argparse.Namespace, side: str, pattern: str) -> dict[str, Any]:
+    """One side's figures of one pattern, in this process."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        mx.set_cache_limit(CPU_CACHE_LIMIT)
+    model = random_model(args.random, args.dtype) if args.random else load_model(args.model, args.dtype)
+    per_token = bytes_per_token(model)
+    paged = side != "stock cache"
+    if paged:
+        mlx_paged.apply_patches(
+            PagedConfig(
+                block_size=args.kv_block_size, kv_cache_memory=args.kv_cache_memory, use_native_paged_kernel=args.kernel
+            )
+        )
+    prompts = prompts_of(args, model.args.vocab_size if hasattr(model, "args") else 1000)
+    warm = Server("stock cache" if not paged else "no sharing", model, args)
+    run(warm, [prompt[-64:] for prompt in prompts[:2]], "burst")
+    del warm
+    pool = mlx_paged.pool_of(model) if paged else None
+    mx.clear_cache()
+    weights = mx.get_active_memory()
+    mx.reset_peak_memory()
+    server = Server(side, model, args)
+    seconds_to_first, tokens, seconds = run(server, prompts, pattern)
+    if side == "shared":
+        server.computed = server.generator.computed_prompt_tokens
+    kv_bytes = server.peak_nbytes
+    if pool is not None:  # each group's peak is its own
+        kv_bytes = sum(group.bytes_per_block * group.allocator.peak_live for group in pool.groups)
+    unique = args.prefix + args.sharers * (args.suffix + args.decode_tokens)
+    later = seconds_to_first[1:] or seconds_to_first
+    return {
+        "side": side,
+        "pattern": pattern,
+        "ttft_first_s": seconds_to_first[0],
+        "ttft_later_s": {"median": statistics.median(later), "min": min(later), "max": max(later)},
+        "ttft_s": seconds_to_first,
+        "seconds": seconds,
+        "prompt_tokens": sum(map(len, prompts)),
+        "computed_prompt_tokens": server.computed,
+        "unique_prompt_tokens": args.prefix + args.sharers * args.suffix,
+        "kv_bytes": kv_bytes,
+        "unique_kv_bytes": int(unique * per_token),
+        "peak_bytes": mx.get_peak_memory() - weights,
+        "pool": None if pool is None else pool.stats().as_dict(),
+        "dispatch": {f"{c.path}: {c.reason}": n for c, n in mlx_paged.dispatch_counts().items()},
+        "tokens": [tokens[uid] for uid in sorted(tokens)],
+    }
+
+
+def bytes_per_token(model: Any) -> float:
+    """Keys and values of a token in mlx-lm's own caches."""
+    caches = importlib.import_module("mlx_lm.models.cache").make_prompt_cache(model)
+    mx.eval(model(mx.zeros((1, 8), mx.uint32), cache=caches))
+    return sum(x.nbytes / x.shape[2] for cache in caches for x in (cache.keys, cache.values))
+
+
+def measure_apart(argv: Sequence[str], side: str, pattern: str) -> dict[str, Any]:
+    """:func:`measure` in a process of its own."""
+    command = [sys.executable, __file__, *argv, "--child", json.dumps([side, pattern])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return {"side": side, "pattern": pattern, "error": f"exit status {done.returncode}: {last}"}
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def print_results(results: Sequence[dict[str, Any]]) -> None:
+    header = ("pattern", "side", "TTFT first", "TTFT later", "all done", "computed", "of unique", "K/V MB", "of unique")
+    rows = []
+    for r in results:
+        if "error" in r:
+            rows.append((r["pattern"], r["side"], r["error"][:60], *[""] * 6))
+            continue
+        rows.append(
+            (
+                r["pattern"],
+                r["side"],
+                f"{r['ttft_first_s']:.3f} s",
+                f"{r['ttft_later_s']['median']:.3f} s",
+                f"{r['seconds']:.2f} s",
+                str(r["computed_prompt_tokens"]),
+                f"{r['computed_prompt_tokens'] / r['unique_prompt_tokens']:.2f}x",
+                f"{r['kv_bytes'] / 1e6:.1f}",
+                f"{r['kv_bytes'] / r['unique_kv_bytes']:.2f}x",
+            )
+        )
+    print("\nTTFT later: median over all requests but the first, from when each came.\n")
+    print(table(header, rows))
+    done = [r for r in results if "error" not in r]
+    for pattern in dict.fromkeys(r["pattern"] for r in done):
+        mine = {r["side"]: r for r in done if r["pattern"] == pattern}
+        same = all(r["tokens"] == next(iter(mine.values()))["tokens"] for r in mine.values())
+        line = f"{pattern}: tokens {'the same' if same else 'DIFFER'} on all sides"
+        if "shared" in mine:
+            for side in ("no sharing", "stock cache"):
+                if side in mine:
+                    ratio = mine[side]["ttft_later_s"]["median"] / mine["shared"]["ttft_later_s"]["median"]
+                    line += f"; TTFT {ratio:.1f}x lower than {side}"
+        print(line)
+
+
+def plot(results: Sequence[dict[str, Any]], path: Path, title: str) -> str | None:
+    """Write the figure. Returns why it was not written, or None."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "no prefix.png: matplotlib is not installed"
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    done = [r for r in results if "error" not in r]
+    panels = [
+        ("median TTFT after the first, s", lambda r: r["ttft_later_s"]["median"]),
+        ("prompt tokens computed", lambda r: r["computed_prompt_tokens"]),
+        ("K/V, MB", lambda r: r["kv_bytes"] / 1e6),
+    ]
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.4 * len(panels), 3.6), layout="constrained")
+    patterns = list(dict.fromkeys(r["pattern"] for r in done))
+    for axis, (label, value) in zip(axes, panels, strict=True):
+        for number, side in enumerate(dict.fromkeys(r["side"] for r in done)):
+            mine = {r["pattern"]: value(r) for r in done if r["side"] == side}
+            places = [i + 0.27 * (number - 1) for i, pattern in enumerate(patterns) if pattern in mine]
+            axis.bar(places, [mine[p] for p in patterns if p in mine], 0.25, label=side)
+        axis.set_xticks(range(len(patterns)), patterns)
+        axis.set_title(label, fontsize=10)
+        axis.grid(axis="y", alpha=0.3)
+    axes[0].legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return None
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--random", choices=sorted(PRESETS), default=None, help="a model of random weights")
+    source.add_argument("--model", default=None, help="a model folder")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default=None)
+    parser.add_argument("--prefix", type=_positive, default=1024, help="tokens that all prompts begin with")
+    parser.add_argument("--suffix", type=_positive, default=32, help="tokens of each prompt's own")
+    parser.add_argument("--sharers", type=_positive, default=8, help="requests")
+    parser.add_argument("--decode-tokens", type=_positive, default=16, help="tokens of each answer")
+    parser.add_argument("--only", choices=SIDES, default=None)
+    parser.add_argument("--pattern", choices=PATTERNS, default=None, help="only this one")
+    parser.add_argument("--prefill-step-size", type=_positive, default=2048)
+    parser.add_argument("--prefill-batch-size", type=_positive, default=8)
+    parser.add_argument("--kv-block-size", type=parse_block_size, default=32)
+    parser.add_argument("--kv-cache-memory", type=parse_memory, default=None)
+    parser.add_argument("--kernel", type=parse_kernel, default="auto", help="auto, on or off")
+    parser.add_argument("--out", type=Path, default=None, help="folder for prefix.json and prefix.png")
+    parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be positive")
+    return value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = make_parser().parse_args(given)
+    if args.random is None and args.model is None:
+        args.random = "tiny"
+    try:
+        if args.child is not None:
+            print(json.dumps(measure(args, *json.loads(args.child))))
+            return 0
+        results = []
+        for pattern in PATTERNS if args.pattern is None else (args.pattern,):
+            for side in SIDES if args.only is None else (args.only,):
+                results.append(measure_apart(given, side, pattern))
+                print(f"{pattern}, {side}: done", file=sys.stderr)
+    except BenchError as error:
+        print(f"bench_prefix: {error}", file=sys.stderr)
+        return 1
+    print_results(results)
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        for result in results:
+            result.pop("tokens", None)
+        facts = {"machine": machine(), "arguments": given, "results": results}
+        (args.out / "prefix.json").write_text(json.dumps(facts, indent=1) + "\n")
+        title = f"{args.sharers} requests, a prefix of {args.prefix} tokens: {args.random or args.model}"
+        problem = plot(results, args.out / "prefix.png", f"{title}, {facts['machine']['device']}")
+        if problem:
+            print(problem, file=sys.stderr)
+    return 1 if any("error" in result for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
