@@ -25,3 +25,16 @@ class PrefixStore(Protocol):
         """Called between steps: the first tokens of a request, and the tables that hold them. The tables stay the
         caller's, who may go on with them."""
         ...
+
+
+class NoPrefixStore:
+    """Holds nothing: for models without blocks, whose prefixes the batch keeps itself."""
+
+    def adopt(self, tokens: Sequence[int]) -> tuple[int, list[BlockTable]]:
+        return 0, []
+
+    def held(self, tokens: Sequence[int]) -> int:
+        return 0
+
+    def donate(self, tokens: Sequence[int], tables: Sequence[BlockTable]) -> None:
+        return None

@@ -23,6 +23,7 @@ from .decode_batch import Delivery
 from .response import Response
 from .row import Row, sequence_of
 from .sharing import PrefixSharing
+from .snapshots import Snapshots
 from .topology import decode_batch, fresh_caches, probe_geometry
 
 CLEAR_AFTER_PREFILLS = 8  # steps with prompts, of different sizes, between clearings of MLX's buffer cache
@@ -72,9 +73,10 @@ class Engine:
         self.pool: BlockPool | None = None if sequence is None else sequence.pool
         self.budget = None if self.pool is None else PoolBudget(self.pool, chunk=prefill_step_size)
         self.all_paged = all(isinstance(cache, PagedKVCache) for cache in fresh)
-        # The states of other layers at the end of a prefix are not known.
-        shares = prefixes is not None and self.pool is not None and self.all_paged
-        self.sharing = PrefixSharing(prefixes, self.pool, self.rows) if shares else None  # type: ignore[arg-type]
+        self.sharing: PrefixSharing | Snapshots | None = None
+        if prefixes is not None:
+            pool = self.pool if self.all_paged else None
+            self.sharing = Snapshots(self.rows) if pool is None else PrefixSharing(prefixes, pool, self.rows)
         grid = None
         if self.pool is not None:
             probe_geometry(model, fresh)
@@ -109,7 +111,7 @@ class Engine:
                 num_tokens -= shared - shared % self.pool.block_size  # a block shared in part is copied
             listed.append((sequence.tables if sequence is not None else None, num_tokens))
         while not self.budget.fits(listed):
-            if not self._give_up_finished():
+            if not self._give_up_finished() and not (self.sharing is not None and self.sharing.give_up()):
                 return False
         return True
 
@@ -127,9 +129,9 @@ class Engine:
             row.caches = copy.deepcopy(row.given)  # references to its blocks
             return
         row.caches = self._fresh()
-        if self.sharing is not None and self.pool is not None and self.budget is not None:
+        if self.sharing is not None:
             most = request.goal
-            if not self.budget.holds(most + 1 + self.pool.block_size):
+            if self.pool is not None and not self.holds(most + 1 + self.pool.block_size):
                 most -= most % self.pool.block_size  # there may be no room to copy a block shared in part
             request.length = self.sharing.adopt(row, most)
         if row.num_cached is None:

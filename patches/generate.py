@@ -133,7 +133,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
 
     @property
     def has_windows(self) -> bool:
-        """Whether prefixes are only found where a sliding window was kept: at the ends of segments and chunks."""
+        """Whether prefixes are only found at the ends of segments and chunks, where a window or a state was kept."""
         return self._engine is not None and self._engine.sharing is not None and self._engine.sharing.has_windows
 
     @property

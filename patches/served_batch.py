@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from mlx_lm import server as upstream
 
 from ..errors import RequestFailedError
+from ..prefix_store import NoPrefixStore, PrefixStore
 from ..server_stats import ServerStats
 from .generate import PagedBatchGenerator
 from .pools import pool_of
@@ -71,9 +72,9 @@ class ServedBatch:
         self.prompt_cache, self.stats = prompt_cache, stats
         self.served: dict[int, Served] = {}
         pool = pool_of(model)
-        prefixes = None
-        if pool is not None and isinstance(prompt_cache, PagedPromptCache):
-            prefixes = prompt_cache.shared_prefixes(key, pool)
+        prefixes: PrefixStore | None = None
+        if isinstance(prompt_cache, PagedPromptCache):
+            prefixes = NoPrefixStore() if pool is None else prompt_cache.shared_prefixes(key, pool)
         cli_args = owner.cli_args
         self.generator = PagedBatchGenerator(
             model,

@@ -112,6 +112,10 @@ class PrefixSharing:
         if len(tokens) == row.request.length:
             self._donate(tokens, row)
 
+    def give_up(self) -> bool:
+        """Nothing is held here: the pool itself asks the cache for blocks."""
+        return False
+
     def _donate(self, tokens: Sequence[int], row: Row) -> None:
         # Tokens that came with a cache may not have been told: then positions and tokens do not agree.
         if tokens and row.sequence is not None and len(row.history) == row.base:

@@ -14,8 +14,10 @@ from mlx_paged.kv.radix import RadixTree
 from mlx_paged.patches.generate import PagedBatchGenerator
 from mlx_paged.patches.sharing import common_length
 from mlx_paged.prefix import SharedPrefixes
+from mlx_paged.prefix_store import NoPrefixStore
 from tests.batch_runs import kv_budget, mlx_lm_generate, model_of
 from tests.builders import KINDS, greedy, prompt_of
+from tests.recurrent import RECURRENT
 
 BLOCK = 8
 
@@ -132,3 +134,41 @@ def test_blocks_of_a_dropped_response_count_as_free() -> None:
         while any(gen.next()):
             pass
     assert pool.stats().evictions > 0
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_models_with_states_share_at_ends(kind: str) -> None:
+    """What the prompts have in common is cut off as a chunk, and the states at its end go to the others."""
+    system = prompt_of(101, seed=1).tolist()
+    prompts = [system + prompt_of(5 + n, seed=10 + n).tolist() for n in range(5)] + [prompt_of(30, seed=2).tolist()]
+    expected = [greedy(model_of(kind), mx.array(prompt), 5)[0] for prompt in prompts]
+    gen = state_burst(kind, prompts, expected)
+    assert gen._engine.computed_prompt_tokens <= 101 + sum(5 + n for n in range(5)) + 30
+    assert gen.num_cached == [0, 101, 101, 101, 101, 0]
+    # A chat goes on from the end of its answer.
+    again = [*prompts[0], *expected[0], *prompt_of(9, seed=9).tolist()]
+    mlx_paged.remove_patches()
+    later = greedy(model_of(kind), mx.array(again), 5)[0]
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+    (uid,) = gen.insert([again], [5])
+    tokens = []
+    while any(answer := gen.next()):
+        tokens += [response.token for response in answer[1]]
+        cached = max([response.num_cached for response in answer[1]], default=0)
+    assert tokens == later and cached >= len(prompts[0]) + 4
+
+
+def state_burst(kind: str, prompts: list[list[int]], expected: list[list[int]]) -> Any:
+    model = model_of(kind)
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+    gen = PagedBatchGenerator(model, prefixes=NoPrefixStore(), prefill_step_size=64)
+    uids = gen.insert(prompts, [5] * len(prompts))
+    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+    cached: dict[int, int] = {}
+    while any(answer := gen.next()):
+        for response in answer[1]:
+            tokens[response.uid].append(response.token)
+            cached[response.uid] = response.num_cached
+    assert [tokens[uid] for uid in uids] == expected
+    gen.num_cached = [cached[uid] for uid in uids]
+    return gen
