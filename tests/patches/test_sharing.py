@@ -6,6 +6,7 @@ import gc
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 import mlx_paged
@@ -16,7 +17,8 @@ from mlx_paged.patches.sharing import common_length
 from mlx_paged.prefix import SharedPrefixes
 from mlx_paged.prefix_store import NoPrefixStore
 from tests.batch_runs import kv_budget, mlx_lm_generate, model_of
-from tests.builders import KINDS, greedy, prompt_of
+from tests.builders import KINDS, WINDOW, build, greedy, prompt_of
+from tests.fake_kernels import fake_kernels
 from tests.recurrent import RECURRENT
 
 BLOCK = 8
@@ -150,7 +152,7 @@ def test_models_with_states_share_at_ends(kind: str) -> None:
     mlx_paged.remove_patches()
     later = greedy(model_of(kind), mx.array(again), 5)[0]
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
-    (uid,) = gen.insert([again], [5])
+    gen.insert([again], [5])
     tokens = []
     while any(answer := gen.next()):
         tokens += [response.token for response in answer[1]]
@@ -172,3 +174,51 @@ def state_burst(kind: str, prompts: list[list[int]], expected: list[list[int]]) 
     assert [tokens[uid] for uid in uids] == expected
     gen.num_cached = [cached[uid] for uid in uids]
     return gen
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_bursts_share_in_place_pools(kind: str) -> None:
+    """Blocks that kernels write in place (stand-ins here) are shared while their owner writes on."""
+    with fake_kernels():
+        model = build(kind, head_dim=64)
+        system = prompt_of(101, seed=1).tolist()
+        prompts = [system + prompt_of(5 + n, seed=10 + n).tolist() for n in range(4)]
+        expected = [greedy(model, mx.array(prompt), 12)[0] for prompt in prompts]
+        mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+        pool = mlx_lm_generate.make_prompt_cache(model)[0].pool
+        tree = RadixTree(pool)
+        gen = PagedBatchGenerator(model, prefixes=SharedPrefixes(tree), prefill_step_size=64)
+        uids = gen.insert(prompts, [12] * len(prompts))
+        tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+        while any(answer := gen.next()):
+            for response in answer[1]:
+                tokens[response.uid].append(response.token)
+        assert [tokens[uid] for uid in uids] == expected
+        assert all(group.in_place for group in pool.groups) and pool.stats().prefix_hit_tokens >= 3 * 64
+        pool.check_integrity()
+        tree.check_integrity()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sharing_request_has_the_bits_of_a_cold_one_cut_at_the_same_token(kind: str) -> None:
+    model = model_of(kind)
+    system, suffix = prompt_of(2 * WINDOW + 5, seed=6).tolist(), prompt_of(9, seed=7).tolist()
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+
+    def run(prefixes: Any, *requests: list[list[int]]) -> list[np.ndarray]:
+        gen = PagedBatchGenerator(model, prefixes=prefixes)
+        logprobs: list[np.ndarray] = []
+        for segments in requests:
+            gen.insert_segments([segments], [6])
+            logprobs.clear()
+            while any(answer := gen.next()):
+                logprobs += [np.array(response.logprobs) for response in answer[1]]
+        return logprobs
+
+    cold = run(None, [system, suffix])
+    pool = mlx_lm_generate.make_prompt_cache(model)[0].pool
+    warm = run(SharedPrefixes(RadixTree(pool)), [system, [1, 2, 3]], [[*system, *suffix]])
+    assert pool.stats().prefix_hit_tokens == len(system)
+    np.testing.assert_array_equal(np.stack(cold), np.stack(warm))
+    anyhow = run(None, [[*system, *suffix]])  # cut nowhere
+    assert np.abs(np.stack(anyhow) - np.stack(warm)).max() < 1e-4
