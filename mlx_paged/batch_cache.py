@@ -13,7 +13,7 @@ from .batch_tables import BatchTables, OncePerBatch
 from .cache import PagedKVCache
 from .columns import Columns
 from .errors import GeometryError, PromptCacheError
-from .fetched import Fences, Fetched, hand_out
+from .fetched import Fences, Fetched, hand_out, settle
 from .kv.block_table import BlockTable
 from .kv.pool import BlockPool
 from .kv.step import Step
@@ -143,6 +143,7 @@ class PagedBatchKVCache:
         if keys.shape[0] != len(self.batch):
             raise GeometryError(f"keys {keys.shape} for {len(self.batch)} sequence(s)")
         pool, layer, width = self.pool, self.layer, keys.shape[2]
+        settle(pool, layer)
         columns = self._latest = self._columns(width)
         pool.set_geometry(layer, keys, values, batch=len(self.batch))
         if width > 1 or self._unpadded is not None:

@@ -10,7 +10,7 @@ import mlx.core as mx
 from .attention import dispatch
 from .attention.gather import ring_rotation
 from .errors import BlockStateError, PromptCacheError
-from .fetched import Fences, Fetched, hand_out
+from .fetched import Fences, Fetched, hand_out, settle
 from .kv.block_table import BlockTable
 from .kv.pool import BlockPool
 from .kv.step import Step
@@ -174,8 +174,9 @@ class PagedKVCache:
         Given to the attention function of mlx-lm that :mod:`.patches.seam` replaces, they are recognised and nothing is
         gathered. A copy even where the blocks are consecutive: who reads it is not known here.
         """
-        tables, step = self._reserve(keys, values, None)
         pool, layer = self.sequence.pool, self.layer
+        settle(pool, layer)
+        tables, step = self._reserve(keys, values, None)
         before = pool.fence(layer) if self._in_place else None
         pool.write_step(tables, layer, step, keys, values)
         table = tables[0]

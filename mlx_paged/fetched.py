@@ -39,6 +39,8 @@ class Fetched:
         batched: the tables are rows of a batch, each masked by its own length: a mask with a window says no more.
     """
 
+    is_rewound = False  # whether in-place storage has forgotten the gather
+
     def __init__(
         self,
         pool: BlockPool,
@@ -56,14 +58,15 @@ class Fetched:
         self._append = append
         self._fences = fences
         self._batched = batched
-        self._ends = [table.length for table in tables]
+        self._group = pool.groups[pool.group_of(layer)]
+        self._epoch = self._group.epoch
 
     def serves(self, queries: mx.array, mask: mx.array | str | None) -> bool:
         """Whether :meth:`attend` gives what attention over the arrays would."""
         if queries.ndim != 4 or queries.shape[0] != len(self.tables):
             return False
-        if [table.length for table in self.tables] != self._ends or any(table.released for table in self.tables):
-            return False  # more tokens were written since
+        if self._group.epoch != self._epoch:
+            return False  # tokens were written or dropped since: the arrays are not what the blocks hold
         if self._batched:  # a mask of another kind holds for the arrays only
             return queries.shape[2] == 1 and (mask is None or self._window_of(mask) is not None)
         # Without a mask each of several queries would see all keys, those after its own included.
@@ -105,7 +108,8 @@ class Fetched:
         if self._fences is None or not isinstance(storage, InPlaceStorage):
             return False
         before, written, gathered = self._fences
-        return storage.rewind(before if to_write else written, gathered)
+        self.is_rewound = storage.rewind(before if to_write else written, gathered)
+        return self.is_rewound
 
 
 # By the identity of the keys. Entries go with their arrays: a gather kept alive would keep the pool's buffer.
@@ -116,6 +120,15 @@ def hand_out(keys: mx.array, values: mx.array, fetched: Fetched) -> None:
     """Remember what a pair of arrays stands for, as long as the keys live."""
     key = id(keys)
     _handed_out[key] = (weakref.ref(keys, lambda ref: _forget(key, ref)), weakref.ref(values), fetched)
+
+
+def settle(pool: BlockPool, layer: int) -> None:
+    """Before a layer's next tokens: compute arrays that somebody still holds although attention took their blocks.
+    Outside the chain of fences their gather is not ordered before what is written next."""
+    for keys, values, fetched in list(_handed_out.values()):
+        if fetched.is_rewound and fetched.layer == layer and fetched.pool is pool:
+            mx.eval([array for array in (keys(), values()) if array is not None])
+            fetched.is_rewound = False
 
 
 def _forget(key: int, ref: weakref.ref[mx.array]) -> None:

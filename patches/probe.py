@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ class Probed(NamedTuple):
 class ProbeLayer:
     """Has of a cache's interface what a paged one has, and no more: attention that touches anything else raises."""
 
-    __slots__ = ("_stock", "geometry", "heads")
+    __slots__ = ("__weakref__", "_stock", "geometry", "heads")
 
     def __init__(self, stock: Any) -> None:
         self._stock = stock
@@ -68,10 +69,10 @@ class ProbeLayer:
 
 
 class _ProbeFetched(Fetched):
-    """Notes that the arrays came back to the attention function."""
+    """Notes that the arrays came back to the attention function. Does not keep the layer, whose cache keeps the arrays."""
 
     def __init__(self, layer: ProbeLayer) -> None:
-        self._layer = layer
+        self._probe = weakref.ref(layer)
 
     def serves(self, queries: mx.array, mask: mx.array | str | None) -> bool:
         return True
@@ -86,7 +87,9 @@ class _ProbeFetched(Fetched):
         mask: mx.array | str | None,
         sinks: mx.array | None,
     ) -> mx.array:
-        self._layer.heads = QueryHeads(queries.shape[1], False, sinks is not None)
+        probe = self._probe()
+        if probe is not None:
+            probe.heads = QueryHeads(queries.shape[1], False, sinks is not None)
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 

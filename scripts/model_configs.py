@@ -88,10 +88,11 @@ _KIMI_LINEAR = {
     "short_conv_kernel_size": 4,
 }
 
-# Tokens that prompts are cut at (prefill_step_size). In plamo3 the result depends on it: its mask lets a query see one
-# token more than its cache keeps, as long as that token is in the same chunk.
+# Tokens that prompts are cut at (prefill_step_size). In some modules the result depends on where: plamo3's mask lets a
+# query see one token more than its cache keeps, if that token is in the same chunk; phi3small's counts blocks of queries
+# from the end of a chunk.
 CHUNK = 16
-CHUNKS = {"plamo3": 128}
+CHUNKS = {"plamo3": 128, "phi3small": 128}
 
 # By module, what COMMON does not say or says wrongly.
 OVERRIDES: dict[str, dict[str, Any]] = {

@@ -188,15 +188,23 @@ steps of {chunk}, blocks of {block}. `make test-models` repeats it.
 """
 
 
-def page_of(rows: list[Row], num_tokens: int = 64) -> str:
-    """The Markdown page."""
-    counts = {kind: sum(row.status == kind for row in rows) for kind in ("paged", "partly", "stock", "not built")}
-    counts["not_built"] = counts.pop("not built")
+def page_of(lines: dict[str, str], num_tokens: int = 64) -> str:
+    """The Markdown page of these lines (see :func:`line_of`), by module."""
+    statuses = [line.split(" | ")[1] for line in lines.values()]
+    counts = {kind.replace(" ", "_"): statuses.count(kind) for kind in ("paged", "partly", "stock", "not built")}
     header = HEADER.format(
         **counts, tokens=num_tokens, prompts=", ".join(map(str, PROMPTS)), window=model_configs.WINDOW,
         chunk=model_configs.CHUNK, block=BLOCK_SIZE,
     )  # fmt: skip
-    return header + "".join(line_of(row) + "\n" for row in rows)
+    return header + "".join(lines[name] + "\n" for name in sorted(lines))
+
+
+def lines_of_page() -> dict[str, str]:
+    """The page's lines by module, as they are at present."""
+    if not PAGE.exists():
+        return {}
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")][1:]
+    return {line.split(" | ")[0].removeprefix("| "): line for line in lines}
 
 
 def line_of(row: Row) -> str:
@@ -224,10 +232,10 @@ def examine_apart(name: str, num_tokens: int) -> Row:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("modules", nargs="*", help="names of mlx_lm.models (default: all, and write the page)")
+    parser.add_argument("modules", nargs="*", help="names of mlx_lm.models (default: all)")
     parser.add_argument("--tokens", type=int, default=64, help="tokens to generate after each prompt")
     parser.add_argument("--json", action="store_true", help="one JSON object per module, in this process")
-    parser.add_argument("--check", action="store_true", help="do not write the page; fail if it would change")
+    parser.add_argument("--check", action="store_true", help="do not write the page")
     options = parser.parse_args(arguments)
     if options.json:
         for name in options.modules:
@@ -238,8 +246,9 @@ def main(arguments: list[str] | None = None) -> int:
         rows.append(examine_apart(name, options.tokens))
         row = rows[-1]
         print(line_of(row), flush=True)
-    if not options.modules and not options.check:
-        PAGE.write_text(page_of(rows))
+    if not options.check:
+        known = lines_of_page() if options.modules else {}
+        PAGE.write_text(page_of({**known, **{row.module: line_of(row) for row in rows}}))
     return 0 if all(row.agrees for row in rows) else 1
 
 

@@ -13,7 +13,7 @@ from mlx_paged import PagedConfig
 from mlx_paged.kv.radix import RadixTree
 from mlx_paged.prefix import SharedPrefixes
 from scripts import model_configs
-from scripts.model_matrix import PAGE, Row, examine, line_of
+from scripts.model_matrix import Row, examine, line_of, lines_of_page
 from tests.batch_runs import Outcome, generator, run_all
 from tests.builders import greedy, prompt_of
 
@@ -37,14 +37,6 @@ CLASSES = {
 TOKENS = 20
 
 
-def listed() -> dict[str, str]:
-    """The page's lines by module."""
-    lines = [
-        line for line in PAGE.read_text().splitlines() if line.startswith("| ") and not line.startswith("| Module")
-    ]
-    return {line.split(" | ")[0].removeprefix("| "): line for line in lines}
-
-
 def without_figures(line: str) -> list[str]:
     cells = line.split(" | ")
     return [*cells[:5], *cells[7:]]
@@ -53,7 +45,7 @@ def without_figures(line: str) -> list[str]:
 def check(name: str, num_tokens: int) -> None:
     row = examine(name, num_tokens)
     assert row.agrees, f"{name}: alone {row.single}, batched {row.batched}"
-    assert without_figures(line_of(row)) == without_figures(listed()[name])
+    assert without_figures(line_of(row)) == without_figures(lines_of_page()[name])
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -65,14 +57,14 @@ def test_a_model_runs_as_the_page_says(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.models
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", sorted(set(listed()) - {"olmo"}))
+@pytest.mark.parametrize("name", sorted(set(lines_of_page()) - {"olmo"}))
 def test_every_model_runs_as_the_page_says(name: str) -> None:
     check(name, 64)
 
 
 def test_the_page_lists_every_module() -> None:
-    assert sorted(listed()) == model_configs.modules()
-    assert set(SAMPLE) <= set(listed()) and len(SAMPLE) >= 25
+    assert sorted(lines_of_page()) == model_configs.modules()
+    assert set(SAMPLE) <= set(lines_of_page()) and len(SAMPLE) >= 25
 
 
 def test_a_row_that_differs_does_not_agree() -> None:

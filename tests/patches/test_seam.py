@@ -83,6 +83,39 @@ def test_arrays_of_an_earlier_step_are_what_they_were(model: Any) -> None:
     assert first[1].shape[2] == 9
 
 
+def test_arrays_of_dropped_tokens_are_what_they_were(model: Any) -> None:
+    """After a trim and another token the length is the same, the tokens are not."""
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    caches = fresh(model)
+    run = steps(caches[0], 4)
+    next(run)
+    q, k, v, _ = next(run)
+    expected = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.25, mask=None)
+    mx.eval(expected)
+    for cache in caches[1:]:
+        cache.update(*(mx.zeros((1, 2, 10, 16)),) * 2)
+    upstream.trim_prompt_cache(caches, 1)
+    next(run)
+    assert k.shape[2] == caches[0].offset == 10
+    assert mx.array_equal(attention(q, k, v, cache=caches[0], scale=0.25, mask=None), expected)
+
+
+def test_arrays_that_are_kept_are_computed_before_the_next_tokens(model: Any) -> None:
+    """In place, attention took the blocks and their gather left the chain of fences; somebody holds the arrays."""
+    with fake_kernels() as kernels:
+        mlx_paged.apply_patches(PagedConfig(block_size=8, **ON))
+        cache = fresh(model)[0]
+        kept = []
+        for q, k, v, mask in steps(cache, 5, sizes=(9, 1, 1, 1)):
+            got = attention(q, k, v, cache=cache, scale=0.25, mask=mask)
+            assert mx.allclose(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=0.25, mask=mask), atol=1e-5)
+            kept.append((k, v))
+        assert kernels.rewound == 3
+        keys, values = cache.keys_and_values()
+        for k, v in kept:
+            assert mx.array_equal(k, keys[:, :, : k.shape[2]]) and mx.array_equal(v, values[:, :, : v.shape[2]])
+
+
 def test_queries_without_a_mask_see_all_keys(model: Any) -> None:
     """mlx-lm's function masks nothing without a mask; the paged one would be causal."""
     mlx_paged.apply_patches(PagedConfig(block_size=8))
