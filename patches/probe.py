@@ -69,7 +69,7 @@ class ProbeLayer:
 
 
 class _ProbeFetched(Fetched):
-    """Notes that the arrays came back to the attention function. Does not keep the layer: its cache keeps the arrays."""
+    """Notes that the arrays came back to the attention function. Does not keep the layer, which keeps the arrays."""
 
     def __init__(self, layer: ProbeLayer) -> None:
         self._probe = weakref.ref(layer)
