@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from .config import PagedConfig
 from .errors import PagedCacheError
@@ -80,14 +80,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     except PagedCacheError as error:
         sys.exit(f"mlx_paged.server: {error}")
     except OSError as error:
-        sys.exit(f"mlx_paged.server: the server cannot start: {error}")
+        print(f"mlx_paged.server: the server cannot start: {error}", file=sys.stderr)
+        _leave(1)
     except KeyboardInterrupt:
         logging.info("interrupted")
-    # At a normal exit, MLX's CPU streams of threads that have ended abort the process; everything is saved by now.
+    _leave(0)
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process, everything being saved. At a normal exit, MLX's CPU streams of threads that have ended abort it;
+    and where the port cannot be had, mlx-lm's computing thread would keep it running."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 def _interrupt(number: int, frame: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from mlx_lm import server as upstream
 
-from ..errors import RequestFailedError
+from ..errors import PoolExhaustedError, RequestFailedError
 from ..prefix_store import NoPrefixStore, PrefixStore
 from ..server_stats import ServerStats
 from .generate import PagedBatchGenerator
@@ -165,6 +165,8 @@ class ServedBatch:
                 self._fail(uid, InterruptedError("the client has gone"))
 
     def _fail(self, uid: int, error: Exception) -> None:
+        if isinstance(error.__cause__, PoolExhaustedError) and isinstance(self.prompt_cache, PagedPromptCache):
+            self.prompt_cache.others.trim_to(n_sequences=0)  # copies that the pool cannot ask for their blocks
         served = self.served.pop(uid, None)
         if served is not None:
             served.queue.put(error)

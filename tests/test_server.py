@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib
 import json
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -314,7 +316,24 @@ def test_tokens_end_where_the_budget_does(folder: Path, tmp_path: Path) -> None:
     assert server.stop() == 0, server.log
 
 
+def test_a_server_that_cannot_start_says_why_and_ends(server: ServerProcess, folder: Path) -> None:
+    for flags, words in (
+        (["--port", str(server.port)], "cannot start"),
+        (["--model", "/nowhere"], "no model folder"),
+        (["--no-prefix-cache", "--prefix-cache-ttl", "1"], "leaves nothing"),
+        (["--kv-block-size", "7"], "power of two"),
+    ):
+        command = [sys.executable, "-m", "mlx_paged", "server", "--model", str(folder), *flags]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode in (1, 2) and words in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
 def test_a_host_that_others_reach_is_warned_of(tmp_path: Path, folder: Path) -> None:
-    server = ServerProcess(folder, tmp_path, "--host", "0.0.0.0")
+    server = ServerProcess(folder, tmp_path, "--host", "0.0.0.0", "--no-prefix-cache")
     assert "no --api-key" in server.log
+    for seed in (None, None, 1, 1):  # and nothing is kept
+        usage = server.chat(messages_of("Again?"), **({} if seed is None else {"seed": seed}))["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+    server.wait_until(lambda: server.stats()["pool"]["live_blocks"] == 0)
+    assert server.stats()["prefix_cache"] is None
     assert server.stop() == 0
