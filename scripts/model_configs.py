@@ -88,7 +88,7 @@ _KIMI_LINEAR = {
     "short_conv_kernel_size": 4,
 }
 
-# Tokens that prompts are cut at (prefill_step_size). In some modules the result depends on where: plamo3's mask lets a
+# Tokens that prompts are cut at (prefill_step_size). In two modules results depend on where: plamo3's mask lets a
 # query see one token more than its cache keeps, if that token is in the same chunk; phi3small's counts blocks of queries
 # from the end of a chunk.
 CHUNK = 16

@@ -41,7 +41,7 @@ class Row(NamedTuple):
         attention: how paged layers attend: over blocks by an adapter or the seam, or over gathered arrays.
         batch: together, or one by one.
         single, batched: RMS of the log-probabilities against stock's single run; None if tokens differ.
-        sharing: whether requests share prefixes.
+        sharing: whether requests share prefixes: to the token, at the ends of chunks, or not.
         reasons: what is not paged and why.
     """
 
@@ -52,7 +52,7 @@ class Row(NamedTuple):
     batch: str = ""
     single: float | None = None
     batched: float | None = None
-    sharing: bool = False
+    sharing: str = ""
     reasons: str = ""
 
     @property
@@ -151,7 +151,7 @@ def row_of(
     batch = "mlx-lm's" if engine is None else engine.batch.kind
     return Row(
         name, status, ", ".join(groups), attention_of(model), batch, single, together,
-        engine is not None and engine.all_paged, "; ".join(dict.fromkeys(reasons)),
+        "no" if engine is None else "yes" if engine.all_paged else "at ends", "; ".join(dict.fromkeys(reasons)),
     )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ steps of {chunk}, blocks of {block}. `make test-models` repeats it.
   over arrays gathered from them, where the model computes with keys and values itself.
 - **Batch**: rows decode in one call, or one by one in models that cannot take rows of different lengths.
 - **Alone**, **batched**: RMS of the log-probabilities against stock's run, on a CPU. The tokens are equal.
-- **Prefixes**: whether requests share the blocks of common prefixes.
+- **Prefixes**: whether requests share what they have in common: to the token, or with states, at ends of chunks.
 
 | Module | Paged | Groups | Attention | Batch | Alone | Batched | Prefixes | What is not paged, and why |
 |---|---|---|---|---|---|---|---|---|
@@ -208,9 +208,8 @@ def lines_of_page() -> dict[str, str]:
 
 
 def line_of(row: Row) -> str:
-    sharing = "" if row.status == "not built" else "yes" if row.sharing else "no"
     cells = [row.module, row.status, row.groups, row.attention, row.batch, figure(row, row.single)]
-    cells += [figure(row, row.batched), sharing, row.reasons]
+    cells += [figure(row, row.batched), row.sharing, row.reasons]
     return "| " + " | ".join(cell.replace("|", "\\|") or " " for cell in cells) + " |"
 
 
