@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models import gemma3_text, llama
+from mlx_lm.models import gemma3_text, llama, mamba
 
 VOCAB = 49152
 SHAPE = {
@@ -31,14 +31,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 40,
         "sliding_window_pattern": 2,
     },
+    "mamba": {
+        "model_type": "mamba",
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "state_size": 8,
+        "num_hidden_layers": 2,
+        "conv_kernel": 4,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_rank": 4,
+    },
 }
+MODULES: dict[str, Any] = {"llama": llama, "gemma3": gemma3_text, "mamba": mamba}
 
 
 def make_tiny_model(folder: Path, tokenizer: Path, kind: str = "llama", seed: int = 0) -> Path:
     """Write the model into ``folder``, with the tokenizer of the folder ``tokenizer``. Weights depend on the seed."""
     folder.mkdir(parents=True, exist_ok=True)
     config = CONFIGS[kind]
-    module: Any = llama if kind == "llama" else gemma3_text
+    module = MODULES[kind]
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(config))
     weights = dict(tree_flatten(model.parameters()))
