@@ -88,9 +88,8 @@ _KIMI_LINEAR = {
     "short_conv_kernel_size": 4,
 }
 
-# Tokens that prompts are cut at (prefill_step_size). In two modules results depend on where: plamo3's mask lets a
-# query see one token more than its cache keeps, if that token is in the same chunk; phi3small's counts blocks of queries
-# from the end of a chunk.
+# Tokens that prompts are cut at (prefill_step_size). The results of two modules depend on where: in plamo3 a query sees
+# one token more than the cache keeps, if it is in the same chunk; phi3small counts blocks of queries from a chunk's end.
 CHUNK = 16
 CHUNKS = {"plamo3": 128, "phi3small": 128}
 

@@ -120,3 +120,26 @@ def test_prefixes_are_shared(name: str) -> None:
     assert got == expected
     assert pool.stats().prefix_hit_tokens >= 8
     pool.check_integrity()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "deepseek_v3", "jamba", "gpt_bigcode", "afm7"])
+def test_requests_make_room_in_a_small_budget(name: str) -> None:
+    """Rows that decode together or one by one, paged in part or in whole, are computed again; no token comes twice."""
+    model = model_configs.build(name)
+    prompts = [prompt(n, seed=n) for n in (20, 25, 30, 9)]
+    expected = [greedy(model, p, 40)[0] for p in prompts]
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    upstream.make_prompt_cache(model)
+    groups = mlx_paged.pool_of(model).groups
+    needed = sum(-(-75 // 8) * group.bytes_per_block for group in groups)  # the longest request alone
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=int(needed * 1.6)))
+    gen = generator(model, max_tokens=40, prefill_step_size=16)
+    uids = gen.insert([p.tolist() for p in prompts])
+    outcomes = {uid: Outcome() for uid in uids}
+    run_all(gen, outcomes)
+    assert [outcomes[uid].tokens for uid in uids] == expected
+    assert gen.preemptions > 0
+    gen.close()
+    del gen
+    mlx_paged.pool_of(model).check_integrity()
