@@ -118,8 +118,14 @@ _handed_out: dict[int, tuple[weakref.ref[mx.array], weakref.ref[mx.array], Fetch
 
 def hand_out(keys: mx.array, values: mx.array, fetched: Fetched) -> None:
     """Remember what a pair of arrays stands for, as long as the keys live."""
-    key = id(keys)
-    _handed_out[key] = (weakref.ref(keys, lambda ref: _forget(key, ref)), weakref.ref(values), fetched)
+    key, registry = id(keys), _handed_out
+
+    def forget(ref: weakref.ref[mx.array]) -> None:  # names of the module are gone when the interpreter ends
+        entry = registry.get(key)
+        if entry is not None and entry[0] is ref:
+            del registry[key]
+
+    registry[key] = (weakref.ref(keys, forget), weakref.ref(values), fetched)
 
 
 def settle(pool: BlockPool, layer: int) -> None:
@@ -129,12 +135,6 @@ def settle(pool: BlockPool, layer: int) -> None:
         if fetched.is_rewound and fetched.layer == layer and fetched.pool is pool:
             mx.eval([array for array in (keys(), values()) if array is not None])
             fetched.is_rewound = False
-
-
-def _forget(key: int, ref: weakref.ref[mx.array]) -> None:
-    entry = _handed_out.get(key)
-    if entry is not None and entry[0] is ref:
-        del _handed_out[key]
 
 
 def fetched_by(keys: object, values: object) -> Fetched | None:

@@ -89,7 +89,7 @@ _KIMI_LINEAR = {
 }
 
 # Tokens that prompts are cut at (prefill_step_size). The results of two modules depend on where: in plamo3 a query sees
-# one token more than the cache keeps, if it is in the same chunk; phi3small counts blocks of queries from a chunk's end.
+# one token more than the cache keeps, if in the same chunk; phi3small counts blocks of queries from a chunk's end.
 CHUNK = 16
 CHUNKS = {"plamo3": 128, "phi3small": 128}
 
