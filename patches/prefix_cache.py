@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -85,7 +86,8 @@ class PagedPromptCache:
         """For idle moments: give up what has expired, and write what is not on disk yet, so that it outlives a crash.
 
         Args:
-            is_wanted: asked between prefixes; once it is true, the rest is left for another time.
+            is_wanted: asked between prefixes; once it is true, the rest is left for another time. Prefixes are taken
+                in random order, so that short moments reach all of them in the end.
         """
         for tree in list(self._trees.values()):
             tree.expire()
@@ -93,7 +95,9 @@ class PagedPromptCache:
             if save is None or self._saved.get(tree.pool) == tree.uses:
                 continue
             uses = tree.uses
-            for node in list(tree.nodes()):
+            nodes = list(tree.nodes())
+            random.shuffle(nodes)
+            for node in nodes:
                 if is_wanted():
                     return
                 save(tree.salt_of(node), node)

@@ -27,6 +27,7 @@ from .served_batch import AnswerQueue, ServedBatch
 
 POLL_SECONDS = 0.25  # between looks at whether a client is still there
 IDLE_SECONDS = 0.1
+TIDY_EVERY_SECONDS, TIDY_SECONDS = 30, 0.1
 MAX_WAITING = 1024  # requests; each takes a thread
 
 
@@ -60,6 +61,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         self._batch: ServedBatch | None = None
         self._pending: deque[tuple[AnswerQueue, Any, Any]] = deque()
         self._stream: Any = None
+        self._tidied = time.monotonic()
         super().__init__(model_provider, prompt_cache)  # starts the thread
 
     # Clients' threads -----------------------------------------------------------------------------------------
@@ -169,6 +171,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
             self._pending.popleft()
         if self._batch is not None:
             self._batch.step()
+        self._tidy_while_busy()
 
     def _take_requests(self) -> None:
         """Everything that has come; if there is nothing to do, wait for it a little, and tidy up."""
@@ -187,8 +190,17 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
             self._pending.remove(item)
 
     def _tidy(self) -> None:
+        """Until a request comes."""
+        self._tidied = time.monotonic()
         if isinstance(self.prompt_cache, PagedPromptCache):
             self.prompt_cache.tidy(lambda: not self.requests.empty() or self._stop)
+
+    def _tidy_while_busy(self) -> None:
+        """A little now and then, for a server that is never idle."""
+        now = time.monotonic()
+        if now - self._tidied > TIDY_EVERY_SECONDS and isinstance(self.prompt_cache, PagedPromptCache):
+            self.prompt_cache.tidy(lambda: time.monotonic() - now > TIDY_SECONDS)
+            self._tidied = time.monotonic()
 
     def _start(self, queue: AnswerQueue, request: Any, args: Any) -> bool:
         """Begin a request, or answer it at once. False if it has to wait until the batch is done."""

@@ -81,7 +81,7 @@ class SpillStore:
 
     @property
     def nbytes(self) -> int:
-        return sum(block.nbytes for block in self._order.values())
+        return sum(block.nbytes for block in list(self._order.values()))  # other threads may ask
 
     # Saving ---------------------------------------------------------------------------------------------------
 
