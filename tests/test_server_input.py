@@ -120,6 +120,36 @@ def server(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     assert "Traceback" not in process.log, process.log[process.log.index("Traceback") - 500 :][:5000]
 
 
+EDGES: dict[str, list[Any]] = {
+    "stream": [True, False],
+    "stream_options": [{}, {"include_usage": True}],
+    "logprobs": [True, False],
+    "top_logprobs": [-1, 0, 1, 11],
+    "max_tokens": [1, 2, 3],
+    "temperature": [0, 0.0, 1e-300, 1e-5, 1, 100],
+    "top_p": [0, 1e-9, 0.5, 1, 1.0],
+    "top_k": [0, 1, 49151, 49152, 1 << 20],
+    "min_p": [0, 1e-9, 0.5, 1],
+    "xtc_probability": [0, 0.5, 1],
+    "xtc_threshold": [0, 0.1, 0.5],
+    "repetition_penalty": [0, 1e-9, 1, 1e4],
+    "presence_penalty": [-1e4, 0, 1e4],
+    "frequency_penalty": [-1e4, 0, 1e4],
+    "repetition_context_size": [0, 1, 1 << 20],
+    "presence_context_size": [0, 1, 1 << 20],
+    "frequency_context_size": [0, 1, 1 << 20],
+    "num_draft_tokens": [0, 64],
+    "seed": [0, -1, 1 << 63, -(1 << 63)],
+    "stop": ["a", ["the", " the", "\n"], [], "\x00", "\U0001f600"],
+    "logit_bias": [{}, {"0": 1e4}, {"49151": -1e4}, {str(n): -1e4 for n in range(300)}],
+    "tools": [[], [{}], [{"type": "function", "function": {"name": "f", "parameters": {}}}]],
+    "chat_template_kwargs": [{}, {"enable_thinking": False}, {"x": None}],
+    "role_mapping": [{}, {"user": "u"}],
+    "model": ["default_model"],
+}
+plausible = st.fixed_dictionaries({}, optional={name: st.sampled_from(edges) for name, edges in EDGES.items()})
+
+
 def check(server: ServerProcess, path: str, body: Any) -> None:
     begin = time.monotonic()
     answer = server.post(path, body, timeout=30)
@@ -166,6 +196,14 @@ def test_no_body_is_too_bad_for_the_server(server: ServerProcess, body: dict[str
 @example({"seed": -(1 << 63)}, "x")
 def test_nor_is_any_prompt(server: ServerProcess, body: dict[str, Any], prompt: str) -> None:
     check(server, COMPLETIONS, {"prompt": prompt, "max_tokens": 2, **body})
+
+
+@pytest.mark.demo_model
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(plausible)
+def test_edges_of_every_range_are_answered(server: ServerProcess, body: dict[str, Any]) -> None:
+    """Each parameter alone is in range; together they are whatever they are."""
+    check(server, CHAT, {**HI, **body})
 
 
 @pytest.mark.demo_model
