@@ -14,6 +14,7 @@ from ..batch_cache import PagedBatchKVCache
 from ..cache import PagedKVCache, SequenceTables
 from ..config import PagedConfig
 from ..errors import GeometryError, PromptCacheError
+from .composites import leaves, with_leaves
 from .plan import can_be_paged, name_of, plan_for, window_of
 from .pools import pool_for
 from .warn import warn_once
@@ -87,15 +88,16 @@ def make_prompt_cache_patch(
             and all(can_be_paged(cache) for cache in caches)
             and all(adapted(layer) for layer in layers)
         )
-        plan = plan_for(model, caches, original(model, max_kv_size), has_adapters)
+        parts = leaves(caches)
+        plan = plan_for(model, parts, original(model, max_kv_size), has_adapters)
         for reason in plan.reasons:
             warn_once(f"not paged in models of type {name_of(model)}: {reason}; mlx-lm's own cache is used")
         if plan.groups:
             sequence = SequenceTables(pool_for(model, plan, config()))
             kind = PagedLayerCache if plan.adapted else SeamLayerCache
             for layer in plan.layers:
-                caches[layer] = kind(sequence, layer)
-        return caches
+                parts[layer] = kind(sequence, layer)
+        return with_leaves(caches, parts)
 
     make_prompt_cache.__doc__ = original.__doc__
     return make_prompt_cache
@@ -105,7 +107,7 @@ def save_prompt_cache_patch(original: Callable[..., None]) -> Callable[..., None
     """Replacement of ``save_prompt_cache``: paged caches are saved in mlx-lm's own format."""
 
     def save_prompt_cache(file_name: str, cache: list[Any], metadata: dict[str, str] | None = None) -> None:
-        stock = [c.to_stock() if isinstance(c, PagedLayerCache) else c for c in cache]
+        stock = with_leaves(cache, [c.to_stock() if isinstance(c, PagedLayerCache) else c for c in leaves(cache)])
         # mlx-lm saves a plain cache with its spare room; what is saved here has none, and loads the same.
         original(file_name, stock, metadata or {})
 
@@ -124,12 +126,15 @@ def adopt_prompt_cache(model: Any, cache: list[Any]) -> list[Any]:
         PromptCacheError: number of layers, heads, head dimension or window are not the model's.
         PoolExhaustedError: the tokens do not fit the pool.
     """
-    if not cache or any(isinstance(c, PagedLayerCache) for c in cache):
+    if not cache or any(isinstance(c, PagedLayerCache) for c in leaves(cache)):
         return cache
     fresh = stock_cache.make_prompt_cache(model)
     if len(fresh) != len(cache):
         raise PromptCacheError(f"the prompt cache has {len(cache)} layers, the model {len(fresh)}")
-    pairs = [(old, new) for old, new in zip(cache, fresh, strict=True) if isinstance(new, PagedLayerCache)]
+    olds, news = leaves(cache), leaves(fresh)
+    if len(olds) != len(news):
+        raise PromptCacheError(f"the prompt cache has {len(olds)} parts, the model's {len(news)}")
+    pairs = [(old, new) for old, new in zip(olds, news, strict=True) if isinstance(new, PagedLayerCache)]
     if any(not can_be_paged(old) for old, _ in pairs):
         kinds = ", ".join(sorted({type(c).__name__ for c in cache}))
         warn_once(f"a prompt cache of type {kinds} with these options is not paged yet: mlx-lm's own cache is used")
@@ -157,7 +162,8 @@ def adopt_prompt_cache(model: Any, cache: list[Any]) -> list[Any]:
             next_slot = old._idx if old._idx < old.max_size and old.keys.shape[2] <= old.max_size else 0
             new.table.ring_origin = (old.offset - next_slot) % old.max_size
     paged = {new.layer for _, new in pairs}
-    return [new if layer in paged else old for layer, (old, new) in enumerate(zip(cache, fresh, strict=True))]
+    parts = [new if place in paged else old for place, (old, new) in enumerate(zip(olds, news, strict=True))]
+    return with_leaves(cache, parts)
 
 
 def _in_order(cache: Any) -> tuple[mx.array, mx.array]:

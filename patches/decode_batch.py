@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList, TokenBuffer
+from mlx_lm.models.cache import ArraysCache, TokenBuffer
 from mlx_lm.sample_utils import greedy_sampler
 
 from ..batch_cache import PagedBatchKVCache
 from ..batch_tables import BatchTables, FailedRow
 from ..cache import PagedKVCache
 from ..kv.pool import BlockPool
+from .composites import leaves, with_leaves
 from .row import Row, Sampler, StepLogits
 
 
@@ -42,7 +43,8 @@ class DecodeBatch:
         self.failed: list[tuple[Row, Exception]] = []
         self._inputs: mx.array | None = None  # next token of each row, not delivered yet, [B]
         self._tables: BatchTables | None = None
-        self._caches: list[Any] = []  # one per layer; paged ones are dropped and made anew when the members change
+        # One per layer, parts of composite ones by themselves; paged ones are made anew when the members change.
+        self._caches: list[Any] = []
         self._changed = True
 
     def __len__(self) -> int:
@@ -71,7 +73,7 @@ class DecodeBatch:
     def _merge(self, rows: Sequence[Row]) -> None:
         """Take the rows' states into the batch's."""
         self._settle()
-        caches = [row.caches for row in rows if row.caches is not None]
+        caches = [leaves(row.caches) for row in rows if row.caches is not None]
         merged = [
             None if isinstance(layer[0], PagedKVCache) else layer[0].merge(layer) for layer in zip(*caches, strict=True)
         ]
@@ -119,9 +121,11 @@ class DecodeBatch:
 
     def _extract_states(self, index: int, row: Row) -> None:
         assert row.caches is not None
-        for layer, cache in enumerate(self._caches):
+        parts = leaves(row.caches)
+        for place, cache in enumerate(self._caches):
             if not (cache is None or _is_paged(cache)):
-                row.caches[layer] = _extract(cache, index)
+                parts[place] = _extract(cache, index)
+        row.caches = with_leaves(row.caches, parts)
 
     def fork(self, row: Row) -> list[Any]:
         """A copy of the row's caches: references to its blocks, copies of other states."""
@@ -131,10 +135,10 @@ class DecodeBatch:
         assert row.caches is not None
         memo: dict[int, Any] = {}
         forked = []
-        for layer, cache in enumerate(row.caches):
+        for place, cache in enumerate(leaves(row.caches)):
             paged = isinstance(cache, PagedKVCache)
-            forked.append(copy.deepcopy(cache, memo) if paged else _extract(self._caches[layer], index))
-        return forked
+            forked.append(copy.deepcopy(cache, memo) if paged else _extract(self._caches[place], index))
+        return with_leaves(row.caches, forked)
 
     def suspend(self, row: Row) -> None:
         """Take a row out to compute it again later: remember the token that was not delivered yet."""
@@ -151,7 +155,7 @@ class DecodeBatch:
     def reserve(self) -> FailedRow | None:
         """A block position for every row's next token; see :meth:`BatchTables.reserve`."""
         if self._changed:
-            self._caches, self._tables = self._build([row.caches or [] for row in self.rows], self._caches)
+            self._caches, self._tables = self._build([leaves(row.caches or []) for row in self.rows], self._caches)
             self._changed = False
         return self._tables.reserve() if self._tables is not None else None
 
@@ -167,6 +171,10 @@ class DecodeBatch:
             for layer, (cache, state) in enumerate(zip(caches[0], states, strict=True))
         ]
         return batch, tables
+
+    def _composed(self, parts: Sequence[Any]) -> list[Any]:
+        """The layers' batch caches as the model expects them."""
+        return with_leaves(self.rows[0].caches or [], parts)
 
     def step(self) -> list[Delivery]:
         """Dispatch the next token of every row, then return the ones computed by the step before.
@@ -200,7 +208,7 @@ class DecodeBatch:
         """Logits ``[B, vocab]`` of the rows that could be computed; the others have left."""
         assert self._inputs is not None
         try:
-            logits: mx.array = self.model(self._inputs[:, None], cache=self._caches)[:, -1, :]
+            logits: mx.array = self.model(self._inputs[:, None], cache=self._composed(self._caches))[:, -1, :]
         except Exception as error:
             if self._tables is None or not all(_is_paged(cache) for cache in self._caches):
                 # States of other layers may have taken the token already: no row can be computed again.
@@ -229,14 +237,14 @@ class DecodeBatch:
         found: dict[int, mx.array | Exception] = {}
         middle = len(indices) // 2
         for half in (indices[:middle], indices[middle:]):
-            caches, tables = self._build([self.rows[index].caches or [] for index in half], self._caches)
+            caches, tables = self._build([leaves(self.rows[index].caches or []) for index in half], self._caches)
             assert tables is not None
             failed = tables.reserve()
             if failed is not None:
                 found.update(dict.fromkeys(half, failed.error))
                 continue
             try:
-                logits = self.model(self._inputs[mx.array(half)][:, None], cache=caches)[:, -1, :]
+                logits = self.model(self._inputs[mx.array(half)][:, None], cache=self._composed(caches))[:, -1, :]
             except Exception as again:
                 tables.take_back()
                 tables.settle()
@@ -315,11 +323,3 @@ def _as_ints(tokens: mx.array) -> list[int]:
 
 def _is_paged(cache: Any) -> bool:
     return isinstance(cache, PagedBatchKVCache)
-
-
-def leaves(caches: Sequence[Any]) -> list[Any]:
-    """The caches, composite ones replaced by their parts."""
-    found: list[Any] = []
-    for cache in caches:
-        found += leaves(cache.caches) if isinstance(cache, CacheList) else [cache]
-    return found

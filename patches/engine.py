@@ -19,6 +19,7 @@ from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
 from ..prefix_store import PrefixStore
 from ..scheduler import Chunk, Growth, Request, Scheduler
+from .composites import leaves
 from .decode_batch import Delivery
 from .response import Response
 from .row import Row, sequence_of
@@ -163,7 +164,7 @@ class Engine:
         for row in self.rows.values():
             caches = row.given if row.caches is None else row.caches
             in_batch = row in self.batch.members
-            states += sum(c.nbytes for c in caches or () if isinstance(c, PagedKVCache) or not in_batch)
+            states += sum(c.nbytes for c in leaves(caches or []) if isinstance(c, PagedKVCache) or not in_batch)
         return states
 
     # Requests -------------------------------------------------------------------------------------------------

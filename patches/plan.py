@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from ..errors import GeometryError
 from ..kv.group import LayerGroup
 from ..kv.storage import Geometry, QueryHeads
+from .composites import leaves
 from .probe import probe_layers, probe_rows
 
 
@@ -19,7 +21,8 @@ class PagingPlan(NamedTuple):
     """What :func:`plan_for` found out.
 
     Attributes:
-        groups: of the layers to page; a layer is an index into the model's list of caches.
+        groups: of the layers to page; a layer is an index into the model's list of caches,
+            in which the parts of composite ones count by themselves.
         geometries: of each group, with the queries that attend over it; empty where an adapter will tell.
         adapted: attention goes through adapters, not through the seam.
         reasons: why other layers keep mlx-lm's own caches, one per kind.
@@ -52,8 +55,8 @@ def plan_for(model: Any, stock: Sequence[Any], spare: Sequence[Any], adapted: bo
     """The model's plan; made at the first call, by a forward pass that is built and dropped, and kept.
 
     Args:
-        stock: one of mlx-lm's own caches per layer.
-        spare: the same again, to be used up.
+        stock: mlx-lm's own caches, one per layer, and the parts of composite ones by themselves.
+        spare: as many again, composed as the model expects them, to be used up.
         adapted: every layer has an attention adapter.
     """
     key = (adapted, *[_kind(cache) for cache in stock])
@@ -73,7 +76,7 @@ def why_one_by_one(model: Any, fresh: Sequence[Any]) -> str | None:
     Args:
         fresh: one of mlx-lm's own caches per layer, empty.
     """
-    kept = next((cache for cache in fresh if getattr(cache, "keep", 0)), None)
+    kept = next((cache for cache in leaves(fresh) if getattr(cache, "keep", 0)), None)
     if kept is not None:
         return f"{type(kept).__name__} forgets in a batch which tokens it keeps (max_kv_size)"
     plan = plan_of(model)
@@ -84,7 +87,7 @@ def why_one_by_one(model: Any, fresh: Sequence[Any]) -> str | None:
         return PADDING_MATTERS[module]
     known = module.startswith("mlx_lm.models.")
     seam = plan is not None and all(heads is not None for _, heads in plan.geometries)
-    if not known and not (seam and all(can_be_paged(cache) for cache in fresh)):
+    if not known and not (seam and all(can_be_paged(cache) for cache in leaves(fresh))):
         return "what a model from elsewhere does with padding is not known"
     return probe_rows(model, fresh)
 
@@ -136,8 +139,7 @@ def _seam_plan(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> Paging
     try:
         probed = probe_layers(model, spare, candidates)
     except Exception as error:
-        why = f"attention that asks more of a cache than keys and values ({type(error).__name__}: {error})"
-        return PagingPlan((), (), False, (*reasons, why))
+        return PagingPlan((), (), False, (*reasons, _why_not(error)))
     unused = [layer for layer in candidates if layer not in probed]
     if unused:
         reasons = (*reasons, f"{len(unused)} cache(s) that no attention writes to")
@@ -162,6 +164,15 @@ def _reasons(stock: Sequence[Any]) -> tuple[str, ...]:
             name = type(cache).__name__
             kinds[name + (" that keeps its first tokens (max_kv_size)" if getattr(cache, "keep", 0) else "")] = None
     return tuple(f"cache type {kind}" for kind in kinds)
+
+
+def _why_not(error: Exception) -> str:
+    """Why a model could not be probed."""
+    if isinstance(error, AttributeError):
+        return f"attention that reaches into its cache ({error.name})"
+    if isinstance(error, GeometryError):
+        return f"caches that hold something else than keys and values ({error})"
+    return f"a model that cannot be tried ({type(error).__name__}: {error})"
 
 
 def _name(window: int | None) -> str:

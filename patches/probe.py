@@ -11,6 +11,7 @@ import mlx.core as mx
 from ..errors import GeometryError
 from ..fetched import Fetched, hand_out
 from ..kv.storage import Geometry, QueryHeads
+from .composites import leaves, with_leaves
 
 PROBE_ROWS = 3
 
@@ -55,9 +56,9 @@ class ProbeLayer:
         if self.geometry is not None:
             raise GeometryError("one cache takes two layers' keys")
         if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
-            raise GeometryError(f"keys {keys.dtype} {keys.shape}, values {values.dtype} {values.shape}")
+            raise GeometryError(f"shapes {keys.shape} and {values.shape}")
         if 0 in keys.shape + values.shape or not mx.issubdtype(keys.dtype, mx.floating):
-            raise GeometryError(f"keys {keys.dtype} {keys.shape}, values {values.shape}")
+            raise GeometryError(f"shapes {keys.shape} and {values.shape}")
         self.geometry = Geometry.of(keys, values)
         self._stock.update_and_fetch(keys, values)
         return self.keys_and_values()
@@ -103,10 +104,10 @@ def probe_layers(model: Any, caches: Sequence[Any], candidates: Sequence[int]) -
     Raises:
         Exception: whatever the model raises when a cache has nothing but what a paged one has.
     """
-    probes: list[Any] = list(caches)
+    probes = leaves(caches)
     for layer in candidates:
-        probes[layer] = ProbeLayer(caches[layer])
-    model(mx.zeros((1, 2), mx.uint32), cache=probes)
+        probes[layer] = ProbeLayer(probes[layer])
+    model(mx.zeros((1, 2), mx.uint32), cache=with_leaves(caches, probes))
     return {
         layer: Probed(probes[layer].geometry, probes[layer].heads)
         for layer in candidates

@@ -10,6 +10,7 @@ from mlx_lm.models.cache import TokenBuffer
 
 from ..cache import PagedKVCache, SequenceTables
 from ..scheduler import Request
+from .composites import leaves
 
 Sampler = Callable[[mx.array], mx.array]
 
@@ -130,4 +131,4 @@ class Row:
 
 def sequence_of(caches: Sequence[Any]) -> SequenceTables | None:
     """The block tables behind a prompt cache, or None if no layer is paged."""
-    return next((cache.sequence for cache in caches if isinstance(cache, PagedKVCache)), None)
+    return next((cache.sequence for cache in leaves(caches) if isinstance(cache, PagedKVCache)), None)

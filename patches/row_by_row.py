@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from ..batch_tables import FailedRow
 from ..cache import PagedKVCache
+from .composites import leaves
 from .decode_batch import DecodeBatch
 from .row import Row
 
@@ -27,7 +28,7 @@ class RowByRowBatch(DecodeBatch):
 
     def _collect(self, rows: Sequence[Row]) -> None:
         """What is to be computed with each step beside the logits, and counted: the caches without blocks."""
-        self._caches = [c for row in rows for c in row.caches or () if not isinstance(c, PagedKVCache)]
+        self._caches = [c for row in rows for c in leaves(row.caches or []) if not isinstance(c, PagedKVCache)]
 
     def leave(self, rows: Sequence[Row], *, keep_caches: bool = True) -> None:
         leaving = self.members.intersection(rows)

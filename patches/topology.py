@@ -7,12 +7,13 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import cache as stock_cache
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import CacheList, KVCache
 
 from ..cache import PagedKVCache
 from ..errors import PromptCacheError
 from ..kv.storage import QueryHeads
 from .cache import PagedLayerCache, adopt_prompt_cache
+from .composites import leaves, with_leaves
 from .decode_batch import DecodeBatch
 from .plan import name_of, why_one_by_one
 from .row import sequence_of
@@ -47,7 +48,8 @@ def is_batched_here(fresh: Sequence[Any]) -> bool:
 
 def decode_batch(model: Any, fresh: Sequence[Any]) -> DecodeBatch:
     """A batch for rows of the model: in one call where its attention allows it, else one row after the other."""
-    why = why_one_by_one(model, [c.to_stock() if isinstance(c, PagedLayerCache) else c for c in fresh])
+    stock = [c.to_stock() if isinstance(c, PagedLayerCache) else c for c in leaves(fresh)]
+    why = why_one_by_one(model, with_leaves(fresh, stock))
     if why is None:
         return DecodeBatch(model)
     warn_once(f"rows of a batch are computed one by one in models of type {name_of(model)}: {why}")
@@ -65,17 +67,23 @@ def check_given(model: Any, given: list[Any], fresh: Sequence[Any]) -> list[Any]
         raise PromptCacheError(f"the prompt cache has {len(given)} layers, the model {len(fresh)}")
     caches = adopt_prompt_cache(model, given)
     sequence = sequence_of(fresh)
-    for layer, (cache, expected) in enumerate(zip(caches, fresh, strict=True)):
+    place = 0
+    for layer, (whole, fitting) in enumerate(zip(caches, fresh, strict=True)):
         where = f"layer {layer} ({layer_path(model, layer)}) of the prompt cache"
-        if isinstance(expected, PagedKVCache):
-            if not isinstance(cache, PagedKVCache):
-                raise PromptCacheError(f"{where} is a {type(cache).__name__}, which cannot be paged")
-            if sequence is None or cache.pool is not sequence.pool or cache.layer != layer:
-                raise PromptCacheError(f"{where} belongs to another model, or was made under other options")
-            if cache.sequence is not sequence_of(caches):
-                raise PromptCacheError(f"{where} is of another sequence than the layers before it")
-        elif type(cache) is not type(expected):
-            raise PromptCacheError(f"{where} is a {type(cache).__name__}, the model's is a {type(expected).__name__}")
+        if isinstance(whole, CacheList) != isinstance(fitting, CacheList):
+            raise PromptCacheError(f"{where} is a {type(whole).__name__}, the model's is a {type(fitting).__name__}")
+        for cache, expected in zip(leaves([whole]), leaves([fitting]), strict=True):
+            if isinstance(expected, PagedKVCache):
+                if not isinstance(cache, PagedKVCache):
+                    raise PromptCacheError(f"{where} is a {type(cache).__name__}, which cannot be paged")
+                if sequence is None or cache.pool is not sequence.pool or cache.layer != place:
+                    raise PromptCacheError(f"{where} belongs to another model, or was made under other options")
+                if cache.sequence is not sequence_of(caches):
+                    raise PromptCacheError(f"{where} is of another sequence than the layers before it")
+            elif type(cache) is not type(expected):
+                kinds = f"{type(cache).__name__}, the model's is a {type(expected).__name__}"
+                raise PromptCacheError(f"{where} is a {kinds}")
+            place += 1
     return caches
 
 

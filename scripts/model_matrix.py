@@ -134,7 +134,9 @@ def row_of(
 ) -> Row:
     from mlx_lm.models.cache import make_prompt_cache
 
-    caches = make_prompt_cache(model)
+    from mlx_paged.patches.composites import leaves
+
+    caches = leaves(make_prompt_cache(model))
     pool = mlx_paged.pool_of(model)
     paged = [cache for cache in caches if isinstance(cache, PagedKVCache)]
     status = "stock" if not paged else "paged" if len(paged) == len(caches) else "partly"

@@ -123,7 +123,7 @@ def test_prefixes_are_shared(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "deepseek_v3", "jamba", "gpt_bigcode", "afm7"])
+@pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "deepseek_v3", "jamba", "falcon_h1", "gpt_bigcode", "afm7"])
 def test_requests_make_room_in_a_small_budget(name: str) -> None:
     """Rows that decode together or one by one, paged in part or in whole, are computed again; no token comes twice."""
     model = model_configs.build(name)

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlx_paged
 from mlx_paged import PagedConfig, fetched
 from mlx_paged.patches import seam
+from mlx_paged.patches.composites import leaves
 from scripts import model_configs
 from scripts.model_matrix import batched
 from tests.builders import build, greedy, prompt_of, rms
@@ -280,7 +281,7 @@ def test_several_rows_in_one_cache_go_to_stock(model: Any) -> None:
     assert all(mx.array_equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "nemotron_h", "qwen3_moe", "gemma3n"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "nemotron_h", "qwen3_moe", "gemma3n", "falcon_h1"])
 def test_prompt_caches_travel_through_files(name: str, tmp_path: Any) -> None:
     """Saved under the patches, loaded by stock mlx-lm, and the other way round."""
     model = model_configs.build(name)
@@ -295,7 +296,7 @@ def test_prompt_caches_travel_through_files(name: str, tmp_path: Any) -> None:
         cache = upstream.load_prompt_cache(file)
         if mlx_paged.patches.is_applied():
             cache = mlx_paged.patches.adopt_prompt_cache(model, cache)
-            assert any(isinstance(c, mlx_paged.PagedKVCache) for c in cache)
+            assert any(isinstance(c, mlx_paged.PagedKVCache) for c in leaves(cache))
         return greedy(model, prompt(4, seed=5), 20, prompt_cache=cache)[0]
 
     first()
