@@ -17,8 +17,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if command in ("-h", "--help"):
         print(
             "usage: python -m mlx_paged COMMAND [options]\n\n"
-            "COMMAND is generate, server, doctor (does the fused kernel work on this machine?), or any command of\n"
-            "mlx_lm (chat, cache_prompt, ...), run on the paged cache.\n"
+            "COMMAND is generate, server, doctor (does the fused kernel work on this machine?), or\n"
+            "any command of mlx_lm (chat, cache_prompt, ...), run on the paged cache.\n"
             "All commands take, besides their own options:"
         )
         parser = argparse.ArgumentParser(prog="mlx_paged", add_help=False, usage=argparse.SUPPRESS)
