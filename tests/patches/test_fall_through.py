@@ -8,10 +8,11 @@ import mlx.core as mx
 import pytest
 from mlx_lm import batch_generate
 from mlx_lm.models import cache as upstream
-from mlx_lm.models import mamba
+from mlx_lm.models import mamba, qwen2
 
 import mlx_paged
 from mlx_paged import FallThroughWarning, GeometryError, PagedConfig, PagedKVCache, PoolExhaustedError
+from mlx_paged.patches.plan import plan_of, why_one_by_one
 from tests.builders import COMMON, build, greedy, prompt_of, rms
 from tests.patches.test_parity import PlainTokenizer
 
@@ -55,6 +56,47 @@ def test_ssm_layers_use_mlx_lms_cache() -> None:
     got, messages = fall_throughs(lambda: greedy(model, prompt_of(20), 10)[0])
     assert got == expected
     assert len(messages) == 1 and "ArraysCache" in messages[0]
+
+
+def test_attention_that_reaches_into_its_cache_keeps_mlx_lms() -> None:
+    """What a paged cache does not have is found out before a token is computed."""
+
+    class Nosy(qwen2.Attention):
+        def __call__(self, x: mx.array, mask: object = None, cache: upstream.KVCache | None = None) -> mx.array:
+            output = super().__call__(x, mask, cache)
+            return output + 0 * cache.keys.sum()
+
+    mx.random.seed(0)
+    args = {**COMMON, "num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    model = qwen2.Model(qwen2.ModelArgs(model_type="qwen2", **args))
+    for layer in model.layers:
+        nosy = Nosy(model.args)
+        nosy.update(layer.self_attn.parameters())
+        layer.self_attn = nosy
+    expected = greedy(model, prompt_of(20), 10)[0]
+    mlx_paged.apply_patches()
+    got, messages = fall_throughs(lambda: greedy(model, prompt_of(20), 10)[0])
+    assert got == expected
+    assert len(messages) == 1 and "reaches into its cache (keys)" in messages[0]
+    assert mlx_paged.pool_of(model) is None
+
+
+def test_models_from_elsewhere_are_batched_in_one_call_only_behind_the_seam() -> None:
+    class Own(qwen2.Model):
+        pass
+
+    mx.random.seed(0)
+    args = {**COMMON, "num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    model = Own(qwen2.ModelArgs(model_type="qwen2", **args))
+    mlx_paged.apply_patches()
+    stock = [upstream.KVCache() for _ in model.layers]
+    upstream.make_prompt_cache(model)
+    assert why_one_by_one(model, stock) is None
+    plan = plan_of(model)
+    unseen = plan._replace(geometries=tuple((geometry, None) for geometry, _ in plan.geometries))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mlx_paged.patches.plan.plan_of", lambda _: unseen)
+        assert "elsewhere" in why_one_by_one(model, stock)
 
 
 def test_batch_generation_is_paged() -> None:
