@@ -130,8 +130,6 @@ IN_PLACE = ["qwen2", "gpt_oss", "gemma3n", "deepseek_v3", "gemma2", "iquestloopc
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
-    "name", ["qwen2", "gpt_oss", "gemma3n", "deepseek_v3", "gemma2", "iquestloopcoder", "falcon_h1"]
-)
 def test_in_place_pools_behind_the_seam(name: str) -> None:
     """Over stand-ins for the kernels: the gather is forgotten where attention took the blocks, and ordered where the
     model computed with the arrays."""
