@@ -11,13 +11,13 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_prefix.py"
 
 
 def test_sharing_computes_and_stores_each_token_once(tmp_path: Path) -> None:
-    arguments = "--random tiny --prefix 192 --suffix 16 --sharers 4 --decode-tokens 4 --kv-block-size 16".split()
-    command = [sys.executable, str(SCRIPT), *arguments, "--out", str(tmp_path)]
+    sizes = ["--prefix", "192", "--suffix", "16", "--sharers", "4", "--decode-tokens", "4", "--kv-block-size", "16"]
+    command = [sys.executable, str(SCRIPT), "--random", "tiny", *sizes, "--pattern", "burst", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "burst: tokens the same on all sides" in done.stdout and "DIFFER" not in done.stdout
     results = json.loads((tmp_path / "prefix.json").read_text())["results"]
-    assert len(results) == 6 and (tmp_path / "prefix.png").exists()
+    assert len(results) == 3 and (tmp_path / "prefix.png").exists()
     for result in results:
         computed = {"stock cache": None, "no sharing": 4 * 208, "shared": 192 + 4 * 16}[result["side"]]
         assert computed in (None, result["computed_prompt_tokens"])
