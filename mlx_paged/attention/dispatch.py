@@ -58,17 +58,15 @@ _KERNEL_ONE = Dispatch("kernel", "one new token per sequence")
 _KERNEL_FEW = Dispatch("kernel", "a few new tokens per sequence")
 
 
-def _record(choice: Dispatch) -> None:
+def _record(choice: Dispatch, times: int = 1) -> None:
     global _last
     _last = choice
-    _counts[choice] += 1
+    _counts[choice] += times
 
 
 def record_compiled(num_layers: int) -> None:
     """Count a compiled decode step, in which every layer ran in the kernel."""
-    global _last
-    _last = _KERNEL_ONE
-    _counts[_KERNEL_ONE] += num_layers
+    _record(_KERNEL_ONE, num_layers)
 
 
 def prefill_attention(
@@ -143,19 +141,7 @@ def paged_attention(
     Raises:
         GeometryError: the queries are not one row per table.
     """
-    if q.ndim != 4 or q.shape[0] != len(tables):
-        raise GeometryError(f"queries {q.shape} for {len(tables)} sequence(s)")
-    group_index = pool.group_of(layer)
-    group = pool.groups[group_index]
-    declined = _decline(q, group, pool.block_size, mask, window, softcap is not None, sinks is not None)
-    if declined is None:
-        q_len = q.shape[2]
-        _record(_KERNEL_ONE if q_len == 1 else _KERNEL_FEW)
-        if step is None:
-            step = pool.step(layer, tables, q_len)
-        return _decode(q, pool, layer, tables, step, scale, window, softcap, sinks, None)
-    _record(Dispatch("gather", declined))
-    return gather.gather_attention(q, pool, layer, tables, scale=scale, mask=mask, softcap=softcap, sinks=sinks)
+    return _attend(q, pool, layer, tables, step, None, scale, mask, window, softcap, sinks)
 
 
 def append_attention(
@@ -185,33 +171,40 @@ def append_attention(
     Returns:
         ``[B, n_q_heads, 1, v_head_dim]``.
     """
-    if q.shape[0] != len(tables):
-        raise GeometryError(f"queries {q.shape} for {len(tables)} sequence(s)")
-    group = pool.groups[pool.group_of(layer)]
-    declined = _decline(q, group, pool.block_size, mask, window, softcap is not None, sinks is not None)
-    if declined is None:
-        _record(_KERNEL_ONE)
-        return _decode(q, pool, layer, tables, step, scale, window, softcap, sinks, (k, v))
-    pool.write_step(tables, layer, step, k, v)
-    _record(Dispatch("gather", declined))
-    return gather.gather_attention(q, pool, layer, tables, scale=scale, mask=mask, softcap=softcap, sinks=sinks)
+    return _attend(q, pool, layer, tables, step, (k, v), scale, mask, window, softcap, sinks)
 
 
-def _decode(
+def _attend(
     q: mx.array,
     pool: BlockPool,
     layer: int,
     tables: Sequence[BlockTable],
-    step: Step,
+    step: Step | None,
+    append: tuple[mx.array, mx.array] | None,
     scale: float,
+    mask: mx.array | str | None,
     window: int | None,
     softcap: float | None,
     sinks: mx.array | None,
-    append: tuple[mx.array, mx.array] | None,
 ) -> mx.array:
-    group_window = pool.groups[pool.group_of(layer)].spec.window
+    """By the kernel or over gathered arrays; ``append``: keys and values of the step that are not written yet."""
+    if q.ndim != 4 or q.shape[0] != len(tables):
+        raise GeometryError(f"queries {q.shape} for {len(tables)} sequence(s)")
+    group = pool.groups[pool.group_of(layer)]
+    declined = _decline(q, group, pool.block_size, mask, window, softcap is not None, sinks is not None)
+    if declined is not None:
+        if append is not None:
+            assert step is not None
+            pool.write_step(tables, layer, step, *append)
+        _record(Dispatch("gather", declined))
+        return gather.gather_attention(q, pool, layer, tables, scale=scale, mask=mask, softcap=softcap, sinks=sinks)
+    q_len = q.shape[2]
+    _record(_KERNEL_ONE if q_len == 1 else _KERNEL_FEW)
+    group_window = group.spec.window
     if window is None or (group_window is not None and group_window < window):
         window = group_window
+    if step is None:
+        step = pool.step(layer, tables, q_len)
     storage = cast(InPlaceStorage, pool.storage(layer))
     return storage.decode(q, tables, step, scale=scale, window=window, softcap=softcap, sinks=sinks, append=append)
 
