@@ -20,20 +20,24 @@ import argparse
 import importlib
 import json
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from bench_common import DTYPES, PRESETS, SEED, BenchError, load_model, machine, random_model, table
+from bench_apart import Panel, add_model_arguments, add_pool_arguments, measure_apart, write_results
+from bench_common import SEED, BenchError, load_model, random_model, table
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.config import parse_block_size, parse_kernel, parse_memory
 
+PANELS: tuple[Panel, ...] = (
+    ("decode, tokens/s", lambda r: r["decode_tokens_per_s"] or r["tokens_per_s"]),
+    ("time to first token, p50, s", lambda r: r["ttft_s"]["p50"]),
+    ("between tokens, p95, ms", lambda r: 1e3 * r["inter_token_s"].get("p95", 0.0)),
+    ("peak memory, GB", lambda r: r["peak_bytes"] / 1e9),
+)
 CPU_CACHE_LIMIT = 1 << 30
 PERCENTILES = (50, 95, 99)
 TRACE_LENGTHS = (32, 64, 128, 256, 512, 1024)
@@ -220,17 +224,6 @@ def measure(args: argparse.Namespace, case: Case, side: str) -> dict[str, Any]:
     }
 
 
-def measure_apart(argv: Sequence[str], case: Case, side: str) -> dict[str, Any]:
-    """:func:`measure` in a process of its own."""
-    command = [sys.executable, __file__, *argv, "--child", json.dumps([side, *case])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return {"side": side, "case": case.name, "error": f"exit status {done.returncode}: {last}"}
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
-
-
 def compare(results: list[dict[str, Any]]) -> None:
     """Add to each paged result its ratios to stock's of the same case, and whether the tokens are the same."""
     stock = {r["case"]: r for r in results if r["side"] == "stock" and "error" not in r}
@@ -291,46 +284,9 @@ def _milliseconds(values: dict[str, float]) -> str:
     return "/".join(f"{1e3 * value:.1f}" for value in values.values()) or "-"
 
 
-def plot(results: Sequence[dict[str, Any]], path: Path, title: str) -> str | None:
-    """Write the figure. Returns why it was not written, or None."""
-    try:
-        import matplotlib
-    except ImportError:
-        return "no batch.png: matplotlib is not installed"
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    panels = (
-        ("decode, tokens/s", lambda r: r["decode_tokens_per_s"] or r["tokens_per_s"]),
-        ("time to first token, p50, s", lambda r: r["ttft_s"]["p50"]),
-        ("between tokens, p95, ms", lambda r: 1e3 * r["inter_token_s"].get("p95", 0.0)),
-        ("peak memory, GB", lambda r: r["peak_bytes"] / 1e9),
-    )
-    good = [r for r in results if "error" not in r]
-    cases = list(dict.fromkeys(r["case"] for r in good))
-    sides = [side for side in SIDES if any(r["side"] == side for r in good)]
-    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 4), layout="constrained")
-    for axis, (label, value) in zip(axes, panels, strict=True):
-        for offset, side in enumerate(sides):
-            mine = {r["case"]: value(r) for r in good if r["side"] == side}
-            places = [i + (offset - (len(sides) - 1) / 2) * 0.4 for i, case in enumerate(cases) if case in mine]
-            axis.bar(places, [mine[case] for case in cases if case in mine], width=0.38, label=side)
-        axis.set_xticks(range(len(cases)), cases, rotation=30, ha="right", fontsize=8)
-        axis.set_title(label, fontsize=10)
-        axis.grid(axis="y", alpha=0.3)
-    axes[0].legend()
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return None
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--random", choices=sorted(PRESETS), default=None, help="a model of random weights")
-    source.add_argument("--model", default=None, help="a model folder")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default=None)
+    add_model_arguments(parser)
     parser.add_argument(
         "--cases", type=lambda text: [parse_case(part) for part in text.split(",")], default="4x64,8xragged256"
     )
@@ -343,11 +299,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prefill-step-size", type=int, default=2048)
     parser.add_argument("--prefill-batch-size", type=int, default=8)
     parser.add_argument("--warmup-prompt", type=int, default=64, help="prompt tokens of the warm-up")
-    parser.add_argument("--kv-block-size", type=parse_block_size, default=32)
-    parser.add_argument("--kv-cache-memory", type=parse_memory, default=None)
-    parser.add_argument("--kernel", type=parse_kernel, default="auto", help="auto, on or off")
-    parser.add_argument("--out", type=Path, default=None, help="folder for batch.json and batch.png")
-    parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
+    add_pool_arguments(parser, "batch")
     return parser
 
 
@@ -374,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = []
         for case in cases_of(args):
             for side in SIDES if args.only is None else (args.only,):
-                results.append(measure_apart(given, case, side))
+                results.append(measure_apart(__file__, given, [side, *case], side=side, case=case.name))
                 print(f"{case.name}, {side}: done", file=sys.stderr)
     except BenchError as error:
         print(f"bench_batch: {error}", file=sys.stderr)
@@ -382,12 +334,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     compare(results)
     print_results(results)
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        for result in results:
-            result.pop("tokens", None)
-        facts = {"machine": machine(), "arguments": given, "results": results}
-        (args.out / "batch.json").write_text(json.dumps(facts, indent=1) + "\n")
-        problem = plot(results, args.out / "batch.png", f"{args.random or args.model}, {facts['machine']['device']}")
+        title = str(args.random or args.model)
+        problem = write_results(args.out, "batch", given, results, PANELS, "case", SIDES, title, rotation=30)
         if problem:
             print(problem, file=sys.stderr)
     return 1 if any("error" in result for result in results) else 0

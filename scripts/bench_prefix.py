@@ -22,20 +22,23 @@ import importlib
 import json
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from bench_common import DTYPES, PRESETS, SEED, BenchError, load_model, machine, random_model, table
+from bench_apart import Panel, add_model_arguments, add_pool_arguments, measure_apart, write_results
+from bench_common import SEED, BenchError, load_model, random_model, table
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.config import parse_block_size, parse_kernel, parse_memory
 
+PANELS: tuple[Panel, ...] = (
+    ("median TTFT after the first, s", lambda r: r["ttft_later_s"]["median"]),
+    ("prompt tokens computed", lambda r: r["computed_prompt_tokens"]),
+    ("K/V, MB", lambda r: r["kv_bytes"] / 1e6),
+)
 CPU_CACHE_LIMIT = 1 << 30
 SIDES = ("stock cache", "no sharing", "shared")
 PATTERNS = ("burst", "after")
@@ -185,17 +188,6 @@ def bytes_per_token(model: Any) -> float:
     return sum(x.nbytes / x.shape[2] for cache in caches for x in (cache.keys, cache.values))
 
 
-def measure_apart(argv: Sequence[str], side: str, pattern: str) -> dict[str, Any]:
-    """:func:`measure` in a process of its own."""
-    command = [sys.executable, __file__, *argv, "--child", json.dumps([side, pattern])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return {"side": side, "pattern": pattern, "error": f"exit status {done.returncode}: {last}"}
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
-
-
 def print_results(results: Sequence[dict[str, Any]]) -> None:
     header = ("pattern", "side", "TTFT first", "TTFT later", "all done", "computed", "of unique", "K/V MB", "of unique")
     rows = []
@@ -231,44 +223,9 @@ def print_results(results: Sequence[dict[str, Any]]) -> None:
         print(line)
 
 
-def plot(results: Sequence[dict[str, Any]], path: Path, title: str) -> str | None:
-    """Write the figure. Returns why it was not written, or None."""
-    try:
-        import matplotlib
-    except ImportError:
-        return "no prefix.png: matplotlib is not installed"
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    done = [r for r in results if "error" not in r]
-    panels = [
-        ("median TTFT after the first, s", lambda r: r["ttft_later_s"]["median"]),
-        ("prompt tokens computed", lambda r: r["computed_prompt_tokens"]),
-        ("K/V, MB", lambda r: r["kv_bytes"] / 1e6),
-    ]
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.4 * len(panels), 3.6), layout="constrained")
-    patterns = list(dict.fromkeys(r["pattern"] for r in done))
-    for axis, (label, value) in zip(axes, panels, strict=True):
-        for number, side in enumerate(dict.fromkeys(r["side"] for r in done)):
-            mine = {r["pattern"]: value(r) for r in done if r["side"] == side}
-            places = [i + 0.27 * (number - 1) for i, pattern in enumerate(patterns) if pattern in mine]
-            axis.bar(places, [mine[p] for p in patterns if p in mine], 0.25, label=side)
-        axis.set_xticks(range(len(patterns)), patterns)
-        axis.set_title(label, fontsize=10)
-        axis.grid(axis="y", alpha=0.3)
-    axes[0].legend(fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return None
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--random", choices=sorted(PRESETS), default=None, help="a model of random weights")
-    source.add_argument("--model", default=None, help="a model folder")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default=None)
+    add_model_arguments(parser)
     parser.add_argument("--prefix", type=_positive, default=1024, help="tokens that all prompts begin with")
     parser.add_argument("--suffix", type=_positive, default=32, help="tokens of each prompt's own")
     parser.add_argument("--sharers", type=_positive, default=8, help="requests")
@@ -277,11 +234,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--pattern", choices=PATTERNS, default=None, help="only this one")
     parser.add_argument("--prefill-step-size", type=_positive, default=2048)
     parser.add_argument("--prefill-batch-size", type=_positive, default=8)
-    parser.add_argument("--kv-block-size", type=parse_block_size, default=32)
-    parser.add_argument("--kv-cache-memory", type=parse_memory, default=None)
-    parser.add_argument("--kernel", type=parse_kernel, default="auto", help="auto, on or off")
-    parser.add_argument("--out", type=Path, default=None, help="folder for prefix.json and prefix.png")
-    parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
+    add_pool_arguments(parser, "prefix")
     return parser
 
 
@@ -304,20 +257,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = []
         for pattern in PATTERNS if args.pattern is None else (args.pattern,):
             for side in SIDES if args.only is None else (args.only,):
-                results.append(measure_apart(given, side, pattern))
+                results.append(measure_apart(__file__, given, [side, pattern], side=side, pattern=pattern))
                 print(f"{pattern}, {side}: done", file=sys.stderr)
     except BenchError as error:
         print(f"bench_prefix: {error}", file=sys.stderr)
         return 1
     print_results(results)
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        for result in results:
-            result.pop("tokens", None)
-        facts = {"machine": machine(), "arguments": given, "results": results}
-        (args.out / "prefix.json").write_text(json.dumps(facts, indent=1) + "\n")
         title = f"{args.sharers} requests, a prefix of {args.prefix} tokens: {args.random or args.model}"
-        problem = plot(results, args.out / "prefix.png", f"{title}, {facts['machine']['device']}")
+        problem = write_results(args.out, "prefix", given, results, PANELS, "pattern", SIDES, title)
         if problem:
             print(problem, file=sys.stderr)
     return 1 if any("error" in result for result in results) else 0
