@@ -8,8 +8,9 @@ A case is ``BATCHxPROMPT`` or ``BATCHxraggedMOST`` (lengths spread evenly from M
 inserted at once, into a batch as large. ``--arrivals RATE`` adds a trace: ``--requests`` requests of mixed lengths that
 come at RATE per second (Poisson), into a batch of the last case's size; the trace is the same for both sides.
 
-Each side and case runs in a process of its own, so that no memory is left over and the peak is its own. In it, a short
-warm-up of the same shape comes first. Decode throughput counts the steps in which every row decodes: from the last
+Each side and case runs in a process of its own, so that no memory is left over and the peak is its own. In it, a
+warm-up of the same shape comes first: on a GPU with whole prompts, because kernels and plans are made for each length
+(tens of milliseconds each, on both sides); the paged side then starts with a new pool, so that growth counts. Decode throughput counts the steps in which every row decodes: from the last
 first token to the first finish, without the step in between that may still compute a prompt. Latencies are as the
 caller of ``next()`` sees them. Writes batch.json and, with matplotlib, batch.png.
 """
@@ -39,6 +40,8 @@ PANELS: tuple[Panel, ...] = (
     ("peak memory, GB", lambda r: r["peak_bytes"] / 1e9),
 )
 CPU_CACHE_LIMIT = 1 << 30
+CPU_WARMUP_PROMPT, CPU_WARMUP_TOKENS = 64, 4
+GPU_WARMUP_TOKENS = 24  # a decode step is compiled after some steps of one shape
 PERCENTILES = (50, 95, 99)
 TRACE_LENGTHS = (32, 64, 128, 256, 512, 1024)
 SIDES = ("stock", "paged")
@@ -165,17 +168,22 @@ class Run:
         return sum(rows for _, rows in timed[1:]) / (timed[-1][0] - timed[0][0])
 
 
+def patch(args: argparse.Namespace) -> None:
+    """Have mlx-lm use a pool as the arguments say, a new one."""
+    mlx_paged.apply_patches(
+        PagedConfig(
+            block_size=args.kv_block_size, kv_cache_memory=args.kv_cache_memory, use_native_paged_kernel=args.kernel
+        )
+    )
+
+
 def measure(args: argparse.Namespace, case: Case, side: str) -> dict[str, Any]:
     """One side's figures of one case, in this process."""
     if mx.default_device() == mx.Device(mx.cpu):
         mx.set_cache_limit(CPU_CACHE_LIMIT)
     model = random_model(args.random, args.dtype) if args.random else load_model(args.model, args.dtype)
     if side == "paged":
-        mlx_paged.apply_patches(
-            PagedConfig(
-                block_size=args.kv_block_size, kv_cache_memory=args.kv_cache_memory, use_native_paged_kernel=args.kernel
-            )
-        )
+        patch(args)
     upstream = importlib.import_module("mlx_lm.generate")
 
     def generator() -> Any:
@@ -184,8 +192,13 @@ def measure(args: argparse.Namespace, case: Case, side: str) -> dict[str, Any]:
 
     vocabulary = model.args.vocab_size if hasattr(model, "args") else 1000
     requests = requests_of(case, args, vocabulary)
-    warm = [Request(0.0, r.prompt[: args.warmup_prompt], 4) for r in requests[: case.batch]]
-    Run(generator(), warm).go()
+    on_gpu = mx.default_device() != mx.Device(mx.cpu)
+    longest = args.warmup_prompt or (max(case.lengths) if on_gpu else CPU_WARMUP_PROMPT)
+    num_tokens = GPU_WARMUP_TOKENS if on_gpu else CPU_WARMUP_TOKENS
+    Run(generator(), [Request(0.0, r.prompt[:longest], num_tokens) for r in requests[: case.batch]]).go()
+    if side == "paged":
+        mlx_paged.remove_patches()
+        patch(args)
     mx.clear_cache()
     weights = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -298,7 +311,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=1, help="runs of a case in its process; the fastest counts")
     parser.add_argument("--prefill-step-size", type=int, default=2048)
     parser.add_argument("--prefill-batch-size", type=int, default=8)
-    parser.add_argument("--warmup-prompt", type=int, default=64, help="prompt tokens of the warm-up")
+    parser.add_argument("--warmup-prompt", type=int, default=None, help="most prompt tokens in the warm-up")
     add_pool_arguments(parser, "batch")
     return parser
 

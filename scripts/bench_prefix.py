@@ -11,7 +11,8 @@ Each prompt is the prefix and a suffix of its own. Two patterns:
 
 Requests go through the batch generator as the server's do: on the stock side, the prefix is a segment of its own (a
 system prompt), whose cache is kept when it is computed and looked up when a request comes. Each side and pattern runs
-in a process of its own. "K/V" is what keys and values take at the most, over what each token of the prefix, of the
+in a process of its own; on a GPU, after a warm-up of the same pattern with other tokens, and with a new pool and cache.
+"K/V" is what keys and values take at the most, over what each token of the prefix, of the
 suffixes and of the answers would take if it were stored once. Writes prefix.json and, with matplotlib, prefix.png.
 """
 
@@ -132,6 +133,15 @@ def run(server: Server, prompts: Sequence[list[int]], pattern: str) -> tuple[lis
     return [first[uid] for uid in sorted(first)], tokens, time.perf_counter() - begin
 
 
+def patch(args: argparse.Namespace) -> None:
+    """Have mlx-lm use a pool as the arguments say, a new one."""
+    mlx_paged.apply_patches(
+        PagedConfig(
+            block_size=args.kv_block_size, kv_cache_memory=args.kv_cache_memory, use_native_paged_kernel=args.kernel
+        )
+    )
+
+
 def measure(args: argparse.Namespace, side: str, pattern: str) -> dict[str, Any]:
     """One side's figures of one pattern, in this process."""
     if mx.default_device() == mx.Device(mx.cpu):
@@ -140,20 +150,22 @@ def measure(args: argparse.Namespace, side: str, pattern: str) -> dict[str, Any]
     per_token = bytes_per_token(model)
     paged = side != "stock cache"
     if paged:
-        mlx_paged.apply_patches(
-            PagedConfig(
-                block_size=args.kv_block_size, kv_cache_memory=args.kv_cache_memory, use_native_paged_kernel=args.kernel
-            )
-        )
-    prompts = prompts_of(args, model.args.vocab_size if hasattr(model, "args") else 1000)
-    warm = Server("stock cache" if not paged else "no sharing", model, args)
-    run(warm, [prompt[-64:] for prompt in prompts[:2]], "burst")
-    del warm
-    pool = mlx_paged.pool_of(model) if paged else None
+        patch(args)
+    vocabulary = model.args.vocab_size if hasattr(model, "args") else 1000
+    prompts = prompts_of(args, vocabulary)
+    if mx.default_device() == mx.Device(mx.cpu):
+        warm, pattern_of_warm = [prompt[-64:] for prompt in prompts[:2]], "burst"
+    else:
+        warm, pattern_of_warm = [[(t + 1) % vocabulary for t in prompt] for prompt in prompts], pattern
+    run(Server(side, model, args), warm, pattern_of_warm)
+    if paged:
+        mlx_paged.remove_patches()
+        patch(args)
     mx.clear_cache()
     weights = mx.get_active_memory()
     mx.reset_peak_memory()
     server = Server(side, model, args)
+    pool = mlx_paged.pool_of(model) if paged else None
     seconds_to_first, tokens, seconds = run(server, prompts, pattern)
     if side == "shared":
         server.computed = server.generator.computed_prompt_tokens
@@ -213,8 +225,9 @@ def print_results(results: Sequence[dict[str, Any]]) -> None:
     done = [r for r in results if "error" not in r]
     for pattern in dict.fromkeys(r["pattern"] for r in done):
         mine = {r["side"]: r for r in done if r["pattern"] == pattern}
-        same = all(r["tokens"] == next(iter(mine.values()))["tokens"] for r in mine.values())
-        line = f"{pattern}: tokens {'the same' if same else 'DIFFER'} on all sides"
+        answers = list(zip(*(r["tokens"] for r in mine.values()), strict=True))
+        same = sum(len(set(map(tuple, answer))) == 1 for answer in answers)
+        line = f"{pattern}: {same}/{len(answers)} answers the same on all sides"
         if "shared" in mine:
             for side in ("no sharing", "stock cache"):
                 if side in mine:

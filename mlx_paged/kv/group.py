@@ -154,7 +154,7 @@ class BlockGroup:
             return least
         if self.in_place:
             step = min(budget // IN_PLACE_BUDGET_SHARE, IN_PLACE_MOST_BYTES) // self.bytes_per_block
-            return max(least, FIRST_BLOCKS, total + min(total, max(step, int(total * (GROWTH_ABOVE - 1)))))
+            return max(least, FIRST_BLOCKS, total + max(min(3 * total, step), int(total * (GROWTH_ABOVE - 1))))
         if self.bytes_per_block * total < DOUBLE_UP_TO_BYTES:
             return max(least, 2 * total, FIRST_BLOCKS)
         return max(least, int(total * GROWTH_ABOVE))

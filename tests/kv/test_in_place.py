@@ -99,8 +99,9 @@ class Twin:
     def check(self) -> None:
         for pool in self.pools:
             pool.check_integrity()
-        left, right = (pool.stats() for pool in self.pools)
-        assert left == right
+        left, right = (pool.stats().as_dict() for pool in self.pools)
+        grown = ("total_blocks", "free_blocks", "bytes_reserved")  # pools in place grow by more
+        assert {k: v for k, v in left.items() if k not in grown} == {k: v for k, v in right.items() if k not in grown}
         for tables in self.sequences:
             for layer in range(3):
                 group = self.pools[0].group_of(layer)
@@ -164,7 +165,7 @@ def test_growth_moves_blocks_in_chunks(kernels: FakeKernels | None, monkeypatch:
     monkeypatch.setattr(in_place, "GROW_CHUNK_BYTES", 3 * SIZE * HEADS * (KD + VD) * 4)
     twin = Twin()
     twin.new()
-    for count in (40, 70, 1, 200):
+    for count in (40, 70, 1, 800):
         twin.append(0, count)
     twin.check()
     if kernels is not None:
