@@ -10,14 +10,16 @@ come at RATE per second (Poisson), into a batch of the last case's size; the tra
 
 Each side and case runs in a process of its own, so that no memory is left over and the peak is its own. In it, a
 warm-up of the same shape comes first: on a GPU with whole prompts, because kernels and plans are made for each length
-(tens of milliseconds each, on both sides); the paged side then starts with a new pool, so that growth counts. Decode throughput counts the steps in which every row decodes: from the last
-first token to the first finish, without the step in between that may still compute a prompt. Latencies are as the
-caller of ``next()`` sees them. Writes batch.json and, with matplotlib, batch.png.
+(tens of milliseconds each, on both sides); the paged side then starts with a new pool, so that growth counts.
+Decode throughput counts the steps in which every row decodes: from the last first token to the first finish, without
+the step in between that may still compute a prompt. Latencies are as the caller of ``next()`` sees them. Writes
+batch.json and, with matplotlib, batch.png.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import random
@@ -198,6 +200,7 @@ def measure(args: argparse.Namespace, case: Case, side: str) -> dict[str, Any]:
     Run(generator(), [Request(0.0, r.prompt[:longest], num_tokens) for r in requests[: case.batch]]).go()
     if side == "paged":
         mlx_paged.remove_patches()
+        gc.collect()  # the pool
         patch(args)
     mx.clear_cache()
     weights = mx.get_active_memory()

@@ -19,6 +19,7 @@ suffixes and of the answers would take if it were stored once. Writes prefix.jso
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import random
@@ -160,6 +161,7 @@ def measure(args: argparse.Namespace, side: str, pattern: str) -> dict[str, Any]
     run(Server(side, model, args), warm, pattern_of_warm)
     if paged:
         mlx_paged.remove_patches()
+        gc.collect()  # the pool
         patch(args)
     mx.clear_cache()
     weights = mx.get_active_memory()

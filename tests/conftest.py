@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+
+os.environ.setdefault("MLX_ENABLE_TF32", "0")  # on CUDA, f32 is compared with f32; read when MLX multiplies first
 
 import mlx.core as mx
 import pytest

@@ -60,7 +60,7 @@ def test_every_step_but_the_first_is_compiled(kind: str, calls: list[int]) -> No
     mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
     got, got_logprobs = greedy(model, prompt, 50)
     assert got == tokens
-    np.testing.assert_allclose(got_logprobs, logprobs, atol=2e-2)
+    np.testing.assert_allclose(got_logprobs, logprobs, atol=5e-3)
     assert calls == [1] * 50  # the step that is one ahead included, the first one not
     counts = mlx_paged.dispatch_counts()
     assert sum(n for c, n in counts.items() if c.path == "kernel") == 51 * len(model.layers)

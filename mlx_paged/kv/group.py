@@ -20,8 +20,8 @@ FIRST_BLOCKS = 8
 DOUBLE_UP_TO_BYTES = 16 << 20
 GROWTH_ABOVE = 1.125
 # In place: a GPU's prompts come faster, each growth stops the pipeline, and a compiled step is traced anew after it.
-IN_PLACE_BUDGET_SHARE = 256
-IN_PLACE_MOST_BYTES = 1 << 30
+IN_PLACE_BUDGET_SHARE = 512
+IN_PLACE_MOST_BYTES = 512 << 20
 
 
 class StorageChoice(NamedTuple):
