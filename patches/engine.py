@@ -21,6 +21,7 @@ from ..prefix_store import PrefixStore
 from ..scheduler import Chunk, Growth, Request, Scheduler
 from .composites import leaves
 from .decode_batch import Delivery
+from .prefill import RowChunk, calls_of, can_share_calls, compute_together
 from .response import Response
 from .row import Row, sequence_of
 from .sharing import PrefixSharing
@@ -81,7 +82,7 @@ class Engine:
         grid = None
         if self.pool is not None:
             probe_geometry(model, fresh)
-            if all(group.in_place for group in self.pool.groups):
+            if self._is_in_place:
                 prefill_step_size = grid = min(prefill_step_size, IN_PLACE_STEP_TOKENS)
         self.scheduler = Scheduler(
             self,
@@ -91,6 +92,10 @@ class Engine:
             max_prefilling=prefill_batch_size,
             headroom=1 if self.pool is None else self.pool.block_size,
         )
+
+    @property
+    def _is_in_place(self) -> bool:
+        return self.all_paged and self.pool is not None and all(group.in_place for group in self.pool.groups)
 
     def _fresh(self) -> list[Any]:
         return fresh_caches(self.model, self.max_kv_size)
@@ -318,24 +323,19 @@ class Engine:
         return responses
 
     def _compute(self, chunks: Sequence[Chunk]) -> list[Row]:
-        """The chunks' rows, without those that failed. Each chunk runs alone: nothing is padded, and the fused causal
+        """The chunks' rows, without those that failed. Long chunks run alone: nothing is padded, and the fused causal
         attention needs no mask."""
-        in_place = self.all_paged and self.pool is not None and all(group.in_place for group in self.pool.groups)
+        in_place = self._is_in_place
+        found = [(self.rows.get(chunk.request.uid), chunk.num_tokens) for chunk in chunks]
+        # Without caches: made room for a row that the plan had counted less for.
+        pairs = [RowChunk(row, count) for row, count in found if row is not None and row.caches is not None]
+        calls = [[pair] for pair in pairs]
+        if in_place and self.batch.kind == "together" and all(can_share_calls(row.caches or ()) for row, _ in pairs):
+            calls = calls_of(pairs, IN_PLACE_STEP_TOKENS)
         computed: list[Row] = []
-        for chunk in chunks:
-            row = self.rows.get(chunk.request.uid)
-            if row is None or row.caches is None:  # made room for a row that the plan had counted less for
-                continue
-            try:
-                self.model(mx.array(row.chunk(chunk.num_tokens), mx.uint32)[None], cache=row.caches)
-                if not in_place:  # a chunk's reads must be over before the next one writes, or the pool is copied
-                    mx.eval([cache.state for cache in row.caches])
-            except Exception as error:
-                self._give_up(row, error)
-                continue
-            self.scheduler.advance(row.request, chunk.num_tokens)
-            self.computed_prompt_tokens += chunk.num_tokens
-            computed.append(row)
+        for call in calls:
+            computed += self._call(call, in_place)
+        computed.sort(key=[pair.row for pair in pairs].index)
         try:
             if in_place:
                 mx.eval([cache.state for row in computed for cache in row.caches or ()])
@@ -344,6 +344,29 @@ class Engine:
                 self._give_up(row, error)
             return []
         return computed
+
+    def _call(self, call: Sequence[RowChunk], in_place: bool) -> list[Row]:
+        """Compute the chunks of one model call. Returns the rows for which that worked."""
+        try:
+            if len(call) > 1:
+                compute_together(self.model, call)
+            else:
+                row, num_tokens = call[0]
+                self.model(mx.array(row.chunk(num_tokens), mx.uint32)[None], cache=row.caches)
+                if not in_place:  # a chunk's reads must be over before the next one writes, or the pool is copied
+                    mx.eval([cache.state for cache in row.caches or ()])
+        except Exception as error:
+            if len(call) == 1:
+                self._give_up(call[0].row, error)
+                return []
+            for row, _ in call:  # whose fault it is shows when each is computed again, alone
+                row.alone = True
+                self.scheduler.preempt(row.request)
+            return []
+        for row, num_tokens in call:
+            self.scheduler.advance(row.request, num_tokens)
+            self.computed_prompt_tokens += num_tokens
+        return [row for row, _ in call]
 
     def _report(self, row: Row) -> Any | None:
         """Progress of a prompt; None while what was reported before is computed again."""

@@ -55,6 +55,7 @@ class Row:
         num_generated: tokens delivered.
         undelivered: the next token and where its log-probabilities are, when neither is in a batch; see ``logits``.
         logits: step and row that the next token was sampled from; None as long as nothing was sampled.
+        alone: its prompt is computed in calls of its own, because one with others failed.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Row:
         self.undelivered: int | None = None
         self.logits: tuple[StepLogits, int] | None = None
         self.context: TokenBuffer | None = None
+        self.alone = False
 
     @property
     def uid(self) -> int:

@@ -21,6 +21,7 @@ from mlx_paged.errors import RequestFailedError, RequestTooLargeError
 from mlx_paged.patches import registry
 from tests.batch_runs import generator
 from tests.builders import greedy, prompt_of
+from tests.fake_kernels import fake_kernels
 
 VOCAB, BLOCK, MOST = 64, 8, 30
 PROMPTS = (1, 3, 8, 9, 17, 31, 50)
@@ -271,6 +272,17 @@ def test_many_random_histories() -> None:
 
 @pytest.mark.parametrize("num_blocks", [FEWEST_BLOCKS, 24, 80])
 def test_1000_random_steps(num_blocks: int) -> None:
+    random_steps(num_blocks)
+
+
+@pytest.mark.parametrize("num_blocks", [FEWEST_BLOCKS, 80])
+def test_1000_random_steps_in_place(num_blocks: int) -> None:
+    with fake_kernels() as fake:
+        random_steps(num_blocks)
+    assert fake.calls["append"] > 1000
+
+
+def random_steps(num_blocks: int) -> None:
     rng = random.Random(num_blocks)
     driver = Driver(num_blocks, completion_batch_size=8, prefill_batch_size=3, prefill_step_size=20)
     for _ in range(1000):

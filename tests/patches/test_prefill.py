@@ -1,0 +1,146 @@
+"""Short prompt chunks in one model call, over in-place pools: on a GPU, or over the kernels' stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import llama
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.errors import RequestFailedError
+from mlx_paged.patches.prefill import MOST_TOKENS, RowChunk, calls_of
+from tests.batch_runs import Outcome, collect, generator, run_all
+from tests.builders import WINDOW, build, greedy, prompt_of
+from tests.fake_kernels import fake_kernels
+
+POISON = 7
+TOLERANCE = 5e-3
+
+
+@pytest.fixture(params=["stand-ins", pytest.param("gpu", marks=pytest.mark.gpu)])
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.param == "gpu":
+        yield
+    else:
+        with fake_kernels():
+            yield
+
+
+class Calls:
+    """Notes the shapes of a model's calls, and raises where a prompt has a poisoned token."""
+
+    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.prompts: list[tuple[int, int]] = []
+        original = llama.LlamaModel.__call__
+
+        def call(inner: Any, inputs: mx.array, *arguments: Any, **options: Any) -> mx.array:
+            output = original(inner, inputs, *arguments, **options)
+            if inputs.shape[1] > 1:
+                self.prompts.append(tuple(inputs.shape))
+                if mx.any(inputs == POISON).item():
+                    raise RuntimeError("injected: model")
+            return output
+
+        monkeypatch.setattr(llama.LlamaModel, "__call__", call)
+
+
+def clean_prompt(length: int, seed: int) -> list[int]:
+    prompt = np.array(prompt_of(length, seed=seed))
+    prompt[prompt == POISON] = POISON + 1
+    return prompt.tolist()  # type: ignore[no-any-return]
+
+
+def chunk(length: int, alone: bool = False) -> RowChunk:
+    return RowChunk(SimpleNamespace(alone=alone), length)  # type: ignore[arg-type]
+
+
+def test_calls_share_what_is_short_and_pad_little() -> None:
+    chunks = [chunk(MOST_TOKENS + 1), chunk(5), chunk(60), chunk(6), chunk(7, alone=True), chunk(64), chunk(2)]
+    calls = [[c.num_tokens for c in call] for call in calls_of(chunks, 130)]
+    assert calls == [[7], [65], [2, 5, 6], [60, 64]]
+    assert calls_of([], 100) == []
+
+
+@pytest.mark.usefixtures("kernels", "no_fall_through")
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_short_prompts_come_in_few_calls_and_give_solo_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(kind, head_dim=64)
+    lengths = (2, 40, 64, 9, 33, 17, 3, WINDOW + 11, 25, 1, 58)
+    expected = [greedy(model, prompt_of(n, seed=n), 12) for n in lengths]
+    calls = Calls(model, monkeypatch)
+    mlx_paged.apply_patches(PagedConfig(block_size=16, use_native_paged_kernel=True))
+    gen = generator(model, completion_batch_size=16, prefill_batch_size=16)
+    uids = gen.insert([prompt_of(n, seed=n).tolist() for n in lengths], [12] * len(lengths))
+    outcomes = {uid: Outcome() for uid in uids}
+    run_all(gen, outcomes)
+    for uid, (tokens, logprobs) in zip(uids, expected, strict=True):
+        assert outcomes[uid].tokens == tokens
+        assert np.abs(np.stack(outcomes[uid].logprobs) - logprobs).max() < TOLERANCE
+    if kind == "llama":
+        assert len(calls.prompts) <= 3 and max(rows for rows, _ in calls.prompts) > 5
+    pool = mlx_paged.pool_of(model)
+    pool.check_integrity()
+    assert all(group.in_place for group in pool.groups) and pool.stats().live_blocks == 0
+
+
+@pytest.mark.usefixtures("kernels", "no_fall_through")
+def test_second_turns_share_calls_too() -> None:
+    """Short chunks behind prompts of different lengths, past a window and in the middle of blocks."""
+    model = build("gemma3", head_dim=64)
+    lengths, turns = (WINDOW + 5, 3 * WINDOW, 21), (30, 9, 64)
+    firsts = [prompt_of(n, seed=n).tolist() for n in lengths]
+    seconds = [prompt_of(n, seed=100 + n).tolist() for n in turns]
+    expected = []
+    for first, second in zip(firsts, seconds, strict=True):
+        cache = mlx_paged.patches.cache.stock_cache.make_prompt_cache(model)
+        tokens, _ = greedy(model, mx.array(first), 6, prompt_cache=cache)
+        expected.append((tokens, greedy(model, mx.array(second), 8, prompt_cache=cache)[0]))
+    mlx_paged.apply_patches(PagedConfig(block_size=16, use_native_paged_kernel=True))
+    gen = generator(model, prefill_step_size=64)
+    uids = gen.insert(firsts, [6] * 3)
+    outcomes = {uid: Outcome() for uid in uids}
+    caches = {}
+    while len(caches) < 3:
+        prompts, generated = gen.next()
+        collect(outcomes, prompts, generated)
+        caches.update({r.uid: r.prompt_cache for r in generated if r.finish_reason})
+    again = gen.insert(seconds, [8] * 3, [caches[uid] for uid in uids])
+    more = {uid: Outcome() for uid in again}
+    run_all(gen, more)
+    for first, second, (one, two) in zip(uids, again, expected, strict=True):
+        assert outcomes[first].tokens == one
+        assert more[second].tokens == two
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_model_that_raises_for_one_of_them_fails_that_one_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", head_dim=64)
+    prompts = [clean_prompt(n, seed=n) for n in (12, 30, 45, 20)]
+    expected = [greedy(model, mx.array(prompt), 6)[0] for prompt in prompts]
+    calls = Calls(model, monkeypatch)
+    mlx_paged.apply_patches(PagedConfig(block_size=16, use_native_paged_kernel=True))
+    gen = generator(model, prefill_batch_size=8)
+    bad = clean_prompt(25, seed=3)
+    bad[5] = POISON
+    uids = gen.insert([*prompts[:2], bad, *prompts[2:]], [6] * 5)
+    outcomes = {uid: Outcome() for uid in uids}
+    failed = []
+    while True:
+        try:
+            run_all(gen, outcomes)
+            break
+        except RequestFailedError as error:
+            failed.append(error.uid)
+    assert failed == [uids[2]]
+    rows = [rows for rows, _ in calls.prompts]
+    assert max(rows) == 5 and all(number == 1 for number in rows[rows.index(5) + 1 :])
+    assert [outcomes[uid].tokens for uid in uids if uid != uids[2]] == expected
+    pool = mlx_paged.pool_of(model)
+    pool.check_integrity()
+    assert pool.stats().live_blocks == 0
