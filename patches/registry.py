@@ -68,6 +68,9 @@ _adapted: set[type] = set()
 
 
 def _has_adapter(layer: Any) -> bool:
+    # Asked for each layer of each new cache: attention is nearly always a part of the layer itself.
+    if isinstance(layer, dict) and any(type(part) in _adapted for part in layer.values()):
+        return True
     return any(type(module) in _adapted for _, module in layer.named_modules())
 
 
