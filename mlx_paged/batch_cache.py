@@ -122,6 +122,17 @@ class PagedBatchKVCache:
     ) -> mx.array:
         width = queries.shape[2]
         counts = self._take_counts(width)
+        if min(counts) > 0:
+            pool, layer, rows = self.pool, self.layer, self.batch.rows
+            heads = QueryHeads(queries.shape[1], softcap is not None, sinks is not None)
+            pool.set_geometry(layer, keys, values, batch=len(rows), heads=heads)
+            longest = max(row.offsets[layer] + count for row, count in zip(rows, counts, strict=True))
+            output = dispatch.ragged_attention(
+                queries, keys, values, pool, layer, lambda row: rows[row].reserve(layer, counts[row]), counts, longest,
+                scale=scale, softcap=softcap, sinks=sinks,
+            )  # fmt: skip
+            if output is not None:
+                return output
         outputs = []
         for index, count in enumerate(counts):
             if count == 0:

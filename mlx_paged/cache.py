@@ -306,7 +306,7 @@ class PagedKVCache:
             None (all visible), "causal", or a boolean array ``[N, visible + N]``.
         """
         mask, window = self._mask(N, return_array, window_size)
-        if isinstance(mask, mx.array) and N <= dispatch.MAX_QUERY_LENGTH:
+        if isinstance(mask, mx.array) and N <= dispatch.MOST_FEW_TOKENS:
             self.sequence.masks[self.table.group] = (mask, window)
         return mask
 

@@ -52,10 +52,11 @@ class FakeKernels:
         def launch(k_pool: mx.array, v_pool: mx.array, fence: mx.array, k: mx.array, v: mx.array) -> mx.array:
             size = k_pool.shape[2]
             blocks, offsets = slots // size, slots % size
+            written = mx.array([row for row, slot in enumerate(slots.tolist()) if slot >= 0])
             for pool, x in ((k_pool, k), (v_pool, v)):
                 assert x.dtype == pool.dtype and x.shape[1] == pool.shape[1]
                 rows = x.transpose(0, 2, 1, 3).reshape(slots.size, x.shape[1], x.shape[3])
-                pool[blocks, :, offsets] = rows
+                pool[blocks[written], :, offsets[written]] = rows[written]
             return self._pass("write_slots", k_pool, fence)
 
         return launch
@@ -107,6 +108,9 @@ class FakeKernels:
                 columns = []
                 for i in range(q.shape[2]):
                     start, end = starts[b][i], ends[b][i]
+                    if start >= end:  # padding
+                        columns.append(mx.zeros((1, n_q_heads, 1, v_pool.shape[3]), q.dtype))
+                        continue
                     ids = mx.array(table[start // size : -(-end // size)])
                     k, v = (
                         pool[ids]

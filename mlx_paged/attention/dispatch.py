@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import mlx.core as mx
@@ -17,7 +17,12 @@ from ..kv.step import Step
 from ..kv.storage import QueryHeads
 from . import gather
 from .kernel_plan import MAX_QUERY_LENGTH
-from .select import kernel_decline
+from .select import kernel_decline, prepares_plans
+
+# Where MLX's attention prepares a plan for each new shape (docs/adr/0010), the kernel takes up to so many new tokens of
+# a sequence, and so many of them times its length: it reads the context again for each.
+MOST_FEW_TOKENS = 64
+MOST_READS = 1 << 18
 
 
 class Dispatch(NamedTuple):
@@ -98,7 +103,11 @@ def prefill_attention(
     Returns:
         ``[1, n_q_heads, n_new, v_head_dim]``.
     """
-    if table.length - table.logical_start == q.shape[2]:
+    fresh = table.length - table.logical_start == q.shape[2]
+    if fresh and prepares_plans():
+        group = pool.groups[pool.group_of(layer)]
+        fresh = _decline(q, group, table.length, mask, window, softcap is not None, sinks is not None) is not None
+    if fresh:
         _record(_FRESH)
         k, v = pool.after_writes(layer, k, v)
         return gather.attention(q, k, v, scale=scale, mask=mask, softcap=softcap, sinks=sinks)
@@ -142,6 +151,46 @@ def paged_attention(
         GeometryError: the queries are not one row per table.
     """
     return _attend(q, pool, layer, tables, step, None, scale, mask, window, softcap, sinks)
+
+
+def ragged_attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    pool: BlockPool,
+    layer: int,
+    reserve: Callable[[int], BlockTable],
+    counts: Sequence[int],
+    longest: int,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array | None:
+    """Write a few new tokens of each of B sequences and attend from them, by kernels, each in one launch for all.
+
+    Args:
+        q: ``[B, n_q_heads, n_new, head_dim]``.
+        k, v: ``[B, n_kv_heads, n_new, head_dim]``, accepted by :meth:`BlockPool.set_geometry`.
+        pool, layer: where to write.
+        reserve: gives a row's table, with its positions reserved.
+        counts: real tokens of each row, at least one; the rest is padding on the right.
+        longest: tokens of the longest row, the new ones included.
+        scale, softcap, sinks: as for :func:`paged_attention`.
+
+    Returns:
+        ``[B, n_q_heads, n_new, v_head_dim]``, zeros at padding; or None if the kernels do not serve this call, and
+        nothing has been done.
+    """
+    group = pool.groups[pool.group_of(layer)]
+    if _decline(q, group, longest, None, None, softcap is not None, sinks is not None) is not None:
+        return None
+    tables = [reserve(row) for row in range(len(counts))]
+    step = pool.step(layer, tables, q.shape[2], counts)
+    pool.write_step(tables, layer, step, k, v)
+    _record(_KERNEL_FEW)
+    storage = cast(InPlaceStorage, pool.storage(layer))
+    return storage.decode(q, tables, step, scale=scale, window=group.spec.window, softcap=softcap, sinks=sinks)
 
 
 def append_attention(
@@ -191,7 +240,8 @@ def _attend(
     if q.ndim != 4 or q.shape[0] != len(tables):
         raise GeometryError(f"queries {q.shape} for {len(tables)} sequence(s)")
     group = pool.groups[pool.group_of(layer)]
-    declined = _decline(q, group, pool.block_size, mask, window, softcap is not None, sinks is not None)
+    longest = max(table.length for table in tables) if q.shape[2] > MAX_QUERY_LENGTH else 0
+    declined = _decline(q, group, longest, mask, window, softcap is not None, sinks is not None)
     if declined is not None:
         if append is not None:
             assert step is not None
@@ -212,7 +262,7 @@ def _attend(
 def _decline(
     q: mx.array,
     group: BlockGroup,
-    block_size: int,
+    longest: int,
     mask: mx.array | str | None,
     window: int | None,
     softcap: bool,
@@ -220,7 +270,9 @@ def _decline(
 ) -> str | None:
     """Why the kernel cannot serve this call, or None."""
     _, num_q_heads, q_len, head_dim = q.shape
-    if q_len > MAX_QUERY_LENGTH:
+    if q_len > MAX_QUERY_LENGTH and not (
+        q_len <= MOST_FEW_TOKENS and q_len * longest <= MOST_READS and prepares_plans()
+    ):
         return "several new tokens after a prefix"
     if not group.in_place:
         return group.storage_reason
@@ -232,5 +284,5 @@ def _decline(
         return f"queries of {q.dtype} x {head_dim} over keys of {geometry.dtype} x {geometry.k_head_dim}"
     key = (num_q_heads, softcap, sinks)
     if key not in group.declined:
-        group.declined[key] = kernel_decline(geometry, block_size, QueryHeads(*key))
+        group.declined[key] = kernel_decline(geometry, group.block_size, QueryHeads(*key))
     return group.declined[key]

@@ -26,6 +26,11 @@ def device_decline() -> str | None:
     return None
 
 
+def prepares_plans() -> bool:
+    """Whether MLX's attention prepares a plan for each new shape of its arguments, as it does on CUDA."""
+    return backend() == "cuda"
+
+
 def kernel_decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
     """Why the decode kernel cannot serve these blocks and queries, or None. Self-checks it at the first call."""
     return device_decline() or _variant_decline(geometry, block_size, heads)

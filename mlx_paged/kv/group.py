@@ -91,12 +91,14 @@ class BlockGroup:
         """Called whenever a table of the group or a reference count has changed: steps made before are void."""
         self.epoch += 1
 
-    def step(self, tables: Sequence[BlockTable], num_tokens: int) -> tuple[Step, bool]:
-        """The step of the tables' last ``num_tokens`` positions, and whether it had to be made."""
+    def step(
+        self, tables: Sequence[BlockTable], num_tokens: int, counts: Sequence[int] | None
+    ) -> tuple[Step, bool]:
+        """The step of the tables' last ``num_tokens`` (or ``counts``) positions, and whether it had to be made."""
         step = self._step
-        if step is not None and step.epoch == self.epoch and step.key == step_key(tables, num_tokens):
+        if step is not None and step.epoch == self.epoch and step.key == step_key(tables, num_tokens, counts):
             return step, False
-        self._step = Step(tables, num_tokens, self.epoch, self.allocator.num_blocks, self._device_tables)
+        self._step = Step(tables, num_tokens, self.epoch, self.allocator.num_blocks, self._device_tables, counts)
         return self._step, True
 
     @property

@@ -8,7 +8,9 @@ from typing import Any
 import mlx.core as mx
 
 from ..attention import kernels
+from ..attention.kernel_plan import MAX_QUERY_LENGTH
 from .block_table import BlockTable
+from .split import join_queries, split_queries, split_visible
 from .step import Step
 from .storage import Geometry
 
@@ -65,7 +67,7 @@ class InPlaceStorage:
         """The fused kernel over this layer's blocks.
 
         Args:
-            q: ``[B, n_q_heads, q_len, head_dim]``, q_len 1 to 8: the step's positions.
+            q: ``[B, n_q_heads, q_len, head_dim]``: the step's positions.
             tables, step: of the B sequences.
             scale: factor on the scores.
             window: no query sees more tokens than this.
@@ -76,16 +78,21 @@ class InPlaceStorage:
         Returns:
             ``[B, n_q_heads, q_len, v_head_dim]``.
         """
+        q_len = q.shape[2]
         key = (q.shape[1], scale, window, softcap, sinks is None, append is None)
         launch = step.launches.get(key)
         if launch is None:
+            visible = step.visible(tables, window)
             launch = step.launches[key] = kernels.prepare_decode(
-                self.__keys, self.__values, step.visible(tables, window), n_q_heads=q.shape[1],
-                scale=scale, softcap=softcap, sinks=sinks is not None, max_visible=window, append=append is not None,
+                self.__keys, self.__values, visible if q_len <= MAX_QUERY_LENGTH else split_visible(visible),
+                n_q_heads=q.shape[1], scale=scale, softcap=softcap, sinks=sinks is not None, max_visible=window,
+                append=append is not None,
             )  # fmt: skip
+        if q_len > MAX_QUERY_LENGTH:
+            q = split_queries(q)
         out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks, *(append or ()))
         self.decoded_by_kernel = True
-        return out
+        return out if q_len <= MAX_QUERY_LENGTH else join_queries(out, q_len)
 
     @staticmethod
     def run(

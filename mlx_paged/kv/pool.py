@@ -209,8 +209,16 @@ class BlockPool(BlockStore):
             raise BlockStateError("nothing has been written to this table")
         return self.groups[group].storages[position]
 
-    def step(self, layer: int, tables: Sequence[BlockTable], num_tokens: int) -> Step:
+    def step(
+        self, layer: int, tables: Sequence[BlockTable], num_tokens: int, counts: Sequence[int] | None = None
+    ) -> Step:
         """The tables' last ``num_tokens`` positions: checked, and made for the device, once for all layers of a group.
+
+        Args:
+            layer: of the tables' group.
+            tables: one per sequence.
+            num_tokens: new tokens of each sequence.
+            counts: real ones among them, at least one each; the rest is padding on the right.
 
         Raises:
             GeometryError: the layer is not of the tables' group, or fewer tokens are reserved.
@@ -220,11 +228,11 @@ class BlockPool(BlockStore):
         if self._abandoned:
             with self._lock:
                 self._collect_abandoned()
-        step, is_new = group.step(tables, num_tokens)
+        step, is_new = group.step(tables, num_tokens, counts)
         if is_new:
             try:
-                for table in tables:
-                    self._check_positions(table, layer, num_tokens)
+                for index, table in enumerate(tables):
+                    self._check_positions(table, layer, num_tokens if counts is None else counts[index])
             except Exception:
                 group.touch()
                 raise

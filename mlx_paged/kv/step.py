@@ -45,20 +45,28 @@ class DeviceTables:
 
 
 class Step:
-    """The last ``num_tokens`` reserved positions of each of B tables of one group.
+    """The last ``num_tokens`` reserved positions of each of B tables of one group; or, with ``counts``, so many of each
+    table, padded on the right to ``num_tokens``.
 
     Attributes:
-        key: the tables' uids and ``num_tokens``.
+        key: the tables' uids, ``num_tokens`` and ``counts``.
         epoch: state of the group this was made in; a step of another epoch must not be used.
         launches: kernel launches prepared for this step, for all layers.
     """
 
     def __init__(
-        self, tables: Sequence[BlockTable], num_tokens: int, epoch: int, num_blocks: int, device_tables: DeviceTables
+        self,
+        tables: Sequence[BlockTable],
+        num_tokens: int,
+        epoch: int,
+        num_blocks: int,
+        device_tables: DeviceTables,
+        counts: Sequence[int] | None = None,
     ) -> None:
-        self.key = step_key(tables, num_tokens)
+        self.key = step_key(tables, num_tokens, counts)
         self.epoch = epoch
         self.num_tokens = num_tokens
+        self.counts = counts
         self.launches: dict[Any, Any] = {}
         self._device_tables = device_tables
         self._lengths = np.array([table.length for table in tables], np.int32)
@@ -77,10 +85,16 @@ class Step:
         return self._rows
 
     def slots(self, tables: Sequence[BlockTable]) -> mx.array:
-        """``block_id * block_size + offset`` of each position, ``[B * num_tokens]``; int64 where int32 is too short."""
+        """``block_id * block_size + offset`` of each position, ``[B * num_tokens]``; int64 where int32 is too short.
+        Padding has the slot -1, which is not written."""
         if self._slots is None:
             size = tables[0].block_size
-            if self.num_tokens == 1:
+            if self.counts is not None:
+                padded = np.full((len(tables), self.num_tokens), -1, np.int64)
+                for row, (table, count) in enumerate(zip(tables, self.counts, strict=True)):
+                    padded[row, :count] = _tail_slots(table, count)
+                slots = padded.reshape(-1)
+            elif self.num_tokens == 1:
                 slots = np.array([table.block_ids[-1] for table in tables], np.int64) * size
                 slots += (self._lengths - 1) % size
             else:
@@ -90,15 +104,19 @@ class Step:
 
     def offsets(self) -> mx.array:
         """Position of the first of each row's new tokens, int32 ``[B]``."""
-        return mx.array(self._lengths - self.num_tokens)
+        return mx.array(self._lengths - np.array(self.counts or self.num_tokens, np.int32))
 
     def visible(self, tables: Sequence[BlockTable], window: int | None) -> tuple[mx.array, mx.array, mx.array]:
         """What each new token sees: block tables ``[B, max_blocks]``, and as int32 ``[B, num_tokens]`` the end
-        (exclusive: its own position + 1) and the start of its visible positions."""
+        (exclusive: its own position + 1) and the start of its visible positions. Padding sees nothing."""
         known = self._visible.get(window)
         if known is not None:
             return known
-        ends = self._lengths[:, None] + np.arange(1 - self.num_tokens, 1, dtype=np.int32)
+        if self.counts is None:
+            ends = self._lengths[:, None] + np.arange(1 - self.num_tokens, 1, dtype=np.int32)
+        else:
+            counts, index = np.array(self.counts, np.int32)[:, None], np.arange(self.num_tokens, dtype=np.int32)
+            ends = np.where(index < counts, self._lengths[:, None] - counts + index + 1, 0)
         if self._ends is None:
             self._ends = mx.array(ends)
         if window is None:
@@ -116,9 +134,9 @@ def _rounded(width: int) -> int:
     return -(-width // unit) * unit
 
 
-def step_key(tables: Sequence[BlockTable], num_tokens: int) -> tuple[int, ...]:
+def step_key(tables: Sequence[BlockTable], num_tokens: int, counts: Sequence[int] | None = None) -> tuple[int, ...]:
     """What identifies a step within an epoch."""
-    return (num_tokens, *[table.uid for table in tables])
+    return (num_tokens, *[table.uid for table in tables], *(counts or ()))
 
 
 def _tail_slots(table: BlockTable, num_tokens: int) -> np.ndarray:

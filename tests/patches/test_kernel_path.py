@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 import mlx_paged
 from mlx_paged import KernelUnavailableError, PagedConfig
+from mlx_paged.attention import dispatch
 from mlx_paged.kv.step import DeviceTables, Step
 from tests.builders import KINDS, WINDOW, build, greedy, perturbed, prompt_of, rms
 from tests.fake_kernels import fake_kernels
@@ -30,6 +31,12 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace | object
     else:
         with fake_kernels() as fake:
             yield fake
+
+
+@pytest.fixture(autouse=True)
+def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a few tokens go to MLX's attention here, on every device; see test_prefill.py for the other choice."""
+    monkeypatch.setattr(dispatch, "prepares_plans", lambda: False)
 
 
 def paths() -> dict[str, int]:

@@ -13,6 +13,7 @@ from mlx_lm.models import llama
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.attention import dispatch
 from mlx_paged.errors import RequestFailedError
 from mlx_paged.patches.prefill import MOST_TOKENS, RowChunk, calls_of
 from tests.batch_runs import Outcome, collect, generator, run_all
@@ -24,12 +25,20 @@ TOLERANCE = 5e-3
 
 
 @pytest.fixture(params=["stand-ins", pytest.param("gpu", marks=pytest.mark.gpu)])
-def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+def device(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param == "gpu":
         yield
     else:
         with fake_kernels():
             yield
+
+
+@pytest.fixture(params=["in the kernel", "row by row"])
+def kernels(request: pytest.FixtureRequest, device: None, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether short chunks go through the decode kernel, as where MLX's attention prepares a plan for each shape."""
+    in_kernel = bool(request.param == "in the kernel")
+    monkeypatch.setattr(dispatch, "prepares_plans", lambda: in_kernel)
+    return in_kernel
 
 
 class Calls:
@@ -67,9 +76,11 @@ def test_calls_share_what_is_short_and_pad_little() -> None:
     assert calls_of([], 100) == []
 
 
-@pytest.mark.usefixtures("kernels", "no_fall_through")
+@pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_short_prompts_come_in_few_calls_and_give_solo_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_prompts_come_in_few_calls_and_give_solo_tokens(
+    kind: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build(kind, head_dim=64)
     lengths = (2, 40, 64, 9, 33, 17, 3, WINDOW + 11, 25, 1, 58)
     expected = [greedy(model, prompt_of(n, seed=n), 12) for n in lengths]
@@ -82,6 +93,9 @@ def test_short_prompts_come_in_few_calls_and_give_solo_tokens(kind: str, monkeyp
     for uid, (tokens, logprobs) in zip(uids, expected, strict=True):
         assert outcomes[uid].tokens == tokens
         assert np.abs(np.stack(outcomes[uid].logprobs) - logprobs).max() < TOLERANCE
+    few = sum(n for choice, n in mlx_paged.dispatch_counts().items() if "a few new tokens" in choice.reason)
+    assert few == 0 or kernels
+    assert few >= len(model.layers) or not kernels
     if kind == "llama":
         assert len(calls.prompts) <= 3 and max(rows for rows, _ in calls.prompts) > 5
     pool = mlx_paged.pool_of(model)
