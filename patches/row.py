@@ -56,6 +56,7 @@ class Row:
         undelivered: the next token and where its log-probabilities are, when neither is in a batch; see ``logits``.
         logits: step and row that the next token was sampled from; None as long as nothing was sampled.
         alone: its prompt is computed in calls of its own, because one with others failed.
+        common: tokens that its own and those of other requests, by uid, begin with alike, where they differ after them.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Row:
         self.logits: tuple[StepLogits, int] | None = None
         self.context: TokenBuffer | None = None
         self.alone = False
+        self.common: dict[int, int] = {}
 
     @property
     def uid(self) -> int:

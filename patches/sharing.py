@@ -46,7 +46,7 @@ class PrefixSharing:
             goal = other.request.goal
             if other.request.length >= goal:
                 continue
-            common = min(common_length(row.source, other.source), goal, len(row.source) - 1)
+            common = min(_common(row, other), goal, len(row.source) - 1)
             if common - other.request.length < self.pool.block_size:
                 continue
             known = self.available(row) if known is None else known
@@ -86,7 +86,7 @@ class PrefixSharing:
         """The longest prefix that a running request has computed, and that request."""
         best: tuple[int, Row] | None = None
         for other in self._running(row):
-            length = min(common_length(row.source, other.source), other.request.length, len(row.source) - 1)
+            length = min(_common(row, other), other.request.length, len(row.source) - 1)
             if length > (0 if best is None else best[0]):
                 best = length, other
         return best
@@ -123,6 +123,16 @@ class PrefixSharing:
 
     def _whole_blocks(self, num_tokens: int) -> int:
         return num_tokens - num_tokens % self.pool.block_size
+
+
+def _common(row: Row, other: Row) -> int:
+    """:func:`common_length` of their tokens. Asked in every step: where they differ is found once."""
+    known = row.common.get(other.uid)
+    if known is None:
+        known = common_length(row.source, other.source)
+        if known < min(len(row.source), len(other.source)):
+            row.common[other.uid] = known
+    return known
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
