@@ -31,6 +31,8 @@ class SequenceTables:
 
         # The latest mask made for each group, with its window: a mask that comes back can then be told to a kernel.
         self.masks: dict[int, tuple[mx.array, int]] = {}
+        # Positions decoded one by one, for when they are computed again in chunks; matters with pinned tokens only.
+        self.decoded = range(0)
 
     def table(self, layer: int) -> BlockTable:
         return self.tables[self.pool.group_of(layer)]
@@ -73,12 +75,13 @@ class SequenceTables:
         fork.tables = [self.pool.fork(table) for table in self.tables]
         fork.offsets = dict(self.offsets)
         fork.masks = {}
+        fork.decoded = self.decoded
         return fork
 
 
 class PagedKVCache:
     """What one attention layer sees of a sequence. Stands in for mlx-lm's ``KVCache`` and, in a group with a sliding
-    window, for its ``RotatingKVCache`` (``keep=0``).
+    window, for its ``RotatingKVCache``, whose first ``keep`` tokens are pinned ones here.
 
     Args:
         sequence: the sequence's tables, shared by the caches of all its layers.
@@ -104,6 +107,11 @@ class PagedKVCache:
     def window(self) -> int | None:
         """Sliding window in tokens, or None."""
         return self.pool.groups[self.pool.group_of(self.layer)].spec.window
+
+    @property
+    def pinned(self) -> int:
+        """Tokens at the start that stay visible behind the window."""
+        return self.pool.groups[self.pool.group_of(self.layer)].spec.pinned
 
     @property
     def offset(self) -> int:
@@ -180,7 +188,7 @@ class PagedKVCache:
         before = pool.fence(layer) if self._in_place else None
         pool.write_step(tables, layer, step, keys, values)
         table = tables[0]
-        if table.length - table.logical_start == step.num_tokens:
+        if table.num_visible == step.num_tokens:
             hand_out(keys, values, Fetched(pool, layer, tables, self.sequence.window_of))
             return keys, values
         return self._fetch(tables, (keys, values) if step.num_tokens == 1 else None, before)
@@ -213,7 +221,8 @@ class PagedKVCache:
         """Fill an empty cache with dense keys and values, in order of position; they end at position ``offset``.
 
         Args:
-            keys: ``[1, n_kv_heads, n, head_dim]`` of positions ``offset - n .. offset - 1``.
+            keys: ``[1, n_kv_heads, n, head_dim]`` of positions ``offset - n .. offset - 1``; if these are not all, the
+                first ones are those of the pinned tokens instead.
             values: ``[1, n_kv_heads, n, v_head_dim]``.
             offset: tokens seen so far; more than ``n`` only behind a sliding window.
 
@@ -221,9 +230,10 @@ class PagedKVCache:
             PromptCacheError: the cache is not empty, or tokens the layer still needs are missing.
             GeometryError, PoolExhaustedError: before anything is changed.
         """
-        start = offset - keys.shape[2]
-        needed = 0 if self.window is None else max(0, offset - self.window + 1)
-        if self.offset or start < 0 or start > needed:
+        start, spec = offset - keys.shape[2], self.pool.groups[self.pool.group_of(self.layer)].spec
+        head = spec.pinned if start > 0 else 0
+        start += head
+        if self.offset or start < 0 or start > spec.first_kept(offset):
             raise PromptCacheError(
                 f"layer {self.layer}: cannot load {keys.shape[2]} tokens ending at {offset} into a cache at "
                 f"{self.offset}" + (f" with window {self.window}" if self.window else "")
@@ -233,11 +243,14 @@ class PagedKVCache:
         table = self.table
         if table.length == 0:
             table = self.pool.new_table(table.group, start=start)
-            self.pool.append_tokens(table, keys.shape[2])
+            self.pool.append_tokens(table, offset - start)
             self.sequence.tables[table.group] = table
         elif (table.length, table.logical_start) != (offset, start):
             raise PromptCacheError(f"layer {self.layer} ends at {offset}, the layers before it at {table.length}")
         self.sequence.offsets[self.layer] = offset
+        if head:
+            self.pool.write_pinned(table, self.layer, keys[:, :, :head], values[:, :, :head])
+            keys, values = keys[:, :, head:], values[:, :, head:]
         self.pool.write_prefill(table, self.layer, keys, values)
         mx.eval(self.pool.fence(self.layer))  # layer by layer, so that one layer's keys are held twice, not all
 
@@ -322,6 +335,8 @@ class PagedKVCache:
         if N > 1:
             width = window_size or self.window
             before = min(self.window - 1, self.offset)
+            if self.pinned and self.offset < self.sequence.decoded.stop and everything > self.window:
+                return self._recomputing_mask(N, before), width
             if before + N > width or return_array:
                 return causal_mask(N, before, width), width
             return "causal", width
@@ -329,8 +344,20 @@ class PagedKVCache:
             return None, self.window
         # A narrower window than the one kept, over one new token: the newest `window_size` slots of the ring.
         visible = min(self.offset + 1, self.window)
-        newest = self.offset if self.offset < self.window else (self.offset - self.table.ring_origin) % self.window
+        newest = self.offset
+        if self.offset >= self.window:
+            slot = (self.offset - self.pinned - self.table.ring_origin) % (self.window - self.pinned)
+            newest = self.pinned + slot if slot else 0  # mlx-lm's, which takes no account of pinned tokens here
         return mx.roll(mx.arange(visible) >= visible - window_size, newest + 1), window_size
+
+    def _recomputing_mask(self, N: int, before: int) -> mx.array:
+        """Mask for ``N`` tokens some of which were decoded one by one: each of these saw the pinned tokens and the
+        latest others, while in a chunk the pinned ones leave the window first."""
+        assert self.window is not None
+        prompt, decoded = causal_mask(N, before, self.window), causal_mask(N, before, self.window - self.pinned)
+        decoded = decoded | (mx.arange(before + N) < self.pinned)
+        was_decoded = mx.array([self.offset + i in self.sequence.decoded for i in range(N)])
+        return mx.where(was_decoded[:, None], decoded, prompt)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
         return type(self)(copy.deepcopy(self.sequence, memo), self.layer)

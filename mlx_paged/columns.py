@@ -25,31 +25,40 @@ class Columns:
         self.offsets = offsets
         self.counts = counts
         self.width = width
-        before = max(offsets, default=0)
-        if window is not None:
-            before = min(before, window - 1)
-        self.longest = before + width
+        # Visible tokens of each row before the new ones.
+        self.before = [offset if window is None else min(offset, window - 1) for offset in offsets]
+        self.longest = max(self.before, default=0) + width
 
     @property
     def is_padded(self) -> bool:
         """Whether some of the new tokens are padding."""
         return any(count < self.width for count in self.counts)
 
-    def _positions(self) -> mx.array:
-        """Position in its row of each column, int32 ``[B, longest]``; negative in the padding on the left."""
-        ends = mx.array([offset + self.width for offset in self.offsets], mx.int32)[:, None]
+    def _indices(self) -> mx.array:
+        """Number of each column among its row's visible tokens, int32 ``[B, longest]``; negative in the padding on the
+        left."""
+        ends = mx.array([before + self.width for before in self.before], mx.int32)[:, None]
         return ends + mx.arange(-self.longest, 0, dtype=mx.int32)
+
+    def _positions(self, pinned: int) -> mx.array:
+        """Position in its row of each column, int32 ``[B, longest]``; negative in the padding on the left. The first
+        visible tokens are the ``pinned`` ones."""
+        indices = self._indices()
+        behind = mx.array([o - b for o, b in zip(self.offsets, self.before, strict=True)], mx.int32)[:, None]
+        positions = mx.where(indices < 0, indices, indices + behind)
+        return mx.where(indices < pinned, indices, positions) if pinned else positions
 
     def mask(self, window: int | None) -> mx.array:
         """What each new token sees, boolean ``[B, 1, width, longest]``."""
-        keys = self._positions()[:, None, None]
-        queries = mx.array(list(self.offsets), mx.int32)[:, None, None, None]
+        # By number, not by position: as in mlx-lm, tokens behind the window count neither for it nor for pinned ones.
+        keys = self._indices()[:, None, None]
+        queries = mx.array(self.before, mx.int32)[:, None, None, None]
         queries = queries + mx.arange(self.width, dtype=mx.int32)[:, None]
         mask = (keys >= 0) & (keys <= queries)
         if window is not None:
             mask = mask & (keys > queries - window)
         if self.is_padded:
-            ends = [offset + count for offset, count in zip(self.offsets, self.counts, strict=True)]
+            ends = [before + count for before, count in zip(self.before, self.counts, strict=True)]
             mask = mask & (keys < mx.array(ends, mx.int32)[:, None, None, None])
         return mask
 
@@ -61,19 +70,21 @@ class Columns:
         Args:
             step: of these tables, one token each, if that is what was written: keeps what all layers share.
         """
-        group_window = pool.groups[pool.group_of(layer)].spec.window
+        spec = pool.groups[pool.group_of(layer)].spec
         key = ("columns", self.longest)
         known = None if step is None else step.launches.get(key)
         if known is None:
             if step is not None:
-                block_ids = step.visible(tables, group_window)[0]
+                block_ids = step.visible(tables, spec.window)[0]
             else:
                 most = max(1, *[len(table.block_ids) for table in tables])
                 block_ids = mx.array([table.block_ids + [0] * (most - len(table.block_ids)) for table in tables])
-            positions = self._positions()
+            positions = self._positions(spec.pinned)
             starts = mx.array([table.logical_start for table in tables], mx.int32)[:, None]
             ends = mx.array([table.length for table in tables], mx.int32)[:, None]
             held = (positions >= starts) & (positions < ends)
+            if spec.pinned:
+                held = held | ((positions >= 0) & (positions < mx.minimum(ends, spec.pinned)))
             known = block_ids, mx.where(held, positions, 0), held[:, None, :, None]
             if step is not None:
                 step.launches[key] = known

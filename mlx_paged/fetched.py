@@ -93,7 +93,7 @@ class Fetched:
             return dispatch.append_attention(
                 queries, *self._append, pool, layer, tables, step, scale=scale, mask=mask, window=window, sinks=sinks
             )
-        is_fresh = not self._batched and tables[0].length - tables[0].logical_start == num_tokens
+        is_fresh = not self._batched and tables[0].num_visible == num_tokens
         if not is_fresh:  # else the arrays are all there is to attend over, and are used
             self._rewind(to_write=False)
         if not self._batched:

@@ -22,23 +22,26 @@ class Request:
         goal: tokens that must be in its cache before it decodes (all of the prompt but the last token).
         kept: tokens in a cache that came with the request: they stay when it makes room.
         boundaries: positions where a chunk must end, ascending.
+        origin: where the grid of chunks begins.
     """
 
-    __slots__ = ("boundaries", "goal", "kept", "length", "uid")
+    __slots__ = ("boundaries", "goal", "kept", "length", "origin", "uid")
 
-    def __init__(self, uid: int, *, goal: int, kept: int = 0, boundaries: Sequence[int] = ()) -> None:
+    def __init__(self, uid: int, *, goal: int, kept: int = 0, boundaries: Sequence[int] = (), origin: int = 0) -> None:
         self.uid = uid
         self.length = self.kept = kept
         self.goal = goal
         self.boundaries = deque(boundaries)
+        self.origin = origin
 
     def chunk(self, most: int | None, grid: int | None = None) -> int:
-        """Length of its next chunk: to the next boundary, multiple of ``grid`` or the goal, ``most`` tokens at most."""
+        """Length of its next chunk: to the next boundary, multiple of ``grid`` after ``origin`` or the goal, ``most``
+        tokens at most."""
         while self.boundaries and self.boundaries[0] <= self.length:
             self.boundaries.popleft()
         end = min(self.boundaries[0], self.goal) if self.boundaries else self.goal
         if grid is not None:
-            end = min(end, (self.length // grid + 1) * grid)
+            end = min(end, self.length + grid - (self.length - self.origin) % grid)
         return end - self.length if most is None else min(most, end - self.length)
 
     def __repr__(self) -> str:
@@ -101,8 +104,8 @@ class Scheduler:
             a quarter, goes to prompts.
         max_running: most requests that run at a time.
         max_prefilling: most of them whose prompt is being computed.
-        grid: cut prompts at multiples of so many tokens, so that attention meets few different lengths, for each of
-            which some backends prepare anew. The oldest prompt gets a whole chunk then, whatever decoding has taken.
+        grid: cut prompts at multiples of so many tokens. The oldest prompt gets a whole chunk then, whatever decoding
+            has taken.
         headroom: tokens a running request must be able to grow by when another one is admitted, so that what is
             admitted does not have to make room again at once.
     """

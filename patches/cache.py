@@ -15,7 +15,7 @@ from ..cache import PagedKVCache, SequenceTables
 from ..config import PagedConfig
 from ..errors import GeometryError, PromptCacheError
 from .composites import leaves, with_leaves
-from .plan import can_be_paged, name_of, plan_for, window_of
+from .plan import can_be_paged, name_of, pinned_in, plan_for, window_of
 from .pools import pool_for
 from .warn import warn_once
 
@@ -25,8 +25,8 @@ class PagedLayerCache(PagedKVCache):
 
     def to_stock(self) -> KVCache | RotatingKVCache:
         """The same tokens in mlx-lm's own cache, bit for bit and in the same order; a copy."""
-        window = self.window
-        stock = KVCache() if window is None else RotatingKVCache(max_size=window)
+        window, pinned = self.window, self.pinned
+        stock = KVCache() if window is None else RotatingKVCache(max_size=window, keep=pinned)
         if self.empty():
             return stock
         keys, values = self.keys_and_values()
@@ -36,9 +36,13 @@ class PagedLayerCache(PagedKVCache):
         # A full ring has `window` slots. The token just behind the window may be released already: mlx-lm overwrites
         # its slot before reading it, so zeros do.
         missing = max(0, min(self.offset, window) - keys.shape[2])
-        keys, values = (mx.pad(x, [(0, 0), (0, 0), (missing, 0), (0, 0)]) for x in (keys, values))
+        if missing:
+            keys, values = (
+                mx.concatenate([x[:, :, :pinned], mx.zeros_like(x[:, :, :missing]), x[:, :, pinned:]], axis=2)
+                for x in (keys, values)
+            )
         rotation = ring_rotation(self.table, window)
-        stock.state = (keys, values, self.offset, 0, window, window - rotation if rotation else keys.shape[2])
+        stock.state = (keys, values, self.offset, pinned, window, window - rotation if rotation else keys.shape[2])
         return stock
 
     def takes(self, batch: int) -> bool:
@@ -128,14 +132,15 @@ def adopt_prompt_cache(model: Any, cache: list[Any]) -> list[Any]:
     """
     if not cache or any(isinstance(c, PagedLayerCache) for c in leaves(cache)):
         return cache
-    fresh = stock_cache.make_prompt_cache(model)
+    bounded = next((c for c in leaves(cache) if type(c) is RotatingKVCache and pinned_in(c)), None)
+    fresh = stock_cache.make_prompt_cache(model, None if bounded is None else bounded.max_size)
     if len(fresh) != len(cache):
         raise PromptCacheError(f"the prompt cache has {len(cache)} layers, the model {len(fresh)}")
     olds, news = leaves(cache), leaves(fresh)
     if len(olds) != len(news):
         raise PromptCacheError(f"the prompt cache has {len(olds)} parts, the model's {len(news)}")
     pairs = [(old, new) for old, new in zip(olds, news, strict=True) if isinstance(new, PagedLayerCache)]
-    if any(not can_be_paged(old) for old, _ in pairs):
+    if any(not can_be_paged(old) or pinned_in(old) != new.pinned for old, new in pairs):
         kinds = ", ".join(sorted({type(c).__name__ for c in cache}))
         warn_once(f"a prompt cache of type {kinds} with these options is not paged yet: mlx-lm's own cache is used")
         return cache
@@ -159,8 +164,8 @@ def adopt_prompt_cache(model: Any, cache: list[Any]) -> list[Any]:
     # From here on the order of keys follows the cache that was loaded, as it would in mlx-lm.
     for old, new in pairs:
         if isinstance(old, RotatingKVCache) and old.offset >= old.max_size:
-            next_slot = old._idx if old._idx < old.max_size and old.keys.shape[2] <= old.max_size else 0
-            new.table.ring_origin = (old.offset - next_slot) % old.max_size
+            next_slot = old._idx if old._idx < old.max_size and old.keys.shape[2] <= old.max_size else old.keep
+            new.table.ring_origin = (old.offset - next_slot) % (old.max_size - old.keep)
     paged = {new.layer for _, new in pairs}
     parts = [new if place in paged else old for place, (old, new) in enumerate(zip(olds, news, strict=True))]
     return with_leaves(cache, parts)

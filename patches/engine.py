@@ -76,7 +76,8 @@ class Engine:
         self.budget = None if self.pool is None else PoolBudget(self.pool, chunk=prefill_step_size)
         self.all_paged = all(isinstance(cache, PagedKVCache) for cache in fresh)
         self.sharing: PrefixSharing | Snapshots | None = None
-        if prefixes is not None:
+        pins_tokens = self.pool is not None and self.pool.pins_tokens
+        if prefixes is not None and not pins_tokens:
             pool = self.pool if self.all_paged else None
             self.sharing = Snapshots(self.rows) if pool is None else PrefixSharing(prefixes, pool, self.rows)
         grid = None
@@ -84,6 +85,8 @@ class Engine:
             probe_geometry(model, fresh)
             if self._is_in_place:
                 prefill_step_size = grid = min(prefill_step_size, IN_PLACE_STEP_TOKENS)
+            elif pins_tokens:
+                grid = prefill_step_size  # what a chunk's tokens see depends on where it begins
         self.scheduler = Scheduler(
             self,
             token_budget=prefill_step_size,

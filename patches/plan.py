@@ -47,8 +47,10 @@ PADDING_MATTERS = {
 }
 
 _lock = threading.RLock()
-# By id, because modules are dicts and cannot be hashed; an entry goes when its model does.
-_plans: dict[int, tuple[weakref.ref[Any], tuple[Any, ...], PagingPlan]] = {}
+# By id, because modules are dicts and cannot be hashed; an entry goes when its model does. A model's plans by the kinds
+# of its caches (max_kv_size), the latest one last.
+_plans: dict[int, tuple[weakref.ref[Any], dict[tuple[Any, ...], PagingPlan]]] = {}
+MAX_PLANS = 8
 
 
 def plan_for(model: Any, stock: Sequence[Any], spare: Sequence[Any], adapted: bool) -> PagingPlan:
@@ -61,12 +63,15 @@ def plan_for(model: Any, stock: Sequence[Any], spare: Sequence[Any], adapted: bo
     """
     key = (adapted, *[_kind(cache) for cache in stock])
     with _lock:
-        entry = _plans.get(id(model))
-        if entry is not None and entry[0]() is model and entry[1] == key:
-            return entry[2]
-        plan = _adapter_plan(stock) if adapted else _seam_plan(model, stock, spare)
         number = id(model)
-        _plans[number] = (weakref.ref(model, lambda _: _plans.pop(number, None)), key, plan)
+        entry = _plans.get(number)
+        if entry is None or entry[0]() is not model:
+            entry = _plans[number] = (weakref.ref(model, lambda _: _plans.pop(number, None)), {})
+        plans = entry[1]
+        plan = plans.pop(key, None) or (_adapter_plan(stock) if adapted else _seam_plan(model, stock, spare))
+        plans[key] = plan
+        while len(plans) > MAX_PLANS:
+            del plans[next(iter(plans))]
         return plan
 
 
@@ -76,9 +81,6 @@ def why_one_by_one(model: Any, fresh: Sequence[Any]) -> str | None:
     Args:
         fresh: one of mlx-lm's own caches per layer, empty.
     """
-    kept = next((cache for cache in leaves(fresh) if getattr(cache, "keep", 0)), None)
-    if kept is not None:
-        return f"{type(kept).__name__} forgets in a batch which tokens it keeps (max_kv_size)"
     plan = plan_of(model)
     if plan is not None and plan.adapted:
         return None
@@ -93,9 +95,9 @@ def why_one_by_one(model: Any, fresh: Sequence[Any]) -> str | None:
 
 
 def plan_of(model: Any) -> PagingPlan | None:
-    """The plan made for the model, or None if there is none yet."""
+    """The plan made for the model last, or None if there is none yet."""
     entry = _plans.get(id(model))
-    return entry[2] if entry is not None and entry[0]() is model else None
+    return next(reversed(entry[1].values()), None) if entry is not None and entry[0]() is model else None
 
 
 def name_of(model: Any) -> str:
@@ -111,7 +113,13 @@ def forget_plans() -> None:
 
 def can_be_paged(cache: Any) -> bool:
     """Whether a stock cache is one that blocks can stand in for."""
-    return type(cache) is KVCache or (type(cache) is RotatingKVCache and cache.keep == 0)
+    # A cache with no room beyond what it keeps drops new tokens in mlx-lm.
+    return type(cache) is KVCache or (type(cache) is RotatingKVCache and 0 <= cache.keep < cache.max_size)
+
+
+def pinned_in(cache: Any) -> int:
+    """Tokens at the start that a cache never drops."""
+    return int(getattr(cache, "keep", 0))
 
 
 def window_of(cache: Any) -> int | None:
@@ -124,10 +132,10 @@ def _kind(cache: Any) -> tuple[Any, ...]:
 
 
 def _adapter_plan(stock: Sequence[Any]) -> PagingPlan:
-    by_window: dict[int | None, list[int]] = {}
+    by_window: dict[tuple[int | None, int], list[int]] = {}
     for layer, cache in enumerate(stock):
-        by_window.setdefault(window_of(cache), []).append(layer)
-    groups = tuple(LayerGroup(tuple(layers), window, _name(window)) for window, layers in by_window.items())
+        by_window.setdefault((window_of(cache), pinned_in(cache)), []).append(layer)
+    groups = tuple(LayerGroup(tuple(layers), w, _name(w, pinned), pinned) for (w, pinned), layers in by_window.items())
     return PagingPlan(groups, (), True, ())
 
 
@@ -143,16 +151,15 @@ def _seam_plan(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> Paging
     unused = [layer for layer in candidates if layer not in probed]
     if unused:
         reasons = (*reasons, f"{len(unused)} cache(s) that no attention writes to")
-    by_kind: dict[tuple[int | None, Geometry], list[int]] = {}
+    by_kind: dict[tuple[int | None, int, Geometry], list[int]] = {}
     for layer, found in probed.items():
-        by_kind.setdefault((window_of(stock[layer]), found.geometry), []).append(layer)
-    windows = [window for window, _ in by_kind]
+        by_kind.setdefault((window_of(stock[layer]), pinned_in(stock[layer]), found.geometry), []).append(layer)
+    names = [_name(window, pinned) for window, pinned, _ in by_kind]
     groups, geometries = [], []
-    for (window, geometry), layers in by_kind.items():
-        name = _name(window)
-        if windows.count(window) > 1:
+    for ((window, pinned, geometry), layers), name in zip(by_kind.items(), names, strict=True):
+        if names.count(name) > 1:
             name += f", {geometry.num_kv_heads} x {geometry.k_head_dim}/{geometry.v_head_dim}"
-        groups.append(LayerGroup(tuple(layers), window, name))
+        groups.append(LayerGroup(tuple(layers), window, name, pinned))
         geometries.append((geometry, probed[layers[0]].heads))
     return PagingPlan(tuple(groups), tuple(geometries), False, reasons)
 
@@ -162,7 +169,7 @@ def _reasons(stock: Sequence[Any]) -> tuple[str, ...]:
     for cache in stock:
         if not can_be_paged(cache):
             name = type(cache).__name__
-            kinds[name + (" that keeps its first tokens (max_kv_size)" if getattr(cache, "keep", 0) else "")] = None
+            kinds[name + (" with no room beyond the tokens it keeps (max_kv_size)" if pinned_in(cache) else "")] = None
     return tuple(f"cache type {kind}" for kind in kinds)
 
 
@@ -175,8 +182,10 @@ def _why_not(error: Exception) -> str:
     return f"a model that cannot be tried ({type(error).__name__}: {error})"
 
 
-def _name(window: int | None) -> str:
-    return "global" if window is None else f"window {window}"
+def _name(window: int | None, pinned: int) -> str:
+    if window is None:
+        return "global"
+    return f"window {window}" + (f" with {pinned} pinned" if pinned else "")
 
 
 def first_keys(geometry: Geometry) -> tuple[mx.array, mx.array]:

@@ -1,4 +1,4 @@
-"""One block pool per model, made by its paging plan."""
+"""One block pool per model and paging plan."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from .plan import PagingPlan, first_keys
 _lock = threading.RLock()
 # By id, because modules are dicts and cannot be hashed; an entry goes when its model does.
 _pools: dict[int, tuple[weakref.ref[Any], PagedConfig, PagingPlan, BlockPool]] = {}
+# Also those a model used before, as long as somebody holds one: with and without max_kv_size it has two.
+_in_use: weakref.WeakValueDictionary[tuple[int, PagedConfig, PagingPlan], BlockPool] = weakref.WeakValueDictionary()
 
 
 def pool_for(model: Any, plan: PagingPlan, config: PagedConfig) -> BlockPool:
@@ -26,21 +28,35 @@ def pool_for(model: Any, plan: PagingPlan, config: PagedConfig) -> BlockPool:
         entry = _pools.get(id(model))
         if entry is not None and entry[0]() is model and entry[1:3] == (config, plan):
             return entry[3]
-        pool = BlockPool(
-            plan.groups,
-            block_size=config.block_size,
-            memory_budget=max(1, config.memory_budget()),
-            choose_storage=storage_choice(config.use_native_paged_kernel),
-        )
-        for group, (geometry, heads) in zip(plan.groups, plan.geometries, strict=False):
-            pool.set_geometry(group.layers[0], *first_keys(geometry), batch=1, heads=heads)
         key = id(model)
-        _pools[key] = (weakref.ref(model, lambda _: _pools.pop(key, None)), config, plan, pool)
+        if entry is None or entry[0]() is not model:
+            _forget(key)
+        pool = _in_use.get((key, config, plan)) or _new_pool(plan, config)
+        _in_use[key, config, plan] = pool
+        _pools[key] = (weakref.ref(model, lambda _: _forget(key)), config, plan, pool)
         return pool
 
 
+def _new_pool(plan: PagingPlan, config: PagedConfig) -> BlockPool:
+    pool = BlockPool(
+        plan.groups,
+        block_size=config.block_size,
+        memory_budget=max(1, config.memory_budget()),
+        choose_storage=storage_choice(config.use_native_paged_kernel),
+    )
+    for group, (geometry, heads) in zip(plan.groups, plan.geometries, strict=False):
+        pool.set_geometry(group.layers[0], *first_keys(geometry), batch=1, heads=heads)
+    return pool
+
+
+def _forget(model: int) -> None:
+    _pools.pop(model, None)
+    for key in [key for key in _in_use if key[0] == model]:
+        _in_use.pop(key, None)
+
+
 def pool_of(model: Any) -> BlockPool | None:
-    """The block pool of a model, or None if it has none (yet)."""
+    """The block pool that the model's latest prompt cache lies in, or None if there is none (yet)."""
     entry = _pools.get(id(model))
     return entry[3] if entry is not None and entry[0]() is model else None
 
@@ -49,3 +65,4 @@ def forget_pools() -> None:
     """Let the registry drop its pools; caches in use keep theirs alive."""
     with _lock:
         _pools.clear()
+        _in_use.clear()

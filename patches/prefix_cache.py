@@ -33,7 +33,7 @@ class PagedPromptCache:
     - at least one token is always left to compute, where mlx-lm returns an empty remainder;
     - an entry is a prefix that is no other's beginning, so entries that a longer one contains are not counted.
 
-    Caches that are not paged are kept by an ``LRUPromptCache`` of mlx-lm's inside.
+    Caches that are not paged, or that pin tokens, are kept whole by an ``LRUPromptCache`` of mlx-lm's inside.
 
     Args:
         max_size: most entries, paged and others each. None: as many paged ones as fit, and 10 others.
@@ -282,8 +282,9 @@ class PagedPromptCache:
 
 
 def _sequences(caches: Sequence[Any]) -> list[SequenceTables]:
-    """The sequences that a prompt cache is made of, or none unless every layer of each is there and paged."""
-    if not caches or not all(isinstance(cache, PagedLayerCache) for cache in caches):
+    """The sequences that a prompt cache is made of, or none unless every layer of each is there, paged, and can be
+    shared by prefix."""
+    if not caches or not all(isinstance(cache, PagedLayerCache) and not cache.pool.pins_tokens for cache in caches):
         return []
     sequences: list[SequenceTables] = []
     for cache in caches:

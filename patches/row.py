@@ -83,7 +83,15 @@ class Row:
         ends = [self.base]
         for segment in segments[:-1]:
             ends.append(ends[-1] + len(segment))
-        self.request = Request(uid, goal=self.base + self.prompt_length - 1, kept=self.base, boundaries=ends[1:])
+        # Where tokens are pinned, chunks must be those of a run alone, which begins at the cache that was given.
+        pins_tokens = sequence is not None and sequence.pool.pins_tokens
+        self.request = Request(
+            uid,
+            goal=self.base + self.prompt_length - 1,
+            kept=self.base,
+            boundaries=ends[1:],
+            origin=self.base if pins_tokens else 0,
+        )
         self.segment_ends = frozenset(ends[1:])
         self.max_tokens = max_tokens
         self.sampler = sampler
@@ -113,8 +121,10 @@ class Row:
         return self.history + self.source[: self.request.length - self.base]
 
     def chunk(self, num_tokens: int) -> list[int]:
-        """The next tokens to compute."""
+        """The next tokens to compute. The block tables learn which of them had been decoded before."""
         start = self.request.length - self.base
+        if self.sequence is not None:
+            self.sequence.decoded = range(self.base + self.prompt_length - 1, self.request.goal)
         return self.source[start : start + num_tokens]
 
     def next_input(self) -> int:

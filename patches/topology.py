@@ -15,7 +15,7 @@ from ..kv.storage import QueryHeads
 from .cache import PagedLayerCache, adopt_prompt_cache
 from .composites import leaves, with_leaves
 from .decode_batch import DecodeBatch
-from .plan import name_of, why_one_by_one
+from .plan import name_of, pinned_in, why_one_by_one
 from .row import sequence_of
 from .row_by_row import RowByRowBatch
 from .warn import warn_once
@@ -48,8 +48,12 @@ def is_batched_here(fresh: Sequence[Any]) -> bool:
 
 def decode_batch(model: Any, fresh: Sequence[Any]) -> DecodeBatch:
     """A batch for rows of the model: in one call where its attention allows it, else one row after the other."""
-    stock = [c.to_stock() if isinstance(c, PagedLayerCache) else c for c in leaves(fresh)]
-    why = why_one_by_one(model, with_leaves(fresh, stock))
+    kept = next((cache for cache in leaves(fresh) if not isinstance(cache, PagedKVCache) and pinned_in(cache)), None)
+    if kept is not None:
+        why: str | None = f"{type(kept).__name__} forgets in a batch which tokens it keeps (max_kv_size)"
+    else:
+        stock = [c.to_stock() if isinstance(c, PagedLayerCache) else c for c in leaves(fresh)]
+        why = why_one_by_one(model, with_leaves(fresh, stock))
     if why is None:
         return DecodeBatch(model)
     warn_once(f"rows of a batch are computed one by one in models of type {name_of(model)}: {why}")

@@ -103,7 +103,7 @@ def prefill_attention(
     Returns:
         ``[1, n_q_heads, n_new, v_head_dim]``.
     """
-    fresh = table.length - table.logical_start == q.shape[2]
+    fresh = table.num_visible == q.shape[2]
     if fresh and prepares_plans():
         group = pool.groups[pool.group_of(layer)]
         fresh = _decline(q, group, table.length, mask, window, softcap is not None, sinks is not None) is not None

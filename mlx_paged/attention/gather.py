@@ -16,13 +16,15 @@ def ring_rotation(table: BlockTable, window: int | None) -> int:
 
     Attention is a sum over keys in any order, but floating-point sums are not: a decode step reproduces dense
     mlx-lm bit for bit only in the order of its buffer. Once ``window`` tokens are visible, that buffer holds position
-    p in slot ``(p - ring_origin) % window``; with fewer or (after a prefill) more, it is in order of position.
+    p in slot ``(p - ring_origin) % window``; with fewer or (after a prefill) more, it is in order of position. Pinned
+    tokens come first and are not counted, neither in positions nor in the window.
     """
-    if window is None or table.length <= window or table.length - table.logical_start != window:
+    if window is None or table.length <= window or table.num_visible != window:
         return 0
-    newest_slot = (table.length - 1 - table.ring_origin) % window
+    ring = window - table.pinned
+    newest_slot = (table.length - 1 - table.pinned - table.ring_origin) % ring
     # The window's oldest token has index 0 here; slot 0 holds the token `newest_slot` before the newest.
-    return (window - 1 - newest_slot) % window
+    return (ring - 1 - newest_slot) % ring
 
 
 def attention(

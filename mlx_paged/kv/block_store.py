@@ -59,6 +59,12 @@ class BlockStore:
         """Index of the group a model layer belongs to."""
         return self._place[layer][0]
 
+    @property
+    def pins_tokens(self) -> bool:
+        """Whether some group keeps its first tokens. Beyond its window keys then depend on how the tokens came: in a
+        chunk, as in mlx-lm, pinned tokens leave the window before others do."""
+        return any(group.spec.pinned for group in self.groups)
+
     def allocate(self, group: int, count: int) -> list[int]:
         """Take ``count`` blocks of a group, growing its tensors within the budget.
 

@@ -31,9 +31,12 @@ class BlockTable:
         block_ids: by absolute position: token ``p`` is in ``block_ids[p // block_size]`` at ``p % block_size``.
             Blocks behind a sliding window are the null block. The list is mutated, never replaced.
         length: tokens reserved so far (positions ``0 .. length - 1``).
-        logical_start: first position that is still visible.
-        ring_origin: position, modulo the window, that sits in slot 0 of the rotating buffer mlx-lm would keep.
-            Attention does not depend on the order of keys, but its rounding does.
+            Those of pinned tokens stay.
+        logical_start: first position that is still visible, pinned ones not counted; 0 or greater than ``pinned``.
+        pinned: tokens at the start that always are.
+        ring_origin: position, counted from ``pinned`` and modulo the rest of the window, that sits in the first slot
+            of the rotating buffer mlx-lm would keep. Attention does not depend on the order of keys, but its rounding
+            does.
         released: the table has given its blocks back and must not be used.
         uid: no other table of the process has it.
         version: rises whenever ``block_ids`` changes.
@@ -47,18 +50,20 @@ class BlockTable:
         "group",
         "length",
         "logical_start",
+        "pinned",
         "released",
         "ring_origin",
         "uid",
         "version",
     )
 
-    def __init__(self, group: int, block_size: int) -> None:
+    def __init__(self, group: int, block_size: int, pinned: int = 0) -> None:
         self.group = group
         self.block_size = block_size
         self.block_ids: list[int] = []
         self.length = 0
         self.logical_start = 0
+        self.pinned = pinned
         self.ring_origin = 0
         self.released = False
         self.uid = next(_uids)
@@ -69,6 +74,21 @@ class BlockTable:
     def num_blocks(self) -> int:
         """Blocks really held (null blocks not counted)."""
         return len(self.block_ids) - self.block_ids.count(NULL_BLOCK)
+
+    @property
+    def num_head(self) -> int:
+        """Pinned tokens that are visible apart from those from ``logical_start`` on."""
+        return self.pinned if self.logical_start else 0
+
+    @property
+    def num_visible(self) -> int:
+        """Tokens that can be read: pinned ones and those from ``logical_start`` on."""
+        return self.length - self.logical_start + self.num_head
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Entries at the start of ``block_ids`` that are never given up."""
+        return -(-self.pinned // self.block_size)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` more tokens need beyond those the table has."""

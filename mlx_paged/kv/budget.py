@@ -66,14 +66,15 @@ class PoolBudget:
 
     def _blocks(self, group: BlockGroup, table: BlockTable | None, num_tokens: int) -> int:
         """Blocks of a group that appending so many tokens to a table takes, beyond those the table has."""
-        size, window = self.pool.block_size, group.spec.window
+        size, spec = self.pool.block_size, group.spec
         length = table.length if table is not None else 0
         end = -(-(length + num_tokens) // size)
-        if window is None:
+        if spec.window is None:
             held = len(table.block_ids) if table is not None else 0
             return max(0, end - held) + self._copies_tail(group, table)
-        start = max(0, length - window + 1) // size
-        widest = min(end - start, -(-(window - 1 + min(num_tokens, self.chunk)) // size) + 1)
+        start = spec.first_kept(length) // size
+        widest = min(end - start, -(-(spec.window - 1 + min(num_tokens, self.chunk)) // size) + 1)
+        widest = min(end, widest + -(-spec.pinned // size))
         held = table.num_blocks - _behind(table, start) if table is not None else 0
         return max(0, widest - held) + self._copies_tail(group, table)
 
@@ -87,4 +88,5 @@ class PoolBudget:
 
 def _behind(table: BlockTable, start: int) -> int:
     """Blocks held before index ``start``: the next append gives them back."""
-    return sum(block_id != 0 for block_id in table.block_ids[table.logical_start // table.block_size : start])
+    first = max(table.logical_start // table.block_size, table.num_pinned_blocks)
+    return sum(block_id != 0 for block_id in table.block_ids[first:start])

@@ -67,7 +67,7 @@ class FunctionalStorage:
     def read_visible(self, table: BlockTable, *, rotation: int, copy: bool) -> tuple[mx.array, mx.array]:
         """In place where the blocks are consecutive and a view will do, else gathered; the table keeps the device
         indices, so that all layers of a step share them."""
-        if rotation:
+        if rotation or table.num_head:
             return self.gather_slots(_rotated_index(table, self, rotation))
         size = table.block_size
         start, end = table.logical_start, table.length
@@ -170,10 +170,9 @@ def _rotated_index(table: BlockTable, storage: FunctionalStorage, rotation: int)
     index = table._index_cache.get(key)
     if not isinstance(index, mx.array):
         table.forget_indices()  # one such index per step: the one before is of no use any more
-        positions = mx.concatenate(
-            [mx.arange(start + rotation, end, dtype=mx.int32), mx.arange(start, start + rotation, dtype=mx.int32)]
-        )
-        first = start // size
+        runs = (0, table.num_head), (start + rotation, end), (start, start + rotation)
+        positions = mx.concatenate([mx.arange(*run, dtype=mx.int32) for run in runs if run[0] < run[1]])
+        first = 0 if table.num_head else start // size
         block_ids = mx.array(table.block_ids[first:], dtype=mx.int32)
         index = storage.slot_index(block_ids[positions // size - first], positions % size)
         table._index_cache[key] = index

@@ -31,12 +31,12 @@ class StorageChoice(NamedTuple):
     reason: str
 
 
-# From a group's geometry, block size and (if known) the queries that will attend over it to the form of its storage.
-# May raise KernelUnavailableError.
-ChooseStorage = Callable[[Geometry, int, QueryHeads | None], StorageChoice]
+# From a group's geometry, block size, (if known) the queries that will attend over it and the number of its pinned
+# tokens to the form of its storage. May raise KernelUnavailableError.
+ChooseStorage = Callable[[Geometry, int, QueryHeads | None, int], StorageChoice]
 
 
-def functional_storage(geometry: Geometry, block_size: int, heads: QueryHeads | None) -> StorageChoice:
+def functional_storage(geometry: Geometry, block_size: int, heads: QueryHeads | None, pinned: int) -> StorageChoice:
     """The choice that works everywhere."""
     return StorageChoice(FunctionalStorage, "the pool was made without kernels")
 
@@ -48,11 +48,25 @@ class LayerGroup(NamedTuple):
         layers: indices of the model's layers, in order.
         window: sliding window in tokens (a query sees itself and ``window - 1`` tokens before it), or None.
         name: for messages and statistics.
+        pinned: so many tokens at a sequence's start stay visible, at the cost of the oldest others in the window.
     """
 
     layers: tuple[int, ...]
     window: int | None = None
     name: str = "global"
+    pinned: int = 0
+
+    def first_kept(self, length: int) -> int:
+        """Of a sequence of ``length`` tokens, the first position after the pinned ones that the next token sees; 0 if
+        it sees them all."""
+        start = 0 if self.window is None else length - self.window + 1
+        return start + self.pinned if start > 0 else 0
+
+    def ring_origin(self, length: int) -> int:
+        """``BlockTable.ring_origin`` after several tokens at once, up to ``length``."""
+        if self.window is None or length < self.window:
+            return 0
+        return (length - self.pinned) % (self.window - self.pinned)
 
 
 def check_layout(groups: Sequence[LayerGroup], block_size: int) -> None:
@@ -66,6 +80,8 @@ def check_layout(groups: Sequence[LayerGroup], block_size: int) -> None:
         raise ConfigError("each layer must belong to exactly one group, and there must be at least one layer")
     if any(group.window is not None and group.window < 1 for group in groups):
         raise ConfigError("a sliding window must be at least one token")
+    if any(group.pinned and not 0 < group.pinned < (group.window or 0) for group in groups):
+        raise ConfigError("tokens can be pinned in a sliding window only, and fewer than it has")
 
 
 class BlockGroup:
@@ -91,9 +107,7 @@ class BlockGroup:
         """Called whenever a table of the group or a reference count has changed: steps made before are void."""
         self.epoch += 1
 
-    def step(
-        self, tables: Sequence[BlockTable], num_tokens: int, counts: Sequence[int] | None
-    ) -> tuple[Step, bool]:
+    def step(self, tables: Sequence[BlockTable], num_tokens: int, counts: Sequence[int] | None) -> tuple[Step, bool]:
         """The step of the tables' last ``num_tokens`` (or ``counts``) positions, and whether it had to be made."""
         step = self._step
         if step is not None and step.epoch == self.epoch and step.key == step_key(tables, num_tokens, counts):
@@ -167,7 +181,7 @@ class BlockGroup:
         Raises:
             KernelUnavailableError: a kernel is demanded and there is none. Nothing has been changed.
         """
-        form, self.storage_reason = self._choose_storage(geometry, self.block_size, heads)
+        form, self.storage_reason = self._choose_storage(geometry, self.block_size, heads, self.spec.pinned)
         self.geometry = geometry
         num_blocks = self.allocator.num_blocks
         self.storages = [form(geometry, self.block_size, num_blocks) for _ in self.spec.layers]

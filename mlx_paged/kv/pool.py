@@ -13,7 +13,7 @@ from .block_store import UNLIMITED, BlockStore
 from .block_table import BlockTable
 from .group import BlockGroup, ChooseStorage, LayerGroup, functional_storage
 from .stats import PagedCacheStats, check_group, count
-from .step import Step
+from .step import DeviceTables, Step
 from .storage import Storage
 
 
@@ -49,11 +49,16 @@ class BlockPool(BlockStore):
     # Tables ---------------------------------------------------------------------------------------------------
 
     def new_table(self, group: int = 0, *, start: int = 0) -> BlockTable:
-        """An empty table, or one whose first ``start`` tokens are not held (already behind a sliding window)."""
-        table = BlockTable(group, self.block_size)
+        """An empty table, or one whose first ``start`` tokens, pinned ones excepted, are not held (already behind a
+        sliding window). Pinned ones are to be written by :meth:`write_pinned`."""
+        table = BlockTable(group, self.block_size, self.groups[group].spec.pinned)
         table.block_ids.extend([NULL_BLOCK] * (start // self.block_size))
         table.length = table.logical_start = start
-        return self._track(table)
+        self._track(table)
+        pinned = min(table.num_pinned_blocks, len(table.block_ids))
+        if pinned:
+            table.block_ids[:pinned] = self.allocate(group, pinned)
+        return table
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table over the same blocks: references, no bytes. Whoever writes to a shared block copies it."""
@@ -61,7 +66,7 @@ class BlockPool(BlockStore):
         with self._lock:
             self._group(table).allocator.retain(table.block_ids)
             self._group(table).touch()
-            copy = BlockTable(table.group, self.block_size)
+            copy = BlockTable(table.group, self.block_size, table.pinned)
             copy.block_ids.extend(table.block_ids)
             copy.length, copy.logical_start, copy.ring_origin = table.length, table.logical_start, table.ring_origin
             return self._track(copy)
@@ -112,9 +117,9 @@ class BlockPool(BlockStore):
         with self._lock:
             self._collect_abandoned()  # a block shared only with a dropped table is not shared
             group = self._group(table)
-            window = group.spec.window
-            if window is not None:
-                self._slide(table, max(0, table.length - window + 1))
+            spec = group.spec
+            if spec.window is not None:
+                self._slide(table, spec.first_kept(table.length))
             tail = table.length // self.block_size
             shared_tail = tail < len(table.block_ids) and group.allocator.refcount(table.block_ids[tail]) > 1
             if num_tokens == 1 and not shared_tail and tail < len(table.block_ids):  # as nearly every decode step
@@ -130,13 +135,13 @@ class BlockPool(BlockStore):
             group.touch()
             if blocks:
                 table.forget_indices()
-            if window is not None and num_tokens > 1:
-                table.ring_origin = table.length % window if table.length >= window else 0
+            if spec.window is not None and num_tokens > 1:
+                table.ring_origin = spec.ring_origin(table.length)
 
     def _slide(self, table: BlockTable, start: int) -> None:
         if start <= table.logical_start:
             return
-        first, last = table.logical_start // self.block_size, start // self.block_size
+        first, last = max(table.logical_start // self.block_size, table.num_pinned_blocks), start // self.block_size
         gone = table.block_ids[first:last]
         if gone:
             self._group(table).allocator.release(gone)
@@ -172,12 +177,12 @@ class BlockPool(BlockStore):
     def check_trim(self, table: BlockTable, length: int) -> None:
         """Raise TrimError if the table cannot be cut to ``length`` tokens."""
         self._check_table(table)
-        window = self._group(table).spec.window
+        spec = self._group(table).spec
         if not 0 <= length <= table.length:
             raise TrimError(f"cannot trim {table.length} tokens to {length}")
-        if window is not None and max(0, length - window + 1) < table.logical_start:
+        if spec.first_kept(length) < table.logical_start:
             raise TrimError(
-                f"cannot trim to {length} tokens: the window of {window} before it is held "
+                f"cannot trim to {length} tokens: the window of {spec.window} before it is held "
                 f"from {table.logical_start} on"
             )
 
@@ -278,6 +283,20 @@ class BlockPool(BlockStore):
             group.wait_for_reads(position)
         group.storages[position].write(tables, step, k, v)
 
+    def write_pinned(self, table: BlockTable, layer: int, k: mx.array, v: mx.array) -> None:
+        """Write the pinned tokens of a table made by :meth:`new_table` with a ``start``: k and v
+        ``[1, n_kv_heads, pinned, head_dim]``, accepted by :meth:`set_geometry`."""
+        self._check_table(table)
+        # Writing goes to the end of a table: one that ends there, over the same blocks, and known to nobody else.
+        head = BlockTable(table.group, self.block_size)
+        head.block_ids.extend(table.block_ids[: table.num_pinned_blocks])
+        head.length = table.pinned
+        group = self._group(table)
+        if any(group.allocator.refcount(block_id) != 1 for block_id in head.block_ids):
+            raise BlockStateError(f"pinned blocks {head.block_ids} are to be written but shared")
+        step = Step([head], head.length, group.epoch, group.allocator.num_blocks, DeviceTables())
+        self.write_step([head], layer, step, k, v)
+
     def write_prefill(self, table: BlockTable, layer: int, k: mx.array, v: mx.array) -> None:
         """:meth:`write` for several tokens of one sequence: k and v ``[1, n_kv_heads, n_new, head_dim]``."""
         self.write([table], layer, k, v)
@@ -291,12 +310,12 @@ class BlockPool(BlockStore):
     def gather_visible(
         self, table: BlockTable, layer: int, *, rotation: int = 0, copy: bool = True
     ) -> tuple[mx.array, mx.array]:
-        """Keys and values of positions ``logical_start .. length - 1`` (lazy).
+        """Keys and values of positions ``logical_start .. length - 1``, after those of pinned tokens (lazy).
 
         Args:
             table: the sequence's table.
             layer: model layer.
-            rotation: start the order at this visible token and wrap around (0: by position).
+            rotation: start the order at this visible token, pinned ones not counted, and wrap around (0: by position).
             copy: False allows a view of the pool where the blocks are consecutive. Drop it, and whatever was computed
                 from it unevaluated, before the next write: a view held makes that write copy the pool.
 
@@ -310,7 +329,7 @@ class BlockPool(BlockStore):
         self._check_table(table)
         if table.group != self.group_of(layer):
             raise GeometryError(f"layer {layer} is not of the table's group {table.group}")
-        if self._group(table).geometry is None or table.length == table.logical_start:
+        if self._group(table).geometry is None or not table.num_visible:
             raise BlockStateError("nothing has been written to this table")
         return self.storage(layer).read_visible(table, rotation=rotation, copy=copy)
 

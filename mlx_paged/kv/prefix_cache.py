@@ -16,19 +16,17 @@ def table_over(pool: BlockPool, group: int, block_ids: Sequence[int], length: in
     Args:
         pool: the blocks' pool.
         group: index of their group.
-        block_ids: by absolute position, ``ceil(length / block_size)`` of them; null behind the group's window. With a
-            window of one token, only whole blocks.
+        block_ids: by absolute position, ``ceil(length / block_size)`` of them; null behind the group's window, but for
+            pinned tokens. With a window of one token, only whole blocks.
         length: tokens they hold.
     """
-    window = pool.groups[group].spec.window
+    spec = pool.groups[group].spec
     with pool.lock:
         table = pool.new_table(group)
         pool.retain(group, block_ids)
         table.block_ids.extend(block_ids)
         table.length = length
-        if window is not None:
-            table.logical_start = max(0, length - window + 1)
-            table.ring_origin = length % window if length >= window else 0
+        table.logical_start, table.ring_origin = spec.first_kept(length), spec.ring_origin(length)
         table.forget_indices()
         return table
 
@@ -90,10 +88,8 @@ class DetachedPrefix:
         tables = [self.pool.fork(table) for table in self.tables]
         if length is not None and length < self.length:
             for table in tables:
-                window = self.pool.groups[table.group].spec.window
                 self.pool.trim(table, self.length - length)
-                if window is not None:
-                    table.ring_origin = length % window if length >= window else 0
+                table.ring_origin = self.pool.groups[table.group].spec.ring_origin(length)
         return tables
 
     def discard(self) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from ..errors import BlockStateError
+from ..errors import BlockStateError, ConfigError
 from .allocator import NULL_BLOCK
 from .block_table import BlockTable
 from .eviction import evict_blocks
@@ -76,6 +76,8 @@ class RadixTree:
         clock: Callable[[], float] = time.monotonic,
         on_evict: Callable[[Hashable, RadixNode], None] | None = None,
     ) -> None:
+        if pool.pins_tokens:
+            raise ConfigError("keys of a pool that pins tokens depend on how prompts were cut, so are not shared")
         self._pool = weakref.ref(pool)
         self.block_size = pool.block_size
         self.windows = [group.spec.window for group in pool.groups]

@@ -51,9 +51,11 @@ class Storage(Protocol):
         """Write k, v ``[B, n_kv_heads, n, head_dim]``: the last n reserved tokens of B tables."""
 
     def read_visible(self, table: BlockTable, *, rotation: int, copy: bool) -> tuple[mx.array, mx.array]:
-        """K ``[1, n_kv_heads, n, k_head_dim]`` and V of positions ``logical_start .. length - 1`` (lazy).
+        """K ``[1, n_kv_heads, n, k_head_dim]`` and V of positions ``logical_start .. length - 1``, after those of
+        pinned tokens (lazy).
 
-        ``rotation``: start the order at this visible token and wrap around; ``copy``: never a view of the blocks.
+        ``rotation``: start the order at this visible token, pinned ones not counted, and wrap around; ``copy``: never a
+        view of the blocks.
         """
 
     def read_rows(self, block_ids: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:

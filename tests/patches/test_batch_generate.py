@@ -439,21 +439,6 @@ def test_the_patch_replaces_the_class_where_it_was_imported_and_goes_again() -> 
     assert mlx_lm_generate.BatchGenerator is original is mlx_lm.server.BatchGenerator
 
 
-def test_max_kv_size_is_the_same_in_a_batch() -> None:
-    """mlx-lm's own batches forget the tokens to keep (`keep`): rows are computed one by one."""
-    model, lengths = model_of("qwen3"), (5, 40, 61)
-    expected = [greedy(model, prompt_of(n, seed=n), 20, max_kv_size=32)[0] for n in lengths]
-    mlx_paged.apply_patches()
-    with pytest.warns(mlx_paged.FallThroughWarning, match="max_kv_size"):
-        gen = generator(model, max_kv_size=32, max_tokens=20)
-    outcomes: dict[int, Outcome] = {}
-    uids = gen.insert([prompt_of(n, seed=n).tolist() for n in lengths])
-    outcomes.update({uid: Outcome() for uid in uids})
-    run_all(gen, outcomes)
-    assert [outcomes[uid].tokens for uid in uids] == expected
-    gen.close()
-
-
 def test_200_steps_leave_no_chain_of_graph_nodes(tmp_path) -> None:
     for kind in ("gemma3", "falcon_h1"):
         mlx_paged.apply_patches(PagedConfig(block_size=8))

@@ -13,6 +13,7 @@ from mlx_lm.models import mamba, qwen2
 import mlx_paged
 from mlx_paged import FallThroughWarning, GeometryError, PagedConfig, PagedKVCache, PoolExhaustedError
 from mlx_paged.patches.plan import plan_of, why_one_by_one
+from tests.batch_runs import generator
 from tests.builders import COMMON, build, greedy, prompt_of, rms
 from tests.patches.test_parity import PlainTokenizer
 
@@ -36,14 +37,20 @@ def test_quantized_kv_goes_on_in_mlx_lms_cache() -> None:
     assert mlx_paged.pool_of(model).stats().live_blocks == 0
 
 
-def test_max_kv_size_uses_mlx_lms_cache() -> None:
+@pytest.mark.parametrize("size", [1, 4])
+def test_max_kv_size_without_room_uses_mlx_lms_cache(size: int) -> None:
+    """mlx-lm keeps the first four tokens: with no more room than that, new ones are dropped."""
     model = build("qwen3")
-    expected = greedy(model, prompt_of(70), 30, max_kv_size=32)
+    expected = greedy(model, prompt_of(7), 30, max_kv_size=size)
     mlx_paged.apply_patches()
     for times in (1, 0):  # the reason is given once
-        got, messages = fall_throughs(lambda: greedy(model, prompt_of(70), 30, max_kv_size=32))
+        got, messages = fall_throughs(lambda: greedy(model, prompt_of(7), 30, max_kv_size=size))
         assert got[0] == expected[0]
         assert len(messages) == times and all("max_kv_size" in m for m in messages)
+    gen, messages = fall_throughs(lambda: generator(model, max_kv_size=size))
+    assert gen._engine.batch.kind == "one by one"
+    assert len(messages) == 1 and "forgets in a batch which tokens it keeps" in messages[0]
+    gen.close()
 
 
 def test_ssm_layers_use_mlx_lms_cache() -> None:
