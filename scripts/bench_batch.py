@@ -300,6 +300,15 @@ def _milliseconds(values: dict[str, float]) -> str:
     return "/".join(f"{1e3 * value:.1f}" for value in values.values()) or "-"
 
 
+def summary(result: dict[str, Any]) -> str:
+    """A result in a few words."""
+    if "error" in result:
+        return "failed"
+    decode, first, peak = result["decode_tokens_per_s"], result["ttft_s"]["p50"], result["peak_bytes"] / 1e9
+    rate = "" if decode is None else f"{decode:.0f} tokens/s decoding, "
+    return f"{rate}{1e3 * first:.0f} ms to the median first token, peak {peak:.2f} GB"
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
@@ -343,7 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for case in cases_of(args):
             for side in SIDES if args.only is None else (args.only,):
                 results.append(measure_apart(__file__, given, [side, *case], side=side, case=case.name))
-                print(f"{case.name}, {side}: done", file=sys.stderr)
+                print(f"{case.name}, {side}: {summary(results[-1])}", file=sys.stderr, flush=True)
     except BenchError as error:
         print(f"bench_batch: {error}", file=sys.stderr)
         return 1

@@ -1,0 +1,65 @@
+"""Models without an adapter, with heads the kernels take: decode steps run in the kernel, alone and in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from scripts import model_configs
+from scripts.model_matrix import alone, batched
+from tests.builders import greedy, prompt_of, rms
+from tests.fake_kernels import fake_kernels
+
+# Global, sliding windows, windows with sinks, keys shared between layers, and attention beside states.
+NAMES = ["qwen2", "exaone4", "gpt_oss", "gemma3n", "falcon_h1"]
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "head_dim": 64,
+    "query_pre_attn_scalar": 64,
+    "num_hidden_layers": 2,
+}
+TOLERANCE = 5e-3
+
+
+@pytest.fixture(params=["stand-ins", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.param == "gpu":
+        yield
+    else:
+        with fake_kernels():
+            yield
+
+
+def build(name: str) -> Any:
+    wide = {key: value for key, value in WIDE.items() if key not in model_configs.OVERRIDES.get(name, {})}
+    with mock.patch.dict(model_configs.COMMON, wide):
+        return model_configs.build(name)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("name", NAMES)
+def test_decode_runs_in_the_kernel_and_gives_stocks_tokens(name: str) -> None:
+    model, lengths = build(name), (7, model_configs.WINDOW + 20)
+    prompts = [prompt_of(n, 3) % model_configs.VOCAB for n in lengths]
+    expected = [greedy(model, prompt, 40, prefill_step_size=16) for prompt in prompts]
+    rows = [alone(model, n, 24) for n in (5, 30, 45)]
+    mlx_paged.apply_patches(PagedConfig(block_size=16))
+    for prompt, (tokens, logprobs) in zip(prompts, expected, strict=True):
+        got, got_logprobs = greedy(model, prompt, 40, prefill_step_size=16)
+        assert mlx_paged.last_dispatch() == ("kernel", "one new token per sequence")
+        assert got == tokens
+        assert rms(got_logprobs, logprobs) < TOLERANCE
+    pool = mlx_paged.pool_of(model)
+    assert all(group.in_place for group in pool.groups)
+    got_rows, _ = batched(model, 24)
+    assert mlx_paged.last_dispatch() == ("kernel", "one new token per sequence")
+    for (got, got_logprobs), (tokens, logprobs) in zip(got_rows, rows, strict=True):
+        assert got == tokens
+        assert rms(got_logprobs, logprobs) < TOLERANCE
+    pool.check_integrity()
