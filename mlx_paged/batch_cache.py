@@ -227,7 +227,7 @@ class PagedBatchKVCache:
         if not (return_array or self.row_type.masks_rows) and window_size in (None, self.window):
             return None if N == 1 else "causal"
         window = self.window if window_size is None else min(window_size, self.window or window_size)
-        mask = self._columns(N).mask(window)
+        mask = self._columns(N).mask(window, [row.table(self.layer) for row in self.batch.rows])
         if window == self.window:
             self.batch.masks[self.pool.group_of(self.layer)] = mask
         return mask

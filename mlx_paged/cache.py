@@ -335,7 +335,8 @@ class PagedKVCache:
         if N > 1:
             width = window_size or self.window
             before = min(self.window - 1, self.offset)
-            if self.pinned and self.offset < self.sequence.decoded.stop and everything > self.window:
+            decoded = self.sequence.decoded
+            if self.pinned and decoded and self.offset < decoded.stop and width == self.window < everything:
                 return self._recomputing_mask(N, before), width
             if before + N > width or return_array:
                 return causal_mask(N, before, width), width

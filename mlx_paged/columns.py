@@ -25,6 +25,7 @@ class Columns:
         self.offsets = offsets
         self.counts = counts
         self.width = width
+        self.window = window
         # Visible tokens of each row before the new ones.
         self.before = [offset if window is None else min(offset, window - 1) for offset in offsets]
         self.longest = max(self.before, default=0) + width
@@ -48,8 +49,15 @@ class Columns:
         positions = mx.where(indices < 0, indices, indices + behind)
         return mx.where(indices < pinned, indices, positions) if pinned else positions
 
-    def mask(self, window: int | None) -> mx.array:
-        """What each new token sees, boolean ``[B, 1, width, longest]``."""
+    def mask(self, window: int | None, tables: Sequence[BlockTable]) -> mx.array:
+        """What each new token sees, boolean ``[B, 1, width, longest]``.
+
+        Args:
+            window: of the mask, at most that of the layer.
+            tables: of the rows.
+        """
+        if self.width == 1 and window is not None and window != self.window and tables and tables[0].pinned:
+            return self._narrow_mask(window, tables)
         # By number, not by position: as in mlx-lm, tokens behind the window count neither for it nor for pinned ones.
         keys = self._indices()[:, None, None]
         queries = mx.array(self.before, mx.int32)[:, None, None, None]
@@ -61,6 +69,19 @@ class Columns:
             ends = [before + count for before, count in zip(self.before, self.counts, strict=True)]
             mask = mask & (keys < mx.array(ends, mx.int32)[:, None, None, None])
         return mask
+
+    def _narrow_mask(self, window: int, tables: Sequence[BlockTable]) -> mx.array:
+        """For one new token, a window narrower than the layer's, and pinned tokens: mlx-lm goes back from the newest
+        slot of its buffer, pinned ones included, and takes the first slot for it where the ring begins anew."""
+        assert self.window is not None
+        pinned, ring = tables[0].pinned, self.window - tables[0].pinned
+        offsets = mx.array(list(self.offsets), mx.int32)[:, None]
+        origins = mx.array([pinned + table.ring_origin for table in tables], mx.int32)[:, None]
+        indices, newest = self._indices(), pinned + (offsets - origins) % ring
+        slots = mx.where(indices < pinned, indices, pinned + (self._positions(pinned) - origins) % ring)
+        newest = mx.where((newest == pinned) & (offsets >= self.window), 0, newest)
+        newest = mx.where(offsets < pinned, offsets, newest)
+        return ((indices >= 0) & ((newest - slots) % self.window < window))[:, None, None]
 
     def read(
         self, pool: BlockPool, layer: int, tables: Sequence[BlockTable], step: Step | None = None

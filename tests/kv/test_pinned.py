@@ -20,6 +20,7 @@ from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.radix import RadixTree
+from mlx_paged.patches.cache import PagedLayerCache
 from tests.fake_kernels import fake_kernels
 from tests.test_cache import HEADS, KD, VD, assert_same, kv, noise
 
@@ -156,6 +157,18 @@ def test_loading_dense_keys_puts_pinned_ones_first(offset: int, tokens: int) -> 
     assert caches[0].table.num_blocks <= block_bound(12, tokens - 12 if tokens > 12 else 0, 4, KEEP)
 
 
+@pytest.mark.parametrize("tokens", [11, 12, 20])
+def test_stocks_form_of_a_cache_goes_on_as_it_does(tokens: int) -> None:
+    """With 11 tokens the one that mlx-lm is about to overwrite is gone already."""
+    cache = PagedLayerCache(SequenceTables(pinned_pool(12)), 0)
+    cache.load(*kv(3, tokens), 30)
+    for first in (1, 5):
+        stock, paged = cache.to_stock(), copy.deepcopy(cache)
+        assert (stock.keep, stock.max_size, stock.offset) == (KEEP, 12, cache.offset)
+        for seed, n in enumerate((first, 1, 1, 1)):
+            assert_same(paged.update_and_fetch(*kv(seed, n)), stock.update_and_fetch(*kv(seed, n)))
+
+
 def test_a_block_of_pinned_tokens_that_was_lost_is_found_out() -> None:
     pool = pinned_pool(12)
     (paged,) = caches_over(pool)
@@ -172,11 +185,12 @@ def test_a_block_of_pinned_tokens_that_was_lost_is_found_out() -> None:
 # Batches ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("narrow", [None, 5, 11])
 @pytest.mark.parametrize("width", [1, 3])
-def test_padded_rows_and_their_mask_are_what_each_row_sees(width: int) -> None:
+def test_padded_rows_and_their_mask_are_what_each_row_sees(width: int, narrow: int | None) -> None:
     """For attention that is not recognised: arrays as mlx-lm's batches give them, which forget what is pinned."""
     pool, rows = pinned_pool(12), []
-    histories = [(3,), (11,), (12,), (7, 1, 20, 1), (40, 5)]
+    histories = [(3,), (11,), (12,), (7, 1, 20, 1), (40, 5), *[(4, *[1] * n) for n in range(6, 18)]]
     for row, chunks in enumerate(histories):
         (cache,) = caches_over(pool)
         for seed, n in enumerate(chunks):
@@ -185,11 +199,11 @@ def test_padded_rows_and_their_mask_are_what_each_row_sees(width: int) -> None:
     q = noise(1, len(rows), 2 * HEADS, width, KD)
     new = [kv(900 + row, width) for row in range(len(rows))]
     batch = PagedBatchKVCache.merge(rows)
-    mask = batch.make_mask(width, return_array=True)
+    mask = batch.make_mask(width, return_array=True, window_size=narrow)
     k, v = batch.update_and_fetch(*(mx.concatenate(x) for x in zip(*new, strict=True)))
     got = attention(q, k, v, scale=0.3, mask=mask)
     for row, cache in enumerate(rows):
-        own_mask = cache.make_mask(width)
+        own_mask = cache.make_mask(width, window_size=narrow)
         own = attention(q[row : row + 1], *cache.update_and_fetch(*new[row]), scale=0.3, mask=own_mask)
         np.testing.assert_allclose(np.array(got[row : row + 1]), np.array(own), atol=2e-6)
     pool.check_integrity()
@@ -206,6 +220,17 @@ def test_the_budget_counts_pinned_blocks_and_the_window() -> None:
         pool = pinned_pool(window, block_size=size, memory_budget=blocks * size * token)
         pool.set_geometry(0, *kv(0, 1), batch=1)
         assert PoolBudget(pool, chunk=chunk).holds(100_000) is holds
+
+
+def test_pinned_blocks_are_not_counted_as_given_back() -> None:
+    pool = pinned_pool(24, block_size=8)
+    pool.set_geometry(0, *kv(0, 1), batch=1)
+    table = pool.new_table()
+    pool.append_tokens(table, 40)
+    assert PoolBudget(pool, chunk=16).exhausted([table], 8).blocks_needed == 1
+    before = table.block_ids[:2]
+    pool.append_tokens(table, 8)
+    assert table.block_ids[:2] == [before[0], NULL_BLOCK]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -21,6 +21,7 @@ from mlx_paged.kv.radix import RadixTree
 from mlx_paged.patches import plan as plans
 from mlx_paged.patches.prefix_cache import PagedPromptCache
 from mlx_paged.prefix import SharedPrefixes
+from scripts import model_configs
 from tests.batch_runs import Outcome, collect, generator, kv_budget, run_all
 from tests.builders import COMMON, HEADS, build, greedy, prompt_of, rms
 from tests.fake_kernels import fake_kernels
@@ -148,11 +149,12 @@ def test_saved_caches_are_stocks_both_ways(kind: str, turns: tuple[int, ...], tm
     model = model_of(kind)
     file, paged_file = str(tmp_path / "stock.safetensors"), str(tmp_path / "paged.safetensors")
 
-    def goes_on(cache: list[Any]) -> tuple[list[int], np.ndarray]:
-        return greedy(model, prompt_of(6, seed=5), 45, prompt_cache=cache)
+    def goes_on(cache: list[Any], first: int = 6) -> tuple[list[int], np.ndarray]:
+        return greedy(model, prompt_of(first, seed=5), 45, prompt_cache=cache)
 
     upstream.save_prompt_cache(file, conversation(model, turns)[0])
     expected = goes_on(upstream.load_prompt_cache(file))
+    decoded = goes_on(upstream.load_prompt_cache(file), 1)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     adopted = mlx_paged.adopt_prompt_cache(model, upstream.load_prompt_cache(file))
     assert all(isinstance(c, PagedKVCache) and c.pinned == PINNED for c in adopted)
@@ -161,6 +163,9 @@ def test_saved_caches_are_stocks_both_ways(kind: str, turns: tuple[int, ...], tm
     got = goes_on(adopted)
     assert got[0] == expected[0]
     assert rms(got[1], expected[1]) == 0.0
+    got = goes_on(mlx_paged.adopt_prompt_cache(model, upstream.load_prompt_cache(file)), 1)
+    assert got[0] == decoded[0]
+    assert rms(got[1], decoded[1]) == 0.0
     upstream.save_prompt_cache(paged_file, conversation(model, turns)[0])
     mlx_paged.pool_of(model).check_integrity()
     mlx_paged.remove_patches()
@@ -231,6 +236,28 @@ def test_rows_that_join_and_finish_equal_stocks_single_runs(kind: str) -> None:
     assert_gathered()
     for uid, outcome in outcomes.items():
         check(kind, lengths[uid], outcome)
+    gen.close()
+
+
+@pytest.mark.parametrize("name", ["pixtral", "mistral3", "gemma2", "mistral4"])
+def test_other_ways_to_attend_equal_stocks_single_runs(name: str) -> None:
+    """A narrower window than the bound by an adapter and by the seam, a soft cap, and keys gathered for all rows."""
+    model, lengths = model_configs.build(name), (5, 30, 45)
+    prompts = [prompt_of(n, seed=n) % model_configs.VOCAB for n in lengths]
+    options = {"max_kv_size": 20, "prefill_step_size": 16}
+    expected = [greedy(model, prompt, 40, **options) for prompt in prompts]
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    for prompt, (tokens, logprobs) in zip(prompts, expected, strict=True):
+        got = greedy(model, prompt, 40, **options)
+        assert got[0] == tokens
+        assert rms(got[1], logprobs) == 0.0
+    gen = generator(model, **options)
+    uids = gen.insert([prompt.tolist() for prompt in prompts], [40] * 3)
+    outcomes = {uid: Outcome() for uid in uids}
+    run_all(gen, outcomes)
+    for uid, (tokens, logprobs) in zip(uids, expected, strict=True):
+        assert outcomes[uid].tokens == tokens
+        assert np.abs(np.stack(outcomes[uid].logprobs) - logprobs).max() <= 1e-5
     gen.close()
 
 
