@@ -37,8 +37,10 @@ def device(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def build(name: str) -> Any:
-    wide = {key: value for key, value in WIDE.items() if key not in model_configs.OVERRIDES.get(name, {})}
-    with mock.patch.dict(model_configs.COMMON, wide):
+    own = model_configs.OVERRIDES.get(name, {})
+    inner = own.get("text_config", {})
+    wide = {key: value for key, value in WIDE.items() if key not in own}
+    with mock.patch.dict(model_configs.COMMON, wide), mock.patch.dict(inner, wide if inner else {}):
         return model_configs.build(name)
 
 
