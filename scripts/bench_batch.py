@@ -43,7 +43,6 @@ PANELS: tuple[Panel, ...] = (
 )
 CPU_CACHE_LIMIT = 1 << 30
 CPU_WARMUP_PROMPT, CPU_WARMUP_TOKENS = 64, 4
-GPU_WARMUP_TOKENS = 24  # a decode step is compiled after some steps of one shape
 PERCENTILES = (50, 95, 99)
 TRACE_LENGTHS = (32, 64, 128, 256, 512, 1024)
 SIDES = ("stock", "paged")
@@ -196,8 +195,11 @@ def measure(args: argparse.Namespace, case: Case, side: str) -> dict[str, Any]:
     requests = requests_of(case, args, vocabulary)
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
     longest = args.warmup_prompt or (max(case.lengths) if on_gpu else CPU_WARMUP_PROMPT)
-    num_tokens = GPU_WARMUP_TOKENS if on_gpu else CPU_WARMUP_TOKENS
-    Run(generator(), [Request(0.0, r.prompt[:longest], num_tokens) for r in requests[: case.batch]]).go()
+    # On a GPU as many tokens as in the run: steps are compiled when a shape has lasted for some, which the last one,
+    # with all rows, does only then; the first compilation on a machine takes seconds.
+    tokens = [r.num_tokens if on_gpu else CPU_WARMUP_TOKENS for r in requests[: case.batch]]
+    warm = [Request(0.0, r.prompt[:longest], n) for r, n in zip(requests, tokens, strict=False)]
+    Run(generator(), warm).go()
     if side == "paged":
         mlx_paged.remove_patches()
         gc.collect()  # the pool

@@ -22,7 +22,6 @@ WIDE = {
     "intermediate_size": 256,
     "head_dim": 64,
     "query_pre_attn_scalar": 64,
-    "num_hidden_layers": 2,
 }
 TOLERANCE = 5e-3
 
