@@ -75,7 +75,7 @@ class SequenceTables:
         fork.tables = [self.pool.fork(table) for table in self.tables]
         fork.offsets = dict(self.offsets)
         fork.masks = {}
-        fork.decoded = self.decoded
+        fork.decoded = range(0)  # the fork goes on by itself
         return fork
 
 

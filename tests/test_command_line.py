@@ -28,6 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save_model(path: Path, **changes: int) -> Path:
+    path.mkdir(exist_ok=True)
     model = build("llama", **changes)
     config = {**COMMON, **HEADS, "model_type": "llama", "num_hidden_layers": 3, "tie_word_embeddings": False, **changes}
     (path / "config.json").write_text(json.dumps(config))
@@ -65,6 +66,27 @@ def test_generates_stocks_text_through_the_pool(folder: Path) -> None:
     assert "blocks of 16 tokens" in paged.stderr and "of 1000 MB" in paged.stderr
     assert "attention: gather" in paged.stderr and "attention: prefill" in paged.stderr
     assert "Generation: 24 tokens" in paged.stdout
+
+
+def test_max_kv_size_gives_stocks_text_alone_and_in_a_batch(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+    config = {**COMMON, **HEADS, "model_type": "qwen3", "num_hidden_layers": 3, "max_position_embeddings": 4096}
+    config |= {"tie_word_embeddings": True, "rope_theta": 1e4}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = dict(tree_flatten(build("qwen3").parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    prompts = [" ".join(f"w{i * k % 97}" for i in range(1, n)) for k, n in ((3, 5), (5, 40))]
+    bounded = ("--max-kv-size", 16, "--prefill-step-size", 8)
+    expected = [text_of(generate(folder, "--prompt", prompt, *bounded, module="mlx_lm")) for prompt in prompts]
+    for prompt, text in zip(prompts, expected, strict=True):
+        run = generate(folder, "--prompt", prompt, *bounded, "--cache-stats", "--kv-block-size", 8)
+        assert text_of(run) == text
+        assert "pinned" in run.stderr
+    source = tmp_path / "prompts.txt"
+    source.write_text("\n".join(prompts))
+    run = generate(folder, "--prompts-file", source, *bounded)
+    assert run.returncode == 0, run.stderr
+    assert [json.loads(line)["text"].strip() for line in run.stdout.splitlines()] == expected
 
 
 def test_no_paged_runs_stock(folder: Path) -> None:

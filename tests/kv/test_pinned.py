@@ -98,7 +98,9 @@ def test_a_fork_goes_on_by_itself_and_pins_what_it_shares() -> None:
     for seed, n in enumerate((7, 1, 20, 1, 1)):
         paged.update(*kv(seed, n))
         dense.update_and_fetch(*kv(seed, n))
+    paged.sequence.decoded = range(5, 50)
     fork, dense_fork = copy.deepcopy(paged), copy.deepcopy(dense)
+    assert not fork.sequence.decoded  # it goes on with other tokens
     shared = paged.table.block_ids[0]
     for seed in range(10, 40):
         assert_same(fork.update_and_fetch(*kv(seed, 1)), dense_fork.update_and_fetch(*kv(seed, 1)))
