@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..config import PagedConfig
 from ..errors import PatchError
-from . import compiled, gemma2, gemma3, generate, llama, qwen3, seam
+from . import compiled, gemma2, gemma3, generate, llama, qwen3, seam, speculative
 from .cache import make_prompt_cache_patch, save_prompt_cache_patch
 from .plan import forget_plans
 from .pools import forget_pools
@@ -93,6 +93,7 @@ def _patches() -> list[Patch]:
         ),
         Patch(f"{models}.cache", "save_prompt_cache", "5b558636d4e25be6", save_prompt_cache_patch),
         Patch("mlx_lm.generate", "BatchGenerator", "fb1a2ed5f7ece4b2", generate.adapt),
+        Patch("mlx_lm.generate", "speculative_generate_step", "c508203c7dac4b66", speculative.adapt),
     ]
 
 

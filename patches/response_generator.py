@@ -41,6 +41,8 @@ def refusal_of(error: BaseException) -> RequestRefused:
         return RequestRefused(429, str(error), kind="insufficient_memory", retry_after=1)
     if isinstance(error, RequestFailedError) and error.__cause__ is not None:
         return refusal_of(error.__cause__)
+    if isinstance(error, ValueError) and str(error).startswith("Speculative decoding requires"):
+        return invalid(str(error), "draft_model")
     logging.error("request failed", exc_info=error)
     return RequestRefused(500, f"{type(error).__name__}: {error}")
 
