@@ -29,9 +29,9 @@ class BlockTable:
     Attributes:
         group: index of the group of layers.
         block_ids: by absolute position: token ``p`` is in ``block_ids[p // block_size]`` at ``p % block_size``.
-            Blocks behind a sliding window are the null block. The list is mutated, never replaced.
+            Blocks behind a sliding window are the null block, but for those of pinned tokens. The list is mutated,
+            never replaced.
         length: tokens reserved so far (positions ``0 .. length - 1``).
-            Those of pinned tokens stay.
         logical_start: first position that is still visible, pinned ones not counted; 0 or greater than ``pinned``.
         pinned: tokens at the start that always are.
         ring_origin: position, counted from ``pinned`` and modulo the rest of the window, that sits in the first slot
