@@ -82,10 +82,8 @@ class RadixTree:
         self.block_size = pool.block_size
         self.windows = [group.spec.window for group in pool.groups]
         self.max_entries, self.max_bytes, self.ttl = max_entries, max_bytes, ttl
-        self.clock = clock
-        self.on_evict = on_evict
-        self.evictions = 0
-        self.hit_tokens = 0
+        self.clock, self.on_evict = clock, on_evict
+        self.evictions = self.hit_tokens = 0
         self._roots: dict[Hashable, RadixNode] = {}
         self._held: list[Counter[int]] = [Counter() for _ in pool.groups]  # references by block
         self._tick = 0
