@@ -15,6 +15,7 @@ import pytest
 import mlx_paged
 from mlx_paged.patches import registry
 from mlx_paged.patches.warn import forget_warnings
+from tests.fake_kernels import FakeKernels, fake_kernels
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,6 +44,16 @@ def no_fall_through() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error", mlx_paged.FallThroughWarning)
         yield
+
+
+@pytest.fixture(params=["stand-ins", pytest.param("gpu", marks=pytest.mark.gpu)])
+def kernels(request: pytest.FixtureRequest) -> Iterator[FakeKernels | None]:
+    """In-place pools: over stand-ins for the kernels, and over the kernels (None) where there is a GPU."""
+    if request.param == "gpu":
+        yield None
+    else:
+        with fake_kernels() as fake:
+            yield fake
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -43,16 +42,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return taken
 
 
-@pytest.fixture(params=["stand-ins", pytest.param("gpu", marks=pytest.mark.gpu)])
-def kernel_path(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "gpu":
-        yield
-    else:
-        with fake_kernels():
-            yield
-
-
-@pytest.mark.usefixtures("kernel_path")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_step_but_the_first_is_compiled(kind: str, calls: list[int]) -> None:
     model, prompt = build(kind, head_dim=64), prompt_of(70)
@@ -67,7 +57,7 @@ def test_every_step_but_the_first_is_compiled(kind: str, calls: list[int]) -> No
     mlx_paged.pool_of(model).check_integrity()
 
 
-@pytest.mark.usefixtures("kernel_path")
+@pytest.mark.usefixtures("kernels")
 def test_shapes_that_do_not_last_are_not_compiled(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
     monkeypatch.setattr(compiled_step, "PATIENCE", 8)
     model, prompt = build("llama", head_dim=64), prompt_of(70)
@@ -80,7 +70,7 @@ def test_shapes_that_do_not_last_are_not_compiled(monkeypatch: pytest.MonkeyPatc
     assert calls == [1] * (31 - 1 - 8 + 31)
 
 
-@pytest.mark.usefixtures("kernel_path")
+@pytest.mark.usefixtures("kernels")
 def test_traces_are_dropped_before_there_are_too_many(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
     monkeypatch.setattr(compiled_step, "MOST_TRACES", 2)
     made: list[Any] = []
@@ -94,7 +84,7 @@ def test_traces_are_dropped_before_there_are_too_many(monkeypatch: pytest.Monkey
     assert len(calls) == 300
 
 
-@pytest.mark.usefixtures("kernel_path")
+@pytest.mark.usefixtures("kernels")
 def test_weights_are_as_before_and_changed_ones_are_seen(calls: list[int]) -> None:
     model, prompt = build("llama", head_dim=64), prompt_of(20)
     mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
@@ -111,7 +101,7 @@ def test_weights_are_as_before_and_changed_ones_are_seen(calls: list[int]) -> No
     assert changed == greedy(other, prompt, 12)[0] != first
 
 
-@pytest.mark.usefixtures("kernel_path")
+@pytest.mark.usefixtures("kernels")
 def test_layers_are_replaced(calls: list[int]) -> None:
     """As a LoRA adapter does: another module in the place of one."""
     import mlx.nn as nn
@@ -134,7 +124,7 @@ def test_layers_are_replaced(calls: list[int]) -> None:
     assert got == greedy(model, prompt, 12)[0]
 
 
-@pytest.mark.usefixtures("kernel_path")
+@pytest.mark.usefixtures("kernels")
 def test_a_model_that_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
     model, prompt = build("llama", head_dim=64), prompt_of(20)
     tokens = greedy(model, prompt, 12)[0]
@@ -159,7 +149,7 @@ def test_functional_pools_are_left_alone(calls: list[int]) -> None:
     assert calls == []
 
 
-@pytest.mark.usefixtures("kernel_path")
+@pytest.mark.usefixtures("kernels")
 def test_an_exhausted_pool_raises_and_stays_usable(calls: list[int]) -> None:
     model, prompt = build("llama", head_dim=64), prompt_of(60)
     per_block = 16 * 2 * 2 * 64 * 4 * len(model.layers)
@@ -176,7 +166,7 @@ def test_an_exhausted_pool_raises_and_stays_usable(calls: list[int]) -> None:
     assert greedy(model, prompt, 15)[0] == tokens[:15]
 
 
-@pytest.mark.usefixtures("kernel_path")
+@pytest.mark.usefixtures("kernels")
 def test_the_model_is_not_kept_alive() -> None:
     model = build("llama", head_dim=64)
     mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
@@ -189,7 +179,7 @@ def test_the_model_is_not_kept_alive() -> None:
     assert len(compiled._steps) < pools
 
 
-@pytest.mark.usefixtures("kernel_path")
+@pytest.mark.usefixtures("kernels")
 def test_a_model_that_fails_once_is_compiled_again(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
     # A trace that fails has called no kernel; the stand-ins, which are not traced, lose count of the fences.
     monkeypatch.setattr(FakeKernels, "_pass", lambda self, kernel, pool, fence: fence + 1)

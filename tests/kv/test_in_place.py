@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator
 
 import mlx.core as mx
 import numpy as np
@@ -22,15 +21,6 @@ from tests.fake_kernels import FakeKernels, fake_kernels
 
 HEADS, KD, VD, SIZE, WINDOW = 2, 64, 80, 8, 20
 GROUPS = [LayerGroup((0, 2)), LayerGroup((1,), WINDOW, "window")]
-
-
-@pytest.fixture(params=["stand-ins", pytest.param("gpu", marks=pytest.mark.gpu)])
-def kernels(request: pytest.FixtureRequest) -> Iterator[FakeKernels | None]:
-    if request.param == "gpu":
-        yield None
-    else:
-        with fake_kernels() as fake:
-            yield fake
 
 
 def noise(seed: int, *shape: int) -> mx.array:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -32,7 +31,6 @@ from tests.batch_runs import (
     solo,
 )
 from tests.builders import KINDS, WINDOW, build, greedy, prompt_of
-from tests.fake_kernels import fake_kernels
 from tests.recurrent import RECURRENT
 
 # Around blocks, chunks and windows; 17 rows of 1 to 700 tokens.
@@ -467,15 +465,6 @@ def _arrays(cache: Any) -> list[mx.array]:
 
 
 # In place, through the kernel ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["stand-ins", pytest.param("gpu", marks=pytest.mark.gpu)])
-def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "gpu":
-        yield
-    else:
-        with fake_kernels():
-            yield
 
 
 @pytest.mark.usefixtures("kernels", "no_fall_through")

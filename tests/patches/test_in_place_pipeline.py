@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -14,20 +12,15 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlx_paged
 from mlx_paged import PagedConfig
 from tests.builders import VOCAB, build, prompt_of
-from tests.fake_kernels import fake_kernels
 
 pytestmark = pytest.mark.usefixtures("no_fall_through")
 ON = {"use_native_paged_kernel": True}
 
 
-@pytest.fixture(params=["stand-ins", pytest.param("gpu", marks=pytest.mark.gpu)])
-def schedules(request: pytest.FixtureRequest) -> Iterator[int]:
+@pytest.fixture
+def schedules(kernels: object) -> int:
     """How many random schedules to run."""
-    if request.param == "gpu":
-        yield 100
-    else:
-        with fake_kernels():
-            yield 3
+    return 100 if kernels is None else 3
 
 
 def test_sequences_join_finish_and_reuse_blocks_mid_pipeline(schedules: int) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -17,20 +15,10 @@ from mlx_paged import KernelUnavailableError, PagedConfig
 from mlx_paged.attention import dispatch
 from mlx_paged.kv.step import DeviceTables, Step
 from tests.builders import KINDS, WINDOW, build, greedy, perturbed, prompt_of, rms
-from tests.fake_kernels import fake_kernels
 
 pytestmark = pytest.mark.usefixtures("no_fall_through")
 ON = {"use_native_paged_kernel": True}
 MODELS = {kind: build(kind, head_dim=64) for kind in KINDS}
-
-
-@pytest.fixture(params=["stand-ins", pytest.param("gpu", marks=pytest.mark.gpu)])
-def kernels(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace | object]:
-    if request.param == "gpu":
-        yield None
-    else:
-        with fake_kernels() as fake:
-            yield fake
 
 
 @pytest.fixture(autouse=True)

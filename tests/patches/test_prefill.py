@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,27 +17,17 @@ from mlx_paged.errors import RequestFailedError
 from mlx_paged.patches.prefill import MOST_TOKENS, RowChunk, calls_of
 from tests.batch_runs import Outcome, collect, generator, run_all
 from tests.builders import WINDOW, build, greedy, prompt_of
-from tests.fake_kernels import fake_kernels
 
 POISON = 7
 TOLERANCE = 5e-3
 
 
-@pytest.fixture(params=["stand-ins", pytest.param("gpu", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "gpu":
-        yield
-    else:
-        with fake_kernels():
-            yield
-
-
 @pytest.fixture(params=["in the kernel", "row by row"])
-def kernels(request: pytest.FixtureRequest, device: None, monkeypatch: pytest.MonkeyPatch) -> bool:
+def in_kernel(request: pytest.FixtureRequest, kernels: object, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether short chunks go through the decode kernel, as where MLX's attention prepares a plan for each shape."""
-    in_kernel = bool(request.param == "in the kernel")
-    monkeypatch.setattr(dispatch, "prepares_plans", lambda: in_kernel)
-    return in_kernel
+    chosen = bool(request.param == "in the kernel")
+    monkeypatch.setattr(dispatch, "prepares_plans", lambda: chosen)
+    return chosen
 
 
 class Calls:
@@ -79,7 +68,7 @@ def test_calls_share_what_is_short_and_pad_little() -> None:
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_short_prompts_come_in_few_calls_and_give_solo_tokens(
-    kind: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, in_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build(kind, head_dim=64)
     lengths = (2, 40, 64, 9, 33, 17, 3, WINDOW + 11, 25, 1, 58)
@@ -94,8 +83,8 @@ def test_short_prompts_come_in_few_calls_and_give_solo_tokens(
         assert outcomes[uid].tokens == tokens
         assert np.abs(np.stack(outcomes[uid].logprobs) - logprobs).max() < TOLERANCE
     few = sum(n for choice, n in mlx_paged.dispatch_counts().items() if "a few new tokens" in choice.reason)
-    assert few == 0 or kernels
-    assert few >= len(model.layers) or not kernels
+    assert few == 0 or in_kernel
+    assert few >= len(model.layers) or not in_kernel
     if kind == "llama":
         assert len(calls.prompts) <= 3 and max(rows for rows, _ in calls.prompts) > 5
     pool = mlx_paged.pool_of(model)
@@ -103,7 +92,7 @@ def test_short_prompts_come_in_few_calls_and_give_solo_tokens(
     assert all(group.in_place for group in pool.groups) and pool.stats().live_blocks == 0
 
 
-@pytest.mark.usefixtures("kernels", "no_fall_through")
+@pytest.mark.usefixtures("in_kernel", "no_fall_through")
 def test_second_turns_share_calls_too() -> None:
     """Short chunks behind prompts of different lengths, past a window and in the middle of blocks."""
     model = build("gemma3", head_dim=64)
@@ -132,7 +121,7 @@ def test_second_turns_share_calls_too() -> None:
         assert more[second].tokens == two
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("in_kernel")
 def test_a_model_that_raises_for_one_of_them_fails_that_one_only(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama", head_dim=64)
     prompts = [clean_prompt(n, seed=n) for n in (12, 30, 45, 20)]

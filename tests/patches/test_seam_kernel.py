@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -13,7 +12,6 @@ from mlx_paged import PagedConfig
 from scripts import model_configs
 from scripts.model_matrix import alone, batched
 from tests.builders import greedy, prompt_of, rms
-from tests.fake_kernels import fake_kernels
 
 # Global, sliding windows, windows with sinks, keys shared between layers, and attention beside states.
 NAMES = ["qwen2", "exaone4", "gpt_oss", "gemma3n", "falcon_h1"]
@@ -26,15 +24,6 @@ WIDE = {
 TOLERANCE = 5e-3
 
 
-@pytest.fixture(params=["stand-ins", pytest.param("gpu", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "gpu":
-        yield
-    else:
-        with fake_kernels():
-            yield
-
-
 def build(name: str) -> Any:
     own = model_configs.OVERRIDES.get(name, {})
     inner = own.get("text_config", {})
@@ -43,7 +32,7 @@ def build(name: str) -> Any:
         return model_configs.build(name)
 
 
-@pytest.mark.usefixtures("device")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", NAMES)
 def test_decode_runs_in_the_kernel_and_gives_stocks_tokens(name: str) -> None:
     model, lengths = build(name), (7, model_configs.WINDOW + 20)
