@@ -21,6 +21,7 @@ from tests.fake_kernels import FakeKernels, fake_kernels
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     has_gpu = mx.default_device() == mx.Device(mx.gpu)
     has_metal = mx.metal.is_available()
+    items.sort(key=lambda item: "demo_model" not in item.keywords)  # the longest: not at the end, one after the other
     for item in items:
         if "gpu" in item.keywords and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="no GPU that MLX can use"))
