@@ -1,0 +1,58 @@
+"""Models and stock runs with a bounded cache (``max_kv_size``)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models import cache as upstream
+from mlx_lm.models import qwen2
+
+import mlx_paged
+from tests.builders import COMMON, build, greedy, prompt_of
+
+KINDS = ("qwen3", "qwen2")  # an adapter, and the seam
+SIZE, STEP = 32, 16
+PINNED = 4
+
+
+@functools.cache
+def model_of(kind: str) -> Any:
+    if kind == "qwen3":
+        return build("qwen3")
+    mx.random.seed(0)
+    args = {**COMMON, "num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 3}
+    model = qwen2.Model(qwen2.ModelArgs(model_type="qwen2", **args))
+    mx.eval(model.parameters())
+    return model
+
+
+@functools.cache
+def solo(kind: str, length: int, num_tokens: int, size: int = SIZE, step: int = STEP) -> tuple[list[int], np.ndarray]:
+    """Stock mlx-lm's single run."""
+    assert not mlx_paged.patches.is_applied()
+    return greedy(model_of(kind), prompt_of(length, seed=length), num_tokens, max_kv_size=size, prefill_step_size=step)
+
+
+def blocks_at_most(size: int, step: int, block_size: int) -> int:
+    """Blocks of one sequence."""
+    return -(-(size + step) // block_size) + 1 + -(-PINNED // block_size)
+
+
+def assert_gathered() -> None:
+    last = mlx_paged.last_dispatch()
+    assert last is not None and last.path == "gather" and "pinned" in last.reason
+
+
+def conversation(model: Any, turns: Sequence[int]) -> tuple[list[Any], list[np.ndarray]]:
+    """A bounded prompt cache after turns of so many tokens, each in one call, and the logits."""
+    cache, logits = upstream.make_prompt_cache(model, SIZE), []
+    tokens = prompt_of(sum(turns), seed=4)
+    done = 0
+    for turn in turns:
+        logits.append(np.array(model(tokens[None, done : done + turn], cache=cache)))
+        done += turn
+    return cache, logits
