@@ -106,6 +106,7 @@ class Row:
         self.context: TokenBuffer | None = None
         self.alone = False
         self.common: dict[int, int] = {}
+        self._known: tuple[list[Any] | None, SequenceTables | None] = (None, None)  # caches, and the tables behind them
 
     @property
     def uid(self) -> int:
@@ -114,7 +115,10 @@ class Row:
     @property
     def sequence(self) -> SequenceTables | None:
         """The block tables it holds, those of the cache it came with included."""
-        return sequence_of(self.caches if self.caches is not None else self.given or ())
+        caches = self.caches if self.caches is not None else self.given
+        if self._known[0] is not caches:  # asked for in every step
+            self._known = (caches, sequence_of(caches or ()))
+        return self._known[1]
 
     def cached_tokens(self) -> list[int]:
         """The tokens in its cache."""
@@ -140,7 +144,7 @@ class Row:
             if sequence is not None:
                 for table in sequence.tables:
                     sequence.pool.release_table(table)
-            self.caches = None
+            self.caches, self._known = None, (None, None)
 
 
 def sequence_of(caches: Sequence[Any]) -> SequenceTables | None:
