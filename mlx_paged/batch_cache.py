@@ -127,12 +127,11 @@ class PagedBatchKVCache:
             heads = QueryHeads(queries.shape[1], softcap is not None, sinks is not None)
             pool.set_geometry(layer, keys, values, batch=len(rows), heads=heads)
             longest = max(row.offsets[layer] + count for row, count in zip(rows, counts, strict=True))
-            output = dispatch.ragged_attention(
-                queries, keys, values, pool, layer, lambda row: rows[row].reserve(layer, counts[row]), counts, longest,
-                scale=scale, softcap=softcap, sinks=sinks,
-            )  # fmt: skip
-            if output is not None:
-                return output
+            if dispatch.takes_rows(queries, pool, layer, longest, softcap=heads.softcap, sinks=heads.sinks):
+                tables = [row.reserve(layer, count) for row, count in zip(rows, counts, strict=True)]
+                return dispatch.ragged_attention(
+                    queries, keys, values, pool, layer, tables, counts, scale=scale, softcap=softcap, sinks=sinks
+                )
         outputs = []
         for index, count in enumerate(counts):
             if count == 0:

@@ -155,22 +155,9 @@ class DecodeBatch:
     def reserve(self) -> FailedRow | None:
         """A block position for every row's next token; see :meth:`BatchTables.reserve`."""
         if self._changed:
-            self._caches, self._tables = self._build([leaves(row.caches or []) for row in self.rows], self._caches)
+            self._caches, self._tables = batch_of([leaves(row.caches or []) for row in self.rows], self._caches)
             self._changed = False
         return self._tables.reserve() if self._tables is not None else None
-
-    def _build(self, caches: list[list[Any]], states: Sequence[Any]) -> tuple[list[Any], BatchTables | None]:
-        """The layers' batch caches over the rows' block tables, and those tables."""
-        paged = [cache for cache in caches[0] if isinstance(cache, PagedKVCache)]
-        if not paged:
-            return list(states), None
-        pool: BlockPool = paged[0].pool
-        tables = BatchTables(pool, [next(c.sequence for c in row if isinstance(c, PagedKVCache)) for row in caches])
-        batch = [
-            PagedBatchKVCache(tables, layer, type(cache)) if isinstance(cache, PagedKVCache) else state
-            for layer, (cache, state) in enumerate(zip(caches[0], states, strict=True))
-        ]
-        return batch, tables
 
     def _composed(self, parts: Sequence[Any]) -> list[Any]:
         """The layers' batch caches as the model expects them."""
@@ -237,7 +224,7 @@ class DecodeBatch:
         found: dict[int, mx.array | Exception] = {}
         middle = len(indices) // 2
         for half in (indices[:middle], indices[middle:]):
-            caches, tables = self._build([leaves(self.rows[index].caches or []) for index in half], self._caches)
+            caches, tables = batch_of([leaves(self.rows[index].caches or []) for index in half], self._caches)
             assert tables is not None
             failed = tables.reserve()
             if failed is not None:
@@ -305,6 +292,20 @@ class DecodeBatch:
                 broken.setdefault(rows[0], error)
                 return mx.zeros((1,), mx.uint32)
             return mx.concatenate([self._call(sampler, step, [row], broken) for row in rows])
+
+
+def batch_of(caches: list[list[Any]], states: Sequence[Any]) -> tuple[list[Any], BatchTables | None]:
+    """The layers' batch caches over the rows' block tables, and those tables."""
+    paged = [cache for cache in caches[0] if isinstance(cache, PagedKVCache)]
+    if not paged:
+        return list(states), None
+    pool: BlockPool = paged[0].pool
+    tables = BatchTables(pool, [next(c.sequence for c in row if isinstance(c, PagedKVCache)) for row in caches])
+    batch = [
+        PagedBatchKVCache(tables, layer, type(cache)) if isinstance(cache, PagedKVCache) else state
+        for layer, (cache, state) in enumerate(zip(caches[0], states, strict=True))
+    ]
+    return batch, tables
 
 
 def _extract(cache: Any, index: int) -> Any:

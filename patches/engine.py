@@ -81,8 +81,11 @@ class Engine:
             pool = self.pool if self.all_paged else None
             self.sharing = Snapshots(self.rows) if pool is None else PrefixSharing(prefixes, pool, self.rows)
         grid = None
+        self._is_in_place = self._shares_calls = False
         if self.pool is not None:
             probe_geometry(model, fresh)
+            self._is_in_place = self.all_paged and all(group.in_place for group in self.pool.groups)
+            self._shares_calls = self._is_in_place and self.batch.kind == "together" and can_share_calls(fresh)
             if self._is_in_place:
                 prefill_step_size = grid = min(prefill_step_size, IN_PLACE_STEP_TOKENS)
             elif pins_tokens:
@@ -95,10 +98,6 @@ class Engine:
             max_prefilling=prefill_batch_size,
             headroom=1 if self.pool is None else self.pool.block_size,
         )
-
-    @property
-    def _is_in_place(self) -> bool:
-        return self.all_paged and self.pool is not None and all(group.in_place for group in self.pool.groups)
 
     def _fresh(self) -> list[Any]:
         return fresh_caches(self.model, self.max_kv_size)
@@ -328,19 +327,14 @@ class Engine:
     def _compute(self, chunks: Sequence[Chunk]) -> list[Row]:
         """The chunks' rows, without those that failed. Long chunks run alone: nothing is padded, and the fused causal
         attention needs no mask."""
-        in_place = self._is_in_place
         found = [(self.rows.get(chunk.request.uid), chunk.num_tokens) for chunk in chunks]
         # Without caches: made room for a row that the plan had counted less for.
         pairs = [RowChunk(row, count) for row, count in found if row is not None and row.caches is not None]
-        calls = [[pair] for pair in pairs]
-        if in_place and self.batch.kind == "together" and all(can_share_calls(row.caches or ()) for row, _ in pairs):
-            calls = calls_of(pairs, IN_PLACE_STEP_TOKENS)
-        computed: list[Row] = []
-        for call in calls:
-            computed += self._call(call, in_place)
-        computed.sort(key=[pair.row for pair in pairs].index)
+        calls = calls_of(pairs, IN_PLACE_STEP_TOKENS) if self._shares_calls else [[pair] for pair in pairs]
+        done = {row for call in calls for row in self._call(call)}
+        computed = [row for row, _ in pairs if row in done]
         try:
-            if in_place:
+            if self._is_in_place:
                 mx.eval([cache.state for row in computed for cache in row.caches or ()])
         except Exception as error:
             for row in computed:
@@ -348,7 +342,7 @@ class Engine:
             return []
         return computed
 
-    def _call(self, call: Sequence[RowChunk], in_place: bool) -> list[Row]:
+    def _call(self, call: Sequence[RowChunk]) -> list[Row]:
         """Compute the chunks of one model call. Returns the rows for which that worked."""
         try:
             if len(call) > 1:
@@ -356,7 +350,7 @@ class Engine:
             else:
                 row, num_tokens = call[0]
                 self.model(mx.array(row.chunk(num_tokens), mx.uint32)[None], cache=row.caches)
-                if not in_place:  # a chunk's reads must be over before the next one writes, or the pool is copied
+                if not self._is_in_place:  # its reads must be over before the next one writes, or the pool is copied
                     mx.eval([cache.state for cache in row.caches or ()])
         except Exception as error:
             if len(call) == 1:

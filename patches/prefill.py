@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..batch_cache import PagedBatchKVCache
-from ..batch_tables import BatchTables
 from ..cache import PagedKVCache
 from .composites import leaves, with_leaves
+from .decode_batch import batch_of
 from .row import Row
 
 # A longer chunk keeps a GPU busy by itself, and others would have to be padded to it.
@@ -50,10 +49,9 @@ def compute_together(model: Any, chunks: Sequence[RowChunk]) -> None:
     Raises:
         Exception: whatever the model or the pool raises. Some layers of some rows may have taken their tokens then.
     """
-    all_caches = [leaves(chunk.row.caches or []) for chunk in chunks]
-    first = all_caches[0]
-    tables = BatchTables(first[0].pool, [caches[0].sequence for caches in all_caches])
-    batch = [PagedBatchKVCache(tables, cache.layer, type(cache)) for cache in first]
+    caches = [leaves(chunk.row.caches or []) for chunk in chunks]
+    batch, tables = batch_of(caches, [None] * len(caches[0]))
+    assert tables is not None
     lengths = [chunk.num_tokens for chunk in chunks]
     width = max(lengths)
     if min(lengths) < width:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
@@ -10,12 +11,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_common import DTYPES, PRESETS, machine
+import mlx.core as mx
+from bench_common import DTYPES, PRESETS, load_model, machine, random_model
 
+import mlx_paged
+from mlx_paged import PagedConfig
 from mlx_paged.config import parse_block_size, parse_kernel, parse_memory
 
 # A panel of a figure: its title, and a result's height in it.
 Panel = tuple[str, Callable[[dict[str, Any]], float]]
+CPU_CACHE_LIMIT = 1 << 30
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +38,29 @@ def add_pool_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--kernel", type=parse_kernel, default="auto", help="auto, on or off")
     parser.add_argument("--out", type=Path, default=None, help=f"folder for {name}.json and {name}.png")
     parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
+
+
+def chosen_model(args: argparse.Namespace) -> Any:
+    """The model that the arguments name, in a process of its own: on a CPU, MLX may keep more of what is freed."""
+    if not on_gpu():
+        mx.set_cache_limit(CPU_CACHE_LIMIT)
+    return random_model(args.random, args.dtype) if args.random else load_model(args.model, args.dtype)
+
+
+def on_gpu() -> bool:
+    """Whether MLX computes on one."""
+    return mx.default_device() != mx.Device(mx.cpu)
+
+
+def patch_anew(args: argparse.Namespace) -> None:
+    """Have mlx-lm use a pool as the arguments say; one that was in use before is let go."""
+    mlx_paged.remove_patches()
+    gc.collect()  # the pool
+    mlx_paged.apply_patches(
+        PagedConfig(
+            block_size=args.kv_block_size, kv_cache_memory=args.kv_cache_memory, use_native_paged_kernel=args.kernel
+        )
+    )
 
 
 def measure_apart(script: str, argv: Sequence[str], child: Sequence[Any], **labels: Any) -> dict[str, Any]:

@@ -19,7 +19,6 @@ batch.json and, with matplotlib, batch.png.
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import json
 import random
@@ -29,11 +28,19 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from bench_apart import Panel, add_model_arguments, add_pool_arguments, measure_apart, write_results
-from bench_common import SEED, BenchError, load_model, random_model, table
+from bench_apart import (
+    Panel,
+    add_model_arguments,
+    add_pool_arguments,
+    chosen_model,
+    measure_apart,
+    on_gpu,
+    patch_anew,
+    write_results,
+)
+from bench_common import SEED, BenchError, table
 
 import mlx_paged
-from mlx_paged import PagedConfig
 
 PANELS: tuple[Panel, ...] = (
     ("decode, tokens/s", lambda r: r["decode_tokens_per_s"] or r["tokens_per_s"]),
@@ -41,7 +48,6 @@ PANELS: tuple[Panel, ...] = (
     ("between tokens, p95, ms", lambda r: 1e3 * r["inter_token_s"].get("p95", 0.0)),
     ("peak memory, GB", lambda r: r["peak_bytes"] / 1e9),
 )
-CPU_CACHE_LIMIT = 1 << 30
 CPU_WARMUP_PROMPT, CPU_WARMUP_TOKENS = 64, 4
 PERCENTILES = (50, 95, 99)
 TRACE_LENGTHS = (32, 64, 128, 256, 512, 1024)
@@ -169,22 +175,11 @@ class Run:
         return sum(rows for _, rows in timed[1:]) / (timed[-1][0] - timed[0][0])
 
 
-def patch(args: argparse.Namespace) -> None:
-    """Have mlx-lm use a pool as the arguments say, a new one."""
-    mlx_paged.apply_patches(
-        PagedConfig(
-            block_size=args.kv_block_size, kv_cache_memory=args.kv_cache_memory, use_native_paged_kernel=args.kernel
-        )
-    )
-
-
 def measure(args: argparse.Namespace, case: Case, side: str) -> dict[str, Any]:
     """One side's figures of one case, in this process."""
-    if mx.default_device() == mx.Device(mx.cpu):
-        mx.set_cache_limit(CPU_CACHE_LIMIT)
-    model = random_model(args.random, args.dtype) if args.random else load_model(args.model, args.dtype)
+    model = chosen_model(args)
     if side == "paged":
-        patch(args)
+        patch_anew(args)
     upstream = importlib.import_module("mlx_lm.generate")
 
     def generator() -> Any:
@@ -193,17 +188,14 @@ def measure(args: argparse.Namespace, case: Case, side: str) -> dict[str, Any]:
 
     vocabulary = model.args.vocab_size if hasattr(model, "args") else 1000
     requests = requests_of(case, args, vocabulary)
-    on_gpu = mx.default_device() != mx.Device(mx.cpu)
-    longest = args.warmup_prompt or (max(case.lengths) if on_gpu else CPU_WARMUP_PROMPT)
+    longest = args.warmup_prompt or (max(case.lengths) if on_gpu() else CPU_WARMUP_PROMPT)
     # On a GPU as many tokens as in the run: steps are compiled when a shape has lasted for some, which the last one,
     # with all rows, does only then; the first compilation on a machine takes seconds.
-    tokens = [r.num_tokens if on_gpu else CPU_WARMUP_TOKENS for r in requests[: case.batch]]
-    warm = [Request(0.0, r.prompt[:longest], n) for r, n in zip(requests, tokens, strict=False)]
+    num_tokens = None if on_gpu() else CPU_WARMUP_TOKENS
+    warm = [Request(0.0, r.prompt[:longest], num_tokens or r.num_tokens) for r in requests[: case.batch]]
     Run(generator(), warm).go()
     if side == "paged":
-        mlx_paged.remove_patches()
-        gc.collect()  # the pool
-        patch(args)
+        patch_anew(args)
     mx.clear_cache()
     weights = mx.get_active_memory()
     mx.reset_peak_memory()

@@ -19,7 +19,6 @@ suffixes and of the answers would take if it were stored once. Writes prefix.jso
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import json
 import random
@@ -30,18 +29,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from bench_apart import Panel, add_model_arguments, add_pool_arguments, measure_apart, write_results
-from bench_common import SEED, BenchError, load_model, random_model, table
+from bench_apart import (
+    Panel,
+    add_model_arguments,
+    add_pool_arguments,
+    chosen_model,
+    measure_apart,
+    on_gpu,
+    patch_anew,
+    write_results,
+)
+from bench_common import SEED, BenchError, table
 
 import mlx_paged
-from mlx_paged import PagedConfig
 
 PANELS: tuple[Panel, ...] = (
     ("median TTFT after the first, s", lambda r: r["ttft_later_s"]["median"]),
     ("prompt tokens computed", lambda r: r["computed_prompt_tokens"]),
     ("K/V, MB", lambda r: r["kv_bytes"] / 1e6),
 )
-CPU_CACHE_LIMIT = 1 << 30
 SIDES = ("stock cache", "no sharing", "shared")
 PATTERNS = ("burst", "after")
 KEY = ("model", None, None)
@@ -134,35 +140,22 @@ def run(server: Server, prompts: Sequence[list[int]], pattern: str) -> tuple[lis
     return [first[uid] for uid in sorted(first)], tokens, time.perf_counter() - begin
 
 
-def patch(args: argparse.Namespace) -> None:
-    """Have mlx-lm use a pool as the arguments say, a new one."""
-    mlx_paged.apply_patches(
-        PagedConfig(
-            block_size=args.kv_block_size, kv_cache_memory=args.kv_cache_memory, use_native_paged_kernel=args.kernel
-        )
-    )
-
-
 def measure(args: argparse.Namespace, side: str, pattern: str) -> dict[str, Any]:
     """One side's figures of one pattern, in this process."""
-    if mx.default_device() == mx.Device(mx.cpu):
-        mx.set_cache_limit(CPU_CACHE_LIMIT)
-    model = random_model(args.random, args.dtype) if args.random else load_model(args.model, args.dtype)
+    model = chosen_model(args)
     per_token = bytes_per_token(model)
     paged = side != "stock cache"
     if paged:
-        patch(args)
+        patch_anew(args)
     vocabulary = model.args.vocab_size if hasattr(model, "args") else 1000
     prompts = prompts_of(args, vocabulary)
-    if mx.default_device() == mx.Device(mx.cpu):
-        warm, pattern_of_warm = [prompt[-64:] for prompt in prompts[:2]], "burst"
-    else:
+    if on_gpu():
         warm, pattern_of_warm = [[(t + 1) % vocabulary for t in prompt] for prompt in prompts], pattern
+    else:
+        warm, pattern_of_warm = [prompt[-64:] for prompt in prompts[:2]], "burst"
     run(Server(side, model, args), warm, pattern_of_warm)
     if paged:
-        mlx_paged.remove_patches()
-        gc.collect()  # the pool
-        patch(args)
+        patch_anew(args)
     mx.clear_cache()
     weights = mx.get_active_memory()
     mx.reset_peak_memory()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import mlx.core as mx
@@ -153,44 +153,50 @@ def paged_attention(
     return _attend(q, pool, layer, tables, step, None, scale, mask, window, softcap, sinks)
 
 
+def takes_rows(q: mx.array, pool: BlockPool, layer: int, longest: int, *, softcap: bool, sinks: bool) -> bool:
+    """Whether kernels serve several new tokens of each of B sequences together.
+
+    Args:
+        q: ``[B, n_q_heads, n_new, head_dim]``.
+        pool, layer: where their keys and values are going to be.
+        longest: tokens of the longest sequence, the new ones included.
+        softcap, sinks: whether attention has them.
+    """
+    return _decline(q, pool.groups[pool.group_of(layer)], longest, None, None, softcap, sinks) is None
+
+
 def ragged_attention(
     q: mx.array,
     k: mx.array,
     v: mx.array,
     pool: BlockPool,
     layer: int,
-    reserve: Callable[[int], BlockTable],
+    tables: Sequence[BlockTable],
     counts: Sequence[int],
-    longest: int,
     *,
     scale: float,
     softcap: float | None = None,
     sinks: mx.array | None = None,
-) -> mx.array | None:
+) -> mx.array:
     """Write a few new tokens of each of B sequences and attend from them, by kernels, each in one launch for all.
+    Only where :func:`takes_rows` says so.
 
     Args:
         q: ``[B, n_q_heads, n_new, head_dim]``.
         k, v: ``[B, n_kv_heads, n_new, head_dim]``, accepted by :meth:`BlockPool.set_geometry`.
-        pool, layer: where to write.
-        reserve: gives a row's table, with its positions reserved.
+        pool, layer, tables: where to write; the positions are reserved.
         counts: real tokens of each row, at least one; the rest is padding on the right.
-        longest: tokens of the longest row, the new ones included.
         scale, softcap, sinks: as for :func:`paged_attention`.
 
     Returns:
-        ``[B, n_q_heads, n_new, v_head_dim]``, zeros at padding; or None if the kernels do not serve this call, and
-        nothing has been done.
+        ``[B, n_q_heads, n_new, v_head_dim]``, zeros at padding.
     """
-    group = pool.groups[pool.group_of(layer)]
-    if _decline(q, group, longest, None, None, softcap is not None, sinks is not None) is not None:
-        return None
-    tables = [reserve(row) for row in range(len(counts))]
     step = pool.step(layer, tables, q.shape[2], counts)
     pool.write_step(tables, layer, step, k, v)
     _record(_KERNEL_FEW)
+    window = pool.groups[pool.group_of(layer)].spec.window
     storage = cast(InPlaceStorage, pool.storage(layer))
-    return storage.decode(q, tables, step, scale=scale, window=group.spec.window, softcap=softcap, sinks=sinks)
+    return storage.decode(q, tables, step, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
 
 def append_attention(
