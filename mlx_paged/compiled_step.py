@@ -15,6 +15,7 @@ from .cache import PagedKVCache, SequenceTables
 from .kv.block_table import BlockTable
 from .kv.in_place import InPlaceStorage, TracedBlocks
 from .kv.pool import BlockPool
+from .narrow_layers import narrow_layers
 
 # From the model, tokens [B, 1] and the layers' caches to logits [B, 1, vocab].
 Forward = Callable[[Any, mx.array, Sequence[Any]], mx.array]
@@ -180,7 +181,7 @@ class CompiledStep:
             StepLayer(own, groups[group], window)
             for own, group, window in zip(blocks, self._groups, self._windows, strict=True)
         ]
-        with substituted(self._model, weights):
+        with substituted(self._model, weights), narrow_layers(self._model, tokens.shape[0]):
             logits = self._forward(self._model, tokens, layers)
         if any(layer.attended != 1 for layer in layers):
             raise NotCompilable("not every layer attends once")

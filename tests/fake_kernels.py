@@ -14,7 +14,7 @@ from unittest import mock
 import mlx.core as mx
 
 from mlx_paged import compiled_step, config
-from mlx_paged.attention import dispatch, gather, kernels, select
+from mlx_paged.attention import dispatch, gather, kernels, narrow_matmul, select
 from mlx_paged.kv.storage import Geometry, QueryHeads
 
 
@@ -23,6 +23,7 @@ class FakeKernels:
 
     def __init__(self) -> None:
         self.calls = {"write_slots": 0, "paged_decode": 0, "gather_blocks": 0, "copy_blocks": 0, "append": 0}
+        self.calls["narrow_matmul"] = 0
         self.max_q_len = 0
         self.rewound = 0
         # Of each pool: its tensor, and the fences given out so far with the kernel that gave each.
@@ -142,6 +143,11 @@ class FakeKernels:
             pool[mx.array(target)] = pool[mx.array(source)]
         return self._pass("copy_blocks", k_pool, fence)
 
+    def multiply(self, x: mx.array, w: mx.array, bias: mx.array, tile: narrow_matmul.Tile) -> mx.array:
+        assert x.ndim == w.ndim == 2 and x.dtype == w.dtype and narrow_matmul.tile_of(x.shape[0]) == tile
+        self.calls["narrow_matmul"] += 1
+        return x @ w.T if bias.ndim == 2 else mx.addmm(bias, x, w.T)
+
 
 def decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
     return None if heads.num_q_heads % geometry.num_kv_heads == 0 else "heads do not divide"
@@ -160,5 +166,7 @@ def fake_kernels() -> Iterator[FakeKernels]:
         mock.patch.object(config, "device_decline", lambda: None),
         mock.patch.object(select, "kernel_decline", decline),
         mock.patch.object(dispatch, "kernel_decline", decline),
+        mock.patch.object(narrow_matmul, "works", lambda dtype, tile: dtype in narrow_matmul.DTYPES),
+        mock.patch.object(narrow_matmul, "_launch", fake.multiply),
     ):
         yield fake

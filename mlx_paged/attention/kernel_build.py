@@ -42,7 +42,9 @@ SIGNATURES: dict[str, tuple[list[str], list[str], bool]] = {
     "write_slots": ([*_POOL, "k", "v", "slots"], ["fence_out"], True),
     "gather_blocks": ([*_POOL, "blocks", "span"], ["k_out", "v_out", "fence_out"], False),
     "copy_blocks": ([*_POOL, "pairs"], ["fence_out"], False),
+    "narrow_matmul": (["x", "w", "bias"], ["out"], False),
 }
+TENSOR_BODIES = ("paged_decode_tensor", "narrow_matmul")  # CUDA only
 
 
 class KernelUnavailable(RuntimeError):
@@ -64,7 +66,7 @@ def kernel_text(body: str, dialect: str) -> tuple[str, str]:
     """(header, source) of a kernel in one dialect, "metal" or "cuda"."""
     folder = resources.files(__package__) / "kernels"
     prelude = (folder / ("prelude.metal" if dialect == "metal" else "prelude.cuh")).read_text()
-    if body == "paged_decode_tensor":
+    if body in TENSOR_BODIES:
         return (folder / "tensor.cuh").read_text() + prelude, (folder / f"{body}.cuh").read_text()
     return prelude, (folder / f"{body}.metal").read_text()
 

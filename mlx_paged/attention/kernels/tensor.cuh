@@ -1,10 +1,28 @@
-// CUDA only: tensor-core helpers of paged_decode_tensor. Goes before prelude.cuh.
+// CUDA only: helpers of the tensor-core bodies. Goes before prelude.cuh.
 namespace mlx::core::cu {
 // Sixteen bytes that are read once: do not keep them in L1. Not .nc: the kernel may have stored them.
 __device__ inline uint4 stream_load(const void* source) {
   uint4 x;
   asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(source));
   return x;
+}
+__device__ inline uint4 load_aligned(const void* source) {
+  return *reinterpret_cast<const uint4*>(source);
+}
+__device__ inline bool is_aligned(const void* address) {
+  return reinterpret_cast<unsigned long long>(address) % 16 == 0;
+}
+template <class T>
+__device__ inline unsigned pack(T low, T high) {
+  unsigned short bits[2];
+  memcpy(&bits[0], &low, 2);
+  memcpy(&bits[1], &high, 2);
+  return static_cast<unsigned>(bits[0]) | static_cast<unsigned>(bits[1]) << 16;
+}
+// Eight values from any address of a value.
+template <class T>
+__device__ inline uint4 load_words(const T* source) {
+  return make_uint4(pack(source[0], source[1]), pack(source[2], source[3]), pack(source[4], source[5]), pack(source[6], source[7]));
 }
 // Count one of n thread groups as arrived, after what it has stored. True for the last: it sees what all of them stored, and
 // the counter is 0 again.
@@ -43,13 +61,6 @@ __device__ inline unsigned transpose8x8(unsigned x) {
   unsigned y;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
-}
-template <class T>
-__device__ inline unsigned pack(T low, T high) {
-  unsigned short bits[2];
-  memcpy(&bits[0], &low, 2);
-  memcpy(&bits[1], &high, 2);
-  return static_cast<unsigned>(bits[0]) | static_cast<unsigned>(bits[1]) << 16;
 }
 __device__ inline unsigned word(uint4 x, int i) {
   return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;

@@ -1,0 +1,106 @@
+"""Which products narrow_matmul takes, what happens when its kernel does not work, and its results on a GPU.
+
+The kernel's text is tested on the emulator in tests/msl/test_narrow_matmul.py.
+"""
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged.attention import kernel_build, narrow_matmul
+from mlx_paged.attention.narrow_matmul import LARGE, MAX_RMS, SMALL, covers, self_check, tile_of
+
+TILES = [SMALL, LARGE]
+
+
+@pytest.fixture(autouse=True)
+def unchecked() -> Iterator[None]:
+    narrow_matmul.works.cache_clear()
+    yield
+    narrow_matmul.works.cache_clear()
+
+
+def arrays(num_rows: int, width: int, depth: int, dtype: mx.Dtype = mx.bfloat16) -> tuple[mx.array, mx.array]:
+    return mx.zeros((num_rows, 1, depth), dtype), mx.zeros((width, depth), dtype)
+
+
+def test_what_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(narrow_matmul, "works", lambda dtype, tile: asked.append(tile) or dtype != mx.float32)
+    assert covers(*arrays(2, 5, 64)) and covers(*arrays(16, 5, 64)) and covers(*arrays(17, 5, 64, mx.float16))
+    assert asked == [SMALL, SMALL, LARGE]
+    assert not covers(*arrays(2, 5, 64, mx.float32))
+    assert not covers(*arrays(1, 5, 64)) and not covers(*arrays(65, 5, 64)) and not covers(*arrays(2, 5, 60))
+    x, w = arrays(2, 5, 64)
+    assert not covers(x.astype(mx.float32), w) and not covers(x, w[None]) and not covers(x[..., :32], w)
+    assert tile_of(64) == LARGE
+
+
+@pytest.mark.skipif(kernel_build.backend() == "cuda", reason="CUDA is here")
+def test_without_cuda_nothing_is_built() -> None:
+    assert not covers(*arrays(2, 5, 64))
+    assert kernel_build.build_kernel.cache_info().currsize == 0
+
+
+def test_a_kernel_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow_matmul, "backend", lambda: "cuda")
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    built = []
+
+    def wrong(body: str, constants: object) -> object:
+        built.append(body)
+
+        def launch(inputs: list[mx.array], **options: object) -> list[mx.array]:
+            x, w, _ = inputs
+            return [1.01 * (x @ w.T)]
+
+        return launch
+
+    monkeypatch.setattr(narrow_matmul, "build_kernel", wrong)
+    with pytest.warns(UserWarning, match="RMS .* is not below"):
+        assert not covers(*arrays(2, 5, 64))
+    assert not covers(*arrays(3, 5, 64)) and len(built) == 4  # checked once
+
+    def broken(body: str, constants: object) -> object:
+        raise RuntimeError("does not compile")
+
+    monkeypatch.setattr(narrow_matmul, "build_kernel", broken)
+    result = self_check(mx.float16, LARGE)
+    assert not result.ok and "does not compile" in result.reason and np.isnan(result.rms)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(kernel_build.backend() != "cuda", reason="needs CUDA")
+@pytest.mark.parametrize("dtype", narrow_matmul.DTYPES)
+def test_products_on_a_gpu(dtype: mx.Dtype) -> None:
+    for tile in TILES:
+        result = self_check(dtype, tile)
+        assert result.ok, result.reason
+    mx.random.seed(0)
+    for num_rows in (2, 3, 8, 9, 16, 17, 32, 33, 47, 64):
+        for width, depth in ((512, 2048), (2048, 8192), (100, 64), (2051, 1000), (8, 8), (33, 3000)):
+            x = mx.random.normal((num_rows, 1, depth)).astype(dtype)
+            w = (mx.random.normal((width, depth)) * depth**-0.5).astype(dtype)
+            assert covers(x, w)
+            got = narrow_matmul.narrow_matmul(x, w).astype(mx.float32)
+            want = (x.astype(mx.float32) * w.astype(mx.float32)).sum(-1)[:, None]
+            assert mx.sqrt(mx.square(got - want).mean()).item() < MAX_RMS, (num_rows, width, depth)
+    alone = narrow_matmul.narrow_matmul(x[5:7], w)
+    assert mx.array_equal(alone, narrow_matmul.narrow_matmul(x, w)[5:7]).item()
+    assert mx.array_equal(alone, narrow_matmul.narrow_matmul(x[:12], w)[5:7]).item()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(kernel_build.backend() != "cuda", reason="needs CUDA")
+def test_weights_at_any_address() -> None:
+    mx.random.seed(0)
+    flat = mx.random.normal((3 + 40 * 64,)).astype(mx.bfloat16)
+    x = mx.random.normal((4, 64)).astype(mx.bfloat16)
+    mx.eval(flat, x)
+    for shift in (0, 1, 3):
+        w = flat[shift : shift + 40 * 64].reshape(40, 64)
+        want = (x.astype(mx.float32)[:, None] * w.astype(mx.float32)).sum(-1)
+        got = narrow_matmul.narrow_matmul(x, w).astype(mx.float32)
+        assert mx.allclose(got, want, rtol=1e-2, atol=5e-2).item()

@@ -1,0 +1,45 @@
+// The helpers of kernels/tensor.cuh that narrow_matmul uses, for the emulator.
+inline uint4 make_uint4(uint x, uint y, uint z, uint w) { return uint4(x, y, z, w); }
+template <class T>
+inline uint pack(T low, T high) {
+  ushort bits[2];
+  __builtin_memcpy((void*)&bits[0], (const void*)&low, 2);
+  __builtin_memcpy((void*)&bits[1], (const void*)&high, 2);
+  return uint(bits[0]) | uint(bits[1]) << 16;
+}
+template <class T>
+inline uint4 load_words(const T* source) {
+  return make_uint4(pack(source[0], source[1]), pack(source[2], source[3]), pack(source[4], source[5]), pack(source[6], source[7]));
+}
+template <class T>
+inline uint4 stream_load(const T* source) { return load_words(source); }
+template <class T>
+inline uint4 load_aligned(const T* source) { return load_words(source); }
+inline bool is_aligned(const void* address) { return reinterpret_cast<uint64_t>(address) % 16 == 0; }
+template <class T>
+inline float half_of(uint word, int high) {
+  const ushort bits = ushort(high ? word >> 16 : word & 0xffff);
+  T value;
+  __builtin_memcpy((void*)&value, &bits, 2);
+  return float(value);
+}
+struct Fragments {
+  uint a[4], b[2];
+};
+// mma.sync.m16n8k16 as PTX describes its fragments: lane 4r + c holds rows r and r + 8 of a, column r of b, and rows r and
+// r + 8, columns 2c and 2c + 1, of d.
+template <class T>
+MSL_NOSAN inline void mma(float (&d)[4], uint a0, uint a1, uint a2, uint a3, uint b0, uint b1, int line = __builtin_LINE()) {
+  const auto lanes = metal::msl_gather(Fragments{{a0, a1, a2, a3}, {b0, b1}}, 30, line);
+  const uint lane = msl_rt::cur_lane();
+  for (uint e = 0; e < 4; e++) {
+    const uint row = e / 2, column = lane % 4 * 2 + e % 2;
+    for (uint t = 0; t < 4; t++) {
+      for (uint k = 0; k < 4; k++) {
+        const uint a = lanes.v[lane / 4 * 4 + t].a[k / 2 * 2 + row];
+        const uint b = lanes.v[column * 4 + t].b[k / 2];
+        d[e] += half_of<T>(a, k % 2) * half_of<T>(b, k % 2);
+      }
+    }
+  }
+}

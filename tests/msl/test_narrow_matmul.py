@@ -1,0 +1,104 @@
+"""narrow_matmul's text on the emulator: the CUDA body, with the tensor cores' fragments as PTX describes them."""
+
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged.attention import kernel_build, narrow_matmul
+from tests.msl import emulator
+from tests.msl.emulator import EmuError
+from tests.msl.harness import to_float
+
+TILES = [narrow_matmul.SMALL, narrow_matmul.LARGE]
+SHARED_MEMORY = 48 << 10  # what CUDA gives without asking
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Runs the launch code on the emulator; calling the fixture's value with (old, new) plants a mutation."""
+    edits = []
+
+    def build(body, constants):
+        _, source = kernel_build.kernel_source(body, "metal", constants)
+        for old, new in edits:
+            assert old in source, f"nothing to mutate: {old}"
+            source = source.replace(old, new)
+        header = (Path(__file__).parent / "tensor_cpu.hpp").read_text()
+        header += kernel_build.kernel_text("copy_blocks", "metal")[0]
+        inputs, outputs, _ = kernel_build.SIGNATURES[body]
+        kernel = emulator.metal_kernel(body, inputs, outputs, source, header)
+
+        return partial(kernel, checked=True, orders=(0, 2), tg_limit=SHARED_MEMORY)
+
+    monkeypatch.setattr(narrow_matmul, "build_kernel", build)
+    return lambda *edit: edits.append(edit)
+
+
+def factors(num_rows, width, depth, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    x, w, bias = (
+        mx.array(rng.standard_normal(shape).astype(np.float32) * scale).astype(dtype)
+        for shape, scale in (((num_rows, depth), 1), ((width, depth), depth**-0.5), ((width,), 1))
+    )
+    return x, w, bias
+
+
+def run(x, w, bias, tile):
+    return to_float(narrow_matmul._launch(x, w, x if bias is None else bias, tile))
+
+
+def expected(x, w, bias):
+    product = to_float(x).astype(np.float64) @ to_float(w).astype(np.float64).T
+    return product if bias is None else product + to_float(bias)
+
+
+def close(got, want, dtype):
+    digits = 8 if dtype == mx.bfloat16 else 11
+    np.testing.assert_allclose(got, want, rtol=2.0**-digits, atol=2.0**-digits)
+
+
+@pytest.mark.parametrize("dtype", narrow_matmul.DTYPES)
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("num_rows", "width", "depth"), [(2, 40, 8), (13, 33, 72), (37, 70, 1096)])
+def test_products(emulated, dtype, tile, num_rows, width, depth):
+    x, w, bias = factors(num_rows, width, depth, dtype)
+    close(run(x, w, None, tile), expected(x, w, None), dtype)
+    close(run(x, w, bias, tile), expected(x, w, bias), dtype)
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_a_row_does_not_depend_on_the_others(emulated, tile):
+    x, w, _ = factors(37, 20, 264, mx.bfloat16)
+    whole = run(x, w, None, TILES[0])
+    assert np.array_equal(run(x, w, None, tile), whole)
+    for rows in ([3, 4], [36, 0, 12]):
+        assert np.array_equal(run(x[mx.array(rows)], w, None, tile), whole[rows])
+
+
+def test_values_at_any_address(emulated):
+    emulated("is_aligned(x) && is_aligned(w)", "false")
+    x, w, _ = factors(9, 20, 264, mx.float16)
+    close(run(x, w, None, TILES[0]), expected(x, w, None), mx.float16)
+
+
+MUTATIONS = {
+    "a share twice": ("k += SG * SHARE", "k += SHARE"),
+    "a warp's sum left out": ("s < SG", "s < SG - 1"),
+    "fragments exchanged": ("low.x, high.x, low.y, high.y", "low.x, low.y, high.x, high.y"),
+    "past the end of the rows": ("!live ? make_uint4(0, 0, 0, 0) : aligned ? stream_load", "aligned ? stream_load"),
+    "no barrier": ("threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
+    "bias left out": ("bias_ndim == 1", "bias_ndim == 3"),
+    "columns exchanged": ("c * 2 + e % 2", "c * 2 + 1 - e % 2"),
+    "past the last column": ("row < n_rows && column < width", "row < n_rows"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutations_are_found(emulated, name):
+    emulated(*MUTATIONS[name])
+    x, w, bias = factors(13, 40, 1096, mx.bfloat16)
+    with pytest.raises((EmuError, AssertionError)):
+        close(run(x, w, bias, TILES[1]), expected(x, w, bias), mx.bfloat16)

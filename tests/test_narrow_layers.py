@@ -1,0 +1,128 @@
+"""Products of few rows in compiled decode steps: which layers, which batches, and that the model is left as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+import mlx_paged
+from mlx_paged import PagedConfig, compiled_step
+from mlx_paged.attention import narrow_matmul
+from mlx_paged.narrow_layers import NarrowLinear, narrow_layers
+from tests.batch_runs import mlx_lm_generate
+from tests.builders import build, prompt_of
+
+NUM_TOKENS = 12
+LINEAR_LAYERS = {"llama": 3 * 7 + 1, "qwen3": 3 * 7 + 1}  # the output layer of the second is its embedding
+
+
+@pytest.fixture
+def products(kernels: Any) -> Iterator[list[int]]:
+    """Rows of each product that went to the kernel, or to its stand-in."""
+    mlx_paged.apply_patches(PagedConfig(block_size=16, use_native_paged_kernel=True))
+    rows: list[int] = []
+    launch = narrow_matmul._launch
+
+    def count(x: mx.array, *args: Any) -> mx.array:
+        rows.append(x.shape[0])
+        return launch(x, *args)
+
+    # Not by monkeypatch, which may outlive the stand-ins.
+    with mock.patch.object(narrow_matmul, "_launch", count), mock.patch.object(compiled_step, "PATIENCE", 0):
+        if kernels is None:
+            for tile in (narrow_matmul.SMALL, narrow_matmul.LARGE):
+                assert narrow_matmul.works(mx.bfloat16, tile)  # its self-check counts as well
+            rows.clear()
+        yield rows
+
+
+def model_of(kind: str, dtype: mx.Dtype) -> Any:
+    model = build(kind, head_dim=64)
+    model.set_dtype(dtype)
+    mx.eval(model.parameters())
+    return model
+
+
+def batch(model: Any, num_rows: int) -> list[list[int]]:
+    """Tokens of requests of different lengths."""
+    generator = mlx_lm_generate.BatchGenerator(model, completion_batch_size=num_rows)
+    prompts = [prompt_of(5 + 7 * row % 40, seed=row).tolist() for row in range(num_rows)]
+    uids = generator.insert(prompts, [NUM_TOKENS] * num_rows)
+    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+    finished = 0
+    while finished < num_rows:
+        for response in generator.next()[1]:
+            tokens[response.uid].append(response.token)
+            finished += response.finish_reason is not None
+    return [tokens[uid] for uid in uids]
+
+
+@pytest.mark.parametrize("kind", LINEAR_LAYERS)
+def test_every_product_of_a_compiled_step_is_a_launch(kind: str, products: list[int], kernels: Any) -> None:
+    model = model_of(kind, mx.bfloat16)
+    got = batch(model, 5)
+    assert set(products) == {5}
+    steps, rest = divmod(len(products), LINEAR_LAYERS[kind])
+    assert rest == 0 and steps >= (1 if kernels is None else NUM_TOKENS - 2)  # on a GPU a step is traced once
+    counted = len(products)
+    with mock.patch.object(narrow_matmul, "works", lambda dtype, tile: False):
+        plain = batch(model, 5)
+    assert len(products) == counted or kernels is None  # traces of before are used again
+    if kernels is not None:
+        assert got == plain
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("num_rows", "dtype"), [(1, mx.bfloat16), (narrow_matmul.MAX_ROWS + 1, mx.bfloat16), (3, mx.float32)]
+)
+def test_other_batches_are_left_to_mlx(num_rows: int, dtype: mx.Dtype, products: list[int]) -> None:
+    assert len(batch(model_of("llama", dtype), num_rows)) == num_rows
+    assert num_rows not in products  # batches of fewer rows on the way to it are another matter
+
+
+@pytest.mark.usefixtures("kernels")
+def test_layers_of_other_classes_are_left_alone(products: list[int]) -> None:
+    class Doubled(nn.Linear):
+        def __call__(self, x: mx.array) -> mx.array:
+            return 2 * super().__call__(x)
+
+    model = model_of("llama", mx.bfloat16)
+    layer = model.layers[1].mlp
+    weight = layer.down_proj.weight
+    layer.down_proj = Doubled(*weight.shape[::-1], bias=False)
+    layer.down_proj.weight = weight
+    nn.quantize(model.layers[2].self_attn, group_size=32, bits=8)  # its four projections
+    batch(model, 3)
+    assert products and len(products) % (LINEAR_LAYERS["llama"] - 5) == 0
+
+
+def test_classes_are_restored() -> None:
+    model = build("qwen3")
+    classes = [type(module) for module in model.modules()]
+    with narrow_layers(model, 4):
+        assert sum(isinstance(module, NarrowLinear) for module in model.modules()) == 3 * 7
+    assert [type(module) for module in model.modules()] == classes
+    with pytest.raises(RuntimeError, match="while"), narrow_layers(model, 4):
+        raise RuntimeError("while tracing")
+    assert [type(module) for module in model.modules()] == classes
+    with narrow_layers(model, 1):
+        assert [type(module) for module in model.modules()] == classes
+    with narrow_layers(lambda tokens: tokens, 4):  # not a module
+        pass
+
+
+def test_biases_are_added(products: list[int]) -> None:
+    mx.random.seed(0)
+    layer = nn.Linear(64, 24)
+    layer.set_dtype(mx.bfloat16)
+    x = mx.random.normal((6, 1, 64)).astype(mx.bfloat16)
+    with narrow_layers(layer, 6):
+        got = layer(x)
+    assert products == [6]
+    assert got.shape == (6, 1, 24) and mx.allclose(got, layer(x), atol=2e-2).item()
