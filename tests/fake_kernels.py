@@ -143,10 +143,10 @@ class FakeKernels:
             pool[mx.array(target)] = pool[mx.array(source)]
         return self._pass("copy_blocks", k_pool, fence)
 
-    def multiply(self, x: mx.array, w: mx.array, bias: mx.array, tile: narrow_matmul.Tile) -> mx.array:
-        assert x.ndim == w.ndim == 2 and x.dtype == w.dtype and narrow_matmul.tile_of(x.shape[0]) == tile
+    def multiply(self, x: mx.array, w: mx.array, bias: mx.array | None, tile: narrow_matmul.Tile) -> mx.array:
+        assert w.ndim == 2 and x.dtype == w.dtype and narrow_matmul.tile_of(x.size // x.shape[-1]) == tile
         self.calls["narrow_matmul"] += 1
-        return x @ w.T if bias.ndim == 2 else mx.addmm(bias, x, w.T)
+        return x @ w.T if bias is None else mx.addmm(bias, x, w.T)
 
 
 def decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:

@@ -58,7 +58,7 @@ def covers(x: mx.array, w: mx.array) -> bool:
 
     The first call for a dtype and tile compiles and checks its kernel.
     """
-    num_rows = x.size // x.shape[-1]
+    num_rows = _num_rows(x)
     return (
         MIN_ROWS <= num_rows <= MAX_ROWS
         and w.ndim == 2
@@ -80,13 +80,14 @@ def narrow_matmul(x: mx.array, w: mx.array, bias: mx.array | None = None) -> mx.
     Returns:
         ``[..., width]``. A row's bits depend neither on the other rows nor on their number.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    out = _launch(rows, w, rows if bias is None else bias, tile_of(rows.shape[0]))
-    return out.reshape(*x.shape[:-1], w.shape[0])
+    return _launch(x, w, bias, tile_of(_num_rows(x)))
 
 
-def _launch(x: mx.array, w: mx.array, bias: mx.array, tile: Tile) -> mx.array:
-    """bias: one-dimensional, or anything else for none."""
+def _num_rows(x: mx.array) -> int:
+    return x.size // x.shape[-1]
+
+
+def _launch(x: mx.array, w: mx.array, bias: mx.array | None, tile: Tile) -> mx.array:
     constants = (
         ("T", w.dtype),
         ("MT", tile.rows // 8),
@@ -97,10 +98,10 @@ def _launch(x: mx.array, w: mx.array, bias: mx.array, tile: Tile) -> mx.array:
     )
     threads = 32 * _SIMDGROUPS
     (out,) = build_kernel("narrow_matmul", constants)(
-        inputs=[x, w, bias],
-        grid=(-(-w.shape[0] // tile.columns) * threads, -(-x.shape[0] // tile.rows), 1),
+        inputs=[x, w, w if bias is None else bias],  # a bias has one dimension
+        grid=(-(-w.shape[0] // tile.columns) * threads, -(-_num_rows(x) // tile.rows), 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[(x.shape[0], w.shape[0])],
+        output_shapes=[(*x.shape[:-1], w.shape[0])],
         output_dtypes=[w.dtype],
     )
     return out
@@ -141,7 +142,7 @@ def _difference(dtype: mx.Dtype, tile: Tile, num_rows: int, width: int, depth: i
     # Sums, not products of matrices: those may go through TF32.
     expected = (x.astype(mx.float32)[:, None] * w.astype(mx.float32)).sum(-1)
     errors = [
-        mx.square(_launch(x, w, x, tile).astype(mx.float32) - expected).mean(),
+        mx.square(_launch(x, w, None, tile).astype(mx.float32) - expected).mean(),
         mx.square(_launch(x, w, bias, tile).astype(mx.float32) - (expected + bias)).mean(),
     ]
     rms: Any = mx.sqrt(mx.stack(errors).max()).item()

@@ -1,4 +1,5 @@
-// CUDA only: out[m, n] = sum over k of x[m, k] w[n, k], plus bias[n] where bias is one-dimensional. For few rows m.
+// CUDA only: out[m, n] = sum over k of x[m, k] w[n, k], plus bias[n] where bias is one-dimensional. For few rows m, which may
+// be spread over several dimensions of x.
 // 16-bit types on the tensor cores (mma.sync m16n8k16, float accumulators): rows of w are the A operand, rows of x the B.
 // A thread group makes R * 16 columns of MT * 8 rows of out. Its warps share out k, 32 * U at a time, and their sums are
 // added in the warps' order: a row's bits depend neither on the other rows nor on how many there are.
@@ -10,8 +11,11 @@ constexpr int SHARE = 32 * U;
 // Padded, so that the stores below spread over all banks.
 threadgroup float sums[SG][ROWS][COLUMNS + 4];
 
-const int n_rows = x_shape[0];
-const int depth = x_shape[1];
+int n_rows = 1;
+for (int i = 0; i < x_ndim - 1; i++) {
+  n_rows *= x_shape[i];
+}
+const int depth = w_shape[1];
 const int width = w_shape[0];
 const int lane = thread_index_in_simdgroup;
 const int warp = simdgroup_index_in_threadgroup;
