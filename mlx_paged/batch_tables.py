@@ -141,13 +141,14 @@ class BatchTables:
         return None
 
     def _reserve_group(self, group: int) -> FailedRow | None:
-        append = self.pool.append_tokens
-        for index, table in enumerate(self.tables[group]):
+        tables = self.tables[group]
+        others = self.pool.append_token(group, tables)
+        for place, index in enumerate(others):
             try:
-                append(table, 1)
+                self.pool.append_tokens(tables[index], 1)
             except Exception as error:
-                for done in self.tables[group][:index]:
-                    self.pool.trim(done, 1)
+                for undone in set(range(len(tables))).difference(others[place:]):
+                    self.pool.trim(tables[undone], 1)
                 return FailedRow(index, error)
         self._reserved[group] += 1
         return None

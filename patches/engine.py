@@ -110,6 +110,8 @@ class Engine:
     def fits(self, growth: Growth) -> bool:
         if self.budget is None:
             return True
+        if all(num_tokens == 1 for _, num_tokens in growth) and self.budget.fits_blocks(len(growth)):
+            return True  # every decode step asks, and there mostly is plenty
         listed = []
         for request, num_tokens in growth:
             row = self.rows[request.uid]

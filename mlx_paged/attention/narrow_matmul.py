@@ -16,7 +16,9 @@ import mlx.core as mx
 from .kernel_build import backend, build_kernel
 
 MAX_RMS = 5e-3
-MIN_ROWS, MAX_ROWS = 2, 64  # one row: MLX has a kernel of its own
+MIN_ROWS, MAX_ROWS = 2, 32  # one row: MLX has a kernel of its own; for more, cuBLAS is worth its call
+# Values of a matrix: larger ones take the GPU longer than a call takes the host, and cuBLAS is better at them.
+MAX_SIZE = 1 << 26
 DTYPES = (mx.bfloat16, mx.float16)
 _SIMDGROUPS = 8
 _VECTOR = 8  # values per load
@@ -62,6 +64,7 @@ def covers(x: mx.array, w: mx.array) -> bool:
     return (
         MIN_ROWS <= num_rows <= MAX_ROWS
         and w.ndim == 2
+        and w.size <= MAX_SIZE
         and x.shape[-1] == w.shape[1]
         and w.shape[1] % _VECTOR == 0
         and x.dtype == w.dtype
@@ -73,7 +76,7 @@ def narrow_matmul(x: mx.array, w: mx.array, bias: mx.array | None = None) -> mx.
     """``x @ w.T + bias`` for few rows; :func:`covers` says whether it can be had.
 
     Args:
-        x: ``[..., depth]``, 2 to 64 rows in all, bfloat16 or float16.
+        x: ``[..., depth]``, 2 to 32 rows in all, bfloat16 or float16.
         w: ``[width, depth]`` of the same dtype, depth a multiple of 8.
         bias: ``[width]``, or None.
 

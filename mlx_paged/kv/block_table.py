@@ -39,6 +39,7 @@ class BlockTable:
             does.
         released: the table has given its blocks back and must not be used.
         uid: no other table of the process has it.
+        owner: known to the pool that made it; None of a table that no pool looks after.
         version: rises whenever ``block_ids`` changes.
     """
 
@@ -50,6 +51,7 @@ class BlockTable:
         "group",
         "length",
         "logical_start",
+        "owner",
         "pinned",
         "released",
         "ring_origin",
@@ -67,6 +69,7 @@ class BlockTable:
         self.ring_origin = 0
         self.released = False
         self.uid = next(_uids)
+        self.owner: object | None = None
         self.version = 0
         self._index_cache: dict[object, object] = {}
 

@@ -31,16 +31,23 @@ class PoolBudget:
         needed = sum((self._blocks(g, None, num_tokens) + 1) * g.bytes_per_block for g in self.pool.groups)
         return needed <= self.pool.memory_budget
 
+    def fits_blocks(self, num_blocks: int) -> bool:
+        """Whether so many blocks of each group can be had without giving up any: enough for a token of as many
+        sequences."""
+        self.pool.collect()
+        groups = self.pool.groups
+        missing = sum(max(0, num_blocks - group.allocator.num_free) * group.bytes_per_block for group in groups)
+        return missing <= self._growable()
+
+    def _growable(self) -> int:
+        """Bytes by which the pool may still grow."""
+        return self.pool.memory_budget - sum(group.bytes_reserved for group in self.pool.groups)
+
     def fits(self, growth: Growth) -> bool:
         """Whether all these appends fit together as things stand."""
         listed = list(growth)
         self.pool.collect()
-        growable = self.pool.memory_budget - sum(group.bytes_reserved for group in self.pool.groups)
-        if all(num_tokens == 1 for _, num_tokens in listed):
-            # A token takes a block at most: this bound is enough as long as there is plenty.
-            groups = self.pool.groups
-            if sum(max(0, len(listed) - g.allocator.num_free) * g.bytes_per_block for g in groups) <= growable:
-                return True
+        growable = self._growable()
         holders = self.pool.holders()
         for index, group in enumerate(self.pool.groups):
             needed = sum(self._blocks(group, tables[index] if tables else None, n) for tables, n in listed)

@@ -43,6 +43,7 @@ class BlockPool(BlockStore):
     ) -> None:
         super().__init__(groups, block_size=block_size, memory_budget=memory_budget, choose_storage=choose_storage)
         self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
+        self._owner = object()  # of all its tables
         self._cow_forks = 0
         self.preemptions = 0  # counted by whoever schedules sequences over this pool
 
@@ -88,6 +89,7 @@ class BlockPool(BlockStore):
 
     def _track(self, table: BlockTable) -> BlockTable:
         self._tables.add(table)
+        table.owner = self._owner
         abandon = weakref.finalize(table, self._abandoned.append, (table.group, table.block_ids))
         abandon.atexit = False
         return table
@@ -96,7 +98,7 @@ class BlockPool(BlockStore):
         return self.groups[table.group]
 
     def _check_table(self, table: BlockTable) -> None:
-        if table.released or table not in self._tables:
+        if table.released or table.owner is not self._owner:
             raise BlockStateError("table used after release, or of another pool")
 
     # Sequences ------------------------------------------------------------------------------------------------
@@ -137,6 +139,30 @@ class BlockPool(BlockStore):
                 table.forget_indices()
             if spec.window is not None and num_tokens > 1:
                 table.ring_origin = spec.ring_origin(table.length)
+
+    def append_token(self, group: int, tables: Sequence[BlockTable]) -> list[int]:
+        """Reserve one position at the end of each of a group's tables that has it in a block of its own, as nearly all
+        have in a decode step.
+
+        Returns:
+            Indices of the other tables, which are as they were: for :meth:`append_tokens`.
+        """
+        own = self.groups[group]
+        if own.spec.window is not None:  # blocks behind it are released first
+            return list(range(len(tables)))
+        refcount = own.allocator.refcount
+        others = []
+        with self._lock:
+            self._collect_abandoned()
+            for index, table in enumerate(tables):
+                ids, tail = table.block_ids, table.length // self.block_size
+                is_usable = table.owner is self._owner and table.group == group and not table.released
+                if is_usable and tail < len(ids) and refcount(ids[tail]) == 1:
+                    table.length += 1
+                else:
+                    others.append(index)
+            own.touch()
+        return others
 
     def _slide(self, table: BlockTable, start: int) -> None:
         if start <= table.logical_start:
