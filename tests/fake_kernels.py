@@ -6,7 +6,7 @@ must be given the fence that the call before returned. The kernels' own text is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -143,10 +143,13 @@ class FakeKernels:
             pool[mx.array(target)] = pool[mx.array(source)]
         return self._pass("copy_blocks", k_pool, fence)
 
-    def multiply(self, x: mx.array, w: mx.array, bias: mx.array | None, tile: narrow_matmul.Tile) -> mx.array:
-        assert w.ndim == 2 and x.dtype == w.dtype and narrow_matmul.tile_of(x.size // x.shape[-1]) == tile
+    def multiply(
+        self, body: str, x: mx.array, weights: Sequence[mx.array], bias: mx.array | None, tile: narrow_matmul.Tile
+    ) -> list[mx.array]:
+        assert x.size // x.shape[-1] <= tile.rows and all(w.dtype == x.dtype for w in weights)
+        assert body == (narrow_matmul.GROUPED if len(weights) > 1 else body)
         self.calls["narrow_matmul"] += 1
-        return x @ w.T if bias is None else mx.addmm(bias, x, w.T)
+        return [x @ w.T if bias is None else mx.addmm(bias, x, w.T) for w in weights]
 
 
 def decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
@@ -166,7 +169,7 @@ def fake_kernels() -> Iterator[FakeKernels]:
         mock.patch.object(config, "device_decline", lambda: None),
         mock.patch.object(select, "kernel_decline", decline),
         mock.patch.object(dispatch, "kernel_decline", decline),
-        mock.patch.object(narrow_matmul, "works", lambda dtype, tile: dtype in narrow_matmul.DTYPES),
+        mock.patch.object(narrow_matmul, "works", lambda body, dtype, tile: dtype in narrow_matmul.DTYPES),
         mock.patch.object(narrow_matmul, "_launch", fake.multiply),
     ):
         yield fake

@@ -18,7 +18,8 @@ from tests.batch_runs import mlx_lm_generate
 from tests.builders import build, prompt_of
 
 NUM_TOKENS = 12
-LINEAR_LAYERS = {"llama": 3 * 7 + 1, "qwen3": 3 * 7 + 1}  # the output layer of the second is its embedding
+# Of three layers, queries, keys and values together, and gate and up; the output layer of the second is its embedding.
+LAUNCHES = {"llama": 3 * 4 + 1, "qwen3": 3 * 4 + 1}
 
 
 @pytest.fixture
@@ -28,15 +29,16 @@ def products(kernels: Any) -> Iterator[list[int]]:
     rows: list[int] = []
     launch = narrow_matmul._launch
 
-    def count(x: mx.array, *args: Any) -> mx.array:
+    def count(body: str, x: mx.array, *args: Any) -> list[mx.array]:
         rows.append(x.shape[0])
-        return launch(x, *args)
+        return launch(body, x, *args)
 
     # Not by monkeypatch, which may outlive the stand-ins.
     with mock.patch.object(narrow_matmul, "_launch", count), mock.patch.object(compiled_step, "PATIENCE", 0):
         if kernels is None:
-            for tile in (narrow_matmul.SMALL, narrow_matmul.LARGE):
-                assert narrow_matmul.works(mx.bfloat16, tile)  # its self-check counts as well
+            for body in narrow_matmul.BODIES:
+                for tile in narrow_matmul.TILES:
+                    assert narrow_matmul.works(body, mx.bfloat16, tile)  # its self-check counts as well
             rows.clear()
         yield rows
 
@@ -62,15 +64,15 @@ def batch(model: Any, num_rows: int) -> list[list[int]]:
     return [tokens[uid] for uid in uids]
 
 
-@pytest.mark.parametrize("kind", LINEAR_LAYERS)
+@pytest.mark.parametrize("kind", LAUNCHES)
 def test_every_product_of_a_compiled_step_is_a_launch(kind: str, products: list[int], kernels: Any) -> None:
     model = model_of(kind, mx.bfloat16)
     got = batch(model, 5)
     assert set(products) == {5}
-    steps, rest = divmod(len(products), LINEAR_LAYERS[kind])
+    steps, rest = divmod(len(products), LAUNCHES[kind])
     assert rest == 0 and steps >= (1 if kernels is None else NUM_TOKENS - 2)  # on a GPU a step is traced once
     counted = len(products)
-    with mock.patch.object(narrow_matmul, "works", lambda dtype, tile: False):
+    with mock.patch.object(narrow_matmul, "works", lambda *choice: False):
         plain = batch(model, 5)
     assert len(products) == counted or kernels is None  # traces of before are used again
     if kernels is not None:
@@ -97,9 +99,9 @@ def test_layers_of_other_classes_are_left_alone(products: list[int]) -> None:
     weight = layer.down_proj.weight
     layer.down_proj = Doubled(*weight.shape[::-1], bias=False)
     layer.down_proj.weight = weight
-    nn.quantize(model.layers[2].self_attn, group_size=32, bits=8)  # its four projections
+    nn.quantize(model.layers[2].self_attn, group_size=32, bits=8)
     batch(model, 3)
-    assert products and len(products) % (LINEAR_LAYERS["llama"] - 5) == 0
+    assert products and len(products) % (LAUNCHES["llama"] - 3) == 0
 
 
 def test_classes_are_restored() -> None:
@@ -126,3 +128,37 @@ def test_biases_are_added(products: list[int]) -> None:
         got = layer(x)
     assert products == [6]
     assert got.shape == (6, 1, 24) and mx.allclose(got, layer(x), atol=2e-2).item()
+
+
+class Uneven(nn.Module):
+    """Three projections, of which only some are used, or with other inputs."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj"):
+            setattr(self, name, nn.Linear(64, 64, bias=False))
+        self.use = use
+        self.set_dtype(mx.bfloat16)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if self.use == "one":
+            return self.q_proj(x)
+        if self.use == "other inputs":
+            return self.q_proj(x) + self.k_proj(2 * x) + self.v_proj(x)
+        return self.v_proj(x) + self.k_proj(x) * self.q_proj(x)
+
+
+@pytest.mark.parametrize(("use", "launches"), [("all", 1), ("one", 1), ("other inputs", 3)])
+def test_layers_multiply_together_where_all_are_used(use: str, launches: int, products: list[int]) -> None:
+    mx.random.seed(0)
+    model, x = Uneven(use), mx.random.normal((6, 1, 64)).astype(mx.bfloat16)
+    expected = model(x)
+    with narrow_layers(model, 6) as siblings:
+        got = model(x)
+        assert len(siblings) == 1 and siblings[0].settle() == (use == "all")
+        assert mx.allclose(got, expected, atol=5e-2).item()
+        products.clear()
+        again = model(x)
+        assert len(products) == launches and siblings[0].settle()
+        assert mx.allclose(again, expected, atol=5e-2).item()
+    assert all("_siblings" not in vars(module) for module in model.modules())

@@ -42,9 +42,11 @@ SIGNATURES: dict[str, tuple[list[str], list[str], bool]] = {
     "write_slots": ([*_POOL, "k", "v", "slots"], ["fence_out"], True),
     "gather_blocks": ([*_POOL, "blocks", "span"], ["k_out", "v_out", "fence_out"], False),
     "copy_blocks": ([*_POOL, "pairs"], ["fence_out"], False),
-    "narrow_matmul": (["x", "w", "bias"], ["out"], False),
+    "narrow_matmul": (["x", "w"], ["out"], False),
+    "narrow_matmul_bias": (["x", "w", "bias"], ["out"], False),
+    "narrow_matmul_group": (["x", "w", "w1", "w2"], ["out", "out1", "out2"], False),
 }
-TENSOR_BODIES = ("paged_decode_tensor", "narrow_matmul")  # CUDA only
+_NARROW = ("narrow_matmul", "narrow_matmul_bias", "narrow_matmul_group")
 
 
 class KernelUnavailable(RuntimeError):
@@ -66,8 +68,11 @@ def kernel_text(body: str, dialect: str) -> tuple[str, str]:
     """(header, source) of a kernel in one dialect, "metal" or "cuda"."""
     folder = resources.files(__package__) / "kernels"
     prelude = (folder / ("prelude.metal" if dialect == "metal" else "prelude.cuh")).read_text()
-    if body in TENSOR_BODIES:
-        return (folder / "tensor.cuh").read_text() + prelude, (folder / f"{body}.cuh").read_text()
+    if body == "paged_decode_tensor" or body in _NARROW:  # CUDA only
+        source = (folder / f"{body}.cuh").read_text()
+        if body in _NARROW:
+            source += (folder / "narrow_matmul_tile.cuh").read_text()
+        return (folder / "tensor.cuh").read_text() + prelude, source
     return prelude, (folder / f"{body}.metal").read_text()
 
 

@@ -1,13 +1,14 @@
-"""Products of a few rows with a weight matrix, on CUDA: one kernel launch each.
+"""Products of a few rows with weight matrices, on CUDA: one kernel launch for up to three matrices.
 
-A decode step of a small batch is bound by the host, and there MLX's way to cuBLAS takes five times as long as a kernel
-launch (docs/adr/0011). The result has the precision of MLX's: 16-bit factors, sums in float32.
+A decode step of a small batch is bound by the host, and there MLX's way to cuBLAS takes several times as long as a
+kernel launch (docs/adr/0011). The results have the precision of MLX's: 16-bit factors, sums in float32.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,7 +20,9 @@ MAX_RMS = 5e-3
 MIN_ROWS, MAX_ROWS = 2, 32  # one row: MLX has a kernel of its own; for more, cuBLAS is worth its call
 # Values of a matrix: larger ones take the GPU longer than a call takes the host, and cuBLAS is better at them.
 MAX_SIZE = 1 << 26
+MAX_MATRICES = 3
 DTYPES = (mx.bfloat16, mx.float16)
+PLAIN, BIASED, GROUPED = BODIES = ("narrow_matmul", "narrow_matmul_bias", "narrow_matmul_group")
 _SIMDGROUPS = 8
 _VECTOR = 8  # values per load
 
@@ -37,12 +40,13 @@ class Tile(NamedTuple):
     unroll: int
 
 
-SMALL, LARGE = Tile(16, 16, 4), Tile(32, 32, 2)
+TILES = SMALL, LARGE = Tile(16, 16, 4), Tile(32, 32, 2)
 
 
 class TileCheck(NamedTuple):
     """Outcome of a self-check; rms is NaN if there was no result, seconds include compiling."""
 
+    body: str
     dtype: mx.Dtype
     tile: Tile
     ok: bool
@@ -51,48 +55,53 @@ class TileCheck(NamedTuple):
     reason: str
 
 
-def tile_of(num_rows: int) -> Tile:
-    return SMALL if num_rows <= SMALL.rows else LARGE
+def covers(x: mx.array, weights: Sequence[mx.array], bias: mx.array | None = None) -> bool:
+    """Whether :func:`products` multiplies these here: shapes, dtypes, a GPU with CUDA, and a kernel that works.
 
-
-def covers(x: mx.array, w: mx.array) -> bool:
-    """Whether :func:`narrow_matmul` multiplies these here: shapes, dtypes, a GPU with CUDA, and a kernel that works.
-
-    The first call for a dtype and tile compiles and checks its kernel.
+    The first call for a dtype, a tile and a body compiles and checks the kernel.
     """
     num_rows = _num_rows(x)
+    depth = x.shape[-1]
     return (
         MIN_ROWS <= num_rows <= MAX_ROWS
-        and w.ndim == 2
-        and w.size <= MAX_SIZE
-        and x.shape[-1] == w.shape[1]
-        and w.shape[1] % _VECTOR == 0
-        and x.dtype == w.dtype
-        and works(w.dtype, tile_of(num_rows))
+        and len(weights) <= MAX_MATRICES
+        and depth % _VECTOR == 0
+        and all(w.ndim == 2 and w.shape[1] == depth and w.size <= MAX_SIZE and w.dtype == x.dtype for w in weights)
+        and (bias is None or (len(weights) == 1 and bias.shape == weights[0].shape[:1] and bias.dtype == x.dtype))
+        and works(_body_of(weights, bias), x.dtype, _tile_of(num_rows))
     )
 
 
-def narrow_matmul(x: mx.array, w: mx.array, bias: mx.array | None = None) -> mx.array:
-    """``x @ w.T + bias`` for few rows; :func:`covers` says whether it can be had.
+def products(x: mx.array, weights: Sequence[mx.array], bias: mx.array | None = None) -> list[mx.array]:
+    """``x @ w.T`` for few rows and each of some matrices, in one launch; :func:`covers` says whether it can be had.
 
     Args:
         x: ``[..., depth]``, 2 to 32 rows in all, bfloat16 or float16.
-        w: ``[width, depth]`` of the same dtype, depth a multiple of 8.
-        bias: ``[width]``, or None.
+        weights: 1 to 3 of ``[width, depth]``, of the same dtype; depth a multiple of 8.
+        bias: ``[width]``, to be added to the product with the only matrix, or None.
 
     Returns:
-        ``[..., width]``. A row's bits depend neither on the other rows nor on their number.
+        ``[..., width]`` for each matrix. A row's bits depend neither on the other rows nor on their number.
     """
-    return _launch(x, w, bias, tile_of(_num_rows(x)))
+    return _launch(_body_of(weights, bias), x, weights, bias, _tile_of(_num_rows(x)))
 
 
 def _num_rows(x: mx.array) -> int:
     return x.size // x.shape[-1]
 
 
-def _launch(x: mx.array, w: mx.array, bias: mx.array | None, tile: Tile) -> mx.array:
+def _tile_of(num_rows: int) -> Tile:
+    return SMALL if num_rows <= SMALL.rows else LARGE
+
+
+def _body_of(weights: Sequence[mx.array], bias: mx.array | None) -> str:
+    return GROUPED if len(weights) > 1 else PLAIN if bias is None else BIASED
+
+
+def _launch(body: str, x: mx.array, weights: Sequence[mx.array], bias: mx.array | None, tile: Tile) -> list[mx.array]:
     constants = (
-        ("T", w.dtype),
+        ("T", x.dtype),
+        ("XD", x.ndim),
         ("MT", tile.rows // 8),
         ("R", tile.columns // 16),
         ("U", tile.unroll),
@@ -100,53 +109,62 @@ def _launch(x: mx.array, w: mx.array, bias: mx.array | None, tile: Tile) -> mx.a
         ("GROUPS", 2),
     )
     threads = 32 * _SIMDGROUPS
-    (out,) = build_kernel("narrow_matmul", constants)(
-        inputs=[x, w, w if bias is None else bias],  # a bias has one dimension
-        grid=(-(-w.shape[0] // tile.columns) * threads, -(-_num_rows(x) // tile.rows), 1),
+    tiles = sum(-(-w.shape[0] // tile.columns) for w in weights)
+    inputs = [x, *weights] if bias is None else [x, *weights, bias]
+    shapes = [(*x.shape[:-1], w.shape[0]) for w in weights]
+    if body == GROUPED and len(weights) < MAX_MATRICES:  # the grid ends before the third
+        inputs.append(weights[-1])
+        shapes.append((1,))
+    return build_kernel(body, constants)(
+        inputs=inputs,
+        grid=(tiles * threads, -(-_num_rows(x) // tile.rows), 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[(*x.shape[:-1], w.shape[0])],
-        output_dtypes=[w.dtype],
-    )
-    return out
+        output_shapes=shapes,
+        output_dtypes=[x.dtype] * len(shapes),
+    )[: len(weights)]
 
 
-@lru_cache(maxsize=16)
-def works(dtype: mx.Dtype, tile: Tile) -> bool:
+@lru_cache(maxsize=64)
+def works(body: str, dtype: mx.Dtype, tile: Tile) -> bool:
     """Whether the kernel can be used on this machine. A kernel that fails its self-check warns once, and is not."""
     if dtype not in DTYPES or backend() != "cuda" or mx.default_device() != mx.Device(mx.gpu):
         return False
-    result = self_check(dtype, tile)
+    result = self_check(body, dtype, tile)
     if not result.ok:
-        warnings.warn(f"mlx_paged: products of few rows ({dtype}, {tile}) are MLX's: {result.reason}", stacklevel=2)
+        warnings.warn(f"mlx_paged: {body} ({dtype}, {tile}) is off, MLX multiplies: {result.reason}", stacklevel=2)
     return result.ok
 
 
-def self_check(dtype: mx.Dtype, tile: Tile) -> TileCheck:
-    """Compare the kernel with float32 products of the same factors: edges in every dimension, with a bias and without.
+def self_check(body: str, dtype: mx.Dtype, tile: Tile) -> TileCheck:
+    """Compare the kernel with float32 products of the same factors, with edges in every dimension.
 
     Fails on a compile error or an RMS difference of 5e-3 of the result's and more. Never raises for a failing kernel.
     """
     begin = time.perf_counter()
     rms = float("nan")
     try:
-        rms = max(_difference(dtype, tile, 2, 40, 8), _difference(dtype, tile, tile.rows + 5, 200, 2200))
+        rms = max(_difference(body, dtype, tile, 2, 40, 8), _difference(body, dtype, tile, tile.rows + 5, 200, 2200))
         reason = "" if rms < MAX_RMS else f"RMS {rms:.2e} is not below {MAX_RMS}"
     except (RuntimeError, ValueError) as error:
         reason = f"{type(error).__name__}: {str(error)[:500]}"
-    return TileCheck(dtype, tile, not reason, rms, time.perf_counter() - begin, reason)
+    return TileCheck(body, dtype, tile, not reason, rms, time.perf_counter() - begin, reason)
 
 
-def _difference(dtype: mx.Dtype, tile: Tile, num_rows: int, width: int, depth: int) -> float:
+def _difference(body: str, dtype: mx.Dtype, tile: Tile, num_rows: int, width: int, depth: int) -> float:
     """RMS of the kernel's error, the result's being about 1."""
-    keys = mx.random.split(mx.random.key(num_rows), 3)
-    x = mx.random.normal((num_rows, depth), key=keys[0]).astype(dtype)
-    w = (mx.random.normal((width, depth), key=keys[1]) * depth**-0.5).astype(dtype)
-    bias = mx.random.normal((width,), key=keys[2]).astype(dtype)
-    # Sums, not products of matrices: those may go through TF32.
-    expected = (x.astype(mx.float32)[:, None] * w.astype(mx.float32)).sum(-1)
-    errors = [
-        mx.square(_launch(x, w, None, tile).astype(mx.float32) - expected).mean(),
-        mx.square(_launch(x, w, bias, tile).astype(mx.float32) - (expected + bias)).mean(),
+    keys = mx.random.split(mx.random.key(num_rows), 2 + MAX_MATRICES)
+    x = mx.random.normal((num_rows, 1, depth), key=keys[0]).astype(dtype)
+    bias = mx.random.normal((width,), key=keys[1]).astype(dtype) if body == BIASED else None
+    matrices = [
+        (mx.random.normal((width + 9 * i, depth), key=key) * depth**-0.5).astype(dtype)
+        for i, key in enumerate(keys[2:])
     ]
+    errors = []
+    for weights in (matrices, matrices[:2]) if body == GROUPED else (matrices[:1],):
+        for got, w in zip(_launch(body, x, weights, bias, tile), weights, strict=True):
+            # A sum, not a product of matrices: that may go through TF32.
+            expected = (x.astype(mx.float32) * w.astype(mx.float32)).sum(-1)[:, None]
+            expected = expected if bias is None else expected + bias
+            errors.append(mx.square(got.astype(mx.float32) - expected).mean())
     rms: Any = mx.sqrt(mx.stack(errors).max()).item()
     return float(rms)

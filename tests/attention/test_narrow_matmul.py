@@ -10,9 +10,19 @@ import numpy as np
 import pytest
 
 from mlx_paged.attention import kernel_build, narrow_matmul
-from mlx_paged.attention.narrow_matmul import LARGE, MAX_RMS, SMALL, covers, self_check, tile_of
-
-TILES = [SMALL, LARGE]
+from mlx_paged.attention.narrow_matmul import (
+    BIASED,
+    BODIES,
+    GROUPED,
+    LARGE,
+    MAX_RMS,
+    PLAIN,
+    SMALL,
+    TILES,
+    covers,
+    products,
+    self_check,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -22,21 +32,26 @@ def unchecked() -> Iterator[None]:
     narrow_matmul.works.cache_clear()
 
 
-def arrays(num_rows: int, width: int, depth: int, dtype: mx.Dtype = mx.bfloat16) -> tuple[mx.array, mx.array]:
-    return mx.zeros((num_rows, 1, depth), dtype), mx.zeros((width, depth), dtype)
+def arrays(num_rows: int, width: int, depth: int, dtype: mx.Dtype = mx.bfloat16) -> tuple[mx.array, list[mx.array]]:
+    return mx.zeros((num_rows, 1, depth), dtype), [mx.zeros((width, depth), dtype)]
 
 
 def test_what_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(narrow_matmul, "works", lambda dtype, tile: asked.append(tile) or dtype != mx.float32)
+    monkeypatch.setattr(narrow_matmul, "works", lambda *choice: asked.append(choice) or choice[1] != mx.float32)
     assert covers(*arrays(2, 5, 64)) and covers(*arrays(16, 5, 64)) and covers(*arrays(17, 5, 64, mx.float16))
-    assert asked == [SMALL, SMALL, LARGE]
+    x, (w,) = arrays(32, 5, 64)
+    bias = mx.zeros((5,), mx.bfloat16)
+    assert covers(x, [w], bias) and covers(x, [w, w]) and covers(x, [w, w[:3], w])
+    bodies, dtypes, tiles = zip(*asked, strict=True)
+    assert bodies == (PLAIN, PLAIN, PLAIN, BIASED, GROUPED, GROUPED)
+    assert tiles == (SMALL, SMALL, LARGE, LARGE, LARGE, LARGE) and dtypes[2] == mx.float16
     assert not covers(*arrays(2, 5, 64, mx.float32))
     assert not covers(*arrays(1, 5, 64)) and not covers(*arrays(33, 5, 64)) and not covers(*arrays(2, 5, 60))
-    x, w = arrays(2, 5, 64)
-    assert not covers(x.astype(mx.float32), w) and not covers(x, w[None]) and not covers(x[..., :32], w)
     assert not covers(*arrays(2, (1 << 17) + 1, 512))
-    assert tile_of(32) == LARGE
+    assert not covers(x.astype(mx.float32), [w]) and not covers(x, [w[None]]) and not covers(x[..., :32], [w])
+    assert not covers(x, [w, w.astype(mx.float16)]) and not covers(x, [w] * 4) and not covers(x, [w, w], bias)
+    assert not covers(x, [w], bias[:4]) and not covers(x, [w], bias.astype(mx.float32))
 
 
 @pytest.mark.skipif(kernel_build.backend() == "cuda", reason="CUDA is here")
@@ -54,21 +69,24 @@ def test_a_kernel_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPat
         built.append(body)
 
         def launch(inputs: list[mx.array], **options: object) -> list[mx.array]:
-            x, w, _ = inputs
-            return [1.01 * (x @ w.T)]
+            x, *weights = inputs
+            return [1.01 * (x @ w.T) for w in weights]
 
         return launch
 
     monkeypatch.setattr(narrow_matmul, "build_kernel", wrong)
     with pytest.warns(UserWarning, match="RMS .* is not below"):
         assert not covers(*arrays(2, 5, 64))
-    assert not covers(*arrays(3, 5, 64)) and len(built) == 4  # checked once
+    assert not covers(*arrays(3, 5, 64)) and len(built) == 2  # checked once
+    x, weights = arrays(3, 5, 64)
+    with pytest.warns(UserWarning, match="narrow_matmul_group .* RMS .* is not below"):
+        assert not covers(x, weights * 3)
 
     def broken(body: str, constants: object) -> object:
         raise RuntimeError("does not compile")
 
     monkeypatch.setattr(narrow_matmul, "build_kernel", broken)
-    result = self_check(mx.float16, LARGE)
+    result = self_check(BIASED, mx.float16, LARGE)
     assert not result.ok and "does not compile" in result.reason and np.isnan(result.rms)
 
 
@@ -77,20 +95,22 @@ def test_a_kernel_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("dtype", narrow_matmul.DTYPES)
 def test_products_on_a_gpu(dtype: mx.Dtype) -> None:
     for tile in TILES:
-        result = self_check(dtype, tile)
-        assert result.ok, result.reason
+        for body in BODIES:
+            result = self_check(body, dtype, tile)
+            assert result.ok, result.reason
     mx.random.seed(0)
     for num_rows in (2, 3, 8, 9, 15, 16, 17, 24, 31, 32):
         for width, depth in ((512, 2048), (2048, 8192), (100, 64), (2051, 1000), (8, 8), (33, 3000)):
             x = mx.random.normal((num_rows, 1, depth)).astype(dtype)
             w = (mx.random.normal((width, depth)) * depth**-0.5).astype(dtype)
-            assert covers(x, w)
-            got = narrow_matmul.narrow_matmul(x, w).astype(mx.float32)
+            assert covers(x, [w])
+            (got,) = products(x, [w])
             want = (x.astype(mx.float32) * w.astype(mx.float32)).sum(-1)[:, None]
-            assert mx.sqrt(mx.square(got - want).mean()).item() < MAX_RMS, (num_rows, width, depth)
-    alone = narrow_matmul.narrow_matmul(x[5:7], w)
-    assert mx.array_equal(alone, narrow_matmul.narrow_matmul(x, w)[5:7]).item()
-    assert mx.array_equal(alone, narrow_matmul.narrow_matmul(x[:12], w)[5:7]).item()
+            assert mx.sqrt(mx.square(got.astype(mx.float32) - want).mean()).item() < MAX_RMS, (num_rows, width, depth)
+            for again in products(x, [w[: width // 2], w, w])[1:]:
+                assert mx.array_equal(got, again).item()
+    (whole,), (alone,), (some,) = (products(rows, [w]) for rows in (x, x[5:7], x[:12]))
+    assert mx.array_equal(alone, whole[5:7]).item() and mx.array_equal(some, whole[:12]).item()
 
 
 @pytest.mark.gpu
@@ -103,5 +123,5 @@ def test_weights_at_any_address() -> None:
     for shift in (0, 1, 3):
         w = flat[shift : shift + 40 * 64].reshape(40, 64)
         want = (x.astype(mx.float32)[:, None] * w.astype(mx.float32)).sum(-1)
-        got = narrow_matmul.narrow_matmul(x, w).astype(mx.float32)
-        assert mx.allclose(got, want, rtol=1e-2, atol=5e-2).item()
+        (got,) = products(x, [w])
+        assert mx.allclose(got.astype(mx.float32), want, rtol=1e-2, atol=5e-2).item()

@@ -219,19 +219,21 @@ def _build(cpp, checked):
     rts = open(f"{HERE}/msl_rt.cpp").read() + open(f"{HERE}/msl_rt.hpp").read()
     rt = f"{CACHE}/rt_{hashlib.sha256((rts + CXX).encode()).hexdigest()[:16]}.o"
     if not os.path.exists(rt):
-        _run([CXX, "-std=c++17", "-O2", "-fPIC", "-c", f"{HERE}/msl_rt.cpp", "-o", rt + ".tmp"])
-        os.replace(rt + ".tmp", rt)
+        own = f"{rt}.{os.getpid()}"  # several test processes may be at it
+        _run([CXX, "-std=c++17", "-O2", "-fPIC", "-c", f"{HERE}/msl_rt.cpp", "-o", own])
+        os.replace(own, rt)
     fl = _flags(checked)
     h = hashlib.sha256((cpp + rts + open(f"{HERE}/msl_cpu.hpp").read() + repr(fl) + CXX).encode()).hexdigest()[:24]
     so = f"{CACHE}/k_{h}.so"
     if not os.path.exists(so):
-        src = f"{CACHE}/k_{h}.cpp"
+        own = f"{CACHE}/k_{h}.{os.getpid()}"
+        src, obj = own + ".cpp", own + ".o"
         open(src, "w").write(cpp)
-        obj = so + ".o.tmp"
         _run([CXX, *[x for x in fl if x != "-shared"], "-I" + HERE, "-c", src, "-o", obj])
-        _run([CXX, "-shared", "-o", so + ".tmp", obj, rt, "-lm", "-ldl"])
-        os.replace(so + ".tmp", so)
+        _run([CXX, "-shared", "-o", own + ".so", obj, rt, "-lm", "-ldl"])
+        os.replace(own + ".so", so)
         os.unlink(obj)
+        os.unlink(src)
     return so
 
 

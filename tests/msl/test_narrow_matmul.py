@@ -12,7 +12,7 @@ from tests.msl import emulator
 from tests.msl.emulator import EmuError
 from tests.msl.harness import to_float
 
-TILES = [narrow_matmul.SMALL, narrow_matmul.LARGE]
+TILES = narrow_matmul.TILES
 SHARED_MEMORY = 48 << 10  # what CUDA gives without asking
 
 
@@ -31,7 +31,8 @@ def emulated(monkeypatch):
         inputs, outputs, _ = kernel_build.SIGNATURES[body]
         kernel = emulator.metal_kernel(body, inputs, outputs, source, header)
 
-        return partial(kernel, checked=True, orders=(0, 2), tg_limit=SHARED_MEMORY)
+        # Of two matrices, the third's output is not written.
+        return partial(kernel, sparse=outputs[2:], checked=True, orders=(0, 2), tg_limit=SHARED_MEMORY)
 
     monkeypatch.setattr(narrow_matmul, "build_kernel", build)
     return lambda *edit: edits.append(edit)
@@ -47,9 +48,10 @@ def factors(num_rows, width, depth, dtype, seed=0):
 
 
 def run(x, w, bias, tile):
-    out = to_float(narrow_matmul._launch(x[:, None], w, bias, tile))
+    body = narrow_matmul.PLAIN if bias is None else narrow_matmul.BIASED
+    (out,) = narrow_matmul._launch(body, x[:, None], [w], bias, tile)
     assert out.shape == (x.shape[0], 1, w.shape[0])
-    return out[:, 0]
+    return to_float(out)[:, 0]
 
 
 def expected(x, w, bias):
@@ -80,8 +82,19 @@ def test_a_row_does_not_depend_on_the_others(emulated, tile):
         assert np.array_equal(run(x[mx.array(rows)], w, None, tile), whole[rows])
 
 
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("widths", [(40, 33, 70), (5, 64), (32, 16, 1)])
+def test_several_matrices(emulated, tile, widths):
+    x, _, _ = factors(18, 1, 264, mx.bfloat16)
+    weights = [factors(1, width, 264, mx.bfloat16, seed=width)[1] for width in widths]
+    outs = narrow_matmul._launch(narrow_matmul.GROUPED, x, weights, None, tile)
+    assert len(outs) == len(widths)
+    for out, w in zip(outs, weights, strict=True):
+        assert np.array_equal(to_float(out), run(x, w, None, tile))
+
+
 def test_values_at_any_address(emulated):
-    emulated("is_aligned(x) && is_aligned(w)", "false")
+    emulated("is_aligned(x) && is_aligned(matrix)", "false")
     x, w, _ = factors(9, 20, 264, mx.float16)
     close(run(x, w, None, TILES[0]), expected(x, w, None), mx.float16)
 
@@ -92,10 +105,16 @@ MUTATIONS = {
     "fragments exchanged": ("low.x, high.x, low.y, high.y", "low.x, low.y, high.x, high.y"),
     "past the end of the rows": ("!live ? make_uint4(0, 0, 0, 0) : aligned ? stream_load", "aligned ? stream_load"),
     "no barrier": ("threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
-    "bias left out": ("bias_ndim == 1", "bias_ndim == 3"),
+    "bias left out": ("addend != nullptr", "false"),
     "columns exchanged": ("c * 2 + e % 2", "c * 2 + 1 - e % 2"),
     "past the last column": ("row < n_rows && column < width", "row < n_rows"),
 }
+
+
+def test_mutations_of_several_matrices_are_found(emulated):
+    emulated("which == 1 ? tiles0", "which == 1 ? tiles1")
+    with pytest.raises((EmuError, AssertionError)):
+        test_several_matrices(emulated, TILES[0], (40, 70, 33))
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

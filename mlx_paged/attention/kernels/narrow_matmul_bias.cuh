@@ -1,0 +1,8 @@
+// CUDA only: out = x w^T + bias; see narrow_matmul_tile.cuh.
+const T* const matrix = w;
+T* const target = out;
+const T* const addend = bias;
+const int depth = w_shape[1];
+const int width = w_shape[0];
+const int tile = threadgroup_position_in_grid.x;
+

@@ -1,0 +1,100 @@
+// CUDA only, the part that all bodies of narrow_matmul share. Before it, a body names the matrix [width, depth], the target,
+// the tile (of the matrix's rows) and the addend, a vector or null: target[m, n] = sum over k of x[m, k] matrix[n, k] +
+// addend[n]. For few rows m, which may be spread over the XD - 1 first dimensions of x.
+// 16-bit types on the tensor cores (mma.sync m16n8k16, float accumulators): rows of w are the A operand, rows of x the B.
+// A thread group makes R * 16 columns of MT * 8 rows of the target. Its warps share out k, 32 * U at a time, and their sums are
+// added in the warps' order: a row's bits depend neither on the other rows nor on how many there are.
+// The order of k inside a fragment is ours to choose as long as both factors agree, so every load is 16 bytes.
+constexpr int COLUMNS = 16 * R;
+constexpr int ROWS = 8 * MT;
+constexpr int SHARE = 32 * U;
+
+// Padded, so that the stores below spread over all banks.
+threadgroup float sums[SG][ROWS][COLUMNS + 4];
+
+int n_rows = 1;
+UNROLL
+for (int i = 0; i < XD - 1; i++) {
+  n_rows *= x_shape[i];
+}
+const int lane = thread_index_in_simdgroup;
+const int warp = simdgroup_index_in_threadgroup;
+const int r = lane / 4;
+const int c = lane % 4;
+const int first_column = tile * COLUMNS;
+const int first_row = threadgroup_position_in_grid.y * ROWS;
+const bool aligned = is_aligned(x) && is_aligned(matrix);
+
+// Past the last row or column the last one is computed again, and not stored.
+const T* w_rows[R][2];
+UNROLL
+for (int i = 0; i < R * 2; i++) {
+  w_rows[i / 2][i % 2] = matrix + static_cast<int64_t>(metal::min(first_column + i * 8 + r, width - 1)) * depth;
+}
+const T* x_rows[MT];
+UNROLL
+for (int j = 0; j < MT; j++) {
+  x_rows[j] = x + static_cast<int64_t>(metal::min(first_row + j * 8 + r, n_rows - 1)) * depth;
+}
+float acc[R][MT][4];
+UNROLL
+for (int i = 0; i < R * MT * 4; i++) {
+  acc[i / (MT * 4)][i / 4 % MT][i % 4] = 0.0f;
+}
+
+for (int k = warp * SHARE; k < depth; k += SG * SHARE) {
+  uint4 a[U][R][2];
+  uint4 b[U][MT];
+  UNROLL
+  for (int u = 0; u < U; u++) {
+    const int at = k + u * 32 + c * 8;
+    const bool live = at < depth;
+    UNROLL
+    for (int i = 0; i < R * 2; i++) {
+      const T* source = w_rows[i / 2][i % 2] + at;
+      a[u][i / 2][i % 2] = !live ? make_uint4(0, 0, 0, 0) : aligned ? stream_load(source) : load_words(source);
+    }
+    UNROLL
+    for (int j = 0; j < MT; j++) {
+      const T* source = x_rows[j] + at;
+      b[u][j] = !live ? make_uint4(0, 0, 0, 0) : aligned ? load_aligned(source) : load_words(source);
+    }
+  }
+  UNROLL
+  for (int u = 0; u < U; u++) {
+    UNROLL
+    for (int i = 0; i < R; i++) {
+      const uint4 low = a[u][i][0];
+      const uint4 high = a[u][i][1];
+      UNROLL
+      for (int j = 0; j < MT; j++) {
+        mma<T>(acc[i][j], low.x, high.x, low.y, high.y, b[u][j].x, b[u][j].y);
+        mma<T>(acc[i][j], low.z, high.z, low.w, high.w, b[u][j].z, b[u][j].w);
+      }
+    }
+  }
+}
+
+UNROLL
+for (int i = 0; i < R; i++) {
+  UNROLL
+  for (int j = 0; j < MT; j++) {
+    UNROLL
+    for (int e = 0; e < 4; e++) {
+      sums[warp][j * 8 + c * 2 + e % 2][i * 16 + r + e / 2 * 8] = acc[i][j][e];
+    }
+  }
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+for (int e = thread_position_in_threadgroup.x; e < ROWS * COLUMNS; e += SG * 32) {
+  const int row = first_row + e / COLUMNS;
+  const int column = first_column + e % COLUMNS;
+  if (row < n_rows && column < width) {
+    float sum = addend != nullptr ? static_cast<float>(addend[column]) : 0.0f;
+    UNROLL
+    for (int s = 0; s < SG; s++) {
+      sum += sums[s][e / COLUMNS][e % COLUMNS];
+    }
+    target[static_cast<int64_t>(row) * width + column] = static_cast<T>(sum);
+  }
+}
