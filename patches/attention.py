@@ -39,7 +39,7 @@ def paged_call(
             queries = self.rope(queries, offset=offset)
             keys = self.rope(keys, offset=offset)
             output = cache.attend(queries, keys, values, scale=self.scale, mask=mask, softcap=softcap(self))
-            return self.o_proj(output.transpose(0, 2, 1, 3).reshape(x.shape[0], x.shape[1], -1))
+            return self.o_proj(heads_last(output))
 
         return __call__
 
@@ -53,6 +53,18 @@ def takes(cache: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCac
     return isinstance(cache, PagedBatchKVCache | StepLayer)
 
 
-def split_heads(x: mx.array, n_heads: int) -> mx.array:
-    """``[B, L, n_heads * head_dim]`` to ``[B, L, n_heads, head_dim]``."""
-    return x.reshape(x.shape[0], x.shape[1], n_heads, -1)
+def heads_first(x: mx.array, n_heads: int, norm: Callable[[mx.array], mx.array] | None = None) -> mx.array:
+    """``[B, L, n_heads * head_dim]`` to ``[B, n_heads, L, head_dim]``, each head normalised before it is moved.
+
+    One operation less for one token, where the order of elements is the same: in a decode step the host counts.
+    """
+    batch, length = x.shape[:2]
+    x = x.reshape(batch, n_heads, 1, -1) if length == 1 else x.reshape(batch, length, n_heads, -1)
+    x = x if norm is None else norm(x)
+    return x if length == 1 else x.transpose(0, 2, 1, 3)
+
+
+def heads_last(x: mx.array) -> mx.array:
+    """``[B, n_heads, L, head_dim]`` to ``[B, L, n_heads * head_dim]``."""
+    batch, _, length, _ = x.shape
+    return (x if length == 1 else x.transpose(0, 2, 1, 3)).reshape(batch, length, -1)

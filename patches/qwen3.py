@@ -6,14 +6,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from .attention import paged_call, split_heads
+from .attention import heads_first, paged_call
 
 
 def project(self: Any, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     """Queries, keys and values before rotation, heads first."""
-    queries = self.q_norm(split_heads(self.q_proj(x), self.n_heads)).transpose(0, 2, 1, 3)
-    keys = self.k_norm(split_heads(self.k_proj(x), self.n_kv_heads)).transpose(0, 2, 1, 3)
-    values = split_heads(self.v_proj(x), self.n_kv_heads).transpose(0, 2, 1, 3)
+    queries = heads_first(self.q_proj(x), self.n_heads, self.q_norm)
+    keys = heads_first(self.k_proj(x), self.n_kv_heads, self.k_norm)
+    values = heads_first(self.v_proj(x), self.n_kv_heads)
     return queries, keys, values
 
 
