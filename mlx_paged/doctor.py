@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from . import __version__
-from .attention import gather
+from .attention import gather, narrow_matmul
 from .attention.dispatch import Dispatch, last_dispatch, paged_attention
 from .attention.kernel_build import backend
 from .attention.kernel_check import MAX_RMS, self_check
@@ -142,7 +142,24 @@ def run(block_size: int, config: PagedConfig, *, everything: bool) -> int:
             why = "" if result.ok else f" FAILED: {result.reason}"
             cells = (variant.body, compiled, f"{result.rms:.1e}", f"{result.seconds:.2f}", path + why)
             print(_line(str(shape), *cells), flush=True)
+    failed += _run_products()
     print(f"\n{failed} failed" if failed else "\nall passed")
+    return failed
+
+
+def _run_products() -> int:
+    """A line for each kernel that multiplies a few rows, on CUDA; returns the number of lines that failed."""
+    failed = 0
+    for dtype in narrow_matmul.DTYPES if backend() == "cuda" else ():
+        for tile in narrow_matmul.TILES:
+            for body in narrow_matmul.BODIES:
+                result = narrow_matmul.self_check(body, dtype, tile)
+                failed += not result.ok
+                name = str(dtype).removeprefix("mlx.core.")
+                compiled = "no" if math.isnan(result.rms) and not result.ok else "yes"
+                use = "compiled decode steps" if result.ok else f"FAILED: {result.reason}"
+                label = f"{name:>8} products of up to {tile.rows} rows"
+                print(_line(label, body, compiled, f"{result.rms:.1e}", f"{result.seconds:.2f}", use), flush=True)
     return failed
 
 

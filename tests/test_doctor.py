@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged import doctor
+from mlx_paged.attention import narrow_matmul
 from mlx_paged.attention.kernel_check import SelfCheck
 from mlx_paged.attention.kernel_plan import DTYPES, HEAD_DIMS, Variant
 
@@ -93,3 +94,19 @@ def test_all_adds_every_ratio_and_block_size() -> None:
     assert few < set(many) and len(set(many)) == len(many) - 3  # gqa 1 at D128 is in both lists
     assert {shape.gqa for shape in many} == set(range(1, 17))
     assert {shape.block_size for shape in many} == {8, 16, 32, 64, 128}
+
+
+def test_products_of_few_rows_are_checked_on_cuda(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(body: str, dtype: mx.Dtype, tile: narrow_matmul.Tile) -> narrow_matmul.TileCheck:
+        ok = (body, dtype, tile) != (narrow_matmul.BIASED, mx.float16, narrow_matmul.LARGE)
+        return narrow_matmul.TileCheck(body, dtype, tile, ok, 1e-3 if ok else 0.5, 1.0, "" if ok else "RMS is 0.5")
+
+    monkeypatch.setattr(doctor, "backend", lambda: "cuda")
+    monkeypatch.setattr(narrow_matmul, "self_check", check)
+    assert doctor._run_products() == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 * 2 * 3
+    assert [line for line in lines if "FAILED: RMS is 0.5" in line] == [lines[10]]
+    assert "float16 products of up to 32 rows" in lines[10] and narrow_matmul.BIASED in lines[10]
