@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -22,10 +23,11 @@ Forward = Callable[[Any, mx.array, Sequence[Any]], mx.array]
 
 
 MOST_FAILURES = 3
-# Steps of the same shapes that run uncompiled first: a trace takes as long as some tens of steps save, and while
-# prompts join or requests finish one after the other, a shape may last a few steps only.
-PATIENCE = 8
-MOST_TRACES = 256  # kept; then all are dropped
+# Steps of the same shapes that run uncompiled first, in a row or not: a trace takes as long as some steps save, and
+# while prompts join or requests finish, many shapes come that are not seen again.
+PATIENCE = 4
+MOST_TRACES = 256  # kept, the latest used ones
+MOST_COUNTED = 4096  # shapes whose steps are counted; then all counts are forgotten
 compile_function: Callable[[Any], Any] = mx.compile
 
 
@@ -97,14 +99,13 @@ class CompiledStep:
     def __init__(self, pool: BlockPool, forward: Forward) -> None:
         self.failure: str | None = None  # why no step is compiled any more
         self._forward = forward
-        self._function = compile_function(self._trace)
         self._windows = [pool.groups[pool.group_of(layer)].spec.window for layer in self._layers_of(pool)]
         self._groups = [pool.group_of(layer) for layer in self._layers_of(pool)]
         self._model: Any = None
         self._failures = 0  # in a row
-        self._traced: set[tuple[int, ...]] = set()
-        self._waiting_for: tuple[int, ...] = ()
-        self._waited = 0
+        # By the shapes of a step, latest used last. One function each: MLX compares a call with every trace of its own.
+        self._functions: OrderedDict[tuple[int, ...], Callable[..., Any]] = OrderedDict()
+        self._uncompiled: Counter[tuple[int, ...]] = Counter()
 
     @staticmethod
     def _layers_of(pool: BlockPool) -> list[int]:
@@ -137,11 +138,12 @@ class CompiledStep:
             for group, group_tables in zip(pool.groups, tables, strict=True):
                 step = pool.step(group.spec.layers[0], group_tables, 1)
                 arrays.append(GroupArrays(step.visible(group_tables, group.spec.window), step.offsets()))
-            if not self._is_worth_it(rows, arrays):
+            function = self._function_for(rows, arrays)
+            if function is None:
                 rows.untake()
                 return None
             self._model = model
-            logits = InPlaceStorage.run(self._function, storages, model, tokens, arrays)  # type: ignore[arg-type]
+            logits = InPlaceStorage.run(function, storages, model, tokens, arrays)  # type: ignore[arg-type]
         except Exception as error:
             # The step runs uncompiled now. Whatever went wrong may be of this step alone: a model that fails there too
             # says so itself.
@@ -156,21 +158,23 @@ class CompiledStep:
         dispatch.record_compiled(len(caches))
         return logits
 
-    def _is_worth_it(self, rows: _Sequence | _Batch, arrays: Sequence[GroupArrays]) -> bool:
-        """Whether steps of these shapes have been compiled, or have come often enough in a row to be."""
+    def _function_for(self, rows: _Sequence | _Batch, arrays: Sequence[GroupArrays]) -> Callable[..., Any] | None:
+        """The compiled step of these shapes; None as long as there have been too few of them."""
         sizes = (group.allocator.num_blocks for group in rows.pool.groups)
         shapes = (len(rows), *sizes, *(own.visible[0].shape[1] for own in arrays))
-        if shapes in self._traced:
-            return True
-        self._waited = self._waited + 1 if shapes == self._waiting_for else 0
-        self._waiting_for = shapes
-        if self._waited < PATIENCE:
-            return False
-        if len(self._traced) == MOST_TRACES:
-            self._traced.clear()
-            self._function = compile_function(self._trace)
-        self._traced.add(shapes)
-        return True
+        function = self._functions.get(shapes)
+        if function is not None:
+            self._functions.move_to_end(shapes)
+            return function
+        if self._uncompiled[shapes] < PATIENCE:
+            if len(self._uncompiled) == MOST_COUNTED:
+                self._uncompiled.clear()
+            self._uncompiled[shapes] += 1
+            return None
+        if len(self._functions) == MOST_TRACES:
+            self._functions.popitem(last=False)
+        function = self._functions[shapes] = compile_function(self._trace)
+        return function
 
     def _trace(
         self, tensors: Sequence[Any], weights: Any, tokens: mx.array, arrays: Sequence[Sequence[Any]]
