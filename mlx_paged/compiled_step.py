@@ -16,6 +16,7 @@ from .cache import PagedKVCache, SequenceTables
 from .kv.block_table import BlockTable
 from .kv.in_place import InPlaceStorage, TracedBlocks
 from .kv.pool import BlockPool
+from .kv.step import table_width
 from .narrow_layers import narrow_layers
 
 # From the model, tokens [B, 1] and the layers' caches to logits [B, 1, vocab].
@@ -88,8 +89,8 @@ class CompiledStep:
     In a decode step the host, not the GPU, is what takes time at small batches: building the graph of the same few
     hundred operations anew for each token. Compiled, it is built once per shape of the batch and of its block tables.
 
-    A step is taken only if every layer's cache is paged, in place, and its last step ran in the kernel. Weights are
-    inputs of the function, so replaced or updated ones are seen.
+    Batches are padded to a few sizes. A step is taken only if every layer's cache is paged, in place, and its last step
+    ran in the kernel. Weights are inputs of the function, so replaced or updated ones are seen.
 
     Args:
         pool: of the caches.
@@ -132,16 +133,20 @@ class CompiledStep:
         storages = [pool.storage(cache.layer) for cache in caches] if pool.groups[0].storages else []
         if not storages or not all(isinstance(s, InPlaceStorage) and s.decoded_by_kernel for s in storages):
             return None
+        num_rows = padded_rows(len(rows))
         arrays = []
         tables = rows.take(caches)
         try:
-            for group, group_tables in zip(pool.groups, tables, strict=True):
-                step = pool.step(group.spec.layers[0], group_tables, 1)
-                arrays.append(GroupArrays(step.visible(group_tables, group.spec.window), step.offsets()))
-            function = self._function_for(rows, arrays)
+            function = self._function_for(num_rows, pool, tables)
             if function is None:
                 rows.untake()
                 return None
+            for group, own in zip(pool.groups, tables, strict=True):
+                step = pool.step(group.spec.layers[0], own, 1)
+                visible = step.visible(own, group.spec.window, num_rows)
+                arrays.append(GroupArrays(visible, step.offsets(num_rows)))
+            if num_rows > len(rows):
+                tokens = mx.concatenate([tokens, mx.zeros((num_rows - len(rows), 1), tokens.dtype)])
             self._model = model
             logits = InPlaceStorage.run(function, storages, model, tokens, arrays)  # type: ignore[arg-type]
         except Exception as error:
@@ -156,12 +161,14 @@ class CompiledStep:
             self._model = None
         self._failures = 0
         dispatch.record_compiled(len(caches))
-        return logits
+        return logits if num_rows == len(rows) else logits[: len(rows)]
 
-    def _function_for(self, rows: _Sequence | _Batch, arrays: Sequence[GroupArrays]) -> Callable[..., Any] | None:
+    def _function_for(
+        self, num_rows: int, pool: BlockPool, tables: Sequence[Sequence[BlockTable]]
+    ) -> Callable[..., Any] | None:
         """The compiled step of these shapes; None as long as there have been too few of them."""
-        sizes = (group.allocator.num_blocks for group in rows.pool.groups)
-        shapes = (len(rows), *sizes, *(own.visible[0].shape[1] for own in arrays))
+        sizes = (group.allocator.num_blocks for group in pool.groups)
+        shapes = (num_rows, *sizes, *map(table_width, tables))
         function = self._functions.get(shapes)
         if function is not None:
             self._functions.move_to_end(shapes)
@@ -193,6 +200,13 @@ class CompiledStep:
         if any(layer.attended != 1 for layer in layers):
             raise NotCompilable("not every layer attends once")
         return logits, [own.fence() for own in blocks]
+
+
+def padded_rows(num_rows: int) -> int:
+    """Rows of the compiled step for so many: some more, which see nothing and write nothing, so that a batch that gains
+    and loses rows comes back to few shapes."""
+    unit = 1 if num_rows <= 2 else max(4, 1 << max(0, (num_rows - 1).bit_length() - 3))
+    return -(-num_rows // unit) * unit
 
 
 class _Sequence:

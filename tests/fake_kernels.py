@@ -100,11 +100,12 @@ class FakeKernels:
             if append:
                 self.calls["append"] += 1
                 assert q.shape[2] == 1
-                newest = [end[0] - 1 for end in ends]
-                blocks = mx.array([table[p // size] for table, p in zip(tables, newest, strict=True)])
+                rows = [row for row, end in enumerate(ends) if end[0]]  # others are padding
+                newest = [ends[row][0] - 1 for row in rows]
+                blocks = mx.array([tables[row][p // size] for row, p in zip(rows, newest, strict=True)])
                 for pool, x in ((k_pool, k_new), (v_pool, v_new)):
-                    pool[blocks, :, mx.array([p % size for p in newest])] = x[:, :, 0]
-            rows = []
+                    pool[blocks, :, mx.array([p % size for p in newest])] = x[mx.array(rows)][:, :, 0]
+            outputs = []
             for b, table in enumerate(tables):
                 columns = []
                 for i in range(q.shape[2]):
@@ -121,8 +122,8 @@ class FakeKernels:
                     )
                     one = q[b : b + 1, :, i : i + 1]
                     columns.append(gather.attention(one, k, v, scale=scale, mask=None, softcap=softcap, sinks=sinks))
-                rows.append(mx.concatenate(columns, axis=2))
-            return mx.concatenate(rows), self._pass("paged_decode", k_pool, fence)
+                outputs.append(mx.concatenate(columns, axis=2))
+            return mx.concatenate(outputs), self._pass("paged_decode", k_pool, fence)
 
         return launch
 

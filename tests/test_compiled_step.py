@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -18,6 +18,7 @@ import mlx_paged
 from mlx_paged import PagedConfig, compiled_step
 from mlx_paged.attention import kernels
 from mlx_paged.patches import compiled
+from tests.batch_runs import Outcome, Spec, generator, run_all
 from tests.builders import KINDS, build, greedy, prompt_of
 from tests.fake_kernels import FakeKernels, fake_kernels
 
@@ -86,6 +87,37 @@ def test_traces_are_dropped_before_there_are_too_many(monkeypatch: pytest.Monkey
     assert len(step._functions) == 2
 
 
+def test_few_sizes_of_batches() -> None:
+    assert [compiled_step.padded_rows(n) for n in (1, 2, 3, 4, 5, 8, 17, 31, 32, 33, 64, 65, 100, 128)] == [
+        1, 2, 4, 4, 8, 8, 20, 32, 32, 40, 64, 80, 112, 128
+    ]  # fmt: skip
+    assert len({compiled_step.padded_rows(n) for n in range(1, 1025)}) < 32
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_are_padded(monkeypatch: pytest.MonkeyPatch, calls: list[int], kind: str) -> None:
+    specs = [Spec(5 + 16 * row, 10 + 4 * row, seed=row) for row in range(5)]
+    model = build(kind, head_dim=64)
+    expected = [greedy(model, prompt_of(spec.length, seed=spec.seed), spec.num_tokens)[0] for spec in specs]
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+    traced: set[int] = set()
+    attend = compiled_step.StepLayer.attend
+
+    def count(self: Any, queries: mx.array, *args: Any, **options: Any) -> mx.array:
+        traced.add(queries.shape[0])
+        return attend(self, queries, *args, **options)
+
+    monkeypatch.setattr(compiled_step.StepLayer, "attend", count)
+    batch = generator(model, completion_batch_size=8)
+    uids = batch.insert([spec.prompt for spec in specs], [spec.num_tokens for spec in specs])
+    outcomes = {uid: Outcome() for uid in uids}
+    run_all(batch, outcomes)
+    assert [outcome.tokens for outcome in outcomes.values()] == expected
+    assert {3, 5} <= set(calls) and traced == {1, 2, 4, 8}
+    mlx_paged.pool_of(model).check_integrity()
+
+
 @pytest.mark.usefixtures("kernels")
 def test_shapes_that_come_back_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches that lose and gain rows: steps of a size count, also with other sizes between them."""
@@ -97,16 +129,8 @@ def test_shapes_that_come_back_are_compiled(monkeypatch: pytest.MonkeyPatch) -> 
     pool = mlx_paged.pool_of(model)
     step = compiled_step.CompiledStep(pool, lambda *args: args[1])
 
-    class Rows(NamedTuple):
-        size: int
-        pool: Any
-
-        def __len__(self) -> int:
-            return self.size
-
     def find(size: int) -> Any:
-        table = mx.zeros((size, 16), mx.int32)
-        return step._function_for(Rows(size, pool), [compiled_step.GroupArrays((table, table, table), table)])
+        return step._function_for(size, pool, [[pool.new_table()] * size])
 
     for _ in range(3):
         assert find(2) is None and find(3) is None

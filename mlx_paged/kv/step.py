@@ -26,15 +26,15 @@ class DeviceTables:
         self._host = np.zeros((0, 0), np.int32)
         self._device: mx.array | None = None
 
-    def of(self, tables: Sequence[BlockTable]) -> mx.array:
-        """The array; entries past a row's end are of no meaning."""
+    def of(self, tables: Sequence[BlockTable], num_rows: int | None = None) -> mx.array:
+        """The array, with ``num_rows`` rows if that is more; entries past a row's end are of no meaning."""
         uids = [table.uid for table in tables]
         versions = [table.version for table in tables]
-        width = _rounded(max(len(table.block_ids) for table in tables))
-        if self._device is not None and (uids, versions) == (self._uids, self._versions):
+        shape = (num_rows or len(tables), table_width(tables))
+        if self._device is not None and (uids, versions, shape) == (self._uids, self._versions, self._host.shape):
             return self._device
-        if uids != self._uids or width != self._host.shape[1]:
-            self._host = np.zeros((len(tables), width), np.int32)
+        if uids != self._uids or shape != self._host.shape:
+            self._host = np.zeros(shape, np.int32)
             self._versions = [-1] * len(tables)
         for row, (table, known) in enumerate(zip(tables, self._versions, strict=True)):
             if table.version != known:
@@ -74,8 +74,7 @@ class Step:
         self._wide = num_blocks * size > _MAX_INT32
         self._rows: tuple[mx.array, mx.array] | None = None
         self._slots: mx.array | None = None
-        self._ends: mx.array | None = None
-        self._visible: dict[int | None, tuple[mx.array, mx.array, mx.array]] = {}
+        self._visible: dict[tuple[int | None, int | None], tuple[mx.array, mx.array, mx.array]] = {}
 
     def rows(self, tables: Sequence[BlockTable]) -> tuple[mx.array, mx.array]:
         """Block id and offset in the block, int32 ``[B]`` each, of the newest token of each table."""
@@ -102,14 +101,17 @@ class Step:
             self._slots = mx.array(slots if self._wide else slots.astype(np.int32))
         return self._slots
 
-    def offsets(self) -> mx.array:
-        """Position of the first of each row's new tokens, int32 ``[B]``."""
-        return mx.array(self._lengths - np.array(self.counts or self.num_tokens, np.int32))
+    def offsets(self, num_rows: int | None = None) -> mx.array:
+        """Position of the first of each row's new tokens, int32 ``[B]``; up to ``num_rows``, rows at position 0."""
+        return mx.array(_padded(self._lengths - np.array(self.counts or self.num_tokens, np.int32), num_rows))
 
-    def visible(self, tables: Sequence[BlockTable], window: int | None) -> tuple[mx.array, mx.array, mx.array]:
+    def visible(
+        self, tables: Sequence[BlockTable], window: int | None, num_rows: int | None = None
+    ) -> tuple[mx.array, mx.array, mx.array]:
         """What each new token sees: block tables ``[B, max_blocks]``, and as int32 ``[B, num_tokens]`` the end
-        (exclusive: its own position + 1) and the start of its visible positions. Padding sees nothing."""
-        known = self._visible.get(window)
+        (exclusive: its own position + 1) and the start of its visible positions. Padding sees nothing, and so do rows
+        that are added to have ``num_rows``."""
+        known = self._visible.get((window, num_rows))
         if known is not None:
             return known
         if self.counts is None:
@@ -117,21 +119,25 @@ class Step:
         else:
             counts, index = np.array(self.counts, np.int32)[:, None], np.arange(self.num_tokens, dtype=np.int32)
             ends = np.where(index < counts, self._lengths[:, None] - counts + index + 1, 0)
-        if self._ends is None:
-            self._ends = mx.array(ends)
-        if window is None:
-            starts = np.zeros_like(ends)
-        else:
-            starts = np.maximum(ends - window, 0)
-        found = (self._device_tables.of(tables), self._ends, mx.array(starts))
-        self._visible[window] = found
+        ends = _padded(ends, num_rows)
+        starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+        found = (self._device_tables.of(tables, num_rows), mx.array(ends), mx.array(starts))
+        self._visible[window, num_rows] = found
         return found
 
 
-def _rounded(width: int) -> int:
-    """Width of the device's table for this many blocks: a little more, so that its shape changes seldom."""
+def table_width(tables: Sequence[BlockTable]) -> int:
+    """Width of the device's table for these: a little more than the longest, so that its shape changes seldom."""
+    width = max(len(table.block_ids) for table in tables)
     unit = max(16, 1 << max(0, width.bit_length() - 3))
     return -(-width // unit) * unit
+
+
+def _padded(rows: np.ndarray, num_rows: int | None) -> np.ndarray:
+    """With rows of zeros up to ``num_rows``."""
+    if num_rows is None or num_rows == len(rows):
+        return rows
+    return np.concatenate([rows, np.zeros((num_rows - len(rows), *rows.shape[1:]), rows.dtype)])
 
 
 def step_key(tables: Sequence[BlockTable], num_tokens: int, counts: Sequence[int] | None = None) -> tuple[int, ...]:

@@ -104,6 +104,29 @@ def test_bits_do_not_depend_on_batchmates(dim):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
+def test_rows_of_padding_append_nothing(dtype):
+    mx.random.seed(1)
+    k, v = pools(9, dtype=dtype)
+    before = [np.array(x.view(mx.uint16)) for x in (k, v)]
+    q = mx.random.normal((4, 4, 1, 64)).astype(dtype)
+    new = [mx.random.normal((4, 2, 1, 64)).astype(dtype) for _ in "kv"]
+    table = mx.array([[3, 5], [4, 2], [0, 0], [0, 0]], mx.int32)
+    ends = mx.array([[20], [7], [0], [0]], mx.int32)
+    for variant in kernels.decode_variants(k, v, 4):
+        out, _ = kernels.paged_decode(
+            q, k, v, kernels.new_fence(), table, ends, mx.zeros_like(ends), scale=0.125, append=new, variant=variant
+        )
+        mx.eval(out)
+        assert not out[2:].any().item() and mx.isfinite(out[:2]).all().item()
+    for pool, old, rows in zip((k, v), before, new, strict=True):
+        got, added = np.array(pool.view(mx.uint16)), np.array(rows.view(mx.uint16))
+        old[5, :, 3], old[4, :, 6] = added[0, :, 0], added[1, :, 0]
+        np.testing.assert_array_equal(got, old)
+
+
+@pytest.mark.gpu
+@needs_gpu
 def test_random_schedules_equal_sequential_runs():
     """Writes, forks and reads of reused blocks, pipelined or evaluated one by one: the same bits."""
 

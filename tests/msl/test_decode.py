@@ -115,6 +115,24 @@ def test_append_writes_the_newest_token_and_attends_to_it(contexts, dtype):
         np.testing.assert_array_equal(to_float(fake.written[name]), expected)
 
 
+@pytest.mark.parametrize("backend", ["metal", "cuda"])
+def test_rows_of_padding_append_nothing(backend):
+    case = Case([5, 150], dtype=mx.float32)
+    full = to_float(case.k_pool), to_float(case.v_pool)
+    append = case.take_out_newest()
+    with emulated(backend=backend):
+        alone, _ = case.run(append=append)
+    case.q, *append = (mx.concatenate([x, mx.full((2, *x.shape[1:]), mx.nan, x.dtype)]) for x in (case.q, *append))
+    case.tables, case.ends, case.starts = (
+        np.concatenate([x, np.zeros((2, x.shape[1]), np.int32)]) for x in (case.tables, case.ends, case.starts)
+    )
+    with emulated(backend=backend) as fake:
+        out, _ = case.run(append=append)
+    assert out[:2].tobytes() == alone.tobytes() and not out[2:].any()
+    for name, expected in zip(("k_pool", "v_pool"), full, strict=True):
+        np.testing.assert_array_equal(to_float(fake.written[name]), expected)
+
+
 def test_append_changes_no_bit():
     case = Case([5, 150, 300], starts=[0, 3, 100], dtype=mx.float32)
     with emulated(checked=False, orders=(0,)):
