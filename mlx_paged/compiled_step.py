@@ -27,6 +27,8 @@ MOST_FAILURES = 3
 # Steps of the same shapes that run uncompiled first, in a row or not: a trace takes as long as some steps save, and
 # while prompts join or requests finish, many shapes come that are not seen again.
 PATIENCE = 4
+PATIENCE_PADDED = 32  # where a step of larger shapes serves meanwhile
+ANY_ROWS = 32  # a step may be padded to so many rows, or to twice as many as it has
 MOST_TRACES = 256  # kept, the latest used ones
 MOST_COUNTED = 4096  # shapes whose steps are counted; then all counts are forgotten
 compile_function: Callable[[Any], Any] = mx.compile
@@ -46,6 +48,41 @@ class GroupArrays(NamedTuple):
 
     visible: tuple[mx.array, mx.array, mx.array]
     offsets: mx.array
+
+
+class StepShapes(NamedTuple):
+    """What a trace of a step is made for.
+
+    Attributes:
+        num_rows: of the batch.
+        widths: of each group's block tables.
+        sizes: blocks of each group.
+    """
+
+    num_rows: int
+    widths: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, num_rows: int, pool: BlockPool, tables: Sequence[Sequence[BlockTable]]) -> StepShapes:
+        """The smallest for so many rows with these tables, one list for each group."""
+        sizes = tuple(group.allocator.num_blocks for group in pool.groups)
+        return cls(padded_rows(num_rows), tuple(map(table_width, tables)), sizes)
+
+    def can_hold(self, other: StepShapes) -> bool:
+        """Whether a step of the other's shapes can be padded to these. One sequence alone never is."""
+        return (
+            1 < other.num_rows <= self.num_rows <= max(ANY_ROWS, 2 * other.num_rows)
+            and self.sizes == other.sizes
+            and all(mine >= theirs for mine, theirs in zip(self.widths, other.widths, strict=True))
+        )
+
+
+def padded_rows(num_rows: int) -> int:
+    """Rows of the compiled step for so many: some more, which see nothing and write nothing, so that a batch that gains
+    and loses rows comes back to few shapes."""
+    unit = 1 if num_rows <= 2 else max(4, 1 << max(0, (num_rows - 1).bit_length() - 3))
+    return -(-num_rows // unit) * unit
 
 
 class StepLayer:
@@ -105,8 +142,8 @@ class CompiledStep:
         self._model: Any = None
         self._failures = 0  # in a row
         # By the shapes of a step, latest used last. One function each: MLX compares a call with every trace of its own.
-        self._functions: OrderedDict[tuple[int, ...], Callable[..., Any]] = OrderedDict()
-        self._uncompiled: Counter[tuple[int, ...]] = Counter()
+        self._functions: OrderedDict[StepShapes, Callable[..., Any]] = OrderedDict()
+        self._uncompiled: Counter[StepShapes] = Counter()
 
     @staticmethod
     def _layers_of(pool: BlockPool) -> list[int]:
@@ -133,21 +170,22 @@ class CompiledStep:
         storages = [pool.storage(cache.layer) for cache in caches] if pool.groups[0].storages else []
         if not storages or not all(isinstance(s, InPlaceStorage) and s.decoded_by_kernel for s in storages):
             return None
-        num_rows = padded_rows(len(rows))
         arrays = []
         tables = rows.take(caches)
         try:
-            function = self._function_for(num_rows, pool, tables)
-            if function is None:
+            shapes = self._shapes_for(StepShapes.of(len(rows), pool, tables))
+            if shapes is None:
                 rows.untake()
                 return None
-            for group, own in zip(pool.groups, tables, strict=True):
+            for group, own, width in zip(pool.groups, tables, shapes.widths, strict=True):
                 step = pool.step(group.spec.layers[0], own, 1)
-                visible = step.visible(own, group.spec.window, num_rows)
-                arrays.append(GroupArrays(visible, step.offsets(num_rows)))
-            if num_rows > len(rows):
-                tokens = mx.concatenate([tokens, mx.zeros((num_rows - len(rows), 1), tokens.dtype)])
+                visible = step.visible(own, group.spec.window, (shapes.num_rows, width))
+                arrays.append(GroupArrays(visible, step.offsets(shapes.num_rows)))
+            missing = shapes.num_rows - len(rows)
+            if missing:
+                tokens = mx.concatenate([tokens, mx.zeros((missing, 1), tokens.dtype)])
             self._model = model
+            function = self._functions[shapes]
             logits = InPlaceStorage.run(function, storages, model, tokens, arrays)  # type: ignore[arg-type]
         except Exception as error:
             # The step runs uncompiled now. Whatever went wrong may be of this step alone: a model that fails there too
@@ -161,27 +199,23 @@ class CompiledStep:
             self._model = None
         self._failures = 0
         dispatch.record_compiled(len(caches))
-        return logits if num_rows == len(rows) else logits[: len(rows)]
+        return logits[: len(rows)] if missing else logits
 
-    def _function_for(
-        self, num_rows: int, pool: BlockPool, tables: Sequence[Sequence[BlockTable]]
-    ) -> Callable[..., Any] | None:
-        """The compiled step of these shapes; None as long as there have been too few of them."""
-        sizes = (group.allocator.num_blocks for group in pool.groups)
-        shapes = (num_rows, *sizes, *map(table_width, tables))
-        function = self._functions.get(shapes)
-        if function is not None:
-            self._functions.move_to_end(shapes)
-            return function
-        if self._uncompiled[shapes] < PATIENCE:
-            if len(self._uncompiled) == MOST_COUNTED:
-                self._uncompiled.clear()
-            self._uncompiled[shapes] += 1
-            return None
+    def _shapes_for(self, own: StepShapes) -> StepShapes | None:
+        """Of the compiled step to take: of these shapes, or larger ones; None as long as there is none."""
+        if own in self._functions:
+            self._functions.move_to_end(own)
+            return own
+        larger = min((shapes for shapes in self._functions if shapes.can_hold(own)), default=None)
+        if len(self._uncompiled) >= MOST_COUNTED:
+            self._uncompiled.clear()
+        self._uncompiled[own] += 1
+        if self._uncompiled[own] <= (PATIENCE if larger is None else PATIENCE_PADDED):
+            return larger
         if len(self._functions) == MOST_TRACES:
             self._functions.popitem(last=False)
-        function = self._functions[shapes] = compile_function(self._trace)
-        return function
+        self._functions[own] = compile_function(self._trace)
+        return own
 
     def _trace(
         self, tensors: Sequence[Any], weights: Any, tokens: mx.array, arrays: Sequence[Sequence[Any]]
@@ -200,13 +234,6 @@ class CompiledStep:
         if any(layer.attended != 1 for layer in layers):
             raise NotCompilable("not every layer attends once")
         return logits, [own.fence() for own in blocks]
-
-
-def padded_rows(num_rows: int) -> int:
-    """Rows of the compiled step for so many: some more, which see nothing and write nothing, so that a batch that gains
-    and loses rows comes back to few shapes."""
-    unit = 1 if num_rows <= 2 else max(4, 1 << max(0, (num_rows - 1).bit_length() - 3))
-    return -(-num_rows // unit) * unit
 
 
 class _Sequence:

@@ -114,7 +114,7 @@ def test_batches_are_padded(monkeypatch: pytest.MonkeyPatch, calls: list[int], k
     outcomes = {uid: Outcome() for uid in uids}
     run_all(batch, outcomes)
     assert [outcome.tokens for outcome in outcomes.values()] == expected
-    assert {3, 5} <= set(calls) and traced == {1, 2, 4, 8}
+    assert {3, 5} <= set(calls) and {1, 8} <= traced <= {1, 2, 4, 8}
     mlx_paged.pool_of(model).check_integrity()
 
 
@@ -130,17 +130,41 @@ def test_shapes_that_come_back_are_compiled(monkeypatch: pytest.MonkeyPatch) -> 
     step = compiled_step.CompiledStep(pool, lambda *args: args[1])
 
     def find(size: int) -> Any:
-        return step._function_for(size, pool, [[pool.new_table()] * size])
+        found = step._shapes_for(compiled_step.StepShapes.of(size, pool, [[pool.new_table()] * size]))
+        return found and found.num_rows
 
+    monkeypatch.setattr(compiled_step, "ANY_ROWS", 0)
     for _ in range(3):
-        assert find(2) is None and find(3) is None
-    two, three = find(2), find(3)
-    assert two is not None and three is not None and two is not three
-    assert find(2) is two
-    assert [find(4) for _ in range(3)] == [None] * 3 and find(4) is not None  # 3 was used the longest ago
-    assert find(2) is two and find(3) is not three
+        assert find(4) is None and find(16) is None
+    assert find(4) == 4 and find(16) == 16 and find(4) == 4
+    assert [find(40) for _ in range(4)] == [None] * 3 + [40]
+    assert len(step._functions) == 2 and find(4) == 4  # 16 was used the longest ago
     monkeypatch.setattr(compiled_step, "MOST_COUNTED", len(step._uncompiled))
-    assert find(5) is None and list(step._uncompiled.values()) == [1]
+    assert find(100) is None and list(step._uncompiled.values()) == [1]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_larger_steps_serve_until_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_step, "PATIENCE", 2)
+    monkeypatch.setattr(compiled_step, "PATIENCE_PADDED", 3)
+    model = build("llama", head_dim=64)
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+    greedy(model, prompt_of(9), 2)
+    pool = mlx_paged.pool_of(model)
+    step = compiled_step.CompiledStep(pool, lambda *args: args[1])
+    long = pool.new_table()
+    pool.append_tokens(long, 17 * 16)
+
+    def find(size: int, table: Any = None) -> Any:
+        found = step._shapes_for(compiled_step.StepShapes.of(size, pool, [[table or pool.new_table()] * size]))
+        return found and (found.num_rows, found.widths)
+
+    assert [find(24, long) for _ in range(3)] == [None, None, (24, (32,))]
+    assert [find(8) for _ in range(4)] == [(24, (32,))] * 3 + [(8, (0,))]
+    assert find(5) == (8, (0,)) and find(4) == (8, (0,)) and find(12) == (24, (32,))
+    assert find(1) is None and find(28) is None  # alone: stock's own steps; 28: too many
+    pool.append_tokens(long, 16 * pool.groups[0].allocator.num_blocks)
+    assert find(8) is None  # the pool has grown
 
 
 @pytest.mark.usefixtures("kernels")

@@ -26,11 +26,11 @@ class DeviceTables:
         self._host = np.zeros((0, 0), np.int32)
         self._device: mx.array | None = None
 
-    def of(self, tables: Sequence[BlockTable], num_rows: int | None = None) -> mx.array:
-        """The array, with ``num_rows`` rows if that is more; entries past a row's end are of no meaning."""
+    def of(self, tables: Sequence[BlockTable], shape: tuple[int, int] | None = None) -> mx.array:
+        """The array, of ``shape`` if that is larger; entries past a row's end are of no meaning."""
         uids = [table.uid for table in tables]
         versions = [table.version for table in tables]
-        shape = (num_rows or len(tables), table_width(tables))
+        shape = shape or (len(tables), table_width(tables))
         if self._device is not None and (uids, versions, shape) == (self._uids, self._versions, self._host.shape):
             return self._device
         if uids != self._uids or shape != self._host.shape:
@@ -74,7 +74,7 @@ class Step:
         self._wide = num_blocks * size > _MAX_INT32
         self._rows: tuple[mx.array, mx.array] | None = None
         self._slots: mx.array | None = None
-        self._visible: dict[tuple[int | None, int | None], tuple[mx.array, mx.array, mx.array]] = {}
+        self._visible: dict[Any, tuple[mx.array, mx.array, mx.array]] = {}  # by window and shape
 
     def rows(self, tables: Sequence[BlockTable]) -> tuple[mx.array, mx.array]:
         """Block id and offset in the block, int32 ``[B]`` each, of the newest token of each table."""
@@ -106,12 +106,12 @@ class Step:
         return mx.array(_padded(self._lengths - np.array(self.counts or self.num_tokens, np.int32), num_rows))
 
     def visible(
-        self, tables: Sequence[BlockTable], window: int | None, num_rows: int | None = None
+        self, tables: Sequence[BlockTable], window: int | None, shape: tuple[int, int] | None = None
     ) -> tuple[mx.array, mx.array, mx.array]:
         """What each new token sees: block tables ``[B, max_blocks]``, and as int32 ``[B, num_tokens]`` the end
-        (exclusive: its own position + 1) and the start of its visible positions. Padding sees nothing, and so do rows
-        that are added to have ``num_rows``."""
-        known = self._visible.get((window, num_rows))
+        (exclusive: its own position + 1) and the start of its visible positions. With ``shape``, block tables of that
+        shape. Padding sees nothing, and neither do the rows that the shape adds."""
+        known = self._visible.get((window, shape))
         if known is not None:
             return known
         if self.counts is None:
@@ -119,10 +119,10 @@ class Step:
         else:
             counts, index = np.array(self.counts, np.int32)[:, None], np.arange(self.num_tokens, dtype=np.int32)
             ends = np.where(index < counts, self._lengths[:, None] - counts + index + 1, 0)
-        ends = _padded(ends, num_rows)
+        ends = _padded(ends, None if shape is None else shape[0])
         starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
-        found = (self._device_tables.of(tables, num_rows), mx.array(ends), mx.array(starts))
-        self._visible[window, num_rows] = found
+        found = (self._device_tables.of(tables, shape), mx.array(ends), mx.array(starts))
+        self._visible[window, shape] = found
         return found
 
 

@@ -212,13 +212,13 @@ def test_device_metadata_is_made_once_per_step_and_group(monkeypatch: pytest.Mon
         made["slots"] += 1
         return original_slots(self, tables)
 
-    def visible(self: Step, tables: list, window: int | None, num_rows: int | None = None) -> tuple:
-        made["visible"] += (window, num_rows) not in self._visible
-        return original_visible(self, tables, window, num_rows)
+    def visible(self: Step, tables: list, window: int | None, shape: tuple[int, int] | None = None) -> tuple:
+        made["visible"] += (window, shape) not in self._visible
+        return original_visible(self, tables, window, shape)
 
-    def of(self: DeviceTables, tables: list, num_rows: int | None = None) -> mx.array:
+    def of(self: DeviceTables, tables: list, shape: tuple[int, int] | None = None) -> mx.array:
         before = self._device
-        after = original_of(self, tables, num_rows)
+        after = original_of(self, tables, shape)
         made["tables"] += after is not before
         return after
 
