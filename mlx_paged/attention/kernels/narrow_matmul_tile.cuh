@@ -2,12 +2,12 @@
 // the tile (of the matrix's rows) and the addend, a vector or null: target[m, n] = sum over k of x[m, k] matrix[n, k] +
 // addend[n]. For few rows m, which may be spread over the XD - 1 first dimensions of x.
 // 16-bit types on the tensor cores (mma.sync m16n8k16, float accumulators): rows of w are the A operand, rows of x the B.
-// A thread group makes R * 16 columns of MT * 8 rows of the target. Its warps share out k, 32 * U at a time, and their sums are
-// added in the warps' order: a row's bits depend neither on the other rows nor on how many there are.
+// A thread group makes R * 16 columns of MT * 8 rows of the target. Its warps share out k, 128 at a time whatever the tile, and
+// their sums are added in the warps' order: a row's bits depend neither on the other rows nor on how many there are.
 // The order of k inside a fragment is ours to choose as long as both factors agree, so every load is 16 bytes.
 constexpr int COLUMNS = 16 * R;
 constexpr int ROWS = 8 * MT;
-constexpr int SHARE = 32 * U;
+constexpr int SHARE = 128;
 
 // Padded, so that the stores below spread over all banks.
 threadgroup float sums[SG][ROWS][COLUMNS + 4];
@@ -42,7 +42,8 @@ for (int i = 0; i < R * MT * 4; i++) {
   acc[i / (MT * 4)][i / 4 % MT][i % 4] = 0.0f;
 }
 
-for (int k = warp * SHARE; k < depth; k += SG * SHARE) {
+int k = warp * SHARE;
+while (k < depth) {
   uint4 a[U][R][2];
   uint4 b[U][MT];
   UNROLL
@@ -73,6 +74,8 @@ for (int k = warp * SHARE; k < depth; k += SG * SHARE) {
       }
     }
   }
+  k += 32 * U;
+  if (k % SHARE == 0) k += (SG - 1) * SHARE;
 }
 
 UNROLL
