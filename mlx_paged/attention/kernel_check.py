@@ -31,7 +31,7 @@ _results: dict[Variant, SelfCheck] = {}
 def self_check(variant: Variant) -> SelfCheck:
     """Run one variant on two seeded cases (batch 2 and batch 9), and the slot writes and gathers it depends on.
 
-    Each with the newest tokens in the pool and then with them given to the call.
+    Each with the newest tokens in the pool, then with them given to the call, and then with rows of padding.
 
     Contexts of 1, block - 1, block, block + 1 and several blocks in permuted blocks, every unused slot NaN. Fails on a
     compile error, a non-finite value or an RMS difference of 5e-3 and more from attention in float32. Never raises for
@@ -104,6 +104,24 @@ def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
     again, fence = kernels.paged_decode(q, k_pool, v_pool, fence, *visible, append=append, **options)
     if not mx.array_equal(out.astype(mx.float32), again.astype(mx.float32)).item():
         raise RuntimeError("the result differs when the newest tokens come with the call")
+    # And with rows of padding, as compiled steps have them: they end at position 0.
+    tables_padded, ends_padded, starts_padded = (_extended(x, 0) for x in visible)
+    q_padded, k_padded, v_padded = (_extended(x, float("nan")) for x in (q, *append))
+    padded, fence = kernels.paged_decode(
+        q_padded,
+        k_pool,
+        v_pool,
+        fence,
+        tables_padded,
+        ends_padded,
+        starts_padded,
+        append=(k_padded, v_padded),
+        **options,
+    )
+    if not mx.array_equal(padded[:batch].astype(mx.float32), again.astype(mx.float32)).item():
+        raise RuntimeError("the result differs with rows of padding")
+    if padded[batch:].any().item():
+        raise RuntimeError("rows of padding have a result")
     first = 0
     errors = []
     for b, n in enumerate(contexts):
@@ -118,6 +136,11 @@ def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
     if not rms < float("inf"):
         raise RuntimeError("the result is not finite")
     return float(rms)
+
+
+def _extended(x: mx.array, value: float) -> mx.array:
+    """With two more rows of a value."""
+    return mx.concatenate([x, mx.full((2, *x.shape[1:]), value, x.dtype)])
 
 
 def _attend(

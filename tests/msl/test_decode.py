@@ -62,9 +62,10 @@ def test_window(starts):
     check(Case([5, 15, 16, 150], starts=starts, sinks=True))
 
 
-def test_rows_that_see_nothing_are_zero():
+@pytest.mark.parametrize("sinks", [False, True])
+def test_rows_that_see_nothing_are_zero(sinks):
     for max_blocks in (2, 20):
-        case = Case([4, 20], max_blocks=max_blocks)
+        case = Case([4, 20], max_blocks=max_blocks, sinks=sinks)
         case.ends[0] = 0
         with emulated():
             out, _ = case.run()

@@ -1,0 +1,101 @@
+"""The self-check, over stand-ins for the kernels: it passes if they are right and finds what they do wrong.
+
+With the kernels themselves it runs on a GPU, in test_kernels.py.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+import pytest
+
+from mlx_paged.attention import kernels
+from mlx_paged.attention.kernel_check import self_check
+from mlx_paged.attention.kernel_plan import Variant
+from tests.fake_kernels import FakeKernels, fake_kernels
+
+VARIANT = Variant("paged_decode", "metal", mx.float32, 64, 64, 2, 16)
+WRITE_SLOTS = kernels.write_slots
+Launch = Callable[..., tuple[mx.array, mx.array]]
+
+
+@pytest.fixture
+def plant() -> Iterator[Callable[[Callable[[Launch], Launch]], None]]:
+    """Puts something around each decode launch of the stand-ins; calling the fixture's value says what."""
+    around: list[Callable[[Launch], Launch]] = []
+    with fake_kernels() as fake:
+        prepare = fake.prepare_decode
+
+        def prepare_decode(*args: Any, variant: Variant, plan: object, **options: Any) -> Launch:
+            launch = prepare(*args, **options)
+            for wrap in around:
+                launch = wrap(launch)
+            return launch
+
+        # write_slots calls the stand-in's prepare_write. Not by monkeypatch, which would outlive the stand-ins.
+        with mock.patch.multiple(kernels, prepare_decode=prepare_decode, write_slots=WRITE_SLOTS):
+            yield around.append
+
+
+@pytest.mark.parametrize("extras", [{}, {"softcap": True, "sinks": True}])
+def test_right_kernels_pass(plant: object, extras: dict[str, bool]) -> None:
+    result = self_check(VARIANT._replace(**extras))
+    assert result.ok and result.rms < 1e-5, result.reason
+
+
+def wrong_rows(launch: Launch) -> Launch:
+    def wrapped(*args: Any) -> tuple[mx.array, mx.array]:
+        out, fence = launch(*args)
+        return out * 1.1, fence
+
+    return wrapped
+
+
+def padding_has_results(launch: Launch) -> Launch:
+    def wrapped(*args: Any) -> tuple[mx.array, mx.array]:
+        out, fence = launch(*args)
+        return mx.where(mx.isnan(args[0]), 1.0, out), fence
+
+    return wrapped
+
+
+def padding_changes_rows(launch: Launch) -> Launch:
+    def wrapped(q: mx.array, *args: Any) -> tuple[mx.array, mx.array]:
+        out, fence = launch(q, *args)
+        return mx.where(mx.isnan(q).any() & ~mx.isnan(q), out * 1.0001, out), fence
+
+    return wrapped
+
+
+def padding_is_written(launch: Launch) -> Launch:
+    def wrapped(q: mx.array, k_pool: mx.array, *args: Any) -> tuple[mx.array, mx.array]:
+        out, fence = launch(q, k_pool, *args)
+        if mx.isnan(q).any().item():
+            k_pool[1:, :, 0] = 7.0
+        return out, fence
+
+    return wrapped
+
+
+@pytest.mark.parametrize(
+    ("wrap", "reason"),
+    [
+        (wrong_rows, "is not below"),
+        (padding_has_results, "rows of padding have a result"),
+        (padding_changes_rows, "differs with rows of padding"),
+        (padding_is_written, "read back differ"),
+    ],
+)
+def test_wrong_kernels_are_found(plant: Callable[..., None], wrap: Callable[[Launch], Launch], reason: str) -> None:
+    plant(wrap)
+    result = self_check(VARIANT)
+    assert not result.ok and reason in result.reason, result.reason
+
+
+def test_fences_are_followed(monkeypatch: pytest.MonkeyPatch, plant: object) -> None:
+    passed = []
+    follow = FakeKernels._pass
+    monkeypatch.setattr(FakeKernels, "_pass", lambda self, *args: passed.append(args[0]) or follow(self, *args))
+    assert self_check(VARIANT).ok
+    assert passed.count("paged_decode") == 3 * 2 and passed.count("write_slots") == 2 * 2
