@@ -16,7 +16,7 @@ from .cache import PagedKVCache, SequenceTables
 from .kv.block_table import BlockTable
 from .kv.in_place import InPlaceStorage, TracedBlocks
 from .kv.pool import BlockPool
-from .kv.step import table_width
+from .kv.step import rounded_up, table_width
 from .narrow_layers import narrow_layers
 
 # From the model, tokens [B, 1] and the layers' caches to logits [B, 1, vocab].
@@ -81,8 +81,7 @@ class StepShapes(NamedTuple):
 def padded_rows(num_rows: int) -> int:
     """Rows of the compiled step for so many: some more, which see nothing and write nothing, so that a batch that gains
     and loses rows comes back to few shapes."""
-    unit = 1 if num_rows <= 2 else max(4, 1 << max(0, (num_rows - 1).bit_length() - 3))
-    return -(-num_rows // unit) * unit
+    return num_rows if num_rows <= 2 else rounded_up(num_rows, 4)
 
 
 class StepLayer:
@@ -211,6 +210,8 @@ class CompiledStep:
             self._uncompiled.clear()
         self._uncompiled[own] += 1
         if self._uncompiled[own] <= (PATIENCE if larger is None else PATIENCE_PADDED):
+            if larger is not None:
+                self._functions.move_to_end(larger)
             return larger
         if len(self._functions) == MOST_TRACES:
             self._functions.popitem(last=False)
@@ -229,7 +230,7 @@ class CompiledStep:
                     for own, group, window in zip(blocks, self._groups, self._windows, strict=True)
                 ]
                 logits = self._forward(self._model, tokens, layers)
-                if all([own.settle() for own in siblings]):
+                if all([own.settle() for own in siblings]):  # each of them, whatever the others say
                     break
         if any(layer.attended != 1 for layer in layers):
             raise NotCompilable("not every layer attends once")

@@ -17,7 +17,7 @@ from . import __version__
 from .attention import gather, narrow_matmul
 from .attention.dispatch import Dispatch, last_dispatch, paged_attention
 from .attention.kernel_build import backend
-from .attention.kernel_check import MAX_RMS, self_check
+from .attention.kernel_check import MAX_RMS, SelfCheck, self_check
 from .attention.kernel_plan import BLOCK_SIZES, DTYPES, HEAD_DIMS, MAX_GQA
 from .attention.kernels import variants_of
 from .attention.select import device_decline, storage_choice
@@ -138,10 +138,7 @@ def run(block_size: int, config: PagedConfig, *, everything: bool) -> int:
         ):  # fmt: skip
             result = self_check(variant)
             failed += not (result.ok and pool_ok)
-            compiled = "no" if math.isnan(result.rms) and not result.ok else "yes"
-            why = "" if result.ok else f" FAILED: {result.reason}"
-            cells = (variant.body, compiled, f"{result.rms:.1e}", f"{result.seconds:.2f}", path + why)
-            print(_line(str(shape), *cells), flush=True)
+            print(_check_line(str(shape), variant.body, result, path), flush=True)
     failed += _run_products()
     print(f"\n{failed} failed" if failed else "\nall passed")
     return failed
@@ -156,11 +153,15 @@ def _run_products() -> int:
                 result = narrow_matmul.self_check(body, dtype, tile)
                 failed += not result.ok
                 name = str(dtype).removeprefix("mlx.core.")
-                compiled = "no" if math.isnan(result.rms) and not result.ok else "yes"
-                use = "compiled decode steps" if result.ok else f"FAILED: {result.reason}"
                 label = f"{name:>8} products of up to {tile.rows} rows"
-                print(_line(label, body, compiled, f"{result.rms:.1e}", f"{result.seconds:.2f}", use), flush=True)
+                print(_check_line(label, body, result, "compiled decode steps"), flush=True)
     return failed
+
+
+def _check_line(shape: str, body: str, result: SelfCheck | narrow_matmul.TileCheck, use: str) -> str:
+    compiled = "no" if math.isnan(result.rms) and not result.ok else "yes"
+    why = "" if result.ok else f" FAILED: {result.reason}"
+    return _line(shape, body, compiled, f"{result.rms:.1e}", f"{result.seconds:.2f}", use + why)
 
 
 def _line(shape: str, body: str, compiled: str, rms: str, seconds: str, dispatch: str) -> str:

@@ -13,9 +13,13 @@ import mlx.core as mx
 import pytest
 
 import mlx_paged
+from mlx_paged import compiled_step
+from mlx_paged.attention import kernels as gpu_kernels
 from mlx_paged.patches import registry
 from mlx_paged.patches.warn import forget_warnings
 from tests.fake_kernels import FakeKernels, fake_kernels
+
+REAL = gpu_kernels.prepare_decode, compiled_step.compile_function
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,6 +41,8 @@ def unpatched() -> Iterator[None]:
     mlx_paged.reset_dispatch_counts()
     yield
     registry.remove_patches()
+    # What a test puts in the place of a stand-in has to go before the stand-ins do, or it leaves one behind.
+    assert (gpu_kernels.prepare_decode, compiled_step.compile_function) == REAL
 
 
 @pytest.fixture

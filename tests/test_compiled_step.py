@@ -118,16 +118,21 @@ def test_batches_are_padded(monkeypatch: pytest.MonkeyPatch, calls: list[int], k
     mlx_paged.pool_of(model).check_integrity()
 
 
+def step_of_a_pool() -> tuple[Any, Any]:
+    """A pool in use, and a compiled step over it that has taken none."""
+    model = build("llama", head_dim=64)
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+    greedy(model, prompt_of(9), 2)
+    pool = mlx_paged.pool_of(model)
+    return pool, compiled_step.CompiledStep(pool, lambda *args: args[1])
+
+
 @pytest.mark.usefixtures("kernels")
 def test_shapes_that_come_back_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches that lose and gain rows: steps of a size count, also with other sizes between them."""
     monkeypatch.setattr(compiled_step, "PATIENCE", 3)
     monkeypatch.setattr(compiled_step, "MOST_TRACES", 2)
-    model = build("llama", head_dim=64)
-    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
-    greedy(model, prompt_of(9), 2)
-    pool = mlx_paged.pool_of(model)
-    step = compiled_step.CompiledStep(pool, lambda *args: args[1])
+    pool, step = step_of_a_pool()
 
     def find(size: int) -> Any:
         found = step._shapes_for(compiled_step.StepShapes.of(size, pool, [[pool.new_table()] * size]))
@@ -147,11 +152,7 @@ def test_shapes_that_come_back_are_compiled(monkeypatch: pytest.MonkeyPatch) -> 
 def test_larger_steps_serve_until_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_step, "PATIENCE", 2)
     monkeypatch.setattr(compiled_step, "PATIENCE_PADDED", 3)
-    model = build("llama", head_dim=64)
-    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
-    greedy(model, prompt_of(9), 2)
-    pool = mlx_paged.pool_of(model)
-    step = compiled_step.CompiledStep(pool, lambda *args: args[1])
+    pool, step = step_of_a_pool()
     long = pool.new_table()
     pool.append_tokens(long, 17 * 16)
 
@@ -312,10 +313,10 @@ def test_with_mlx_compile_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return launch
 
-    with fake_kernels():
-        monkeypatch.setattr(FakeKernels, "_pass", lambda self, kernel, pool, fence: fence + 1)
-        monkeypatch.setattr(kernels, "prepare_decode", prepare_decode)
-        monkeypatch.setattr(compiled_step, "PATIENCE", 0)
+    with fake_kernels(), monkeypatch.context() as patch:
+        patch.setattr(FakeKernels, "_pass", lambda self, kernel, pool, fence: fence + 1)
+        patch.setattr(kernels, "prepare_decode", prepare_decode)
+        patch.setattr(compiled_step, "PATIENCE", 0)
         model = build("llama", head_dim=64)
         mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
         prompt = prompt_of(20)
@@ -323,7 +324,7 @@ def test_with_mlx_compile_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         pool_calls = len(traced)
         assert pool_calls == 41 * 3  # every step runs in Python, compiled or not
         mlx_paged.remove_patches()
-        monkeypatch.setattr(compiled_step, "compile_function", mx.compile)
+        patch.setattr(compiled_step, "compile_function", mx.compile)
         mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
         traced.clear()
         assert greedy(model, prompt, 40)[0] == eager
@@ -344,11 +345,11 @@ def test_another_thread_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch)
 
         return launch
 
-    with fake_kernels():
-        monkeypatch.setattr(FakeKernels, "_pass", lambda self, kernel, pool, fence: fence + 1)
-        monkeypatch.setattr(kernels, "prepare_decode", prepare_decode)
-        monkeypatch.setattr(compiled_step, "PATIENCE", 0)
-        monkeypatch.setattr(compiled_step, "compile_function", mx.compile)
+    with fake_kernels(), monkeypatch.context() as patch:
+        patch.setattr(FakeKernels, "_pass", lambda self, kernel, pool, fence: fence + 1)
+        patch.setattr(kernels, "prepare_decode", prepare_decode)
+        patch.setattr(compiled_step, "PATIENCE", 0)
+        patch.setattr(compiled_step, "compile_function", mx.compile)
         model, prompt = build("llama", head_dim=64), prompt_of(20)
         mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
 

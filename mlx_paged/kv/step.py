@@ -127,10 +127,14 @@ class Step:
 
 
 def table_width(tables: Sequence[BlockTable]) -> int:
-    """Width of the device's table for these: a little more than the longest, so that its shape changes seldom."""
-    width = max(len(table.block_ids) for table in tables)
-    unit = max(16, 1 << max(0, width.bit_length() - 3))
-    return -(-width // unit) * unit
+    """Width of the device's table for these."""
+    return rounded_up(max(len(table.block_ids) for table in tables), 16)
+
+
+def rounded_up(count: int, least: int) -> int:
+    """A little more, so that shapes change seldom: a multiple of ``least`` or of an eighth of the next power of two."""
+    unit = max(least, 1 << max(0, (count - 1).bit_length() - 3))
+    return -(-count // unit) * unit
 
 
 def _padded(rows: np.ndarray, num_rows: int | None) -> np.ndarray:

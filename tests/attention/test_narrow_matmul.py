@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from mlx_paged.attention import kernel_build, narrow_matmul
+from mlx_paged.attention.kernel_check import MAX_RMS
 from mlx_paged.attention.narrow_matmul import (
     BIASED,
     BODIES,
     GROUPED,
     LARGE,
-    MAX_RMS,
     PLAIN,
     SMALL,
     TILES,
