@@ -77,6 +77,23 @@ class NarrowEmbedding(nn.Embedding):
         return narrow_matmul.products(x, [weight])[0]
 
 
+def added(layer: nn.Module, x: mx.array, residual: mx.array) -> mx.array:
+    """``residual + layer(x)``, in one kernel launch if the layer is a narrow one."""
+    if type(layer) is NarrowLinear and "bias" not in layer and narrow_matmul.covers_sum(x, layer["weight"], residual):
+        return narrow_matmul.product_sum(x, layer["weight"], residual)
+    product: mx.array = layer(x)
+    return residual + product
+
+
+def gated(gate: nn.Module, up: nn.Module, x: mx.array) -> mx.array | None:
+    """``silu(gate(x)) * up(x)`` in one kernel launch; None if these are not narrow layers."""
+    if any(type(layer) is not NarrowLinear or "bias" in layer for layer in (gate, up)):
+        return None
+    if not narrow_matmul.covers_gated(x, gate["weight"], up["weight"]):
+        return None
+    return narrow_matmul.gated_product(x, gate["weight"], up["weight"])
+
+
 _NARROW: dict[type, type] = {nn.Linear: NarrowLinear, nn.Embedding: NarrowEmbedding}
 
 

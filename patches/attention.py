@@ -27,20 +27,23 @@ def paged_call(
 
     Returns:
         A function from upstream's ``__call__`` to its replacement, which takes the paged path for a paged cache and
-        upstream's for any other.
+        upstream's for any other. On the replacement, ``before_output`` is what it does before ``o_proj``.
     """
+
+    def attended(self: Any, x: mx.array, mask: mx.array | str | None, cache: Any) -> mx.array:
+        queries, keys, values = project(self, x)
+        offset = cache.offset  # of a batch: an array, one offset per row
+        queries = self.rope(queries, offset=offset)
+        keys = self.rope(keys, offset=offset)
+        return heads_last(cache.attend(queries, keys, values, scale=self.scale, mask=mask, softcap=softcap(self)))
 
     def adapt(original: AttentionCall) -> AttentionCall:
         def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
             if not takes(cache, x.shape[0]):
                 return original(self, x, mask, cache)
-            queries, keys, values = project(self, x)
-            offset = cache.offset  # of a batch: an array, one offset per row
-            queries = self.rope(queries, offset=offset)
-            keys = self.rope(keys, offset=offset)
-            output = cache.attend(queries, keys, values, scale=self.scale, mask=mask, softcap=softcap(self))
-            return self.o_proj(heads_last(output))
+            return self.o_proj(attended(self, x, mask, cache))
 
+        __call__.before_output = attended  # type: ignore[attr-defined]
         return __call__
 
     return adapt

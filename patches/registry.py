@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..config import PagedConfig
 from ..errors import PatchError
-from . import compiled, gemma2, gemma3, generate, llama, qwen3, seam, speculative
+from . import compiled, gemma2, gemma3, generate, llama, qwen3, seam, speculative, transformer_block
 from .cache import make_prompt_cache_patch, save_prompt_cache_patch
 from .plan import forget_plans
 from .pools import forget_pools
@@ -82,6 +82,10 @@ def _patches() -> list[Patch]:
         Patch(f"{models}.qwen3", "Attention.__call__", "f4d9ba397a109135", qwen3.adapt),
         Patch(f"{models}.gemma2", "Attention.__call__", "4adbbc3cde1384bc", gemma2.adapt),
         Patch(f"{models}.gemma3_text", "Attention.__call__", "e9ebcce92c86c40c", gemma3.adapt),
+        Patch(f"{models}.llama", "MLP.__call__", "ec6fbfefb1f0b4c0", transformer_block.adapt_mlp),
+        Patch(f"{models}.qwen3", "MLP.__call__", "ec6fbfefb1f0b4c0", transformer_block.adapt_mlp),
+        Patch(f"{models}.llama", "TransformerBlock.__call__", "4614a766e7f00ade", transformer_block.adapt),
+        Patch(f"{models}.qwen3", "TransformerBlock.__call__", "4614a766e7f00ade", transformer_block.adapt),
         Patch(f"{models}.llama", "Model.__call__", "7d7a49eb8d846b96", compiled.adapt),
         Patch(f"{models}.qwen3", "Model.__call__", "7d7a49eb8d846b96", compiled.adapt),
         Patch(f"{models}.gemma3_text", "Model.__call__", "20512fe9e10dacf7", compiled.adapt),
@@ -193,7 +197,8 @@ def _install(patch: Patch, original: Any) -> None:
     replacement = patch.make(original)
     if isinstance(owner, type):
         setattr(owner, attribute, replacement)
-        _adapted.add(owner)
+        if owner.__name__ == "Attention":
+            _adapted.add(owner)
     else:
         _rebind(attribute, original, replacement)
     _originals[patch] = original

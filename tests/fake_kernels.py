@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mlx_paged import compiled_step, config
 from mlx_paged.attention import dispatch, gather, kernels, narrow_matmul, select
@@ -145,12 +146,19 @@ class FakeKernels:
         return self._pass("copy_blocks", k_pool, fence)
 
     def multiply(
-        self, body: str, x: mx.array, weights: Sequence[mx.array], bias: mx.array | None, tile: narrow_matmul.Tile
+        self, body: str, x: mx.array, weights: Sequence[mx.array], addend: mx.array | None, tile: narrow_matmul.Tile
     ) -> list[mx.array]:
         assert x.size // x.shape[-1] <= tile.rows and all(w.dtype == x.dtype for w in weights)
-        assert body == (narrow_matmul.GROUPED if len(weights) > 1 else body)
+        assert body in (narrow_matmul.GROUPED, narrow_matmul.GATED) or len(weights) == 1
+        assert (addend is not None) == (body in (narrow_matmul.BIASED, narrow_matmul.ADDED))
         self.calls["narrow_matmul"] += 1
-        return [x @ w.T if bias is None else mx.addmm(bias, x, w.T) for w in weights]
+        if body == narrow_matmul.BIASED:
+            return [mx.addmm(addend, x, weights[0].T)]
+        products = [x @ w.T for w in weights]
+        if body == narrow_matmul.GATED:
+            gate, up = products
+            return [nn.silu(gate) * up]
+        return products if addend is None else [addend + products[0]]
 
 
 def decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:

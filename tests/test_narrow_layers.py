@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -9,28 +10,30 @@ from unittest import mock
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models import llama
 
 import mlx_paged
 from mlx_paged import PagedConfig, compiled_step
 from mlx_paged.attention import narrow_matmul
+from mlx_paged.attention.narrow_matmul import ADDED, BIASED, GATED, GROUPED, PLAIN
 from mlx_paged.narrow_layers import NarrowLinear, narrow_layers
 from tests.batch_runs import mlx_lm_generate
 from tests.builders import build, prompt_of
 
 NUM_TOKENS = 12
-# Of three layers, queries, keys and values together, and gate and up; the output layer of the second is its embedding.
-LAUNCHES = {"llama": 3 * 4 + 1, "qwen3": 3 * 4 + 1}
+# Of three layers; the output layer of the second model is its embedding.
+LAUNCHES = Counter({GROUPED: 3, ADDED: 2 * 3, GATED: 3, PLAIN: 1})
 
 
 @pytest.fixture
-def products(kernels: Any) -> Iterator[list[int]]:
-    """Rows of each product that went to the kernel, or to its stand-in."""
+def products(kernels: Any) -> Iterator[list[tuple[str, int]]]:
+    """Body and rows of each product that went to the kernel, or to its stand-in."""
     mlx_paged.apply_patches(PagedConfig(block_size=16, use_native_paged_kernel=True))
-    rows: list[int] = []
+    taken: list[tuple[str, int]] = []
     launch = narrow_matmul._launch
 
     def count(body: str, x: mx.array, *args: Any) -> list[mx.array]:
-        rows.append(x.shape[0])
+        taken.append((body, x.shape[0]))
         return launch(body, x, *args)
 
     # Not by monkeypatch, which may outlive the stand-ins.
@@ -39,8 +42,8 @@ def products(kernels: Any) -> Iterator[list[int]]:
             for body in narrow_matmul.BODIES:
                 for tile in narrow_matmul.TILES:
                     assert narrow_matmul.works(body, mx.bfloat16, tile)  # its self-check counts as well
-            rows.clear()
-        yield rows
+            taken.clear()
+        yield taken
 
 
 def model_of(kind: str, dtype: mx.Dtype) -> Any:
@@ -64,13 +67,14 @@ def batch(model: Any, num_rows: int) -> list[list[int]]:
     return [tokens[uid] for uid in uids]
 
 
-@pytest.mark.parametrize("kind", LAUNCHES)
-def test_every_product_of_a_compiled_step_is_a_launch(kind: str, products: list[int], kernels: Any) -> None:
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_every_product_of_a_compiled_step_is_a_launch(kind: str, products: list[tuple[str, int]], kernels: Any) -> None:
     model = model_of(kind, mx.bfloat16)
     got = batch(model, 5)
-    assert set(products) == {8}  # padded
-    steps, rest = divmod(len(products), LAUNCHES[kind])
-    assert rest == 0 and steps >= (1 if kernels is None else NUM_TOKENS - 2)  # on a GPU a step is traced once
+    assert {num_rows for _, num_rows in products} == {8}  # padded
+    steps = len(products) // LAUNCHES.total()
+    assert steps >= (1 if kernels is None else NUM_TOKENS - 2)  # on a GPU a step is traced once
+    assert Counter(body for body, _ in products) == Counter({body: n * steps for body, n in LAUNCHES.items()})
     counted = len(products)
     with mock.patch.object(narrow_matmul, "works", lambda *choice: False):
         plain = batch(model, 5)
@@ -83,25 +87,50 @@ def test_every_product_of_a_compiled_step_is_a_launch(kind: str, products: list[
 @pytest.mark.parametrize(
     ("num_rows", "dtype"), [(1, mx.bfloat16), (narrow_matmul.MAX_ROWS + 1, mx.bfloat16), (3, mx.float32)]
 )
-def test_other_batches_are_left_to_mlx(num_rows: int, dtype: mx.Dtype, products: list[int]) -> None:
+def test_other_batches_are_left_to_mlx(num_rows: int, dtype: mx.Dtype, products: list[tuple[str, int]]) -> None:
     assert len(batch(model_of("llama", dtype), num_rows)) == num_rows
-    assert num_rows not in products  # batches of fewer rows on the way to it are another matter
+    assert num_rows not in [rows for _, rows in products]  # batches of fewer rows on the way to it are another matter
 
 
-@pytest.mark.usefixtures("kernels")
-def test_layers_of_other_classes_are_left_alone(products: list[int]) -> None:
+def test_layers_of_other_classes_are_left_alone(products: list[tuple[str, int]], kernels: Any) -> None:
     class Doubled(nn.Linear):
         def __call__(self, x: mx.array) -> mx.array:
             return 2 * super().__call__(x)
 
     model = model_of("llama", mx.bfloat16)
-    layer = model.layers[1].mlp
-    weight = layer.down_proj.weight
-    layer.down_proj = Doubled(*weight.shape[::-1], bias=False)
-    layer.down_proj.weight = weight
+    for layer, name in ((model.layers[0].self_attn, "o_proj"), (model.layers[1].mlp, "gate_proj")):
+        weight = layer[name].weight
+        layer[name] = Doubled(*weight.shape[::-1], bias=False)
+        layer[name].weight = weight
     nn.quantize(model.layers[2].self_attn, group_size=32, bits=8)
-    batch(model, 3)
-    assert products and len(products) % (LAUNCHES["llama"] - 3) == 0
+    got = batch(model, 3)
+    # Without the first layer's o_proj, with the second's up_proj alone, without the third's attention.
+    expected = LAUNCHES - Counter({ADDED: 2, GATED: 1, GROUPED: 1}) + Counter({PLAIN: 1})
+    bodies = Counter(body for body, _ in products)
+    steps = bodies[GATED] // expected[GATED]
+    assert steps and bodies == Counter({body: n * steps for body, n in expected.items()})
+    if kernels is not None:
+        with mock.patch.object(narrow_matmul, "works", lambda *choice: False):
+            assert batch(model, 3) == got
+
+
+def test_blocks_with_parts_of_another_kind_are_left_to_upstream(products: list[tuple[str, int]], kernels: Any) -> None:
+    class OtherMLP(llama.MLP):
+        def __call__(self, x: mx.array) -> mx.array:
+            return -super().__call__(x)
+
+    model = model_of("llama", mx.bfloat16)
+    plain = batch(model, 3)
+    model.layers[1].mlp.__class__ = OtherMLP
+    products.clear()
+    got = batch(model, 3)
+    bodies = Counter(body for body, _ in products)
+    # Both residual additions of that block are MLX's.
+    assert bodies[ADDED] / bodies[GROUPED] == 4 / 3 and bodies[GATED] == bodies[GROUPED]
+    if kernels is not None:
+        assert got != plain
+        with mock.patch.object(narrow_matmul, "works", lambda *choice: False):
+            assert batch(model, 3) == got
 
 
 def test_classes_are_restored() -> None:
@@ -119,14 +148,14 @@ def test_classes_are_restored() -> None:
         pass
 
 
-def test_biases_are_added(products: list[int]) -> None:
+def test_biases_are_added(products: list[tuple[str, int]]) -> None:
     mx.random.seed(0)
     layer = nn.Linear(64, 24)
     layer.set_dtype(mx.bfloat16)
     x = mx.random.normal((6, 1, 64)).astype(mx.bfloat16)
     with narrow_layers(layer, 6):
         got = layer(x)
-    assert products == [6]
+    assert products == [(BIASED, 6)]
     assert got.shape == (6, 1, 24) and mx.allclose(got, layer(x), atol=2e-2).item()
 
 
@@ -149,7 +178,7 @@ class Uneven(nn.Module):
 
 
 @pytest.mark.parametrize(("use", "launches"), [("all", 1), ("one", 1), ("other inputs", 3)])
-def test_layers_multiply_together_where_all_are_used(use: str, launches: int, products: list[int]) -> None:
+def test_layers_multiply_together_where_all_are_used(use: str, launches: int, products: list[tuple[str, int]]) -> None:
     mx.random.seed(0)
     model, x = Uneven(use), mx.random.normal((6, 1, 64)).astype(mx.bfloat16)
     expected = model(x)

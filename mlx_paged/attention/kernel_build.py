@@ -44,9 +44,10 @@ SIGNATURES: dict[str, tuple[list[str], list[str], bool]] = {
     "copy_blocks": ([*_POOL, "pairs"], ["fence_out"], False),
     "narrow_matmul": (["x", "w"], ["out"], False),
     "narrow_matmul_bias": (["x", "w", "bias"], ["out"], False),
+    "narrow_matmul_add": (["x", "w", "residual"], ["out"], False),
+    "narrow_matmul_gate": (["x", "w", "w1"], ["out"], False),
     "narrow_matmul_group": (["x", "w", "w1", "w2"], ["out", "out1", "out2"], False),
 }
-_NARROW = ("narrow_matmul", "narrow_matmul_bias", "narrow_matmul_group")
 
 
 class KernelUnavailable(RuntimeError):
@@ -68,9 +69,10 @@ def kernel_text(body: str, dialect: str) -> tuple[str, str]:
     """(header, source) of a kernel in one dialect, "metal" or "cuda"."""
     folder = resources.files(__package__) / "kernels"
     prelude = (folder / ("prelude.metal" if dialect == "metal" else "prelude.cuh")).read_text()
-    if body == "paged_decode_tensor" or body in _NARROW:  # CUDA only
+    is_narrow = body.startswith("narrow_matmul")
+    if body == "paged_decode_tensor" or is_narrow:  # CUDA only
         source = (folder / f"{body}.cuh").read_text()
-        if body in _NARROW:
+        if is_narrow:
             source += (folder / "narrow_matmul_tile.cuh").read_text()
         return (folder / "tensor.cuh").read_text() + prelude, source
     return prelude, (folder / f"{body}.metal").read_text()

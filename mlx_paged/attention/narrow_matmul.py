@@ -1,4 +1,5 @@
-"""Products of a few rows with weight matrices, on CUDA: one kernel launch for up to three matrices.
+"""Products of a few rows with weight matrices, on CUDA: one kernel launch for up to three matrices, or for a product
+and what is made from it.
 
 A decode step of a small batch is bound by the host, and there MLX's way to cuBLAS takes several times as long as a
 kernel launch (docs/adr/0011). The results have the precision of MLX's: 16-bit factors, sums in float32.
@@ -21,7 +22,13 @@ MIN_ROWS, MAX_ROWS = 2, 32  # one row: MLX has a kernel of its own; for more, cu
 MAX_SIZE = 1 << 26
 MAX_MATRICES = 3
 DTYPES = (mx.bfloat16, mx.float16)
-PLAIN, BIASED, GROUPED = BODIES = ("narrow_matmul", "narrow_matmul_bias", "narrow_matmul_group")
+PLAIN, BIASED, ADDED, GATED, GROUPED = BODIES = (
+    "narrow_matmul",
+    "narrow_matmul_bias",
+    "narrow_matmul_add",
+    "narrow_matmul_gate",
+    "narrow_matmul_group",
+)
 _SIMDGROUPS = 8
 _VECTOR = 8  # values per load
 
@@ -39,7 +46,7 @@ class Tile(NamedTuple):
     unroll: int
 
 
-TILES = SMALL, LARGE = Tile(16, 16, 4), Tile(32, 32, 2)
+TILES = SMALL, LARGE = Tile(16, 16, 4), Tile(32, 16, 4)
 
 
 class TileCheck(NamedTuple):
@@ -59,16 +66,8 @@ def covers(x: mx.array, weights: Sequence[mx.array], bias: mx.array | None = Non
 
     The first call for a dtype, a tile and a body compiles and checks the kernel.
     """
-    num_rows = _num_rows(x)
-    depth = x.shape[-1]
-    return (
-        MIN_ROWS <= num_rows <= MAX_ROWS
-        and len(weights) <= MAX_MATRICES
-        and depth % _VECTOR == 0
-        and all(w.ndim == 2 and w.shape[1] == depth and w.size <= MAX_SIZE and w.dtype == x.dtype for w in weights)
-        and (bias is None or (len(weights) == 1 and bias.shape == weights[0].shape[:1] and bias.dtype == x.dtype))
-        and works(_body_of(weights, bias), x.dtype, _tile_of(num_rows))
-    )
+    fits = bias is None or (len(weights) == 1 and bias.shape == weights[0].shape[:1] and bias.dtype == x.dtype)
+    return fits and len(weights) <= MAX_MATRICES and _covers(_body_of(weights, bias), x, weights)
 
 
 def products(x: mx.array, weights: Sequence[mx.array], bias: mx.array | None = None) -> list[mx.array]:
@@ -85,6 +84,46 @@ def products(x: mx.array, weights: Sequence[mx.array], bias: mx.array | None = N
     return _launch(_body_of(weights, bias), x, weights, bias, _tile_of(_num_rows(x)))
 
 
+def covers_sum(x: mx.array, weight: mx.array, residual: mx.array) -> bool:
+    """As :func:`covers`, for :func:`product_sum`."""
+    fits = residual.shape == (*x.shape[:-1], weight.shape[0]) and residual.dtype == x.dtype
+    return fits and _covers(ADDED, x, [weight])
+
+
+def product_sum(x: mx.array, weight: mx.array, residual: mx.array) -> mx.array:
+    """``residual + x @ weight.T`` in one launch, with the bits of a product of :func:`products` added by MLX.
+
+    Args:
+        x, weight: as for :func:`products`.
+        residual: ``[..., width]``.
+    """
+    return _launch(ADDED, x, [weight], residual, _tile_of(_num_rows(x)))[0]
+
+
+def covers_gated(x: mx.array, gate: mx.array, up: mx.array) -> bool:
+    """As :func:`covers`, for :func:`gated_product`."""
+    return gate.shape == up.shape and _covers(GATED, x, [gate, up])
+
+
+def gated_product(x: mx.array, gate: mx.array, up: mx.array) -> mx.array:
+    """``silu(x @ gate.T) * (x @ up.T)`` in one launch, rounded after each operation as MLX does.
+
+    Args:
+        x, gate, up: as for :func:`products`.
+    """
+    return _launch(GATED, x, [gate, up], None, _tile_of(_num_rows(x)))[0]
+
+
+def _covers(body: str, x: mx.array, weights: Sequence[mx.array]) -> bool:
+    num_rows, depth = _num_rows(x), x.shape[-1]
+    return (
+        MIN_ROWS <= num_rows <= MAX_ROWS
+        and depth % _VECTOR == 0
+        and all(w.ndim == 2 and w.shape[1] == depth and w.size <= MAX_SIZE and w.dtype == x.dtype for w in weights)
+        and works(body, x.dtype, _tile_of(num_rows))
+    )
+
+
 def _num_rows(x: mx.array) -> int:
     return x.size // x.shape[-1]
 
@@ -97,20 +136,24 @@ def _body_of(weights: Sequence[mx.array], bias: mx.array | None) -> str:
     return GROUPED if len(weights) > 1 else PLAIN if bias is None else BIASED
 
 
-def _launch(body: str, x: mx.array, weights: Sequence[mx.array], bias: mx.array | None, tile: Tile) -> list[mx.array]:
+def _launch(body: str, x: mx.array, weights: Sequence[mx.array], addend: mx.array | None, tile: Tile) -> list[mx.array]:
+    matrices = 2 if body == GATED else 1  # that a column is made from
     constants = (
         ("T", x.dtype),
         ("XD", x.ndim),
         ("MT", tile.rows // 8),
-        ("R", tile.columns // 16),
-        ("U", tile.unroll),
+        ("COLUMNS", tile.columns),
+        ("MATRICES", matrices),
+        ("R", tile.columns * matrices // 16),
+        ("U", tile.unroll // matrices),
         ("SG", _SIMDGROUPS),
         ("GROUPS", 2),
     )
     threads = 32 * _SIMDGROUPS
-    tiles = sum(-(-w.shape[0] // tile.columns) for w in weights)
-    inputs = [x, *weights] if bias is None else [x, *weights, bias]
-    shapes = [(*x.shape[:-1], w.shape[0]) for w in weights]
+    targets = weights[:1] if body == GATED else weights
+    tiles = sum(-(-w.shape[0] // tile.columns) for w in targets)
+    inputs = [x, *weights] if addend is None else [x, *weights, addend]
+    shapes = [(*x.shape[:-1], w.shape[0]) for w in targets]
     if body == GROUPED and len(weights) < MAX_MATRICES:  # the grid ends before the third
         inputs.append(weights[-1])
         shapes.append((1,))
@@ -120,7 +163,7 @@ def _launch(body: str, x: mx.array, weights: Sequence[mx.array], bias: mx.array 
         threadgroup=(threads, 1, 1),
         output_shapes=shapes,
         output_dtypes=[x.dtype] * len(shapes),
-    )[: len(weights)]
+    )[: len(targets)]
 
 
 @lru_cache(maxsize=64)
@@ -149,17 +192,24 @@ def _difference(body: str, dtype: mx.Dtype, tile: Tile, num_rows: int, width: in
     """RMS of the kernel's error, the result's being about 1."""
     keys = mx.random.split(mx.random.key(num_rows), 2 + MAX_MATRICES)
     x = mx.random.normal((num_rows, 1, depth), key=keys[0]).astype(dtype)
-    bias = mx.random.normal((width,), key=keys[1]).astype(dtype) if body == BIASED else None
+    addends = {BIASED: (width,), ADDED: (num_rows, 1, width)}
+    addend = mx.random.normal(addends[body], key=keys[1]).astype(dtype) if body in addends else None
+    widths = [width + (0 if body == GATED else 9 * i) for i in range(MAX_MATRICES)]
     matrices = [
-        (mx.random.normal((width + 9 * i, depth), key=key) * depth**-0.5).astype(dtype)
-        for i, key in enumerate(keys[2:])
+        (mx.random.normal((n, depth), key=key) * depth**-0.5).astype(dtype)
+        for n, key in zip(widths, keys[2:], strict=True)
     ]
+    sets = {GROUPED: (matrices, matrices[:2]), GATED: (matrices[:2],)}.get(body, (matrices[:1],))
     errors = []
-    for weights in (matrices, matrices[:2]) if body == GROUPED else (matrices[:1],):
-        for got, w in zip(_launch(body, x, weights, bias, tile), weights, strict=True):
-            # A sum, not a product of matrices: that may go through TF32.
-            expected = (x.astype(mx.float32) * w.astype(mx.float32)).sum(-1)[:, None]
-            expected = expected if bias is None else expected + bias
-            errors.append(mx.square(got.astype(mx.float32) - expected).mean())
+    for weights in sets:
+        # Sums, not products of matrices: these may go through TF32.
+        expected = [(x.astype(mx.float32) * w.astype(mx.float32)).sum(-1)[:, None] for w in weights]
+        if body == GATED:
+            gate, up = (y.astype(dtype).astype(mx.float32) for y in expected)
+            expected = [gate * mx.sigmoid(gate) * up]
+        elif addend is not None:
+            expected = [expected[0] + addend]
+        for got, want in zip(_launch(body, x, weights, addend, tile), expected, strict=True):
+            errors.append(mx.square(got.astype(mx.float32) - want).mean())
     rms: Any = mx.sqrt(mx.stack(errors).max()).item()
     return float(rms)

@@ -6,20 +6,27 @@ The kernel's text is tested on the emulator in tests/msl/test_narrow_matmul.py.
 from collections.abc import Iterator
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 
 from mlx_paged.attention import kernel_build, narrow_matmul
 from mlx_paged.attention.kernel_check import MAX_RMS
 from mlx_paged.attention.narrow_matmul import (
+    ADDED,
     BIASED,
     BODIES,
+    GATED,
     GROUPED,
     LARGE,
     PLAIN,
     SMALL,
     TILES,
     covers,
+    covers_gated,
+    covers_sum,
+    gated_product,
+    product_sum,
     products,
     self_check,
 )
@@ -44,6 +51,13 @@ def test_what_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     bias = mx.zeros((5,), mx.bfloat16)
     assert covers(x, [w], bias) and covers(x, [w, w]) and covers(x, [w, w[:3], w])
     bodies, dtypes, tiles = zip(*asked, strict=True)
+    asked.clear()
+    residual = mx.zeros((32, 1, 5), mx.bfloat16)
+    assert covers_sum(x, w, residual) and covers_gated(x, w, w)
+    assert [choice[0] for choice in asked] == [ADDED, GATED]
+    assert not covers_sum(x, w, residual[:, 0]) and not covers_sum(x, w, residual.astype(mx.float32))
+    assert not covers_sum(x, w, residual[..., :4]) and not covers_gated(x, w, w[:4])
+    assert not covers_gated(x, w, w.astype(mx.float16)) and not covers_sum(x[:1], w, residual[:1])
     assert bodies == (PLAIN, PLAIN, PLAIN, BIASED, GROUPED, GROUPED)
     assert tiles == (SMALL, SMALL, LARGE, LARGE, LARGE, LARGE) and dtypes[2] == mx.float16
     assert not covers(*arrays(2, 5, 64, mx.float32))
@@ -109,6 +123,11 @@ def test_products_on_a_gpu(dtype: mx.Dtype) -> None:
             assert mx.sqrt(mx.square(got.astype(mx.float32) - want).mean()).item() < MAX_RMS, (num_rows, width, depth)
             for again in products(x, [w[: width // 2], w, w])[1:]:
                 assert mx.array_equal(got, again).item()
+    residual, up = mx.random.normal((32, 1, 33)).astype(dtype), (mx.random.normal((33, 3000)) * 0.02).astype(dtype)
+    assert mx.array_equal(product_sum(x, w, residual), residual + got).item()
+    gated = gated_product(x, w, up)
+    assert mx.allclose(gated, nn.silu(got) * products(x, [up])[0], rtol=2e-2, atol=2e-2).item()
+    assert mx.array_equal(gated_product(x[5:7], w, up), gated[5:7]).item()
     (whole,), (alone,), (some,) = (products(rows, [w]) for rows in (x, x[5:7], x[:12]))
     assert mx.array_equal(alone, whole[5:7]).item() and mx.array_equal(some, whole[:12]).item()
 

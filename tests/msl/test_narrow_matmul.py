@@ -95,9 +95,38 @@ def test_several_matrices(emulated, tile, widths):
 
 
 def test_values_at_any_address(emulated):
-    emulated("is_aligned(x) && is_aligned(matrix)", "false")
+    emulated("is_aligned(x) && is_aligned(matrix) && is_aligned(partner)", "false")
     x, w, _ = factors(9, 20, 264, mx.float16)
     close(run(x, w, None, TILES[0]), expected(x, w, None), mx.float16)
+
+
+@pytest.mark.parametrize("dtype", narrow_matmul.DTYPES)
+@pytest.mark.parametrize("tile", TILES)
+def test_a_residual_is_added_to_the_rounded_product(emulated, dtype, tile):
+    x, w, _ = factors(37, 70, 1096, dtype)
+    residual = mx.array(np.random.default_rng(1).standard_normal((37, 1, 70))).astype(dtype)
+    (out,) = narrow_matmul._launch(narrow_matmul.ADDED, x[:, None], [w], residual, tile)
+    product = mx.array(run(x, w, None, tile)[:, None]).astype(dtype)
+    assert np.array_equal(to_float(out), to_float(residual + product))
+
+
+@pytest.mark.parametrize("dtype", narrow_matmul.DTYPES)
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("num_rows", "width", "depth"), [(2, 5, 8), (37, 70, 1096)])
+def test_a_gate_is_rounded_where_mlx_rounds(emulated, dtype, tile, num_rows, width, depth):
+    x, w, _ = factors(num_rows, width, depth, dtype)
+    up = factors(1, width, depth, dtype, seed=1)[1]
+    w = w * 4  # gates of -12 to 12
+    (out,) = narrow_matmul._launch(narrow_matmul.GATED, x[:, None], [w, up], None, tile)
+    assert out.shape == (num_rows, 1, width)
+    gate = mx.array(run(x, w, None, tile)).astype(dtype)
+    one = mx.array(1, dtype)
+    tail = one / (one + mx.exp(mx.abs(gate).astype(mx.float32)).astype(dtype))
+    sigmoid = mx.where(gate < 0, tail, one - tail)
+    expected = gate * sigmoid * mx.array(run(x, up, None, tile)).astype(dtype)
+    assert np.array_equal(to_float(out)[:, 0], to_float(expected))
+    silu = to_float(gate) / (1 + np.exp(-to_float(gate).astype(np.float64)))
+    np.testing.assert_allclose(to_float(out)[:, 0], silu * run(x, up, None, tile), rtol=2e-2, atol=2e-2)
 
 
 MUTATIONS = {
@@ -106,14 +135,14 @@ MUTATIONS = {
     "fragments exchanged": ("low.x, high.x, low.y, high.y", "low.x, low.y, high.x, high.y"),
     "past the end of the rows": ("!live ? make_uint4(0, 0, 0, 0) : aligned ? stream_load", "aligned ? stream_load"),
     "no barrier": ("threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
-    "bias left out": ("addend != nullptr", "false"),
+    "bias left out": ("sum + static_cast<float>(bias[column])", "sum"),
     "columns exchanged": ("c * 2 + e % 2", "c * 2 + 1 - e % 2"),
     "past the last column": ("row < n_rows && column < width", "row < n_rows"),
 }
 
 
 def test_another_order_of_adding_is_seen(emulated):
-    emulated("SHARE = 128", "SHARE = 32 * U")
+    emulated("SHARE = 128", "SHARE = 64 * MT")
     with pytest.raises(AssertionError):
         test_a_row_does_not_depend_on_the_others(emulated, TILES[1])
 
@@ -122,6 +151,36 @@ def test_mutations_of_several_matrices_are_found(emulated):
     emulated("which == 1 ? tiles0", "which == 1 ? tiles1")
     with pytest.raises((EmuError, AssertionError)):
         test_several_matrices(emulated, TILES[0], (40, 70, 33))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("i < HALVES ? matrix : partner", "matrix"),
+        ("i % HALVES * 8", "i * 8"),
+        ("s / SG * COLUMNS", "0"),
+        ("gate < 0.0f ? tail", "gate > 0.0f ? tail"),
+        ("rounded(gate * sigmoid)", "(gate * sigmoid)"),
+    ],
+)
+def test_mutations_of_a_gate_are_found(emulated, edit):
+    emulated(*edit)
+    with pytest.raises((EmuError, AssertionError)):
+        test_a_gate_is_rounded_where_mlx_rounds(emulated, mx.bfloat16, TILES[1], 37, 70, 1096)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("before + ", ""),
+        ("row) * width + column];", "row) * width + row];"),
+        ("static_cast<float>(static_cast<T>(sum))", "sum"),
+    ],
+)
+def test_mutations_of_a_residual_are_found(emulated, edit):
+    emulated(*edit)
+    with pytest.raises((EmuError, AssertionError)):
+        test_a_residual_is_added_to_the_rounded_product(emulated, mx.bfloat16, TILES[1])
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -1,16 +1,17 @@
-// CUDA only, the part that all bodies of narrow_matmul share. Before it, a body names the matrix [width, depth], the target,
-// the tile (of the matrix's rows) and the addend, a vector or null: target[m, n] = sum over k of x[m, k] matrix[n, k] +
-// addend[n]. For few rows m, which may be spread over the XD - 1 first dimensions of x.
+// CUDA only, the part that all bodies of narrow_matmul share. Before it, a body names the matrix [width, depth], a partner of
+// its shape, the target, the tile (of the target's columns) and finish(row, column, sum, partner_sum): what target[m, n] is
+// made from, sum over k of x[m, k] matrix[n, k] and, with MATRICES = 2, sum over k of x[m, k] partner[n, k].
+// For few rows m, which may be spread over the XD - 1 first dimensions of x.
 // 16-bit types on the tensor cores (mma.sync m16n8k16, float accumulators): rows of w are the A operand, rows of x the B.
-// A thread group makes R * 16 columns of MT * 8 rows of the target. Its warps share out k, 128 at a time whatever the tile, and
+// A thread group makes MT * 8 rows of COLUMNS columns of the target. Its warps share out k, 128 at a time whatever the tile, and
 // their sums are added in the warps' order: a row's bits depend neither on the other rows nor on how many there are.
 // The order of k inside a fragment is ours to choose as long as both factors agree, so every load is 16 bytes.
-constexpr int COLUMNS = 16 * R;
+constexpr int HALVES = R * 2 / MATRICES;  // eight rows of a matrix each
 constexpr int ROWS = 8 * MT;
 constexpr int SHARE = 128;
 
 // Padded, so that the stores below spread over all banks.
-threadgroup float sums[SG][ROWS][COLUMNS + 4];
+threadgroup float sums[SG][ROWS][16 * R + 4];
 
 int n_rows = 1;
 UNROLL
@@ -23,13 +24,14 @@ const int r = lane / 4;
 const int c = lane % 4;
 const int first_column = tile * COLUMNS;
 const int first_row = threadgroup_position_in_grid.y * ROWS;
-const bool aligned = is_aligned(x) && is_aligned(matrix);
+const bool aligned = is_aligned(x) && is_aligned(matrix) && is_aligned(partner);
 
 // Past the last row or column the last one is computed again, and not stored.
 const T* w_rows[R][2];
 UNROLL
 for (int i = 0; i < R * 2; i++) {
-  w_rows[i / 2][i % 2] = matrix + static_cast<int64_t>(metal::min(first_column + i * 8 + r, width - 1)) * depth;
+  const T* const source = i < HALVES ? matrix : partner;
+  w_rows[i / 2][i % 2] = source + static_cast<int64_t>(metal::min(first_column + i % HALVES * 8 + r, width - 1)) * depth;
 }
 const T* x_rows[MT];
 UNROLL
@@ -93,11 +95,11 @@ for (int e = thread_position_in_threadgroup.x; e < ROWS * COLUMNS; e += SG * 32)
   const int row = first_row + e / COLUMNS;
   const int column = first_column + e % COLUMNS;
   if (row < n_rows && column < width) {
-    float sum = addend != nullptr ? static_cast<float>(addend[column]) : 0.0f;
+    float total[2] = {0.0f, 0.0f};
     UNROLL
-    for (int s = 0; s < SG; s++) {
-      sum += sums[s][e / COLUMNS][e % COLUMNS];
+    for (int s = 0; s < SG * MATRICES; s++) {
+      total[s / SG] += sums[s % SG][e / COLUMNS][s / SG * COLUMNS + e % COLUMNS];
     }
-    target[static_cast<int64_t>(row) * width + column] = static_cast<T>(sum);
+    target[static_cast<int64_t>(row) * width + column] = finish(row, column, total[0], total[1]);
   }
 }
