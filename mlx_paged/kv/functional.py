@@ -137,14 +137,20 @@ class FunctionalStorage:
 
     def grow(self, num_blocks: int) -> None:
         """Make room for ``num_blocks`` blocks; the extra peak is one tensor."""
-        for name in ("_keys", "_values"):
-            old: mx.array = getattr(self, name)
-            heads, known, *rest = old.shape
-            new = mx.concatenate([old, mx.zeros((heads, num_blocks - known, *rest), old.dtype)], axis=1)
-            mx.eval(new)
-            setattr(self, name, new)
-            del old, new
-            mx.clear_cache()
+        before = self.num_blocks
+        try:
+            for name in ("_keys", "_values"):
+                old: mx.array = getattr(self, name)
+                heads, known, *rest = old.shape
+                missing = max(0, num_blocks - known)
+                new = mx.concatenate([old, mx.zeros((heads, missing, *rest), old.dtype)], axis=1)
+                mx.eval(new)
+                setattr(self, name, new)
+                del old, new
+                mx.clear_cache()
+        except Exception:
+            self._keys = self._keys[:, :before]  # as many as there are values
+            raise
 
     def after_writes(self, *arrays: mx.array) -> list[mx.array]:
         """The arrays, ready only when every write so far is."""

@@ -14,9 +14,6 @@ from .split import join_queries, split_queries, split_visible
 from .step import Step
 from .storage import Geometry
 
-# Blocks moved at a time when the pool grows: bounds the extra memory.
-GROW_CHUNK_BYTES = 64 << 20
-
 
 class InPlaceStorage:
     """K ``[num_blocks, n_kv_heads, block_size, k_head_dim]`` and V (with ``v_head_dim``) of one layer.
@@ -24,7 +21,8 @@ class InPlaceStorage:
     The kernels take these tensors as inputs and write through them. MLX does not see such a write, so each kernel also
     takes the fence of the kernel before and gives the next one: reads after writes, writes after reads and writes
     after writes are all ordered by data MLX can see. An MLX op on the tensors would not be; therefore they never leave
-    this class: it hands out copies made by kernels, and :meth:`decode`.
+    this class: it hands out copies made by kernels, and :meth:`decode`. Only :meth:`grow` gives them to MLX, when all
+    kernels have finished.
     """
 
     in_place = True
@@ -144,18 +142,11 @@ class InPlaceStorage:
         self.__fence = kernels.copy_blocks(self.__keys, self.__values, self.__fence, [source], [target])
 
     def grow(self, num_blocks: int) -> None:
-        """Make room for ``num_blocks`` blocks; the extra peak is this layer's tensors and one chunk."""
-        known = self.num_blocks
-        keys, values = self._new_blocks(num_blocks)
-        fence = kernels.new_fence()
-        chunk = max(1, GROW_CHUNK_BYTES // (self.block_size * self.geometry.bytes_per_token()))
-        for first in range(0, known, chunk):
-            last = min(first + chunk, known)
-            k, v = self._gather(range(first, last), 0, (last - first) * self.block_size)
-            slots = mx.arange(first * self.block_size, last * self.block_size, dtype=mx.int64)
-            fence = kernels.write_slots(keys, values, fence, k, v, slots)
-            mx.eval(fence)
-        self.__keys, self.__values, self.__fence = keys, values, fence
+        """Make room for ``num_blocks`` blocks; the extra peak is one of this layer's two tensors."""
+        mx.eval(self.__fence)  # no kernel is at work on the blocks any more
+        self.__keys = _extended(self.__keys, num_blocks)
+        self.__values = _extended(self.__values, num_blocks)
+        self.__fence = kernels.new_fence()
 
     def after_writes(self, *arrays: mx.array) -> list[mx.array]:
         return mx.depends(list(arrays), [self.__fence])
@@ -170,6 +161,14 @@ class InPlaceStorage:
             return False
         self.__fence = to
         return True
+
+
+def _extended(blocks: mx.array, num_blocks: int) -> mx.array:
+    """A copy with more blocks, of zeros."""
+    missing = max(0, num_blocks - blocks.shape[0])  # none if memory ran out between keys and values before
+    longer = mx.concatenate([blocks, mx.zeros((missing, *blocks.shape[1:]), blocks.dtype)])
+    mx.eval(longer)
+    return longer
 
 
 class TracedBlocks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -15,9 +16,9 @@ from mlx_paged.attention.select import storage_choice
 from mlx_paged.kv import in_place
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.in_place import InPlaceStorage
-from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.pool import PACED_TOKENS, BlockPool
 from mlx_paged.kv.storage import QueryHeads
-from tests.fake_kernels import FakeKernels, fake_kernels
+from tests.fake_kernels import fake_kernels
 
 HEADS, KD, VD, SIZE, WINDOW = 2, 64, 80, 8, 20
 GROUPS = [LayerGroup((0, 2)), LayerGroup((1,), WINDOW, "window")]
@@ -151,15 +152,58 @@ def run_schedule(operations: list[tuple[str, int, int]]) -> None:
     twin.check()
 
 
-def test_growth_moves_blocks_in_chunks(kernels: FakeKernels | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_place, "GROW_CHUNK_BYTES", 3 * SIZE * HEADS * (KD + VD) * 4)
+@pytest.mark.usefixtures("kernels")
+def test_growth_keeps_the_blocks_also_if_it_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
     twin = Twin()
     twin.new()
-    for count in (40, 70, 1, 800):
+    for count in (40, 70, 1):
+        twin.append(0, count)
+    pool = twin.pools[0]
+    storage, known, extended, calls = pool.storage(2), pool.stats().total_blocks, in_place._extended, 0
+
+    def fail_in_the_second_layer(blocks: mx.array, num_blocks: int) -> mx.array:
+        nonlocal calls
+        calls += 1
+        if calls == 4:  # its values; its keys have grown
+            raise RuntimeError("out of memory")
+        return extended(blocks, num_blocks)
+
+    monkeypatch.setattr(in_place, "_extended", fail_in_the_second_layer)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        pool.append_tokens(pool.new_table(0), 10_000)
+    assert calls == 4 and storage.num_blocks > known
+    assert pool.stats().total_blocks == known
+    twin.check()
+    monkeypatch.setattr(in_place, "_extended", extended)
+    for count in (1, 800):
         twin.append(0, count)
     twin.check()
-    if kernels is not None:
-        assert kernels.calls["gather_blocks"] > 10
+
+
+@pytest.mark.usefixtures("kernels")
+def test_prompt_chunks_are_computed_a_few_layers_at_a_time(tmp_path: Path) -> None:
+    def num_nodes(array: mx.array) -> int:
+        mx.export_to_dot(str(tmp_path / "graph.dot"), array)
+        return (tmp_path / "graph.dot").read_text().count("rectangle")
+
+    layers = range(6)
+    pool = BlockPool([LayerGroup(tuple(layers))], block_size=SIZE, choose_storage=storage_choice(True))
+    table = pool.new_table(0)
+    for num_tokens, paced in ((PACED_TOKENS, True), (PACED_TOKENS - 1, False)):
+        pool.append_tokens(table, num_tokens)
+        x = mx.zeros((1, HEADS, num_tokens, KD))
+        pending = []
+        for layer in layers:
+            for _ in range(10):
+                x = x + 1
+            pool.write_prefill(table, layer, x, x)
+            pending.append([num_nodes(pool.fence(earlier)) > 0 for earlier in layers[: layer + 1]])
+        if paced:
+            assert not any(any(row) for row in pending)
+        else:
+            assert all(pending[-1])
+    keys, _ = pool.gather_visible(table, 5)
+    assert mx.array_equal(keys[0, 0, :, 0], mx.full((2 * PACED_TOKENS - 1,), 60.0)).item()
 
 
 def test_every_kernel_takes_part_and_gets_the_latest_fence() -> None:
@@ -200,8 +244,12 @@ def test_no_mlx_op_can_read_the_blocks() -> None:
             else:
                 assert isinstance(parent, ast.Call), ast.unparse(parent)
                 called = ast.unparse(parent.func)
-                assert called.startswith("kernels.") or called == "launch", called
+                assert called.startswith("kernels.") or called in ("launch", "_extended"), called
     assert len(handed_over) == 1
+    grow = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "grow")
+    statements = [ast.unparse(node) for node in grow.body[1:]]  # after the docstring
+    assert statements[0] == "mx.eval(self.__fence)"  # before MLX is given any
+    assert sum("_extended(" in ast.unparse(node) for node in tree.body if isinstance(node, ast.ClassDef)) == 1
     names = {name for name in vars(InPlaceStorage) if not name.startswith("_")}
     assert names == {
         "after_writes", "copy_block", "decode", "fence", "grow", "in_place", "num_blocks", "read_rows", "read_visible",

@@ -110,6 +110,36 @@ def test_grow_keeps_the_contents_and_adds_zeros() -> None:
     assert not np.array(new[0]).any() and not np.array(new[1]).any()
 
 
+def test_a_growth_that_fails_half_way_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = storage_of(2)
+    k, v = noise(1, 1, HEADS, 4, KD), noise(2, 1, HEADS, 4, VD)
+    storage.write_segments([Segment(1, 1, 0, 4, 0)], k, v)
+    evaluate, left = mx.eval, [1]
+
+    def fail_later(*arrays: mx.array) -> None:
+        if left.pop() == 0:
+            raise RuntimeError("out of memory")
+        left.append(0)
+        evaluate(*arrays)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "eval", fail_later)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            storage.grow(50)
+    assert storage.num_blocks == 2
+
+    def check() -> None:
+        for got, written in zip(slots(storage, [(1, i) for i in range(4)]), (k, v), strict=True):
+            np.testing.assert_array_equal(np.array(got), np.array(written))
+
+    check()
+    storage.write_segments([Segment(0, 1, 0, 4, 0)], v[..., :KD], v)
+    check()
+    storage.grow(3)
+    assert storage.num_blocks == 3
+    check()
+
+
 def test_fence_waits_for_writes_and_keeps_no_tensor() -> None:
     storage = FunctionalStorage(Geometry(8, 64, 64, mx.float32), 32, 256)  # 32 MiB in all
     k = noise(1, 1, 8, 32, 64)
