@@ -222,16 +222,13 @@ class CompiledStep:
         self, tensors: Sequence[Any], weights: Any, tokens: mx.array, arrays: Sequence[Sequence[Any]]
     ) -> tuple[mx.array, list[mx.array]]:
         groups = [GroupArrays(tuple(visible), offsets) for visible, offsets in arrays]
-        with substituted(self._model, weights), narrow_layers(self._model, tokens.shape[0]) as siblings:
-            while True:
-                blocks = [TracedBlocks(tuple(own)) for own in tensors]
-                layers = [
-                    StepLayer(own, groups[group], window)
-                    for own, group, window in zip(blocks, self._groups, self._windows, strict=True)
-                ]
-                logits = self._forward(self._model, tokens, layers)
-                if all([own.settle() for own in siblings]):  # each of them, whatever the others say
-                    break
+        blocks = [TracedBlocks(tuple(own)) for own in tensors]
+        layers = [
+            StepLayer(own, groups[group], window)
+            for own, group, window in zip(blocks, self._groups, self._windows, strict=True)
+        ]
+        with substituted(self._model, weights), narrow_layers(self._model, tokens.shape[0]):
+            logits = self._forward(self._model, tokens, layers)
         if any(layer.attended != 1 for layer in layers):
             raise NotCompilable("not every layer attends once")
         return logits, [own.fence() for own in blocks]

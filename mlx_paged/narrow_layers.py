@@ -11,56 +11,11 @@ import mlx.nn as nn
 
 from .attention import narrow_matmul
 
-# Layers of one module that models give the same input, by the names mlx-lm has for them.
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
-class Siblings:
-    """Linear layers with the same input: whichever is called first multiplies for all.
-
-    Args:
-        layers: without biases.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = layers
-        self._input: mx.array | None = None
-        self._ready: dict[int, mx.array] = {}  # by layer; not asked for yet
-        self._wasted = False  # some product was not asked for
-
-    def product(self, layer: nn.Module, x: mx.array) -> mx.array | None:
-        """The layer's; None if it has to multiply for itself."""
-        if self._wasted:
-            return None
-        if self._input is not x:
-            weights = [sibling["weight"] for sibling in self._layers]
-            if not narrow_matmul.covers(x, weights):
-                return None
-            self._wasted = bool(self._ready)
-            outputs = narrow_matmul.products(x, weights)
-            self._input = x
-            self._ready = {id(sibling): out for sibling, out in zip(self._layers, outputs, strict=True)}
-        return self._ready.pop(id(layer), None)
-
-    def settle(self) -> bool:
-        """After a step was traced: whether all products were asked for. If not, each layer multiplies for itself from
-        now on, and the step has to be traced again."""
-        settled = self._input is None or not (self._ready or self._wasted)
-        self._wasted |= not settled
-        self._input, self._ready = None, {}
-        return settled
-
 
 class NarrowLinear(nn.Linear):
     """A linear layer; see :func:`narrow_matmul.products`."""
 
-    _siblings: Siblings | None = None
-
     def __call__(self, x: mx.array) -> mx.array:
-        if self._siblings is not None:
-            product = self._siblings.product(self, x)
-            if product is not None:
-                return product
         weight, bias = self["weight"], self.get("bias")
         if not narrow_matmul.covers(x, [weight], bias):
             return super().__call__(x)
@@ -77,56 +32,72 @@ class NarrowEmbedding(nn.Embedding):
         return narrow_matmul.products(x, [weight])[0]
 
 
+def projected(layers: Sequence[nn.Module], x: mx.array, heads: Sequence[int] | None = None) -> list[mx.array]:
+    """``layer(x)`` of each layer, in one kernel launch if they are narrow ones.
+
+    Args:
+        layers: not more than three.
+        x: ``[B, L, hidden]``; L is 1 with ``heads``.
+        heads: of each layer's result, which has the shape ``[B, n_heads, 1, head_dim]`` then.
+    """
+    weights = _weights_of(layers)
+    if weights is None or not narrow_matmul.covers(x, weights):
+        results = [layer(x) for layer in layers]
+        if heads is not None:
+            results = [y.reshape(x.shape[0], n, 1, -1) for y, n in zip(results, heads, strict=True)]
+        return results
+    # Given their shapes at once: in a decode step each operation that only gives another one counts as well.
+    shapes = None
+    if heads is not None:
+        shapes = [(x.shape[0], n, 1, w.shape[0] // n) for w, n in zip(weights, heads, strict=True)]
+    return narrow_matmul.products(x, weights, shapes=shapes)
+
+
 def added(layer: nn.Module, x: mx.array, residual: mx.array) -> mx.array:
-    """``residual + layer(x)``, in one kernel launch if the layer is a narrow one."""
-    if type(layer) is NarrowLinear and "bias" not in layer and narrow_matmul.covers_sum(x, layer["weight"], residual):
-        return narrow_matmul.product_sum(x, layer["weight"], residual)
-    product: mx.array = layer(x)
+    """``residual + layer(x)``, in one kernel launch if the layer is a narrow one.
+
+    Args:
+        layer: from the values of a row of x to those of a row of the residual.
+        x: in any shape, rows one after the other, such as ``[B, n_heads, 1, head_dim]``.
+        residual: ``[B, L, width]``.
+    """
+    weights = _weights_of([layer])
+    if weights is not None and narrow_matmul.covers_sum(x, weights[0], residual):
+        return narrow_matmul.product_sum(x, weights[0], residual)
+    product: mx.array = layer(x.reshape(*residual.shape[:-1], -1))
     return residual + product
 
 
 def gated(gate: nn.Module, up: nn.Module, x: mx.array) -> mx.array | None:
     """``silu(gate(x)) * up(x)`` in one kernel launch; None if these are not narrow layers."""
-    if any(type(layer) is not NarrowLinear or "bias" in layer for layer in (gate, up)):
+    weights = _weights_of([gate, up])
+    if weights is None or not narrow_matmul.covers_gated(x, *weights):
         return None
-    if not narrow_matmul.covers_gated(x, gate["weight"], up["weight"]):
+    return narrow_matmul.gated_product(x, *weights)
+
+
+def _weights_of(layers: Sequence[nn.Module]) -> list[mx.array] | None:
+    """None if these are not narrow layers without biases."""
+    if any(type(layer) is not NarrowLinear or "bias" in layer for layer in layers):
         return None
-    return narrow_matmul.gated_product(x, gate["weight"], up["weight"])
+    return [layer["weight"] for layer in layers]
 
 
 _NARROW: dict[type, type] = {nn.Linear: NarrowLinear, nn.Embedding: NarrowEmbedding}
 
 
 @contextmanager
-def narrow_layers(model: Any, num_rows: int) -> Iterator[list[Siblings]]:
-    """Within, the model's own linear layers and embeddings (not classes derived from them) are narrow ones.
-
-    Gives those that multiply together.
-    """
-    siblings: list[Siblings] = []
+def narrow_layers(model: Any, num_rows: int) -> Iterator[None]:
+    """Within, the model's own linear layers and embeddings (not classes derived from them) are narrow ones."""
     changed: list[tuple[nn.Module, type]] = []
     try:
         if isinstance(model, nn.Module) and narrow_matmul.MIN_ROWS <= num_rows <= narrow_matmul.MAX_ROWS:
-            modules = model.modules()
-            for module in modules:
+            for module in model.modules():
                 original = type(module)
                 if original in _NARROW:
                     changed.append((module, original))
                     object.__setattr__(module, "__class__", _NARROW[original])
-            for module in modules:
-                siblings += _siblings_in(module)
-        yield siblings
+        yield
     finally:
         for module, original in changed:
-            module.__dict__.pop("_siblings", None)
             object.__setattr__(module, "__class__", original)
-
-
-def _siblings_in(module: nn.Module) -> Iterator[Siblings]:
-    for names in SIBLINGS:
-        layers = [module.get(name) for name in names]
-        if all(type(layer) is NarrowLinear and "bias" not in layer for layer in layers):
-            siblings = Siblings(layers)
-            for layer in layers:
-                object.__setattr__(layer, "_siblings", siblings)
-            yield siblings

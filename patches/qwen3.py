@@ -9,12 +9,10 @@ import mlx.core as mx
 from .attention import heads_first, paged_call
 
 
-def project(self: Any, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+def project(self: Any, x: mx.array) -> list[mx.array]:
     """Queries, keys and values before rotation, heads first."""
-    queries = heads_first(self.q_proj(x), self.n_heads, self.q_norm)
-    keys = heads_first(self.k_proj(x), self.n_kv_heads, self.k_norm)
-    values = heads_first(self.v_proj(x), self.n_kv_heads)
-    return queries, keys, values
+    heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
+    return heads_first(x, (self.q_proj, self.k_proj, self.v_proj), heads, (self.q_norm, self.k_norm, None))
 
 
 adapt = paged_call(project)

@@ -84,6 +84,7 @@ def _patches() -> list[Patch]:
         Patch(f"{models}.gemma3_text", "Attention.__call__", "e9ebcce92c86c40c", gemma3.adapt),
         Patch(f"{models}.llama", "MLP.__call__", "ec6fbfefb1f0b4c0", transformer_block.adapt_mlp),
         Patch(f"{models}.qwen3", "MLP.__call__", "ec6fbfefb1f0b4c0", transformer_block.adapt_mlp),
+        Patch(f"{models}.gemma3_text", "MLP.__call__", "40fa7af8e58d245e", gemma3.adapt_mlp),
         Patch(f"{models}.llama", "TransformerBlock.__call__", "4614a766e7f00ade", transformer_block.adapt),
         Patch(f"{models}.qwen3", "TransformerBlock.__call__", "4614a766e7f00ade", transformer_block.adapt),
         Patch(f"{models}.llama", "Model.__call__", "7d7a49eb8d846b96", compiled.adapt),

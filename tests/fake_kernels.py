@@ -146,19 +146,27 @@ class FakeKernels:
         return self._pass("copy_blocks", k_pool, fence)
 
     def multiply(
-        self, body: str, x: mx.array, weights: Sequence[mx.array], addend: mx.array | None, tile: narrow_matmul.Tile
+        self,
+        body: str,
+        x: mx.array,
+        weights: Sequence[mx.array],
+        addend: mx.array | None,
+        tile: narrow_matmul.Tile,
+        shapes: Sequence[tuple[int, ...]],
     ) -> list[mx.array]:
-        assert x.size // x.shape[-1] <= tile.rows and all(w.dtype == x.dtype for w in weights)
+        x = x.reshape(-1, weights[0].shape[1])
+        assert x.shape[0] <= tile.rows and all(w.dtype == x.dtype for w in weights)
         assert body in (narrow_matmul.GROUPED, narrow_matmul.GATED) or len(weights) == 1
         assert (addend is not None) == (body in (narrow_matmul.BIASED, narrow_matmul.ADDED))
         self.calls["narrow_matmul"] += 1
-        if body == narrow_matmul.BIASED:
-            return [mx.addmm(addend, x, weights[0].T)]
         products = [x @ w.T for w in weights]
+        if body == narrow_matmul.BIASED:
+            products = [mx.addmm(addend, x, weights[0].T)]
         if body == narrow_matmul.GATED:
             gate, up = products
-            return [nn.silu(gate) * up]
-        return products if addend is None else [addend + products[0]]
+            products = [nn.silu(gate) * up]
+        products = [y.reshape(shape) for y, shape in zip(products, shapes, strict=True)]
+        return [addend + products[0]] if body == narrow_matmul.ADDED else products
 
 
 def decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:

@@ -16,7 +16,7 @@ import mlx_paged
 from mlx_paged import PagedConfig, compiled_step
 from mlx_paged.attention import narrow_matmul
 from mlx_paged.attention.narrow_matmul import ADDED, BIASED, GATED, GROUPED, PLAIN
-from mlx_paged.narrow_layers import NarrowLinear, narrow_layers
+from mlx_paged.narrow_layers import NarrowLinear, added, gated, narrow_layers, projected
 from tests.batch_runs import mlx_lm_generate
 from tests.builders import build, prompt_of
 
@@ -159,35 +159,51 @@ def test_biases_are_added(products: list[tuple[str, int]]) -> None:
     assert got.shape == (6, 1, 24) and mx.allclose(got, layer(x), atol=2e-2).item()
 
 
-class Uneven(nn.Module):
-    """Three projections, of which only some are used, or with other inputs."""
-
-    def __init__(self, use: str) -> None:
-        super().__init__()
-        for name in ("q_proj", "k_proj", "v_proj"):
-            setattr(self, name, nn.Linear(64, 64, bias=False))
-        self.use = use
-        self.set_dtype(mx.bfloat16)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        if self.use == "one":
-            return self.q_proj(x)
-        if self.use == "other inputs":
-            return self.q_proj(x) + self.k_proj(2 * x) + self.v_proj(x)
-        return self.v_proj(x) + self.k_proj(x) * self.q_proj(x)
-
-
-@pytest.mark.parametrize(("use", "launches"), [("all", 1), ("one", 1), ("other inputs", 3)])
-def test_layers_multiply_together_where_all_are_used(use: str, launches: int, products: list[tuple[str, int]]) -> None:
+def model_and_x(*widths: int, bias: bool = False) -> tuple[nn.Sequential, mx.array]:
     mx.random.seed(0)
-    model, x = Uneven(use), mx.random.normal((6, 1, 64)).astype(mx.bfloat16)
-    expected = model(x)
-    with narrow_layers(model, 6) as siblings:
-        got = model(x)
-        assert len(siblings) == 1 and siblings[0].settle() == (use == "all")
-        assert mx.allclose(got, expected, atol=5e-2).item()
-        products.clear()
-        again = model(x)
-        assert len(products) == launches and siblings[0].settle()
-        assert mx.allclose(again, expected, atol=5e-2).item()
-    assert all("_siblings" not in vars(module) for module in model.modules())
+    model = nn.Sequential(*(nn.Linear(64, width, bias=bias) for width in widths))
+    model.set_dtype(mx.bfloat16)
+    return model, mx.random.normal((6, 1, 64)).astype(mx.bfloat16)
+
+
+def close(got: mx.array, expected: mx.array) -> bool:
+    return got.shape == expected.shape and mx.allclose(got, expected, atol=5e-2).item()
+
+
+@pytest.mark.parametrize(("bias", "launches"), [(False, [(GROUPED, 6)]), (True, [(BIASED, 6)] * 3)])
+def test_layers_multiply_together_in_the_shape_of_heads(
+    bias: bool, launches: list[tuple[str, int]], products: list[tuple[str, int]]
+) -> None:
+    model, x = model_and_x(96, 32, 32, bias=bias)
+    expected = [layer(x).reshape(6, n, 1, 32) for layer, n in zip(model.layers, (3, 1, 1), strict=True)]
+    assert all(map(close, projected(model.layers, x, (3, 1, 1)), expected)) and products == []
+    with narrow_layers(model, 6):
+        assert all(map(close, projected(model.layers, x, (3, 1, 1)), expected)) and products == launches
+        assert [y.shape for y in projected(model.layers, x)] == [(6, 1, 96), (6, 1, 32), (6, 1, 32)]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_residual_is_added(bias: bool, products: list[tuple[str, int]]) -> None:
+    model, x = model_and_x(24, bias=bias)
+    (layer,) = model.layers
+    residual = mx.random.normal((6, 1, 24)).astype(mx.bfloat16)
+    expected, heads = residual + layer(x), x.reshape(6, 2, 1, 32)
+    assert close(added(layer, heads, residual), expected) and products == []
+    with narrow_layers(model, 6):
+        assert close(added(layer, heads, residual), expected)
+        assert products == [(BIASED if bias else ADDED, 6)]
+        with pytest.raises(ValueError):
+            added(layer, heads[..., :31], residual)
+
+
+@pytest.mark.parametrize(("widths", "bias"), [((40, 40), False), ((40, 40), True), ((40, 1), False)])
+def test_a_gate_is_applied(widths: tuple[int, int], bias: bool, products: list[tuple[str, int]]) -> None:
+    model, x = model_and_x(*widths, bias=bias)
+    gate, up = model.layers
+    assert gated(gate, up, x) is None
+    with narrow_layers(model, 6):
+        got = gated(gate, up, x)
+    if bias or widths[1] == 1:
+        assert got is None and products == []
+    else:
+        assert got is not None and close(got, nn.silu(gate(x)) * up(x)) and products == [(GATED, 6)]

@@ -67,42 +67,52 @@ def covers(x: mx.array, weights: Sequence[mx.array], bias: mx.array | None = Non
     The first call for a dtype, a tile and a body compiles and checks the kernel.
     """
     fits = bias is None or (len(weights) == 1 and bias.shape == weights[0].shape[:1] and bias.dtype == x.dtype)
-    return fits and len(weights) <= MAX_MATRICES and _covers(_body_of(weights, bias), x, weights)
+    num_rows = x.size // x.shape[-1]
+    return fits and len(weights) <= MAX_MATRICES and _covers(_body_of(weights, bias), x, num_rows, weights)
 
 
-def products(x: mx.array, weights: Sequence[mx.array], bias: mx.array | None = None) -> list[mx.array]:
+def products(
+    x: mx.array,
+    weights: Sequence[mx.array],
+    bias: mx.array | None = None,
+    shapes: Sequence[tuple[int, ...]] | None = None,
+) -> list[mx.array]:
     """``x @ w.T`` for few rows and each of some matrices, in one launch; :func:`covers` says whether it can be had.
 
     Args:
         x: ``[..., depth]``, 2 to 32 rows in all, bfloat16 or float16.
         weights: 1 to 3 of ``[width, depth]``, of the same dtype; depth a multiple of 8.
         bias: ``[width]``, to be added to the product with the only matrix, or None.
+        shapes: of the results, instead of ``[..., width]``.
 
     Returns:
         ``[..., width]`` for each matrix. A row's bits depend neither on the other rows nor on their number.
     """
-    return _launch(_body_of(weights, bias), x, weights, bias, _tile_of(_num_rows(x)))
+    shapes = shapes or [(*x.shape[:-1], w.shape[0]) for w in weights]
+    return _launch(_body_of(weights, bias), x, weights, bias, _tile_of(x.size // x.shape[-1]), shapes)
 
 
 def covers_sum(x: mx.array, weight: mx.array, residual: mx.array) -> bool:
     """As :func:`covers`, for :func:`product_sum`."""
-    fits = residual.shape == (*x.shape[:-1], weight.shape[0]) and residual.dtype == x.dtype
-    return fits and _covers(ADDED, x, [weight])
+    fits = residual.shape[-1] == weight.shape[0] and residual.dtype == x.dtype
+    return fits and _covers(ADDED, x, residual.size // residual.shape[-1], [weight])
 
 
 def product_sum(x: mx.array, weight: mx.array, residual: mx.array) -> mx.array:
     """``residual + x @ weight.T`` in one launch, with the bits of a product of :func:`products` added by MLX.
 
     Args:
-        x, weight: as for :func:`products`.
+        x: as many rows of depth as the residual has rows, in any shape, such as ``[B, n_heads, 1, head_dim]``.
+        weight: ``[width, depth]``.
         residual: ``[..., width]``.
     """
-    return _launch(ADDED, x, [weight], residual, _tile_of(_num_rows(x)))[0]
+    tile = _tile_of(residual.size // residual.shape[-1])
+    return _launch(ADDED, x, [weight], residual, tile, [residual.shape])[0]
 
 
 def covers_gated(x: mx.array, gate: mx.array, up: mx.array) -> bool:
     """As :func:`covers`, for :func:`gated_product`."""
-    return gate.shape == up.shape and _covers(GATED, x, [gate, up])
+    return gate.shape == up.shape and _covers(GATED, x, x.size // x.shape[-1], [gate, up])
 
 
 def gated_product(x: mx.array, gate: mx.array, up: mx.array) -> mx.array:
@@ -111,21 +121,19 @@ def gated_product(x: mx.array, gate: mx.array, up: mx.array) -> mx.array:
     Args:
         x, gate, up: as for :func:`products`.
     """
-    return _launch(GATED, x, [gate, up], None, _tile_of(_num_rows(x)))[0]
+    shape = (*x.shape[:-1], gate.shape[0])
+    return _launch(GATED, x, [gate, up], None, _tile_of(x.size // x.shape[-1]), [shape])[0]
 
 
-def _covers(body: str, x: mx.array, weights: Sequence[mx.array]) -> bool:
-    num_rows, depth = _num_rows(x), x.shape[-1]
+def _covers(body: str, x: mx.array, num_rows: int, weights: Sequence[mx.array]) -> bool:
+    depth, rest = divmod(x.size, max(1, num_rows))
     return (
         MIN_ROWS <= num_rows <= MAX_ROWS
+        and rest == 0
         and depth % _VECTOR == 0
         and all(w.ndim == 2 and w.shape[1] == depth and w.size <= MAX_SIZE and w.dtype == x.dtype for w in weights)
         and works(body, x.dtype, _tile_of(num_rows))
     )
-
-
-def _num_rows(x: mx.array) -> int:
-    return x.size // x.shape[-1]
 
 
 def _tile_of(num_rows: int) -> Tile:
@@ -136,7 +144,14 @@ def _body_of(weights: Sequence[mx.array], bias: mx.array | None) -> str:
     return GROUPED if len(weights) > 1 else PLAIN if bias is None else BIASED
 
 
-def _launch(body: str, x: mx.array, weights: Sequence[mx.array], addend: mx.array | None, tile: Tile) -> list[mx.array]:
+def _launch(
+    body: str,
+    x: mx.array,
+    weights: Sequence[mx.array],
+    addend: mx.array | None,
+    tile: Tile,
+    shapes: Sequence[tuple[int, ...]],
+) -> list[mx.array]:
     matrices = 2 if body == GATED else 1  # that a column is made from
     constants = (
         ("T", x.dtype),
@@ -150,20 +165,19 @@ def _launch(body: str, x: mx.array, weights: Sequence[mx.array], addend: mx.arra
         ("GROUPS", 2),
     )
     threads = 32 * _SIMDGROUPS
-    targets = weights[:1] if body == GATED else weights
-    tiles = sum(-(-w.shape[0] // tile.columns) for w in targets)
+    tiles = sum(-(-w.shape[0] // tile.columns) for w in weights[: len(shapes)])
     inputs = [x, *weights] if addend is None else [x, *weights, addend]
-    shapes = [(*x.shape[:-1], w.shape[0]) for w in targets]
+    outputs = list(shapes)
     if body == GROUPED and len(weights) < MAX_MATRICES:  # the grid ends before the third
         inputs.append(weights[-1])
-        shapes.append((1,))
+        outputs.append((1,))
     return build_kernel(body, constants)(
         inputs=inputs,
-        grid=(tiles * threads, -(-_num_rows(x) // tile.rows), 1),
+        grid=(tiles * threads, -(-x.size // (weights[0].shape[1] * tile.rows)), 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=shapes,
-        output_dtypes=[x.dtype] * len(shapes),
-    )[: len(targets)]
+        output_shapes=outputs,
+        output_dtypes=[x.dtype] * len(outputs),
+    )[: len(shapes)]
 
 
 @lru_cache(maxsize=64)
@@ -209,7 +223,8 @@ def _difference(body: str, dtype: mx.Dtype, tile: Tile, num_rows: int, width: in
             expected = [gate * mx.sigmoid(gate) * up]
         elif addend is not None:
             expected = [expected[0] + addend]
-        for got, want in zip(_launch(body, x, weights, addend, tile), expected, strict=True):
+        shapes = [want.shape for want in expected]
+        for got, want in zip(_launch(body, x, weights, addend, tile, shapes), expected, strict=True):
             errors.append(mx.square(got.astype(mx.float32) - want).mean())
     rms: Any = mx.sqrt(mx.stack(errors).max()).item()
     return float(rms)

@@ -55,7 +55,8 @@ def test_what_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     residual = mx.zeros((32, 1, 5), mx.bfloat16)
     assert covers_sum(x, w, residual) and covers_gated(x, w, w)
     assert [choice[0] for choice in asked] == [ADDED, GATED]
-    assert not covers_sum(x, w, residual[:, 0]) and not covers_sum(x, w, residual.astype(mx.float32))
+    assert covers_sum(x.reshape(32, 4, 1, 16), w, residual)
+    assert not covers_sum(x, w, residual[:16]) and not covers_sum(x, w, residual.astype(mx.float32))
     assert not covers_sum(x, w, residual[..., :4]) and not covers_gated(x, w, w[:4])
     assert not covers_gated(x, w, w.astype(mx.float16)) and not covers_sum(x[:1], w, residual[:1])
     assert bodies == (PLAIN, PLAIN, PLAIN, BIASED, GROUPED, GROUPED)

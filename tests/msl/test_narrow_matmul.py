@@ -49,7 +49,7 @@ def factors(num_rows, width, depth, dtype, seed=0):
 
 def run(x, w, bias, tile):
     body = narrow_matmul.PLAIN if bias is None else narrow_matmul.BIASED
-    (out,) = narrow_matmul._launch(body, x[:, None], [w], bias, tile)
+    (out,) = narrow_matmul._launch(body, x[:, None], [w], bias, tile, [(x.shape[0], 1, w.shape[0])])
     assert out.shape == (x.shape[0], 1, w.shape[0])
     return to_float(out)[:, 0]
 
@@ -88,7 +88,8 @@ def test_a_row_does_not_depend_on_the_others(emulated, tile):
 def test_several_matrices(emulated, tile, widths):
     x, _, _ = factors(18, 1, 264, mx.bfloat16)
     weights = [factors(1, width, 264, mx.bfloat16, seed=width)[1] for width in widths]
-    outs = narrow_matmul._launch(narrow_matmul.GROUPED, x, weights, None, tile)
+    shapes = [(18, width) for width in widths]
+    outs = narrow_matmul._launch(narrow_matmul.GROUPED, x, weights, None, tile, shapes)
     assert len(outs) == len(widths)
     for out, w in zip(outs, weights, strict=True):
         assert np.array_equal(to_float(out), run(x, w, None, tile))
@@ -105,7 +106,8 @@ def test_values_at_any_address(emulated):
 def test_a_residual_is_added_to_the_rounded_product(emulated, dtype, tile):
     x, w, _ = factors(37, 70, 1096, dtype)
     residual = mx.array(np.random.default_rng(1).standard_normal((37, 1, 70))).astype(dtype)
-    (out,) = narrow_matmul._launch(narrow_matmul.ADDED, x[:, None], [w], residual, tile)
+    heads = x.reshape(37, 8, 1, 137)  # in any shape
+    (out,) = narrow_matmul._launch(narrow_matmul.ADDED, heads, [w], residual, tile, [residual.shape])
     product = mx.array(run(x, w, None, tile)[:, None]).astype(dtype)
     assert np.array_equal(to_float(out), to_float(residual + product))
 
@@ -117,8 +119,7 @@ def test_a_gate_is_rounded_where_mlx_rounds(emulated, dtype, tile, num_rows, wid
     x, w, _ = factors(num_rows, width, depth, dtype)
     up = factors(1, width, depth, dtype, seed=1)[1]
     w = w * 4  # gates of -12 to 12
-    (out,) = narrow_matmul._launch(narrow_matmul.GATED, x[:, None], [w, up], None, tile)
-    assert out.shape == (num_rows, 1, width)
+    (out,) = narrow_matmul._launch(narrow_matmul.GATED, x[:, None], [w, up], None, tile, [(num_rows, 1, width)])
     gate = mx.array(run(x, w, None, tile)).astype(dtype)
     one = mx.array(1, dtype)
     tail = one / (one + mx.exp(mx.abs(gate).astype(mx.float32)).astype(dtype))

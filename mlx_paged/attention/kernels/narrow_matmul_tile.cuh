@@ -1,7 +1,7 @@
 // CUDA only, the part that all bodies of narrow_matmul share. Before it, a body names the matrix [width, depth], a partner of
 // its shape, the target, the tile (of the target's columns) and finish(row, column, sum, partner_sum): what target[m, n] is
 // made from, sum over k of x[m, k] matrix[n, k] and, with MATRICES = 2, sum over k of x[m, k] partner[n, k].
-// For few rows m, which may be spread over the XD - 1 first dimensions of x.
+// For few rows m: x has XD dimensions of any sizes, of rows of depth values one after the other.
 // 16-bit types on the tensor cores (mma.sync m16n8k16, float accumulators): rows of w are the A operand, rows of x the B.
 // A thread group makes MT * 8 rows of COLUMNS columns of the target. Its warps share out k, 128 at a time whatever the tile, and
 // their sums are added in the warps' order: a row's bits depend neither on the other rows nor on how many there are.
@@ -15,9 +15,10 @@ threadgroup float sums[SG][ROWS][16 * R + 4];
 
 int n_rows = 1;
 UNROLL
-for (int i = 0; i < XD - 1; i++) {
+for (int i = 0; i < XD; i++) {
   n_rows *= x_shape[i];
 }
+n_rows /= depth;
 const int lane = thread_index_in_simdgroup;
 const int warp = simdgroup_index_in_threadgroup;
 const int r = lane / 4;
