@@ -18,7 +18,7 @@ from ..errors import PoolExhaustedError, RequestFailedError
 from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
 from ..prefix_store import PrefixStore
-from ..scheduler import Chunk, Growth, Request, Scheduler
+from ..scheduler import Chunk, Growth, Plan, Request, Scheduler
 from .composites import leaves
 from .decode_batch import Delivery
 from .prefill import RowChunk, calls_of, can_share_calls, compute_together
@@ -237,6 +237,7 @@ class Engine:
         plan = self.scheduler.plan()
         for request, error in plan.failed:
             self._fail(self.rows[request.uid], error)
+        self._make_room(plan)
         rows = [self.rows[request.uid] for request in plan.decode]
         joining = [row for row in rows if row not in self.batch.members]
         self.batch.join(joining)
@@ -249,6 +250,20 @@ class Engine:
         generated = self._decode() if rows else []
         prompts += self._prefill(plan.chunks)
         return prompts, generated
+
+    def _make_room(self, plan: Plan) -> None:
+        """Have the pool grow for the plan, but not beyond what the requests known now can come to need."""
+        if self.budget is None:
+            return
+        groups, size = self.budget.pool.groups, self.budget.pool.block_size
+        enough = len(plan.decode) + sum(chunk.num_tokens // size + 2 for chunk in plan.chunks)
+        if all(group.allocator.num_free >= enough for group in groups):
+            return
+        soon = [(request, 1) for request in plan.decode] + [(c.request, c.num_tokens) for c in plan.chunks]
+        self.budget.make_room(
+            [(self.rows[request.uid].tables, n) for request, n in soon if request.uid in self.rows],
+            [(row.tables, row.num_missing) for row in self.rows.values()],
+        )
 
     def _decode(self) -> list[Response]:
         begin = time.perf_counter()

@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import TokenBuffer
 
 from ..cache import PagedKVCache, SequenceTables
+from ..kv.block_table import BlockTable
 from ..scheduler import Request
 from .composites import leaves
 
@@ -119,6 +120,17 @@ class Row:
         if self._known[0] is not caches:  # asked for in every step
             self._known = (caches, sequence_of(caches or ()))
         return self._known[1]
+
+    @property
+    def tables(self) -> list[BlockTable] | None:
+        """The tables of :attr:`sequence`."""
+        return None if self.sequence is None else self.sequence.tables
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens that are still to be put into its cache if it generates as many as it may, and the one computed
+        ahead of them."""
+        return self.base + self.prompt_length + self.max_tokens - self.request.length
 
     def cached_tokens(self) -> list[int]:
         """The tokens in its cache."""

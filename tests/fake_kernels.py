@@ -35,9 +35,9 @@ class FakeKernels:
         self.calls[kernel] += 1
         known = self._chains.get(id(k_pool))
         if known is None or known[0] is not k_pool:
-            known = self._chains[id(k_pool)] = (k_pool, [])
+            known = self._chains[id(k_pool)] = (k_pool, [("new", fence)])
         chain = known[1]
-        if chain and chain[-1][1] is not fence:
+        if chain[-1][1] is not fence:
             # The gather that update_and_fetch returned was not used, nor the write before it: both are forgotten.
             forgotten = next((i for i in range(1, 3) if len(chain) > i and chain[-1 - i][1] is fence), None)
             assert forgotten is not None, f"{kernel} was given an old fence"

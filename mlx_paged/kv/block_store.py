@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
 import mlx.core as mx
 
@@ -114,10 +114,22 @@ class BlockStore:
                 num_blocks -= holder.reclaim(index, num_blocks)
         return num_blocks <= 0
 
-    def _grow(self, group: BlockGroup, count: int) -> None:
+    def make_free(self, group: int, count: int, most: int) -> None:
+        """Have ``count`` blocks of a group free, growing its tensors within the budget, but so that no more than
+        ``most`` are free then. Does nothing if that many do not fit: allocating them says so."""
+        with self._lock:
+            self._collect_abandoned()
+            block_group = self.groups[group]
+            if count > block_group.allocator.num_free:
+                with suppress(PoolExhaustedError):
+                    self._grow(block_group, count, most)
+
+    def _grow(self, group: BlockGroup, count: int, most: int | None = None) -> None:
         total = group.allocator.num_blocks
         missing = count - group.allocator.num_free
         target = group.growth(count, self.memory_budget)
+        if most is not None:
+            target = min(target, total - group.allocator.num_free + max(count, most))
         if group.geometry is not None:
             others = sum(g.bytes_reserved for g in self.groups if g is not group)
             affordable = (self.memory_budget - others) // group.bytes_per_block

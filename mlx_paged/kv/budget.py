@@ -58,6 +58,16 @@ class PoolBudget:
                 return False
         return True
 
+    def make_room(self, soon: Growth, in_all: Growth) -> None:
+        """Grow the pool where what is appended soon needs it, and by no more than is going to be appended in all."""
+        soon, in_all = list(soon), list(in_all)
+        for index, group in enumerate(self.pool.groups):
+            needed, most = (
+                sum(self._blocks(group, tables[index] if tables else None, n) for tables, n in growth)
+                for growth in (soon, in_all)
+            )
+            self.pool.make_free(index, needed, most)
+
     def exhausted(self, tables: Sequence[BlockTable] | None, num_tokens: int) -> PoolExhaustedError:
         """The error for an append that does not fit."""
         needs = [

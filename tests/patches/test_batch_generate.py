@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 from typing import Any
@@ -31,6 +32,7 @@ from tests.batch_runs import (
     solo,
 )
 from tests.builders import KINDS, WINDOW, build, greedy, prompt_of
+from tests.fake_kernels import fake_kernels
 from tests.recurrent import RECURRENT
 
 # Around blocks, chunks and windows; 17 rows of 1 to 700 tokens.
@@ -435,6 +437,30 @@ def test_the_patch_replaces_the_class_where_it_was_imported_and_goes_again() -> 
     assert mlx_lm.server.BatchGenerator is replaced
     mlx_paged.remove_patches()
     assert mlx_lm_generate.BatchGenerator is original is mlx_lm.server.BatchGenerator
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "llama-sliding", "gemma3"])
+def test_the_pool_does_not_grow_beyond_what_its_requests_can_need(kind: str, in_place: bool) -> None:
+    lengths, num_tokens = (700, 5, 130, 300, 64), 30
+    with fake_kernels() if in_place else contextlib.nullcontext():
+        mlx_paged.apply_patches(PagedConfig(block_size=8))
+        model = build(kind, head_dim=64)
+        gen = generator(model, completion_batch_size=4)
+        uids = gen.insert([prompt_of(n, seed=n).tolist() for n in lengths], [num_tokens] * len(lengths))
+        run_all(gen, {uid: Outcome() for uid in uids})
+        pool = mlx_paged.pool_of(model)
+        assert all(group.in_place == in_place for group in pool.groups)
+        most = sum(-(-(n + num_tokens) // 8) for n in lengths)
+        assert all(group.allocator.num_blocks - 1 <= most for group in pool.groups)
+        total = pool.stats().total_blocks
+        # Another that may generate without end: as ever, with some room.
+        uids = gen.insert([prompt_of(1300).tolist()], [1 << 40])
+        while pool.stats().total_blocks == total:
+            gen.next()
+        assert pool.stats().total_blocks > total + 1
+        gen.remove(uids)
+        pool.check_integrity()
 
 
 def test_200_steps_leave_no_chain_of_graph_nodes(tmp_path) -> None:
