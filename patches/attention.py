@@ -14,6 +14,7 @@ from ..narrow_layers import projected
 from .cache import PagedLayerCache
 
 AttentionCall = Callable[..., mx.array]
+Norm = Callable[[mx.array], mx.array]
 
 
 def paged_call(
@@ -57,9 +58,6 @@ def takes(cache: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCac
     if isinstance(cache, PagedLayerCache):
         return cache.takes(batch)
     return isinstance(cache, PagedBatchKVCache | StepLayer)
-
-
-Norm = Callable[[mx.array], mx.array]
 
 
 def heads_first(

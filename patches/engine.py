@@ -262,7 +262,7 @@ class Engine:
         soon = [(request, 1) for request in plan.decode] + [(c.request, c.num_tokens) for c in plan.chunks]
         self.budget.make_room(
             [(self.rows[request.uid].tables, n) for request, n in soon if request.uid in self.rows],
-            [(row.tables, row.num_missing) for row in self.rows.values()],
+            lambda: [(row.tables, row.num_missing) for row in self.rows.values()],
         )
 
     def _decode(self) -> list[Response]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import PoolExhaustedError
 from .block_table import BlockTable
@@ -50,7 +50,7 @@ class PoolBudget:
         growable = self._growable()
         holders = self.pool.holders()
         for index, group in enumerate(self.pool.groups):
-            needed = sum(self._blocks(group, tables[index] if tables else None, n) for tables, n in listed)
+            needed = self._blocks_of(index, listed)
             growable -= max(0, needed - group.allocator.num_free) * group.bytes_per_block
             if growable < 0:
                 growable += sum(holder.reclaimable(index) for holder in holders) * group.bytes_per_block
@@ -58,15 +58,18 @@ class PoolBudget:
                 return False
         return True
 
-    def make_room(self, soon: Growth, in_all: Growth) -> None:
+    def make_room(self, soon: Growth, in_all: Callable[[], Growth]) -> None:
         """Grow the pool where what is appended soon needs it, and by no more than is going to be appended in all."""
-        soon, in_all = list(soon), list(in_all)
+        soon = list(soon)
         for index, group in enumerate(self.pool.groups):
-            needed, most = (
-                sum(self._blocks(group, tables[index] if tables else None, n) for tables, n in growth)
-                for growth in (soon, in_all)
-            )
-            self.pool.make_free(index, needed, most)
+            needed = self._blocks_of(index, soon)
+            if needed > group.allocator.num_free:
+                self.pool.make_free(index, needed, self._blocks_of(index, in_all()))
+
+    def _blocks_of(self, index: int, growth: Growth) -> int:
+        """Blocks of a group that all these appends take."""
+        group = self.pool.groups[index]
+        return sum(self._blocks(group, tables[index] if tables else None, n) for tables, n in growth)
 
     def exhausted(self, tables: Sequence[BlockTable] | None, num_tokens: int) -> PoolExhaustedError:
         """The error for an append that does not fit."""
