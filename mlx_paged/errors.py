@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 
 class PagedCacheError(Exception):
     """Base of all errors raised by mlx_paged."""
@@ -87,6 +89,18 @@ class RequestFailedError(PagedCacheError, RuntimeError):
         self.uid = uid
         super().__init__(f"request {uid} failed: {type(cause).__name__}: {cause}")
         self.__cause__ = cause
+
+    @classmethod
+    def without_frames(cls, uid: int, cause: BaseException) -> RequestFailedError:
+        """The error to raise for a request. Where it happened is kept as text: a traceback keeps the frames it went
+        through and their callers alive, and these the caches of all requests."""
+        report = cls(uid, cause)
+        report.add_note("".join(traceback.format_exception(cause)).rstrip())
+        part: BaseException | None = cause
+        while part is not None:
+            part.__traceback__ = None
+            part = part.__cause__ or part.__context__
+        return report
 
 
 class PromptsFileError(PagedCacheError, ValueError):

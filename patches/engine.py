@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -214,7 +213,7 @@ class Engine:
         self.batch.leave([row], keep_caches=False)
         row.release()
         del self.rows[row.uid]
-        self.failures.append(_report_of(row.uid, error))
+        self.failures.append(RequestFailedError.without_frames(row.uid, error))
 
     # Steps ----------------------------------------------------------------------------------------------------
 
@@ -391,15 +390,3 @@ class Engine:
         row.num_reported = done
         at_end = row.request.length in row.segment_ends or row.request.length == row.request.goal
         return PromptResponse(row.uid, (done, row.prompt_length), at_end, False)
-
-
-def _report_of(uid: int, error: BaseException) -> RequestFailedError:
-    """The error to raise for a request. Where it happened is kept as text: a traceback keeps the frames it went through
-    and their callers alive, and these the caches of all requests."""
-    report = RequestFailedError(uid, error)
-    report.add_note("".join(traceback.format_exception(error)).rstrip())
-    part: BaseException | None = error
-    while part is not None:
-        part.__traceback__ = None
-        part = part.__cause__ or part.__context__
-    return report

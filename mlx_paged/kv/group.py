@@ -22,6 +22,10 @@ GROWTH_ABOVE = 1.125
 # In place: a GPU's prompts come faster, each growth stops the pipeline, and a compiled step is traced anew after it.
 IN_PLACE_BUDGET_SHARE = 512
 IN_PLACE_MOST_BYTES = 512 << 20
+# Of a prompt chunk of so many tokens, a GPU is given each layer as soon as the model's code has come to its keys, and
+# never more than so many layers ahead of what it has computed: the arrays of all of them are alive until then.
+PACED_TOKENS = 128
+LAYERS_AHEAD = 2
 
 
 class StorageChoice(NamedTuple):
@@ -195,6 +199,14 @@ class BlockGroup:
             mx.clear_cache()  # the old tensors
         self.allocator.grow(num_blocks)
         self.touch()
+
+    def pace(self, layer_position: int, num_tokens: int) -> None:
+        """After a layer's write of a prompt chunk: have everything up to it computed, and wait for an earlier layer.
+        Only in place: functional blocks that are being read would be copied by the next write."""
+        if self.in_place and num_tokens >= PACED_TOKENS:
+            mx.async_eval(self.storages[layer_position].fence())
+            if layer_position >= LAYERS_AHEAD:
+                mx.eval(self.storages[layer_position - LAYERS_AHEAD].fence())
 
     def note_read(self, layer_position: int, *results: mx.array) -> None:
         """Remember arrays computed from the last layer's blocks, for :meth:`wait_for_reads`; they replace others."""

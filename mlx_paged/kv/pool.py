@@ -16,11 +16,6 @@ from .stats import PagedCacheStats, check_group, count
 from .step import DeviceTables, Step
 from .storage import Storage
 
-# Of a prompt chunk of so many tokens, a GPU is given each layer as soon as the model's code has come to its keys, and
-# never more than so many layers ahead of what it has computed: the arrays of all of them are alive until then.
-PACED_TOKENS = 128
-LAYERS_AHEAD = 2
-
 
 class BlockPool(BlockStore):
     """Allocates blocks, writes keys and values into them and gathers them back.
@@ -313,8 +308,7 @@ class BlockPool(BlockStore):
         if not group.in_place:
             group.wait_for_reads(position)
         group.storages[position].write(tables, step, k, v)
-        if group.in_place and step.num_tokens >= PACED_TOKENS:
-            _pace(group, position)
+        group.pace(position, step.num_tokens)
 
     def write_pinned(self, table: BlockTable, layer: int, k: mx.array, v: mx.array) -> None:
         """Write the pinned tokens of a table made by :meth:`new_table` with a ``start``: k and v
@@ -398,11 +392,3 @@ class BlockPool(BlockStore):
             for index, group in enumerate(self.groups):
                 held = [ids for holder in self.holders() for ids in holder.held(index)]
                 check_group(group, [table for table in tables if table.group == index], held)
-
-
-def _pace(group: BlockGroup, position: int) -> None:
-    """After the write of a prompt chunk's keys in a layer: have everything up to it computed, and wait for an earlier
-    layer. Only in place: functional blocks that are being read are copied by the next write."""
-    mx.async_eval(group.storages[position].fence())
-    if position >= LAYERS_AHEAD:
-        mx.eval(group.storages[position - LAYERS_AHEAD].fence())

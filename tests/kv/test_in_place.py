@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from mlx_paged.attention.select import storage_choice
 from mlx_paged.kv import in_place
-from mlx_paged.kv.group import LayerGroup
+from mlx_paged.kv.group import PACED_TOKENS, LayerGroup
 from mlx_paged.kv.in_place import InPlaceStorage
-from mlx_paged.kv.pool import PACED_TOKENS, BlockPool
+from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.storage import QueryHeads
 from tests.fake_kernels import fake_kernels
 
