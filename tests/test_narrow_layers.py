@@ -119,8 +119,8 @@ def test_blocks_with_parts_of_another_kind_are_left_to_upstream(products: list[t
         def __call__(self, x: mx.array) -> mx.array:
             return -super().__call__(x)
 
+    plain = batch(model_of("llama", mx.bfloat16), 3)
     model = model_of("llama", mx.bfloat16)
-    plain = batch(model, 3)
     model.layers[1].mlp.__class__ = OtherMLP
     products.clear()
     got = batch(model, 3)
