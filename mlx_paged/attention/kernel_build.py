@@ -48,6 +48,13 @@ SIGNATURES: dict[str, tuple[list[str], list[str], bool]] = {
     "narrow_matmul_gate": (["x", "w", "w1"], ["out"], False),
     "narrow_matmul_group": (["x", "w", "w1", "w2"], ["out", "out1", "out2"], False),
 }
+_SINGLE = ("narrow_matmul", "narrow_matmul_bias", "narrow_matmul_add", "narrow_matmul_gate")
+# Files that the text of a body is made of, for those that are CUDA only.
+_CUDA_PARTS = {
+    "paged_decode_tensor": ("paged_decode_tensor",),
+    "narrow_matmul_group": ("narrow_matmul_group", "narrow_matmul_tile"),
+    **{body: ("narrow_matmul_single", body, "narrow_matmul_tile") for body in _SINGLE},
+}
 
 
 class KernelUnavailable(RuntimeError):
@@ -69,11 +76,8 @@ def kernel_text(body: str, dialect: str) -> tuple[str, str]:
     """(header, source) of a kernel in one dialect, "metal" or "cuda"."""
     folder = resources.files(__package__) / "kernels"
     prelude = (folder / ("prelude.metal" if dialect == "metal" else "prelude.cuh")).read_text()
-    is_narrow = body.startswith("narrow_matmul")
-    if body == "paged_decode_tensor" or is_narrow:  # CUDA only
-        source = (folder / f"{body}.cuh").read_text()
-        if is_narrow:
-            source += (folder / "narrow_matmul_tile.cuh").read_text()
+    if body in _CUDA_PARTS:
+        source = "".join((folder / f"{part}.cuh").read_text() for part in _CUDA_PARTS[body])
         return (folder / "tensor.cuh").read_text() + prelude, source
     return prelude, (folder / f"{body}.metal").read_text()
 

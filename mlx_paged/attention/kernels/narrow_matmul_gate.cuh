@@ -1,10 +1,5 @@
 // CUDA only: out = silu(x w^T) * (x w1^T), rounded wherever MLX's operations round; see narrow_matmul_tile.cuh.
-const T* const matrix = w;
 const T* const partner = w1;
-T* target = out;
-const int depth = w_shape[1];
-const int width = w_shape[0];
-const int tile = threadgroup_position_in_grid.x;
 constexpr float LOG2E = 1.44269504088896341f;
 auto rounded = [](float value) { return static_cast<float>(static_cast<T>(value)); };
 auto finish = [&](int, int, float sum, float partner_sum) {
