@@ -60,7 +60,7 @@ def takes(cache: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCac
     return isinstance(cache, PagedBatchKVCache | StepLayer)
 
 
-def heads_first(
+def project_heads(
     x: mx.array, layers: Sequence[nn.Module], heads: Sequence[int], norms: Sequence[Norm | None] = (None,) * 3
 ) -> list[mx.array]:
     """Projections of x ``[B, L, hidden]`` by these layers, as ``[B, n_heads, L, head_dim]``, each head normalised.

@@ -28,7 +28,7 @@ from .snapshots import Snapshots
 from .topology import decode_batch, fresh_caches, probe_geometry
 
 CLEAR_AFTER_PREFILLS = 8  # steps with prompts, of different sizes, between clearings of MLX's buffer cache
-# Prompt tokens a step on a GPU: keeps up with longer chunks there, with less memory and shorter waits for decode.
+# Prompt tokens a step on a GPU: less memory and shorter waits for decode than with longer chunks (docs/adr/0006).
 IN_PLACE_STEP_TOKENS = 512
 CLEAR_EVERY = 512  # decode steps between clearings, as in mlx-lm
 
@@ -260,7 +260,7 @@ class Engine:
             return
         soon = [(request, 1) for request in plan.decode] + [(c.request, c.num_tokens) for c in plan.chunks]
         self.budget.make_room(
-            [(self.rows[request.uid].tables, n) for request, n in soon if request.uid in self.rows],
+            [(self.rows[request.uid].tables, n) for request, n in soon],
             lambda: [(row.tables, row.num_missing) for row in self.rows.values()],
         )
 

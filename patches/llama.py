@@ -6,13 +6,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from .attention import heads_first, paged_call
+from .attention import paged_call, project_heads
 
 
 def project(self: Any, x: mx.array) -> list[mx.array]:
     """Queries, keys and values before rotation, heads first."""
     heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
-    return heads_first(x, (self.q_proj, self.k_proj, self.v_proj), heads)
+    return project_heads(x, (self.q_proj, self.k_proj, self.v_proj), heads)
 
 
 adapt = paged_call(project)

@@ -67,8 +67,7 @@ def covers(x: mx.array, weights: Sequence[mx.array], bias: mx.array | None = Non
     The first call for a dtype, a tile and a body compiles and checks the kernel.
     """
     fits = bias is None or (len(weights) == 1 and bias.shape == weights[0].shape[:1] and bias.dtype == x.dtype)
-    num_rows = x.size // x.shape[-1]
-    return fits and len(weights) <= MAX_MATRICES and _covers(_body_of(weights, bias), x, num_rows, weights)
+    return fits and len(weights) <= MAX_MATRICES and _covers(_body_of(weights, bias), x, _num_rows(x), weights)
 
 
 def products(
@@ -89,13 +88,13 @@ def products(
         ``[..., width]`` for each matrix. A row's bits depend neither on the other rows nor on their number.
     """
     shapes = shapes or [(*x.shape[:-1], w.shape[0]) for w in weights]
-    return _launch(_body_of(weights, bias), x, weights, bias, _tile_of(x.size // x.shape[-1]), shapes)
+    return _launch(_body_of(weights, bias), x, weights, bias, _tile_of(_num_rows(x)), shapes)
 
 
 def covers_sum(x: mx.array, weight: mx.array, residual: mx.array) -> bool:
     """As :func:`covers`, for :func:`product_sum`."""
     fits = residual.shape[-1] == weight.shape[0] and residual.dtype == x.dtype
-    return fits and _covers(ADDED, x, residual.size // residual.shape[-1], [weight])
+    return fits and _covers(ADDED, x, _num_rows(residual), [weight])
 
 
 def product_sum(x: mx.array, weight: mx.array, residual: mx.array) -> mx.array:
@@ -106,13 +105,12 @@ def product_sum(x: mx.array, weight: mx.array, residual: mx.array) -> mx.array:
         weight: ``[width, depth]``.
         residual: ``[..., width]``.
     """
-    tile = _tile_of(residual.size // residual.shape[-1])
-    return _launch(ADDED, x, [weight], residual, tile, [residual.shape])[0]
+    return _launch(ADDED, x, [weight], residual, _tile_of(_num_rows(residual)), [residual.shape])[0]
 
 
 def covers_gated(x: mx.array, gate: mx.array, up: mx.array) -> bool:
     """As :func:`covers`, for :func:`gated_product`."""
-    return gate.shape == up.shape and _covers(GATED, x, x.size // x.shape[-1], [gate, up])
+    return gate.shape == up.shape and _covers(GATED, x, _num_rows(x), [gate, up])
 
 
 def gated_product(x: mx.array, gate: mx.array, up: mx.array) -> mx.array:
@@ -122,7 +120,7 @@ def gated_product(x: mx.array, gate: mx.array, up: mx.array) -> mx.array:
         x, gate, up: as for :func:`products`.
     """
     shape = (*x.shape[:-1], gate.shape[0])
-    return _launch(GATED, x, [gate, up], None, _tile_of(x.size // x.shape[-1]), [shape])[0]
+    return _launch(GATED, x, [gate, up], None, _tile_of(_num_rows(x)), [shape])[0]
 
 
 def _covers(body: str, x: mx.array, num_rows: int, weights: Sequence[mx.array]) -> bool:
@@ -134,6 +132,10 @@ def _covers(body: str, x: mx.array, num_rows: int, weights: Sequence[mx.array]) 
         and all(w.ndim == 2 and w.shape[1] == depth and w.size <= MAX_SIZE and w.dtype == x.dtype for w in weights)
         and works(body, x.dtype, _tile_of(num_rows))
     )
+
+
+def _num_rows(x: mx.array) -> int:
+    return x.size // x.shape[-1]
 
 
 def _tile_of(num_rows: int) -> Tile:

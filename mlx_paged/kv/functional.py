@@ -138,11 +138,13 @@ class FunctionalStorage:
     def grow(self, num_blocks: int) -> None:
         """Make room for ``num_blocks`` blocks; the extra peak is one tensor."""
         before = self.num_blocks
+        missing = num_blocks - before
+        if missing <= 0:  # it has grown already, and a later layer could not
+            return
         try:
             for name in ("_keys", "_values"):
                 old: mx.array = getattr(self, name)
-                heads, known, *rest = old.shape
-                missing = max(0, num_blocks - known)
+                heads, _, *rest = old.shape
                 new = mx.concatenate([old, mx.zeros((heads, missing, *rest), old.dtype)], axis=1)
                 mx.eval(new)
                 setattr(self, name, new)

@@ -99,6 +99,7 @@ class BlockGroup:
         self.storages: list[Storage] = []
         self.in_place = False  # whether the blocks are written in place and read by kernels only
         self.storage_reason = "nothing written yet"
+        self.growth_failed = False  # at some time: some layers' tensors may have more blocks than there are ids
         # Why the kernel cannot serve a kind of queries, or None; by (n_q_heads, softcap, sinks).
         self.declined: dict[tuple[int, bool, bool], str | None] = {}
         self.epoch = 0
@@ -193,8 +194,12 @@ class BlockGroup:
 
     def grow(self, num_blocks: int) -> None:
         """Grow every layer's tensors, one layer after the other, then make the ids known."""
-        for storage in self.storages:
-            storage.grow(num_blocks)
+        try:
+            for storage in self.storages:
+                storage.grow(num_blocks)
+        except Exception:
+            self.growth_failed = True
+            raise
         if self.storages:
             mx.clear_cache()  # the old tensors
         self.allocator.grow(num_blocks)

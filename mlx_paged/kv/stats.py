@@ -114,6 +114,6 @@ def check_group(group: BlockGroup, tables: Sequence[BlockTable], held: Sequence[
         if NULL_BLOCK in head or NULL_BLOCK in table.block_ids[table.logical_start // group.block_size :]:
             raise BlockStateError(f"{table} has released a block that is still visible")
     for storage in group.storages:
-        # More of them: a growth that failed in a later layer. The next one finds these grown.
-        if storage.num_blocks < group.allocator.num_blocks:
-            raise BlockStateError("a layer's tensors have fewer blocks than there are ids")
+        excess = storage.num_blocks - group.allocator.num_blocks
+        if excess < 0 or (excess and not group.growth_failed):
+            raise BlockStateError("a layer's tensors and the block ids differ in number")
