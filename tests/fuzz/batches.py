@@ -1,0 +1,285 @@
+"""A random case, run by stock mlx-lm one request after the other, and by the patched batch generator."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import random
+import tempfile
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models import cache as upstream_cache
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.kv.budget import PoolBudget
+from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.spill import SpillStore
+from mlx_paged.patches import registry
+from mlx_paged.patches.generate import PagedBatchGenerator
+from mlx_paged.patches.prefix_cache import PagedPromptCache
+from mlx_paged.patches.topology import fresh_caches, probe_geometry
+from mlx_paged.prefix_store import NoPrefixStore
+from tests.fake_kernels import fake_kernels
+from tests.fuzz.cases import Case, Request, model_of
+
+mlx_lm_generate = importlib.import_module("mlx_lm.generate")
+AMPLE = 1 << 26
+TOLERANCE = 1e-3
+# Two words this close are told apart by the order in which a sum was rounded.
+TIE = 1e-5
+MOST_CALLS = 20_000
+
+
+class Expected(NamedTuple):
+    """What stock mlx-lm's single run of a request gives."""
+
+    tokens: list[int]
+    logprobs: list[np.ndarray]
+    reason: str
+    stop: int | None
+
+
+class Delivered:
+    """What the batch generator has delivered of a request."""
+
+    def __init__(self, request: Request, expected: Expected) -> None:
+        self.request, self.expected = request, expected
+        self.tokens: list[int] = []
+        self.logprobs: list[np.ndarray] = []
+        self.reason: str | None = None
+
+    def check(self) -> None:
+        """Raise AssertionError unless the tokens, their log-probabilities and the end are the single run's."""
+        expected = self.expected
+        for index, (token, wanted) in enumerate(zip(self.tokens, expected.tokens, strict=False)):
+            difference = np.abs(self.logprobs[index] - expected.logprobs[index])
+            assert difference[np.isfinite(difference)].max() < TOLERANCE, f"log-probabilities of token {index}"
+            if token != wanted:
+                logprobs = expected.logprobs[index]
+                assert abs(logprobs[token] - logprobs[wanted]) < TIE, f"token {index} is {token}, not {wanted}"
+                return  # what comes after another word is another text
+        if self.reason == "cancelled":
+            assert len(self.tokens) <= len(expected.tokens)
+        else:
+            assert (len(self.tokens), self.reason) == (len(expected.tokens), expected.reason)
+
+
+def run(case: Case) -> int:
+    """Run a case both ways and compare. Returns the number of preemptions.
+
+    Raises:
+        AssertionError: they differ, or something is left over.
+    """
+    assert not mlx_paged.patches.is_applied()
+    rng = random.Random(f"{case.seed} as it runs")
+    expected = expect(case, rng)
+    caches = [_stock_cache(case, request) for request in case.requests]
+    with patched(case) as (pool, prefixes, store):
+        generator = PagedBatchGenerator(
+            model_of(case.family),
+            prefixes=prefixes,
+            completion_batch_size=case.running,
+            prefill_batch_size=case.prefilling,
+            prefill_step_size=case.step_size,
+            max_kv_size=case.max_kv_size,
+        )
+        delivered = [Delivered(request, wanted) for request, wanted in zip(case.requests, expected, strict=True)]
+        Driver(case, generator, store, delivered, caches, rng).run()
+        caches.clear()
+        for each in delivered:
+            each.check()
+        preemptions = generator.preemptions
+        generator.close()
+        del generator
+        check_nothing_left(pool, store)
+    return preemptions
+
+
+def expect(case: Case, rng: random.Random) -> list[Expected]:
+    """Stock mlx-lm's single runs. Prompts that follow another request are completed by its answer on the way."""
+    options = {} if case.max_kv_size is None else {"max_kv_size": case.max_kv_size}
+    expected: dict[int, Expected] = {}
+    for request in case.requests:
+        if request.follows is not None and rng.random() < 0.7:
+            request.prompt = request.follows.prompt + expected[id(request.follows)].tokens + request.prompt[-3:]
+        tokens, logprobs = [], []
+        for token, logprob in mlx_lm_generate.generate_step(
+            mx.array(request.prompt, mx.uint32),
+            model_of(case.family),
+            max_tokens=request.num_tokens,
+            sampler=request.sampler,
+            logits_processors=request.processors,
+            prefill_step_size=case.step_size,
+            **options,
+        ):
+            tokens.append(token)
+            logprobs.append(np.array(logprob.astype(mx.float32)))
+        stop = rng.choice(tokens) if request.has_stop else None
+        end = len(tokens) if stop is None else tokens.index(stop) + 1
+        expected[id(request)] = Expected(tokens[:end], logprobs, "length" if stop is None else "stop", stop)
+    return [expected[id(request)] for request in case.requests]
+
+
+def _stock_cache(case: Case, request: Request) -> list[Any] | None:
+    """mlx-lm's own cache of the request's first tokens, if such a one comes with it."""
+    if request.given is None or request.given[0] != "stock":
+        return None
+    return _filled_cache(case, request)
+
+
+def _filled_cache(case: Case, request: Request) -> list[Any]:
+    """A cache of the request's first tokens, of whatever kind make_prompt_cache makes now."""
+    assert request.given is not None
+    model = model_of(case.family)
+    cache: list[Any] = upstream_cache.make_prompt_cache(model)
+    model(mx.array(request.prompt[: request.given[1]])[None], cache=cache)
+    mx.eval([layer.state for layer in cache])
+    return cache
+
+
+@contextlib.contextmanager
+def patched(case: Case) -> Iterator[tuple[BlockPool | None, Any, PagedPromptCache | None]]:
+    """The patches with the case's configuration; its pool, the prefixes for the generator and the cache behind them."""
+    with contextlib.ExitStack() as stack:
+        if case.in_place:
+            stack.enter_context(fake_kernels())
+        stack.callback(registry.remove_patches)
+        mlx_paged.apply_patches(PagedConfig(block_size=case.block_size, kv_cache_memory=AMPLE))
+        if case.budget_slack is not None and (budget := _least_budget(case)) is not None:
+            registry.remove_patches()
+            mlx_paged.apply_patches(PagedConfig(block_size=case.block_size, kv_cache_memory=budget))
+        caches = fresh_caches(model_of(case.family), case.max_kv_size)
+        pool = mlx_paged.pool_of(model_of(case.family))
+        if case.prefixes == "none":
+            yield pool, None, None
+            return
+        if case.prefixes == "disk":
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            store = PagedPromptCache(None, spill=SpillStore(folder), identify=lambda key: f"model {key}")
+        else:
+            store = PagedPromptCache(None)
+        stack.callback(store.close)
+        if pool is None:
+            yield None, NoPrefixStore(), store
+            return
+        store.learn_layout("key", caches)
+        del caches
+        yield pool, store.shared_prefixes("key", pool), store
+
+
+def _least_budget(case: Case) -> int | None:
+    """Bytes that hold the longest request alone, and the case's slack; None if no layer is paged."""
+    model = model_of(case.family)
+    caches = fresh_caches(model, case.max_kv_size)
+    pool = mlx_paged.pool_of(model)
+    if pool is None:
+        return None
+    probe_geometry(model, caches)
+    longest = max(len(request.prompt) + request.num_tokens + 1 for request in case.requests)
+    low, high = 1, AMPLE
+    while low < high:
+        middle = (low + high) // 2
+        pool.memory_budget = middle
+        if PoolBudget(pool, chunk=case.step_size).holds(longest):
+            high = middle
+        else:
+            low = middle + 1
+    assert case.budget_slack is not None
+    return low + case.budget_slack * max(group.bytes_per_block for group in pool.groups)
+
+
+class Driver:
+    """Inserts, cancels and steps as a case says, and takes what comes."""
+
+    def __init__(
+        self,
+        case: Case,
+        generator: Any,
+        store: PagedPromptCache | None,
+        delivered: list[Delivered],
+        caches: list[list[Any] | None],
+        rng: random.Random,
+    ) -> None:
+        self.case, self.generator, self.store, self.rng = case, generator, store, rng
+        self.delivered, self.caches = delivered, caches
+        self.by_uid: dict[int, Delivered] = {}
+
+    def run(self) -> None:
+        pending = sorted(range(len(self.delivered)), key=lambda index: self.delivered[index].request.arrives)
+        is_busy = True
+        for call in range(MOST_CALLS):
+            while pending and (self.delivered[pending[0]].request.arrives <= call or not is_busy):
+                self._insert(pending.pop(0))
+            self._cancel(call)
+            if self.store is not None and self.rng.random() < 0.05:
+                self._meddle()
+            is_busy = self._step()
+            if not is_busy and not pending:
+                return
+        raise AssertionError("it does not come to an end")
+
+    def _insert(self, index: int) -> None:
+        each = self.delivered[index]
+        request, prompt, options = each.request, each.request.prompt, {}
+        if request.given is not None:
+            kind, length = request.given
+            cache = copy.deepcopy(self.caches[index]) if kind == "stock" else _filled_cache(self.case, request)
+            options = {"caches": [cache], "all_tokens": [prompt[:length]]}
+            prompt = prompt[length:]
+        segments = [prompt] if request.cut is None else [prompt[: request.cut], prompt[request.cut :]]
+        if each.expected.stop is not None:
+            options["stop_sequences"] = [mlx_lm_generate.StopSequences([[each.expected.stop]])]
+        (uid,) = self.generator.insert_segments(
+            [segments],
+            [request.num_tokens],
+            samplers=[request.sampler],
+            logits_processors=[request.processors],
+            **options,
+        )
+        self.by_uid[uid] = each
+
+    def _cancel(self, call: int) -> None:
+        for uid, each in self.by_uid.items():
+            due = each.request.cancelled
+            if due is not None and due <= call and each.reason is None:
+                self.generator.remove([uid], return_prompt_caches=self.rng.random() < 0.3)
+                each.reason = "cancelled"
+
+    def _meddle(self) -> None:
+        """What a server does between steps."""
+        assert self.store is not None
+        if self.rng.random() < 0.3:
+            self.store.trim_to(n_sequences=self.rng.randint(0, 2))
+        elif self.store.spill is not None:
+            self.store.tidy()
+
+    def _step(self) -> bool:
+        prompts, generated = self.generator.next()
+        for response in generated:
+            each = self.by_uid[response.uid]
+            assert each.reason is None, "a token after the last one"
+            each.tokens.append(response.token)
+            each.logprobs.append(np.array(response.logprobs.astype(mx.float32)))
+            each.reason = response.finish_reason
+            if each.reason is not None:
+                assert response.all_tokens == each.request.prompt + each.tokens
+                if self.rng.random() < 0.3:
+                    assert response.prompt_cache is not None
+        return bool(prompts or generated)
+
+
+def check_nothing_left(pool: BlockPool | None, store: PagedPromptCache | None) -> None:
+    """Raise AssertionError unless only the prefix cache holds blocks, and gives them back when it is closed."""
+    if pool is None:
+        return
+    pool.check_integrity()
+    stats = pool.stats()
+    assert stats.live_blocks == stats.cached_blocks
+    if store is not None:
+        store.close()
+        assert pool.stats().live_blocks == 0

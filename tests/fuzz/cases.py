@@ -1,0 +1,170 @@
+"""Random cases for the batch generator: what a seed stands for."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.sample_utils import greedy_sampler, make_logits_processors
+
+from scripts import model_configs
+from tests import builders
+
+SEAM = (
+    "qwen2", "phi3", "cohere2", "olmo3", "gemma2", "gpt_oss", "mixtral", "qwen3_moe", "deepseek_v3", "gemma3n",
+    "smollm3", "exaone4", "gemma3_text", "mimo_v2_flash", "ministral3", "mamba", "jamba", "lfm2", "qwen3_next",
+    "iquestloopcoder", "nemotron-nas",
+)  # fmt: skip
+# The adapters' families come four times as often as one that goes through mlx-lm's attention function.
+FAMILIES = builders.KINDS * 4 + SEAM
+BOUNDED = ("llama", "qwen3", "qwen2", "phi3", "mixtral", "jamba")  # max_kv_size makes a difference to them
+BLOCK_SIZES = (8, 8, 16, 32, 64, 128)
+STEP_SIZES = (8, 16, 17, 33, 64, 512)
+
+Sampler = Callable[[mx.array], mx.array]
+
+
+@functools.cache
+def model_of(family: str) -> Any:
+    return builders.build(family) if family in builders.KINDS else model_configs.build(family)
+
+
+def vocabulary(family: str) -> int:
+    return builders.VOCAB if family in builders.KINDS else model_configs.VOCAB
+
+
+@dataclass
+class Request:
+    """One request of a case.
+
+    Attributes:
+        prompt: token ids.
+        num_tokens: to generate.
+        follows: its prompt begins with that request's, and in most cases with the answer to it.
+        sampler, processors: as the caller gives them.
+        cut: where the prompt is cut into two segments, or None.
+        given: a cache of the prompt's first tokens comes with it: whose, and how many tokens. None: no cache.
+        arrives: the call of ``next()`` before which it is inserted.
+        cancelled: the call before which it is cancelled, or None.
+        has_stop: one of its own tokens is a stop token.
+    """
+
+    prompt: list[int]
+    num_tokens: int
+    follows: Request | None = None
+    sampler: Sampler = greedy_sampler
+    processors: list[Any] = field(default_factory=list)
+    cut: int | None = None
+    given: tuple[str, int] | None = None
+    arrives: int = 0
+    cancelled: int | None = None
+    has_stop: bool = False
+
+
+@dataclass
+class Case:
+    """One generator, its pool and its requests.
+
+    Attributes:
+        seed: all the rest follows from it.
+        budget_slack: blocks of memory beyond what the longest request alone takes; None: ample.
+        in_place: the pool is in place, over stand-ins for the kernels.
+        prefixes: "none", "memory", or "disk" for a prefix cache that spills.
+    """
+
+    seed: int
+    family: str
+    block_size: int
+    step_size: int
+    max_kv_size: int | None
+    in_place: bool
+    prefixes: str
+    running: int
+    prefilling: int
+    budget_slack: int | None
+    requests: list[Request]
+
+    def __str__(self) -> str:
+        return (
+            f"seed {self.seed}: {self.family}, blocks of {self.block_size}, steps of {self.step_size}, max_kv_size "
+            f"{self.max_kv_size}, in place {self.in_place}, prefixes {self.prefixes}, slack {self.budget_slack}, "
+            f"{len(self.requests)} requests"
+        )
+
+
+def draw(seed: int, families: tuple[str, ...] = FAMILIES) -> Case:
+    """The case of a seed."""
+    rng = random.Random(seed)
+    family = rng.choice(families)
+    max_kv_size = rng.randint(5, 48) if family in BOUNDED and rng.random() < 0.2 else None
+    requests = _requests(rng, family, is_bounded=max_kv_size is not None)
+    has_given = any(request.given for request in requests)  # its memory is the caller's, beside the requests'
+    return Case(
+        seed=seed,
+        family=family,
+        block_size=rng.choice(BLOCK_SIZES),
+        step_size=model_configs.CHUNKS.get(family) or rng.choice(STEP_SIZES),
+        max_kv_size=max_kv_size,
+        in_place=family in builders.KINDS and rng.random() < 0.25,
+        prefixes="none" if max_kv_size is not None else rng.choice(("none", "memory", "memory", "disk")),
+        running=rng.randint(1, 6),
+        prefilling=rng.randint(1, 6),
+        budget_slack=rng.choice((0, 0, 1, 2, 5, 10)) if rng.random() < 0.6 and not has_given else None,
+        requests=requests,
+    )
+
+
+def _requests(rng: random.Random, family: str, *, is_bounded: bool) -> list[Request]:
+    vocab = vocabulary(family)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(vocab) for _ in range(count)]
+
+    stems = [tokens(rng.randint(1, 150)) for _ in range(rng.randint(1, 3))]
+    samplers = [greedy_sampler, greedy_sampler, *(_biased(rng, vocab) for _ in range(2))]
+    requests: list[Request] = []
+    for _ in range(rng.randint(2, 9)):
+        stem = rng.choice(stems)
+        prompt = stem[: rng.randint(1, len(stem))] + tokens(rng.choice((0, 0, 1, rng.randint(1, 60))))
+        follows = rng.choice(requests) if requests and rng.random() < 0.3 else None
+        if follows is not None:
+            prompt = follows.prompt + tokens(rng.randint(1, 20))
+        request = Request(prompt, rng.choice((1, 2, rng.randint(1, 40))), follows, sampler=rng.choice(samplers))
+        if rng.random() < 0.5:
+            request.processors = _processors(rng, vocab)
+        if not is_bounded and len(prompt) > 3 and rng.random() < 0.3:
+            request.cut = rng.randint(1, len(prompt) - 1)
+        if not is_bounded and len(prompt) > 2 and rng.random() < 0.2:
+            request.given = rng.choice(("stock", "paged")), rng.randint(1, len(prompt) - 1)
+            request.cut = None
+        request.arrives = rng.choice((0, 0, 0, rng.randint(0, 20)))
+        request.cancelled = rng.randint(0, 25) if rng.random() < 0.15 else None
+        request.has_stop = rng.random() < 0.2
+        requests.append(request)
+    return requests
+
+
+def _biased(rng: random.Random, vocab: int) -> Sampler:
+    """A sampler of its own: the likeliest word after a fixed random bias."""
+    bias = mx.array(np.random.default_rng(rng.randrange(1 << 30)).normal(0, 0.3, vocab).astype(np.float32))
+    mx.eval(bias)
+    return lambda logprobs: mx.argmax(logprobs + bias, axis=-1)
+
+
+def _processors(rng: random.Random, vocab: int) -> list[Any]:
+    options: dict[str, Any] = {}
+    if rng.random() < 0.5:
+        options["repetition_penalty"] = rng.choice((1.1, 1.5, 0.7))
+        options["repetition_context_size"] = rng.choice((1, 5, 20, 100, 0))
+    for name in ("presence", "frequency"):
+        if rng.random() < 0.5:
+            options[f"{name}_penalty"] = rng.uniform(-1, 2)
+            options[f"{name}_context_size"] = rng.choice((1, 20, 300))
+    if rng.random() < 0.3:
+        options["logit_bias"] = {rng.randrange(vocab): rng.uniform(-5, 5) for _ in range(3)}
+    return list(make_logits_processors(**options))

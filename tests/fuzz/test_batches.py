@@ -1,0 +1,32 @@
+"""Random batches against stock mlx-lm's single runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz import batches
+from tests.fuzz.cases import draw
+
+SAMPLE = 40
+SWEEP, SHARE = 2_000, 50  # cases, and how many of them are one test
+
+
+@pytest.mark.parametrize("seed", range(SAMPLE))
+def test_a_batch_delivers_what_single_runs_do(seed: int) -> None:
+    _run(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(SAMPLE, SAMPLE + SWEEP, SHARE))
+def test_batches_deliver_what_single_runs_do(first: int) -> None:
+    for seed in range(first, first + SHARE):
+        _run(seed)
+
+
+def _run(seed: int) -> None:
+    case = draw(seed)
+    try:
+        batches.run(case)
+    except Exception as error:
+        error.add_note(str(case))
+        raise
