@@ -182,16 +182,18 @@ class BlockPool(BlockStore):
         return table.blocks_for(num_tokens) + self.has_shared_tail(table)
 
     def slide(self, tables: Iterable[BlockTable]) -> bool:
-        """Release what the tables' next tokens do not see, as :meth:`append_tokens` would, so that it counts as free.
-        Returns whether anything was."""
+        """Release what the tables' next tokens do not see, as :meth:`append_tokens` would, so that it counts as free, or
+        as cached. Returns whether there was anything."""
+        slid = False
         with self._lock:
-            before = [group.allocator.num_free for group in self.groups]
             for table in tables:
                 group = self._group(table)
-                if group.spec.window is not None and not table.released:
-                    self._slide(table, group.spec.first_kept(table.length))
+                start = group.spec.first_kept(table.length)
+                if start > table.logical_start and not table.released:
+                    self._slide(table, start)
                     group.touch()
-            return before != [group.allocator.num_free for group in self.groups]
+                    slid = True
+        return slid
 
     def make_room(self, tables: Sequence[BlockTable], num_tokens: int) -> None:
         """Have blocks free for the next tokens of a sequence's tables, all those of the same length as the first, so
