@@ -188,19 +188,20 @@ class BlockStore:
         def spare() -> int:
             return sum(self._spare(index, kept) * self.groups[index].bytes_per_block for index in others)
 
-        cached = [self._reclaimable(index) * each.bytes_per_block for index, each in enumerate(self.groups)]
-        if short() > spare() + sum(cached):
-            missing = count - group.allocator.num_free
-            raise self._exhausted(missing, missing * group.bytes_per_block)
+        cached, elsewhere = self._reclaimable(own) * group.bytes_per_block, 0
+        if short() > spare() + cached:
+            elsewhere = sum(self._reclaimable(index) * self.groups[index].bytes_per_block for index in others)
+            if short() > spare() + cached + elsewhere:
+                missing = count - group.allocator.num_free
+                raise self._exhausted(missing, missing * group.bytes_per_block)
         if spare() * WORTH_MOVING >= self.memory_budget - self.unreserved_bytes:
             self._take(others, max(short(), min(step - self.unreserved_bytes, spare() // 2)), kept)
-        if short() > 0 and cached[own]:
+        if short() > 0 and cached:
             self._reclaim(own, -(-short() // group.bytes_per_block))
         if short() > 0:
-            obtainable = spare() + sum(cached[index] for index in others)
-            wanted = max(short(), min(step - self.unreserved_bytes, obtainable // 2))
+            wanted = max(short(), min(step - self.unreserved_bytes, (spare() + elsewhere) // 2))
             for index in others:
-                if wanted > spare() and cached[index]:
+                if elsewhere and wanted > spare():
                     self._reclaim(index, -(-(wanted - spare()) // self.groups[index].bytes_per_block))
             self._take(others, wanted, kept)
         if short() > 0:  # caches gave less than they said
@@ -215,7 +216,9 @@ class BlockStore:
         """Make the tensors of groups smaller by so many bytes, or by all they can spare; the largest part first."""
         for index in sorted(groups, key=lambda i: -self._spare(i, kept) * self.groups[i].bytes_per_block):
             group = self.groups[index]
-            blocks = min(self._spare(index, kept), -(-max(0, num_bytes) // (group.bytes_per_block or 1)))
+            if num_bytes <= 0 or not group.bytes_per_block:
+                continue
+            blocks = min(self._spare(index, kept), -(-num_bytes // group.bytes_per_block))
             if blocks:
                 self._shrink(index, group.allocator.num_blocks - blocks)
                 num_bytes -= blocks * group.bytes_per_block
