@@ -395,7 +395,7 @@ class Engine:
                 self._give_up(call[0].row, error)
                 return []
             for row, _ in call:  # whose fault it is shows when each is computed again, alone
-                row.alone = not must_wait
+                row.alone = True
                 self.scheduler.preempt(row.request)
             return []
         for row, num_tokens in call:

@@ -182,8 +182,8 @@ class BlockPool(BlockStore):
         return table.blocks_for(num_tokens) + self.has_shared_tail(table)
 
     def slide(self, tables: Iterable[BlockTable]) -> bool:
-        """Release what the tables' next tokens do not see, as :meth:`append_tokens` would, so that it counts as free, or
-        as cached. Returns whether there was anything."""
+        """Release what the tables' next tokens do not see, as :meth:`append_tokens` would, so that it counts as free or
+        cached. Returns whether there was anything."""
         slid = False
         with self._lock:
             for table in tables:
