@@ -149,7 +149,7 @@ class BatchTables:
             except Exception as error:
                 for undone in set(range(len(tables))).difference(others[place:]):
                     self.pool.trim(tables[undone], 1)
-                return FailedRow(index, error)
+                return FailedRow(index, error.with_traceback(None))  # its frames would keep the rows' blocks
         self._reserved[group] += 1
         return None
 

@@ -47,6 +47,8 @@ class SequenceTables:
                 "all layers of a group must take the same tokens"
             )
         if missing:
+            if len(self.tables) > 1 and table.blocks_for(missing):
+                self.pool.make_room([table, *(other for other in self.tables if other is not table)], missing)
             self.pool.append_tokens(table, missing)
         self.offsets[layer] += num_tokens
         return table

@@ -30,6 +30,7 @@ _COUNTERS = {
     "evictions": "Blocks that the prefix cache has freed",
     "prefix_hit_tokens": "Tokens that sequences took from the prefix cache",
     "preemptions": "Requests that made room for others",
+    "shrinks": "Times a layer group's tensors were made smaller",
 }
 _SERVER_COUNTERS = {
     "prompt_tokens": "Tokens of prompts",

@@ -13,8 +13,8 @@ import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch
 
 from ..cache import PagedKVCache
-from ..errors import PoolExhaustedError, RequestFailedError
-from ..kv.budget import PoolBudget
+from ..errors import PoolExhaustedError, RequestFailedError, RequestTooLargeError
+from ..kv.budget import Append, PoolBudget
 from ..kv.pool import BlockPool
 from ..prefix_store import PrefixStore
 from ..scheduler import Chunk, Growth, Plan, Request, Scheduler
@@ -31,6 +31,7 @@ CLEAR_AFTER_PREFILLS = 8  # steps with prompts, of different sizes, between clea
 # Prompt tokens a step on a GPU: less memory and shorter waits for decode than with longer chunks (docs/adr/0006).
 IN_PLACE_STEP_TOKENS = 512
 CLEAR_EVERY = 512  # decode steps between clearings, as in mlx-lm
+IDLE_SECONDS = 5  # without work, until the pool gives memory back
 
 
 PromptResponse = PromptProcessingBatch.Response
@@ -67,6 +68,7 @@ class Engine:
         self.computed_prompt_tokens = 0
         self.failures: deque[RequestFailedError] = deque()
         self._prefill_steps = 0
+        self._worked_at: float | None = None  # None: memory has been given back since
         self._finished: deque[weakref.ref[Response]] = deque()
         fresh = self._fresh()
         self.batch = decode_batch(model, fresh)
@@ -114,15 +116,18 @@ class Engine:
         listed = []
         for request, num_tokens in growth:
             row = self.rows[request.uid]
-            sequence = row.sequence
-            if sequence is None and self.sharing is not None and self.pool is not None:
+            if row.sequence is None and self.sharing is not None and self.pool is not None:
                 shared = min(self.sharing.available(row), num_tokens - 1)
                 num_tokens -= shared - shared % self.pool.block_size  # a block shared in part is copied
-            listed.append((sequence.tables if sequence is not None else None, num_tokens))
+            listed.append(_append(row, num_tokens))
         while not self.budget.fits(listed):
-            if not self._give_up_finished() and not (self.sharing is not None and self.sharing.give_up()):
+            if not self._give_up_idle():
                 return False
         return True
+
+    def _give_up_idle(self) -> bool:
+        """Give up something that nobody is using. Returns whether there was anything."""
+        return self._give_up_finished() or (self.sharing is not None and self.sharing.give_up())
 
     def _give_up_finished(self) -> bool:
         """Release a finished request's cache that came with its last response and that nobody has looked at."""
@@ -139,10 +144,7 @@ class Engine:
             return
         row.caches = self._fresh()
         if self.sharing is not None:
-            most = request.goal
-            if self.pool is not None and not self.holds(most + 1 + self.pool.block_size):
-                most -= most % self.pool.block_size  # there may be no room to copy a block shared in part
-            request.length = self.sharing.adopt(row, most)
+            request.length = self.sharing.adopt(row, request.goal)
         if row.num_cached is None:
             row.num_cached = request.length
         row.num_reported = max(row.num_reported, request.length)
@@ -176,6 +178,13 @@ class Engine:
         return states
 
     # Requests -------------------------------------------------------------------------------------------------
+
+    def check(self, row: Row) -> None:
+        """Raise RequestTooLargeError if the request could not even begin to decode."""
+        if row.given is None or self.budget is None:
+            self.scheduler.check(row.request.goal + 1)
+        elif not self.budget.holds(row.request.goal + 2 - row.base, row.tables):  # the cache stays as it came
+            raise RequestTooLargeError(row.request.goal + 1)
 
     def add(self, row: Row) -> None:
         self.rows[row.uid] = row
@@ -227,10 +236,19 @@ class Engine:
             if self.failures:
                 raise self.failures.popleft()
             if not len(self.scheduler):
+                self._return_memory()
                 return [], []
             prompts, generated = self._step()
+            self._worked_at = time.perf_counter()
             if prompts or generated:
                 return prompts, generated
+
+    def _return_memory(self) -> None:
+        """Called without work, now and then: give memory back that nothing has needed for a while."""
+        if self._worked_at is not None and time.perf_counter() - self._worked_at >= IDLE_SECONDS:
+            self._worked_at = None
+            if self.pool is not None:
+                self.pool.return_memory()
 
     def _step(self) -> tuple[list[Any], list[Response]]:
         plan = self.scheduler.plan()
@@ -260,8 +278,8 @@ class Engine:
             return
         soon = [(request, 1) for request in plan.decode] + [(c.request, c.num_tokens) for c in plan.chunks]
         self.budget.make_room(
-            [(self.rows[request.uid].tables, n) for request, n in soon],
-            lambda: [(row.tables, row.num_missing) for row in self.rows.values()],
+            [_append(self.rows[request.uid], n) for request, n in soon],
+            lambda: [_append(row, row.num_missing) for row in self.rows.values()],
         )
 
     def _decode(self) -> list[Response]:
@@ -297,7 +315,9 @@ class Engine:
         """Blocks for every row's next token. The plan has seen to it that there are; if not so, make room or fail."""
         while self.batch.rows and (failed := self.batch.reserve()) is not None:
             row = self.batch.rows[failed.row]
-            if isinstance(failed.error, PoolExhaustedError) and self.scheduler.preempt_for(self._oldest()):
+            if isinstance(failed.error, PoolExhaustedError) and (
+                self._give_up_idle() or self.scheduler.preempt_for(self._oldest())
+            ):
                 continue
             self._give_up(row, failed.error)
 
@@ -369,7 +389,9 @@ class Engine:
                 if not self._is_in_place:  # its reads must be over before the next one writes, or the pool is copied
                     mx.eval([cache.state for cache in row.caches or ()])
         except Exception as error:
-            if len(call) == 1:
+            # Others may have taken a block that the plan had counted on: then it waits for them.
+            must_wait = isinstance(error, PoolExhaustedError) and len(self.scheduler.running) > 1
+            if len(call) == 1 and not must_wait:
                 self._give_up(call[0].row, error)
                 return []
             for row, _ in call:  # whose fault it is shows when each is computed again, alone
@@ -390,3 +412,8 @@ class Engine:
         row.num_reported = done
         at_end = row.request.length in row.segment_ends or row.request.length == row.request.goal
         return PromptResponse(row.uid, (done, row.prompt_length), at_end, False)
+
+
+def _append(row: Row, num_tokens: int) -> Append:
+    """The request's next tokens; a cache that it came with stays as it is."""
+    return Append(row.tables, num_tokens, forked=row.caches is None and row.given is not None)

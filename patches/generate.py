@@ -89,7 +89,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             )
         try:
             for row in rows:
-                self._engine.scheduler.check(row.request.goal + 1)
+                self._engine.check(row)
         except Exception:
             self._uid_count = before
             raise

@@ -28,6 +28,7 @@ from .served_batch import AnswerQueue, ServedBatch
 POLL_SECONDS = 0.25  # between looks at whether a client is still there
 IDLE_SECONDS = 0.1
 TIDY_EVERY_SECONDS, TIDY_SECONDS = 30, 0.1
+RETURN_MEMORY_SECONDS = 5  # without work, until pools give memory back
 MAX_WAITING = 1024  # requests; each takes a thread
 
 
@@ -64,6 +65,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         self._pending: deque[tuple[AnswerQueue, Any, Any]] = deque()
         self._stream: Any = None
         self._tidied = time.monotonic()
+        self._worked_at: float | None = None  # None: memory has been given back since
         super().__init__(model_provider, prompt_cache)  # starts the thread
 
     # Clients' threads -----------------------------------------------------------------------------------------
@@ -187,6 +189,8 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
                 self._pending.append(self.requests.get_nowait())
             except Empty:
                 break
+        if self._pending or (self._batch is not None and self._batch.served):
+            self._worked_at = time.monotonic()
         gone = [item for item in self._pending if not item[0].is_wanted]
         for item in gone:
             self._pending.remove(item)
@@ -196,6 +200,12 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         self._tidied = time.monotonic()
         if isinstance(self.prompt_cache, PagedPromptCache):
             self.prompt_cache.tidy(lambda: not self.requests.empty() or self._stop)
+        if self._worked_at is not None and self._tidied - self._worked_at >= RETURN_MEMORY_SECONDS:
+            self._worked_at = None
+            for model in (self.model_provider.model, self.model_provider.draft_model):
+                pool = None if model is None else pool_of(model)
+                if pool is not None:
+                    pool.return_memory()
 
     def _tidy_while_busy(self) -> None:
         """A little now and then, for a server that is never idle."""

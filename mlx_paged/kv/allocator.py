@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..errors import BlockStateError
 
@@ -53,10 +53,23 @@ class BlockAllocator:
 
     def shrink(self) -> None:
         """Forget the free blocks behind the last one held."""
-        while len(self._refcounts) > 1 and self._refcounts[-1] == 0:
-            self._refcounts.pop()
-        self._free = [block_id for block_id in self._free if block_id < len(self._refcounts)]
-        heapq.heapify(self._free)
+        last = next((b for b in range(len(self._refcounts) - 1, 0, -1) if self._refcounts[b]), 0)
+        self.renumber({}, last + 1)
+
+    def moves(self, num_blocks: int) -> dict[int, int]:
+        """Where the blocks held from id ``num_blocks`` on can go so that so many ids are enough: free ones, lowest
+        first. Raises BlockStateError if more blocks are held."""
+        if num_blocks <= self.num_live:
+            raise BlockStateError(f"{self.num_live} blocks are held, {num_blocks - 1} would be left")
+        sources = [b for b in range(num_blocks, len(self._refcounts)) if self._refcounts[b]]
+        return dict(zip(sources, heapq.nsmallest(len(sources), self._free), strict=True))
+
+    def renumber(self, moves: Mapping[int, int], num_blocks: int) -> None:
+        """Give blocks other, free ids, with all their references, and forget the ids from ``num_blocks`` on."""
+        for source, target in moves.items():
+            self._refcounts[target], self._refcounts[source] = self._refcounts[source], 0
+        del self._refcounts[num_blocks:]
+        self._free = [b for b in range(1, num_blocks) if not self._refcounts[b]]  # ascending, so a heap
 
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` free blocks, each with one reference. Raises before taking any if too few are free."""

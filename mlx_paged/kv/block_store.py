@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 
 import mlx.core as mx
@@ -16,6 +16,9 @@ from .holder import BlockHolder
 from .storage import Geometry, QueryHeads
 
 UNLIMITED = 1 << 62
+# Free blocks of other groups are taken before cached ones are given up where they are this part of the pool or more:
+# taking them copies those groups' tensors.
+WORTH_MOVING = 8
 
 
 class BlockStore:
@@ -52,8 +55,12 @@ class BlockStore:
         }
         # Tables dropped by their owner put their blocks here from whatever thread collects them.
         self._abandoned: deque[tuple[int, list[int]]] = deque()
+        # By identity, the lists of block ids of all tables that have not given them back, with their group: also of
+        # those that are just being dropped, in whatever thread.
+        self._lists: dict[int, tuple[int, list[int]]] = {}
         self._lock = threading.RLock()
         self._holders: list[weakref.ref[BlockHolder]] = []
+        self.shrinks = 0  # how often a group's tensors were made smaller
 
     def group_of(self, layer: int) -> int:
         """Index of the group a model layer belongs to."""
@@ -104,45 +111,147 @@ class BlockStore:
     def holders(self) -> list[BlockHolder]:
         return [holder for ref in self._holders if (holder := ref()) is not None]
 
-    def _reclaim(self, group: BlockGroup, num_blocks: int) -> bool:
-        """Have the holders free ``num_blocks`` blocks; False, and nothing is given up, if they cannot."""
-        index, holders = self.groups.index(group), self.holders()
-        if sum(holder.reclaimable(index) for holder in holders) < num_blocks:
-            return False
-        for holder in holders:
-            if num_blocks > 0:
-                num_blocks -= holder.reclaim(index, num_blocks)
-        return num_blocks <= 0
+    # Room -----------------------------------------------------------------------------------------------------
+    # The budget is the pool's. A group that must grow takes what is not reserved; then what is free in other groups,
+    # whose tensors are made smaller; and of prefix caches what it needs. See docs/adr/0012.
 
-    def make_free(self, group: int, count: int, most: int) -> None:
-        """Have ``count`` blocks of a group free, growing its tensors within the budget, but so that no more than
-        ``most`` are free then. Does nothing if that many do not fit: allocating them says so."""
+    @property
+    def unheld_bytes(self) -> int:
+        """Bytes of the budget that no held block takes: any group can have them."""
+        return self.memory_budget - sum(g.bytes_per_block * (g.allocator.num_live + 1) for g in self.groups)
+
+    @property
+    def unreserved_bytes(self) -> int:
+        """Bytes of the budget that no tensor takes."""
+        return self.memory_budget - sum(group.bytes_reserved for group in self.groups)
+
+    def reclaimable_bytes(self) -> int:
+        """Bytes of held blocks that prefix caches would give up."""
+        return sum(self._reclaimable(index) * group.bytes_per_block for index, group in enumerate(self.groups))
+
+    def _reclaimable(self, group: int) -> int:
+        return sum(holder.reclaimable(group) for holder in self.holders())
+
+    def _reclaim(self, group: int, num_blocks: int) -> None:
+        """Have the holders free ``num_blocks`` blocks, or as many as they can."""
+        for holder in self.holders():
+            if num_blocks > 0:
+                num_blocks -= holder.reclaim(group, num_blocks)
+
+    def make_free(self, counts: Sequence[int], most: Sequence[int] | None = None) -> None:
+        """Have so many blocks of each group free, growing tensors within the budget; with ``most`` so that no more than
+        that many are free then. None of them is taken for another group. Does nothing for a group whose blocks do not
+        fit: allocating them says so."""
         with self._lock:
             self._collect_abandoned()
-            block_group = self.groups[group]
-            if count > block_group.allocator.num_free:
-                with suppress(PoolExhaustedError):
-                    self._grow(block_group, count, most)
+            for index, group in enumerate(self.groups):
+                if counts[index] > group.allocator.num_free:
+                    with suppress(PoolExhaustedError):
+                        self._grow(group, counts[index], None if most is None else most[index], counts)
 
-    def _grow(self, group: BlockGroup, count: int, most: int | None = None) -> None:
-        total = group.allocator.num_blocks
-        missing = count - group.allocator.num_free
+    def _grow(self, group: BlockGroup, count: int, most: int | None = None, kept: Sequence[int] | None = None) -> None:
+        """Have ``count`` blocks of the group free, if need be at the cost of others' free blocks beyond ``kept``."""
+        allocator, per_block = group.allocator, group.bytes_per_block
         target = group.growth(count, self.memory_budget)
         if most is not None:
-            target = min(target, total - group.allocator.num_free + max(count, most))
+            target = min(target, allocator.num_blocks - allocator.num_free + max(count, most))
         if group.geometry is not None:
-            others = sum(g.bytes_reserved for g in self.groups if g is not group)
-            affordable = (self.memory_budget - others) // group.bytes_per_block
-            excess = total + missing - affordable
-            if excess > 0:
-                if not self._reclaim(group, excess):
-                    raise self._exhausted(missing, missing * group.bytes_per_block)
-                missing = count - group.allocator.num_free
-                if missing <= 0:
-                    return
+            if (count - allocator.num_free) * per_block > self.unreserved_bytes:
+                step = (target - allocator.num_blocks) * per_block
+                self._make_way(group, count, step, kept or [0] * len(self.groups))
+            missing = count - allocator.num_free
+            if missing <= 0:
+                return
             # Beyond the need, at most half of what is left: another group may need the rest.
-            target = min(target, total + max(missing, (affordable - total) // 2))
+            target = min(target, allocator.num_blocks + max(missing, self.unreserved_bytes // per_block // 2))
         group.grow(target)
+
+    def _make_way(self, group: BlockGroup, count: int, step: int, kept: Sequence[int]) -> None:
+        """Have bytes unreserved for what is missing of ``count`` free blocks, or free blocks that were cached.
+
+        Args:
+            group: that grows.
+            count: free blocks it must have.
+            step: bytes it would like to grow by: taken at once where other groups must give them, since each time their
+                tensors are copied.
+            kept: free blocks of each group that are not to be taken.
+
+        Raises:
+            PoolExhaustedError: there is not so much; nothing was given up.
+        """
+        own = self.groups.index(group)
+        others = [index for index in range(len(self.groups)) if index != own]
+
+        def short() -> int:
+            return (count - group.allocator.num_free) * group.bytes_per_block - self.unreserved_bytes
+
+        def spare() -> int:
+            return sum(self._spare(index, kept) * self.groups[index].bytes_per_block for index in others)
+
+        cached, elsewhere = self._reclaimable(own) * group.bytes_per_block, 0
+        if short() > spare() + cached:
+            elsewhere = sum(self._reclaimable(index) * self.groups[index].bytes_per_block for index in others)
+            if short() > spare() + cached + elsewhere:
+                missing = count - group.allocator.num_free
+                raise self._exhausted(missing, missing * group.bytes_per_block)
+        if spare() * WORTH_MOVING >= self.memory_budget - self.unreserved_bytes:
+            self._take(others, max(short(), min(step - self.unreserved_bytes, spare() // 2)), kept)
+        if short() > 0 and cached:
+            self._reclaim(own, -(-short() // group.bytes_per_block))
+        if short() > 0:
+            wanted = max(short(), min(step - self.unreserved_bytes, (spare() + elsewhere) // 2))
+            for index in others:
+                if elsewhere and wanted > spare():
+                    self._reclaim(index, -(-(wanted - spare()) // self.groups[index].bytes_per_block))
+            self._take(others, wanted, kept)
+        if short() > 0:  # caches gave less than they said
+            missing = count - group.allocator.num_free
+            raise self._exhausted(missing, missing * group.bytes_per_block)
+
+    def _spare(self, group: int, kept: Sequence[int]) -> int:
+        """Free blocks of a group that others may have."""
+        return max(0, self.groups[group].allocator.num_free - kept[group])
+
+    def _take(self, groups: Sequence[int], num_bytes: int, kept: Sequence[int]) -> None:
+        """Make the tensors of groups smaller by so many bytes, or by all they can spare; the largest part first."""
+        for index in sorted(groups, key=lambda i: -self._spare(i, kept) * self.groups[i].bytes_per_block):
+            group = self.groups[index]
+            if num_bytes <= 0 or not group.bytes_per_block:
+                continue
+            blocks = min(self._spare(index, kept), -(-num_bytes // group.bytes_per_block))
+            if blocks:
+                self._shrink(index, group.allocator.num_blocks - blocks)
+                num_bytes -= blocks * group.bytes_per_block
+
+    def _shrink(self, index: int, num_blocks: int) -> None:
+        """Move the blocks held from id ``num_blocks`` on into free ones before it, and make the tensors smaller."""
+        group = self.groups[index]
+        moves = group.allocator.moves(num_blocks)
+        group.move(moves)
+        self._renumber(index, moves)  # whoever holds ids
+        self.shrinks += 1
+        group.renumber(moves, num_blocks)
+
+    def _renumber(self, group: int, moves: Mapping[int, int]) -> None:
+        for holder in self.holders():
+            holder.renumber(group, moves)
+        others = [entry for entry in list(self._abandoned) if id(entry[1]) not in self._lists]
+        for own, block_ids in [*self._lists.values(), *others]:
+            if own == group:
+                block_ids[:] = [moves.get(block_id, block_id) for block_id in block_ids]
+
+    def return_memory(self) -> None:
+        """Give memory of free blocks back to the system, but for one growth step of each group. For the thread that
+        computes, between steps, when nothing has needed it for a while: blocks are moved together, tensors copied.
+        """
+        with self._lock:
+            self._collect_abandoned()
+            for index, group in enumerate(self.groups):
+                if group.geometry is not None:
+                    size = group.idle_size(self.memory_budget)
+                    if size < group.allocator.num_blocks:
+                        self._shrink(index, size)
+            mx.clear_cache()
 
     def _exhausted(self, blocks: int, num_bytes: int) -> PoolExhaustedError:
         return PoolExhaustedError(
@@ -201,4 +310,5 @@ class BlockStore:
     def _collect_abandoned(self) -> None:
         while self._abandoned:
             group, block_ids = self._abandoned.popleft()
+            self._lists.pop(id(block_ids), None)
             self.groups[group].allocator.release(block_ids)

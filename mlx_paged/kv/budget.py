@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from ..errors import PoolExhaustedError
 from .block_table import BlockTable
-from .group import BlockGroup
+from .group import LayerGroup
 from .pool import BlockPool
 
-# A sequence's tables, one for each group (none: it holds nothing yet), and the tokens to append to it.
-Growth = Iterable[tuple[Sequence[BlockTable] | None, int]]
+
+class Append(NamedTuple):
+    """Tokens to append to a sequence.
+
+    Attributes:
+        tables: one for each group; None: it holds nothing yet.
+        num_tokens: to append.
+        forked: the tables stay as they are, and a fork of them takes the tokens.
+    """
+
+    tables: Sequence[BlockTable] | None
+    num_tokens: int
+    forked: bool = False
+
+
+Growth = Iterable[Append | tuple[Sequence[BlockTable] | None, int]]
 
 
 class PoolBudget:
-    """Counts blocks that appends need, and blocks that are free, can be made, or can be had from prefix caches.
+    """Counts blocks that appends need, and blocks that can be had for them: free in any group, since groups make room
+    for each other, not made yet, or held by prefix caches alone.
+
+    A sequence that :meth:`holds` accepts can always go on once it is alone: of what it takes nothing is left out there.
 
     Args:
         pool: of the sequences. Its geometry must be known, or everything fits.
@@ -25,57 +43,62 @@ class PoolBudget:
         self.pool = pool
         self.chunk = chunk
 
-    def holds(self, num_tokens: int) -> bool:
-        """Whether a sequence of so many tokens fits the whole budget, with nothing else in the pool."""
-        # The null block is of no use to a sequence, but it takes its place.
-        needed = sum((self._blocks(g, None, num_tokens) + 1) * g.bytes_per_block for g in self.pool.groups)
+    def holds(self, num_tokens: int, tables: Sequence[BlockTable] | None = None) -> bool:
+        """Whether a sequence of so many tokens fits the whole budget, with nothing else in the pool; with ``tables``,
+        so many tokens behind those that these hold and go on holding."""
+        needed = 0
+        for index, group in enumerate(self.pool.groups):
+            blocks = 1  # the null block is of no use to a sequence, but it takes its place
+            if tables is not None:
+                blocks += tables[index].num_blocks
+            elif self.pool.holders():
+                blocks += 1  # the last block of a prompt goes to the prefix cache, and the next token into a copy
+            blocks += self._blocks(index, Append(tables, num_tokens, forked=True))
+            needed += blocks * group.bytes_per_block
         return needed <= self.pool.memory_budget
 
     def fits_blocks(self, num_blocks: int) -> bool:
-        """Whether so many blocks of each group can be had without giving up any: enough for a token of as many
-        sequences."""
+        """Whether so many blocks of each group can be had without moving or giving up any: enough for a token of as
+        many sequences."""
         self.pool.collect()
         groups = self.pool.groups
         missing = sum(max(0, num_blocks - group.allocator.num_free) * group.bytes_per_block for group in groups)
-        return missing <= self._growable()
-
-    def _growable(self) -> int:
-        """Bytes by which the pool may still grow."""
-        return self.pool.memory_budget - sum(group.bytes_reserved for group in self.pool.groups)
+        return missing <= self.pool.unreserved_bytes
 
     def fits(self, growth: Growth) -> bool:
-        """Whether all these appends fit together as things stand."""
-        listed = list(growth)
+        """Whether all these appends fit together, in any order. If it comes to that, what they are going to release
+        behind sliding windows is released."""
+        listed = [Append(*each) for each in growth]
         self.pool.collect()
-        growable = self._growable()
-        holders = self.pool.holders()
-        for index, group in enumerate(self.pool.groups):
-            needed = self._blocks_of(index, listed)
-            growable -= max(0, needed - group.allocator.num_free) * group.bytes_per_block
-            if growable < 0:
-                growable += sum(holder.reclaimable(index) for holder in holders) * group.bytes_per_block
-            if growable < 0:
-                return False
-        return True
+        return self._fits(listed) or (self._slide(listed) and self._fits(listed))
+
+    def _fits(self, growth: Sequence[Append]) -> bool:
+        groups = enumerate(self.pool.groups)
+        needed = sum(self._blocks_of(index, growth) * group.bytes_per_block for index, group in groups)
+        unheld = self.pool.unheld_bytes
+        return needed <= unheld or needed <= unheld + self.pool.reclaimable_bytes()
+
+    def _slide(self, growth: Sequence[Append]) -> bool:
+        return self.pool.slide(table for each in growth if each.tables and not each.forked for table in each.tables)
 
     def make_room(self, soon: Growth, in_all: Callable[[], Growth]) -> None:
         """Grow the pool where what is appended soon needs it, and by no more than is going to be appended in all."""
-        soon = list(soon)
-        for index, group in enumerate(self.pool.groups):
-            needed = self._blocks_of(index, soon)
-            if needed > group.allocator.num_free:
-                self.pool.make_free(index, needed, self._blocks_of(index, in_all()))
+        listed = [Append(*each) for each in soon]
+        self._slide(listed)
+        groups = self.pool.groups
+        needed = [self._blocks_of(index, listed) for index in range(len(groups))]
+        if any(count > group.allocator.num_free for count, group in zip(needed, groups, strict=True)):
+            everything = [Append(*each) for each in in_all()]
+            self.pool.make_free(needed, [self._blocks_of(index, everything) for index in range(len(groups))])
 
-    def _blocks_of(self, index: int, growth: Growth) -> int:
+    def _blocks_of(self, index: int, growth: Iterable[Append]) -> int:
         """Blocks of a group that all these appends take."""
-        group = self.pool.groups[index]
-        return sum(self._blocks(group, tables[index] if tables else None, n) for tables, n in growth)
+        return sum(self._blocks(index, each) for each in growth)
 
     def exhausted(self, tables: Sequence[BlockTable] | None, num_tokens: int) -> PoolExhaustedError:
         """The error for an append that does not fit."""
         needs = [
-            (group, self._blocks(group, tables[index] if tables else None, num_tokens))
-            for index, group in enumerate(self.pool.groups)
+            (group, self._blocks(index, Append(tables, num_tokens))) for index, group in enumerate(self.pool.groups)
         ]
         return PoolExhaustedError(
             blocks_needed=sum(blocks for _, blocks in needs),
@@ -84,26 +107,31 @@ class PoolBudget:
             bytes_reserved=sum(group.bytes_reserved for group in self.pool.groups),
         )
 
-    def _blocks(self, group: BlockGroup, table: BlockTable | None, num_tokens: int) -> int:
-        """Blocks of a group that appending so many tokens to a table takes, beyond those the table has."""
-        size, spec = self.pool.block_size, group.spec
-        length = table.length if table is not None else 0
+    def _blocks(self, index: int, append: Append) -> int:
+        """Blocks of a group that an append takes, beyond those the sequence has: the most at any time until its end."""
+        spec = self.pool.groups[index].spec
+        table = append.tables[index] if append.tables else None
+        if table is None:
+            return self._most_held(spec, 0, append.num_tokens)
+        if append.forked:
+            missing = table.blocks_for(append.num_tokens) + bool(table.length % self.pool.block_size)
+            return min(missing, self._most_held(spec, table.length, append.num_tokens))
+        if spec.window is None or append.num_tokens <= self.chunk:
+            return self.pool.blocks_to_append(table, append.num_tokens)
+        held = table.num_blocks - _behind(table, spec.first_kept(table.length) // self.pool.block_size)
+        more = max(0, self._most_held(spec, table.length, append.num_tokens) - held)
+        return max(more, table.blocks_for(self.chunk)) + self.pool.has_shared_tail(table)
+
+    def _most_held(self, spec: LayerGroup, length: int, num_tokens: int) -> int:
+        """Most blocks a sequence of ``length`` tokens holds while so many are appended."""
+        size = self.pool.block_size
         end = -(-(length + num_tokens) // size)
         if spec.window is None:
-            held = len(table.block_ids) if table is not None else 0
-            return max(0, end - held) + self._copies_tail(group, table)
-        start = spec.first_kept(length) // size
-        widest = min(end - start, -(-(spec.window - 1 + min(num_tokens, self.chunk)) // size) + 1)
-        widest = min(end, widest + -(-spec.pinned // size))
-        held = table.num_blocks - _behind(table, start) if table is not None else 0
-        return max(0, widest - held) + self._copies_tail(group, table)
-
-    def _copies_tail(self, group: BlockGroup, table: BlockTable | None) -> int:
-        """1 if the next token goes into a block that is shared, which is copied first."""
-        if table is None:
-            return 0
-        tail = table.length // self.pool.block_size
-        return int(tail < len(table.block_ids) and group.allocator.refcount(table.block_ids[tail]) > 1)
+            return end
+        # What the next token sees and a chunk: so many tokens in a row, wherever they begin in a block.
+        in_a_row = spec.window - 1 + min(num_tokens, self.chunk)
+        widest = min(end - spec.first_kept(length) // size, (in_a_row + size - 2) // size + 1)
+        return min(end, widest + -(-spec.pinned // size))
 
 
 def _behind(table: BlockTable, start: int) -> int:

@@ -127,31 +127,36 @@ class FunctionalStorage:
         k, v = (pool.reshape(-1, pool.shape[3])[index][None] for pool in (self._keys, self._values))
         return k, v
 
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy one block. The source is evaluated first: reading and writing a pool in one graph copies the pool."""
-        copies = [mx.contiguous(pool[:, source]) for pool in (self._keys, self._values)]
-        if self.geometry.num_kv_heads == 1:  # a contiguous slice is a view, which would keep the pool
-            copies = [copy + 0 for copy in copies]
-        mx.eval(copies)
-        self._keys[:, target], self._values[:, target] = copies
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """The sources are evaluated first: reading and writing a pool in one graph copies the pool. By runs of
+        consecutive blocks, since a scatter is slow on the CPU."""
+        runs = _runs(sources, targets)
+        for pool in (self._keys, self._values):
+            copies = [mx.contiguous(pool[:, source : source + count]) for source, _, count in runs]
+            if self.geometry.num_kv_heads == 1:  # a contiguous slice is a view, which would keep the pool
+                copies = [copy + 0 for copy in copies]
+            mx.eval(copies)
+            for (_, target, count), copy in zip(runs, copies, strict=True):
+                pool[:, target : target + count] = copy
 
-    def grow(self, num_blocks: int) -> None:
-        """Make room for ``num_blocks`` blocks; the extra peak is one tensor."""
-        before = self.num_blocks
-        missing = num_blocks - before
-        if missing <= 0:  # it has grown already, and a later layer could not
-            return
+    def resize(self, num_blocks: int) -> None:
         try:
             for name in ("_keys", "_values"):
                 old: mx.array = getattr(self, name)
-                heads, _, *rest = old.shape
-                new = mx.concatenate([old, mx.zeros((heads, missing, *rest), old.dtype)], axis=1)
+                heads, before, *rest = old.shape
+                if num_blocks == before:
+                    continue
+                if num_blocks > before:
+                    new = mx.concatenate([old, mx.zeros((heads, num_blocks - before, *rest), old.dtype)], axis=1)
+                else:
+                    new = mx.contiguous(old[:, :num_blocks])
                 mx.eval(new)
                 setattr(self, name, new)
                 del old, new
                 mx.clear_cache()
         except Exception:
-            self._keys = self._keys[:, :before]  # as many as there are values
+            fewest = min(self._keys.shape[1], self._values.shape[1])  # both must have as many
+            self._keys, self._values = self._keys[:, :fewest], self._values[:, :fewest]
             raise
 
     def after_writes(self, *arrays: mx.array) -> list[mx.array]:
@@ -161,6 +166,17 @@ class FunctionalStorage:
     def fence(self) -> mx.array:
         """Two elements that are ready when every write so far is; does not keep the pool's buffer."""
         return mx.stack([self._keys[0, 0, 0, 0], self._values[0, 0, 0, 0]])
+
+
+def _runs(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(source, target, number of blocks) of what is consecutive in both."""
+    runs: list[tuple[int, int, int]] = []
+    for source, target in zip(sources, targets, strict=True):
+        if runs and (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]) == (source, target):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((source, target, 1))
+    return runs
 
 
 def _consecutive(table: BlockTable, first: int, last: int) -> bool:

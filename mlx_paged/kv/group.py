@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -99,7 +99,7 @@ class BlockGroup:
         self.storages: list[Storage] = []
         self.in_place = False  # whether the blocks are written in place and read by kernels only
         self.storage_reason = "nothing written yet"
-        self.growth_failed = False  # at some time: some layers' tensors may have more blocks than there are ids
+        self.resize_failed = False  # the latest one: some layers' tensors may have more blocks than there are ids
         # Why the kernel cannot serve a kind of queries, or None; by (n_q_heads, softcap, sinks).
         self.declined: dict[tuple[int, bool, bool], str | None] = {}
         self.epoch = 0
@@ -173,12 +173,19 @@ class BlockGroup:
         least = total + max(0, num_needed - self.allocator.num_free)
         if self.geometry is None:  # what blocks cost, and so what fits the budget, is not known yet
             return least
+        return max(least, self._next_size(total, budget))
+
+    def idle_size(self, budget: int) -> int:
+        """Total blocks to keep while nothing needs more: those held, and one growth step."""
+        return self._next_size(self.allocator.num_live + 1, budget)
+
+    def _next_size(self, total: int, budget: int) -> int:
         if self.in_place:
             step = min(budget // IN_PLACE_BUDGET_SHARE, IN_PLACE_MOST_BYTES) // self.bytes_per_block
-            return max(least, FIRST_BLOCKS, total + max(min(3 * total, step), int(total * (GROWTH_ABOVE - 1))))
+            return max(FIRST_BLOCKS, total + max(min(3 * total, step), int(total * (GROWTH_ABOVE - 1))))
         if self.bytes_per_block * total < DOUBLE_UP_TO_BYTES:
-            return max(least, 2 * total, FIRST_BLOCKS)
-        return max(least, int(total * GROWTH_ABOVE))
+            return max(2 * total, FIRST_BLOCKS)
+        return int(total * GROWTH_ABOVE)
 
     def set_geometry(self, geometry: Geometry, heads: QueryHeads | None) -> None:
         """Fix the geometry, choose the storage and make the tensors for the blocks known so far.
@@ -194,16 +201,37 @@ class BlockGroup:
 
     def grow(self, num_blocks: int) -> None:
         """Grow every layer's tensors, one layer after the other, then make the ids known."""
-        try:
-            for storage in self.storages:
-                storage.grow(num_blocks)
-        except Exception:
-            self.growth_failed = True
-            raise
-        if self.storages:
-            mx.clear_cache()  # the old tensors
+        self._resize(num_blocks)
         self.allocator.grow(num_blocks)
         self.touch()
+
+    def move(self, moves: Mapping[int, int]) -> None:
+        """Copy blocks to free ones in every layer, and wait for it. If it fails, nothing that anybody holds has
+        changed."""
+        if self._last_read is not None:
+            mx.eval(self._last_read)  # what still reads the blocks would make the writes copy them all
+        if moves:
+            for storage in self.storages:
+                storage.copy_blocks(list(moves), list(moves.values()))
+                mx.eval(storage.fence())  # the copies are let go layer by layer
+
+    def renumber(self, moves: Mapping[int, int], num_blocks: int) -> None:
+        """After :meth:`move`, when nobody uses the old ids any more: have ``num_blocks`` ids, and tensors of that size.
+        If that fails, some tensors stay larger."""
+        self.allocator.renumber(moves, num_blocks)
+        self.touch()
+        self._resize(num_blocks)
+
+    def _resize(self, num_blocks: int) -> None:
+        try:
+            for storage in self.storages:
+                storage.resize(num_blocks)
+        except Exception:
+            self.resize_failed = True
+            raise
+        self.resize_failed = False
+        if self.storages:
+            mx.clear_cache()  # the old tensors
 
     def pace(self, layer_position: int, num_tokens: int) -> None:
         """After a layer's write of a prompt chunk: have everything up to it computed, and wait for an earlier layer.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 
@@ -27,4 +27,8 @@ class BlockHolder(Protocol):
 
     def reclaim(self, group: int, num_blocks: int) -> int:
         """Give references up so that ``num_blocks`` blocks of the group become free. Returns how many did."""
+        ...
+
+    def renumber(self, group: int, moves: Mapping[int, int]) -> None:
+        """Blocks of the group have other ids now; the references to them stay the same."""
         ...

@@ -21,7 +21,7 @@ class InPlaceStorage:
     The kernels take these tensors as inputs and write through them. MLX does not see such a write, so each kernel also
     takes the fence of the kernel before and gives the next one: reads after writes, writes after reads and writes
     after writes are all ordered by data MLX can see. An MLX op on the tensors would not be; therefore they never leave
-    this class: it hands out copies made by kernels, and :meth:`decode`. Only :meth:`grow` gives them to MLX, when all
+    this class: it hands out copies made by kernels, and :meth:`decode`. Only :meth:`resize` gives them to MLX, when all
     kernels have finished.
     """
 
@@ -138,14 +138,13 @@ class InPlaceStorage:
         k, v, self.__fence = kernels.gather_blocks(self.__keys, self.__values, self.__fence, block_ids, start, length)
         return k, v
 
-    def copy_block(self, source: int, target: int) -> None:
-        self.__fence = kernels.copy_blocks(self.__keys, self.__values, self.__fence, [source], [target])
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self.__fence = kernels.copy_blocks(self.__keys, self.__values, self.__fence, sources, targets)
 
-    def grow(self, num_blocks: int) -> None:
-        """Make room for ``num_blocks`` blocks; the extra peak is one of this layer's two tensors."""
+    def resize(self, num_blocks: int) -> None:
         mx.eval(self.__fence)  # no kernel is at work on the blocks any more
-        self.__keys = _extended(self.__keys, num_blocks)
-        self.__values = _extended(self.__values, num_blocks)
+        self.__keys = _resized(self.__keys, num_blocks)
+        self.__values = _resized(self.__values, num_blocks)
         self.__fence = kernels.new_fence()
 
     def after_writes(self, *arrays: mx.array) -> list[mx.array]:
@@ -163,12 +162,17 @@ class InPlaceStorage:
         return True
 
 
-def _extended(blocks: mx.array, num_blocks: int) -> mx.array:
-    """A copy with more blocks, of zeros."""
-    missing = max(0, num_blocks - blocks.shape[0])  # none if memory ran out between keys and values before
-    longer = mx.concatenate([blocks, mx.zeros((missing, *blocks.shape[1:]), blocks.dtype)])
-    mx.eval(longer)
-    return longer
+def _resized(blocks: mx.array, num_blocks: int) -> mx.array:
+    """A copy with more blocks, of zeros, or with only the first ones."""
+    missing = num_blocks - blocks.shape[0]
+    if missing == 0:  # memory ran out between keys and values before
+        return blocks
+    if missing > 0:
+        copy = mx.concatenate([blocks, mx.zeros((missing, *blocks.shape[1:]), blocks.dtype)])
+    else:
+        copy = mx.contiguous(blocks[:num_blocks])
+    mx.eval(copy)
+    return copy
 
 
 class TracedBlocks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import mlx.core as mx
 
@@ -82,6 +82,7 @@ class BlockPool(BlockStore):
         with self._lock:
             table.released = True
             self._tables.discard(table)
+            self._lists.pop(id(table.block_ids), None)
             self._group(table).allocator.release(table.block_ids)
             table.block_ids.clear()
             table.forget_indices()
@@ -89,10 +90,17 @@ class BlockPool(BlockStore):
 
     def _track(self, table: BlockTable) -> BlockTable:
         self._tables.add(table)
+        self._lists[id(table.block_ids)] = (table.group, table.block_ids)
         table.owner = self._owner
         abandon = weakref.finalize(table, self._abandoned.append, (table.group, table.block_ids))
         abandon.atexit = False
         return table
+
+    def _renumber(self, group: int, moves: Mapping[int, int]) -> None:
+        super()._renumber(group, moves)
+        for table in list(self._tables):
+            if table.group == group:
+                table.forget_indices()
 
     def _group(self, table: BlockTable) -> BlockGroup:
         return self.groups[table.group]
@@ -123,7 +131,7 @@ class BlockPool(BlockStore):
             if spec.window is not None:
                 self._slide(table, spec.first_kept(table.length))
             tail = table.length // self.block_size
-            shared_tail = tail < len(table.block_ids) and group.allocator.refcount(table.block_ids[tail]) > 1
+            shared_tail = self.has_shared_tail(table)
             if num_tokens == 1 and not shared_tail and tail < len(table.block_ids):  # as nearly every decode step
                 table.length += 1
                 group.touch()
@@ -164,6 +172,40 @@ class BlockPool(BlockStore):
             own.touch()
         return others
 
+    def has_shared_tail(self, table: BlockTable) -> bool:
+        """Whether the next token goes into a block that others hold, too, which is copied first."""
+        tail = table.length // self.block_size
+        return tail < len(table.block_ids) and self.groups[table.group].allocator.refcount(table.block_ids[tail]) > 1
+
+    def blocks_to_append(self, table: BlockTable, num_tokens: int) -> int:
+        """Blocks that :meth:`append_tokens` takes, after :meth:`slide`."""
+        return table.blocks_for(num_tokens) + self.has_shared_tail(table)
+
+    def slide(self, tables: Iterable[BlockTable]) -> bool:
+        """Release what the tables' next tokens do not see, as :meth:`append_tokens` would, so that it counts as free or
+        cached. Returns whether there was anything."""
+        slid = False
+        with self._lock:
+            for table in tables:
+                group = self._group(table)
+                start = group.spec.first_kept(table.length)
+                if start > table.logical_start and not table.released:
+                    self._slide(table, start)
+                    group.touch()
+                    slid = True
+        return slid
+
+    def make_room(self, tables: Sequence[BlockTable], num_tokens: int) -> None:
+        """Have blocks free for the next tokens of a sequence's tables, all those of the same length as the first, so
+        that no group has to take them from another in the middle of a step."""
+        length = tables[0].length
+        level = [table for table in tables if table.length == length]
+        self.slide(level)
+        counts = [0] * len(self.groups)
+        for table in level:
+            counts[table.group] = self.blocks_to_append(table, num_tokens)
+        self.make_free(counts)
+
     def _slide(self, table: BlockTable, start: int) -> None:
         if start <= table.logical_start:
             return
@@ -192,7 +234,7 @@ class BlockPool(BlockStore):
         group = self._group(table)
         source = table.block_ids[index]
         for storage in group.storages:
-            storage.copy_block(source, target)
+            storage.copy_blocks([source], [target])
         table.block_ids[index] = target
         table.forget_indices()
         group.allocator.release([source])
@@ -381,7 +423,13 @@ class BlockPool(BlockStore):
         with self._lock:
             self._collect_abandoned()
             return count(
-                self.groups, self.block_size, self.memory_budget, self._cow_forks, self.holders(), self.preemptions
+                self.groups,
+                self.block_size,
+                self.memory_budget,
+                self._cow_forks,
+                self.holders(),
+                self.preemptions,
+                self.shrinks,
             )
 
     def check_integrity(self) -> None:

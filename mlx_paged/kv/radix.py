@@ -6,7 +6,7 @@ import operator
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ..errors import BlockStateError, ConfigError
@@ -365,6 +365,16 @@ class RadixTree:
 
     def held(self, group: int) -> list[list[int]]:
         return [list(self._held[group].elements())]
+
+    def renumber(self, group: int, moves: Mapping[int, int]) -> None:
+        """For the pool, which has moved blocks: they have other ids now."""
+        with self.pool.lock:
+            for node in self.nodes():
+                node.blocks[group][:] = [moves.get(b, b) for b in node.blocks[group]]
+            held = self._held[group]  # changed in place: the finalizer has it, too
+            counts = [(moves.get(b, b), n) for b, n in held.items()]
+            held.clear()
+            held.update(dict(counts))
 
     def references(self, group: int, block_id: int) -> int:
         """How many of the tree's nodes hold a block."""

@@ -32,6 +32,7 @@ class PagedCacheStats:
         evictions: blocks that prefix caches have freed, to make room, by age or by a limit.
         prefix_hit_tokens: tokens that sequences took from a prefix cache instead of computing them.
         preemptions: sequences that gave their blocks back to make room, to be computed again later.
+        shrinks: times a group's tensors were made smaller, for another group or because nothing needed the memory.
     """
 
     block_size: int
@@ -48,6 +49,7 @@ class PagedCacheStats:
     evictions: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+    shrinks: int = 0
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
@@ -69,6 +71,7 @@ def count(
     cow_forks: int,
     holders: Sequence[BlockHolder] = (),
     preemptions: int = 0,
+    shrinks: int = 0,
 ) -> PagedCacheStats:
     """The statistics of a pool's groups."""
     allocators = [group.allocator for group in groups]
@@ -87,6 +90,7 @@ def count(
         evictions=sum(holder.evictions for holder in holders),
         prefix_hit_tokens=sum(holder.hit_tokens for holder in holders),
         preemptions=preemptions,
+        shrinks=shrinks,
     )
 
 
@@ -115,5 +119,5 @@ def check_group(group: BlockGroup, tables: Sequence[BlockTable], held: Sequence[
             raise BlockStateError(f"{table} has released a block that is still visible")
     for storage in group.storages:
         excess = storage.num_blocks - group.allocator.num_blocks
-        if excess < 0 or (excess and not group.growth_failed):
+        if excess < 0 or (excess and not group.resize_failed):
             raise BlockStateError("a layer's tensors and the block ids differ in number")

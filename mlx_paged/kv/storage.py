@@ -64,9 +64,12 @@ class Storage(Protocol):
         ``block_ids``: int32 ``[B, max_blocks]``, by absolute position; every position must lie in them.
         """
 
-    def copy_block(self, source: int, target: int) -> None: ...
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy blocks onto others; none is in both, and none twice in ``targets``."""
 
-    def grow(self, num_blocks: int) -> None: ...
+    def resize(self, num_blocks: int) -> None:
+        """Have so many blocks: zeros behind the present ones, or only the first ones. The extra peak is one tensor. If
+        it fails, the blocks that were there and are to be there hold what they held."""
 
     def after_writes(self, *arrays: mx.array) -> list[mx.array]:
         """The arrays, ready only when every write so far is."""

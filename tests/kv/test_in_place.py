@@ -159,7 +159,7 @@ def test_growth_keeps_the_blocks_also_if_it_fails_half_way(monkeypatch: pytest.M
     for count in (40, 70, 1):
         twin.append(0, count)
     pool = twin.pools[0]
-    storage, known, extended, calls = pool.storage(2), pool.stats().total_blocks, in_place._extended, 0
+    storage, known, extended, calls = pool.storage(2), pool.stats().total_blocks, in_place._resized, 0
 
     def fail_in_the_second_layer(blocks: mx.array, num_blocks: int) -> mx.array:
         nonlocal calls
@@ -168,13 +168,13 @@ def test_growth_keeps_the_blocks_also_if_it_fails_half_way(monkeypatch: pytest.M
             raise RuntimeError("out of memory")
         return extended(blocks, num_blocks)
 
-    monkeypatch.setattr(in_place, "_extended", fail_in_the_second_layer)
+    monkeypatch.setattr(in_place, "_resized", fail_in_the_second_layer)
     with pytest.raises(RuntimeError, match="out of memory"):
         pool.append_tokens(pool.new_table(0), 10_000)
     assert calls == 4 and storage.num_blocks > known
     assert pool.stats().total_blocks == known
     twin.check()
-    monkeypatch.setattr(in_place, "_extended", extended)
+    monkeypatch.setattr(in_place, "_resized", extended)
     for count in (1, 800):
         twin.append(0, count)
     twin.check()
@@ -244,14 +244,14 @@ def test_no_mlx_op_can_read_the_blocks() -> None:
             else:
                 assert isinstance(parent, ast.Call), ast.unparse(parent)
                 called = ast.unparse(parent.func)
-                assert called.startswith("kernels.") or called in ("launch", "_extended"), called
+                assert called.startswith("kernels.") or called in ("launch", "_resized"), called
     assert len(handed_over) == 1
-    grow = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "grow")
-    statements = [ast.unparse(node) for node in grow.body[1:]]  # after the docstring
+    resize = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "resize")
+    statements = [ast.unparse(node) for node in resize.body]
     assert statements[0] == "mx.eval(self.__fence)"  # before MLX is given any
-    assert sum("_extended(" in ast.unparse(node) for node in tree.body if isinstance(node, ast.ClassDef)) == 1
+    assert sum("_resized(" in ast.unparse(node) for node in tree.body if isinstance(node, ast.ClassDef)) == 1
     names = {name for name in vars(InPlaceStorage) if not name.startswith("_")}
     assert names == {
-        "after_writes", "copy_block", "decode", "fence", "grow", "in_place", "num_blocks", "read_rows", "read_visible",
-        "rewind", "run", "write",
+        "after_writes", "copy_blocks", "decode", "fence", "in_place", "num_blocks", "read_rows", "read_visible",
+        "resize", "rewind", "run", "write",
     }  # fmt: skip

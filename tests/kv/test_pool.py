@@ -1091,7 +1091,7 @@ def test_check_integrity_sees_tables_and_tensors_that_do_not_agree() -> None:
         (lambda pool, table: table.block_ids.pop(), "reference counts differ"),
         (lambda pool, table: setattr(table, "length", 13), "has 3 entries"),
         (lambda pool, table: setattr(table, "logical_start", 0), "still visible"),
-        (lambda pool, table: pool.groups[0].storages[0].grow(40), "differ in number"),
+        (lambda pool, table: pool.groups[0].storages[0].resize(40), "differ in number"),
         (lambda pool, table: pool.groups[0].allocator.grow(40), "differ in number"),
         (lambda pool, table: pool.allocate(0, 1), "reference counts differ"),
     ]

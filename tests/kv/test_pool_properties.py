@@ -20,10 +20,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from mlx_paged.attention.select import storage_choice
 from mlx_paged.errors import BlockStateError, PoolExhaustedError, TrimError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.storage import QueryHeads
+from tests.fake_kernels import fake_kernels
 
 LAYERS = ((0, 2), (1, 3))  # of the global group and of the window group
 HEADS, KD, VD = 2, 4, 2
@@ -45,7 +48,10 @@ class Sequence:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Global group and window group, two layers each, written, forked, trimmed, released and dropped at random."""
+    """Global group and window group, two layers each, written, forked, trimmed, released, dropped, moved together and
+    given back at random."""
+
+    in_place = False
 
     @initialize(block_size=st.sampled_from([4, 8]), window=st.sampled_from([1, 5, 8]))
     def start(self, block_size: int, window: int) -> None:
@@ -55,7 +61,12 @@ class PoolMachine(RuleBasedStateMachine):
             [LayerGroup(LAYERS[0]), LayerGroup(LAYERS[1], window, "window")],
             block_size=block_size,
             memory_budget=BLOCKS_PER_POOL * per_block,
+            choose_storage=storage_choice(self.in_place),
         )
+        for layer in (0, 1):
+            k, v = mx.zeros((1, HEADS, 1, KD)), mx.zeros((1, HEADS, 1, VD))
+            if self.in_place:
+                self.pool.set_geometry(layer, k, v, batch=1, heads=QueryHeads(HEADS))
         self.sequences: list[Sequence] = []
         self.random = np.random.default_rng(0)
 
@@ -196,6 +207,20 @@ class PoolMachine(RuleBasedStateMachine):
         gc.collect(0)
         self.not_looked_at = not look
 
+    @rule(group=st.integers(0, 1), spare=st.integers(0, 4))
+    def shrink(self, group: int, spare: int) -> None:
+        self.pool.collect()
+        allocator = self.pool.groups[group].allocator
+        if (size := allocator.num_live + 1 + spare) < allocator.num_blocks:
+            self.pool._shrink(group, size)
+            assert (allocator.num_blocks, allocator.num_free) == (size, spare)
+
+    @rule()
+    def return_memory(self) -> None:
+        self.pool.return_memory()
+        for group in self.pool.groups:
+            assert group.allocator.num_blocks <= max(8, 2 * (group.allocator.num_live + 1))
+
     # Invariants ---------------------------------------------------------------------------------------------------
 
     not_looked_at = False
@@ -246,6 +271,7 @@ class PoolMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "pool"):
             return
+        assert all(group.in_place == self.in_place for group in self.pool.groups if group.storages)
         for number, sequence in enumerate(self.sequences):
             if number % 2:
                 for table in sequence.tables:
@@ -269,6 +295,17 @@ COMMON: dict[str, Any] = {
 
 def test_random_histories() -> None:
     run_state_machine_as_test(PoolMachine, settings=settings(max_examples=150, stateful_step_count=30, **COMMON))
+
+
+class InPlacePoolMachine(PoolMachine):
+    in_place = True
+
+
+def test_random_histories_in_place() -> None:
+    with fake_kernels():
+        run_state_machine_as_test(
+            InPlacePoolMachine, settings=settings(max_examples=25, stateful_step_count=30, **COMMON)
+        )
 
 
 @pytest.mark.slow

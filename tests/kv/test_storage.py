@@ -88,7 +88,7 @@ def test_copy_block_copies_that_block_and_later_writes_stay_apart() -> None:
     storage = storage_of(4)
     k, v = noise(1, 1, HEADS, 4, KD), noise(2, 1, HEADS, 4, VD)
     storage.write_segments([Segment(1, 1, 0, 4, 0)], k, v)
-    storage.copy_block(1, 3)
+    storage.copy_blocks([1], [3])
     storage.write_segments([Segment(1, 1, 0, 4, 0)], -k, -v)
     for block, sign in ((1, -1), (3, 1)):
         got_k, got_v = slots(storage, [(block, i) for i in range(4)])
@@ -101,7 +101,7 @@ def test_grow_keeps_the_contents_and_adds_zeros() -> None:
     storage = storage_of(2)
     k, v = noise(1, 1, HEADS, 4, KD), noise(2, 1, HEADS, 4, VD)
     storage.write_segments([Segment(1, 1, 0, 4, 0)], k, v)
-    storage.grow(5)
+    storage.resize(5)
     assert storage.num_blocks == 5
     got_k, got_v = slots(storage, [(1, i) for i in range(4)])
     np.testing.assert_array_equal(np.array(got_k), np.array(k))
@@ -125,7 +125,7 @@ def test_a_growth_that_fails_half_way_changes_nothing(monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr(mx, "eval", fail_later)
         with pytest.raises(RuntimeError, match="out of memory"):
-            storage.grow(50)
+            storage.resize(50)
     assert storage.num_blocks == 2
 
     def check() -> None:
@@ -135,7 +135,7 @@ def test_a_growth_that_fails_half_way_changes_nothing(monkeypatch: pytest.Monkey
     check()
     storage.write_segments([Segment(0, 1, 0, 4, 0)], v[..., :KD], v)
     check()
-    storage.grow(3)
+    storage.resize(3)
     assert storage.num_blocks == 3
     check()
 
