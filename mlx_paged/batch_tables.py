@@ -93,6 +93,10 @@ class BatchTables:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def tables_of(self, layer: int) -> list[BlockTable]:
+        """Of the layer's group, one for each row."""
+        return self.tables[self._place[layer]]
+
     def offsets(self, layer: int) -> list[int]:
         """Tokens the layer has seen, for each row."""
         group = self._place[layer]
