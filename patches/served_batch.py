@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from mlx_lm import server as upstream
 
-from ..errors import PoolExhaustedError, RequestFailedError
+from ..errors import PoolExhaustedError, RequestFailedError, without_frames
 from ..prefix_store import NoPrefixStore, PrefixStore
 from ..server_stats import ServerStats
 from .generate import PagedBatchGenerator
@@ -169,7 +169,7 @@ class ServedBatch:
             self.prompt_cache.others.trim_to(n_sequences=0)  # copies that the pool cannot ask for their blocks
         served = self.served.pop(uid, None)
         if served is not None:
-            served.queue.put(error)
+            served.queue.put(without_frames(error))  # who takes it keeps it in a frame of its traceback
 
     def fail_all(self, error: Exception) -> None:
         for uid in list(self.served):
