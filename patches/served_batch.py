@@ -41,6 +41,8 @@ class AnswerQueue(Queue[Any]):
             self.ctx = item
         elif self.is_alone and self.cancelled and isinstance(item, tuple):
             raise InterruptedError("the client has gone")
+        if isinstance(item, Exception):  # its frames hold this queue, and often the batch and its model
+            item = without_frames(item)
         super().put(item, block, timeout)
 
 
@@ -169,7 +171,7 @@ class ServedBatch:
             self.prompt_cache.others.trim_to(n_sequences=0)  # copies that the pool cannot ask for their blocks
         served = self.served.pop(uid, None)
         if served is not None:
-            served.queue.put(without_frames(error))  # who takes it keeps it in a frame of its traceback
+            served.queue.put(error)
 
     def fail_all(self, error: Exception) -> None:
         for uid in list(self.served):
