@@ -113,31 +113,32 @@ def load_and_drop(name: str, in_mid_run: bool) -> None:
     (batch_dropped if in_mid_run else batched)(model)
 
 
-def check_flat(times: int) -> None:
-    """Loads and drops of each family, the collector off: no more memory than after the first."""
+def check_flat(name: str, times: int) -> None:
+    """Loads and drops of a family, the collector off: no more memory than after the first."""
     mlx_paged.apply_patches(PagedConfig(block_size=16, kv_cache_memory=64 << 20))
     gc.collect()
     gc.disable()
     try:
-        for name in FLAT:
-            load_and_drop(name, False)
-            before = mx.get_active_memory()
-            for turn in range(times - 1):
-                load_and_drop(name, turn % 2 == 0)
-            until = time.monotonic() + 10  # the last step of a batch that was dropped is still being computed
-            while (grown := mx.get_active_memory() - before) > 0 and time.monotonic() < until:
-                time.sleep(0.05)
-            assert grown <= 0, f"{name}: {grown} bytes more after {times} loads"
+        load_and_drop(name, False)
+        before = mx.get_active_memory()
+        for turn in range(times - 1):
+            load_and_drop(name, turn % 2 == 0)
+        until = time.monotonic() + 10  # the last step of a batch that was dropped is still being computed
+        while (grown := mx.get_active_memory() - before) > 0 and time.monotonic() < until:
+            time.sleep(0.05)
+        assert grown <= 0, f"{grown} bytes more after {times} loads"
     finally:
         gc.enable()
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_loads_and_drops_leave_memory_flat() -> None:
-    check_flat(4)
+@pytest.mark.parametrize("name", FLAT)
+def test_loads_and_drops_leave_memory_flat(name: str) -> None:
+    check_flat(name, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_two_hundred_loads_and_drops_leave_memory_flat() -> None:
-    check_flat(200)
+@pytest.mark.parametrize("name", FLAT)
+def test_two_hundred_loads_and_drops_leave_memory_flat(name: str) -> None:
+    check_flat(name, 200)
