@@ -193,8 +193,8 @@ class PagedBatchKVCache:
         if written is not None:
             fences = Fences(written if before is None else before, written, pool.fence(layer))
         elif append is not None:
-            pool.note_read(layer, *fetched)
-        hand_out(*fetched, Fetched(pool, layer, tables, self.batch.window_of, append, fences, batched=True))
+            fetched = pool.watch_read(layer, *fetched)
+        hand_out(*fetched, Fetched(self.batch, layer, append, fences, batched=True))
         return fetched
 
     def _columns(self, width: int) -> Columns:

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import mlx.core as mx
 
 from .cache import SequenceTables
-from .errors import BlockStateError
+from .errors import BlockStateError, without_frames
 from .kv.block_table import BlockTable
 from .kv.pool import BlockPool
 
@@ -47,7 +47,7 @@ class OncePerBatch(Generic[T]):
 
 
 class FailedRow(NamedTuple):
-    """A row for which no block could be had."""
+    """A row for which no block could be had, and why; the error has no frames."""
 
     row: int
     error: Exception
@@ -92,6 +92,10 @@ class BatchTables:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def tables_of(self, layer: int) -> list[BlockTable]:
+        """Of the layer's group, one for each row."""
+        return self.tables[self._place[layer]]
 
     def offsets(self, layer: int) -> list[int]:
         """Tokens the layer has seen, for each row."""
@@ -149,7 +153,7 @@ class BatchTables:
             except Exception as error:
                 for undone in set(range(len(tables))).difference(others[place:]):
                     self.pool.trim(tables[undone], 1)
-                return FailedRow(index, error.with_traceback(None))  # its frames would keep the rows' blocks
+                return FailedRow(index, without_frames(error))
         self._reserved[group] += 1
         return None
 
@@ -173,7 +177,10 @@ class BatchTables:
                 self._check_level(group)
             failed = self._reserve_group(group)
             if failed is not None:
-                raise failed.error
+                try:
+                    raise failed.error
+                finally:
+                    del failed  # the error's traceback has this frame
         elif self._written[layer] != self._reserved[group] - 1:
             raise BlockStateError(f"layer {layer} missed a step of its group")
         self._written[layer] += 1

@@ -37,6 +37,10 @@ class SequenceTables:
     def table(self, layer: int) -> BlockTable:
         return self.tables[self.pool.group_of(layer)]
 
+    def tables_of(self, layer: int) -> list[BlockTable]:
+        """The layer's table, as that of a batch of one."""
+        return [self.table(layer)]
+
     def reserve(self, layer: int, num_tokens: int) -> BlockTable:
         """Positions for the layer's next tokens; the first layer of a group to come by in a step reserves them."""
         table = self.table(layer)
@@ -191,7 +195,7 @@ class PagedKVCache:
         pool.write_step(tables, layer, step, keys, values)
         table = tables[0]
         if table.num_visible == step.num_tokens:
-            hand_out(keys, values, Fetched(pool, layer, tables, self.sequence.window_of))
+            hand_out(keys, values, Fetched(self.sequence, layer))
             return keys, values
         return self._fetch(tables, (keys, values) if step.num_tokens == 1 else None, before)
 
@@ -215,8 +219,8 @@ class PagedKVCache:
         if written is not None:
             fences = Fences(written if before is None else before, written, pool.fence(layer))
         elif append is not None:
-            pool.note_read(layer, keys, values)
-        hand_out(keys, values, Fetched(pool, layer, tables, self.sequence.window_of, append, fences))
+            keys, values = pool.watch_read(layer, keys, values)
+        hand_out(keys, values, Fetched(self.sequence, layer, append, fences))
         return keys, values
 
     def load(self, keys: mx.array, values: mx.array, offset: int) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
@@ -215,7 +216,8 @@ class CompiledStep:
             return larger
         if len(self._functions) == MOST_TRACES:
             self._functions.popitem(last=False)
-        self._functions[own] = compile_function(self._trace)
+        trace = weakref.WeakMethod(self._trace)  # what is compiled is kept here, and must not keep this in turn
+        self._functions[own] = compile_function(lambda *inputs: cast(Any, trace())(*inputs))
         return own
 
     def _trace(
@@ -294,19 +296,20 @@ def _rows_of(caches: Sequence[Any]) -> _Sequence | _Batch | None:
 def substituted(module: Any, values: Any) -> Iterator[None]:
     """Put other arrays of the same tree into a module (a tree of dicts and lists) for the time of a ``with`` block."""
     replaced: list[tuple[Any, Any, mx.array]] = []
-
-    def put(target: Any, source: Any) -> None:
-        items = source.items() if isinstance(source, dict) else enumerate(source)
-        for key, value in items:
-            if isinstance(value, mx.array):
-                replaced.append((target, key, target[key]))
-                dict.__setitem__(target, key, value) if isinstance(target, dict) else target.__setitem__(key, value)
-            elif isinstance(value, dict | list):
-                put(target[key], value)
-
     try:
-        put(module, values)
+        _put(module, values, replaced)
         yield
     finally:
         for target, key, value in replaced:
             dict.__setitem__(target, key, value) if isinstance(target, dict) else target.__setitem__(key, value)
+
+
+# Not inside: a function that calls itself by a name of its closure is a cycle, with the arrays that are in there.
+def _put(target: Any, source: Any, replaced: list[tuple[Any, Any, mx.array]]) -> None:
+    items = source.items() if isinstance(source, dict) else enumerate(source)
+    for key, value in items:
+        if isinstance(value, mx.array):
+            replaced.append((target, key, target[key]))
+            dict.__setitem__(target, key, value) if isinstance(target, dict) else target.__setitem__(key, value)
+        elif isinstance(value, dict | list):
+            _put(target[key], value, replaced)

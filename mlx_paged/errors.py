@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from typing import TypeVar
 
 
 class PagedCacheError(Exception):
@@ -92,16 +93,31 @@ class RequestFailedError(PagedCacheError, RuntimeError):
 
     @classmethod
     def without_frames(cls, uid: int, cause: BaseException) -> RequestFailedError:
-        """The error to raise for a request. Where it happened is kept as text: a traceback keeps the frames it went
-        through and their callers alive, and these the caches of all requests."""
-        report = cls(uid, cause)
-        report.add_note("".join(traceback.format_exception(cause)).rstrip())
-        part: BaseException | None = cause
-        while part is not None:
-            part.__traceback__ = None
-            part = part.__cause__ or part.__context__
-        return report
+        """The error to raise for a request; see :func:`without_frames`."""
+        return cls(uid, without_frames(cause))
 
 
 class PromptsFileError(PagedCacheError, ValueError):
     """A file of prompts, or of their results, cannot be used."""
+
+
+E = TypeVar("E", bound=BaseException)
+_WHERE = "It happened here:\n"
+
+
+def without_frames(error: E) -> E:
+    """The same error, to be kept. Where it happened becomes a note: a traceback keeps the frames it went through and
+    their callers alive, and these the caches of all requests and often the error itself."""
+    if error.__traceback__ is not None:
+        notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith(_WHERE)]
+        error.__notes__ = notes  # one that is raised again and again has one such note, the latest
+        notes.append(_WHERE + "".join(traceback.format_exception(error)).rstrip())
+    parts: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while parts:
+        part = parts.pop()
+        if part is not None and id(part) not in seen:
+            seen.add(id(part))
+            part.__traceback__ = None
+            parts += [part.__cause__, part.__context__]
+    return error

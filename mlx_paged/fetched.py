@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
 from .attention import dispatch
 from .kv.block_table import BlockTable
+from .kv.group import BlockGroup
 from .kv.in_place import InPlaceStorage
 from .kv.pool import BlockPool
 
@@ -22,6 +23,18 @@ class Fences(NamedTuple):
     gathered: mx.array
 
 
+class Rows(Protocol):
+    """The sequences that a cache is of: one, or those of a batch."""
+
+    pool: BlockPool
+
+    def tables_of(self, layer: int) -> Sequence[BlockTable]:
+        """Of the layer's group, one for each sequence."""
+
+    def window_of(self, mask: mx.array | str | None) -> int | None:
+        """The window that a mask stands for; None if it is one of the caller's own."""
+
+
 class Fetched:
     """How to attend over the blocks that a pair of arrays was gathered from, instead of over the arrays.
 
@@ -30,45 +43,50 @@ class Fetched:
     gather, which falls out of the graph, and nothing of it is computed. Used otherwise it stays in the chain of
     fences, in order with the writes before and after it.
 
+    Kept as long as the arrays are, and so it keeps neither tables nor pool: without them, the arrays are what they are.
+
     Args:
-        pool, layer, tables: where the keys and values lie, those of the step's tokens included.
-        window_of: from a mask to the window it stands for, None if it is one of the caller's own.
+        rows, layer: where the keys and values lie, those of the step's tokens included.
         append: the step's new keys and values, one token per table, if they may still be written by the attention
             kernel itself.
         fences: of in-place storage.
-        batched: the tables are rows of a batch, each masked by its own length: a mask with a window says no more.
+        batched: the rows are those of a batch, each masked by its own length: a mask with a window says no more.
     """
 
     is_rewound = False  # whether in-place storage has forgotten the gather
 
     def __init__(
         self,
-        pool: BlockPool,
+        rows: Rows,
         layer: int,
-        tables: Sequence[BlockTable],
-        window_of: Callable[[mx.array | str | None], int | None],
         append: tuple[mx.array, mx.array] | None = None,
         fences: Fences | None = None,
         batched: bool = False,
     ) -> None:
-        self.pool = pool
         self.layer = layer
-        self.tables = tables
-        self._window_of = window_of
+        self._rows = weakref.ref(rows)
+        self._pool = weakref.ref(rows.pool)
         self._append = append
         self._fences = fences
         self._batched = batched
-        self._group = pool.groups[pool.group_of(layer)]
-        self._epoch = self._group.epoch
+        self._epoch = self._group_of(rows.pool).epoch
+
+    def _group_of(self, pool: BlockPool) -> BlockGroup:
+        return pool.groups[pool.group_of(self.layer)]
+
+    def is_of(self, pool: BlockPool, layer: int) -> bool:
+        """Whether the arrays were gathered from a layer of this pool."""
+        return self.layer == layer and self._pool() is pool
 
     def serves(self, queries: mx.array, mask: mx.array | str | None) -> bool:
         """Whether :meth:`attend` gives what attention over the arrays would."""
-        if queries.ndim != 4 or queries.shape[0] != len(self.tables):
+        rows = self._rows()
+        if rows is None or queries.ndim != 4 or queries.shape[0] != len(rows.tables_of(self.layer)):
             return False
-        if self._group.epoch != self._epoch:
+        if self._group_of(rows.pool).epoch != self._epoch:
             return False  # tokens were written or dropped since: the arrays are not what the blocks hold
         if self._batched:  # a mask of another kind holds for the arrays only
-            return queries.shape[2] == 1 and (mask is None or self._window_of(mask) is not None)
+            return queries.shape[2] == 1 and (mask is None or rows.window_of(mask) is not None)
         # Without a mask each of several queries would see all keys, those after its own included.
         return queries.shape[2] == 1 or mask is not None
 
@@ -83,28 +101,30 @@ class Fetched:
         sinks: mx.array | None,
     ) -> mx.array:
         """Attention of ``[B, n_q_heads, n, head_dim]``, the last n tokens of each table; ``keys`` and ``values`` are
-        the arrays themselves."""
-        window = None if mask is None else self._window_of(mask)
+        the arrays themselves. Only where :meth:`serves` says so."""
+        rows = self._rows()
+        assert rows is not None
+        window = None if mask is None else rows.window_of(mask)
         if self._batched:
             mask = None
-        pool, layer, tables, num_tokens = self.pool, self.layer, self.tables, queries.shape[2]
-        if num_tokens == 1 and self._append is not None and self._rewind(to_write=True):
+        pool, layer, tables, num_tokens = rows.pool, self.layer, rows.tables_of(self.layer), queries.shape[2]
+        if num_tokens == 1 and self._append is not None and self._rewind(pool, to_write=True):
             step = pool.step(layer, tables, 1)
             return dispatch.append_attention(
                 queries, *self._append, pool, layer, tables, step, scale=scale, mask=mask, window=window, sinks=sinks
             )
         is_fresh = not self._batched and tables[0].num_visible == num_tokens
         if not is_fresh:  # else the arrays are all there is to attend over, and are used
-            self._rewind(to_write=False)
+            self._rewind(pool, to_write=False)
         if not self._batched:
             return dispatch.prefill_attention(
                 queries, keys, values, pool, layer, tables[0], scale=scale, mask=mask, window=window, sinks=sinks
             )
         return dispatch.paged_attention(queries, pool, layer, tables, scale=scale, window=window, sinks=sinks)
 
-    def _rewind(self, *, to_write: bool) -> bool:
+    def _rewind(self, pool: BlockPool, *, to_write: bool) -> bool:
         """Forget the gather, and with ``to_write`` the write before it; False if other kernels came since."""
-        storage = self.pool.storage(self.layer)
+        storage = pool.storage(self.layer)
         if self._fences is None or not isinstance(storage, InPlaceStorage):
             return False
         before, written, gathered = self._fences
@@ -132,7 +152,7 @@ def settle(pool: BlockPool, layer: int) -> None:
     """Before a layer's next tokens: compute arrays that somebody still holds although attention took their blocks.
     Outside the chain of fences their gather is not ordered before what is written next."""
     for keys, values, fetched in list(_handed_out.values()):
-        if fetched.is_rewound and fetched.layer == layer and fetched.pool is pool:
+        if fetched.is_rewound and fetched.is_of(pool, layer):
             mx.eval([array for array in (keys(), values()) if array is not None])
             fetched.is_rewound = False
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch
 
 from ..cache import PagedKVCache
-from ..errors import PoolExhaustedError, RequestFailedError, RequestTooLargeError
+from ..errors import PoolExhaustedError, RequestFailedError, RequestTooLargeError, without_frames
 from ..kv.budget import Append, PoolBudget
 from ..kv.pool import BlockPool
 from ..prefix_store import PrefixStore
@@ -69,7 +69,7 @@ class Engine:
         self.failures: deque[RequestFailedError] = deque()
         self._prefill_steps = 0
         self._worked_at: float | None = None  # None: memory has been given back since
-        self._finished: deque[weakref.ref[Response]] = deque()
+        self._finished: weakref.WeakValueDictionary[int, Response] = weakref.WeakValueDictionary()  # oldest first
         fresh = self._fresh()
         self.batch = decode_batch(model, fresh)
         sequence = sequence_of(fresh)
@@ -92,7 +92,7 @@ class Engine:
             elif pins_tokens:
                 grid = prefill_step_size  # what a chunk's tokens see depends on where it begins
         self.scheduler = Scheduler(
-            self,
+            weakref.proxy(self),  # its owner: an engine that is dropped goes at once, with what its requests hold
             token_budget=prefill_step_size,
             grid=grid,
             max_running=completion_batch_size,
@@ -131,8 +131,8 @@ class Engine:
 
     def _give_up_finished(self) -> bool:
         """Release a finished request's cache that came with its last response and that nobody has looked at."""
-        while self._finished:
-            response = self._finished.popleft()()
+        while (uid := next(iter(self._finished), None)) is not None:
+            response = self._finished.pop(uid, None)
             if response is not None and response.give_up():
                 return True
         return False
@@ -291,7 +291,7 @@ class Engine:
         except Exception as caught:
             self.batch.fail_all(caught)
             rows, deliveries = [], []
-        failed, self.batch.failed = dict(self.batch.failed), []
+        failed, self.batch.failed = {row: without_frames(error) for row, error in self.batch.failed}, []
         for row in rows:
             if row in self.batch.members:
                 self.scheduler.advance(row.request, 1)
@@ -337,7 +337,7 @@ class Engine:
         del self.rows[row.uid]
         response.all_tokens = row.cached_tokens()
         response.attach(row)
-        self._finished.append(weakref.ref(response))
+        self._finished[row.uid] = response
         if self.sharing is not None:
             self.sharing.leave_all(row, response.all_tokens)
 

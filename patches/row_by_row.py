@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from ..batch_tables import FailedRow
 from ..cache import PagedKVCache
+from ..errors import without_frames
 from .composites import leaves
 from .decode_batch import DecodeBatch
 from .row import Row
@@ -63,7 +64,7 @@ class RowByRowBatch(DecodeBatch):
                 except Exception as error:
                     for pool, reserved in done:
                         pool.trim(reserved, 1)
-                    return FailedRow(index, error)
+                    return FailedRow(index, without_frames(error))
         return None
 
     def _forward(self) -> mx.array | None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from mlx_lm import server as upstream
 
-from ..errors import PoolExhaustedError, RequestFailedError
+from ..errors import PoolExhaustedError, RequestFailedError, without_frames
 from ..prefix_store import NoPrefixStore, PrefixStore
 from ..server_stats import ServerStats
 from .generate import PagedBatchGenerator
@@ -41,6 +41,8 @@ class AnswerQueue(Queue[Any]):
             self.ctx = item
         elif self.is_alone and self.cancelled and isinstance(item, tuple):
             raise InterruptedError("the client has gone")
+        if isinstance(item, Exception):  # its frames hold this queue, and often the batch and its model
+            item = without_frames(item)
         super().put(item, block, timeout)
 
 

@@ -21,6 +21,7 @@ from mlx_paged.patches import compiled
 from tests.batch_runs import Outcome, Spec, generator, run_all
 from tests.builders import KINDS, build, greedy, prompt_of
 from tests.fake_kernels import FakeKernels, fake_kernels
+from tests.without_collector import without_collector
 
 ON = {"use_native_paged_kernel": True}
 pytestmark = pytest.mark.usefixtures("no_fall_through")
@@ -248,6 +249,20 @@ def test_an_exhausted_pool_raises_and_stays_usable(calls: list[int]) -> None:
     del cache
     gc.collect()
     assert greedy(model, prompt, 15)[0] == tokens[:15]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_traces_and_the_weights_they_were_made_with_go_with_the_model(calls: list[int]) -> None:
+    def run() -> weakref.ref[Any]:
+        model = build("llama", head_dim=64)
+        mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+        greedy(model, prompt_of(9), 5)
+        return weakref.ref(compiled._steps[mlx_paged.pool_of(model)])
+
+    with without_collector():
+        step = run()
+        assert calls
+        assert step() is None
 
 
 @pytest.mark.usefixtures("kernels")

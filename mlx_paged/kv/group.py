@@ -246,6 +246,16 @@ class BlockGroup:
         if not self.in_place and layer_position == len(self.storages) - 1:
             self._last_read = results
 
+    def watch_read(self, layer_position: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """The same lazy keys and values, gathered from a layer's blocks for somebody else to compute with;
+        :meth:`wait_for_reads` waits until they are there, and keeps neither."""
+        if self.in_place or layer_position != len(self.storages) - 1:
+            return keys, values
+        # Outputs of one operation are computed together: the third says when the others are, and has one element.
+        keys, values, ready = mx.depends([keys, values, mx.zeros(())], [])
+        self._last_read = (ready,)
+        return keys, values
+
     def wait_for_reads(self, layer_position: int) -> None:
         """At the last layer's write to functional storage: block until the step before has read its blocks.
 

@@ -412,6 +412,12 @@ class BlockPool(BlockStore):
         group, position = self._place[layer]
         self.groups[group].note_read(position, *results)
 
+    def watch_read(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """The same keys and values, read from a layer's blocks in this step, for whoever computes with them; what is
+        remembered of them does not keep them (see BlockGroup.wait_for_reads)."""
+        group, position = self._place[layer]
+        return self.groups[group].watch_read(position, keys, values)
+
     def fence(self, layer: int) -> mx.array:
         """A small array that is ready when all writes to the layer so far are; empty before the first write."""
         group = self.groups[self.group_of(layer)]

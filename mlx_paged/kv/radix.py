@@ -16,7 +16,7 @@ from .eviction import evict_blocks
 from .insertion import add_leaf, heal, improves, replace_tail
 from .pool import BlockPool
 from .prefix_cache import table_over
-from .radix_node import RadixNode
+from .radix_node import RadixNode, part_nodes
 from .radix_path import check_tree, path_blocks, servable_length
 
 
@@ -90,6 +90,7 @@ class RadixTree:
         self._next_expiry = 0.0
         pool.add_holder(self)
         weakref.finalize(self, _abandon, self._pool, self._held).atexit = False
+        weakref.finalize(self, part_nodes, self._roots).atexit = False
 
     @property
     def pool(self) -> BlockPool:

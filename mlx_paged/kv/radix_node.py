@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from .allocator import NULL_BLOCK
 
@@ -121,3 +121,10 @@ class RadixNode:
 
     def __repr__(self) -> str:
         return f"RadixNode([{self.start}, {self.end}), blocks={self.blocks}, locks={self.locks})"
+
+
+def part_nodes(roots: Mapping[Hashable, RadixNode]) -> None:
+    """Of a tree that nobody has any more: let the nodes go, which know each other."""
+    for root in roots.values():
+        for node in list(root.descendants()):
+            node.children.clear()

@@ -14,6 +14,7 @@ from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.radix import RadixTree
 from tests.kv.prefixes import check_contents, compute, make_pool, new_tables, release
+from tests.without_collector import without_collector
 
 
 def add(tree: RadixTree, tokens: Sequence[int], salt: Any = None, chunks: Sequence[int] = (), **options: Any) -> Any:
@@ -345,6 +346,16 @@ def test_a_dropped_tree_gives_its_blocks_back() -> None:
     gc.collect(0)
     assert pool.stats().live_blocks == 0 and pool.holders() == []
     pool.check_integrity()
+
+
+def test_the_nodes_of_a_dropped_tree_go_with_it() -> None:
+    tree = RadixTree(pool := make_pool((None, 6)))
+    with without_collector():
+        for tail in range(3):
+            add(tree, [*range(20), tail, tail])
+        assert len(list(tree.nodes())) > 3
+        del tree
+    assert pool.stats().live_blocks == 0
 
 
 def test_a_tree_does_not_keep_its_pool() -> None:

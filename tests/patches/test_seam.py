@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from scripts import model_configs
 from scripts.model_matrix import batched
 from tests.builders import build, greedy, prompt_of, rms
 from tests.fake_kernels import fake_kernels
+from tests.without_collector import without_collector
 
 ON = {"use_native_paged_kernel": True}
 
@@ -180,6 +182,31 @@ def test_nothing_is_remembered_of_arrays_that_are_gone(model: Any) -> None:
     assert len(set(fetched._handed_out) - others) == len(kept)
     del kept
     assert not set(fetched._handed_out) - others
+
+
+@pytest.mark.parametrize("use_kernel", [False, True])
+def test_arrays_that_were_handed_out_keep_neither_blocks_nor_pool(use_kernel: bool) -> None:
+    with fake_kernels() as kernels, without_collector():
+        model = model_configs.build("qwen2")
+        mlx_paged.apply_patches(PagedConfig(block_size=8, use_native_paged_kernel=use_kernel))
+        rows = [fresh(model) for _ in range(2)]
+        taken = [
+            step for row in rows for layers in zip(*[steps(cache, 3) for cache in row], strict=True) for step in layers
+        ]
+        kept = [array for step in taken for array in step[1:3]]
+        batch = type(rows[0][0]).merge([rows[0][0], rows[1][0]])
+        kept += batch.update_and_fetch(*mx.ones((2, 2, 2, 1, 16)))
+        mx.eval(kept)
+        pool = mlx_paged.pool_of(model)
+        assert pool.stats().live_blocks > 0
+        assert (kernels.calls["gather_blocks"] > 0) == use_kernel
+        kernels._chains.clear()
+        del rows, batch
+        assert pool.stats().live_blocks == 0
+        gone = weakref.ref(pool)
+        del model, pool
+        assert gone() is None
+        assert attention(mx.ones((1, 4, 1, 16)), *kept[:2], None, 1.0, None).shape == (1, 4, 1, 16)
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "olmo3", "exaone4", "cohere2", "gemma3n"])

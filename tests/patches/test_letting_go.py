@@ -1,0 +1,345 @@
+"""What a batch, a row, a response or a failure held is free as soon as it is dropped, without the cyclic collector."""
+
+from __future__ import annotations
+
+import importlib
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step, stream_generate
+from mlx_lm.models import cache as upstream
+
+import mlx_paged
+from mlx_paged import PagedConfig, PoolExhaustedError, RequestFailedError
+from mlx_paged.patches.generate import PagedBatchGenerator
+from mlx_paged.patches.prefix_cache import PagedPromptCache
+from mlx_paged.patches.served_batch import AnswerQueue, Served, ServedBatch
+from mlx_paged.server_stats import ServerStats
+from scripts import model_configs
+from tests.batch_runs import generator, kv_budget
+from tests.builders import build, greedy, perturbed, prompt_of
+from tests.patches.test_parity import PlainTokenizer
+from tests.without_collector import without_collector
+
+BLOCK = 16
+PROMPT = prompt_of(60).tolist()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build("llama")
+
+
+@pytest.fixture(autouse=True)
+def collector_off(model: Any) -> Iterator[None]:
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK, kv_cache_memory=64 << 20))
+    with without_collector():
+        yield
+
+
+def live_blocks(model: Any) -> int:
+    return mlx_paged.pool_of(model).stats().live_blocks
+
+
+def with_blocks(model: Any, num_blocks: int) -> None:
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK, kv_cache_memory=kv_budget(model, num_blocks, BLOCK)))
+
+
+def drain(gen: Any) -> list[RequestFailedError]:
+    """Run to the end. Returns what failed."""
+    failed = []
+    while True:
+        try:
+            if not gen.next_generated():
+                return failed
+        except RequestFailedError as error:
+            failed.append(error.with_traceback(None))  # which has this frame, and so the list
+
+
+# Generators -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_dropped_generator_frees_its_blocks_and_rows_at_once(model: Any) -> None:
+    gen = generator(model)
+    gen.insert([PROMPT, PROMPT[:30]], [20, 20])
+    for _ in range(4):
+        gen.next()
+    assert live_blocks(model) > 0
+    gone = [weakref.ref(each) for each in (gen._engine, gen._engine.scheduler, *gen._engine.rows.values())]
+    del gen
+    assert live_blocks(model) == 0
+    assert [ref() for ref in gone] == [None] * 4
+
+
+def test_abandoned_generators_leave_the_whole_budget_to_the_next(model: Any) -> None:
+    with_blocks(model, 10)
+    for _ in range(4):
+        gen = generator(model)
+        gen.insert([PROMPT, PROMPT], [20, 20])
+        for _ in range(3):
+            gen.next()
+        del gen
+        gen = generator(model)
+        gen.insert([PROMPT + PROMPT], [9])
+        assert not drain(gen)
+        del gen
+
+
+def test_a_batch_that_raises_out_of_batch_generate_frees_its_blocks(model: Any) -> None:
+    def bad(tokens: Any, logits: mx.array) -> mx.array:
+        raise ValueError("bad grammar")
+
+    batch_generate = importlib.import_module("mlx_lm.generate").batch_generate
+    for _ in range(3):
+        with pytest.raises(RequestFailedError, match="bad grammar"):
+            batch_generate(model, PlainTokenizer(), [PROMPT, PROMPT], max_tokens=3, logits_processors=[bad])
+        assert live_blocks(model) == 0
+
+
+def test_closed_and_dropped_single_runs_free_their_blocks(model: Any) -> None:
+    steps = generate_step(mx.array(PROMPT), model, max_tokens=20)
+    next(steps)
+    del steps
+    assert live_blocks(model) == 0
+    responses = stream_generate(model, PlainTokenizer(), mx.array(PROMPT), max_tokens=20)
+    next(responses)
+    responses.close()
+    assert live_blocks(model) == 0
+
+
+def test_speculative_runs_free_the_blocks_of_both_models(model: Any) -> None:
+    draft = perturbed("llama", 0.15)
+    responses = stream_generate(model, PlainTokenizer(), mx.array(PROMPT), max_tokens=20, draft_model=draft)
+    next(responses)
+    next(responses)
+    assert live_blocks(model) > 0 and live_blocks(draft) > 0
+    del responses
+    assert live_blocks(model) == live_blocks(draft) == 0
+    gone = weakref.ref(draft), weakref.ref(mlx_paged.pool_of(draft))
+    del draft
+    assert gone[0]() is None and gone[1]() is None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_bounded_runs_and_batches_free_their_blocks(model: Any) -> None:
+    greedy(model, mx.array(PROMPT), 9, max_kv_size=32)
+    assert live_blocks(model) == 0
+    gen = generator(model, max_kv_size=32)
+    gen.insert([PROMPT, PROMPT[:9]], [30, 30])
+    for _ in range(8):
+        gen.next()
+    assert live_blocks(model) > 0
+    del gen
+    assert live_blocks(model) == 0
+
+
+def test_finished_requests_of_latent_attention_free_their_blocks_for_the_next() -> None:
+    """Its attention computes with the fetched keys: waiting for that must not keep the finished sequence."""
+    model = model_configs.build("deepseek_v3")
+    generator(model)
+    per_block = sum(group.bytes_per_block for group in mlx_paged.pool_of(model).groups)
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK, kv_cache_memory=14 * per_block))
+    gen = generator(model)
+    for length in (170, 171, 172):
+        gen.insert([(prompt_of(length, seed=length) % model_configs.VOCAB).tolist()], [20])
+        assert not drain(gen)
+        assert live_blocks(model) == 0
+
+
+# Responses ------------------------------------------------------------------------------------------------------------
+
+
+def test_finished_responses_are_forgotten_when_they_are_dropped(model: Any) -> None:
+    gen = generator(model)
+    for _ in range(5):
+        gen.insert([[1, 2, 3]] * 20, [1] * 20)
+        assert not drain(gen)
+        assert len(gen._engine._finished) == 0
+    gen.insert([PROMPT, PROMPT[:9]], [2, 2])
+    kept = [response for _ in range(2) for response in gen.next_generated()]
+    assert len(gen._engine._finished) == 2
+    assert live_blocks(model) == 4 + 1
+    del kept[-1]
+    assert len(gen._engine._finished) == 1
+
+
+def test_a_finished_response_keeps_its_own_row_and_nothing_of_the_batch(model: Any) -> None:
+    gen = generator(model)
+    gen.insert([PROMPT, PROMPT[:9]], [2, 5])
+    finished = []
+    while generated := gen.next_generated():
+        finished += [response for response in generated if response.finish_reason is not None]
+    engine = weakref.ref(gen._engine)
+    del gen, generated
+    assert engine() is None
+    assert finished[0].prompt_cache[0].offset == 62
+    del finished[1]
+    assert live_blocks(model) == 4
+
+
+# Failures -------------------------------------------------------------------------------------------------------------
+
+
+def frames_of(error: BaseException) -> int:
+    """Tracebacks that an error keeps, those of its causes included."""
+    count, parts = 0, [error]
+    while parts:
+        part = parts.pop()
+        count += part.__traceback__ is not None
+        parts += [each for each in (part.__cause__, part.__context__) if each is not None]
+    return count
+
+
+def raising_after(calls: int) -> Callable[..., mx.array]:
+    count = [0]
+
+    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        count[0] += 1
+        if count[0] > calls:
+            try:
+                raise KeyError("no such rule")
+            except KeyError:
+                raise ValueError("bad grammar")  # noqa: B904
+        return logits
+
+    return processor
+
+
+def test_a_failed_request_keeps_no_frames(model: Any) -> None:
+    gen = generator(model)
+    gen.insert([PROMPT, PROMPT[:30]], [9, 9], logits_processors=[[raising_after(3)], None])
+    (error,) = drain(gen)
+    assert "raise KeyError" in "\n".join(error.__cause__.__notes__)  # where it happened is told all the same
+    assert frames_of(error) == 0
+    gone = weakref.ref(gen._engine)
+    del gen
+    assert gone() is None
+    assert live_blocks(model) == 0
+
+
+def test_a_sampler_that_fails_for_a_batch_and_for_each_row_leaves_nothing(model: Any) -> None:
+    def bad(logprobs: mx.array) -> mx.array:
+        raise ValueError(f"{logprobs.shape[0]} rows")
+
+    gen = generator(model)
+    gen.insert([PROMPT, PROMPT[:30], PROMPT[:9]], [9, 9, 9], samplers=[bad, bad, None])
+    assert [error.uid for error in drain(gen)] == [0, 1]
+    del gen
+    assert live_blocks(model) == 0
+
+
+def test_a_model_call_that_fails_leaves_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gen = generator(model)
+    gen.insert([PROMPT, PROMPT[:30], PROMPT[:9]], [9, 9, 9])
+    gen.next_generated()
+    layer = type(model.layers[0])
+    monkeypatch.setattr(layer, "__call__", lambda *args, **kwargs: 1 / 0)
+    assert len(drain(gen)) == 3
+    del gen
+    assert live_blocks(model) == 0
+
+
+def test_requests_that_make_room_leave_nothing(model: Any) -> None:
+    with_blocks(model, 12)
+    gen = generator(model)
+    gen.insert([PROMPT[:20]] * 4, [90] * 4)
+    assert not drain(gen) and gen.preemptions
+    assert live_blocks(model) == 0
+
+
+def test_a_request_that_outgrows_the_budget_leaves_nothing(model: Any) -> None:
+    with_blocks(model, 6)
+    gen = generator(model)
+    gen.insert([PROMPT], [200])
+    (error,) = drain(gen)
+    assert isinstance(error.__cause__, PoolExhaustedError)
+    del error
+    assert live_blocks(model) == 0
+    with pytest.raises(PoolExhaustedError):
+        for _ in generate_step(mx.array(PROMPT), model, max_tokens=200):
+            pass
+    assert live_blocks(model) == 0
+
+
+def test_a_batch_cache_that_finds_no_block_raises_an_error_that_does_not_keep_itself(model: Any) -> None:
+    """As somebody who drives batch caches himself meets it: the layer that comes by first raises."""
+    with_blocks(model, 5)
+    rows = [upstream.make_prompt_cache(model) for _ in range(2)]
+    for row in rows:
+        model(mx.array([PROMPT[:32]]), cache=row)
+    batch = [type(layers[0]).merge(layers) for layers in zip(*rows, strict=True)]
+    del rows, row
+    with pytest.raises(PoolExhaustedError):
+        model(mx.array([[1], [2]]), cache=batch)
+    del batch
+    assert live_blocks(model) == 0
+
+
+# Prefixes and servers -------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_that_shares_prefixes_leaves_what_the_cache_holds_and_no_more(model: Any) -> None:
+    store = PagedPromptCache()
+    upstream.make_prompt_cache(model)
+    gen = PagedBatchGenerator(model, prefixes=store.shared_prefixes("model", mlx_paged.pool_of(model)))
+    gen.insert([PROMPT, PROMPT[:40], PROMPT + PROMPT], [3, 9, 20])
+    for _ in range(8):
+        gen.next()
+    del gen
+    stats = mlx_paged.pool_of(model).stats()
+    assert stats.live_blocks == stats.cached_blocks > 0
+    del store
+    assert live_blocks(model) == 0
+
+
+def test_a_prompt_cache_goes_on_and_lets_go(model: Any) -> None:
+    store = PagedPromptCache()
+    for length in (40, 41):
+        caches, rest = store.fetch_nearest_cache("model", PROMPT[:length])
+        caches = caches or upstream.make_prompt_cache(model)
+        greedy(model, mx.array(rest), 3, prompt_cache=caches)
+        store.insert_cache("model", PROMPT[:length], caches)
+    del caches, store
+    assert live_blocks(model) == 0
+
+
+def test_a_served_batch_lets_go_of_a_failed_request_and_of_everything_when_it_is_closed(model: Any) -> None:
+    options = ("decode_concurrency", "prompt_concurrency", "prefill_step_size")
+    owner = types.SimpleNamespace(cli_args=types.SimpleNamespace(**dict.fromkeys(options, 64)))
+    batch = ServedBatch(owner, model, PlainTokenizer(), "model", PagedPromptCache(), ServerStats(), None)
+    processors = [[raising_after(0)], [raising_after(0)]]
+    uids = batch.generator.insert([PROMPT, PROMPT[:30]], [9, 9], logits_processors=processors)
+    queues = [AnswerQueue() for _ in uids]
+    for uid, queue in zip(uids, queues, strict=True):
+        batch.served[uid] = Served(queue, None, None, [], 0)
+    while batch.served:
+        batch.step()
+    errors = [item for queue in queues for item in queue.queue if isinstance(item, Exception)]
+    assert [frames_of(error) for error in errors] == [0, 0]
+    gone = weakref.ref(batch), weakref.ref(batch.generator._engine)
+    batch.close()
+    del batch
+    assert [ref() for ref in gone] == [None, None]
+    assert live_blocks(model) == 0
+
+
+def test_an_error_on_its_way_to_a_client_keeps_nothing_of_where_it_was_raised() -> None:
+    class Held:
+        pass
+
+    def serve(queue: AnswerQueue) -> weakref.ref[Held]:
+        held = Held()
+        try:
+            raise ValueError("no prompt")
+        except ValueError as error:
+            queue.put(error)
+        return weakref.ref(held)
+
+    queue = AnswerQueue()
+    assert serve(queue)() is None
+    error = queue.get_nowait()
+    assert 'raise ValueError("no prompt")' in error.__notes__[0]  # for the log

@@ -1,0 +1,144 @@
+"""A model that is dropped goes at once, with its pool: nothing waits for Python's cyclic collector."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from scripts import model_configs
+from tests import builders
+from tests.batch_runs import generator
+from tests.without_collector import without_collector
+
+PROMPT = list(range(1, 30))
+# Their attention computes with the fetched keys itself.
+FETCHING = (
+    "deepseek_v3", "glm4_moe_lite", "kimi_k25", "kimi_k3", "kimi_linear", "kimi_vl", "mistral4", "longcat_flash",
+    "longcat_flash_ngram", "stablelm", "phi3small", "plamo", "plamo2", "bailing_hybrid", "bailing_moe_v3",
+)  # fmt: skip
+SAMPLE = (*FETCHING, *builders.KINDS, "qwen2", "gpt_oss", "gemma3n", "jamba", "qwen3_next", "mamba", "llama4")
+# Families that are loaded and dropped again and again: adapters, seam, latent attention, shared keys, states.
+FLAT = ("llama", "gemma3", "qwen2", "deepseek_v3", "stablelm", "gemma3n", "jamba", "qwen3_next")
+# Some modules cannot be batched, or not be computed on this machine, with stock mlx-lm either.
+NOT_RUN = (RuntimeError, ValueError)
+
+
+def build(name: str) -> Any:
+    return builders.build(name) if name in builders.KINDS else model_configs.build(name)
+
+
+def alone(model: Any) -> None:
+    for _ in generate_step(mx.array(PROMPT), model, max_tokens=3):
+        pass
+
+
+def alone_dropped(model: Any) -> None:
+    steps = generate_step(mx.array(PROMPT), model, max_tokens=9)
+    next(steps)
+    next(steps)
+
+
+def batched(model: Any) -> None:
+    gen = generator(model)
+    gen.insert([PROMPT, PROMPT[:9]], [3, 5])
+    while gen.next_generated():
+        pass
+
+
+def batch_dropped(model: Any) -> None:
+    gen = generator(model)
+    gen.insert([PROMPT, PROMPT[:9]], [30, 50])
+    for _ in range(3):
+        gen.next()
+
+
+def batch_failed(model: Any) -> None:
+    def bad(logprobs: mx.array) -> mx.array:
+        raise ValueError("no token")
+
+    gen = generator(model)
+    gen.insert([PROMPT, PROMPT[:9]], [30, 50], samplers=[bad, None])
+    with pytest.raises((mlx_paged.RequestFailedError, ValueError)):
+        while gen.next_generated():
+            pass
+
+
+USES: tuple[Callable[[Any], None], ...] = (alone, alone_dropped, batched, batch_dropped, batch_failed)
+
+
+def check(name: str) -> None:
+    try:
+        model = build(name)
+    except (Exception, SystemExit):
+        pytest.skip("cannot be built here")
+    mlx_paged.apply_patches(PagedConfig(block_size=16, kv_cache_memory=64 << 20))
+    with without_collector():
+        for use in USES:
+            try:
+                use(model)
+            except NOT_RUN:
+                continue
+            pool = mlx_paged.pool_of(model)
+            assert pool is None or pool.stats().live_blocks == 0, use.__name__
+        gone = [weakref.ref(each) for each in (model, mlx_paged.pool_of(model)) if each is not None]
+        del model, pool
+        assert [ref() for ref in gone] == [None] * len(gone)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_family_keeps_neither_blocks_nor_pool_nor_model(name: str) -> None:
+    check(name)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(set(model_configs.modules()) - set(SAMPLE)))
+def test_every_family_keeps_neither_blocks_nor_pool_nor_model(name: str) -> None:
+    check(name)
+
+
+def load_and_drop(name: str, in_mid_run: bool) -> None:
+    model = build(name)
+    alone(model)
+    (batch_dropped if in_mid_run else batched)(model)
+
+
+def check_flat(name: str, times: int) -> None:
+    """Loads and drops of a family, the collector off: no more memory than after the first."""
+    mlx_paged.apply_patches(PagedConfig(block_size=16, kv_cache_memory=64 << 20))
+    gc.collect()
+    gc.disable()
+    try:
+        load_and_drop(name, False)
+        before = mx.get_active_memory()
+        for turn in range(times - 1):
+            load_and_drop(name, turn % 2 == 0)
+        until = time.monotonic() + 10  # the last step of a batch that was dropped is still being computed
+        while (grown := mx.get_active_memory() - before) > 0 and time.monotonic() < until:
+            time.sleep(0.05)
+        assert grown <= 0, f"{grown} bytes more after {times} loads"
+    finally:
+        gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FLAT)
+def test_loads_and_drops_leave_memory_flat(name: str) -> None:
+    check_flat(name, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FLAT)
+def test_two_hundred_loads_and_drops_leave_memory_flat(name: str) -> None:
+    check_flat(name, 200)

@@ -1,0 +1,65 @@
+"""Errors that are kept: without the frames they went through, and with the place told all the same."""
+
+from __future__ import annotations
+
+import weakref
+
+from mlx_paged.errors import RequestFailedError, without_frames
+from tests.without_collector import without_collector
+
+
+class Held:
+    """What a frame has."""
+
+
+def caught(chained: bool = False) -> tuple[ValueError, weakref.ref[Held]]:
+    """An error that its own frame keeps, and what that frame has."""
+    held = Held()
+    try:
+        try:
+            raise KeyError("inner")
+        except KeyError as inner:
+            raise ValueError("outer") from (inner if chained else None)
+    except ValueError as error:
+        kept = error
+    return kept, weakref.ref(held)
+
+
+def test_an_error_without_frames_frees_them_and_says_where_it_happened() -> None:
+    with without_collector():
+        error, held = caught()
+        assert held() is not None
+        assert without_frames(error) is error
+        assert held() is None
+        assert error.__traceback__ is None and error.__context__.__traceback__ is None
+        (note,) = error.__notes__
+        assert 'raise ValueError("outer")' in note and note.endswith("ValueError: outer")
+
+
+def test_causes_lose_their_frames_too_and_may_form_a_circle() -> None:
+    with without_collector():
+        error, held = caught(chained=True)
+        error.__cause__.__cause__ = error
+        without_frames(error)
+        assert held() is None
+        assert 'raise KeyError("inner")' in error.__notes__[0]
+        error.__cause__.__cause__ = None
+
+
+def test_an_error_that_is_raised_again_and_again_has_one_note() -> None:
+    error = ValueError("the same")
+    error.add_note("the caller's own")
+    for _ in range(3):
+        try:
+            raise error
+        except ValueError as again:
+            without_frames(again)
+    assert error.__notes__[0] == "the caller's own" and len(error.__notes__) == 2
+    assert error.__notes__[1].count("Traceback") == 1
+
+
+def test_a_failed_requests_error_has_its_cause_without_frames() -> None:
+    error, held = caught()
+    report = RequestFailedError.without_frames(7, error)
+    assert held() is None
+    assert report.uid == 7 and report.__cause__ is error and "outer" in str(report)
