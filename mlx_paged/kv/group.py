@@ -225,7 +225,10 @@ class BlockGroup:
     def _resize(self, num_blocks: int) -> None:
         try:
             for storage in self.storages:
+                gets_smaller = num_blocks < storage.num_blocks
                 storage.resize(num_blocks)
+                if gets_smaller:
+                    mx.clear_cache()  # the old tensors of one layer, not of all
         except Exception:
             self.resize_failed = True
             raise
