@@ -8,10 +8,10 @@ from collections.abc import Iterable
 class StopStrings:
     """The text of one answer, cut before the first stop string, wherever the borders of the pieces fall.
 
-    First is the one that begins first: what is shown is the whole text up to the least position at which some stop string
-    occurs in it. So where one is completed while another that began earlier may still become whole, the next characters
-    decide. Held back is the longest end of the text that a stop string begins with, and no more. Each character takes
-    constant time (amortised), whatever the number and length of the strings (Aho-Corasick).
+    First is the one that begins first: what is shown is the whole text up to the least position at which some stop
+    string occurs in it. So where one is completed while another that began earlier may still become whole, the next
+    characters decide. Held back is the longest end of the text that a stop string begins with, and no more. A character
+    takes constant time (amortised), whatever the number and length of the strings (Aho-Corasick).
 
     Args:
         strings: to stop at; without any, everything is shown.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -113,6 +114,15 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         with mx.stream(self._stream):
             self._engine.remove(list(dict.fromkeys(uids)))
         return caches
+
+    def finish(self, uids: Sequence[int]) -> None:
+        """End requests of which no more tokens are wanted: :meth:`remove`, but what they have computed stays in the
+        prefix cache as after a stop token."""
+        if self._engine is None:
+            super().remove(uids)
+            return
+        with mx.stream(self._stream):
+            self._engine.remove(list(dict.fromkeys(uids)), finished=True)
 
     @property
     def prompt_cache_nbytes(self) -> int:

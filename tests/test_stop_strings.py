@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import example, given, settings
@@ -17,7 +18,7 @@ def cut_of(text: str, stops: list[str]) -> str:
 
 def pieces_of(text: str, borders: list[int]) -> list[str]:
     ends = [0, *sorted(border % (len(text) + 1) for border in borders), len(text)]
-    return [text[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    return [text[a:b] for a, b in pairwise(ends)]
 
 
 few = st.text(alphabet="ab", max_size=30) | st.text(alphabet="abc é🙂\u0301\n", max_size=40) | st.text(max_size=40)
@@ -47,8 +48,7 @@ def test_the_text_is_cut_before_the_first_stop_string(case: tuple[str, list[str]
     text, stops = case
     expected = cut_of(text, stops)
     searched = StopStrings(stops)
-    shown = ""
-    taken = ""
+    shown = taken = ""
     for piece in pieces_of(text, ends):
         taken += piece
         shown += searched.feed(piece)
@@ -103,7 +103,7 @@ def test_an_empty_stop_string_is_refused() -> None:
 
 
 def test_many_long_strings_take_no_longer_for_a_character() -> None:
-    """Steps through the strings, counted: two a character at most, however much of them matches."""
+    """Steps back in the strings, counted: no more than one for each character, however much of them matches."""
     stops = ["a" * length + "b" for length in range(900, 910)] + [chr(0x4E00 + n) for n in range(2000)]
     searched = StopStrings(stops)
     steps = 0
