@@ -33,6 +33,7 @@ from .stopped_answer import TextStateMachine
 KNOWN = {
     "ResponseGenerator": "aee1d7c01c8126e7",
     "APIHandler": "a66091f4d0265f80",
+    "TextStateMachine": "5a534080da8f152d",
     "_run_http_server": "3eb4368eeee268de",
     "run": "1f26d0701397089d",
 }

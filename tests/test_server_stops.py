@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import mlx_lm
@@ -13,7 +14,10 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm import server as upstream
 
+from mlx_paged.patches.prefix_cache import PagedPromptCache
+from mlx_paged.patches.response_generator import PagedResponseGenerator
 from tests.server_process import ServerProcess
 from tests.test_stop_strings import cut_of
 from tests.tiny_model import make_tiny_model
@@ -55,7 +59,7 @@ def unstopped(server: ServerProcess, folder: Path) -> list[Unstopped]:
     answers = []
     for prompt in ("Once upon a time", "x", "And"):
         for bias in ({}, wide):
-            body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "logit_bias": bias}
+            body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "logit_bias": bias, "presence_penalty": 100}
             choice = server.post(COMPLETIONS, {**body, "logprobs": True}).json["choices"][0]
             detokenizer, pieces = tokenizer.detokenizer, []
             for token in choice["logprobs"]["content"]:
@@ -185,6 +189,43 @@ def test_a_stopped_request_is_gone_at_once_and_what_it_computed_is_kept(
     assert by_itself == 0 if flags else by_itself >= 40
     assert kind == "mamba" or server.is_idle  # that model has no blocks
     assert server.stop() == 0 and "Traceback" not in server.log, server.log
+
+
+def test_where_mlx_lms_own_batches_compute(folder: Path, unstopped: list[Unstopped]) -> None:
+    """Without the patches nothing is paged: caches are copied from request to request."""
+    flags: dict[str, Any] = dict.fromkeys(["adapter_path", "draft_model", "prompt_cache_bytes", "kv_bits"])
+    flags |= dict.fromkeys(["pipeline", "trust_remote_code", "chat_template", "use_default_chat_template"], False)
+    flags |= {"decode_concurrency": 4, "prompt_concurrency": 2, "prefill_step_size": 64, "prompt_cache_size": 10}
+    provider = upstream.ModelProvider(SimpleNamespace(model=str(folder), **flags))
+    generator = PagedResponseGenerator(provider, PagedPromptCache())
+
+    def complete(prompt: str, max_tokens: int, stop_words: list[str]) -> tuple[str, int, int]:
+        request = upstream.CompletionRequest("text", prompt, [], None, None)
+        args = upstream.GenerationArguments(
+            model=upstream.ModelDescription("default_model", "default_model", None),
+            sampling=upstream.SamplingArguments(0, 1, 0, 0, 0, 0),
+            logits=upstream.LogitsProcessorArguments({39: 1000.0}, 0, 20, 0, 20, 0, 20),
+            stop_words=stop_words,
+            max_tokens=max_tokens,
+            num_draft_tokens=0,
+            logprobs=False,
+            top_logprobs=0,
+            seed=None,
+            chat_template_kwargs=None,
+        )
+        ctx, answers = generator.generate(request, args)
+        texts = [answer.text for answer in answers]
+        return "".join(texts), len(texts), ctx.prompt_cache_count
+
+    try:
+        assert complete("a: ", 4000, ["7" * 20]) == ("", 20, 0)
+        assert complete("b: ", 20, []) == ("7" * 20, 20, 0)
+        found = [complete(f"{name}: " + "7" * 20 + " and", 1, [])[2] for name in "ab"]
+        assert found[0] == found[1] >= 20
+        assert generator.batch is not None and not generator.batch.generator.shares_prefixes
+        assert not generator.batch.served
+    finally:
+        generator.stop_and_join()
 
 
 def test_with_a_draft_model(folder: Path, unstopped: list[Unstopped], tmp_path: Path) -> None:

@@ -102,3 +102,12 @@ def test_a_request_that_waits_can_be_finished() -> None:
     (uid,) = gen.insert([[1, 2, 3]], [5])
     gen.finish([uid])
     assert gen.next() == ([], []) and pool.stats().live_blocks == 0
+
+
+def test_where_mlx_lm_computes_the_request_is_removed() -> None:
+    gen = PagedBatchGenerator(model_of("llama"))  # the patches are not applied: nothing is paged
+    uids = gen.insert([[1, 2, 3], [4, 5, 6]], [5, 5])
+    assert len(tokens_until(gen, uids[0], 2)) == 2
+    gen.finish([uids[0]])
+    assert tokens_until(gen, uids[1], 9)
+    assert not any(gen.next())
