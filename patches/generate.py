@@ -24,6 +24,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
       youngest makes room and is computed again later, without delivering anything twice.
     - ``insert`` raises RequestTooLargeError for a request that the whole budget could not hold.
     - ``next`` raises RequestFailedError, once, for a request that failed; the others go on with the next call.
+    - ``finish`` ends a request early and leaves what it computed to the prefix cache.
 
     A prompt cache of plain, unpaged layers only runs in mlx-lm's own machinery.
     """

@@ -225,14 +225,15 @@ class ServedBatch:
     def _keep(self, response: Any) -> None:
         """An answer is at its end: what its request holds stays in the prompt cache, and is free otherwise."""
         generator, uid = self.generator, response.uid
-        is_running = response.finish_reason is None  # a stop string was found; the generator knows tokens only
+        is_running = response.finish_reason is None  # a stop string was found: the generator knows tokens only
         if generator.shares_prefixes:
             if is_running:
                 generator.finish([uid])
             return
-        finished = {uid: (response.prompt_cache, response.all_tokens)}
         if is_running:
             finished = generator.remove([uid], return_prompt_caches=True)
+        else:
+            finished = {uid: (response.prompt_cache, response.all_tokens)}
         for caches, tokens in finished.values():
             self.prompt_cache.insert_cache(self.key, tokens[:], caches, cache_type="assistant")
 

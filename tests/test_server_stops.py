@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ from mlx_lm import server as upstream
 
 from mlx_paged.patches.prefix_cache import PagedPromptCache
 from mlx_paged.patches.response_generator import PagedResponseGenerator
+from mlx_paged.request_body import RequestRefused
 from tests.server_process import ServerProcess
 from tests.test_stop_strings import cut_of
 from tests.tiny_model import make_tiny_model
@@ -191,15 +193,19 @@ def test_a_stopped_request_is_gone_at_once_and_what_it_computed_is_kept(
     assert server.stop() == 0 and "Traceback" not in server.log, server.log
 
 
-def test_where_mlx_lms_own_batches_compute(folder: Path, unstopped: list[Unstopped]) -> None:
-    """Without the patches nothing is paged: caches are copied from request to request."""
-    flags: dict[str, Any] = dict.fromkeys(["adapter_path", "draft_model", "prompt_cache_bytes", "kv_bits"])
-    flags |= dict.fromkeys(["pipeline", "trust_remote_code", "chat_template", "use_default_chat_template"], False)
-    flags |= {"decode_concurrency": 4, "prompt_concurrency": 2, "prefill_step_size": 64, "prompt_cache_size": 10}
-    provider = upstream.ModelProvider(SimpleNamespace(model=str(folder), **flags))
-    generator = PagedResponseGenerator(provider, PagedPromptCache())
+class OwnBatches:
+    """A response generator without the patches: nothing is paged, and caches are copied from request to request."""
 
-    def complete(prompt: str, max_tokens: int, stop_words: list[str]) -> tuple[str, int, int]:
+    def __init__(self, folder: Path) -> None:
+        flags: dict[str, Any] = dict.fromkeys(["adapter_path", "draft_model", "prompt_cache_bytes", "kv_bits"])
+        flags |= dict.fromkeys(["pipeline", "trust_remote_code", "chat_template", "use_default_chat_template"], False)
+        flags |= {"decode_concurrency": 4, "prompt_concurrency": 2, "prefill_step_size": 64, "prompt_cache_size": 10}
+        provider = upstream.ModelProvider(SimpleNamespace(model=str(folder), **flags))
+        self.prompt_cache = PagedPromptCache()
+        self.generator = PagedResponseGenerator(provider, self.prompt_cache)
+
+    def complete(self, prompt: str, max_tokens: int, stop_words: list[str]) -> tuple[str, int, int]:
+        """Sevens; how many tokens, and how many of the prompt were cached."""
         request = upstream.CompletionRequest("text", prompt, [], None, None)
         args = upstream.GenerationArguments(
             model=upstream.ModelDescription("default_model", "default_model", None),
@@ -213,19 +219,41 @@ def test_where_mlx_lms_own_batches_compute(folder: Path, unstopped: list[Unstopp
             seed=None,
             chat_template_kwargs=None,
         )
-        ctx, answers = generator.generate(request, args)
+        deadline = time.monotonic() + 60
+        ctx, answers = self.generator.generate(request, args, client_is_gone=lambda: time.monotonic() > deadline)
         texts = [answer.text for answer in answers]
         return "".join(texts), len(texts), ctx.prompt_cache_count
 
-    try:
-        assert complete("a: ", 4000, ["7" * 20]) == ("", 20, 0)
-        assert complete("b: ", 20, []) == ("7" * 20, 20, 0)
-        found = [complete(f"{name}: " + "7" * 20 + " and", 1, [])[2] for name in "ab"]
-        assert found[0] == found[1] >= 20
-        assert generator.batch is not None and not generator.batch.generator.shares_prefixes
-        assert not generator.batch.served
-    finally:
-        generator.stop_and_join()
+
+@pytest.fixture
+def own_batches(folder: Path) -> Iterator[OwnBatches]:
+    batches = OwnBatches(folder)
+    yield batches
+    batches.generator.stop_and_join()
+
+
+def test_where_mlx_lms_own_batches_compute(own_batches: OwnBatches) -> None:
+    complete = own_batches.complete
+    assert complete("a: ", 4000, ["7" * 20]) == ("", 20, 0)
+    assert complete("b: ", 20, []) == ("7" * 20, 20, 0)
+    found = [complete(f"{name}: " + "7" * 20 + " and", 1, [])[2] for name in "ab"]
+    assert found[0] == found[1] >= 20
+    batch = own_batches.generator.batch
+    assert batch is not None and not batch.generator.shares_prefixes and not batch.served
+
+
+@pytest.mark.parametrize("stops", [[], ["7777"]])
+def test_an_answer_that_cannot_be_kept_fails_alone(
+    own_batches: OwnBatches, stops: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def insert_cache(*args: Any, **options: Any) -> None:
+        raise RuntimeError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(own_batches.prompt_cache, "insert_cache", insert_cache)
+        with pytest.raises(RequestRefused, match="no room"):
+            own_batches.complete("a: ", 9, stops)
+    assert own_batches.complete("a: ", 9, stops)[1] == (4 if stops else 9)
 
 
 def test_with_a_draft_model(folder: Path, unstopped: list[Unstopped], tmp_path: Path) -> None:
