@@ -10,7 +10,7 @@ from typing import Any
 
 MAX_BODY_BYTES = 64 << 20
 MAX_TOKENS = 1 << 24
-MAX_STOP_WORDS, MAX_STOP_LENGTH = 16, 1000
+MAX_STOP_CHARACTERS = 16_000  # of all stop strings together
 MAX_PENALTY = 1e4
 MAX_CONTEXT = 1 << 20
 
@@ -132,8 +132,8 @@ def _stop(name: str, value: Any) -> None:
     words = [value] if isinstance(value, str) else value
     if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
         raise invalid(f"{name} must be a string or a list of strings, none of them empty", name)
-    if len(words) > MAX_STOP_WORDS or any(len(word) > MAX_STOP_LENGTH for word in words):
-        raise invalid(f"{name}: at most {MAX_STOP_WORDS} words of at most {MAX_STOP_LENGTH} characters", name)
+    if sum(map(len, words)) > MAX_STOP_CHARACTERS:
+        raise invalid(f"{name}: at most {MAX_STOP_CHARACTERS} characters", name)
 
 
 def _logit_bias(name: str, value: Any) -> None:

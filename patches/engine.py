@@ -190,16 +190,19 @@ class Engine:
         self.rows[row.uid] = row
         self.scheduler.add(row.request)
 
-    def remove(self, uids: Sequence[int]) -> None:
-        """Cancel requests; what they held is released, and a failure not reported yet is dropped."""
+    def remove(self, uids: Sequence[int], *, finished: bool = False) -> None:
+        """Cancel requests; what they held is released, and a failure not reported yet is dropped. With ``finished``
+        other requests find all that was computed, as after a stop token."""
         self.failures = deque(failure for failure in self.failures if failure.uid not in uids)
         for uid in uids:
             row = self.rows.get(uid)
             if row is None:
                 continue
             self.scheduler.remove(row.request)
-            self.batch.leave([row], keep_caches=False)
-            if self.sharing is not None:
+            self.batch.leave([row], keep_caches=finished)
+            if self.sharing is not None and finished:
+                self.sharing.leave_all(row, row.cached_tokens())
+            elif self.sharing is not None:
                 self.sharing.leave(row)
             row.release()
             del self.rows[uid]

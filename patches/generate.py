@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -23,6 +24,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
       youngest makes room and is computed again later, without delivering anything twice.
     - ``insert`` raises RequestTooLargeError for a request that the whole budget could not hold.
     - ``next`` raises RequestFailedError, once, for a request that failed; the others go on with the next call.
+    - ``finish`` ends a request early and leaves what it computed to the prefix cache.
 
     A prompt cache of plain, unpaged layers only runs in mlx-lm's own machinery.
     """
@@ -113,6 +115,15 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         with mx.stream(self._stream):
             self._engine.remove(list(dict.fromkeys(uids)))
         return caches
+
+    def finish(self, uids: Sequence[int]) -> None:
+        """End requests of which no more tokens are wanted: :meth:`remove`, but what they have computed stays in the
+        prefix cache as after a stop token."""
+        if self._engine is None:
+            super().remove(uids)
+            return
+        with mx.stream(self._stream):
+            self._engine.remove(list(dict.fromkeys(uids)), finished=True)
 
     @property
     def prompt_cache_nbytes(self) -> int:

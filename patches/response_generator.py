@@ -87,7 +87,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
             raise RequestRefused(503, "the generation thread has died: see the server's log")
         if self.num_waiting >= MAX_WAITING:
             raise RequestRefused(429, f"{MAX_WAITING} requests are waiting", kind="overloaded", retry_after=5)
-        queue = AnswerQueue()
+        queue = AnswerQueue(() if self._is_distributed else generation_args.stop_words)
         self.requests.put((queue, request, generation_args))
         return self._receive(queue, client_is_gone), self._answers(queue, progress_callback, client_is_gone)
 
@@ -319,6 +319,11 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
                 PoolBudget(pool, chunk=self.cli_args.prefill_step_size), len(prompt), args.max_tokens
             )
         return result
+
+    def _make_state_machine(self, model_key: Any, tokenizer: Any, stop_words: list[str]) -> Any:
+        """mlx-lm's, without stop strings: the AnswerQueue looks for them in the text. Where ranks are kept in step they
+        are compared as tokens, as in mlx-lm."""
+        return super()._make_state_machine(model_key, tokenizer, stop_words if self._is_distributed else [])
 
     def stop_and_join(self) -> None:
         begin = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from queue import Queue
 from typing import Any, NamedTuple
 
@@ -13,10 +14,14 @@ from ..server_stats import ServerStats
 from .generate import PagedBatchGenerator
 from .pools import pool_of
 from .prefix_cache import PagedPromptCache
+from .stopped_answer import StoppedAnswer
 
 
 class AnswerQueue(Queue[Any]):
     """What goes to one client, in order: the context, progress and tokens, and None or an error at the end.
+
+    Args:
+        stop_strings: the answer ends before the first of them.
 
     Attributes:
         cancelled: the client has gone; set by its thread.
@@ -25,12 +30,19 @@ class AnswerQueue(Queue[Any]):
         counts_prompt: whether somebody else counts the prompt tokens computed for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stop_strings: Iterable[str] = ()) -> None:
         super().__init__()
         self.cancelled = False
         self.is_alone = False
         self.counts_prompt = True
         self.ctx: Any = None
+        stop_strings = tuple(stop_strings)
+        self._answer = StoppedAnswer(stop_strings) if stop_strings else None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended the answer: what it gets beyond that is dropped."""
+        return self._answer is not None and self._answer.is_stopped
 
     @property
     def is_wanted(self) -> bool:
@@ -41,6 +53,13 @@ class AnswerQueue(Queue[Any]):
             self.ctx = item
         elif self.is_alone and self.cancelled and isinstance(item, tuple):
             raise InterruptedError("the client has gone")
+        elif self._answer is not None and isinstance(item, upstream.Response):
+            if self.is_stopped:
+                return
+            item = self._answer.take(item)
+            if self.is_stopped:
+                self.ctx.num_shown = self._answer.num_shown
+                self.ctx.stop()  # ends mlx-lm's own loop, where the request is served alone
         if isinstance(item, Exception):  # its frames hold this queue, and often the batch and its model
             item = without_frames(item)
         super().put(item, block, timeout)
@@ -198,16 +217,27 @@ class ServedBatch:
         answer = upstream.Response(
             detokenizer.last_segment, response.token, logprobs[response.token].item(), response.finish_reason, top
         )
-        if response.finish_reason is not None:
-            del self.served[response.uid]
-            if not self.generator.shares_prefixes:
-                self.prompt_cache.insert_cache(
-                    self.key, response.all_tokens[:], response.prompt_cache, cache_type="assistant"
-                )
-            self._trim()
         served.queue.put(answer)
-        if response.finish_reason is not None:
+        if response.finish_reason is not None or served.queue.is_stopped:
+            self._keep(response)
+            self._trim()
+            del self.served[response.uid]
             served.queue.put(None)
+
+    def _keep(self, response: Any) -> None:
+        """An answer is at its end: what its request holds stays in the prompt cache, and is free otherwise."""
+        generator, uid = self.generator, response.uid
+        is_running = response.finish_reason is None  # a stop string was found: the generator knows tokens only
+        if generator.shares_prefixes:
+            if is_running:
+                generator.finish([uid])
+            return
+        if is_running:
+            finished = generator.remove([uid], return_prompt_caches=True)
+        else:
+            finished = {uid: (response.prompt_cache, response.all_tokens)}
+        for caches, tokens in finished.values():
+            self.prompt_cache.insert_cache(self.key, tokens[:], caches, cache_type="assistant")
 
     def _save_segments(self, prompts: list[Any]) -> None:
         ends = [

@@ -27,11 +27,13 @@ from .prefix_cache import PagedPromptCache
 from .registry import fingerprint
 from .response_generator import PagedResponseGenerator
 from .server_report import server_report
+from .stopped_answer import TextStateMachine
 
 # Upstream's code that the subclasses here lean on.
 KNOWN = {
     "ResponseGenerator": "aee1d7c01c8126e7",
     "APIHandler": "a66091f4d0265f80",
+    "TextStateMachine": "5a534080da8f152d",
     "_run_http_server": "3eb4368eeee268de",
     "run": "1f26d0701397089d",
 }
@@ -114,6 +116,7 @@ class Connection:
     def __init__(self, generator: PagedResponseGenerator, client: Callable[[], socket.socket]) -> None:
         self._generator = generator
         self._client = client
+        self.ctx: Any = None  # of the latest request
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generator, name)
@@ -123,6 +126,7 @@ class Connection:
             ctx, answers = self._generator.generate(request, args, progress_callback, self.client_is_gone)
         except (RequestRefused, OSError) as error:
             raise Aborted(error) from None
+        self.ctx = ctx
         return ctx, self._pass_on(answers)
 
     def _pass_on(self, answers: Iterator[Any]) -> Iterator[Any]:
@@ -278,17 +282,19 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
         return raw
 
     def generate_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """mlx-lm's, with log-probabilities of the tokens that were said; mlx-lm gives any of the likeliest."""
+        """mlx-lm's, with log-probabilities of the tokens that were said; mlx-lm gives any of the likeliest. Tokens that
+        a stop string has cut away were not."""
         response: dict[str, Any] = super().generate_response(*args, **kwargs)
         tokens, logprobs = kwargs.get("tokens"), kwargs.get("token_logprobs")
         if tokens and logprobs:
             tops = kwargs.get("top_tokens") or [()] * len(tokens)
             names = self.generator.model_provider.tokenizer.convert_ids_to_tokens(tokens)
+            num_shown = getattr(self.response_generator.ctx, "num_shown", None)  # None: all
             response["choices"][0]["logprobs"] = {
                 "content": [
                     {"id": token, "token": name, "logprob": logprob, "top_logprobs": list(top)}
                     for token, name, logprob, top in zip(tokens, names, logprobs, tops, strict=True)
-                ]
+                ][:num_shown]
             }
         return response
 
@@ -345,6 +351,7 @@ def replacements(module: Any) -> dict[str, Any]:
         "_run_http_server": functools.partial(
             module._run_http_server, server_class=Server, handler_class=PagedAPIHandler
         ),
+        "TextStateMachine": TextStateMachine,
         "scan_cache_dir": _scan_cache_dir(module.scan_cache_dir),
     }
 

@@ -92,10 +92,10 @@ def test_stop_words_logprobs_and_seeds(client: openai.OpenAI, server: ServerProc
     text = whole.choices[0].message.content
     names = [token.token for token in content]
     stop = next(name for name in names[2:] if name[0] == "Ġ" and name[1:].isalpha())
-    stop = stop.replace("Ġ", " ")  # mlx-lm compares tokens, so it has to be whole ones
+    stop = stop.replace("Ġ", " ")
     cut = client.chat.completions.create(**options, stop=[stop])
     assert cut.choices[0].finish_reason == "stop"
-    assert text.startswith(cut.choices[0].message.content or "") and stop not in (cut.choices[0].message.content or "")
+    assert (cut.choices[0].message.content or "") == text[: text.index(stop)]
     seeded = [
         client.chat.completions.create(**options, seed=seed, temperature=1.0).choices[0].message.content
         for seed in (1, 1, 2, -5)

@@ -1,0 +1,50 @@
+"""StoppedTokens: the tokens of one answer, until a stop string is in their text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .stop_strings import StopStrings
+
+
+class StoppedTokens:
+    """Collects an answer whose text is decoded as a whole at the end, and says when it may end.
+
+    The text is followed as it would be streamed. That may differ from the whole text at borders (a space before the
+    first word, characters that are not complete); the whole text is what is cut, before the first stop string in it.
+
+    Args:
+        tokenizer: of mlx-lm.
+        stop_strings: to stop at; without any, nothing is followed.
+
+    Attributes:
+        tokens: so far.
+
+    Raises:
+        ValueError: a stop string is empty.
+    """
+
+    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = ()) -> None:
+        self.tokens: list[int] = []
+        self._tokenizer = tokenizer
+        self._stops = tuple(stop_strings)
+        self._found = StopStrings(self._stops)
+        self._detokenizer = tokenizer.detokenizer if self._stops else None
+        self._streamed = ""
+
+    def add(self, token: int) -> bool:
+        """Take the next token, end tokens excepted. Returns whether no more are needed."""
+        self.tokens.append(token)
+        if self._detokenizer is not None:
+            self._detokenizer.add_token(token)
+            self._streamed += self._found.feed(self._detokenizer.last_segment)
+        return self._found.is_found
+
+    def text(self) -> tuple[str, bool]:
+        """The answer's text before the first stop string, and whether there was one."""
+        text: str = self._tokenizer.decode(self.tokens)
+        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        if places:
+            return text[: min(places)], True
+        return (self._streamed, True) if self._found.is_found else (text, False)

@@ -1,0 +1,292 @@
+"""Stop strings as clients of the server meet them: the answer is the unstopped one, cut before the first of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import mlx_lm
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm import server as upstream
+
+from mlx_paged.patches.prefix_cache import PagedPromptCache
+from mlx_paged.patches.response_generator import PagedResponseGenerator
+from mlx_paged.request_body import RequestRefused
+from tests.server_process import ServerProcess
+from tests.test_stop_strings import cut_of
+from tests.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.demo_model
+
+COMPLETIONS = "/v1/completions"
+FLAGS = ("--kv-cache-memory", str(8 << 20), "--log-level", "WARNING")
+SEVEN = {"39": 1000}  # makes the tokenizer's "7" the only answer
+NUM_TOKENS = 24
+WIDE = "Émile naïve 日本語の 🙂🤝🏽 e\u0301 ﷽ π≈3"  # its characters lie across tokens
+
+
+@pytest.fixture(scope="module")
+def folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    process = ServerProcess(folder, tmp_path_factory.mktemp("server"), *FLAGS)
+    yield process
+    assert process.stop() == 0, process.log
+    assert "Traceback" not in process.log, process.log
+
+
+class Unstopped(NamedTuple):
+    """A request without stop strings, and its answer."""
+
+    body: dict[str, Any]
+    text: str
+    pieces: list[str]  # what each token adds to the text
+
+
+@pytest.fixture(scope="module")
+def unstopped(server: ServerProcess, folder: Path) -> list[Unstopped]:
+    tokenizer: Any = mlx_lm.load(str(folder))[1]
+    wide = {str(token): 1000 for token in tokenizer.encode(WIDE, add_special_tokens=False)}
+    answers = []
+    for prompt in ("Once upon a time", "x", "And"):
+        for bias in ({}, wide):
+            body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "logit_bias": bias, "presence_penalty": 100}
+            choice = server.post(COMPLETIONS, {**body, "logprobs": True}).json["choices"][0]
+            detokenizer, pieces = tokenizer.detokenizer, []
+            for token in choice["logprobs"]["content"]:
+                detokenizer.add_token(token["id"])
+                pieces.append(detokenizer.last_segment)
+            detokenizer.finalize()
+            pieces[-1] += detokenizer.last_segment
+            assert "".join(pieces) == choice["text"]
+            answers.append(Unstopped(body, choice["text"], pieces))
+    assert any(not piece for answer in answers for piece in answer.pieces)  # characters that several tokens make
+    assert any("\ufffd" in answer.text for answer in answers)
+    return answers
+
+
+class Answer(NamedTuple):
+    text: str
+    parts: list[str]
+    finish_reason: str
+    num_tokens: int
+
+
+def ask(server: ServerProcess, body: dict[str, Any]) -> Answer:
+    """An answer, whole or as a stream."""
+    got = server.post(COMPLETIONS, {**body, "stream_options": {"include_usage": True}})
+    assert got.status == 200, got.body
+    if not body.get("stream"):
+        (choice,) = got.json["choices"]
+        return Answer(choice["text"], [], choice["finish_reason"], got.json["usage"]["completion_tokens"])
+    lines = [line[6:] for line in got.body.decode().split("\n") if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    chunks = [json.loads(line) for line in lines]
+    parts = [chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]]
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks if chunk["choices"]]
+    assert set(reasons[:-1]) <= {None}
+    return Answer("".join(parts), parts, reasons[-1], chunks[-1]["usage"]["completion_tokens"])
+
+
+def check(answer: Answer, whole: Unstopped, stops: list[str]) -> None:
+    found = any(stop in whole.text for stop in stops)
+    assert answer.text == cut_of(whole.text, stops)
+    assert answer.finish_reason == ("stop" if found else "length")
+    needed = next((n for n in range(NUM_TOKENS) if _holds("".join(whole.pieces[: n + 1]), stops)), NUM_TOKENS - 1) + 1
+    assert needed <= answer.num_tokens <= NUM_TOKENS
+    if len(stops) == 1:  # with several the next characters may have to tell which of them comes first
+        assert answer.num_tokens == needed
+
+
+def _holds(text: str, stops: list[str]) -> bool:
+    return any(stop in text for stop in stops)
+
+
+@st.composite
+def stops_of(draw: st.DrawFn, text: str) -> list[str]:
+    """Pieces of a text, perhaps overlapping, and some that only begin like it."""
+    begin = draw(st.integers(0, len(text) - 1))
+    stops = []
+    for _ in range(draw(st.integers(1, 3))):
+        at = min(begin + draw(st.integers(0, 6)), len(text) - 1)
+        stops.append(text[at : at + draw(st.integers(1, 12))] + draw(st.sampled_from(["", "", "", "#", "\u0301"])))
+    return stops
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_answers_are_the_unstopped_ones_cut_before_the_first_stop_string(
+    server: ServerProcess, unstopped: list[Unstopped], data: st.DataObject
+) -> None:
+    """One to five requests at a time, whole and streamed, in the batch and alone (those with a seed)."""
+    requests = []
+    for _ in range(data.draw(st.integers(1, 5), "requests")):
+        whole = data.draw(st.sampled_from(unstopped))
+        stops = data.draw(stops_of(whole.text), "stop")
+        options = data.draw(st.fixed_dictionaries({"stream": st.booleans()}, optional={"seed": st.just(1)}))
+        requests.append((whole, stops, {**whole.body, **options, "stop": stops}))
+    with ThreadPoolExecutor(len(requests)) as pool:
+        answers = list(pool.map(lambda request: ask(server, request[2]), requests))
+    for answer, (whole, stops, _) in zip(answers, requests, strict=True):
+        check(answer, whole, stops)
+
+
+def test_a_stop_string_inside_a_word(demo_model_folder: Path, tmp_path: Path) -> None:
+    server = ServerProcess(demo_model_folder, tmp_path, "--kv-cache-memory", "200MB", "--log-level", "WARNING")
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+    options: dict[str, Any] = {
+        "model": "default_model",
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "max_tokens": 12,
+    }
+    whole = client.chat.completions.create(**options).choices[0]
+    assert (whole.message.content, whole.finish_reason) == ("The capital of France is Paris.", "stop")
+    for seed in (None, 1):
+        cut = client.chat.completions.create(**options, stop="apital", seed=seed)
+        assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("The c", "stop")
+        assert cut.usage.completion_tokens == 2
+    parts = list(client.chat.completions.create(**options, stop=["s Paris", "e is P"], stream=True))
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == "The capital of Franc"
+    assert parts[-1].choices[0].finish_reason == "stop"
+    # What only begins like a stop string is held back until the end token comes, and not lost then.
+    ends = client.chat.completions.create(**options, stop=["Paris.\n"]).choices[0]
+    assert (ends.message.content, ends.finish_reason) == ("The capital of France is Paris.", "stop")
+    assert server.stop() == 0, server.log
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"), [("llama", ()), ("llama", ("--no-prefix-cache",)), ("gemma3", ()), ("mamba", ())]
+)
+def test_a_stopped_request_is_gone_at_once_and_what_it_computed_is_kept(
+    kind: str, flags: tuple[str, ...], demo_model_folder: Path, tmp_path: Path
+) -> None:
+    server = ServerProcess(make_tiny_model(tmp_path / kind, demo_model_folder, kind), tmp_path, *FLAGS, *flags)
+
+    def chat(name: str, **options: Any) -> int:
+        """How much of an answer of 40 tokens the next turn finds cached."""
+        body = {"prompt": f"{name}: ", "logit_bias": SEVEN, **options}
+        answer = ask(server, body)
+        assert answer.num_tokens == 40
+        assert server.stats()["running"] == {"running": 0, "waiting": 0}
+        if flags:
+            assert server.stats()["pool"]["live_blocks"] == 0
+        turn = {"prompt": f"{name}: " + "7" * 40 + " and", "max_tokens": 1, "logit_bias": SEVEN}
+        usage = server.post(COMPLETIONS, turn).json["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    by_itself = chat("a", max_tokens=40)
+    stopped = chat("b", max_tokens=4000, stop="7" * 40)
+    assert stopped == by_itself
+    assert by_itself == 0 if flags else by_itself >= 40
+    assert kind == "mamba" or server.is_idle  # that model has no blocks
+    assert server.stop() == 0 and "Traceback" not in server.log, server.log
+
+
+class OwnBatches:
+    """A response generator without the patches: nothing is paged, and caches are copied from request to request."""
+
+    def __init__(self, folder: Path) -> None:
+        flags: dict[str, Any] = dict.fromkeys(["adapter_path", "draft_model", "prompt_cache_bytes", "kv_bits"])
+        flags |= dict.fromkeys(["pipeline", "trust_remote_code", "chat_template", "use_default_chat_template"], False)
+        flags |= {"decode_concurrency": 4, "prompt_concurrency": 2, "prefill_step_size": 64, "prompt_cache_size": 10}
+        provider = upstream.ModelProvider(SimpleNamespace(model=str(folder), **flags))
+        self.prompt_cache = PagedPromptCache()
+        self.generator = PagedResponseGenerator(provider, self.prompt_cache)
+
+    def complete(self, prompt: str, max_tokens: int, stop_words: list[str]) -> tuple[str, int, int]:
+        """Sevens; how many tokens, and how many of the prompt were cached."""
+        request = upstream.CompletionRequest("text", prompt, [], None, None)
+        args = upstream.GenerationArguments(
+            model=upstream.ModelDescription("default_model", "default_model", None),
+            sampling=upstream.SamplingArguments(0, 1, 0, 0, 0, 0),
+            logits=upstream.LogitsProcessorArguments({39: 1000.0}, 0, 20, 0, 20, 0, 20),
+            stop_words=stop_words,
+            max_tokens=max_tokens,
+            num_draft_tokens=0,
+            logprobs=False,
+            top_logprobs=0,
+            seed=None,
+            chat_template_kwargs=None,
+        )
+        deadline = time.monotonic() + 60
+        ctx, answers = self.generator.generate(request, args, client_is_gone=lambda: time.monotonic() > deadline)
+        texts = [answer.text for answer in answers]
+        return "".join(texts), len(texts), ctx.prompt_cache_count
+
+
+@pytest.fixture
+def own_batches(folder: Path) -> Iterator[OwnBatches]:
+    batches = OwnBatches(folder)
+    yield batches
+    batches.generator.stop_and_join()
+
+
+def test_where_mlx_lms_own_batches_compute(own_batches: OwnBatches) -> None:
+    complete = own_batches.complete
+    assert complete("a: ", 4000, ["7" * 20]) == ("", 20, 0)
+    assert complete("b: ", 20, []) == ("7" * 20, 20, 0)
+    found = [complete(f"{name}: " + "7" * 20 + " and", 1, [])[2] for name in "ab"]
+    assert found[0] == found[1] >= 20
+    batch = own_batches.generator.batch
+    assert batch is not None and not batch.generator.shares_prefixes and not batch.served
+
+
+@pytest.mark.parametrize("stops", [[], ["7777"]])
+def test_an_answer_that_cannot_be_kept_fails_alone(
+    own_batches: OwnBatches, stops: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def insert_cache(*args: Any, **options: Any) -> None:
+        raise RuntimeError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(own_batches.prompt_cache, "insert_cache", insert_cache)
+        with pytest.raises(RequestRefused, match="no room"):
+            own_batches.complete("a: ", 9, stops)
+    assert own_batches.complete("a: ", 9, stops)[1] == (4 if stops else 9)
+
+
+def test_with_a_draft_model(folder: Path, unstopped: list[Unstopped], tmp_path: Path) -> None:
+    server = ServerProcess(folder, tmp_path, *FLAGS, "--draft-model", str(folder))
+    for whole in unstopped[:2]:
+        for begin in range(0, len(whole.text) - 4, 9):
+            stops = [whole.text[begin + 2 : begin + 5]]
+            check(ask(server, {**whole.body, "stop": stops, "stream": begin % 2 == 0}), whole, stops)
+    assert server.stop() == 0 and "Traceback" not in server.log, server.log
+
+
+def test_logprobs_are_those_of_the_tokens_that_are_shown(server: ServerProcess, unstopped: list[Unstopped]) -> None:
+    for whole in unstopped[:2]:
+        content = server.post(COMPLETIONS, {**whole.body, "logprobs": True}).json["choices"][0]["logprobs"]["content"]
+        assert len(content) == NUM_TOKENS
+        for begin in range(0, len(whole.text), 5):
+            stop = whole.text[begin : begin + 9]
+            body = server.post(COMPLETIONS, {**whole.body, "logprobs": True, "top_logprobs": 2, "stop": stop}).json
+            text, shown = body["choices"][0]["text"], body["choices"][0]["logprobs"]["content"]
+            assert [token["id"] for token in shown] == [token["id"] for token in content[: len(shown)]]
+            assert all(len(token["top_logprobs"]) == 2 for token in shown)
+            # The last one has some of the text; the next one would have none.
+            before, after = "".join(whole.pieces[: max(0, len(shown) - 1)]), "".join(whole.pieces[: len(shown)])
+            assert len(before) < len(text) <= len(after) if text else not shown
+            assert body["usage"]["completion_tokens"] >= len(shown)
+
+
+def test_any_number_of_stop_strings_is_taken_and_empty_ones_are_refused(
+    server: ServerProcess, unstopped: list[Unstopped]
+) -> None:
+    whole = unstopped[0]
+    stops = [f"<{number}>" for number in range(1500)] + [whole.text[11:14]]
+    check(ask(server, {**whole.body, "stop": stops}), whole, stops)
+    for wrong in ("", ["a", ""], ["a" * 16_001], [1], {"a": 1}):
+        refused = server.post(COMPLETIONS, {**whole.body, "stop": wrong})
+        assert refused.status == 400 and refused.json["error"]["param"] == "stop"
