@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = adapter.replacements(upstream)
     ServerParser.shares = bool(names)
     names["argparse"] = SimpleNamespace(ArgumentParser=ServerParser)
-    names["load"] = explain_load_errors(upstream.load)
+    names["load"] = explain_load_errors(names.get("load", upstream.load))
     signal.signal(signal.SIGTERM, _interrupt)  # mlx-lm ends in order at an interrupt only
     try:
         with replaced(upstream, **names):

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache, LRUPromptCache, RotatingKVCache
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.identity import weights_identity
+from mlx_paged.identity import model_identity
 from mlx_paged.kv.spill import SpillStore
 from mlx_paged.patches.generate import PagedBatchGenerator
 from mlx_paged.patches.prefix_cache import PagedPromptCache
@@ -281,7 +281,7 @@ def test_prefixes_come_back_after_a_restart(model: Any, tmp_path: Path) -> None:
     prompt = prompt_of(2 * WINDOW + 5).tolist()
 
     def new_store(model: Any) -> PagedPromptCache:
-        return PagedPromptCache(spill=SpillStore(tmp_path), identify=lambda key: weights_identity(model))
+        return PagedPromptCache(spill=SpillStore(tmp_path), identify=lambda key: model_identity(model))
 
     store = new_store(model)
     tokens, _ = serve(model, store, prompt, 3)
@@ -297,4 +297,4 @@ def test_prefixes_come_back_after_a_restart(model: Any, tmp_path: Path) -> None:
     np.testing.assert_array_equal(forward(model, [1, 2, 3], caches), expected)
     caches[0].pool.check_integrity()
     other = build("llama", seed=9)
-    assert weights_identity(other) != weights_identity(model) == weights_identity(model)
+    assert model_identity(other) != model_identity(model) == model_identity(model)
