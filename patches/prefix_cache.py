@@ -34,6 +34,7 @@ class PagedPromptCache:
     - an entry is a prefix that is no other's beginning, so entries that a longer one contains are not counted.
 
     Caches that are not paged, or that pin tokens, are kept whole by an ``LRUPromptCache`` of mlx-lm's inside.
+    The key of a model names its weights, as in mlx-lm: weights that are changed in place need another key.
 
     Args:
         max_size: most entries, paged and others each. None: as many paged ones as fit, and 10 others.

@@ -97,13 +97,18 @@ class Identities:
         self.provider = model_provider
 
     def __call__(self, key: Any) -> str | None:
-        """The identity of the models that are loaded now, target and draft; None if these are not the key's."""
+        """The identity of the models that are loaded now, target and draft; None if these are not the key's, or if it
+        cannot be told."""
         provider = self.provider
         if key != provider.model_key or provider.model is None:
             return None
         begin = time.monotonic()
         models = [model for model in (provider.model, provider.draft_model) if model is not None]
-        identity = digest_of(model_identity(model, LoadedConfigs.of(model)) for model in models)
+        try:
+            identity = digest_of(model_identity(model, LoadedConfigs.of(model)) for model in models)
+        except OSError as error:
+            logging.warning("prefixes on disk are not used: the code of the model cannot be read: %s", error)
+            return None
         logging.info("read the weights for the prefixes on disk in %.1f s", time.monotonic() - begin)
         return identity
 
