@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -18,6 +17,7 @@ from .kv.block_table import BlockTable
 from .kv.in_place import InPlaceStorage, TracedBlocks
 from .kv.pool import BlockPool
 from .kv.step import rounded_up, table_width
+from .model_state import ModelState, StateNotKnown, substituted
 from .narrow_layers import narrow_layers
 
 # From the model, tokens [B, 1] and the layers' caches to logits [B, 1, vocab].
@@ -127,7 +127,9 @@ class CompiledStep:
     hundred operations anew for each token. Compiled, it is built once per shape of the batch and of its block tables.
 
     Batches are padded to a few sizes. A step is taken only if every layer's cache is paged, in place, and its last step
-    ran in the kernel. Weights are inputs of the function, so replaced or updated ones are seen.
+    ran in the kernel. Weights are inputs of the function, so replaced or updated ones are seen. All else that a trace
+    reads of the model is compared before every step (:class:`ModelState`); once it is not what it was, the traces are
+    dropped, and that step runs uncompiled.
 
     Args:
         pool: of the caches.
@@ -140,6 +142,7 @@ class CompiledStep:
         self._windows = [pool.groups[pool.group_of(layer)].spec.window for layer in self._layers_of(pool)]
         self._groups = [pool.group_of(layer) for layer in self._layers_of(pool)]
         self._model: Any = None
+        self._state: ModelState | None = None  # what all traces have read
         self._failures = 0  # in a row
         # By the shapes of a step, latest used last. One function each: MLX compares a call with every trace of its own.
         self._functions: OrderedDict[StepShapes, Callable[..., Any]] = OrderedDict()
@@ -177,6 +180,10 @@ class CompiledStep:
             if shapes is None:
                 rows.untake()
                 return None
+            weights = self._weights_of(model)
+            if weights is None:
+                rows.untake()
+                return None
             for group, own, width in zip(pool.groups, tables, shapes.widths, strict=True):
                 step = pool.step(group.spec.layers[0], own, 1)
                 visible = step.visible(own, group.spec.window, (shapes.num_rows, width))
@@ -186,13 +193,13 @@ class CompiledStep:
                 tokens = mx.concatenate([tokens, mx.zeros((missing, 1), tokens.dtype)])
             self._model = model
             function = self._functions[shapes]
-            logits = InPlaceStorage.run(function, storages, model, tokens, arrays)  # type: ignore[arg-type]
+            logits = InPlaceStorage.run(function, storages, weights, tokens, arrays)  # type: ignore[arg-type]
         except Exception as error:
             # The step runs uncompiled now. Whatever went wrong may be of this step alone: a model that fails there too
             # says so itself.
             rows.untake()
             self._failures += 1
-            if isinstance(error, NotCompilable) or self._failures == MOST_FAILURES:
+            if isinstance(error, NotCompilable | StateNotKnown) or self._failures == MOST_FAILURES:
                 self.failure = f"{type(error).__name__}: {error}"
             return None
         finally:
@@ -200,6 +207,21 @@ class CompiledStep:
         self._failures = 0
         dispatch.record_compiled(len(caches))
         return logits[: len(rows)] if missing else logits
+
+    def _weights_of(self, model: Any) -> list[mx.array] | None:
+        """The model's arrays; None if it is not what it was when it was traced, and no trace is left.
+
+        Raises:
+            StateNotKnown: that cannot be told of this model.
+        """
+        if self._state is None:
+            self._state = ModelState(model)
+        weights = self._state.arrays_of(model)
+        if weights is None:
+            self._state = None
+            self._functions.clear()
+            self._uncompiled.clear()
+        return weights
 
     def _shapes_for(self, own: StepShapes) -> StepShapes | None:
         """Of the compiled step to take: of these shapes, or larger ones; None as long as there is none."""
@@ -221,7 +243,7 @@ class CompiledStep:
         return own
 
     def _trace(
-        self, tensors: Sequence[Any], weights: Any, tokens: mx.array, arrays: Sequence[Sequence[Any]]
+        self, tensors: Sequence[Any], weights: Sequence[mx.array], tokens: mx.array, arrays: Sequence[Sequence[Any]]
     ) -> tuple[mx.array, list[mx.array]]:
         groups = [GroupArrays(tuple(visible), offsets) for visible, offsets in arrays]
         blocks = [TracedBlocks(tuple(own)) for own in tensors]
@@ -233,6 +255,8 @@ class CompiledStep:
             logits = self._forward(self._model, tokens, layers)
         if any(layer.attended != 1 for layer in layers):
             raise NotCompilable("not every layer attends once")
+        if self._state is None or self._state.arrays_of(self._model) is None:
+            raise NotCompilable("the model changes its own attributes in a step")
         return logits, [own.fence() for own in blocks]
 
 
@@ -290,26 +314,3 @@ def _rows_of(caches: Sequence[Any]) -> _Sequence | _Batch | None:
         ):
             return _Batch(batch)
     return None
-
-
-@contextmanager
-def substituted(module: Any, values: Any) -> Iterator[None]:
-    """Put other arrays of the same tree into a module (a tree of dicts and lists) for the time of a ``with`` block."""
-    replaced: list[tuple[Any, Any, mx.array]] = []
-    try:
-        _put(module, values, replaced)
-        yield
-    finally:
-        for target, key, value in replaced:
-            dict.__setitem__(target, key, value) if isinstance(target, dict) else target.__setitem__(key, value)
-
-
-# Not inside: a function that calls itself by a name of its closure is a cycle, with the arrays that are in there.
-def _put(target: Any, source: Any, replaced: list[tuple[Any, Any, mx.array]]) -> None:
-    items = source.items() if isinstance(source, dict) else enumerate(source)
-    for key, value in items:
-        if isinstance(value, mx.array):
-            replaced.append((target, key, target[key]))
-            dict.__setitem__(target, key, value) if isinstance(target, dict) else target.__setitem__(key, value)
-        elif isinstance(value, dict | list):
-            _put(target[key], value, replaced)

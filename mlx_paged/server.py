@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -47,14 +48,16 @@ def prepare(args: argparse.Namespace) -> None:
         PagedCacheError: an option cannot be used, or a model folder cannot be read.
     """
     from . import patches
-    from .patches import server as adapter
 
     config = ServerConfig.from_arguments(args)
     for folder in (args.model, args.draft_model):
         check_model_folder(folder)
     patches.apply_patches(PagedConfig.from_env().with_arguments(args))
     raise_cpu_cache_limit()
-    adapter.configure(config)
+    if ServerParser.shares:
+        from .patches import server as adapter
+
+        adapter.configure(config)
     if config.api_key is None and not args.host.startswith(LOOPBACK):
         print(
             f"mlx_paged.server: warning: {args.host} can be reached from other machines, and there is no --api-key",
@@ -65,14 +68,18 @@ def prepare(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run mlx_lm.server's main with shared prefixes; ``argv`` defaults to the process's arguments."""
     upstream = importlib.import_module("mlx_lm.server")
-    from .patches import server as adapter
-
     if argv is not None:
         sys.argv = [sys.argv[0], *argv]
-    names = adapter.replacements(upstream)
+    try:
+        from .patches.server import replacements
+
+        names = replacements(upstream)
+    except (ImportError, AttributeError) as error:  # a name that it needs is missing in this version of mlx-lm
+        warnings.warn(f"mlx_paged: mlx_lm.server is not adapted: {error}; its own code runs", stacklevel=2)
+        names = {}
     ServerParser.shares = bool(names)
     names["argparse"] = SimpleNamespace(ArgumentParser=ServerParser)
-    names["load"] = explain_load_errors(upstream.load)
+    names["load"] = explain_load_errors(names.get("load", upstream.load))
     signal.signal(signal.SIGTERM, _interrupt)  # mlx-lm ends in order at an interrupt only
     try:
         with replaced(upstream, **names):

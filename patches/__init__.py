@@ -1,9 +1,26 @@
 """Adapters between mlx-lm and the paged engine: the only code that touches mlx-lm's names."""
 
-from .cache import PagedLayerCache, adopt_prompt_cache
-from .pools import pool_of
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .registry import PatchReport, apply_patches, is_applied, remove_patches
 from .warn import FallThroughWarning
+
+if TYPE_CHECKING:
+    from .cache import PagedLayerCache, adopt_prompt_cache
+    from .pools import pool_of
+
+# Imported when they are asked for: a version of mlx-lm may lack a name they need, and apply_patches() works without.
+_MODULES = {"PagedLayerCache": "cache", "adopt_prompt_cache": "cache", "pool_of": "pools"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "FallThroughWarning",

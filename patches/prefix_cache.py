@@ -34,14 +34,15 @@ class PagedPromptCache:
     - an entry is a prefix that is no other's beginning, so entries that a longer one contains are not counted.
 
     Caches that are not paged, or that pin tokens, are kept whole by an ``LRUPromptCache`` of mlx-lm's inside.
+    The key of a model names its weights, as in mlx-lm: weights that are changed in place need another key.
 
     Args:
         max_size: most entries, paged and others each. None: as many paged ones as fit, and 10 others.
         max_bytes: most bytes of blocks held.
         ttl: seconds after which an unused prefix is given up.
         spill: where prefixes that are given up go, and come back from.
-        identify: what names a model on disk, across restarts: its weights' identity (see ``weights_identity``).
-            Without it nothing is spilled.
+        identify: what names a model on disk, across restarts (see ``model_identity``): asked once each time
+            it is loaded. Without it nothing is spilled.
     """
 
     def __init__(
@@ -60,6 +61,8 @@ class PagedPromptCache:
         self._trees: weakref.WeakKeyDictionary[BlockPool, RadixTree] = weakref.WeakKeyDictionary()
         self._layouts: dict[Hashable, _Layout] = {}
         self._saved: weakref.WeakKeyDictionary[BlockPool, int] = weakref.WeakKeyDictionary()
+        # Of what is in a pool: a model loaded again under its name has another pool, and may be another model.
+        self._identities: weakref.WeakKeyDictionary[BlockPool, str] = weakref.WeakKeyDictionary()
 
     def tree_of(self, pool: BlockPool) -> RadixTree:
         """The pool's tree, for whoever else shares prefixes of it. Salts are ``(model, number)``: the key the caches
@@ -73,6 +76,7 @@ class PagedPromptCache:
         """The prefixes of a model's own caches as the store of a batch. What a batch leaves there is bounded by the
         pool's budget and the time to live; the next :meth:`insert_cache` or :meth:`trim_to` counts it too."""
         restore = None if self.spill is None else partial(self._restore, model)
+        self._note_identity(model, [pool])
         return SharedPrefixes(self.tree_of(pool), (model, 0), restore)
 
     def learn_layout(self, model: Hashable, caches: Sequence[Any]) -> None:
@@ -81,6 +85,19 @@ class PagedPromptCache:
         if sequences:
             kinds = {id(s): tuple(type(c) for c in caches if c.sequence is s) for s in sequences}
             self._layouts[model] = [(weakref.ref(s.pool), kinds[id(s)]) for s in sequences]
+            self._note_identity(model, [sequence.pool for sequence in sequences])
+
+    def _note_identity(self, model: Hashable, pools: Sequence[BlockPool]) -> None:
+        """Remember what the blocks of a model's pools are of, as long as these are there."""
+        if self.spill is not None and any(pool not in self._identities for pool in pools):
+            identity = self.identify(model)
+            if identity is not None:
+                self._identities.update(dict.fromkeys(pools, identity))
+
+    def forget_unloaded(self) -> None:
+        """Another model has been loaded: give up the caches that are not paged, which do not go with their model. Under
+        the same name, it need not be the same."""
+        self.others.trim_to(n_sequences=0)
 
     def tidy(self, is_wanted: Callable[[], bool] = lambda: False) -> None:
         """For idle moments: give up what has expired, and write what is not on disk yet, so that it outlives a crash.
@@ -190,11 +207,12 @@ class PagedPromptCache:
 
     def _restore(self, model: Any, tokens: Sequence[int]) -> None:
         """Bring back from disk what extends the prefixes in memory."""
-        pools = self._pools(model)
-        identity = self.identify(model) if self.spill is not None and pools else None
-        if self.spill is None or identity is None:
+        if self.spill is None:
             return
-        for number, (pool, _) in enumerate(pools):
+        for number, (pool, _) in enumerate(self._pools(model)):
+            identity = self._identities.get(pool)
+            if identity is None:
+                continue
             try:
                 self.spill.restore(self.tree_of(pool), list(tokens), (model, number), f"{identity}/{number}")
             except PoolExhaustedError:
@@ -227,11 +245,12 @@ class PagedPromptCache:
     def _spill_to_disk(self, pool: BlockPool) -> Callable[[Hashable, RadixNode], None] | None:
         if self.spill is None:
             return None
-        spill, identify, pool_ref = self.spill, self.identify, weakref.ref(pool)
+        spill, identities, pool_ref = self.spill, self._identities, weakref.ref(pool)
 
         def on_evict(salt: Any, node: RadixNode) -> None:
-            model, number = salt
-            identity, alive = identify(model), pool_ref()
+            _, number = salt
+            alive = pool_ref()
+            identity = None if alive is None else identities.get(alive)
             if identity is not None and alive is not None:
                 spill.save(alive, node, f"{identity}/{number}")
 

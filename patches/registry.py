@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
 import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..config import PagedConfig
 from ..errors import PatchError
-from . import compiled, gemma2, gemma3, generate, llama, qwen3, seam, speculative, transformer_block
-from .cache import make_prompt_cache_patch, save_prompt_cache_patch
-from .plan import forget_plans
-from .pools import forget_pools
 
 
 class Patch(NamedTuple):
@@ -28,13 +22,14 @@ class Patch(NamedTuple):
         module: upstream module.
         name: a function of the module, or ``Class.method``.
         fingerprint: of the upstream source the replacement was written for (see :func:`fingerprint`).
-        make: from the original to its replacement.
+        adapter: ``module.function`` of this package, from the original to its replacement. Imported when the patch is
+            applied: what it imports may be missing in this version of mlx-lm.
     """
 
     module: str
     name: str
     fingerprint: str
-    make: Callable[[Any], Any]
+    adapter: str
 
     @property
     def target(self) -> str:
@@ -77,28 +72,23 @@ def _has_adapter(layer: Any) -> bool:
 def _patches() -> list[Patch]:
     models = "mlx_lm.models"
     return [
-        Patch(f"{models}.base", "scaled_dot_product_attention", "a13838be6e6c5293", seam.adapt),
-        Patch(f"{models}.llama", "Attention.__call__", "75a76f7de7eb3586", llama.adapt),
-        Patch(f"{models}.qwen3", "Attention.__call__", "f4d9ba397a109135", qwen3.adapt),
-        Patch(f"{models}.gemma2", "Attention.__call__", "4adbbc3cde1384bc", gemma2.adapt),
-        Patch(f"{models}.gemma3_text", "Attention.__call__", "e9ebcce92c86c40c", gemma3.adapt),
-        Patch(f"{models}.llama", "MLP.__call__", "ec6fbfefb1f0b4c0", transformer_block.adapt_mlp),
-        Patch(f"{models}.qwen3", "MLP.__call__", "ec6fbfefb1f0b4c0", transformer_block.adapt_mlp),
-        Patch(f"{models}.gemma3_text", "MLP.__call__", "40fa7af8e58d245e", gemma3.adapt_mlp),
-        Patch(f"{models}.llama", "TransformerBlock.__call__", "4614a766e7f00ade", transformer_block.adapt),
-        Patch(f"{models}.qwen3", "TransformerBlock.__call__", "4614a766e7f00ade", transformer_block.adapt),
-        Patch(f"{models}.llama", "Model.__call__", "7d7a49eb8d846b96", compiled.adapt),
-        Patch(f"{models}.qwen3", "Model.__call__", "7d7a49eb8d846b96", compiled.adapt),
-        Patch(f"{models}.gemma3_text", "Model.__call__", "20512fe9e10dacf7", compiled.adapt),
-        Patch(
-            f"{models}.cache",
-            "make_prompt_cache",
-            "bffc8beb07ff5037",
-            functools.partial(make_prompt_cache_patch, config=lambda: _config, adapted=_has_adapter),
-        ),
-        Patch(f"{models}.cache", "save_prompt_cache", "5b558636d4e25be6", save_prompt_cache_patch),
-        Patch("mlx_lm.generate", "BatchGenerator", "fb1a2ed5f7ece4b2", generate.adapt),
-        Patch("mlx_lm.generate", "speculative_generate_step", "c508203c7dac4b66", speculative.adapt),
+        Patch(f"{models}.base", "scaled_dot_product_attention", "a13838be6e6c5293", "seam.adapt"),
+        Patch(f"{models}.llama", "Attention.__call__", "75a76f7de7eb3586", "llama.adapt"),
+        Patch(f"{models}.qwen3", "Attention.__call__", "f4d9ba397a109135", "qwen3.adapt"),
+        Patch(f"{models}.gemma2", "Attention.__call__", "4adbbc3cde1384bc", "gemma2.adapt"),
+        Patch(f"{models}.gemma3_text", "Attention.__call__", "e9ebcce92c86c40c", "gemma3.adapt"),
+        Patch(f"{models}.llama", "MLP.__call__", "ec6fbfefb1f0b4c0", "transformer_block.adapt_mlp"),
+        Patch(f"{models}.qwen3", "MLP.__call__", "ec6fbfefb1f0b4c0", "transformer_block.adapt_mlp"),
+        Patch(f"{models}.gemma3_text", "MLP.__call__", "40fa7af8e58d245e", "gemma3.adapt_mlp"),
+        Patch(f"{models}.llama", "TransformerBlock.__call__", "4614a766e7f00ade", "transformer_block.adapt"),
+        Patch(f"{models}.qwen3", "TransformerBlock.__call__", "4614a766e7f00ade", "transformer_block.adapt"),
+        Patch(f"{models}.llama", "Model.__call__", "7d7a49eb8d846b96", "compiled.adapt"),
+        Patch(f"{models}.qwen3", "Model.__call__", "7d7a49eb8d846b96", "compiled.adapt"),
+        Patch(f"{models}.gemma3_text", "Model.__call__", "20512fe9e10dacf7", "compiled.adapt"),
+        Patch(f"{models}.cache", "make_prompt_cache", "bffc8beb07ff5037", "cache.make_prompt_cache_patch"),
+        Patch(f"{models}.cache", "save_prompt_cache", "5b558636d4e25be6", "cache.save_prompt_cache_patch"),
+        Patch("mlx_lm.generate", "BatchGenerator", "fb1a2ed5f7ece4b2", "generate.adapt"),
+        Patch("mlx_lm.generate", "speculative_generate_step", "c508203c7dac4b66", "speculative.adapt"),
     ]
 
 
@@ -121,7 +111,8 @@ def apply_patches(config: PagedConfig | None = None, *, strict: bool = False) ->
         Which symbols are replaced and which are not.
 
     Raises:
-        PatchError: strict, and a symbol is missing or has changed. Nothing is patched then.
+        PatchError: strict, and a symbol, or a name that its replacement needs, is missing or has changed. Nothing is
+            patched then.
         KernelUnavailableError: the configuration demands a kernel this device does not have.
         ConfigError: an ``MLX_PAGED_*`` variable has an unusable value.
     """
@@ -130,7 +121,7 @@ def apply_patches(config: PagedConfig | None = None, *, strict: bool = False) ->
         config = config or (_config if _originals else PagedConfig.from_env())
         config.check_kernel()
         report = PatchReport()
-        found: dict[Patch, Any] = {}
+        found: dict[Patch, tuple[Any, Any]] = {}
         for patch in _patches():
             known = next((old for old in _originals if old.target == patch.target), None)
             if known is not None:
@@ -138,7 +129,11 @@ def apply_patches(config: PagedConfig | None = None, *, strict: bool = False) ->
                 continue
             reason, original = _inspect(patch)
             if reason is None:
-                found[patch] = original
+                try:
+                    found[patch] = original, _replacement_of(patch, original)
+                except Exception as error:
+                    reason = f"its adapter cannot be used with this version of mlx-lm ({type(error).__name__}: {error})"
+            if reason is None:
                 report.applied.append(patch.target)
             else:
                 report.skipped[patch.target] = reason
@@ -146,8 +141,8 @@ def apply_patches(config: PagedConfig | None = None, *, strict: bool = False) ->
             raise PatchError("; ".join(f"{target}: {reason}" for target, reason in report.skipped.items()))
         for target, reason in report.skipped.items():
             warnings.warn(f"mlx_paged: {target} is not patched: {reason}; mlx-lm's own code runs", stacklevel=2)
-        for patch, original in found.items():
-            _install(patch, original)
+        for patch, (original, replacement) in found.items():
+            _install(patch, original, replacement)
         _config = config
         return report
 
@@ -165,8 +160,9 @@ def remove_patches() -> None:
         _originals.clear()
         _replacements.clear()
         _adapted.clear()
-        forget_pools()
-        forget_plans()
+        for module, forget in (("pools", "forget_pools"), ("plan", "forget_plans")):
+            if loaded := sys.modules.get(f"{__package__}.{module}"):
+                getattr(loaded, forget)()
 
 
 def _owner(patch: Patch) -> tuple[Any, str]:
@@ -193,9 +189,16 @@ def _inspect(patch: Patch) -> tuple[str | None, Any]:
     return None, original
 
 
-def _install(patch: Patch, original: Any) -> None:
+def _replacement_of(patch: Patch, original: Any) -> Any:
+    module, _, name = patch.adapter.partition(".")
+    adapt = getattr(importlib.import_module(f".{module}", __package__), name)
+    if patch.name == "make_prompt_cache":
+        return adapt(original, config=lambda: _config, adapted=_has_adapter)
+    return adapt(original)
+
+
+def _install(patch: Patch, original: Any, replacement: Any) -> None:
     owner, attribute = _owner(patch)
-    replacement = patch.make(original)
     if isinstance(owner, type):
         setattr(owner, attribute, replacement)
         if owner.__name__ == "Attention":

@@ -280,6 +280,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         if provider.draft_model is not None:
             caches += stock_cache.make_prompt_cache(provider.draft_model)
         if isinstance(self.prompt_cache, PagedPromptCache):
+            self.prompt_cache.forget_unloaded()
             self.prompt_cache.learn_layout(provider.model_key, caches)
 
     def _close_batch(self, error: Exception | None) -> None:

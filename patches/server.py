@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hmac
 import io
@@ -9,17 +10,19 @@ import json
 import logging
 import select
 import socket
+import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from http.server import ThreadingHTTPServer
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 
 from huggingface_hub.errors import CacheNotFound
 from mlx_lm import server as upstream
 
 from .. import cache_page, metrics
-from ..identity import weights_identity
+from ..identity import digest_of, model_identity
 from ..kv.spill import SpillStore
 from ..request_body import MAX_BODY_BYTES, RequestRefused, invalid, parse_body
 from ..server_config import ServerConfig
@@ -89,18 +92,52 @@ def make_response_generator(model_provider: Any, prompt_cache: Any) -> PagedResp
 
 
 class Identities:
-    """What names the models of a provider on disk: hashes of their weights, each computed once."""
+    """What names the models of a provider on disk (see :func:`model_identity`). Nothing is remembered: under the same
+    name, another model may have been saved since."""
 
     def __init__(self, model_provider: Any) -> None:
         self.provider = model_provider
-        self._known: dict[Any, str] = {}
 
     def __call__(self, key: Any) -> str | None:
+        """The identity of the models that are loaded now, target and draft; None if these are not the key's, or if it
+        cannot be told."""
         provider = self.provider
-        if key not in self._known and key == provider.model_key and provider.model is not None:
-            models = [provider.model, provider.draft_model]
-            self._known[key] = "/".join(weights_identity(model) for model in models if model is not None)
-        return self._known.get(key)
+        if key != provider.model_key or provider.model is None:
+            return None
+        begin = time.monotonic()
+        models = [model for model in (provider.model, provider.draft_model) if model is not None]
+        try:
+            identity = digest_of(model_identity(model, LoadedConfigs.of(model)) for model in models)
+        except OSError as error:
+            logging.warning("prefixes on disk are not used: the code of the model cannot be read: %s", error)
+            return None
+        logging.info("read the weights for the prefixes on disk in %.1f s", time.monotonic() - begin)
+        return identity
+
+
+class LoadedConfigs:
+    """The config.json that each model was loaded with: the file may be another one by the time somebody asks."""
+
+    _configs: ClassVar[dict[int, tuple[weakref.ref[Any], Any]]] = {}  # by id: modules cannot be hashed
+
+    @classmethod
+    def of(cls, model: Any) -> Any:
+        """None if it is not known."""
+        entry = cls._configs.get(id(model))
+        return entry[1] if entry is not None and entry[0]() is model else None
+
+    @classmethod
+    def noting(cls, load: Callable[..., Any]) -> Callable[..., Any]:
+        """mlx-lm's ``load``, which notes the configuration of what it loads."""
+
+        @functools.wraps(load)
+        def noting_load(*args: Any, return_config: bool = False, **kwargs: Any) -> Any:
+            model, tokenizer, config = load(*args, return_config=True, **kwargs)
+            key = id(model)
+            cls._configs[key] = (weakref.ref(model, lambda _: cls._configs.pop(key, None)), copy.deepcopy(config))
+            return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+        return noting_load
 
 
 class Aborted(BaseException):
@@ -348,6 +385,7 @@ def replacements(module: Any) -> dict[str, Any]:
     return {
         "LRUPromptCache": make_prompt_cache_store,
         "ResponseGenerator": make_response_generator,
+        "load": LoadedConfigs.noting(module.load),
         "_run_http_server": functools.partial(
             module._run_http_server, server_class=Server, handler_class=PagedAPIHandler
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, SupportsIndex
 
-from mlx_lm.models import cache as stock_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import PromptCacheError
 
@@ -40,9 +40,9 @@ def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]
         prompt: Any, model: Any, draft_model: Any, *arguments: Any, prompt_cache: Any = None, **options: Any
     ) -> Iterator[Any]:
         if prompt_cache is not None:
-            num_layers, num_caches = len(model.layers), len(stock_cache.make_prompt_cache(model))
+            num_layers, num_caches = len(model.layers), len(make_prompt_cache(model))
             if num_caches != num_layers:
-                expected = num_caches + len(stock_cache.make_prompt_cache(draft_model))
+                expected = num_caches + len(make_prompt_cache(draft_model))
                 if len(prompt_cache) != expected:
                     raise PromptCacheError(
                         f"the prompt cache has {len(prompt_cache)} parts, the model and its draft model {expected}"

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models import cache as stock_cache
-from mlx_lm.models.cache import CacheList, KVCache
+from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
 from ..cache import PagedKVCache
 from ..errors import PromptCacheError
@@ -103,5 +102,5 @@ def layer_path(model: Any, layer: int) -> str:
 
 def fresh_caches(model: Any, max_kv_size: int | None) -> list[Any]:
     """What the model's prompt cache is under the patches."""
-    caches: list[Any] = stock_cache.make_prompt_cache(model, max_kv_size)
+    caches: list[Any] = make_prompt_cache(model, max_kv_size)
     return caches

@@ -193,6 +193,35 @@ def test_a_killed_server_finds_its_prefixes_again(folder: Path, tmp_path: Path) 
     assert third.stop() == 0, third.log
 
 
+@pytest.mark.parametrize("kind", ["llama", "mamba"])
+def test_a_model_saved_again_under_its_path_is_another_model(
+    kind: str, folder: Path, demo_model_folder: Path, tmp_path: Path
+) -> None:
+    """Neither from disk nor, for states that are not paged, from memory."""
+    mlx_lm = importlib.import_module("mlx_lm")
+    model = make_tiny_model(tmp_path / "model", demo_model_folder, kind)
+    body = {"prompt": "The quick brown fox jumps over the lazy dog, and then " * 8, "max_tokens": 12}
+
+    def ask(name: Path) -> tuple[str, int]:
+        answer = server.post(COMPLETIONS, {**body, "model": str(name)}).json
+        return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    server = ServerProcess(model, tmp_path, "--prefix-cache-dir", str(tmp_path / "prefixes"))
+    before, _ = ask(model)
+    assert ask(model)[1] > 0
+    assert ask(folder)[0]
+    if kind == "llama":
+        assert ask(model)[0] == before and ask(model)[1] > 0  # from disk: it is the same model
+        assert ask(folder)[0]
+    make_tiny_model(model, demo_model_folder, kind, seed=7)
+    after, cached = ask(model)
+    assert server.stop() == 0, server.log
+    expected = mlx_lm.generate(*mlx_lm.load(str(model)), body["prompt"], max_tokens=12)
+    assert after == expected
+    assert cached == 0
+    assert kind == "mamba" or after != before  # of this size, both say the same for ever
+
+
 # Clients that go --------------------------------------------------------------------------------------------------
 
 

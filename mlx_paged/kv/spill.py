@@ -3,63 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import time
-import warnings
 from collections.abc import Hashable, Sequence
-from itertools import count
 from pathlib import Path
-from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..errors import GeometryError
+from ..errors import PoolExhaustedError
 from .block_table import BlockTable
 from .pool import BlockPool
 from .prefix_cache import table_over
 from .radix import RadixTree
 from .radix_node import RadixNode
-
-FORMAT = "mlx_paged prefix block 1"
-MAX_HEADER_BYTES = 1 << 20
-STALE_SECONDS = 3600
-
-
-class SpillWarning(UserWarning):
-    """A prefix could not be written to disk, or a file there was not used; results are the same."""
-
-
-class SpilledBlock(NamedTuple):
-    """A file: the keys and values of one block of a prefix, in every layer.
-
-    Attributes:
-        path: ``<chain>-<first hex digits of the file's own SHA-256>.safetensors``.
-        tokens: those of the block, at most ``block_size``.
-        starts: per group, the first position in the block whose keys are there; ``len(tokens)`` if none.
-        nbytes: size of the file.
-    """
-
-    path: Path
-    tokens: tuple[int, ...]
-    starts: tuple[int, ...]
-    nbytes: int
+from .spill_folder import FORMAT, BlockGeometry, SpilledBlock, SpillFolder
 
 
 class SpillStore:
     """A folder of prefix blocks, each found by what was before it.
 
-    A block's place is its *chain*: a hash of the identity it was saved under (the weights', and what else the keys
-    depend on), the block size and all tokens before it. So the same tokens behind another prefix are another block,
-    equal beginnings are stored once, and a file of another model is never looked at. The tokens of the block itself
-    are in the file and are compared one by one.
+    A block's place is its *chain*: a hash of the identity it was saved under (the model's, and what else the keys
+    depend on), the pool's layout (block size, layers and windows of its groups) and all tokens before it. So the same
+    tokens behind another prefix are another block, equal beginnings are stored once, and a file of another model is
+    never looked at. The tokens of the block itself are in the file and are compared one by one, and so is the geometry
+    of its keys and values.
 
-    A file is written under another name and renamed, and its name carries a hash of its bytes: whatever is truncated,
-    altered or not ours is ignored, with one warning. So nothing is synced to the disk, which would hold up the
-    allocation that evicts: what a power cut tears is not served.
+    A file that turns out to be bad is deleted, with one warning; the others are served as if it had not been there.
 
     Args:
-        folder: made if it is not there.
+        folder: made if it is not there; see :class:`SpillFolder`.
         max_bytes: size of all files; past it the files used least recently go.
 
     Raises:
@@ -67,14 +37,14 @@ class SpillStore:
     """
 
     def __init__(self, folder: Path | str, *, max_bytes: int = 1 << 63) -> None:
-        self.folder = Path(folder)
+        self.folder = SpillFolder(Path(folder))
         self.max_bytes = max_bytes
         self._chains: dict[str, list[SpilledBlock]] = {}
         self._order: dict[Path, SpilledBlock] = {}  # least recently used first
-        self._serial = count()
-        self._warned = False
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._scan()
+        for block in self.folder.blocks():
+            self._chains.setdefault(block.chain, []).append(block)
+            self._order[block.path] = block
+        self._keep_limit()
 
     def __len__(self) -> int:
         return len(self._order)
@@ -91,7 +61,7 @@ class SpillStore:
         Args:
             pool: the blocks' pool.
             node: of a tree over the pool; its blocks must still be held.
-            identity: of the weights and whatever else the keys depend on; never changes meaning.
+            identity: of the model and whatever else the keys depend on; never changes meaning.
 
         Returns:
             Blocks written.
@@ -100,13 +70,15 @@ class SpillStore:
         if min(prefix) < 0:
             return 0  # an image, named by its address, which may show another one by then
         first = node.start // size
-        chains = _chains(identity, size, prefix[: (node.end - 1) // size * size])
+        geometry = _geometry_of(pool)
+        chains = _chains(_root(identity, pool), size, prefix[: (node.end - 1) // size * size])
         starts, wanted = {}, []
         for index in range(first, -(-node.end // size)):
             low, high = index * size, min(node.end, (index + 1) * size)
             starts[index] = tuple(min(max(v - low, 0), high - low) for v in node.valid_from)
             if not any(
-                _covers(known, prefix[low:high], starts[index]) for known in self._chains.get(chains[index], ())
+                known.geometry == geometry and _covers(known, prefix[low:high], starts[index])
+                for known in self._chains.get(chains[index], ())
             ):
                 wanted.append(index)
         if not wanted:
@@ -120,10 +92,10 @@ class SpillStore:
                 for name, (x, begin) in layers.items():
                     if max(begin, low) < high:
                         arrays[name] = mx.contiguous(x[:, :, max(begin, low) - begin : high - begin])
-                self._write(chains[index], prefix[low:high], starts[index], arrays)
+                self._know(self.folder.write(chains[index], prefix[low:high], starts[index], geometry, arrays))
                 written += 1
         except (OSError, RuntimeError) as error:
-            self._warn(f"a prefix was not written to {self.folder}: {error}")
+            self.folder.warn(f"a prefix was not written to {self.folder.path}: {error}")
         self._keep_limit()
         return written
 
@@ -144,20 +116,6 @@ class SpillStore:
             pool.release_table(table)
         return layers
 
-    def _write(self, chain: str, tokens: tuple[int, ...], starts: tuple[int, ...], arrays: dict[str, mx.array]) -> None:
-        temporary = self.folder / f".{os.getpid()}-{next(self._serial)}.safetensors"
-        metadata = {"format": FORMAT, "chain": chain, "tokens": json.dumps(tokens), "starts": json.dumps(starts)}
-        try:
-            mx.save_safetensors(str(temporary), arrays, metadata)
-            with temporary.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            path = self.folder / f"{chain}-{digest[:32]}.safetensors"
-            nbytes = temporary.stat().st_size
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        self._know(chain, SpilledBlock(path, tokens, starts, nbytes))
-
     # Coming back ----------------------------------------------------------------------------------------------
 
     def restore(self, tree: RadixTree, tokens: Sequence[int], salt: Hashable, identity: str) -> int:
@@ -173,26 +131,30 @@ class SpillStore:
         match = tree.match(tokens, salt)
         base = match.length // size
         while True:
-            blocks = self._find(tuple(tokens[:-1]), base, identity, size)
+            blocks = self._find(tree.pool, tuple(tokens[:-1]), base, identity)
             end = _servable_end(blocks, base * size, match.length, tree.windows)
             if end <= match.length:
                 return 0
             blocks = blocks[: -(-end // size) - base]
-            loaded = [arrays for block in blocks if (arrays := self._load(block)) is not None]
+            loaded = [arrays for block in blocks if (arrays := self._load(tree.pool, block)) is not None]
             if len(loaded) == len(blocks):
-                break  # otherwise the bad ones are forgotten by now, and there may be less to bring back
+                break  # otherwise the bad ones are gone by now, and there may be less to bring back
         tree.lock(match.node)
+        tables: list[BlockTable] = []
         try:
-            tables = self._write_back(tree, tokens, salt, match.length, end, base * size, blocks, loaded)
+            self._write_back(tree, tokens, salt, match.length, end, base * size, blocks, loaded, tables)
             tree.insert(tuple(tokens[:end]), tables, salt)
-            for table in tables:
-                tree.pool.release_table(table)
-        except (GeometryError, KeyError) as error:
+        except PoolExhaustedError:
+            raise
+        except Exception as error:
+            # They are what they say, but not for this pool.
             for block in blocks:
                 self._forget(block.path)
-            self._warn(f"files in {self.folder} do not fit the model they are for: {error}")
+            self.folder.warn(f"files in {self.folder.path} do not fit the model they are for: {error}")
             return 0
         finally:
+            for table in tables:
+                tree.pool.release_table(table)
             tree.unlock(match.node)
         for block in blocks:
             if block.path in self._order:
@@ -209,18 +171,20 @@ class SpillStore:
         base: int,
         blocks: Sequence[SpilledBlock],
         loaded: Sequence[dict[str, mx.array]],
-    ) -> list[BlockTable]:
-        """Tables that go on from the tree's first ``length`` tokens to ``end`` with what was loaded."""
+        tables: list[BlockTable],
+    ) -> None:
+        """Put into ``tables`` ones that go on from the tree's first ``length`` tokens to ``end`` with what was loaded.
+        Whatever happens, the caller is to release what is there then."""
         pool = tree.pool
         hits = tree.hit_tokens
-        _, tables = tree.adopt(tokens[: length + 1], salt)
+        tables += tree.adopt(tokens[: length + 1], salt)[1]
         tree.hit_tokens = hits  # nobody was served yet
         for group, window in enumerate(tree.windows):
             start = length
             if window is not None and end - window + 1 > length:
-                pool.release_table(tables[group])
                 start = end - window + 1
-                tables[group] = pool.new_table(group, start=start)
+                behind, tables[group] = tables[group], pool.new_table(group, start=start)
+                pool.release_table(behind)
             if start == end:
                 continue  # a window of one token needs nothing from before
             pool.append_tokens(tables[group], end - start)
@@ -235,73 +199,45 @@ class SpillStore:
                 k, v = (mx.concatenate(part, axis=2) for part in parts.values())
                 pool.write_prefill(tables[group], layer, k, v)
                 mx.eval(pool.fence(layer))
-        return tables
 
-    def _find(self, tokens: tuple[int, ...], base: int, identity: str, size: int) -> list[SpilledBlock]:
+    def _find(self, pool: BlockPool, tokens: tuple[int, ...], base: int, identity: str) -> list[SpilledBlock]:
         """Files of consecutive blocks from block ``base`` on whose tokens agree, the last one perhaps in part."""
         found: list[SpilledBlock] = []
-        chain = _chains(identity, size, tokens[: base * size])[-1]
+        size = pool.block_size
+        geometry = _geometry_of(pool)
+        chain = _chains(_root(identity, pool), size, tokens[: base * size])[-1]
         for low in range(base * size, len(tokens), size):
             here = tokens[low : low + size]
-            best = max(
-                self._chains.get(chain, ()),
-                key=lambda block: (_agreement(block.tokens, here), -sum(block.starts)),
-                default=None,
-            )
+            fitting = [block for block in self._chains.get(chain, ()) if _is_like(block.geometry, geometry)]
+            best = max(fitting, key=lambda block: (_agreement(block.tokens, here), -sum(block.starts)), default=None)
             agreed = 0 if best is None else _agreement(best.tokens, here)
             if best is None or not agreed:
                 break
+            geometry = tuple(own or known for own, known in zip(best.geometry, geometry, strict=True))
             found.append(best._replace(tokens=here[:agreed]))
             if agreed < size:
                 break
             chain = _next_chain(chain, here)
         return found
 
-    def _load(self, block: SpilledBlock) -> dict[str, mx.array] | None:
-        """The file's arrays, or None if it is not what was written."""
+    def _load(self, pool: BlockPool, block: SpilledBlock) -> dict[str, mx.array] | None:
+        """The file's arrays; None if it is not what was written, and it is gone then."""
+        whole = self._order[block.path]  # not cut to the tokens that agree
         try:
-            digest = hashlib.sha256(block.path.read_bytes()).hexdigest()
-            if not block.path.stem.endswith("-" + digest[:32]):
-                raise ValueError("its bytes have changed")
-            arrays = mx.load(str(block.path))
-            assert isinstance(arrays, dict)
-            mx.eval(list(arrays.values()))
-            return arrays
-        except (OSError, ValueError, RuntimeError) as error:
-            self._forget(block.path)
-            self._warn(f"{block.path} was ignored: {error}")
+            return self.folder.load(whole, [group.spec.layers for group in pool.groups])
+        except Exception as error:
+            self._delete(whole)
+            self.folder.warn(f"{block.path} was deleted: {type(error).__name__}: {error}")
             return None
 
     # Files ----------------------------------------------------------------------------------------------------
 
-    def _scan(self) -> None:
-        files = sorted(self.folder.glob("*.safetensors"), key=lambda path: (path.stat().st_mtime_ns, path.name))
-        for path in files:
-            if path.name.startswith("."):  # another process is writing it, or was when it ended
-                if time.time() - path.stat().st_mtime > STALE_SECONDS:
-                    path.unlink(missing_ok=True)
-                continue
-            try:
-                with path.open("rb") as file:
-                    header = json.loads(file.read(min(MAX_HEADER_BYTES, int.from_bytes(file.read(8), "little"))))
-                metadata = header["__metadata__"]
-                tokens = tuple(int(token) for token in json.loads(metadata["tokens"]))
-                starts = tuple(int(start) for start in json.loads(metadata["starts"]))
-                if metadata["format"] != FORMAT or not tokens or not path.name.startswith(metadata["chain"] + "-"):
-                    raise ValueError("not a prefix block of this version")
-                block = SpilledBlock(path, tokens, starts, path.stat().st_size)
-                self._chains.setdefault(metadata["chain"], []).append(block)
-                self._order[path] = block
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                self._warn(f"{path} was ignored: {type(error).__name__}: {error}")
-        self._keep_limit()
-
-    def _know(self, chain: str, block: SpilledBlock) -> None:
-        siblings = self._chains.setdefault(chain, [])
-        for other in list(siblings):
-            if _covers(block, other.tokens, other.starts) and other.path != block.path:
+    def _know(self, block: SpilledBlock) -> None:
+        for other in list(self._chains.get(block.chain, ())):
+            is_covered = other.geometry == block.geometry and _covers(block, other.tokens, other.starts)
+            if is_covered and other.path != block.path:
                 self._delete(other)
-        siblings = self._chains.setdefault(chain, [])
+        siblings = self._chains.setdefault(block.chain, [])
         if block.path not in self._order:  # the same bytes may be there already
             siblings.append(block)
         self._order.pop(block.path, None)
@@ -316,33 +252,46 @@ class SpillStore:
 
     def _delete(self, block: SpilledBlock) -> None:
         self._forget(block.path)
-        try:
-            block.path.unlink(missing_ok=True)
-        except OSError as error:
-            self._warn(f"{block.path} could not be deleted: {error}")
+        self.folder.delete(block)
 
     def _forget(self, path: Path) -> None:
-        self._order.pop(path, None)
-        chain = path.stem.rpartition("-")[0]
-        rest = [block for block in self._chains.get(chain, ()) if block.path != path]
+        block = self._order.pop(path, None)
+        if block is None:
+            return
+        rest = [other for other in self._chains[block.chain] if other.path != path]
         if rest:
-            self._chains[chain] = rest
+            self._chains[block.chain] = rest
         else:
-            self._chains.pop(chain, None)
+            del self._chains[block.chain]
 
-    def _warn(self, text: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(f"mlx_paged: {text}", SpillWarning, stacklevel=3)
+
+def _geometry_of(pool: BlockPool) -> tuple[BlockGeometry, ...]:
+    return tuple(
+        None if (own := group.geometry) is None else (own.num_kv_heads, own.k_head_dim, own.v_head_dim, str(own.dtype))
+        for group in pool.groups
+    )
+
+
+def _is_like(a: Sequence[BlockGeometry], b: Sequence[BlockGeometry]) -> bool:
+    """Whether two geometries are the same as far as both are known."""
+    return len(a) == len(b) and all(
+        mine is None or theirs is None or mine == theirs for mine, theirs in zip(a, b, strict=True)
+    )
+
+
+def _root(identity: str, pool: BlockPool) -> str:
+    """The chain of a pool's first blocks under an identity."""
+    groups = [(group.spec.layers, group.spec.window, group.spec.pinned) for group in pool.groups]
+    return hashlib.sha256(f"{FORMAT} {pool.block_size} {groups} {identity}".encode()).hexdigest()[:32]
 
 
 def _next_chain(chain: str, tokens: tuple[int, ...]) -> str:
     return hashlib.sha256(f"{chain} {tokens}".encode()).hexdigest()[:32]
 
 
-def _chains(identity: str, block_size: int, tokens: tuple[int, ...]) -> list[str]:
+def _chains(root: str, block_size: int, tokens: tuple[int, ...]) -> list[str]:
     """The places of the blocks that ``tokens``, whole blocks, lead to: one more than there are blocks."""
-    chains = [hashlib.sha256(f"{FORMAT} {block_size} {identity}".encode()).hexdigest()[:32]]
+    chains = [root]
     for low in range(0, len(tokens), block_size):
         chains.append(_next_chain(chains[-1], tokens[low : low + block_size]))
     return chains

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from mlx_paged.attention.select import storage_choice
 from mlx_paged.errors import PoolExhaustedError
-from mlx_paged.kv import spill as spill_module
+from mlx_paged.kv import spill_folder
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.in_place import InPlaceStorage
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.radix import RadixTree
-from mlx_paged.kv.spill import SpillStore, SpillWarning
+from mlx_paged.kv.spill import SpillStore
+from mlx_paged.kv.spill_folder import SpillWarning
 from mlx_paged.kv.storage import QueryHeads
 from tests.fake_kernels import fake_kernels
 from tests.kv.prefixes import check_contents, compute, make_pool, new_tables, release
@@ -211,8 +212,8 @@ def test_killed_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         raise Killed
 
     for where, name, action in [
-        (spill_module.mx, "save_safetensors", half_written),
-        (spill_module.hashlib, "file_digest", killed),
+        (spill_folder.mx, "save_safetensors", half_written),
+        (spill_folder.hashlib, "file_digest", killed),
         (Path, "replace", killed),
     ]:
         folder = tmp_path / name
@@ -231,7 +232,7 @@ def test_killed_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             warnings.simplefilter("error")
             assert restored(folder, range(30)) == 8
         # What was left over goes in time.
-        monkeypatch.setattr(spill_module, "STALE_SECONDS", -1)
+        monkeypatch.setattr(spill_folder, "STALE_SECONDS", -1)
         SpillStore(folder)
         monkeypatch.undo()
         assert not any(path.name.startswith(".") for path in folder.iterdir())
@@ -242,7 +243,7 @@ def test_a_full_disk_costs_the_prefix_and_nothing_else(tmp_path: Path, monkeypat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.warns(SpillWarning, match="No space left") as caught:
-        patch.setattr(spill_module.mx, "save_safetensors", full)
+        patch.setattr(spill_folder.mx, "save_safetensors", full)
         store = spilled(tmp_path, [range(20), range(50, 70)])
     assert len(caught) == 1 and len(store) == 0 and not list(tmp_path.iterdir())
 
@@ -296,18 +297,39 @@ def test_half_precision_keeps_its_bits(dtype: mx.Dtype, tmp_path: Path) -> None:
 
 
 def test_files_of_another_shape_are_not_served(tmp_path: Path) -> None:
-    """As if two models had one identity: the pool refuses the keys, and the request goes on without."""
+    """As if two models had one identity: keys of another geometry are not the pool's, and stay for theirs."""
     spilled(tmp_path, [range(9)])
-    pool = make_pool()
-    tables = new_tables(pool)
-    pool.append_tokens(tables[0], 1)
-    pool.write_prefill(tables[0], 0, mx.zeros((1, 5, 1, 2)), mx.zeros((1, 5, 1, 1)))
+    for dtype, heads in ((mx.float32, 5), (mx.float16, 1)):
+        pool = make_pool()
+        tables = new_tables(pool)
+        pool.append_tokens(tables[0], 1)
+        pool.write_prefill(tables[0], 0, mx.zeros((1, heads, 1, 2), dtype), mx.zeros((1, heads, 1, 1), dtype))
+        tree = RadixTree(pool)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert SpillStore(tmp_path).restore(tree, range(9), None, "weights") == 0
+            assert restored(tmp_path, range(9)) == 8
+        assert len(tree) == 0
+        pool.check_integrity()
+
+
+def test_what_the_pool_refuses_costs_nothing_but_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spilled(tmp_path, [range(9)], WINDOWS[1])
+    pool, store = make_pool(WINDOWS[1]), SpillStore(tmp_path)
     tree = RadixTree(pool)
-    with pytest.warns(SpillWarning, match="do not fit the model"):
-        assert SpillStore(tmp_path).restore(tree, range(9), None, "weights") == 0
-    gc.collect(0)
-    assert len(tree) == 0
+    real = BlockPool.write_prefill
+
+    def refuse(self: BlockPool, table: Any, layer: int, *arrays: mx.array) -> None:
+        if layer:
+            raise RuntimeError("no")
+        real(self, table, layer, *arrays)
+
+    with monkeypatch.context() as patch, pytest.warns(SpillWarning, match="do not fit the model"):
+        patch.setattr(BlockPool, "write_prefill", refuse)
+        assert store.restore(tree, range(9), None, "weights") == 0
+    assert len(tree) == pool.stats().live_blocks == 0
     pool.check_integrity()
+    assert store.restore(tree, range(9), None, "weights") == 0  # not tried again
 
 
 def test_in_place_pools_spill_restore_and_share_too(tmp_path: Path) -> None:

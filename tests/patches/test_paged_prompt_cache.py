@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache, LRUPromptCache, RotatingKVCache
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.identity import weights_identity
+from mlx_paged.identity import model_identity
 from mlx_paged.kv.spill import SpillStore
 from mlx_paged.patches.generate import PagedBatchGenerator
 from mlx_paged.patches.prefix_cache import PagedPromptCache
@@ -281,7 +281,7 @@ def test_prefixes_come_back_after_a_restart(model: Any, tmp_path: Path) -> None:
     prompt = prompt_of(2 * WINDOW + 5).tolist()
 
     def new_store(model: Any) -> PagedPromptCache:
-        return PagedPromptCache(spill=SpillStore(tmp_path), identify=lambda key: weights_identity(model))
+        return PagedPromptCache(spill=SpillStore(tmp_path), identify=lambda key: model_identity(model))
 
     store = new_store(model)
     tokens, _ = serve(model, store, prompt, 3)
@@ -297,4 +297,50 @@ def test_prefixes_come_back_after_a_restart(model: Any, tmp_path: Path) -> None:
     np.testing.assert_array_equal(forward(model, [1, 2, 3], caches), expected)
     caches[0].pool.check_integrity()
     other = build("llama", seed=9)
-    assert weights_identity(other) != weights_identity(model) == weights_identity(model)
+    assert model_identity(other) != model_identity(model) == model_identity(model)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"rope_theta": 1e6}, {"rope_scaling": {"type": "linear", "factor": 4.0}}, {"rms_norm_eps": 1e-2}]
+)
+def test_prefixes_of_another_configuration_stay_on_disk(changes: dict[str, Any], tmp_path: Path) -> None:
+    """The same weights in the same folder, and config.json was edited: their keys are others."""
+    prompt = prompt_of(100).tolist()
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+
+    def served(model: Any) -> list[int]:
+        """Tokens left to compute of the prompt, in a new process."""
+        mlx_paged.patches.pools.forget_pools()
+        store = PagedPromptCache(spill=SpillStore(tmp_path), identify=lambda key: model_identity(model))
+        store.learn_layout(KEY, upstream.make_prompt_cache(model))
+        rest = store.fetch_nearest_cache(KEY, [*prompt, 1])[1]
+        serve(model, store, prompt, 0)
+        store.close()
+        return rest
+
+    assert served(build("llama")) == [*prompt, 1]
+    assert served(build("llama")) == [1]
+    assert served(build("llama", **changes)) == [*prompt, 1]
+
+
+def test_a_pool_keeps_the_identity_it_began_with(tmp_path: Path) -> None:
+    """A model is loaded under a name while blocks of the one before it are still there, and are given up."""
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+    loaded = [build("llama"), build("llama", seed=9)]
+    asked: list[int] = []
+
+    def identify(key: Any) -> str:
+        asked.append(1)
+        return model_identity(loaded[-1])
+
+    store = PagedPromptCache(spill=SpillStore(tmp_path), identify=identify)
+    new = loaded.pop()
+    old, prompt = loaded[0], prompt_of(40).tolist()
+    serve(old, store, prompt, 0)
+    serve(old, store, prompt_of(20, seed=1).tolist(), 0)
+    assert len(asked) == 1  # once for each time it is loaded
+    loaded.append(new)
+    store.learn_layout(KEY, upstream.make_prompt_cache(new))
+    assert len(asked) == 2
+    store.close()  # what is of the old model goes to disk, as that
+    assert store.fetch_nearest_cache(KEY, [*prompt, 1]) == (None, [*prompt, 1])

@@ -1,0 +1,219 @@
+"""SpillFolder: the files of prefix blocks, which only their owner can read, and each of which may be bad by itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+import time
+import warnings
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+import mlx.core as mx
+
+FORMAT = "mlx_paged prefix block 2"
+MAX_HEADER_BYTES = 1 << 20
+STALE_SECONDS = 3600
+NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.safetensors")
+TEMPORARY = re.compile(r"\.[0-9]+-[0-9]+\.safetensors")
+
+# Of a group: heads, sizes of their keys and values, dtype by name; None if nothing was written to it.
+BlockGeometry = tuple[int, int, int, str] | None
+
+
+class SpillWarning(UserWarning):
+    """A prefix could not be written to disk, or a file there was not used; results are the same."""
+
+
+class SpilledBlock(NamedTuple):
+    """A file: the keys and values of one block of a prefix, in every layer.
+
+    Attributes:
+        path: ``<chain>-<first hex digits of the file's own SHA-256>.safetensors``.
+        tokens: those of the block, at most ``block_size``.
+        starts: per group, the first position in the block whose keys are there; ``len(tokens)`` if none.
+        geometry: per group.
+        nbytes: size of the file.
+    """
+
+    path: Path
+    tokens: tuple[int, ...]
+    starts: tuple[int, ...]
+    geometry: tuple[BlockGeometry, ...]
+    nbytes: int
+
+    @property
+    def chain(self) -> str:
+        return self.path.stem.partition("-")[0]
+
+
+class SpillFolder:
+    """A folder of :class:`SpilledBlock` files.
+
+    Folder and files are their owner's alone (0700, 0600) from the moment they are there, whatever the umask. A folder
+    that others could look into is made private if it holds nothing else; files of this user's that others could read
+    are. Files of other users, links, and whatever else there is are not used.
+
+    A file is written under another name and renamed, and its name carries a hash of its bytes: whatever is truncated
+    or altered is not used. So nothing is synced to the disk, which would hold up the allocation that evicts: what a
+    power cut tears is not served.
+
+    Args:
+        path: made if it is not there.
+
+    Raises:
+        OSError: the folder cannot be made or read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._serial = count()
+        self._warned = False
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(mode=0o700)
+            path.chmod(0o700)  # the umask may have taken something from the owner
+        except FileExistsError:
+            self._make_private()
+
+    def _make_private(self) -> None:
+        mode = self.path.stat()
+        if not mode.st_mode & 0o077:
+            return
+        is_ours = mode.st_uid == os.geteuid() and not mode.st_mode & stat.S_ISVTX
+        if is_ours and all(NAME.fullmatch(name) or TEMPORARY.fullmatch(name) for name in os.listdir(self.path)):
+            self.path.chmod(stat.S_IMODE(mode.st_mode) & ~0o077)
+            text = f"{self.path} was open to other users; now it is its owner's alone"
+        else:
+            text = f"{self.path} is open to other users; the files that are written there are not"
+        warnings.warn(f"mlx_paged: {text}", SpillWarning, stacklevel=5)
+
+    def blocks(self) -> list[SpilledBlock]:
+        """What is there, used least recently first. Files that another process has not finished are left alone."""
+        found: list[tuple[int, SpilledBlock]] = []
+        for name in os.listdir(self.path):
+            if not name.endswith(".safetensors"):
+                continue
+            path = self.path / name
+            try:
+                if name.startswith("."):
+                    if TEMPORARY.fullmatch(name) and time.time() - path.lstat().st_mtime > STALE_SECONDS:
+                        path.unlink(missing_ok=True)
+                    continue
+                found.append(self._read_header(path))
+            except FileNotFoundError:
+                continue  # another process has just deleted or renamed it
+            except Exception as error:
+                self.warn(f"{path} was ignored: {type(error).__name__}: {error}")
+        return [block for _, block in sorted(found, key=lambda item: (item[0], item[1].path.name))]
+
+    def _read_header(self, path: Path) -> tuple[int, SpilledBlock]:
+        """When the file was written, and what it is. Makes it private if it is not."""
+        # Neither following a link nor waiting for whoever writes to a pipe.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or not NAME.fullmatch(path.name):
+                raise ValueError("not a file of this user's with a prefix block")
+            if status.st_mode & 0o077:
+                os.fchmod(descriptor, 0o600)
+            header = json.loads(file.read(min(MAX_HEADER_BYTES, int.from_bytes(file.read(8), "little"))))
+        metadata = header["__metadata__"]
+        tokens = tuple(int(token) for token in json.loads(metadata["tokens"]))
+        starts = tuple(int(start) for start in json.loads(metadata["starts"]))
+        geometry = tuple(None if each is None else _geometry(*each) for each in json.loads(metadata["geometry"]))
+        if metadata["format"] != FORMAT or not tokens or not path.name.startswith(metadata["chain"] + "-"):
+            raise ValueError("not a prefix block of this version")
+        if len(starts) != len(geometry) or not all(0 <= start <= len(tokens) for start in starts):
+            raise ValueError("its groups do not agree")
+        return status.st_mtime_ns, SpilledBlock(path, tokens, starts, geometry, status.st_size)
+
+    def write(
+        self,
+        chain: str,
+        tokens: tuple[int, ...],
+        starts: tuple[int, ...],
+        geometry: tuple[BlockGeometry, ...],
+        arrays: dict[str, mx.array],
+    ) -> SpilledBlock:
+        """Write a block. Raises OSError or RuntimeError if it cannot be; nothing of it is left then."""
+        temporary = self.path / f".{os.getpid()}-{next(self._serial)}.safetensors"
+        metadata = {
+            "format": FORMAT,
+            "chain": chain,
+            "tokens": json.dumps(tokens),
+            "starts": json.dumps(starts),
+            "geometry": json.dumps(geometry),
+        }
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            temporary.unlink(missing_ok=True)  # of a process that had this number before
+            descriptor = os.open(temporary, flags, 0o600)
+            try:
+                os.fchmod(descriptor, 0o600)
+            finally:
+                os.close(descriptor)
+            mx.save_safetensors(str(temporary), arrays, metadata)  # into the file that is there
+            with temporary.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            path = self.path / f"{chain}-{digest[:32]}.safetensors"
+            nbytes = temporary.stat().st_size
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return SpilledBlock(path, tokens, starts, geometry, nbytes)
+
+    def load(self, block: SpilledBlock, layers: list[tuple[int, ...]]) -> dict[str, mx.array]:
+        """The block's keys and values: ``k<layer>`` and ``v<layer>``, each ``[1, heads, tokens - start, head_dim]``.
+
+        Args:
+            block: of :meth:`blocks` or :meth:`write`.
+            layers: of each group.
+
+        Raises (as whatever error): the file is not what was written, or does not hold what it says.
+        """
+        data = block.path.read_bytes()
+        if not block.path.stem.endswith("-" + hashlib.sha256(data).hexdigest()[:32]):
+            raise ValueError("its bytes have changed")
+        del data
+        arrays = mx.load(str(block.path))
+        assert isinstance(arrays, dict)
+        for name, shape, dtype in _expected(block, layers):
+            if name not in arrays or arrays[name].shape != shape or str(arrays[name].dtype) != dtype:
+                raise ValueError(f"{name} is not there, or not {dtype} {shape}")
+        mx.eval(list(arrays.values()))
+        return arrays
+
+    def delete(self, block: SpilledBlock) -> None:
+        try:
+            block.path.unlink(missing_ok=True)
+        except OSError as error:
+            self.warn(f"{block.path} could not be deleted: {error}")
+
+    def warn(self, text: str) -> None:
+        """Warn, once for the folder."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"mlx_paged: {text}", SpillWarning, stacklevel=4)
+
+
+def _geometry(heads: int, k_dim: int, v_dim: int, dtype: str) -> BlockGeometry:
+    return int(heads), int(k_dim), int(v_dim), str(dtype)
+
+
+def _expected(block: SpilledBlock, layers: list[tuple[int, ...]]) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Name, shape and dtype of the arrays that a block has to hold."""
+    for own, start, geometry in zip(layers, block.starts, block.geometry, strict=True):
+        if start == len(block.tokens):
+            continue
+        if geometry is None:
+            raise ValueError("it does not say what its keys are")
+        heads, k_dim, v_dim, dtype = geometry
+        for layer in own:
+            for name, dim in (("k", k_dim), ("v", v_dim)):
+                yield f"{name}{layer}", (1, heads, len(block.tokens) - start, dim), dtype

@@ -1,0 +1,169 @@
+"""model_identity(): whatever keys and values depend on is in it, and nothing that differs between processes is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.tuner.lora import LoRALinear
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from mlx_paged import identity
+from mlx_paged.identity import model_identity
+from tests.builders import build
+
+
+def adapted() -> Any:
+    model = build("llama", head_dim=64)
+    linear_to_lora_layers(model, 3, {"rank": 4, "scale": 20.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]})
+    model.eval()
+    mx.random.seed(0)
+    for module in model.modules():
+        if isinstance(module, LoRALinear):
+            module.lora_a, module.lora_b = (mx.random.normal(x.shape) for x in (module.lora_a, module.lora_b))
+    return model
+
+
+def weight(model: Any, change: Callable[[np.ndarray], np.ndarray]) -> None:
+    layer = model.layers[1].self_attn.k_proj
+    layer.weight = mx.array(np.ascontiguousarray(change(np.array(layer.weight))))
+
+
+def rope_rows(w: np.ndarray) -> np.ndarray:
+    """As converters permute them between interleaved and split-half rotary embeddings."""
+    return w.reshape(2, 2, -1, w.shape[1]).swapaxes(1, 2).reshape(w.shape)
+
+
+def one_bit(w: np.ndarray) -> np.ndarray:
+    bits = w.view(np.uint32).copy()
+    bits[3, 7] ^= 1
+    return bits.view(np.float32)
+
+
+def set_scale(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, LoRALinear):
+            module.scale = 2.0
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "rows permuted": lambda m: weight(m, rope_rows),
+    "pairs of signs flipped": lambda m: weight(m, lambda w: np.concatenate([w[:4], -w[4:-4], w[-4:]])),
+    "two rows exchanged": lambda m: weight(m, lambda w: np.concatenate([w[:50], w[51:52], w[50:51], w[52:]])),
+    "one bit": lambda m: weight(m, one_bit),
+    "transposed in shape alone": lambda m: weight(m, lambda w: w.reshape(w.shape[1], w.shape[0])),
+    "dtype": lambda m: m.set_dtype(mx.float16),
+    "layers exchanged": lambda m: m.model.layers.insert(0, m.model.layers.pop(1)),
+    "adapter's scale": set_scale,
+    "norm's eps": lambda m: setattr(m.model.norm, "eps", 1e-4),
+    "rope": lambda m: setattr(m.layers[0].self_attn, "rope", nn.RoPE(64, base=1e6)),
+    "rope's frequencies": lambda m: setattr(m.layers[0].self_attn.rope, "_freqs", mx.ones(32)),
+    "an argument": lambda m: setattr(m.args, "rope_theta", 1e6),
+    "class": lambda m: setattr(m.layers[0].mlp.down_proj, "__class__", type("Linear", (nn.Linear,), {})),
+    "quantized": lambda m: nn.quantize(m.layers[1].mlp, 32, 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_keys_depend_on_is_part_of_it(change: str) -> None:
+    model = adapted()
+    before = model_identity(model)
+    assert before == model_identity(adapted())
+    CHANGES[change](model)
+    assert model_identity(model) not in (before, "")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_theta": 1e6},
+        {"rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                          "original_max_position_embeddings": 64}},
+        {"rms_norm_eps": 1e-2},
+        {"rope_traditional": True},
+    ],
+)  # fmt: skip
+def test_models_of_the_same_weights_and_another_configuration_differ(changes: dict[str, Any]) -> None:
+    assert model_identity(build("llama")) != model_identity(build("llama", **changes))
+
+
+def test_the_configuration_as_loaded_is_part_of_it() -> None:
+    model = build("llama")
+    config = {"a": 1, "nested": {"b": [1, 2.0, None]}}
+    same = json.loads(json.dumps({"nested": {"b": [1, 2.0, None]}, "a": 1}))
+    assert model_identity(model, config) == model_identity(model, same)
+    for other in (None, {}, {**config, "a": 2}, {**config, "a": True}, {**config, "nested": {"b": [2.0, 1, None]}}):
+        assert model_identity(model, other) != model_identity(model, config)
+
+
+def test_the_code_is_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    before = model_identity(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["mlx_lm"], "__version__", "0.0.0")
+        assert model_identity(model) != before
+    with monkeypatch.context() as patch:
+        (tmp_path / "llama.py").write_text("# another one")
+        patch.setattr(sys.modules["mlx_lm.models.llama"], "__file__", str(tmp_path / "llama.py"))
+        assert model_identity(model) != before
+    with monkeypatch.context() as patch:
+        patch.setattr(identity, "OWN_FOLDER", tmp_path)
+        assert model_identity(model) != before
+    assert model_identity(model) == before
+
+
+def test_another_process_finds_the_same() -> None:
+    script = "from tests.test_identity import adapted, model_identity; print(model_identity(adapted(), {'a': 1}))"
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", script], check=True, capture_output=True, text=True, env={**os.environ, **env}
+        ).stdout.strip()
+        for env in ({"PYTHONHASHSEED": "1"}, {"PYTHONHASHSEED": "2"})
+    }
+    assert found == {model_identity(adapted(), {"a": 1})}
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32, mx.uint32, mx.int8, mx.bool_])
+def test_every_byte_counts_in_any_dtype_and_layout(dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "PIECE_BYTES", 100)  # several pieces, the last one short
+
+    def identity_of(x: mx.array) -> str:
+        module = nn.Module()
+        module.x = x
+        return model_identity(module)
+
+    base = (mx.random.normal((7, 33)) * 9).astype(dtype)
+    whole = identity_of(base)
+    assert whole == identity_of(mx.array(base)) == identity_of(mx.concatenate([base, base])[:7])
+    assert whole == identity_of(mx.contiguous(base.T).T)  # the same values, laid out otherwise
+    for place in ((0, 0), (3, 17), (6, 32)):
+        other = mx.array(base)
+        other[place] = mx.logical_not(other[place]) if dtype == mx.bool_ else other[place] + 1
+        assert identity_of(other) != whole
+    assert identity_of(base.reshape(33, 7)) != whole
+    assert len({whole, identity_of(mx.zeros((0, 33), dtype)), identity_of(base[0, 0])}) == 3
+
+
+@pytest.mark.gpu
+def test_reading_the_weights_leaves_them_where_they_are() -> None:
+    """On CUDA, a buffer that the host reads is moved to where it can, for good."""
+    x = mx.random.normal((1024, 4096)).astype(mx.bfloat16)
+    module = nn.Module()
+    module.x = x
+    mx.eval(x)
+    found = model_identity(module)
+    active = mx.get_active_memory()
+    assert model_identity(module) == found
+    assert mx.get_active_memory() <= active + identity.PIECE_BYTES
+    module.x = mx.array(np.array(x.view(mx.uint16))).view(mx.bfloat16)
+    assert model_identity(module) == found

@@ -1,0 +1,51 @@
+"""Stand-ins for the decode kernel that ``mx.compile`` itself can trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+
+from mlx_paged import compiled_step
+from mlx_paged.attention import kernels
+from tests.fake_kernels import FakeKernels, fake_kernels
+
+
+@contextmanager
+def traceable_kernels() -> Iterator[FakeKernels]:
+    """As :func:`fake_kernels`, with steps that are really compiled. A traced step computes the right attention but
+    stores nothing, so that of a sequence's compiled steps only the first sees all keys."""
+    compile_function = compiled_step.compile_function
+    with fake_kernels() as fake:
+        stored = kernels.prepare_decode
+
+        def prepare_decode(k_pool: mx.array, v_pool: mx.array, visible: Any, **options: Any) -> Any:
+            try:
+                return stored(k_pool, v_pool, visible, **options)
+            except (ValueError, RuntimeError):  # it is traced, and nothing has values
+                pass
+
+            def launch(
+                q: mx.array, keys: mx.array, values: mx.array, fence: mx.array, sinks: Any, *new: mx.array
+            ) -> Any:
+                tables, ends, starts = visible
+                positions = mx.arange(tables.shape[1] * keys.shape[2])[None]
+                seen = []
+                for pool, newest in zip((keys, values), new, strict=True):
+                    x = pool[tables].transpose(0, 2, 1, 3, 4).reshape(q.shape[0], pool.shape[1], -1, pool.shape[3])
+                    seen.append(mx.where((positions == ends - 1)[:, None, :, None], newest, x))
+                mask = ((positions < ends) & (positions >= starts))[:, None, None, :]
+                out = mx.fast.scaled_dot_product_attention(q, *seen, scale=options["scale"], mask=mask)
+                return out, fence + 1
+
+            return launch
+
+        with (
+            mock.patch.object(compiled_step, "compile_function", compile_function),
+            mock.patch.object(kernels, "prepare_decode", prepare_decode),
+            mock.patch.object(fake, "_pass", lambda kernel, pool, fence: fence + 1),
+        ):
+            yield fake
