@@ -41,7 +41,7 @@ float denominator = 0.0f;
 if (SINKS) {
   const float sink = static_cast<float>(sinks[line / q_len % HEADS]) * LOG2E;
   top = metal::max(top, sink);
-  denominator = lane == 0 ? metal::exp2(sink - top) : 0.0f;
+  denominator = lane == 0 ? metal::fast::exp2(sink - top) : 0.0f;
 }
 
 float o[ND];
@@ -52,7 +52,7 @@ for (int d = 0; d < ND; d++) {
 for (int p0 = 0; p0 < n_live; p0 += 32) {
   float weight = 0.0f;
   if (p0 + lane < n_live) {
-    weight = metal::exp2((p0 == 0 ? first_m : stats[(base + p0 + lane) * 2]) - top);
+    weight = metal::fast::exp2((p0 == 0 ? first_m : stats[(base + p0 + lane) * 2]) - top);
     denominator = metal::fma(p0 == 0 ? first_l : stats[(base + p0 + lane) * 2 + 1], weight, denominator);
   }
   for (int j = 0; j < 32 && p0 + j < n_live; j += AHEAD) {
