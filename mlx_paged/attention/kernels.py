@@ -284,7 +284,6 @@ def _decode_spec(
     merge_constants = (
         ("T", variant.dtype),
         ("DV", value_dim),
-        ("HEADS", n_q_heads),
         ("SG", simdgroups),
         ("SINKS", variant.sinks),
         *_partition_constants(plan),

@@ -257,7 +257,7 @@ WRONG = {  # body, old, new: the numbers come out wrong
     "maximum of another head": ("paged_decode", "SCORE_OWNER(h / R, OWNERS)", "SCORE_OWNER(0, OWNERS)"),
     "weights of another step": ("paged_decode", "SCORE_OWNER((u * HP + h) / R, OWNERS)", "SCORE_OWNER(h / R, OWNERS)"),
     "block not read ahead": ("paged_decode", "(chunk + STRIPES) * CHUNK / BS + i", "chunk * CHUNK / BS + i"),
-    "sink of another head": ("merge_partitions", "sinks[line / q_len % HEADS]", "sinks[0]"),
+    "sink of another head": ("merge_partitions", "sinks[line / q_len % heads]", "sinks[0]"),
     "partitions not weighted": ("merge_partitions", "o[d] = metal::fma(ahead[i * ND + d], w, o[d]);", "o[d] += ahead[i * ND + d];"),
     "partition sizes disagree": ("merge_partitions", "int size = PART;", "int size = 2 * PART;"),
     "row of another query": ("merge_partitions", "+ line % q_len;", ";"),

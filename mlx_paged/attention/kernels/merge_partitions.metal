@@ -8,7 +8,8 @@ const int q_len = ends_shape[1];
 const int line = static_cast<int>(threadgroup_position_in_grid.x);
 const int lane = static_cast<int>(thread_index_in_simdgroup);
 const int sg = static_cast<int>(simdgroup_index_in_threadgroup);
-const int row = line / (HEADS * q_len) * q_len + line % q_len;
+const int heads = partial_shape[0] / (ends_shape[0] * q_len);
+const int row = line / (heads * q_len) * q_len + line % q_len;
 const int begin = metal::max(static_cast<int>(starts[row]), 0);
 const int end = static_cast<int>(ends[row]);
 int size = PART;
@@ -39,7 +40,7 @@ for (int p = lane + 32; p < n_live; p += 32) {
 top = simd_max(top);
 float denominator = 0.0f;
 if (SINKS) {
-  const float sink = static_cast<float>(sinks[line / q_len % HEADS]) * LOG2E;
+  const float sink = static_cast<float>(sinks[line / q_len % heads]) * LOG2E;
   top = metal::max(top, sink);
   denominator = lane == 0 ? metal::fast::exp2(sink - top) : 0.0f;
 }
