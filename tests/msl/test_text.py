@@ -113,7 +113,7 @@ def test_checker_catches(name):
 def test_checker_catches_in_decode():
     assert decode_problems(mx.bfloat16, edit=("threadgroup_barrier(mem_flags::mem_threadgroup)", "__syncthreads()"))
     assert decode_problems(mx.bfloat16, edit=("static_cast<O>(o)", "o"))
-    assert decode_problems(mx.float32, edit=("float l[HG];", "float l[q_len];"))
+    assert decode_problems(mx.float32, edit=("float l[R];", "float l[q_len];"))
 
 
 DRIFT = """
