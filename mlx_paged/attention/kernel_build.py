@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import subprocess
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import resources
@@ -69,6 +70,25 @@ def backend() -> str | None:
     if mx.cuda.is_available():
         return "cuda"
     return None
+
+
+@lru_cache(maxsize=1)
+def gpu_cores() -> int | None:
+    """Cores of an Apple GPU; None on other GPUs, or where macOS does not tell."""
+    if backend() != "metal":
+        return None
+    command = ["ioreg", "-r", "-c", "AGXAccelerator", "-d", "1"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return cores_listed(listed)
+
+
+def cores_listed(listed: str) -> int | None:
+    """The number of GPU cores in what ``ioreg`` lists, or None."""
+    found = re.search(r'"gpu-core-count"\s*=\s*(\d+)', listed)
+    return int(found.group(1)) if found else None
 
 
 @lru_cache(maxsize=32)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from . import lane_layout
+
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 512)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -16,6 +18,9 @@ MAX_QUERY_LENGTH = 8
 # twice the length, and so on: fixed by what that row sees, so that its bits do not depend on the rest of its batch.
 PARTITION = 128
 SPAN = 16
+# On a GPU of more cores, smaller ones, so that a context of 512 tokens and 8 kv heads gives each core work.
+CORES_OF_PARTITION = ((20, 128), (32, 64))  # (most cores, tokens); beyond, SMALLEST_PARTITION
+SMALLEST_PARTITION = 32
 # A row's first partition starts at a multiple of this, which every chunk size divides.
 ALIGNMENT = 64
 # Apple GPUs abort the process above this, so it is checked here.
@@ -69,9 +74,16 @@ class Plan(NamedTuple):
         return 4 * self.simdgroups * (2 * heads + self.head_round * value_dim)
 
 
-def _lane_layout(head_dim: int, itemsize: int, backend: str) -> tuple[int, int]:
+def partition_for(cores: int | None) -> int:
+    """Tokens of the smallest partition on a GPU of so many cores (None: not known, or not an Apple GPU)."""
+    if cores is None:
+        return PARTITION
+    return next((tokens for most, tokens in CORES_OF_PARTITION if cores <= most), SMALLEST_PARTITION)
+
+
+def _cuda_lanes(head_dim: int, itemsize: int) -> tuple[int, int]:
     """(vec, lanes) that waste the fewest lanes at about 8 elements per lane."""
-    widths = (8, 4) if itemsize == 2 and backend == "cuda" else (4,)
+    widths = (8, 4) if itemsize == 2 else (4,)
     best: tuple[float, int, int] | None = None
     for vec in widths:
         for lanes in (4, 8, 16, 32):
@@ -84,22 +96,32 @@ def _lane_layout(head_dim: int, itemsize: int, backend: str) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
-def plan_decode(variant: Variant) -> Plan:
-    """The cut for one variant. Raises ValueError if its threadgroup memory would pass the limit."""
+def plan_decode(variant: Variant, cores: int | None = None) -> Plan:
+    """The cut for one variant, on a GPU of so many cores (see partition_for).
+
+    Raises:
+        ValueError: its threadgroup memory would pass the limit.
+    """
     widest = max(variant.head_dim, variant.value_dim)
     if variant.body == "paged_decode_tensor":
         floats = min(_COMBINE_FLOATS, _TENSOR_FLOATS - 2 * variant.gqa * variant.value_dim)
         head_round = max(1, min(variant.gqa, floats // (4 * variant.value_dim)))
         groups = (4 if widest <= 64 else 3 if widest <= 128 else 2) - (variant.gqa > 8)
         return Plan(8, 4, 2 if widest <= 64 else 1, 1, head_round, 4, groups=groups)
-    vec, lanes = _lane_layout(widest, variant.dtype.size, variant.backend)
-    per_lane = -(-widest // (vec * lanes)) * vec
-    head_split = next((n for n in (1, 2) if -(-variant.gqa // n) * per_lane <= _MAX_LANE_FLOATS), 4)
-    heads = -(-variant.gqa // head_split)
-    simdgroups = 4
+    if variant.backend == "metal":
+        vec = lane_layout.VEC
+        shape = variant.gqa, variant.head_dim, variant.value_dim, variant.dtype.size
+        lanes, unroll, head_split = lane_layout.best_layout(*shape)
+        heads = -(-variant.gqa // head_split)
+    else:
+        vec, lanes = _cuda_lanes(widest, variant.dtype.size)
+        per_lane = -(-widest // (vec * lanes)) * vec
+        head_split = next((n for n in (1, 2) if -(-variant.gqa // n) * per_lane <= _MAX_LANE_FLOATS), 4)
+        heads = -(-variant.gqa // head_split)
+        unroll = 4 if heads * per_lane <= 32 else 2
+    simdgroups = max(4, head_split)
     head_round = max(1, min(heads, _COMBINE_FLOATS // (simdgroups * variant.value_dim)))
-    unroll = 4 if heads * per_lane <= 32 else 2
-    plan = Plan(vec, lanes, unroll, head_split, head_round, simdgroups)
+    plan = Plan(vec, lanes, unroll, head_split, head_round, simdgroups, partition_for(cores))
     if plan.threadgroup_bytes(variant.gqa, variant.value_dim) > MAX_THREADGROUP_BYTES:
         raise ValueError(f"{variant} needs more than {MAX_THREADGROUP_BYTES} bytes of threadgroup memory")
     return plan

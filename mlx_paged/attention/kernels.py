@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .kernel_build import Constants, KernelUnavailable, backend, build_kernel
+from .kernel_build import Constants, KernelUnavailable, backend, build_kernel, gpu_cores
 from .kernel_plan import (
     ALIGNMENT,
     MAX_QUERY_LENGTH,
@@ -215,7 +215,7 @@ def prepare_decode(
         variant = next((v for v in choices if v not in _switched_off), None)
         if variant is None:
             raise KernelUnavailable("no decode kernel is available for this geometry")
-    plan = plan or plan_decode(variant)
+    plan = plan or plan_decode(variant, gpu_cores())
     reach = visible[0].shape[1] * block_size
     if max_visible is not None:
         reach = min(reach, max_visible + ALIGNMENT - 1)
@@ -284,7 +284,6 @@ def _decode_spec(
     merge_constants = (
         ("T", variant.dtype),
         ("DV", value_dim),
-        ("HEADS", n_q_heads),
         ("SG", simdgroups),
         ("SINKS", variant.sinks),
         *_partition_constants(plan),

@@ -99,3 +99,44 @@ def test_fences_are_followed(monkeypatch: pytest.MonkeyPatch, plant: object) -> 
     monkeypatch.setattr(FakeKernels, "_pass", lambda self, *args: passed.append(args[0]) or follow(self, *args))
     assert self_check(VARIANT).ok
     assert passed.count("paged_decode") == 3 * 2 and passed.count("write_slots") == 2 * 2
+
+
+class Texts:
+    """Stands in for kernels.build_kernel: which texts are built, and zeros for results.
+
+    A text is a body, its constants, and which inputs have less than 8 elements: those MLX puts into another address
+    space on Metal, so that each such set is compiled by itself.
+    """
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[object, ...]] = set()
+
+    def __call__(self, body: str, constants: object) -> Callable[..., list[mx.array]]:
+        def launch(*, inputs: list[mx.array], **options: Any) -> list[mx.array]:
+            self.seen.add((body, constants, tuple(x.size < 8 for x in inputs)))
+            shapes, dtypes = options["output_shapes"], options["output_dtypes"]
+            return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+        return launch
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("gqa", [1, 4, 8])
+def test_every_text_of_a_decode_step_is_checked(gqa: int, sinks: bool) -> None:
+    variant = Variant("paged_decode", "metal", mx.bfloat16, 64, 64, gqa, 32, sinks=sinks)
+    checked, real = Texts(), Texts()
+    equal = mock.patch.object(mx, "array_equal", lambda *_: mx.array(True))
+    with mock.patch.object(kernels, "build_kernel", checked), equal:
+        self_check(variant)
+    n_q_heads, n_kv_heads = 8 * gqa, 8
+    k_pool = v_pool = mx.zeros((40, n_kv_heads, 32, 64), mx.bfloat16)
+    with mock.patch.object(kernels, "build_kernel", real):
+        for rows in range(1, 12):
+            visible = tuple(mx.zeros(shape, mx.int32) for shape in ((rows, 16), (rows, 1), (rows, 1)))
+            launch = kernels.prepare_decode(
+                k_pool, v_pool, visible, n_q_heads=n_q_heads, scale=1.0, sinks=sinks, append=True, variant=variant
+            )
+            q, new = (mx.zeros((rows, heads, 1, 64), mx.bfloat16) for heads in (n_q_heads, n_kv_heads))
+            launch(q, k_pool, v_pool, kernels.new_fence(), mx.zeros((n_q_heads,)) if sinks else None, new, new)
+    assert {text[0] for text in real.seen} == {"paged_decode", "merge_partitions"}
+    assert real.seen <= checked.seen

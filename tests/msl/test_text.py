@@ -77,7 +77,7 @@ OTHERS = {
 def other_problems(body, dtype, rows, edit=None):
     constants = [("T", dtype), ("D", 64), ("DV", 80), ("BS", 16), ("S", mx.int64)]
     if body == "merge_partitions":
-        constants = [("T", dtype), ("DV", 80), ("HEADS", 8), ("SG", 4), ("SINKS", True)]
+        constants = [("T", dtype), ("DV", 80), ("SG", 4), ("SINKS", True)]
         constants += [("PART", 128), ("SPAN", 16)]
     d = name_of(dtype)
     outs = {"merge_partitions": [d], "gather_blocks": [d, d, "uint32"]}.get(body, ["uint32"])
@@ -113,7 +113,7 @@ def test_checker_catches(name):
 def test_checker_catches_in_decode():
     assert decode_problems(mx.bfloat16, edit=("threadgroup_barrier(mem_flags::mem_threadgroup)", "__syncthreads()"))
     assert decode_problems(mx.bfloat16, edit=("static_cast<O>(o)", "o"))
-    assert decode_problems(mx.float32, edit=("float l[HG];", "float l[q_len];"))
+    assert decode_problems(mx.float32, edit=("float l[R];", "float l[q_len];"))
 
 
 DRIFT = """

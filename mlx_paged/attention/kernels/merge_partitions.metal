@@ -8,7 +8,8 @@ const int q_len = ends_shape[1];
 const int line = static_cast<int>(threadgroup_position_in_grid.x);
 const int lane = static_cast<int>(thread_index_in_simdgroup);
 const int sg = static_cast<int>(simdgroup_index_in_threadgroup);
-const int row = line / (HEADS * q_len) * q_len + line % q_len;
+const int heads = partial_shape[0] / (ends_shape[0] * q_len);
+const int row = line / (heads * q_len) * q_len + line % q_len;
 const int begin = metal::max(static_cast<int>(starts[row]), 0);
 const int end = static_cast<int>(ends[row]);
 int size = PART;
@@ -39,9 +40,9 @@ for (int p = lane + 32; p < n_live; p += 32) {
 top = simd_max(top);
 float denominator = 0.0f;
 if (SINKS) {
-  const float sink = static_cast<float>(sinks[line / q_len % HEADS]) * LOG2E;
+  const float sink = static_cast<float>(sinks[line / q_len % heads]) * LOG2E;
   top = metal::max(top, sink);
-  denominator = lane == 0 ? metal::exp2(sink - top) : 0.0f;
+  denominator = lane == 0 ? metal::fast::exp2(sink - top) : 0.0f;
 }
 
 float o[ND];
@@ -52,7 +53,7 @@ for (int d = 0; d < ND; d++) {
 for (int p0 = 0; p0 < n_live; p0 += 32) {
   float weight = 0.0f;
   if (p0 + lane < n_live) {
-    weight = metal::exp2((p0 == 0 ? first_m : stats[(base + p0 + lane) * 2]) - top);
+    weight = metal::fast::exp2((p0 == 0 ? first_m : stats[(base + p0 + lane) * 2]) - top);
     denominator = metal::fma(p0 == 0 ? first_l : stats[(base + p0 + lane) * 2 + 1], weight, denominator);
   }
   for (int j = 0; j < 32 && p0 + j < n_live; j += AHEAD) {

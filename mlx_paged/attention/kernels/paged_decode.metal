@@ -2,11 +2,21 @@
 //
 // Grid: x = kv head, y = row, z = partition; SG simdgroups. HS of them share the heads, SG / HS stripes share the tokens.
 // Inside a simdgroup LPT lanes hold one token, so 32 / LPT tokens pass at a time and U such steps make a chunk.
+//
+// A chunk has U * HG scores, of which each lane holds its elements' share. They are added up by halving: at every step a
+// lane keeps half of its scores and gives the other half away, so that in the end each score is complete in one lane (or
+// R of them in each), and its softmax is computed once instead of LPT times. Lane bit 0 stands for the top bit of a
+// score's index u * HP + h, lane bit 1 for the next, and so on.
 constexpr int NK = (D + LPT * VEC - 1) / (LPT * VEC);    // packets of a key per lane
 constexpr int NV = (DV + LPT * VEC - 1) / (LPT * VEC);   // packets of a value per lane
 constexpr int TPS = 32 / LPT;                            // tokens per step
 constexpr int CHUNK = U * TPS;
 constexpr int HG = (G + HS - 1) / HS;                    // query heads per simdgroup
+constexpr int HP = HG > 8 ? 16 : HG > 4 ? 8 : HG > 2 ? 4 : HG; // rounded up to a power of two
+constexpr int NS = U * HP;                               // scores of a chunk
+constexpr int OWNERS = NS < LPT ? NS : LPT;              // lanes that hold different scores in the end; others repeat them
+constexpr int R = NS / OWNERS;                           // scores of each
+constexpr int BLOCKS = CHUNK > BS ? CHUNK / BS : 1;      // blocks that a chunk lies in
 constexpr int STRIPES = SG / HS;
 constexpr float NOTHING = -3.0e38f;
 constexpr float LOG2E = 1.44269504088896341f;
@@ -55,12 +65,24 @@ if (lo < hi) {
   const float gain = SOFTCAP ? params[0] / params[1] : params[0] * LOG2E;
   float query[HG * NK * VEC];
   float acc[HG * NV * VEC];
-  float m[HG];
-  float l[HG];
+  // Of the scores that this lane holds in the end: heads first_head .. first_head + R - 1 of step own_step.
+  float m[R];
+  float l[R];
+  UNROLL
+  for (int j = 0; j < R; j++) {
+    m[j] = NOTHING;
+    l[j] = 0.0f;
+  }
+  int own_step = 0;
+  int first_head = 0;
+  UNROLL
+  for (int o = 1; o < OWNERS; o *= 2) {
+    const int weight = (sub & o) != 0 ? NS / (2 * o) : 0;
+    own_step += weight / HP;
+    first_head += weight % HP;
+  }
   UNROLL
   for (int h = 0; h < HG; h++) {
-    m[h] = NOTHING;
-    l[h] = 0.0f;
     UNROLL
     for (int i = 0; i < NK * VEC; i++) {
       const int dim = (i / VEC * LPT + sub) * VEC + i % VEC;
@@ -84,22 +106,27 @@ if (lo < hi) {
 
   const int first_chunk = lo / CHUNK;
   const int last_chunk = (hi - 1) / CHUNK;
-  for (int chunk = first_chunk + (stripe + STRIPES - first_chunk % STRIPES) % STRIPES; chunk <= last_chunk; chunk += STRIPES) {
+  const int table = sequence * max_blocks;
+  int chunk = first_chunk + (stripe + STRIPES - first_chunk % STRIPES) % STRIPES;
+  // The ids of a chunk's blocks are read one chunk ahead. Outside of what is visible, the nearest one inside is taken.
+  int blocks[BLOCKS];
+  UNROLL
+  for (int i = 0; i < BLOCKS; i++) {
+    blocks[i] = tables[table + metal::min(metal::max(chunk * CHUNK / BS + i, lo / BS), (hi - 1) / BS)];
+  }
+  for (; chunk <= last_chunk; chunk += STRIPES) {
     Packet<T, VEC> keys[U * NK];
     Packet<T, VEC> values[U * NV];
-    int64_t block = 0;
     UNROLL
     for (int u = 0; u < U; u++) {
       // A token outside [lo, hi) is replaced by the nearest one inside (its score is dropped below), so that every
       // address is of a live token.
       const int token = chunk * CHUNK + u * TPS;
-      if (u == 0 || u * TPS % BS == 0) {
-        block = tables[sequence * max_blocks + metal::min(metal::max(token / BS, lo / BS), (hi - 1) / BS)];
-      }
+      const int64_t base = (static_cast<int64_t>(blocks[u * TPS / BS]) * n_kv + kv_head) * BS;
       const int position = metal::min(metal::max(token + step_token, lo), hi - 1);
-      const int64_t at = (block * n_kv + kv_head) * BS + position % BS;
-      auto key = position == fresh ? k_new + fresh_row * D : k_pool + at * D;
-      auto value = position == fresh ? v_new + fresh_row * DV : v_pool + at * DV;
+      const int inside = position % BS;
+      auto key = position == fresh ? k_new + fresh_row * D : k_pool + base * D + inside * D;
+      auto value = position == fresh ? v_new + fresh_row * DV : v_pool + base * DV + inside * DV;
       UNROLL
       for (int i = 0; i < NK; i++) {
         const int dim = (i * LPT + sub) * VEC;
@@ -111,71 +138,88 @@ if (lo < hi) {
         values[u * NV + i] = dim < DV ? load_packet<T, VEC>(value + dim) : zero_packet<T, VEC>();
       }
     }
+    UNROLL
+    for (int i = 0; i < BLOCKS; i++) {
+      blocks[i] = tables[table + metal::min(metal::max((chunk + STRIPES) * CHUNK / BS + i, lo / BS), (hi - 1) / BS)];
+    }
 
-    float score[U * HG];
+    float score[NS];
     UNROLL
     for (int u = 0; u < U; u++) {
       UNROLL
-      for (int h = 0; h < HG; h++) {
-        score[u * HG + h] = 0.0f;
+      for (int h = 0; h < HP; h++) {
+        score[u * HP + h] = 0.0f;
       }
       UNROLL
       for (int i = 0; i < NK * VEC; i++) {
         const float key = packet_value<T, VEC>(keys[u * NK + i / VEC], i % VEC);
         UNROLL
         for (int h = 0; h < HG; h++) {
-          score[u * HG + h] = metal::fma(query[h * NK * VEC + i], key, score[u * HG + h]);
+          score[u * HP + h] = metal::fma(query[h * NK * VEC + i], key, score[u * HP + h]);
         }
-      }
-      const int token = chunk * CHUNK + u * TPS + step_token;
-      UNROLL
-      for (int h = 0; h < HG; h++) {
-        float s = score[u * HG + h];
-        UNROLL
-        for (int o = 1; o < LPT; o *= 2) {
-          s += simd_shuffle_xor(s, static_cast<ushort>(o));
-        }
-        if (SOFTCAP) {
-          s = metal::precise::tanh(s) * (params[1] * LOG2E);
-        }
-        score[u * HG + h] = token >= lo && token < hi ? s : NOTHING;
       }
     }
-
     UNROLL
-    for (int h = 0; h < HG; h++) {
-      float m_new = m[h];
+    for (int o = 1; o < OWNERS; o *= 2) {
+      const bool upper = (sub & o) != 0;
       UNROLL
-      for (int u = 0; u < U; u++) {
-        m_new = metal::max(m_new, score[u * HG + h]);
+      for (int i = 0; i < NS / 2; i++) {
+        if (i < NS / (2 * o)) {
+          const float low = score[i];
+          const float high = score[i + NS / (2 * o)];
+          score[i] = (upper ? high : low) + simd_shuffle_xor(upper ? low : high, static_cast<ushort>(o));
+        }
+      }
+    }
+    UNROLL
+    for (int o = OWNERS; o < LPT; o *= 2) {
+      score[0] += simd_shuffle_xor(score[0], static_cast<ushort>(o));
+    }
+
+    const int own_token = chunk * CHUNK + own_step * TPS + step_token;
+    const bool is_visible = own_token >= lo && own_token < hi;
+    float shrink[R];
+    UNROLL
+    for (int j = 0; j < R; j++) {
+      const float s = SOFTCAP ? metal::precise::tanh(score[j]) * (params[1] * LOG2E) : score[j];
+      score[j] = is_visible ? s : NOTHING;
+      float m_new = metal::max(m[j], score[j]);
+      UNROLL
+      for (int o = 1; o < U; o *= 2) {
+        m_new = metal::max(m_new, simd_shuffle_xor(m_new, static_cast<ushort>(o)));
       }
       UNROLL
       for (int o = LPT; o < 32; o *= 2) {
         m_new = metal::max(m_new, simd_shuffle_xor(m_new, static_cast<ushort>(o)));
       }
-      const float shrink = metal::exp2(m[h] - m_new);
-      m[h] = m_new;
-      l[h] *= shrink;
+      shrink[j] = metal::fast::exp2(m[j] - m_new);
+      m[j] = m_new;
+      score[j] = is_visible ? metal::fast::exp2(score[j] - m_new) : 0.0f;
+      l[j] = metal::fma(l[j], shrink[j], score[j]);
+    }
+
+    // Back to every lane: what its accumulators shrink by, and the weights of its values.
+    UNROLL
+    for (int h = 0; h < HG; h++) {
+      const float factor = simd_shuffle(shrink[h % R], static_cast<ushort>(lane - sub + SCORE_OWNER(h / R, OWNERS)));
       UNROLL
       for (int i = 0; i < NV * VEC; i++) {
-        acc[h * NV * VEC + i] *= shrink;
-      }
-      UNROLL
-      for (int u = 0; u < U; u++) {
-        const int token = chunk * CHUNK + u * TPS + step_token;
-        const float p = token >= lo && token < hi ? metal::exp2(score[u * HG + h] - m_new) : 0.0f;
-        score[u * HG + h] = p;
-        l[h] += p;
+        acc[h * NV * VEC + i] *= factor;
       }
     }
     UNROLL
     for (int u = 0; u < U; u++) {
+      float p[HG];
+      UNROLL
+      for (int h = 0; h < HG; h++) {
+        p[h] = simd_shuffle(score[h % R], static_cast<ushort>(lane - sub + SCORE_OWNER((u * HP + h) / R, OWNERS)));
+      }
       UNROLL
       for (int i = 0; i < NV * VEC; i++) {
         const float value = packet_value<T, VEC>(values[u * NV + i / VEC], i % VEC);
         UNROLL
         for (int h = 0; h < HG; h++) {
-          acc[h * NV * VEC + i] = metal::fma(score[u * HG + h], value, acc[h * NV * VEC + i]);
+          acc[h * NV * VEC + i] = metal::fma(p[h], value, acc[h * NV * VEC + i]);
         }
       }
     }
@@ -183,21 +227,25 @@ if (lo < hi) {
 
   // Add up the tokens that passed side by side in this simdgroup, then the stripes.
   UNROLL
-  for (int h = 0; h < HG; h++) {
+  for (int j = 0; j < R; j++) {
+    UNROLL
+    for (int o = 1; o < U; o *= 2) {
+      l[j] += simd_shuffle_xor(l[j], static_cast<ushort>(o));
+    }
     UNROLL
     for (int o = LPT; o < 32; o *= 2) {
-      l[h] += simd_shuffle_xor(l[h], static_cast<ushort>(o));
+      l[j] += simd_shuffle_xor(l[j], static_cast<ushort>(o));
     }
+    if (own_step == 0 && step_token == 0 && sub < OWNERS && first_head + j < HG) {
+      tg_m[sg * HG + first_head + j] = m[j];
+      tg_l[sg * HG + first_head + j] = l[j];
+    }
+  }
+  UNROLL
+  for (int i = 0; i < HG * NV * VEC; i++) {
     UNROLL
-    for (int i = 0; i < NV * VEC; i++) {
-      UNROLL
-      for (int o = LPT; o < 32; o *= 2) {
-        acc[h * NV * VEC + i] += simd_shuffle_xor(acc[h * NV * VEC + i], static_cast<ushort>(o));
-      }
-    }
-    if (lane == 0) {
-      tg_m[sg * HG + h] = m[h];
-      tg_l[sg * HG + h] = l[h];
+    for (int o = LPT; o < 32; o *= 2) {
+      acc[i] += simd_shuffle_xor(acc[i], static_cast<ushort>(o));
     }
   }
   // HR heads of every simdgroup at a time fit in threadgroup memory.
@@ -212,7 +260,7 @@ if (lo < hi) {
       for (int i = 0; i < NV * VEC; i++) {
         const int dim = (i / VEC * LPT + sub) * VEC + i % VEC;
         if (step_token == 0 && dim < DV && h0 + r < HG) {
-          tg_o[(sg * HR + r) * DV + dim] = acc[metal::min(h0 + r, HG - 1) * NV * VEC + i];
+          tg_o[(sg * HR + r) * DV + dim] = acc[(h0 + r < HG ? h0 + r : 0) * NV * VEC + i];
         }
       }
     }
@@ -232,7 +280,7 @@ if (lo < hi) {
         float o = 0.0f;
         UNROLL
         for (int s = 0; s < STRIPES; s++) {
-          const float weight = metal::exp2(tg_m[(s * HS + share) * HG + h0 + r] - top);
+          const float weight = metal::fast::exp2(tg_m[(s * HS + share) * HG + h0 + r] - top);
           total = metal::fma(tg_l[(s * HS + share) * HG + h0 + r], weight, total);
           o = metal::fma(tg_o[((s * HS + share) * HR + r) * DV + dim], weight, o);
         }
@@ -248,9 +296,9 @@ if (lo < hi) {
           if (SINKS) {
             const float sink = static_cast<float>(sinks[kv_head * G + head]) * LOG2E;
             all = metal::max(top, sink);
-            denominator = metal::exp2(sink - all);
+            denominator = metal::fast::exp2(sink - all);
           }
-          const float weight = metal::exp2(top - all);
+          const float weight = metal::fast::exp2(top - all);
           denominator = metal::fma(total, weight, denominator);
           o = metal::fma(o, weight, 0.0f) / denominator;
         }

@@ -9,9 +9,16 @@ __device__ inline float max(float a, float b) { return ::fmaxf(a, b); }
 __device__ inline float min(float a, float b) { return ::fminf(a, b); }
 __device__ inline int max(int a, int b) { return a < b ? b : a; }
 __device__ inline int min(int a, int b) { return b < a ? b : a; }
+namespace fast {
+__device__ inline float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+}  // namespace fast
 namespace precise {
 __device__ inline float tanh(float x) { return ::tanhf(x); }
-}
+}  // namespace precise
 }  // namespace metal
 
 enum class mem_flags : unsigned { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
@@ -90,6 +97,9 @@ __device__ inline float packet_value(const Packet<T, N>& packet, int i) {
 #define thread_index_in_simdgroup (threadIdx.x % 32u)
 #define simdgroup_index_in_threadgroup (threadIdx.x / 32u)
 #define UNROLL _Pragma("unroll")
+// Which of OWNERS lanes holds number n, when lane bit 0 stands for the top bit of n, lane bit 1 for the next, and so on.
+#define SCORE_OWNER(n, OWNERS) \
+  ((((n) & 1) << 4 | ((n) & 2) << 2 | ((n) & 4) | ((n) & 8) >> 2 | ((n) & 16) >> 4) / (32 / (OWNERS)))
 // Last: __device__ is itself spelt with the word device.
 #define device
 #define constant

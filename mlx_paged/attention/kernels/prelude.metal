@@ -1,5 +1,8 @@
 // Metal dialect: what the kernel bodies need beyond MSL and MLX's own preamble.
 #define UNROLL _Pragma("clang loop unroll(full)")
+// Which of OWNERS lanes holds number n, when lane bit 0 stands for the top bit of n, lane bit 1 for the next, and so on.
+#define SCORE_OWNER(n, OWNERS) \
+  ((((n) & 1) << 4 | ((n) & 2) << 2 | ((n) & 4) | ((n) & 8) >> 2 | ((n) & 16) >> 4) / (32 / (OWNERS)))
 
 // N elements of T loaded together; kept raw until they are used.
 template <typename T, int N>

@@ -1,0 +1,80 @@
+"""Registers that a Metal body needs, by a stand-in: NVIDIA's compiler, held to the registers of an Apple GPU.
+
+M1 and M2 give a thread 128 registers of 32 bits at full occupancy, and a body that needs more keeps values in memory.
+Apple's compiler runs on a Mac only; this one is alike enough that what spills by a lot in one spills in the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import subprocess
+import tempfile
+from importlib import resources
+from pathlib import Path
+from typing import NamedTuple
+
+from mlx_paged.attention import kernel_build
+from mlx_paged.attention.kernel_build import SIGNATURES, Constants
+
+REGISTERS = 128
+_TYPES = kernel_build._TYPE_NAMES["cuda"]
+_INT_INPUTS = ("tables", "ends", "starts")
+_FLOAT_INPUTS = ("params", "sinks", "stats", "partial")
+_SHAPES = ("k_pool", "tables", "ends")
+_HEAD = """#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cstdint>
+#include <cstring>
+struct Shape { int data[8]; __device__ int operator[](int i) const { return data[i]; } };
+"""
+
+
+class Registers(NamedTuple):
+    """What the compiler says of one kernel: registers of a thread, and bytes a thread spills and loads again."""
+
+    used: int
+    stored: int
+    loaded: int
+
+
+def compiler() -> str | None:
+    """Path of nvcc, or None."""
+    return shutil.which("nvcc")
+
+
+@functools.cache
+def registers_of(body: str, constants: Constants, most: int = REGISTERS) -> Registers:
+    """Compile one instance of a body that both dialects share. Raises CalledProcessError if it does not compile."""
+    known = dict(constants)
+    header = (resources.files("mlx_paged.attention") / "kernels" / "prelude.cuh").read_text()
+    _, source = kernel_build.kernel_source(body, "cuda", constants)
+    inputs, outputs, _ = SIGNATURES[body]
+    parameters = []
+    for name in inputs:
+        kind = "int" if name in _INT_INPUTS else "float" if name in _FLOAT_INPUTS else _TYPES[known["T"]]
+        parameters.append(f"const {'uint32_t' if name == 'fence' else kind}* {name}")
+        parameters += [f"const __grid_constant__ Shape {name}_shape"] if name in _SHAPES else []
+    for name in outputs:
+        kind = {"stats": "float", "fence_out": "uint32_t"}.get(name) or _TYPES[known.get("O", known["T"])]
+        parameters.append(f"{kind}* {name}")
+    text = (
+        f"{_HEAD}{header}namespace mlx::core::cu {{\n"
+        f"__global__ void kernel({', '.join(parameters)}) {{\n{source}\n}}\n}}\n"
+    )
+    nvcc = compiler()
+    assert nvcc is not None
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cu"
+        file.write_text(text)
+        options = ["-arch=sm_80", "-std=c++17", "-cubin", f"-maxrregcount={most}", "-Xptxas", "-v", "-o", f"{file}bin"]
+        run = subprocess.run([nvcc, *options, str(file)], capture_output=True, text=True, timeout=300, check=False)
+    if run.returncode:
+        raise RuntimeError(run.stderr[:4000])
+    return _parse(run.stderr)
+
+
+def _parse(report: str) -> Registers:
+    stored, loaded = (int(n) for n in re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report).groups())
+    return Registers(int(re.search(r"Used (\d+) registers", report).group(1)), stored, loaded)

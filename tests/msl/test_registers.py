@@ -1,0 +1,82 @@
+"""Plans for Apple GPUs keep what a lane holds in its registers."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from mlx_paged.attention.kernel_build import cores_listed
+from mlx_paged.attention.kernel_plan import HEAD_DIMS, Variant, partition_for, plan_decode
+from mlx_paged.attention.kernels import decode_constants_of
+from mlx_paged.attention.lane_layout import MOST_REGISTERS, LaneLayout, best_layout
+from tests.msl import registers
+
+needs_compiler = pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
+# Llama 3.2 1B and 3B, Llama 3.1 8B; Qwen 2.5 7B; Qwen 3 30B-A3B; gpt-oss; GLM 4.5; Gemma 3; wide heads.
+POPULAR = [(64, 4), (128, 3), (128, 4), (128, 7), (128, 8), (64, 8), (128, 12), (256, 2), (512, 4)]
+DTYPES = (mx.bfloat16, mx.float32)
+
+
+def spilled(dtype: mx.Dtype, head_dim: int, gqa: int, single: bool = False) -> registers.Registers:
+    variant = Variant("paged_decode", "metal", dtype, head_dim, head_dim, gqa, 32)
+    out = dtype if single else mx.float32
+    return registers.registers_of(
+        "paged_decode", (*decode_constants_of(variant, plan_decode(variant)), ("SINGLE", single), ("O", out))
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize(("head_dim", "gqa"), POPULAR)
+def test_plans_of_popular_models_do_not_spill(head_dim: int, gqa: int) -> None:
+    found = spilled(mx.bfloat16, head_dim, gqa)
+    assert (found.stored, found.loaded) == (0, 0), found
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gqa", range(1, 17))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_no_plan_spills(head_dim: int, gqa: int, dtype: mx.Dtype) -> None:
+    for single in (False, True):
+        found = spilled(dtype, head_dim, gqa, single)
+        assert (found.stored, found.loaded) == (0, 0), found
+
+
+@needs_compiler
+def test_a_layout_that_is_too_large_does() -> None:
+    variant = Variant("paged_decode", "metal", mx.bfloat16, 128, 128, 8, 32)
+    plan = plan_decode(variant)._replace(lanes=8, unroll=4)
+    found = registers.registers_of(
+        "paged_decode", (*decode_constants_of(variant, plan), ("SINGLE", False), ("O", mx.float32))
+    )
+    assert found.stored > 100
+
+
+def test_every_layout_is_held_to_the_registers() -> None:
+    for head_dim in HEAD_DIMS:
+        for gqa in range(1, 17):
+            for itemsize in (2, 4):
+                layout = best_layout(gqa, head_dim, head_dim, itemsize)
+                assert layout.registers(gqa, head_dim, head_dim, itemsize) <= MOST_REGISTERS
+
+
+def test_many_heads_share_a_token_among_more_lanes() -> None:
+    assert best_layout(4, 128, 128, 2) == LaneLayout(lanes=16, unroll=2, head_split=1)
+    assert best_layout(8, 128, 128, 2) == LaneLayout(lanes=32, unroll=2, head_split=1)
+    assert best_layout(16, 128, 128, 2) == LaneLayout(lanes=32, unroll=2, head_split=2)
+
+
+@pytest.mark.parametrize(("cores", "kv_heads"), [(8, 8), (10, 8), (20, 8), (40, 8), (76, 8), (80, 8), (40, 4), (76, 5)])
+def test_short_contexts_give_each_core_work(cores: int, kv_heads: int) -> None:
+    assert 512 // partition_for(cores) * kv_heads >= cores
+
+
+def test_unknown_gpus_keep_the_partition_that_was_measured() -> None:
+    assert partition_for(None) == 128
+
+
+def test_cores_are_read_from_what_macos_lists() -> None:
+    listed = '  | {\n  |   "gpu-core-count" = 40\n  |   "model" = "Apple M3 Max"\n'
+    assert cores_listed(listed) == 40
+    assert cores_listed("") is None
