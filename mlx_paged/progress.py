@@ -51,7 +51,16 @@ class BatchProgress:
         self._out = stream if stream.isatty() else None
         self._shown_at = -SHOW_EVERY_SECONDS
 
-    def show(self, counts: Counts, num_tokens: int, seconds: float, stats: PagedCacheStats | None) -> None:
+    def show(
+        self,
+        counts: Counts,
+        num_tokens: int,
+        seconds: float,
+        stats: PagedCacheStats | None,
+        *,
+        num_prompt_tokens: int = 0,
+        underway: float = 0.0,
+    ) -> None:
         """Draw the bar, if it is time to.
 
         Args:
@@ -59,13 +68,16 @@ class BatchProgress:
             num_tokens: generated in this run.
             seconds: since it began.
             stats: of the block pool, if there is one.
+            num_prompt_tokens: tokens of prompts computed in this run.
+            underway: how much of the prompts that run is done, in prompts.
         """
         if self._out is None or seconds - self._shown_at < SHOW_EVERY_SECONDS:
             return
         self._shown_at = seconds
-        filled = WIDTH * counts.done // max(counts.total, 1)
+        filled = int(WIDTH * min(counts.done + underway, counts.total) / max(counts.total, 1))
         text = f"[{'#' * filled}{'.' * (WIDTH - filled)}] {counts.done}/{counts.total} prompts"
         text += f", {counts.failed} failed" if counts.failed else ""
+        text += f", {num_prompt_tokens:,} prompt tokens" if num_prompt_tokens else ""
         text += f", {num_tokens / max(seconds, 1e-9):.0f} tokens/s"
         if stats is not None and stats.budget_bytes:
             text += f", pool {100 * stats.bytes_in_use / stats.budget_bytes:.0f} % in use ({stats.live_blocks} blocks)"
