@@ -178,7 +178,7 @@ class BatchRun:
 
     def run(self, model: Any) -> None:
         """Until every prompt has a result."""
-        from .patches import pool_of
+        from .patches.pools import known_pool
 
         progress = BatchProgress(self.stream)
         num_tokens, begin = 0, time.monotonic()
@@ -186,7 +186,7 @@ class BatchRun:
             while self._waiting or self._seeded or self._running:
                 self._feed()
                 num_tokens += self._step()
-                pool = pool_of(model)
+                pool = known_pool(model)
                 progress.show(
                     self.results.counts,
                     num_tokens,

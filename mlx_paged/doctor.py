@@ -66,7 +66,7 @@ def shapes(block_size: int, *, everything: bool) -> Iterator[Shape]:
 def dispatch_of(shape: Shape, config: PagedConfig) -> tuple[Dispatch, float]:
     """Path of a real decode step over a small pool, and the RMS of its result against dense attention in float32."""
     lengths = (shape.block_size + 3, 1)
-    choose = storage_choice(config.use_native_paged_kernel)
+    choose = storage_choice(config.kernel)
     pool = BlockPool([LayerGroup((0,))], block_size=shape.block_size, choose_storage=choose)
     heads = QueryHeads(_KV_HEADS * shape.gqa, shape.softcap, shape.sinks)
     mx.random.seed(0)
