@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TextIO
 import mlx.core as mx
 
 from .errors import ConfigError, PromptsFileError, RequestFailedError
+from .models import tell_if_unbounded
 from .progress import BatchProgress
 from .prompts_file import Prompt, Results, read_prompts
 from .sampling import Sampling
@@ -93,6 +94,8 @@ def run_prompts_file(args: argparse.Namespace, load: Callable[..., Any]) -> tupl
         )
         for token in args.extra_eos_token:
             tokenizer.add_eos_token(token)
+        if args.max_kv_size is not None:
+            tell_if_unbounded(model)
         vocab_size = getattr(getattr(model, "args", None), "vocab_size", None) or len(tokenizer)
         sampling = Sampling(args, tokenizer, vocab_size)
         generator = upstream.BatchGenerator(

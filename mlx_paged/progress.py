@@ -4,44 +4,55 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from typing import TextIO
 
 from .kv.stats import PagedCacheStats
 from .prompts_file import Counts
 
 WIDTH = 30
+ERASE_LINE = "\x1b[K"
 SHOW_EVERY_SECONDS = 0.2
 # Shorter prefills finish before a bar says anything.
 SHOW_AFTER_SECONDS = 0.5
 
 
-def prefill_progress(stream: TextIO | None = None) -> Callable[[int, int], None] | None:
-    """A ``prompt_progress_callback`` that draws a bar on stderr, or None where stderr is no terminal."""
-    out = sys.stderr if stream is None else stream
-    if not out.isatty():
-        return None
-    started = time.monotonic()
-    drawn = False
+class PrefillProgress:
+    """A ``prompt_progress_callback`` that draws a bar.
 
-    def callback(processed: int, total: int) -> None:
-        nonlocal drawn
-        seconds = time.monotonic() - started
+    Args:
+        out: the terminal.
+    """
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._started = time.monotonic()
+        self._drawn = False
+
+    def __call__(self, processed: int, total: int) -> None:
+        seconds = time.monotonic() - self._started
         if processed >= total:
-            if drawn:
-                out.write("\r\x1b[K")
-                out.flush()
-            drawn = False
-        elif processed and (drawn or seconds > SHOW_AFTER_SECONDS):
+            self.clear()
+        elif processed and (self._drawn or seconds > SHOW_AFTER_SECONDS):
             filled = WIDTH * processed // total
-            out.write(
-                f"\rprefill [{'#' * filled}{'.' * (WIDTH - filled)}] {processed}/{total} tokens, "
+            self._out.write(
+                f"\r{ERASE_LINE}prefill [{'#' * filled}{'.' * (WIDTH - filled)}] {processed}/{total} tokens, "
                 f"{processed / seconds:.0f} tokens/s"
             )
-            out.flush()
-            drawn = True
+            self._out.flush()
+            self._drawn = True
 
-    return callback
+    def clear(self) -> None:
+        """Take the bar away, if there is one."""
+        if self._drawn:
+            self._out.write(f"\r{ERASE_LINE}")
+            self._out.flush()
+        self._drawn = False
+
+
+def prefill_progress(stream: TextIO | None = None) -> PrefillProgress | None:
+    """The bar of a long prefill on stderr, or None where stderr is no terminal."""
+    out = sys.stderr if stream is None else stream
+    return PrefillProgress(out) if out.isatty() else None
 
 
 class BatchProgress:
