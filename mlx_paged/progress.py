@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from typing import TextIO
 
 from .kv.stats import PagedCacheStats
@@ -99,3 +101,20 @@ class BatchProgress:
         if self._out is not None:
             self._out.write("\r\x1b[K")
             self._out.flush()
+
+
+def wait_for(futures: Sequence[Future[None]], stream: TextIO) -> None:
+    """Wait for kernels that are compiled elsewhere, with a bar where ``stream`` is a terminal. Says nothing of those
+    that failed."""
+    begin = time.monotonic()
+    missing = set(futures)
+    while missing := wait(missing, timeout=SHOW_EVERY_SECONDS).not_done:
+        if stream.isatty():
+            done = len(futures) - len(missing)
+            filled = WIDTH * done // len(futures)
+            text = f"compiling [{'#' * filled}{'.' * (WIDTH - filled)}] {done}/{len(futures)}"
+            stream.write(f"\r{ERASE_LINE}{text}, {time.monotonic() - begin:.0f} s")
+            stream.flush()
+    if stream.isatty():
+        stream.write(f"\r{ERASE_LINE}")
+        stream.flush()
