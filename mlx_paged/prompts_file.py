@@ -171,6 +171,8 @@ class Results:
 
     def _open(self, path: Path, resume: bool) -> None:
         journal = path.with_name(path.name + JOURNAL_SUFFIX)
+        if not path.parent.is_dir():
+            raise PromptsFileError(f"there is no folder {path.parent} for the results")
         if not resume and (path.exists() or journal.exists()):
             raise PromptsFileError(f"{path} is there already: --resume goes on with it, or choose another name")
         for record in (*_records(path), *_records(journal)):
