@@ -43,7 +43,7 @@ define install
 	       rm -f $(VENV)/.installed-*; break ;; \
 	  esac; \
 	done
-	$(PY) -m pip install --quiet --editable ".$(if $(1),[$(1)])"
+	PYTHONWARNINGS="ignore:Editable installation" $(PY) -m pip install --quiet --editable ".$(if $(1),[$(1)])"
 	@touch $@
 endef
 

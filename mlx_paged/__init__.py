@@ -1,12 +1,23 @@
 """A paged KV cache for mlx-lm: block pool, block tables, copy-on-write prefixes.
 
 ``apply_patches()`` makes mlx-lm's own functions run on it; ``remove_patches()`` takes that back.
+
+Example:
+    >>> from mlx_paged import apply_patches, pool_of
+    >>> apply_patches()
+    >>> from mlx_lm import generate, load
+    >>> model, tokenizer = load("path/to/model")
+    >>> text = generate(model, tokenizer, prompt="What is the capital of France?")
+    >>> print(pool_of(model).stats())
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from .backend_check import MissingBackendError  # first: it says what to install where MLX cannot be loaded
+
+# isort: split
 from .attention.dispatch import Dispatch, dispatch_counts, last_dispatch, reset_dispatch_counts
 from .batch_cache import PagedBatchKVCache
 from .cache import PagedKVCache, SequenceTables
@@ -32,16 +43,37 @@ from .kv.stats import PagedCacheStats
 
 __version__ = "0.1.0"
 
-_PATCHES = ("FallThroughWarning", "adopt_prompt_cache", "apply_patches", "pool_of", "remove_patches")
+if TYPE_CHECKING:
+    from .patches import (
+        FallThroughWarning,
+        PatchReport,
+        adopt_prompt_cache,
+        apply_patches,
+        is_applied,
+        pool_of,
+        remove_patches,
+    )
+else:
+    _PATCHES = (
+        "FallThroughWarning",
+        "PatchReport",
+        "adopt_prompt_cache",
+        "apply_patches",
+        "is_applied",
+        "pool_of",
+        "remove_patches",
+    )
 
+    def __getattr__(name: str) -> Any:
+        # The patches import mlx-lm; the engine does without.
+        if name in _PATCHES:
+            from . import patches
 
-def __getattr__(name: str) -> Any:
-    # The patches import mlx-lm; the engine does without.
-    if name in _PATCHES:
-        from . import patches
+            return getattr(patches, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-        return getattr(patches, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_PATCHES})
 
 
 __all__ = [
@@ -50,9 +82,11 @@ __all__ = [
     "BlockTable",
     "ConfigError",
     "Dispatch",
+    "FallThroughWarning",
     "GeometryError",
     "KernelUnavailableError",
     "LayerGroup",
+    "MissingBackendError",
     "ModelFolderError",
     "PagedBatchKVCache",
     "PagedCacheError",
@@ -60,6 +94,7 @@ __all__ = [
     "PagedConfig",
     "PagedKVCache",
     "PatchError",
+    "PatchReport",
     "PoolExhaustedError",
     "PromptCacheError",
     "RequestFailedError",
@@ -67,8 +102,12 @@ __all__ = [
     "SequenceTables",
     "TrimError",
     "__version__",
+    "adopt_prompt_cache",
+    "apply_patches",
     "dispatch_counts",
+    "is_applied",
     "last_dispatch",
+    "pool_of",
+    "remove_patches",
     "reset_dispatch_counts",
-    *_PATCHES,
 ]

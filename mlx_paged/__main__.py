@@ -3,11 +3,39 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from .config import PagedConfig
-from .errors import PagedCacheError
+from .errors import ConfigError
+from .models import tell_if_unbounded
+from .terminal import orderly_end
+
+OWN = {
+    "generate": "text for a prompt, or for each prompt of a file, in batches",
+    "server": "an OpenAI-compatible server that shares prefixes, and draws its cache on a page",
+    "doctor": "does the fused kernel work on this machine?",
+}
+# Commands of mlx_lm, which run under the patches.
+UPSTREAM = {
+    "chat": "talk to a model",
+    "cache_prompt": "compute a prompt once and save its cache, for generate --prompt-cache-file",
+    "benchmark": "measure prefill and decode speed",
+    "evaluate": "run tasks of lm-evaluation-harness",
+    "perplexity": "of a model on a data set",
+    "convert": "a model from the hub to MLX, quantised if you like",
+    "lora": "fine-tune a model",
+    "fuse": "put a LoRA adapter into its model's weights",
+    "awq": "quantise with AWQ",
+    "dwq": "quantise with distillation",
+    "dynamic_quant": "quantise each layer by its sensitivity",
+    "gptq": "quantise with GPTQ",
+    "manage": "list and delete models of the local hub cache",
+    "upload": "a model to the hub",
+    "share": "a model with other machines",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -15,50 +43,55 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"
     if command in ("-h", "--help"):
-        print(
-            "usage: python -m mlx_paged COMMAND [options]\n\n"
-            "COMMAND is generate, server, doctor (does the fused kernel work on this machine?), or\n"
-            "any command of mlx_lm (chat, cache_prompt, ...), run on the paged cache.\n"
-            "All commands take, besides their own options:"
-        )
-        parser = argparse.ArgumentParser(prog="mlx_paged", add_help=False, usage=argparse.SUPPRESS)
-        PagedConfig.add_arguments(parser)
-        print(parser.format_help())
-        return
-    if command == "--version":
+        print(help_text())
+    elif command == "--version":
         from . import __version__
 
         print(__version__)
-        return
-    if command == "generate":
+    elif command == "generate":
         from . import generate
 
         sys.argv = [f"{sys.argv[0]} generate", *arguments[1:]]
         generate.main()
-        return
-    if command == "server":
+    elif command == "server":
         from . import server
 
         sys.argv = [f"{sys.argv[0]} server", *arguments[1:]]
         server.main()
-        return
-    if command == "doctor":
+    elif command == "doctor":
         from . import doctor
 
         doctor.main(arguments[1:])
-        return
-    try:
-        _run_upstream(arguments)
-    except PagedCacheError as error:
-        sys.exit(f"mlx_paged: {error}")
+    else:
+        with orderly_end("mlx_paged"):
+            _run_upstream(arguments)
+
+
+def help_text() -> str:
+    """The commands, a line each, and the options they all take."""
+
+    def listed(commands: Mapping[str, str]) -> str:
+        return "\n".join(f"  {name:<15} {text}" for name, text in commands.items())
+
+    parser = argparse.ArgumentParser(prog="mlx_paged", add_help=False, usage=argparse.SUPPRESS)
+    PagedConfig.add_arguments(parser)
+    return (
+        "usage: mlx_paged COMMAND [options]        (or python -m mlx_paged COMMAND [options])\n"
+        "       mlx_paged COMMAND --help           the command's own options\n"
+        "       mlx_paged --version\n\n"
+        f"commands:\n{listed(OWN)}\n\n"
+        f"any command of mlx_lm, run on the paged cache where it generates:\n{listed(UPSTREAM)}\n\n"
+        f"All commands take, besides their own options:\n\n{parser.format_help()}"
+    )
 
 
 def _run_upstream(arguments: list[str]) -> None:
     from mlx_lm import cli
 
     from . import patches
-    from .generate import raise_cpu_cache_limit
+    from .generate import raise_cpu_cache_limit, replaced
 
+    command = arguments[0]
     parser = argparse.ArgumentParser(prog="mlx_paged", add_help=False, allow_abbrev=False)
     PagedConfig.add_arguments(parser)
     ours, theirs = parser.parse_known_args(arguments)
@@ -66,11 +99,30 @@ def _run_upstream(arguments: list[str]) -> None:
     raise_cpu_cache_limit()
     sys.argv = [sys.argv[0], *theirs]
     try:
-        cli.main()
+        if command in ("chat", "cache_prompt"):
+            module = importlib.import_module(f"mlx_lm.{command}")
+            with replaced(module, make_prompt_cache=_telling(module.make_prompt_cache)):
+                cli.main()
+        else:
+            cli.main()
+    except EOFError:  # the end of a chat's input is the end of the chat
+        if command != "chat":
+            raise
     except ValueError as error:
         if str(error).startswith("CLI requires a subcommand"):
-            sys.exit(f"mlx_paged: unknown command {arguments[0]!r}. {error}")
+            raise ConfigError(f"unknown command {command!r}; mlx_paged --help lists them") from None
         raise
+
+
+def _telling(make_prompt_cache: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """mlx-lm's function, that says when ``--max-kv-size`` does nothing."""
+
+    def make(model: Any, max_kv_size: int | None = None) -> list[Any]:
+        if max_kv_size is not None:
+            tell_if_unbounded(model)
+        return make_prompt_cache(model, max_kv_size)
+
+    return make
 
 
 if __name__ == "__main__":

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib
 import json
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import mlx.core as mx
 
-from .errors import ConfigError, PagedCacheError, PromptsFileError, RequestFailedError
+from .errors import ConfigError, PromptsFileError, RequestFailedError
+from .models import tell_if_unbounded
 from .progress import BatchProgress
 from .prompts_file import Prompt, Results, read_prompts
+from .sampling import Sampling
 
 QUEUED_PER_ROW = 2  # requests handed to the generator ahead of those that run
 NOT_BATCHED = {
@@ -33,8 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--prompts-file",
         metavar="FILE",
-        help='Batch all prompts of a file, one a line or JSONL ("prompt" or "messages", "max_tokens", "id"); "-" is '
-        "stdin. Results are JSONL, in the order of the file",
+        help='Batch all prompts of a file, one a line or JSONL ("prompt" or "messages", and if you like "id", '
+        '"max_tokens", "temperature" and the other sampling options of the server\'s API); "-" is stdin. Results are '
+        "JSONL, in the order of the file",
     )
     group.add_argument("--output", metavar="FILE", help="Where the results go (default: stdout)")
     group.add_argument("--resume", action="store_true", help="Go on with the results that --output holds already")
@@ -54,6 +58,10 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError("--resume needs --output, the file to go on with")
     if args.batch_size < 1:
         raise ConfigError(f"--batch-size must be at least 1, not {args.batch_size}")
+    try:
+        json.loads(args.chat_template_config or "{}")
+    except ValueError as error:
+        raise ConfigError(f"--chat-template-config is not valid JSON: {error}") from None
 
 
 def run_prompts_file(args: argparse.Namespace, load: Callable[..., Any]) -> tuple[Any, int]:
@@ -86,18 +94,22 @@ def run_prompts_file(args: argparse.Namespace, load: Callable[..., Any]) -> tupl
         )
         for token in args.extra_eos_token:
             tokenizer.add_eos_token(token)
+        if args.max_kv_size is not None:
+            tell_if_unbounded(model)
+        vocab_size = getattr(getattr(model, "args", None), "vocab_size", None) or len(tokenizer)
+        sampling = Sampling(args, tokenizer, vocab_size)
         generator = upstream.BatchGenerator(
             model,
             max_tokens=args.max_tokens,
             stop_tokens=[[token] for token in tokenizer.eos_token_ids],
-            sampler=_sampler(args, tokenizer),
+            sampler=sampling.sampler({}),
             completion_batch_size=args.batch_size,
             prefill_batch_size=min(8, args.batch_size),
             prefill_step_size=args.prefill_step_size,
             max_kv_size=args.max_kv_size,
         )
         with generator.stats() as stats:
-            BatchRun(generator, tokenizer, args, results, sys.stderr).run(model)
+            BatchRun(generator, tokenizer, args, results, sampling, sys.stderr).run(model)
         generator.close()
         if args.verbose:
             print(
@@ -113,78 +125,114 @@ def run_prompts_file(args: argparse.Namespace, load: Callable[..., Any]) -> tupl
 
 def _read(name: str) -> list[Prompt]:
     if name == "-":
-        return read_prompts(sys.stdin, "stdin")
+        return read_prompts(sys.stdin.buffer, "stdin")
     try:
-        with Path(name).expanduser().open() as lines:
+        with Path(name).expanduser().open("rb") as lines:
             return read_prompts(lines, name)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise PromptsFileError(f"{name} cannot be read: {error}") from None
 
 
-def _sampler(args: argparse.Namespace, tokenizer: Any) -> Any:
-    from mlx_lm.sample_utils import greedy_sampler, make_sampler
+class _Running(NamedTuple):
+    """A prompt that the generator works at; ``length`` is of the prompt, in tokens."""
 
-    if args.temp == 0:
-        return greedy_sampler
-    return make_sampler(
-        args.temp,
-        args.top_p,
-        args.min_p,
-        args.min_tokens_to_keep,
-        top_k=args.top_k,
-        xtc_probability=args.xtc_probability,
-        xtc_threshold=args.xtc_threshold,
-        xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
-    )
+    prompt: Prompt
+    length: int
+    max_tokens: int
+    tokens: list[int]
 
 
 class BatchRun:
-    """Feeds prompts to a generator and results to their file.
+    """Feeds prompts to a generator and results to their file. What goes wrong with a prompt is that prompt's result.
 
     Args:
         generator: mlx-lm's batch generator, patched or not.
         tokenizer: of the model.
         args: of the command line.
         results: where results go; says which prompts are missing.
+        sampling: makes samplers.
         stream: for the progress bar.
     """
 
     def __init__(
-        self, generator: Any, tokenizer: Any, args: argparse.Namespace, results: Results, stream: TextIO
+        self,
+        generator: Any,
+        tokenizer: Any,
+        args: argparse.Namespace,
+        results: Results,
+        sampling: Sampling,
+        stream: TextIO,
     ) -> None:
         self.generator = generator
         self.tokenizer = tokenizer
         self.args = args
         self.results = results
+        self.sampling = sampling
         self.stream = stream
-        self._waiting = deque(results.missing())
-        self._running: dict[int, tuple[Prompt, int, list[int]]] = {}  # by uid: prompt, its length, tokens so far
+        missing = list(results.missing())
+        # What a seed gives must not depend on who else draws: these run one at a time, at the end.
+        seeded = [p for p in missing if "seed" in p.sampling and sampling.draws(p.sampling)]
+        alone = {prompt.index for prompt in seeded}
+        self._waiting = deque(prompt for prompt in missing if prompt.index not in alone)
+        self._seeded = deque(seeded)
+        self._running: dict[int, _Running] = {}  # by uid
+        self._prefilled: dict[int, int] = {}  # by uid of those that run: tokens of the prompt that are computed
+        self._num_prompt_tokens = 0
 
     def run(self, model: Any) -> None:
         """Until every prompt has a result."""
-        from .patches import pool_of
+        from .patches.pools import known_pool
 
         progress = BatchProgress(self.stream)
         num_tokens, begin = 0, time.monotonic()
         try:
-            while self._waiting or self._running:
+            while self._waiting or self._seeded or self._running:
                 self._feed()
                 num_tokens += self._step()
-                pool = pool_of(model)
-                progress.show(self.results.counts, num_tokens, time.monotonic() - begin, pool.stats() if pool else None)
+                pool = known_pool(model)
+                progress.show(
+                    self.results.counts,
+                    num_tokens,
+                    time.monotonic() - begin,
+                    pool.stats() if pool else None,
+                    num_prompt_tokens=self._num_prompt_tokens,
+                    underway=self._underway(),
+                )
         finally:
             progress.clear()
 
+    def _underway(self) -> float:
+        """How much of the running prompts is done, in prompts."""
+        return sum(
+            (self._prefilled.get(uid, 0) + len(row.tokens)) / (row.length + row.max_tokens)
+            for uid, row in self._running.items()
+        )
+
     def _feed(self) -> None:
         while self._waiting and len(self._running) < (1 + QUEUED_PER_ROW) * self.args.batch_size:
-            prompt = self._waiting.popleft()
-            try:
-                tokens = self._tokenise(prompt)
-                (uid,) = self.generator.insert([tokens], [prompt.max_tokens or self.args.max_tokens])
-            except (PagedCacheError, ValueError, TypeError, KeyError) as error:
-                self.results.add(prompt, error=f"{type(error).__name__}: {error}")
-                continue
-            self._running[uid] = (prompt, len(tokens), [])
+            self._insert(self._waiting.popleft())
+        if self._seeded and not self._waiting and not self._running:
+            prompt = self._seeded.popleft()
+            mx.random.seed(prompt.sampling["seed"])
+            self._insert(prompt)
+
+    def _insert(self, prompt: Prompt) -> None:
+        if prompt.error is not None:
+            self.results.add(prompt, error=prompt.error)
+            return
+        most = prompt.max_tokens or self.args.max_tokens
+        try:
+            tokens = self._tokenise(prompt)
+            (uid,) = self.generator.insert(
+                [tokens],
+                [most],
+                samplers=[self.sampling.sampler(prompt.sampling)],
+                logits_processors=[self.sampling.processors(prompt.sampling)],
+            )
+        except Exception as error:  # templates are the model's and raise what they like
+            self.results.add(prompt, error=f"{type(error).__name__}: {error}")
+            return
+        self._running[uid] = _Running(prompt, len(tokens), most, [])
 
     def _tokenise(self, prompt: Prompt) -> list[int]:
         args, tokenizer = self.args, self.tokenizer
@@ -192,7 +240,7 @@ class BatchRun:
             return list(tokenizer.encode(prompt.text, add_special_tokens=True))
         if not tokenizer.has_chat_template:
             raise PromptsFileError('"messages" need a tokenizer with a chat template')
-        messages = list(prompt.messages or ())
+        messages = _as_text(prompt.messages or ())
         if prompt.messages is None:
             if args.system_prompt is not None:
                 messages.append({"role": "system", "content": args.system_prompt})
@@ -213,22 +261,49 @@ class BatchRun:
         if not self._running:
             return 0
         try:
-            _, generated = self.generator.next()
+            prefilled, generated = self.generator.next()
         except RequestFailedError as error:
-            prompt, _, _ = self._running.pop(error.uid)
-            self.results.add(prompt, error=str(error))
+            self.results.add(self._leave(error.uid).prompt, error=str(error))
             return 0
+        except Exception as error:  # of mlx-lm's own generator: whose fault it was, nobody knows
+            failed = list(self._running)
+            self.generator.remove(failed)
+            for uid in failed:
+                self.results.add(self._leave(uid).prompt, error=f"{type(error).__name__}: {error}")
+            return 0
+        for response in prefilled:
+            if response.uid in self._running:
+                done = response.progress[0]
+                self._num_prompt_tokens += done - self._prefilled.get(response.uid, 0)
+                self._prefilled[response.uid] = done
         for response in generated:
-            prompt, length, tokens = self._running[response.uid]
+            row = self._running[response.uid]
             if response.finish_reason != "stop":
-                tokens.append(response.token)
+                row.tokens.append(response.token)
             if response.finish_reason is not None:
-                del self._running[response.uid]
+                self._leave(response.uid)
                 self.results.add(
-                    prompt,
-                    text=self.tokenizer.decode(tokens),
+                    row.prompt,
+                    text=self.tokenizer.decode(row.tokens),
                     finish_reason=response.finish_reason,
-                    prompt_tokens=length,
-                    generation_tokens=len(tokens),
+                    prompt_tokens=row.length,
+                    generation_tokens=len(row.tokens),
                 )
         return len(generated)
+
+    def _leave(self, uid: int) -> _Running:
+        self._prefilled.pop(uid, None)
+        return self._running.pop(uid)
+
+
+def _as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A chat as templates take it: contents in parts joined, arguments of tool calls parsed, as mlx-lm's server does.
+
+    Raises:
+        ValueError: a part is not a text.
+    """
+    from mlx_lm.server import process_message_content
+
+    copied = copy.deepcopy(list(messages))
+    process_message_content(copied)
+    return copied

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -72,21 +73,29 @@ def _option(default: Any, parse: Callable[[Any], Any], flag: str, env: str, meta
     return field(default=default, metadata=metadata)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class PagedConfig:
     """Options of the paged cache. Values are checked (and parsed, if strings) when an instance is made.
+
+    Example:
+        >>> apply_patches(PagedConfig(block_size=16, kv_cache_memory="2GB", kernel="on"))
 
     Attributes:
         block_size: tokens per block, a power of two from 8 to 128.
         kv_cache_memory: most bytes the block pool of a model may take; None chooses by the memory that is free.
-        use_native_paged_kernel: True demands the fused kernel, False forbids it, None decides by what is there.
+        kernel: True ("on") demands the fused kernel, False ("off") forbids it, None ("auto") decides by what is there.
 
     Raises:
         ConfigError: a value is unusable.
     """
 
     block_size: int = _option(
-        32, parse_block_size, "--kv-block-size", "MLX_PAGED_BLOCK_SIZE", "TOKENS", "Tokens per KV cache block (8-128)"
+        32,
+        parse_block_size,
+        "--kv-block-size",
+        "MLX_PAGED_BLOCK_SIZE",
+        "TOKENS",
+        "Tokens per KV cache block: 8, 16, 32, 64 or 128 (default: 32)",
     )
     kv_cache_memory: int | None = _option(
         None,
@@ -94,20 +103,39 @@ class PagedConfig:
         "--kv-cache-memory",
         "MLX_PAGED_KV_CACHE_MEMORY",
         "SIZE",
-        "Most memory the KV block pool may take: 2GB, 512MiB, auto",
+        "Most memory the KV block pool may take: 2GB, 512MiB, or auto, which is 80 %% of the memory that is free "
+        "(default: auto)",
     )
-    use_native_paged_kernel: bool | None = _option(
+    kernel: bool | None = _option(
         None,
         parse_kernel,
         "--kernel",
         "MLX_PAGED_KERNEL",
         "{auto,on,off}",
-        "Fused paged-attention kernel: auto, on or off",
+        "Fused paged-attention kernel: auto uses it on a GPU where it covers the model and passes its self-check, and "
+        "MLX's attention over gathered blocks otherwise; off always the latter; on is an error where the kernel cannot "
+        "run (default: auto)",
     )
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        block_size: int | str = 32,
+        kv_cache_memory: int | str | None = None,
+        kernel: bool | str | None = None,
+        *,
+        use_native_paged_kernel: bool | str | None = None,
+    ) -> None:
+        if use_native_paged_kernel is not None:
+            warnings.warn("use_native_paged_kernel is called kernel now", DeprecationWarning, stacklevel=2)
+            kernel = use_native_paged_kernel
+        values = {"block_size": block_size, "kv_cache_memory": kv_cache_memory, "kernel": kernel}
         for option in fields(self):
-            object.__setattr__(self, option.name, option.metadata["parse"](getattr(self, option.name)))
+            object.__setattr__(self, option.name, option.metadata["parse"](values[option.name]))
+
+    @property
+    def use_native_paged_kernel(self) -> bool | None:
+        """The former name of ``kernel``."""
+        return self.kernel
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> PagedConfig:
@@ -125,7 +153,7 @@ class PagedConfig:
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Add one flag per option to a parser."""
+        """Add one flag per option to a parser; a flag wins over its variable."""
         group = parser.add_argument_group("paged KV cache")
         for option in fields(cls):
             parse = option.metadata["parse"]
@@ -135,7 +163,7 @@ class PagedConfig:
                 type=_argument_type(parse),
                 metavar=option.metadata["metavar"],
                 default=argparse.SUPPRESS,
-                help=option.metadata["help"],
+                help=f"{option.metadata['help']}; also {option.metadata['env']}",
             )
 
     def with_arguments(self, args: argparse.Namespace) -> PagedConfig:
@@ -149,7 +177,7 @@ class PagedConfig:
 
     def check_kernel(self) -> None:
         """Raise KernelUnavailableError if the fused kernel is demanded where none can run."""
-        why = device_decline() if self.use_native_paged_kernel else None
+        why = device_decline() if self.kernel else None
         if why is not None:
             raise KernelUnavailableError(f"kernel=on, but {why}; use auto or off (gather-then-SDPA)")
 

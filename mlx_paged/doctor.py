@@ -1,5 +1,5 @@
-"""``python -m mlx_paged doctor``: does the fused kernel work on this machine? Runs its variants and says which path
-attention takes."""
+"""``python -m mlx_paged doctor``: does the fused kernel work on this machine? Runs its variants for the shapes of
+popular models and says which path attention takes; "launch" is the time of a launch that is compiled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import argparse
 import math
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -18,55 +22,27 @@ from .attention import gather, narrow_matmul
 from .attention.dispatch import Dispatch, last_dispatch, paged_attention
 from .attention.kernel_build import backend
 from .attention.kernel_check import MAX_RMS, SelfCheck, self_check
-from .attention.kernel_plan import BLOCK_SIZES, DTYPES, HEAD_DIMS, MAX_GQA
+from .attention.kernel_timing import launch_seconds
 from .attention.kernels import variants_of
 from .attention.select import device_decline, storage_choice
+from .compile_ahead import CompilePool, num_processes
 from .config import PagedConfig
+from .doctor_shapes import POPULAR_DTYPE, Shape, all_shapes, models_of, popular_shapes
 from .errors import PagedCacheError
 from .kv.group import LayerGroup
 from .kv.pool import BlockPool
 from .kv.storage import QueryHeads
+from .progress import wait_for
+from .terminal import orderly_end
 
 _KV_HEADS = 2
-
-
-class Shape(NamedTuple):
-    """What a kernel variant is made for."""
-
-    dtype: mx.Dtype
-    head_dim: int
-    gqa: int
-    block_size: int
-    softcap: bool = False
-    sinks: bool = False
-
-    def __str__(self) -> str:
-        extras = " softcap" * self.softcap + " sinks" * self.sinks
-        name = str(self.dtype).removeprefix("mlx.core.")
-        return f"{name:>8} D{self.head_dim:<3} gqa {self.gqa:<2} block {self.block_size:<3}{extras}"
-
-
-def shapes(block_size: int, *, everything: bool) -> Iterator[Shape]:
-    """The shapes to run: every dtype and head dimension; with ``everything``, also every GQA ratio and block size."""
-    for dtype in DTYPES:
-        for head_dim in HEAD_DIMS:
-            yield Shape(dtype, head_dim, 4, block_size)
-        yield Shape(dtype, 128, 1, block_size)
-        yield Shape(dtype, 128, 4, block_size, softcap=True)
-        yield Shape(dtype, 128, 4, block_size, sinks=True)
-        yield Shape(dtype, 128, 4, block_size, softcap=True, sinks=True)
-        if everything:
-            for head_dim in HEAD_DIMS:
-                for gqa in range(1, MAX_GQA + 1):
-                    for size in BLOCK_SIZES:
-                        if (gqa, size) != (4, block_size):
-                            yield Shape(dtype, head_dim, gqa, size)
+AT_A_TIME = 64  # jobs whose kernels are compiled before their lines appear
 
 
 def dispatch_of(shape: Shape, config: PagedConfig) -> tuple[Dispatch, float]:
     """Path of a real decode step over a small pool, and the RMS of its result against dense attention in float32."""
     lengths = (shape.block_size + 3, 1)
-    choose = storage_choice(config.use_native_paged_kernel)
+    choose = storage_choice(config.kernel)
     pool = BlockPool([LayerGroup((0,))], block_size=shape.block_size, choose_storage=choose)
     heads = QueryHeads(_KV_HEADS * shape.gqa, shape.softcap, shape.sinks)
     mx.random.seed(0)
@@ -114,72 +90,164 @@ def facts() -> dict[str, str]:
     }
 
 
-def run(block_size: int, config: PagedConfig, *, everything: bool) -> int:
-    """Print the facts and one line per variant; returns the number of lines that failed."""
-    for name, value in facts().items():
-        print(f"{name:<16}{value}")
-    print()
-    header = _line("shape", "body", "compiled", "RMS", "seconds", "dispatch")
-    print(header, "-" * len(header), sep="\n")
-    failed = 0
-    for shape in shapes(block_size, everything=everything):
-        choice, error = dispatch_of(shape, config)
-        path = f"{choice.path}: {choice.reason}"
-        pool_ok = error < MAX_RMS
-        if not pool_ok:
-            path += " FAILED: attention through the pool differs"
+class ShapeJob(NamedTuple):
+    """The decode kernels for one shape, and the path that attention takes.
+
+    Attributes:
+        shape: of the queries and blocks.
+        every_body: also run the kernels that attention takes only if a better one fails.
+    """
+
+    shape: Shape
+    every_body: bool
+
+    @property
+    def family(self) -> tuple[Any, ...]:
+        """Jobs of one family share kernels."""
+        return self.shape.dtype, self.shape.head_dim, self.shape.block_size
+
+    def lines(self, config: PagedConfig) -> Iterator[tuple[bool, str]]:
+        """Run it. Yields whether it passed, and a line about it, for each kernel."""
+        shape = self.shape
+        passed, error, use = True, float("nan"), ""
+        try:
+            choice, error = dispatch_of(shape, config)
+            use = f"{choice.path}: {choice.reason}"
+            passed = error < MAX_RMS
+            if not passed:
+                use += " FAILED: attention through the pool differs"
+        except (PagedCacheError, RuntimeError, ValueError) as failure:
+            passed, use = False, f"FAILED: {type(failure).__name__}: {str(failure)[:500]}"
+        if models_of(shape):
+            use += f" [{models_of(shape)}]"
         if device_decline() is not None:
-            print(_line(str(shape), "-", "-", f"{error:.1e}", "-", path), flush=True)
-            failed += not pool_ok
-            continue
+            yield passed, _line(str(shape), "-", "-", f"{error:.1e}", "-", use)
+            return
         for variant in variants_of(
             shape.dtype, shape.head_dim, shape.head_dim, shape.gqa * _KV_HEADS, _KV_HEADS, shape.block_size,
             shape.softcap, shape.sinks,
         ):  # fmt: skip
             result = self_check(variant)
-            failed += not (result.ok and pool_ok)
-            print(_check_line(str(shape), variant.body, result, path), flush=True)
-    failed += _run_products()
-    print(f"\n{failed} failed" if failed else "\nall passed")
-    return failed
+            yield (
+                result.ok and passed,
+                _check_line(str(shape), variant.body, result, use, partial(launch_seconds, variant)),
+            )
+            if result.ok and not self.every_body:
+                return
 
 
-def _run_products() -> int:
-    """A line for each kernel that multiplies a few rows, on CUDA; returns the number of lines that failed."""
+class ProductJob(NamedTuple):
+    """A kernel that multiplies a few rows, on CUDA."""
+
+    body: str
+    dtype: mx.Dtype
+    tile: narrow_matmul.Tile
+
+    @property
+    def family(self) -> tuple[Any, ...]:
+        return self
+
+    def lines(self, config: PagedConfig) -> Iterator[tuple[bool, str]]:
+        """As :meth:`ShapeJob.lines`."""
+        result = narrow_matmul.self_check(self.body, self.dtype, self.tile)
+        name = str(self.dtype).removeprefix("mlx.core.")
+        label = f"{name:>8} products of up to {self.tile.rows} rows"
+        yield (
+            result.ok,
+            _check_line(
+                label,
+                self.body,
+                result,
+                "compiled decode steps",
+                partial(narrow_matmul.launch_seconds, *self),
+            ),
+        )
+
+
+def jobs(block_size: int, *, everything: bool) -> list[ShapeJob | ProductJob]:
+    """What to run: the shapes of popular models, or all shapes; and products, where there are kernels for them."""
+    # Those of popular models come first in any case; a shape that is in both is run once.
+    shapes = dict.fromkeys([*popular_shapes(block_size), *(all_shapes(block_size) if everything else ())])
+    dtypes = () if backend() != "cuda" else narrow_matmul.DTYPES if everything else (POPULAR_DTYPE,)
+    products = [
+        ProductJob(body, dtype, tile)
+        for dtype in dtypes
+        for tile in narrow_matmul.TILES
+        for body in narrow_matmul.BODIES
+    ]
+    return [*(ShapeJob(shape, everything) for shape in shapes), *products]
+
+
+def run_job(block_size: int, everything: bool, index: int, config: PagedConfig) -> None:
+    """Run one of the jobs, in a process that compiles kernels for another."""
+    for _ in jobs(block_size, everything=everything)[index].lines(config):
+        pass
+
+
+def run(block_size: int, config: PagedConfig, *, everything: bool) -> int:
+    """Print the facts and one line per variant; returns the number of lines that failed."""
+    begin = time.perf_counter()
+    for name, value in facts().items():
+        print(f"{name:<16}{value}")
+    listed = jobs(block_size, everything=everything)
+    processes = num_processes(len(listed)) if device_decline() is None and backend() == "cuda" else 1
     failed = 0
-    for dtype in narrow_matmul.DTYPES if backend() == "cuda" else ():
-        for tile in narrow_matmul.TILES:
-            for body in narrow_matmul.BODIES:
-                result = narrow_matmul.self_check(body, dtype, tile)
-                failed += not result.ok
-                name = str(dtype).removeprefix("mlx.core.")
-                label = f"{name:>8} products of up to {tile.rows} rows"
-                print(_check_line(label, body, result, "compiled decode steps"), flush=True)
+    with CompilePool(processes) if processes > 1 else nullcontext() as pool:
+        if pool is not None:
+            print(f"{'compiling':<16}in {processes} processes")
+        header = _line("shape", "body", "compiled", "RMS", "launch", "dispatch")
+        print("", header, "-" * len(header), sep="\n", flush=True)
+        for first in range(0, len(listed), AT_A_TIME):
+            part = range(first, min(first + AT_A_TIME, len(listed)))
+            if pool is not None:  # all of them, for what is timed should be alone
+                order = [part[i] for i in _spread([listed[index].family for index in part])]
+                wait_for([pool.submit(run_job, block_size, everything, index, config) for index in order], sys.stderr)
+            for index in part:
+                for passed, line in listed[index].lines(config):
+                    failed += not passed
+                    print(line, flush=True)
+    print(f"\n{time.perf_counter() - begin:.1f} s in all")
+    print(f"{failed} failed" if failed else "all passed")
     return failed
 
 
-def _check_line(shape: str, body: str, result: SelfCheck | narrow_matmul.TileCheck, use: str) -> str:
+def _spread(families: Sequence[Any]) -> list[int]:
+    """An order to begin with: one of each family first, so that what a family shares is compiled by few."""
+    seen: Counter[Any] = Counter()
+    ranks = []
+    for family in families:
+        ranks.append(seen[family])
+        seen[family] += 1
+    return sorted(range(len(families)), key=ranks.__getitem__)
+
+
+def _check_line(
+    shape: str, body: str, result: SelfCheck | narrow_matmul.TileCheck, use: str, launch: Callable[[], float]
+) -> str:
     compiled = "no" if math.isnan(result.rms) and not result.ok else "yes"
     why = "" if result.ok else f" FAILED: {result.reason}"
-    return _line(shape, body, compiled, f"{result.rms:.1e}", f"{result.seconds:.2f}", use + why)
+    seconds = f"{1e6 * launch():.0f} us" if result.ok else "-"
+    return _line(shape, body, compiled, f"{result.rms:.1e}", seconds, use + why)
 
 
-def _line(shape: str, body: str, compiled: str, rms: str, seconds: str, dispatch: str) -> str:
-    return f"{shape:<46}{body:<22}{compiled:<10}{rms:<10}{seconds:<9}{dispatch}"
+def _line(shape: str, body: str, compiled: str, rms: str, launch: str, dispatch: str) -> str:
+    return f"{shape:<46}{body:<22}{compiled:<10}{rms:<10}{launch:<9}{dispatch}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Exit with 1 if a variant failed."""
     parser = argparse.ArgumentParser(prog="mlx_paged doctor", description=__doc__)
     PagedConfig.add_arguments(parser)
-    parser.add_argument("--all", action="store_true", help="Every GQA ratio and block size too (takes long)")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="Every dtype, head dimension, GQA ratio and block size, not only those of popular models (takes long)",
+    )
     args = parser.parse_args(argv)
-    try:
+    with orderly_end("mlx_paged doctor"):
         config = PagedConfig.from_env().with_arguments(args)
         config.check_kernel()
-    except PagedCacheError as error:
-        sys.exit(f"mlx_paged doctor: {error}")
-    sys.exit(1 if run(config.block_size, config, everything=args.all) else 0)
+        sys.exit(1 if run(config.block_size, config, everything=args.all) else 0)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class PoolExhaustedError(PagedCacheError, MemoryError):
         blocks_needed: blocks the request needed beyond those free.
         bytes_needed: bytes those blocks take.
         budget_bytes: the pool's whole budget in bytes.
-        bytes_reserved: bytes the pool already holds.
+        bytes_reserved: bytes the pool already holds, or keeps apart.
     """
 
     def __init__(self, *, blocks_needed: int, bytes_needed: int, budget_bytes: int, bytes_reserved: int) -> None:
@@ -58,8 +58,8 @@ class PoolExhaustedError(PagedCacheError, MemoryError):
         self.budget_bytes = budget_bytes
         self.bytes_reserved = bytes_reserved
         super().__init__(
-            f"KV block pool exhausted: {blocks_needed} more block(s) needed ({bytes_needed:,} bytes), but "
-            f"{bytes_reserved:,} of the budget of {budget_bytes:,} bytes are reserved. "
+            f"KV block pool exhausted: {blocks_needed} more block(s) needed ({bytes_needed:,} bytes), but only "
+            f"{max(0, budget_bytes - bytes_reserved):,} of the budget of {budget_bytes:,} bytes are left. "
             "Raise kv_cache_memory (--kv-cache-memory) or hold fewer tokens."
         )
 

@@ -14,9 +14,9 @@ import mlx.core as mx
 
 from . import batch_run
 from .config import PagedConfig
-from .errors import PagedCacheError
-from .models import check_model_folder, explain_load_errors
+from .models import check_model_folder, explain_load_errors, tell_if_unbounded, tell_unbounded
 from .progress import prefill_progress
+from .terminal import orderly_end
 
 CPU_CACHE_LIMIT = 1 << 30
 
@@ -31,7 +31,9 @@ def raise_cpu_cache_limit() -> None:
 def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add this package's flags to mlx-lm's parser."""
     PagedConfig.add_arguments(parser)
-    parser.add_argument("--cache-stats", action="store_true", help="Print what the KV block pool held (to stderr)")
+    parser.add_argument(
+        "--cache-stats", action="store_true", help="Print what the KV block pool held, and peaks (to stderr)"
+    )
     parser.add_argument("--no-paged", action="store_true", help="Run stock mlx-lm, without the paged cache")
     batch_run.add_arguments(parser)
     return parser
@@ -52,25 +54,23 @@ def replaced(module: Any, **names: Any) -> Iterator[None]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run mlx_lm.generate's main with paged caches; ``argv`` defaults to the process's arguments."""
-    upstream = importlib.import_module("mlx_lm.generate")  # `from mlx_lm import generate` is the function
-    upstream_parser = upstream.setup_arg_parser
+    with orderly_end("mlx_paged.generate"):
+        upstream = importlib.import_module("mlx_lm.generate")  # `from mlx_lm import generate` is the function
+        upstream_parser = upstream.setup_arg_parser
 
-    def setup_arg_parser() -> argparse.ArgumentParser:
-        return extend_parser(upstream_parser())
+        def setup_arg_parser() -> argparse.ArgumentParser:
+            return extend_parser(upstream_parser())
 
-    if argv is not None:
-        sys.argv = [sys.argv[0], *argv]
-    args = setup_arg_parser().parse_args()
-    try:
-        run(upstream, args, setup_arg_parser)
-    except PagedCacheError as error:
-        sys.exit(f"mlx_paged.generate: {error}")
-    except KeyboardInterrupt:
-        if args.prompts_file is None:
-            raise
-        kept = "" if args.output is None else f"; --resume goes on with {args.output}"
-        print(f"mlx_paged.generate: interrupted{kept}", file=sys.stderr)
-        sys.exit(130)
+        if argv is not None:
+            sys.argv = [sys.argv[0], *argv]
+        args = setup_arg_parser().parse_args()
+        try:
+            run(upstream, args, setup_arg_parser)
+        except KeyboardInterrupt:
+            if args.prompts_file is None:
+                raise
+            kept = "" if args.output is None else f"; --resume goes on with {args.output}"
+            raise KeyboardInterrupt(f"interrupted{kept}") from None
 
 
 def run(upstream: Any, args: argparse.Namespace, setup_arg_parser: Callable[[], argparse.ArgumentParser]) -> None:
@@ -82,6 +82,8 @@ def run(upstream: Any, args: argparse.Namespace, setup_arg_parser: Callable[[], 
     model_path = check_model_folder(args.model)
     for folder in (model_path, args.draft_model):
         check_model_folder(folder)
+    if args.max_kv_size is not None and args.draft_model is not None:
+        tell_unbounded("a draft model needs the whole cache")
     names: dict[str, Any] = {"setup_arg_parser": setup_arg_parser, "load": explain_load_errors(upstream.load)}
     if args.prompt_cache_file is not None:
         names["load_prompt_cache"] = explain_load_errors(upstream.load_prompt_cache, args.prompt_cache_file)
@@ -114,20 +116,28 @@ def _generate_step(
     cache = kw.get("prompt_cache")
     if cache is not None and patches.is_applied() and kw.get("kv_bits") is None and len(models) == 1:
         kw["prompt_cache"] = patches.adopt_prompt_cache(model, cache)
-    if len(models) == 1 and kw.get("prompt_progress_callback") is None:
-        kw["prompt_progress_callback"] = prefill_progress()
-    yield from original(prompt, model, *rest, **kw)
+    if kw.get("max_kv_size") is not None:
+        tell_if_unbounded(model, has_cache=cache is not None)
+    bar = prefill_progress() if len(models) == 1 and kw.get("prompt_progress_callback") is None else None
+    if bar is not None:
+        kw["prompt_progress_callback"] = bar
+    try:
+        yield from original(prompt, model, *rest, **kw)
+    finally:
+        if bar is not None:
+            bar.clear()
 
 
 def _print_stats(models: Sequence[Any]) -> None:
-    from . import patches
     from .attention.dispatch import dispatch_counts
+    from .patches.pools import known_pool
 
     for name, model in zip(("KV cache", "KV cache of the draft model"), models, strict=False):
-        pool = patches.pool_of(model)
+        pool = known_pool(model)
         print(f"{name}: {pool.stats() if pool else 'stock mlx-lm (not paged)'}", file=sys.stderr)
     for choice, count in dispatch_counts().items():
         print(f"attention: {choice.path} {count}x ({choice.reason})", file=sys.stderr)
+    print(f"memory of the process: {mx.get_peak_memory() / 1e6:.1f} MB at its peak", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Clear errors for model folders and prompt caches that cannot be read."""
+"""Clear words about model folders and prompt caches that cannot be read, and options that a model does not take."""
 
 from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,3 +65,22 @@ def explain_load_errors(original: Callable[..., Any], prompt_cache: str | None =
             raise ModelFolderError(f"the model {args[0] if args else ''} cannot be loaded: {text}") from error
 
     return load
+
+
+def tell_if_unbounded(model: Any, *, has_cache: bool = False) -> None:
+    """Say on stderr why ``--max-kv-size`` does nothing, if it does not: mlx-lm drops it without a word.
+
+    Args:
+        model: as loaded.
+        has_cache: the prompt cache came from a file.
+    """
+    if has_cache:
+        tell_unbounded("the prompt cache comes from a file and is as large as it is")
+    elif hasattr(model, "make_cache"):
+        kind = getattr(model, "model_type", type(model).__module__)
+        tell_unbounded(f"models of type {kind} choose their caches themselves")
+
+
+def tell_unbounded(why: str) -> None:
+    """Say on stderr that ``--max-kv-size`` does nothing."""
+    print(f"mlx_paged: --max-kv-size does nothing here: {why}", file=sys.stderr)

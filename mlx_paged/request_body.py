@@ -55,10 +55,20 @@ def parse_body(raw: bytes, path: str) -> dict[str, Any]:
     Raises:
         RequestRefused: with status 400, naming the parameter.
     """
-    body = _load(raw)
-    if not isinstance(body, dict):
-        raise invalid("the request body must be a JSON object")
-    body = {name: value for name, value in body.items() if value is not None}
+    return check_parameters(load_object(raw, "the request body"), chat=path.endswith("/chat/completions"))
+
+
+def check_parameters(given: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
+    """The parameters that are not null, types and ranges checked; those that are not known pass.
+
+    Args:
+        given: what a client or a user has written.
+        chat: whether ``messages`` are needed, and not a ``prompt``.
+
+    Raises:
+        RequestRefused: with status 400, naming the parameter.
+    """
+    body = {name: value for name, value in given.items() if value is not None}
     for name, check in _CHECKS.items():
         if name in body:
             check(name, body[name])
@@ -69,14 +79,24 @@ def parse_body(raw: bytes, path: str) -> dict[str, Any]:
             body[name] = float(body[name])
     if body.get("n", 1) != 1:
         raise invalid("n must be 1: one answer for each request", "n")
-    if path.endswith("/chat/completions"):
+    if chat:
         _check_messages(body.get("messages"))
     elif not isinstance(body.get("prompt"), str) or not body["prompt"]:
         raise invalid("prompt must be a string that is not empty", "prompt")
     return body
 
 
-def _load(raw: bytes) -> Any:
+def load_object(raw: bytes, what: str) -> dict[str, Any]:
+    """A JSON object from UTF-8 text.
+
+    Args:
+        raw: the text.
+        what: it is, for messages.
+
+    Raises:
+        RequestRefused: with status 400.
+    """
+
     def refuse(constant: str) -> Any:
         raise ValueError(f"{constant} is not JSON")
 
@@ -86,13 +106,15 @@ def _load(raw: bytes) -> Any:
         body = json.loads(text, parse_constant=refuse)
         # Escapes can spell half a character, which no tokenizer takes.
         json.dumps(body, ensure_ascii=False).encode()
-        return body
     except UnicodeError:
-        raise invalid("the request body is not UTF-8 text") from None
+        raise invalid(f"{what} is not UTF-8 text") from None
     except RecursionError:
-        raise invalid("the request body is nested too deeply") from None
+        raise invalid(f"{what} is nested too deeply") from None
     except ValueError as error:
-        raise invalid(f"the request body is not valid JSON: {error}") from None
+        raise invalid(f"{what} is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise invalid(f"{what} must be a JSON object")
+    return body
 
 
 # Types and ranges -------------------------------------------------------------------------------------------------

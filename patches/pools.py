@@ -6,6 +6,8 @@ import threading
 import weakref
 from typing import Any
 
+from mlx_lm.models import cache as stock_cache
+
 from ..attention.select import storage_choice
 from ..config import PagedConfig
 from ..kv.pool import BlockPool
@@ -42,7 +44,7 @@ def _new_pool(plan: PagingPlan, config: PagedConfig) -> BlockPool:
         plan.groups,
         block_size=config.block_size,
         memory_budget=max(1, config.memory_budget()),
-        choose_storage=storage_choice(config.use_native_paged_kernel),
+        choose_storage=storage_choice(config.kernel),
     )
     for group, (geometry, heads) in zip(plan.groups, plan.geometries, strict=False):
         pool.set_geometry(group.layers[0], *first_keys(geometry), batch=1, heads=heads)
@@ -55,10 +57,34 @@ def _forget(model: int) -> None:
         _in_use.pop(key, None)
 
 
-def pool_of(model: Any) -> BlockPool | None:
-    """The block pool that the model's latest prompt cache lies in, or None if there is none (yet)."""
+def known_pool(model: Any) -> BlockPool | None:
+    """The block pool that the model's latest prompt cache lies in, or None if there is none yet. Makes nothing."""
     entry = _pools.get(id(model))
     return entry[3] if entry is not None and entry[0]() is model else None
+
+
+def pool_of(model: Any) -> BlockPool | None:
+    """The block pool of a model: where its latest prompt cache lies, or if it had none yet, where its next one will.
+
+    Example:
+        >>> model, tokenizer = mlx_lm.load("path/to/model")
+        >>> pool_of(model).stats().free_blocks
+
+    Args:
+        model: as loaded by mlx-lm.
+
+    Returns:
+        The pool, or None if nothing of the model is paged: the patches are not applied, or no layer has a cache that
+        blocks can stand in for (one warning has said why).
+
+    Raises:
+        KernelUnavailableError: the configuration demands a kernel and there is none for the model's attention.
+    """
+    pool = known_pool(model)
+    if pool is None and hasattr(model, "layers"):
+        stock_cache.make_prompt_cache(model)  # the patch makes the pool
+        pool = known_pool(model)
+    return pool
 
 
 def forget_pools() -> None:

@@ -103,6 +103,12 @@ def apply_patches(config: PagedConfig | None = None, *, strict: bool = False) ->
     Idempotent, reversible with :func:`remove_patches`, thread-safe. Called again, it only changes the configuration,
     for caches made from then on.
 
+    Example:
+        >>> apply_patches(PagedConfig(kv_cache_memory="2GB"))
+        >>> from mlx_lm import generate, load
+        >>> model, tokenizer = load("path/to/model")
+        >>> generate(model, tokenizer, prompt="What is the capital of France?")
+
     Args:
         config: options; None reads the ``MLX_PAGED_*`` variables (or keeps the present options if patched already).
         strict: raise instead of skipping a symbol whose upstream source is not the one known.
@@ -149,7 +155,12 @@ def apply_patches(config: PagedConfig | None = None, *, strict: bool = False) ->
 
 def remove_patches() -> None:
     """Put every upstream symbol back, as the very object it was. Caches made so far keep working where they are used
-    with mlx-lm's code through ``update_and_fetch``."""
+    with mlx-lm's code through ``update_and_fetch``.
+
+    Example:
+        >>> apply_patches()
+        >>> remove_patches()  # mlx-lm is as it was
+    """
     with _lock:
         for patch, original in _originals.items():
             owner, attribute = _owner(patch)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..attention.dispatch import dispatch_counts
 from ..kv.block_map import block_map
-from .pools import pool_of
+from .pools import known_pool
 from .prefix_cache import PagedPromptCache
 
 
@@ -18,7 +18,7 @@ def server_report(generator: Any, *, with_blocks: bool = False) -> dict[str, Any
         with_blocks: also the state of every block, and the sequences.
     """
     model = generator.model_provider.model
-    pool = None if model is None else pool_of(model)
+    pool = None if model is None else known_pool(model)
     batch = generator.batch
     sequences = [] if batch is None else batch.generator.progress()
     waiting = generator.num_waiting

@@ -144,9 +144,7 @@ class Generation:
         baseline = mx.get_active_memory()
         mx.reset_peak_memory()
         if side.block_size is not None:
-            mlx_paged.apply_patches(
-                PagedConfig(block_size=side.block_size, use_native_paged_kernel=self.args.kernel), strict=True
-            )
+            mlx_paged.apply_patches(PagedConfig(block_size=side.block_size, kernel=self.args.kernel), strict=True)
         try:
             with wired_limit(self.model, [generation_stream]):
                 sample = self._generate(side, self._start(side, template), prompt, template is None, decode_tokens)

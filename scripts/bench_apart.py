@@ -57,9 +57,7 @@ def patch_anew(args: argparse.Namespace) -> None:
     mlx_paged.remove_patches()
     gc.collect()  # the pool
     mlx_paged.apply_patches(
-        PagedConfig(
-            block_size=args.kv_block_size, kv_cache_memory=args.kv_cache_memory, use_native_paged_kernel=args.kernel
-        )
+        PagedConfig(block_size=args.kv_block_size, kv_cache_memory=args.kv_cache_memory, kernel=args.kernel)
     )
 
 

@@ -106,7 +106,7 @@ def main() -> int:
         prompt = np.random.default_rng(SEED).integers(0, vocab, context)
         tokens, stock = run(model, prompt, args.chunk, None, args.tokens)
         _, again = run(model, prompt, max(1, args.chunk * 5 // 8), tokens, args.tokens)
-        mlx_paged.apply_patches(PagedConfig(block_size=args.kv_block_size, use_native_paged_kernel=args.kernel))
+        mlx_paged.apply_patches(PagedConfig(block_size=args.kv_block_size, kernel=args.kernel))
         _, paged = run(model, prompt, args.chunk, tokens, args.tokens)
         choice = mlx_paged.last_dispatch()
         mlx_paged.remove_patches()

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,10 @@ def test_generates_stocks_text_through_the_pool(folder: Path) -> None:
     assert text_of(paged) == text_of(stock) != ""
     assert "blocks of 16 tokens" in paged.stderr and "of 1000 MB" in paged.stderr
     assert "attention: gather" in paged.stderr and "attention: prefill" in paged.stderr
+    peak = re.search(r"0.0 MB in use \(peak (\d+\.\d) MB\)", paged.stderr)
+    assert peak is not None and float(peak[1]) > 0
+    process = re.search(r"memory of the process: (\d+\.\d) MB at its peak", paged.stderr)
+    assert process is not None and float(process[1]) > float(peak[1])
     assert "Generation: 24 tokens" in paged.stdout
 
 
@@ -81,7 +86,7 @@ def test_max_kv_size_gives_stocks_text_alone_and_in_a_batch(tmp_path: Path) -> N
     for prompt, text in zip(prompts, expected, strict=True):
         run = generate(folder, "--prompt", prompt, *bounded, "--cache-stats", "--kv-block-size", 8)
         assert text_of(run) == text
-        assert "pinned" in run.stderr
+        assert "pinned" in run.stderr and "does nothing" not in run.stderr
     source = tmp_path / "prompts.txt"
     source.write_text("\n".join(prompts))
     run = generate(folder, "--prompts-file", source, *bounded)
@@ -172,10 +177,86 @@ def test_environment_mistakes_name_the_variables(folder: Path) -> None:
     check_error(generate(folder, MLX_PAGED_BLOCK_SIZE="31"), "MLX_PAGED_* variable")
 
 
+BLOCK = 32 * 3 * 2 * 2 * 32 * 4  # bytes: 32 tokens, 3 layers, keys and values of 2 heads of 32, f32
+
+
 def test_a_budget_too_small_says_what_was_needed(folder: Path) -> None:
-    run = generate(folder, "--prompt", PROMPT, "--kv-cache-memory", "50KB")
+    run = generate(folder, "--prompt", PROMPT, "--kv-cache-memory", f"{BLOCK + 1000}")
     check_error(run, "KV block pool exhausted")
-    assert "budget of 50,000 bytes" in run.stderr
+    needed, num_bytes, left, budget = (
+        int(number.replace(",", ""))
+        for number in re.findall(r"(\d[\d,]*) (?:more|bytes\)|of the budget|bytes are left)", run.stderr)
+    )
+    # One block is kept apart for padding: it is neither needed by the prompt nor left for it.
+    assert (needed, num_bytes, left, budget) == (2, 2 * BLOCK, 1000, BLOCK + 1000)
+
+
+def test_an_error_amid_the_text_begins_a_line(folder: Path) -> None:
+    """The prompt and a few tokens fit, the rest does not."""
+    options = ("--ignore-chat-template", "--prompt", PROMPT, "--max-tokens", "40", "--kv-cache-memory", str(3 * BLOCK))
+    run = subprocess.run(
+        [sys.executable, "-m", "mlx_paged", "generate", "--model", folder, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert run.returncode == 1 and "Traceback" not in run.stdout
+    before, error = run.stdout.split("mlx_paged.generate: ")
+    assert re.search(r"w\d+\n$", before), "text came, and its line was ended"
+    assert error.startswith("KV block pool exhausted: 1 more block(s) needed")
+
+
+@pytest.mark.parametrize("command_name", ["generate", "chat"])
+def test_an_interrupt_ends_quietly(folder: Path, command_name: str) -> None:
+    arguments = ["--model", str(folder), "--max-tokens", "100000"]
+    arguments += ["--prompt", PROMPT] if command_name == "generate" else []
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "mlx_paged", command_name, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(f"{PROMPT}\n".encode())
+    process.stdin.flush()
+    shown = b""
+    while len(re.findall(rb"\bw\d+\b", shown)) < 3:  # it is at it
+        piece = os.read(process.stdout.fileno(), 4096)
+        assert piece, process.stderr and process.stderr.read()
+        shown += piece
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert b"Traceback" not in errors and b"KeyboardInterrupt" not in errors
+    assert rest.endswith(b"\n")
+
+
+def test_the_end_of_input_ends_a_chat(folder: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "mlx_paged", "chat", "--model", folder], input="", capture_output=True, text=True
+    )
+    assert run.returncode == 0 and "Traceback" not in run.stderr
+
+
+def test_max_kv_size_says_when_it_does_nothing(folder: Path, tmp_path: Path) -> None:
+    """Llama makes caches of its own."""
+    said = "--max-kv-size does nothing here: models of type llama choose their caches themselves\n"
+    bounded = ("--max-kv-size", 16, "--max-tokens", 2)
+    run = generate(folder, "--prompt", PROMPT, *bounded)
+    assert run.stderr.count(said) == 1
+    assert said not in generate(folder, "--prompt", PROMPT).stderr
+    source = tmp_path / "prompts.txt"
+    source.write_text(f"{PROMPT}\nw1\n")
+    assert generate(folder, "--prompts-file", source, *bounded).stderr.count(said) == 1
+    saved = command(
+        "cache_prompt", "--model", folder, "--prompt", PROMPT, "--prompt-cache-file", tmp_path / "c", *bounded[:2]
+    )
+    assert saved.returncode == 0 and saved.stderr.count(said) == 1
+    draft = generate(folder, "--prompt", PROMPT, "--draft-model", folder, *bounded)
+    assert draft.stderr.count("does nothing here: a draft model needs") == 1
 
 
 def test_missing_and_corrupt_model_folders(folder: Path, tmp_path: Path) -> None:
@@ -200,7 +281,14 @@ def test_corrupt_prompt_cache_file(folder: Path, tmp_path: Path) -> None:
 
 
 def test_other_commands_and_help() -> None:
-    assert "any command of mlx_lm" in command("--help").stdout
+    shown = command("--help").stdout
+    assert "any command of mlx_lm" in shown
+    theirs = command("--help", module="mlx_lm").stdout
+    for name in ("generate", "server", "doctor", *re.findall(r"'(\w+)'", theirs)):
+        assert re.search(rf"^  {name} +\w.*$", shown, re.MULTILINE), f"{name} has a line"
+    flat = " ".join(shown.split())
+    for text in ("(default: 32); also MLX_PAGED_BLOCK_SIZE", "80 % of the memory that is free", "MLX_PAGED_KERNEL"):
+        assert text in flat and text in " ".join(command("generate", "--help").stdout.split())
     assert command("--version").stdout.strip() == "0.1.0"
     check_error(command("nonsense"), "unknown command 'nonsense'")
 

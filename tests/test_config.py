@@ -102,11 +102,11 @@ def test_kernel_choices_that_do_not_exist(text: str) -> None:
 
 def test_defaults() -> None:
     config = PagedConfig()
-    assert (config.block_size, config.kv_cache_memory, config.use_native_paged_kernel) == (32, None, None)
+    assert (config.block_size, config.kv_cache_memory, config.kernel) == (32, None, None)
 
 
 def test_values_are_parsed_when_made() -> None:
-    config = PagedConfig(block_size="16", kv_cache_memory="2GB", use_native_paged_kernel="off")  # type: ignore[arg-type]
+    config = PagedConfig(block_size="16", kv_cache_memory="2GB", kernel="off")
     assert config == PagedConfig(16, 2 * 10**9, False)
     assert hash(config) == hash(PagedConfig(16, 2 * 10**9, False))
     with pytest.raises(FrozenInstanceError):
@@ -120,7 +120,7 @@ def test_values_are_parsed_when_made() -> None:
         {"block_size": "x"},
         {"kv_cache_memory": 0},
         {"kv_cache_memory": "lots"},
-        {"use_native_paged_kernel": "maybe"},
+        {"kernel": "maybe"},
     ],
 )
 def test_unusable_values_are_refused_when_made(options: dict[str, Any]) -> None:
@@ -254,10 +254,10 @@ def test_free_memory_where_the_system_does_not_say(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("choice", [None, False])
 def test_a_kernel_that_is_not_demanded_may_be_missing(choice: bool | None) -> None:
-    PagedConfig(use_native_paged_kernel=choice).check_kernel()
+    PagedConfig(kernel=choice).check_kernel()
 
 
 def test_a_kernel_demanded_on_the_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
     with pytest.raises(KernelUnavailableError, match=r"kernel=on, but MLX.* use auto or off"):
-        PagedConfig(use_native_paged_kernel=True).check_kernel()
+        PagedConfig(kernel=True).check_kernel()

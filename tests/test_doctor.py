@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import pytest
 
-from mlx_paged import doctor
+from mlx_paged import Dispatch, PagedConfig, doctor
 from mlx_paged.attention import narrow_matmul
 from mlx_paged.attention.kernel_check import SelfCheck
 from mlx_paged.attention.kernel_plan import DTYPES, HEAD_DIMS, Variant
+from mlx_paged.doctor import ProductJob, ShapeJob
+from mlx_paged.doctor_shapes import POPULAR, Shape
 
 CPU_ONLY = pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="there is a GPU")
 
@@ -22,9 +28,9 @@ def test_without_a_gpu_it_says_so_and_passes() -> None:
     lines = run.stdout.splitlines()
     assert any(line.startswith("mlx ") for line in lines)
     rows = [line for line in lines if " gqa " in line]
-    assert len(rows) == len(DTYPES) * (len(HEAD_DIMS) + 4)
+    assert len(rows) == len(POPULAR) + len(DTYPES) - 1
     assert all("gather: MLX has no GPU here" in row for row in rows)
-    assert lines[-1] == "all passed"
+    assert re.fullmatch(r"\d+\.\d s in all", lines[-2]) and lines[-1] == "all passed"
 
 
 @CPU_ONLY
@@ -42,15 +48,16 @@ def test_on_a_gpu_every_variant_passes() -> None:
     run = subprocess.run([sys.executable, "-m", "mlx_paged", "doctor"], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     rows = [line for line in run.stdout.splitlines() if " gqa " in line]
-    assert len(rows) >= len(DTYPES) * (len(HEAD_DIMS) + 4)
+    assert len(rows) >= len(POPULAR) + len(DTYPES) - 1
+    assert all(re.search(r" \d+ us ", row) for row in rows)
     assert all("kernel: one new token per sequence" in row for row in rows)
 
 
 def test_a_failing_variant_is_named_and_fails_the_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bad = Variant("paged_decode", "metal", mx.float16, 80, 80, 4, 32)
-    odd = Variant("paged_decode", "metal", mx.float32, 96, 96, 4, 32)
+    bad = Variant("paged_decode", "metal", mx.bfloat16, 80, 80, 1, 32)
+    odd = Variant("paged_decode", "metal", mx.bfloat16, 96, 96, 1, 32)
 
     def check(variant: Variant) -> SelfCheck:
         if variant == bad:
@@ -65,6 +72,7 @@ def test_a_failing_variant_is_named_and_fails_the_run(
     monkeypatch.setattr(doctor, "device_decline", lambda: None)
     monkeypatch.setattr(doctor, "variants_of", variants)
     monkeypatch.setattr(doctor, "self_check", check)
+    monkeypatch.setattr(doctor, "launch_seconds", lambda variant: 12e-6)
     monkeypatch.setattr("mlx_paged.attention.select.device_decline", lambda: "MLX has no GPU here")
     with pytest.raises(SystemExit) as ended:
         doctor.main([])
@@ -75,6 +83,7 @@ def test_a_failing_variant_is_named_and_fails_the_run(
     by_dim = {"D80": next(x for x in failed if " D80 " in x), "D96": next(x for x in failed if " D96 " in x)}
     assert by_dim["D80"].split()[7:9] == ["no", "nan"] and "does not compile" in by_dim["D80"]
     assert by_dim["D96"].split()[7:9] == ["yes", "2.5e-01"] and "not below" in by_dim["D96"]
+    assert all("12 us" in line for line in lines if " gqa " in line and line not in failed)
 
 
 def test_attention_through_the_pool_that_differs_fails_the_run(
@@ -89,24 +98,119 @@ def test_attention_through_the_pool_that_differs_fails_the_run(
     assert "attention through the pool differs" in capsys.readouterr().out
 
 
-def test_all_adds_every_ratio_and_block_size() -> None:
-    few, many = set(doctor.shapes(32, everything=False)), list(doctor.shapes(32, everything=True))
-    assert few < set(many) and len(set(many)) == len(many) - 3  # gqa 1 at D128 is in both lists
-    assert {shape.gqa for shape in many} == set(range(1, 17))
-    assert {shape.block_size for shape in many} == {8, 16, 32, 64, 128}
-
-
-def test_products_of_few_rows_are_checked_on_cuda(
+def test_a_path_that_raises_is_a_line_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    original = doctor.dispatch_of
+
+    def dispatch_of(shape: Shape, config: PagedConfig) -> Any:
+        if shape.head_dim == 80:
+            raise RuntimeError("no memory")
+        return original(shape, config)
+
+    monkeypatch.setattr(doctor, "device_decline", lambda: "no GPU")
+    monkeypatch.setattr(doctor, "dispatch_of", dispatch_of)
+    assert doctor.run(32, PagedConfig(kernel="off"), everything=False) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [" D80 " in line for line in lines if "FAILED: RuntimeError: no memory" in line] == [True]
+
+
+def test_all_adds_every_ratio_and_block_size() -> None:
+    few, many = (doctor.jobs(32, everything=everything) for everything in (False, True))
+    few_shapes, all_of_them = ([job.shape for job in listed if isinstance(job, ShapeJob)] for listed in (few, many))
+    assert all_of_them[: len(few_shapes)] == few_shapes and len(set(all_of_them)) == len(all_of_them)
+    assert {shape.gqa for shape in all_of_them} == set(range(1, 17))
+    assert {shape.block_size for shape in all_of_them} == {8, 16, 32, 64, 128}
+    assert {shape.head_dim for shape in all_of_them} == set(HEAD_DIMS)
+    assert {shape.dtype for shape in all_of_them} == {shape.dtype for shape in few_shapes} == set(DTYPES)
+    assert not any(job.every_body for job in few) and all(job.every_body for job in many)
+
+
+def test_only_the_kernel_that_attention_takes_is_run_unless_it_fails_or_all_are_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = tuple(Variant(body, "cuda", mx.bfloat16, 64, 64, 4, 32) for body in ("paged_decode_tensor", "paged_decode"))
+    working = {both[0]: True}
+    monkeypatch.setattr(doctor, "device_decline", lambda: None)
+    monkeypatch.setattr(doctor, "variants_of", lambda *shape: both)
+    monkeypatch.setattr(doctor, "launch_seconds", lambda variant: 1e-6)
+    monkeypatch.setattr(doctor, "dispatch_of", lambda shape, config: (Dispatch("kernel", "here"), 0.0))
+    monkeypatch.setattr(
+        doctor, "self_check", lambda variant: SelfCheck(variant, working.get(variant, True), 0.0, 0.1, "")
+    )
+
+    def bodies(*, every_body: bool = False) -> list[str]:
+        job = ShapeJob(Shape(mx.bfloat16, 64, 4, 32), every_body)
+        return [line.split()[6] for _, line in job.lines(PagedConfig())]
+
+    assert bodies() == ["paged_decode_tensor"]
+    assert bodies(every_body=True) == ["paged_decode_tensor", "paged_decode"]
+    working[both[0]] = False
+    assert bodies() == ["paged_decode_tensor", "paged_decode"]
+
+
+def test_on_cuda_everything_is_compiled_before_anything_is_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events: list[str] = []
+
+    class Pool:
+        def __init__(self, processes: int) -> None:
+            assert processes == 4
+
+        def submit(self, function: Any, *args: Any) -> Future[None]:
+            assert function is doctor.run_job
+            events.append(f"compile {args[2]}")
+            done: Future[None] = Future()
+            done.set_exception(RuntimeError("this process died")) if args[2] == 3 else done.set_result(None)
+            return done
+
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            events.append("end")
+
+    class Job(NamedTuple):
+        index: int
+
+        @property
+        def family(self) -> int:
+            return self.index % 3
+
+        def lines(self, config: PagedConfig) -> Iterator[tuple[bool, str]]:
+            events.append(f"run {self.index}")
+            yield True, f"job {self.index}"
+
+    monkeypatch.setattr(doctor, "AT_A_TIME", 8)
+    monkeypatch.setattr(doctor, "CompilePool", Pool)
+    monkeypatch.setattr(doctor, "num_processes", lambda count: 4)
+    monkeypatch.setattr(doctor, "backend", lambda: "cuda")
+    monkeypatch.setattr(doctor, "device_decline", lambda: None)
+    monkeypatch.setattr(doctor, "jobs", lambda block_size, everything: [Job(index) for index in range(10)])
+    assert doctor.run(32, PagedConfig(), everything=False) == 0
+    first, rest = events[:16], events[16:]
+    assert first[:8] == [f"compile {index}" for index in (0, 1, 2, 3, 4, 5, 6, 7)]
+    assert first[8:] == [f"run {index}" for index in range(8)]
+    assert rest == ["compile 8", "compile 9", "run 8", "run 9", "end"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("job")] == [f"job {index}" for index in range(10)]
+    assert doctor._spread("aaabbc") == [0, 3, 5, 1, 4, 2]
+
+
+def test_products_of_few_rows_are_checked_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(body: str, dtype: mx.Dtype, tile: narrow_matmul.Tile) -> narrow_matmul.TileCheck:
         ok = (body, dtype, tile) != (narrow_matmul.BIASED, mx.float16, narrow_matmul.LARGE)
         return narrow_matmul.TileCheck(body, dtype, tile, ok, 1e-3 if ok else 0.5, 1.0, "" if ok else "RMS is 0.5")
 
     monkeypatch.setattr(doctor, "backend", lambda: "cuda")
     monkeypatch.setattr(narrow_matmul, "self_check", check)
-    assert doctor._run_products() == 1
-    lines = capsys.readouterr().out.splitlines()
+    monkeypatch.setattr(narrow_matmul, "launch_seconds", lambda *kernel: 1e-5)
+    usual = [job for job in doctor.jobs(32, everything=False) if isinstance(job, ProductJob)]
+    assert len(usual) == 2 * len(narrow_matmul.BODIES) and {job.dtype for job in usual} == {mx.bfloat16}
+    listed = [job for job in doctor.jobs(32, everything=True) if isinstance(job, ProductJob)]
+    lines = [line for job in listed for line in job.lines(PagedConfig())]
     assert len(lines) == 2 * 2 * len(narrow_matmul.BODIES)
-    assert [line for line in lines if "FAILED: RMS is 0.5" in line] == [lines[16]]
-    assert "float16 products of up to 32 rows" in lines[16] and narrow_matmul.BIASED in lines[16]
+    failed = [(passed, line) for passed, line in lines if "FAILED: RMS is 0.5" in line]
+    assert failed == [lines[16]] and [line for line in lines if not line[0]] == failed
+    assert "float16 products of up to 32 rows" in lines[16][1] and narrow_matmul.BIASED in lines[16][1]

@@ -5,27 +5,42 @@ from __future__ import annotations
 import io
 import json
 import os
+import pty
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
+from mlx_lm import generate, load
+from mlx_lm.generate import setup_arg_parser
+from mlx_lm.sample_utils import make_sampler
 
+from mlx_paged.batch_run import QUEUED_PER_ROW, BatchRun
 from mlx_paged.errors import PromptsFileError
+from mlx_paged.generate import extend_parser
 from mlx_paged.progress import BatchProgress
 from mlx_paged.prompts_file import Counts, Prompt, Results, read_prompts
+from mlx_paged.sampling import Sampling
 from tests.test_command_line import save_model
 
 # Reading -----------------------------------------------------------------------------------------------------------
 
 
+def read(lines: list[str], name: str = "file") -> list[Prompt]:
+    return read_prompts([line.encode() for line in lines], name)
+
+
 def test_one_prompt_a_line() -> None:
-    prompts = read_prompts(["first line\n", "\n", '  "quoted" {x}\r\n', "[1, 2]\n"], "file")
-    assert [p.text for p in prompts] == ["first line", '  "quoted" {x}', "[1, 2]"]
-    assert [p.index for p in prompts] == [0, 1, 2]
+    prompts = read(["\ufefffirst line\n", "\n", '  "quoted" {x}\r\n', "[1, 2]\n", '{"prompt": 1}\n'])
+    assert [p.text for p in prompts] == ["first line", '  "quoted" {x}', "[1, 2]", '{"prompt": 1}']
+    assert [p.index for p in prompts] == [0, 1, 2, 3]
 
 
 def test_json_lines() -> None:
@@ -33,29 +48,59 @@ def test_json_lines() -> None:
         '{"prompt": "a", "id": 7}\n',
         "\n",
         '{"messages": [{"role": "user", "content": "b"}], "max_tokens": 3}\n',
+        '{"prompt": "c", "messages": null, "temperature": 0.5, "logit_bias": {"3": 1}, "max_completion_tokens": 4}\n',
     ]
-    first, second = read_prompts(lines, "file")
+    first, second, third = read(lines)
     assert first == Prompt(0, "a", id=7)
     assert second == Prompt(1, None, ({"role": "user", "content": "b"},), 3)
+    assert third == Prompt(2, "c", max_tokens=4, sampling={"temperature": 0.5, "logit_bias": {"3": 1}})
+
+
+@pytest.mark.parametrize("lines", [[], ["\n", "  \n"]])
+def test_a_file_without_prompts_is_refused(lines: list[str]) -> None:
+    with pytest.raises(PromptsFileError, match="f holds no prompt"):
+        read(lines, "f")
 
 
 @pytest.mark.parametrize(
-    ("lines", "message"),
+    ("line", "message"),
     [
-        ([], "f holds no prompt"),
-        (["\n", "  \n"], "f holds no prompt"),
-        (['{"prompt": "a"}', "plain"], "f, line 2: not a JSON object"),
-        (['{"text": "a"}'], 'f, line 1: exactly one of "prompt" and "messages"'),
-        (['{"prompt": "a", "messages": []}'], "exactly one"),
-        (['{"prompt": 3}'], '"prompt" is not a text'),
-        (['{"messages": []}'], '"messages" is not a list of objects'),
-        (['{"prompt": "a", "max_tokens": 0}'], '"max_tokens" is not a positive'),
-        (['{"prompt": "a", "max_tokens": true}'], '"max_tokens" is not a positive'),
+        ("plain", "not valid JSON"),
+        ('{"prompt": "cut', "not valid JSON"),
+        ("[1]", "must be a JSON object"),
+        ('{"prompt": "half \\ud800"}', "not UTF-8"),
+        ('{"text": "a"}', "'text': not an option"),
+        ('{"id": 3}', "exactly one of 'prompt' and 'messages'"),
+        ('{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "exactly one"),
+        ('{"prompt": 3}', "prompt must be a string"),
+        ('{"prompt": ""}', "prompt must be a string that is not empty"),
+        ('{"messages": []}', "messages must be a list that is not empty"),
+        ('{"messages": [{"content": "no role"}]}', "must be an object with a role"),
+        ('{"prompt": "a", "max_tokens": 0}', "max_tokens must be from 1"),
+        ('{"prompt": "a", "max_tokens": true}', "max_tokens must be a whole number"),
+        ('{"prompt": "a", "temperature": "hot"}', "temperature must be a number"),
+        ('{"prompt": "a", "top_p": 1.5}', "top_p must be from 0 to 1"),
+        ('{"prompt": "a", "logit_bias": {"x": 1}}', "'x' is not a token id"),
+        ('{"prompt": "a", "n": 2}', "n must be 1"),
+        ('{"prompt": "a", "temprature": 1, "stream": true}', "'stream', 'temprature': not an option"),
+        ('{"prompt": "a", "stop": "x"}', "'stop': not an option"),
     ],
 )
-def test_unusable_files_are_named_with_their_line(lines: list[str], message: str) -> None:
-    with pytest.raises(PromptsFileError, match=message):
-        read_prompts(lines, "f")
+def test_an_unusable_line_is_an_error_of_that_line_alone(line: str, message: str) -> None:
+    before, broken, after = read(['{"prompt": "a"}', line, '{"prompt": "b"}'])
+    assert (before, after) == (Prompt(0, "a"), Prompt(2, "b"))
+    assert broken.error is not None and broken.error.startswith("line 2: ") and message in broken.error
+
+
+def test_a_file_is_json_lines_even_if_its_first_line_is_broken() -> None:
+    for name, lines in (("f", ['{"prompt": "cut', '{"prompt": "b"}']), ("f.jsonl", ["x", '{"prompt": "b"}'])):
+        broken, good = read(lines, name)
+        assert broken.error is not None and good.text == "b"
+
+
+def test_text_that_is_not_utf8_is_an_error_of_its_line() -> None:
+    first, second = read_prompts([b"caf\xe9\n", b"tea\n"], "f")
+    assert first.error == "line 1: it is not UTF-8 text" and second.text == "tea"
 
 
 # Writing -----------------------------------------------------------------------------------------------------------
@@ -114,6 +159,43 @@ def test_failed_prompts_are_tried_again(tmp_path: Path) -> None:
     assert [json.loads(line)["text"] for line in path.read_text().splitlines()] == ["0", "1", "2"]
 
 
+def test_a_mended_line_is_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    broken = [Prompt(0, "a"), Prompt(1, None, error="line 2: no")]
+    results = Results(broken, path, io.StringIO())
+    results.add(broken[0], text="0")
+    results.add(broken[1], error=broken[1].error)
+    results.close()
+    again = Results([Prompt(0, "a"), Prompt(1, "b")], path, io.StringIO(), resume=True)
+    assert [p.text for p in again.missing()] == ["b"]
+
+
+def test_sampling_options_are_part_of_what_a_result_belongs_to(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    results = Results([Prompt(0, "a", sampling={"temperature": 1})], path, io.StringIO())
+    results.add(results.prompts[0], text="0")
+    results.close()
+    with pytest.raises(PromptsFileError, match="another prompt"):
+        Results([Prompt(0, "a", sampling={"temperature": 2})], path, io.StringIO(), resume=True)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_an_output_that_cannot_be_written_is_a_clear_error(tmp_path: Path, resume: bool) -> None:
+    with pytest.raises(PromptsFileError, match="nowhere"):
+        Results(PROMPTS, tmp_path / "nowhere" / "out.jsonl", io.StringIO(), resume=resume)
+    with pytest.raises(PromptsFileError, match="there already" if not resume else "cannot be kept"):
+        Results(PROMPTS, tmp_path, io.StringIO(), resume=resume)
+
+
+def test_a_result_that_cannot_be_written_is_a_clear_error() -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(PromptsFileError, match="No space left"):
+        Results(PROMPTS, None, Full()).add(PROMPTS[0], text="0")
+
+
 def test_results_of_other_prompts_are_not_gone_on_with(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     results = Results(PROMPTS, path, io.StringIO())
@@ -136,9 +218,11 @@ def test_progress_bar_on_a_terminal_only() -> None:
         progress = BatchProgress(stream)
         progress.show(Counts(3, 12, 1), 500, 2.0, None)
         progress.show(Counts(4, 12, 1), 510, 2.01, None)  # too soon
+        progress.show(Counts(0, 12, 0), 0, 3.0, None, num_prompt_tokens=2048, underway=4.0)
         progress.clear()
     assert "3/12 prompts, 1 failed, 250 tokens/s" in terminal.getvalue()
     assert "4/12" not in terminal.getvalue()
+    assert f"[{10 * '#'}{20 * '.'}] 0/12 prompts, 2,048 prompt tokens" in terminal.getvalue(), "before anything is done"
     assert plain.getvalue() == ""
 
 
@@ -195,6 +279,153 @@ def test_results_equal_stocks_also_in_a_tight_pool(folder: Path, expected: list[
         assert "6 prompts" in done.stderr
 
 
+STRICT = (
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}w1 {{ m['content'] }} w2 {% endfor %}"
+)
+
+
+def chat(*contents: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content} for content in contents]
+
+
+@pytest.fixture(scope="module")
+def strict_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with a template that refuses chats, and puts contents into text as they are."""
+    strict = tmp_path_factory.mktemp("strict") / "model"
+    shutil.copytree(folder, strict)
+    (strict / "chat_template.jinja").write_text(STRICT)
+    return strict
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-paged",)])
+def test_every_line_has_its_own_outcome(strict_folder: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    parts = [{"type": "text", "text": "w5 "}, {"type": "text", "text": "w6 w7"}]
+    lines = [
+        {"messages": chat("w5 w6 w7")},
+        {"messages": chat("w1", "w2")},
+        {"messages": chat(parts)},
+        {"messages": chat([{"type": "image_url", "image_url": "x"}])},
+        {"prompt": "w5 w6", "temprature": 1},
+        {"prompt": "w5 w6", "logit_bias": {"99999": 1}},
+        {"prompt": "w5 w6", "top_k": 100000, "temperature": 1},
+        {"prompt": "w5 w6"},
+    ]
+    source.write_text("\n".join(json.dumps(line) for line in lines) + '\n{"prompt": "cut\n')
+    done = run(strict_folder, "--prompts-file", source, "--output", out, *flags)
+    assert done.returncode == 1 and "5 prompt(s) failed" in done.stderr and "Traceback" not in done.stderr
+    results = records(out.read_text())
+    errors = {record["index"]: record["error"] for record in results if "error" in record}
+    assert sorted(errors) == [1, 3, 4, 5, 8]
+    assert "roles must alternate" in errors[1]
+    assert "Only 'text' content type is supported" in errors[3]
+    assert errors[4] == "line 5: 'temprature': not an option of a prompts file"
+    assert "token ids go from 0 to 319" in errors[5]
+    assert errors[8].startswith("line 9: it is not valid JSON")
+    assert results[0]["text"] == results[2]["text"] != ""
+    lines[1] = {"messages": chat("w1")}
+    source.write_text("\n".join(json.dumps(line) for line in lines) + '\n{"prompt": "cut\n')
+    again = run(strict_folder, "--prompts-file", source, "--output", out, "--resume", *flags)
+    assert "4 prompt(s) failed" in again.stderr, "the mended line was done, the others were tried again"
+    assert [record["index"] for record in records(out.read_text())] == list(range(9))
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-paged",)])
+def test_each_line_has_its_own_sampling_options(folder: Path, expected: list[str], flags: tuple[str, ...]) -> None:
+    lines: list[dict[str, Any]] = [
+        {"prompt": TEXTS[0]},
+        {"prompt": TEXTS[1], "temperature": 0.9, "seed": 7, "top_p": 0.9},
+        {"prompt": TEXTS[2], "logit_bias": {"17": 1000}},
+        {"prompt": TEXTS[3], "temperature": 0.9, "seed": 7, "top_k": 5},
+        {"prompt": TEXTS[4], "repetition_penalty": 5, "presence_penalty": 2, "frequency_penalty": 2, "max_tokens": 4},
+        {"prompt": TEXTS[1], "temperature": 0.9, "seed": 7, "top_p": 0.9},
+        {"prompt": TEXTS[5], "temperature": 0},
+        {"prompt": TEXTS[1], "temperature": 0.9, "seed": 8, "top_p": 0.9},
+        {"prompt": TEXTS[0], "temperature": 0.9, "min_p": 0.9999, "xtc_probability": 0},
+    ]
+    done = run(folder, "--prompts-file", "-", *flags, stdin="\n".join(map(json.dumps, lines)))
+    assert done.returncode == 0, done.stderr
+    texts = [record["text"] for record in records(done.stdout)]
+    assert (texts[0], texts[6], texts[8]) == (expected[0], expected[5], expected[0])
+    assert set(texts[2].split()) == {"w17"} and len(texts[2].split()) == 12
+    assert len(texts[4].split()) == 4 and texts[4] != " ".join(expected[4].split()[:4])
+    assert texts[1] == texts[5] != texts[7] and texts[1] != expected[1]
+    model, tokenizer = load(str(folder))
+    for index, options in ((1, {"top_p": 0.9}), (3, {"top_k": 5})):  # a seed gives what the server's gives
+        mx.random.seed(7)
+        prompt = tokenizer.encode(lines[index]["prompt"])
+        alone = generate(model, tokenizer, prompt, max_tokens=12, sampler=make_sampler(0.9, **options))
+        assert alone == texts[index]
+
+
+def test_a_step_that_fails_ends_the_prompts_in_it_and_no_others() -> None:
+    class Generator:
+        calls = 0
+
+        def insert(self, prompts: list[list[int]], most: list[int], **options: Any) -> list[int]:
+            self.calls += 1
+            return [self.calls]
+
+        def next(self) -> Any:
+            if self.calls == 1:
+                raise RuntimeError("out of luck")
+            return [], [SimpleNamespace(uid=self.calls, token=5, finish_reason="length")]
+
+        def remove(self, uids: list[int]) -> None:
+            assert uids == [1]
+
+    class Tokenizer:
+        has_chat_template, eos_token_ids = False, ()
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return [1]
+
+        def decode(self, tokens: list[int]) -> str:
+            return str(tokens)
+
+    args = extend_parser(setup_arg_parser()).parse_args(["--batch-size", "1"])
+    args.batch_size = 1 / (1 + QUEUED_PER_ROW)  # one at a time, so that the first fails alone
+    out = io.StringIO()
+    results = Results(PROMPTS[:3], None, out)
+    BatchRun(Generator(), Tokenizer(), args, results, Sampling(args, Tokenizer(), 10), io.StringIO()).run(object())
+    assert [record.get("text", record.get("error")) for record in records(out.getvalue())] == [
+        "RuntimeError: out of luck",
+        "[5]",
+        "[5]",
+    ]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_the_bar_moves_during_the_first_prefill(folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "prompts.txt"
+    source.write_text(words(6000, 1))
+    shown = on_a_terminal(arguments(folder, "--prompts-file", source, "--prefill-step-size", 64, "--max-tokens", 1))
+    counted = [int(each.replace(b",", b"")) for each in re.findall(rb"0/1 prompts, ([\d,]+) prompt tokens", shown)]
+    assert len(set(counted)) > 1 and counted == sorted(counted) and 0 < counted[0] < 6000
+
+
+def on_a_terminal(command: list[str]) -> bytes:
+    """What a command writes to stderr, which is a terminal."""
+    primary, secondary = pty.openpty()
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=secondary, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+    )
+    os.close(secondary)
+    shown = b""
+    while True:
+        try:
+            chunk = os.read(primary, 65536)
+        except OSError:
+            break
+        if not chunk:
+            break
+        shown += chunk
+    os.close(primary)
+    assert process.wait(timeout=60) == 0, shown
+    return shown
+
+
 def test_json_lines_with_chats_ids_and_a_prompt_too_large(folder: Path, expected: list[str], tmp_path: Path) -> None:
     source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     lines = [
@@ -246,10 +477,20 @@ def test_a_killed_run_can_be_resumed(folder: Path, tmp_path: Path) -> None:
         (("--prompts-file", "-", "--resume"), "--resume needs --output"),
         (("--prompts-file", "-", "--kv-bits", "4"), "--kv-bits does not go"),
         (("--prompts-file", "-", "--batch-size", "0"), "at least 1"),
+        (("--prompts-file", "-", "--chat-template-config", "{x"), "--chat-template-config is not valid JSON"),
         (("--prompts-file", "-"), "stdin holds no prompt"),
     ],
 )
-def test_errors_are_one_line(folder: Path, args: tuple[str, ...], message: str) -> None:
+def test_errors_are_one_line_each(folder: Path, args: tuple[str, ...], message: str) -> None:
     done = run(folder, *args, stdin="")
     assert done.returncode == 1
     assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_output_is_checked_before_the_model_is_loaded(folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "model"
+    shutil.copytree(folder, broken)
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    done = run(broken, "--prompts-file", "-", "--output", tmp_path / "nowhere" / "out.jsonl", stdin="w1")
+    assert done.returncode == 1
+    assert "nowhere" in done.stderr and "cannot be loaded" not in done.stderr and "Traceback" not in done.stderr

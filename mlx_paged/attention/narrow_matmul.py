@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from .kernel_build import backend, build_kernel
 from .kernel_check import outcome_of
+from .kernel_timing import LAUNCHES, seconds_of
 
 MIN_ROWS, MAX_ROWS = 2, 32  # one row: MLX has a kernel of its own; for more, cuBLAS is worth its call
 # Values of a matrix: larger ones take the GPU longer than a call takes the host, and cuBLAS is better at them.
@@ -202,6 +203,22 @@ def self_check(body: str, dtype: mx.Dtype, tile: Tile) -> TileCheck:
     return TileCheck(
         body, dtype, tile, *outcome_of(lambda: max(_difference(body, dtype, tile, *size) for size in sizes))
     )
+
+
+def launch_seconds(body: str, dtype: mx.Dtype, tile: Tile) -> float:
+    """Seconds of a launch for a full tile's rows and matrices of 2,048 x 2,048, the kernel being compiled."""
+    size = 2048
+    x = mx.zeros((tile.rows, 1, size), dtype)
+    weights = [mx.zeros((size, size), dtype)] * {GROUPED: MAX_MATRICES, GATED: 2}.get(body, 1)
+    addends = {BIASED: (size,), ADDED: (tile.rows, 1, size)}
+    addend = mx.zeros(addends[body], dtype) if body in addends else None
+    mx.eval(x, weights)
+    shapes = [(tile.rows, 1, size)] * (MAX_MATRICES if body == GROUPED else 1)
+
+    def launches() -> list[mx.array]:
+        return [y for _ in range(LAUNCHES) for y in _launch(body, x, weights, addend, tile, shapes)]
+
+    return seconds_of(launches) / LAUNCHES
 
 
 def _difference(body: str, dtype: mx.Dtype, tile: Tile, num_rows: int, width: int, depth: int) -> float:

@@ -253,12 +253,12 @@ class BlockStore:
                         self._shrink(index, size)
             mx.clear_cache()
 
-    def _exhausted(self, blocks: int, num_bytes: int) -> PoolExhaustedError:
+    def _exhausted(self, blocks: int, num_bytes: int, apart: int = 0) -> PoolExhaustedError:
         return PoolExhaustedError(
             blocks_needed=blocks,
             bytes_needed=num_bytes,
             budget_bytes=self.memory_budget,
-            bytes_reserved=sum(g.bytes_reserved for g in self.groups),
+            bytes_reserved=sum(g.bytes_reserved for g in self.groups) + apart,
         )
 
     def set_geometry(
@@ -294,7 +294,8 @@ class BlockStore:
             known = group.allocator.num_blocks
             others = sum(g.bytes_reserved for g in self.groups)
             if others + known * per_block > self.memory_budget:
-                raise self._exhausted(known, known * per_block)
+                # The null block is nobody's need.
+                raise self._exhausted(known - 1, (known - 1) * per_block, apart=per_block)
             group.set_geometry(geometry, heads)
 
     def abandon(self, group: int, block_ids: list[int]) -> None:

@@ -33,6 +33,7 @@ class PagedCacheStats:
         prefix_hit_tokens: tokens that sequences took from a prefix cache instead of computing them.
         preemptions: sequences that gave their blocks back to make room, to be computed again later.
         shrinks: times a group's tensors were made smaller, for another group or because nothing needed the memory.
+        peak_bytes_in_use: bytes of the most live blocks there have been.
     """
 
     block_size: int
@@ -50,6 +51,7 @@ class PagedCacheStats:
     prefix_hit_tokens: int = 0
     preemptions: int = 0
     shrinks: int = 0
+    peak_bytes_in_use: int = 0
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
@@ -58,7 +60,8 @@ class PagedCacheStats:
         return (
             f"blocks of {self.block_size} tokens: {self.live_blocks} live (peak {self.peak_live_blocks}, "
             f"{self.shared_blocks} shared), "
-            f"{self.free_blocks} free; {self.bytes_in_use / 1e6:.1f} MB in use, "
+            f"{self.free_blocks} free; {self.bytes_in_use / 1e6:.1f} MB in use "
+            f"(peak {self.peak_bytes_in_use / 1e6:.1f} MB), "
             f"{self.bytes_reserved / 1e6:.1f} MB reserved of {self.budget_bytes / 1e6:.0f} MB; "
             f"{self.cow_forks} copy-on-write fork(s)"
         )
@@ -91,6 +94,7 @@ def count(
         prefix_hit_tokens=sum(holder.hit_tokens for holder in holders),
         preemptions=preemptions,
         shrinks=shrinks,
+        peak_bytes_in_use=sum(g.bytes_per_block * g.allocator.peak_live for g in groups),
     )
 
 

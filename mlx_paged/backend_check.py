@@ -1,0 +1,33 @@
+"""Imports MLX, and says what to install where its backend is missing."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+_print_others = sys.excepthook
+
+
+class MissingBackendError(ImportError):
+    """MLX is there, but not the backend that it computes with."""
+
+
+def _print_in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """As ``sys.excepthook``: where a command ends with this error, the frames of its imports say nothing."""
+    if isinstance(error, MissingBackendError):
+        print(f"mlx_paged: {error}", file=sys.stderr)
+    else:
+        _print_others(kind, error, trace)
+
+
+try:
+    import mlx.core  # noqa: F401
+except ImportError as missing:
+    sys.excepthook = _print_in_one_line
+    raise MissingBackendError(
+        f"MLX cannot be loaded ({missing}). On Linux its backend is an extra of this package: "
+        'pip install "mlx_paged[cpu]", or "mlx_paged[cuda13]" for an NVIDIA GPU ("mlx_paged[cuda12]" for older '
+        'drivers); from a checkout, pip install ".[cpu]" and so on'
+    ) from None
+
+__all__ = ["MissingBackendError"]

@@ -1,0 +1,158 @@
+"""What a user's editor, type checker, help() and first import say of the package."""
+
+from __future__ import annotations
+
+import os
+import pydoc
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mlx_lm import load
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from tests.builders import build
+from tests.test_command_line import save_model
+
+PATCHES = ("adopt_prompt_cache", "apply_patches", "is_applied", "pool_of", "remove_patches")
+
+USER = """
+from mlx_paged import PagedConfig, PagedCacheStats, apply_patches, pool_of, remove_patches
+
+report = apply_patches(PagedConfig(kernel="on", kv_cache_memory="2GB", block_size=16))
+applied: list[str] = report.applied
+pool = pool_of(object())
+if pool is not None:
+    stats: PagedCacheStats = pool.stats()
+remove_patches()
+"""
+WRONG = """
+from mlx_paged import PagedConfig, apply_patches, pool_of, remove_patches
+
+apply_patches("on")
+pool_of(object()).stats()
+answer: int = remove_patches(3)
+PagedConfig(kernel=3.5)
+"""
+
+
+def check_types(tmp_path: Path, text: str) -> str:
+    file = tmp_path / "user.py"
+    file.write_text(text)
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", file],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=300,
+    )
+    return checked.stdout
+
+
+def test_a_users_file_is_checked_against_real_types(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    assert "Success" in check_types(tmp_path, USER)
+    mistakes = check_types(tmp_path, WRONG)
+    assert [int(line.split(":")[1]) for line in mistakes.splitlines() if ": error:" in line][:2] == [4, 5]
+    assert "user.py:6" in mistakes and "user.py:7" in mistakes
+
+
+def test_help_and_dir_name_what_users_call() -> None:
+    text = pydoc.render_doc(mlx_paged, renderer=pydoc.plaintext)
+    for name in PATCHES:
+        assert name in dir(mlx_paged) and name in mlx_paged.__all__ and f"\n    {name}(" in text
+    assert ">>> " in (mlx_paged.apply_patches.__doc__ or "") and ">>> " in (mlx_paged.pool_of.__doc__ or "")
+
+
+def test_every_public_name_is_there() -> None:
+    for name in mlx_paged.__all__:
+        assert getattr(mlx_paged, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'apply_patch'"):
+        mlx_paged.apply_patch  # noqa: B018
+
+
+def test_pool_of_makes_the_pool_that_generation_uses(tmp_path: Path) -> None:
+    from mlx_lm import generate
+
+    model, tokenizer = load(str(save_model(tmp_path / "model")))
+    assert mlx_paged.pool_of(model) is None, "stock mlx-lm has no pools"
+    mlx_paged.apply_patches()
+    pool = mlx_paged.pool_of(model)
+    assert pool is not None and pool.stats().live_blocks == 0 and pool.stats().budget_bytes > 0
+    generate(model, tokenizer, prompt="w1 w2 w3", max_tokens=4)
+    assert mlx_paged.pool_of(model) is pool and pool.stats().peak_live_blocks > 0
+    mlx_paged.remove_patches()
+    assert mlx_paged.pool_of(model) is None
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_pool_of_does_not_settle_what_keys_will_look_like(kind: str) -> None:
+    mlx_paged.apply_patches()
+    pool = mlx_paged.pool_of(build(kind))
+    assert pool is not None and all(group.geometry is None for group in pool.groups)
+
+
+def test_pool_of_what_is_not_paged_is_none() -> None:
+    mlx_paged.apply_patches()
+    assert mlx_paged.pool_of(object()) is None
+
+
+def test_the_configuration_is_named_like_the_flag_and_the_former_name_works() -> None:
+    assert PagedConfig(kernel="on").kernel is True
+    with pytest.warns(DeprecationWarning, match="is called kernel now"):
+        former = PagedConfig(use_native_paged_kernel="off")
+    assert former == PagedConfig(kernel=False) and former.use_native_paged_kernel is False
+    with pytest.raises(mlx_paged.ConfigError, match="auto, on or off"):
+        PagedConfig(kernel="fast")
+
+
+NO_BACKEND = 'raise ImportError("libmlx.so: cannot open shared object file: No such file or directory")'
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("-c", "import mlx_paged"),
+        ("-c", "from mlx_paged.generate import main; main()"),
+        ("-c", "from mlx_paged.server import main; main()"),
+        ("-m", "mlx_paged", "--help"),
+        ("-m", "mlx_paged", "chat"),
+        ("-m", "mlx_paged.generate", "--help"),
+        ("-m", "mlx_paged.server", "--help"),
+    ],
+)
+def test_without_a_backend_of_mlx_it_says_what_to_install(tmp_path: Path, command: tuple[str, ...]) -> None:
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "__init__.py").touch()
+    (tmp_path / "mlx" / "core.py").write_text(NO_BACKEND)
+    root = Path(mlx_paged.__file__).parent.parent
+    run = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{root}"},
+        cwd=tmp_path,
+        timeout=60,
+    )
+    assert run.returncode == 1 and "Traceback" not in run.stderr
+    assert "libmlx.so" in run.stderr and 'pip install "mlx_paged[cpu]"' in run.stderr and "[cuda13]" in run.stderr
+
+
+def test_without_a_backend_the_import_can_be_caught(tmp_path: Path) -> None:
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "__init__.py").touch()
+    (tmp_path / "mlx" / "core.py").write_text(NO_BACKEND)
+    root = Path(mlx_paged.__file__).parent.parent
+    code = "try:\n    import mlx_paged\nexcept ImportError as error:\n    print(type(error).__name__)\n1 / 0"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{root}"},
+        cwd=tmp_path,
+        timeout=60,
+    )
+    assert run.stdout == "MissingBackendError\n"
+    assert "Traceback" in run.stderr and "ZeroDivisionError" in run.stderr, "other errors are shown as ever"
