@@ -11,6 +11,7 @@ from typing import Any
 MAX_BODY_BYTES = 64 << 20
 MAX_TOKENS = 1 << 24
 MAX_STOP_WORDS, MAX_STOP_LENGTH = 16, 1000
+MAX_SALT_LENGTH = 1000
 MAX_PENALTY = 1e4
 MAX_CONTEXT = 1 << 20
 
@@ -136,6 +137,11 @@ def _stop(name: str, value: Any) -> None:
         raise invalid(f"{name}: at most {MAX_STOP_WORDS} words of at most {MAX_STOP_LENGTH} characters", name)
 
 
+def _cache_salt(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_SALT_LENGTH:
+        raise invalid(f"{name} must be a string of 1 to {MAX_SALT_LENGTH} characters", name)
+
+
 def _logit_bias(name: str, value: Any) -> None:
     if not isinstance(value, dict):
         raise invalid(f"{name} must be an object of token ids and numbers", name)
@@ -191,6 +197,7 @@ _CHECKS: Mapping[str, _Check] = {
     "tools": _objects,
     "role_mapping": _object,
     "chat_template_kwargs": _object,
+    "cache_salt": _cache_salt,
 }
 
 

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -55,7 +56,7 @@ def prepare(args: argparse.Namespace) -> None:
     patches.apply_patches(PagedConfig.from_env().with_arguments(args))
     raise_cpu_cache_limit()
     adapter.configure(config)
-    if config.api_key is None and not args.host.startswith(LOOPBACK):
+    if not config.api_keys and not args.host.startswith(LOOPBACK):
         print(
             f"mlx_paged.server: warning: {args.host} can be reached from other machines, and there is no --api-key",
             file=sys.stderr,
@@ -71,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.argv = [sys.argv[0], *argv]
     names = adapter.replacements(upstream)
     ServerParser.shares = bool(names)
+    # Its checks are not what is used here.
+    warnings.filterwarnings("ignore", message="mlx_lm.server is not recommended for production")
     names["argparse"] = SimpleNamespace(ArgumentParser=ServerParser)
     names["load"] = explain_load_errors(upstream.load)
     signal.signal(signal.SIGTERM, _interrupt)  # mlx-lm ends in order at an interrupt only
@@ -84,7 +87,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         _leave(1)
     except KeyboardInterrupt:
         logging.info("interrupted")
-    _leave(0)
+    failure = adapter.start_error()
+    if failure is not None:
+        print(f"mlx_paged.server: the server cannot start: {failure}", file=sys.stderr)
+    _leave(0 if failure is None else 1)
 
 
 def _leave(status: int) -> NoReturn:

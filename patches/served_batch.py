@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from queue import Queue
 from typing import Any, NamedTuple
 
@@ -52,6 +53,7 @@ class Served(NamedTuple):
     detokenizer: Any
     segment_types: list[str]
     top_logprobs: int
+    salt: str | None
 
 
 class ServedBatch:
@@ -100,7 +102,8 @@ class ServedBatch:
             if not self.generator.has_windows:  # any prefix can be served to the token: no need to stop anywhere
                 segments, segment_types = [prompt], ["assistant"]
         else:
-            caches, rest = self.prompt_cache.fetch_nearest_cache(self.key, prompt)
+            with self._salted(request.salt):
+                caches, rest = self.prompt_cache.fetch_nearest_cache(self.key, prompt)
             num_cached = len(prompt) - len(rest)
             segments, segment_types = _without(segments, segment_types, num_cached)
         ctx = upstream.GenerationContext(
@@ -120,9 +123,12 @@ class ServedBatch:
             samplers=[upstream._make_sampler(args, tokenizer)],
             logits_processors=[upstream._make_logits_processors(args)],
             stop_sequences=[stop_sequences],
+            salts=[request.salt],
         )
         queue.counts_prompt = not self.generator.counts_prompt_tokens
-        self.served[uid] = Served(queue, ctx, tokenizer.detokenizer, segment_types[::-1], args.top_logprobs)
+        self.served[uid] = Served(
+            queue, ctx, tokenizer.detokenizer, segment_types[::-1], args.top_logprobs, request.salt
+        )
         queue.put(ctx)
         self._trim()
 
@@ -199,9 +205,10 @@ class ServedBatch:
         if response.finish_reason is not None:
             del self.served[response.uid]
             if not self.generator.shares_prefixes:
-                self.prompt_cache.insert_cache(
-                    self.key, response.all_tokens[:], response.prompt_cache, cache_type="assistant"
-                )
+                with self._salted(served.salt):
+                    self.prompt_cache.insert_cache(
+                        self.key, response.all_tokens[:], response.prompt_cache, cache_type="assistant"
+                    )
             self._trim()
         served.queue.put(answer)
         if response.finish_reason is not None:
@@ -218,7 +225,11 @@ class ServedBatch:
         ]
         for uid, (caches, tokens) in self.generator.extract_cache(ends).items():
             kind = self.served[uid].segment_types.pop()
-            self.prompt_cache.insert_cache(self.key, tokens[:], caches, cache_type=kind)
+            with self._salted(self.served[uid].salt):
+                self.prompt_cache.insert_cache(self.key, tokens[:], caches, cache_type=kind)
+
+    def _salted(self, salt: str | None) -> AbstractContextManager[None]:
+        return self.prompt_cache.salted(salt) if isinstance(self.prompt_cache, PagedPromptCache) else nullcontext()
 
     def _trim(self) -> None:
         """Keep the prompt cache within the limits that the command line gave."""

@@ -1,0 +1,1 @@
+"""Prompts are made in processes of their own, with bounds."""
