@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
-from queue import Empty, LifoQueue
 from typing import Any
 
 from ..request_body import RequestRefused, invalid
@@ -21,8 +20,7 @@ from .warn import warn_once
 
 PROMPT_SECONDS = 20.0  # for one prompt
 PROMPT_BYTES = 4 << 30  # of memory
-NUM_PROCESSES = 2
-LARGE_BYTES = 256 << 10  # of a request; only one process works on such, so that the other is there for the rest
+LARGE_BYTES = 256 << 10  # of a request
 POLL_SECONDS = 0.25
 
 
@@ -82,6 +80,11 @@ class PromptProcess:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
         self._setup = None
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has been started and has answered."""
+        return self._setup is not None and self._process is not None
+
     def learn(self, setup: PromptSetup) -> None:
         """Give it the tokenizer, unless it has it."""
         assert setup.payload is not None
@@ -119,7 +122,7 @@ class PromptProcess:
             raise invalid("the prompt cannot be made within the memory that there is for one") from None
 
     def _end(self) -> None:
-        process, self._process = self._process, None
+        process, self._process, self._setup = self._process, None, None
         if process is not None:
             process.kill()
             process.wait()
@@ -140,12 +143,16 @@ class PromptProcess:
 class PromptMaker:
     """Makes prompts for the threads of clients, each of which waits for its own.
 
-    What is bounded: the time and the memory of a prompt, and how many are made at a time, of large requests one. So
-    a template that never ends, or a text of millions of tokens, costs a process some seconds, and no other request.
+    What is bounded: the time and the memory of a prompt, and how many are made at a time. There are two processes. One
+    is for small requests; the other one, started when it is first needed, for large ones, and for small ones while the
+    first is busy. So a template that never ends, or a text of millions of tokens, costs a process some seconds.
 
     Args:
         seconds, num_bytes: for one prompt.
         allow_template: whether clients may bring their own chat templates.
+
+    Attributes:
+        num_waiting: requests whose turn has not come.
     """
 
     def __init__(
@@ -153,23 +160,19 @@ class PromptMaker:
     ) -> None:
         self.allow_template = allow_template
         self.num_waiting = 0
-        self._lock = threading.Lock()
-        self._processes = [PromptProcess(seconds, num_bytes) for _ in range(NUM_PROCESSES)]
-        self._idle: LifoQueue[PromptProcess] = LifoQueue()  # the one used last first, so that the others need not start
-        self._large: LifoQueue[None] = LifoQueue()
-        for process in self._processes:
-            self._idle.put(process)
-        for _ in range(NUM_PROCESSES - 1):
-            self._large.put(None)
+        self._here = threading.Lock()  # for prompts that cannot be made elsewhere
+        self._changed = threading.Condition()
+        self._for_small, self._for_large = (PromptProcess(seconds, num_bytes) for _ in range(2))
+        self._busy: list[PromptProcess] = []
 
     def start(self) -> None:
         """Begin to start a process, for the first prompt."""
-        self._processes[-1].start()
+        self._for_small.start()
 
     def learn(self, setup: PromptSetup) -> None:
-        """Return when a process is ready for a model's first prompt."""
+        """Return when a process is ready for a model's prompts."""
         if setup.payload is not None:
-            with self._taken(self._idle, lambda: False) as process:
+            with self._process(is_large=False) as process:
                 process.learn(setup)
 
     def make(
@@ -198,40 +201,50 @@ class PromptMaker:
         """
         job = PromptJob(request, template_kwargs, most_tokens, self.allow_template, has_images and setup.has_processor)
         if setup.payload is None:
-            with self._lock:
+            with self._here:
                 return make_prompt(setup.tokenizer, setup.chat_template_args, job)
         payload = pickle.dumps(("job", job))
-        turns = self._large if len(payload) > LARGE_BYTES else None
-        with self._taken(turns, client_is_gone), self._taken(self._idle, client_is_gone) as process:
-            made: MadePrompt = process.make(setup, payload)
-            return made
+        with self._process(is_large=len(payload) > LARGE_BYTES, client_is_gone=client_is_gone) as process:
+            return process.make(setup, payload)
 
     @contextmanager
-    def _taken(self, queue: LifoQueue[Any] | None, client_is_gone: Callable[[], bool]) -> Iterator[Any]:
-        if queue is None:
-            yield None
-            return
-        item = self._take(queue, client_is_gone)
+    def _process(
+        self, *, is_large: bool, client_is_gone: Callable[[], bool] = lambda: False
+    ) -> Iterator[PromptProcess]:
+        process = self._wait_for_process(is_large, client_is_gone)
         try:
-            yield item
+            yield process
         finally:
-            queue.put(item)
+            with self._changed:
+                self._busy.remove(process)
+                self._changed.notify_all()
 
-    def _take(self, queue: LifoQueue[Any], client_is_gone: Callable[[], bool]) -> Any:
-        with self._lock:
+    def _wait_for_process(self, is_large: bool, client_is_gone: Callable[[], bool]) -> PromptProcess:
+        with self._changed:
             self.num_waiting += 1
         try:
             while True:
-                try:
-                    return queue.get(timeout=POLL_SECONDS)
-                except Empty:
-                    if client_is_gone():
-                        raise ConnectionAbortedError("the client has gone") from None
+                with self._changed:
+                    process = self._idle(is_large)
+                    if process is None and self._changed.wait(POLL_SECONDS):
+                        continue
+                    if process is not None:
+                        self._busy.append(process)
+                        return process
+                if client_is_gone():
+                    raise ConnectionAbortedError("the client has gone")
         finally:
-            with self._lock:
+            with self._changed:
                 self.num_waiting -= 1
+
+    def _idle(self, is_large: bool) -> PromptProcess | None:
+        if not is_large and self._for_small not in self._busy:
+            return self._for_small
+        if self._for_large not in self._busy and (is_large or self._for_large.is_ready):
+            return self._for_large
+        return None
 
     def close(self) -> None:
         """End the processes; prompts that are being made fail."""
-        for process in self._processes:
-            process.close()
+        self._for_small.close()
+        self._for_large.close()

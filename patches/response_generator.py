@@ -27,6 +27,7 @@ from .prepared_request import PreparedRequest, RenderedTokenizer
 from .prompt_job import PromptJob, make_prompt
 from .prompt_maker import PromptMaker, PromptSetup
 from .served_batch import AnswerQueue, ServedBatch
+from .topology import probe_geometry
 
 POLL_SECONDS = 0.25  # between looks at whether a client is still there
 IDLE_SECONDS = 0.1
@@ -222,6 +223,8 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
             if provider.model is not None:
                 self._learn_layout()
                 check_capacity(provider.model, self.cli_args.prefill_step_size)
+                if self._setup is not None:
+                    self.prompts.learn(self._setup)
         except Exception as error:
             logging.error("the model %s cannot be served: %s", self.cli_args.model, error)
             self.start_error = error
@@ -345,6 +348,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         """Make the model's pool known, so that prefixes on disk are found, and its tokenizer, to make prompts with."""
         provider = self.model_provider
         caches = stock_cache.make_prompt_cache(provider.model)
+        probe_geometry(provider.model, caches)
         if provider.draft_model is not None:
             caches += stock_cache.make_prompt_cache(provider.draft_model)
         if isinstance(self.prompt_cache, PagedPromptCache):
