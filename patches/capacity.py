@@ -63,4 +63,4 @@ def describe(model: Any, chunk: int) -> str:
         return "no paged KV cache"
     most = capacity(model, chunk)
     tokens = "a request of any length" if most is None else f"{most:,} tokens"
-    return f"a KV cache of {pool.memory_budget:,} bytes, which hold {tokens}"
+    return f"a KV cache of {pool.memory_budget:,} bytes, which holds {tokens}"

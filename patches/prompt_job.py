@@ -12,7 +12,7 @@ from mlx_lm import server as upstream
 from transformers import PreTrainedTokenizerFast
 
 from ..request_body import RequestRefused, invalid
-from .template_variables import renders_jinja, template_variables
+from .template_variables import renders_jinja, template_variables, unwrapped
 
 # What may stand between a text and a tokenizer's model without deleting any of it. The forms of Unicode can join up to
 # four characters to one.
@@ -145,7 +145,7 @@ def longest_token(tokenizer: Any) -> int | None:
     """Most characters of a text that one token stands for; negative if white space beside a token does not count.
     None if there is no such number: the tokenizer deletes text, or has one token for any length of unknown text.
     """
-    return _longest_token(getattr(tokenizer, "_tokenizer", tokenizer))
+    return _longest_token(unwrapped(tokenizer))
 
 
 @functools.lru_cache(maxsize=1)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jinja2.meta
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
@@ -60,7 +61,7 @@ def _arguments() -> frozenset[str]:
 
 
 def _read_by(tokenizer: Any, template: str | None, tools: Any) -> frozenset[str]:
-    inner = getattr(tokenizer, "_tokenizer", tokenizer)
+    inner = unwrapped(tokenizer)
     renderer = getattr(tokenizer, "_chat_template", None)
     if renderer is None and not renders_jinja(tokenizer):
         renderer = type(inner).apply_chat_template
@@ -70,9 +71,14 @@ def _read_by(tokenizer: Any, template: str | None, tools: Any) -> frozenset[str]
     return read - (_arguments() - VARIABLES_AMONG_ARGUMENTS) - frozenset(inner.special_tokens_map)
 
 
+def unwrapped(tokenizer: Any) -> Any:
+    """The tokenizer of transformers that mlx-lm's wrapper holds."""
+    return tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer
+
+
 def renders_jinja(tokenizer: Any) -> bool:
     """Whether ``apply_chat_template`` renders a Jinja template and then encodes the text, and no more."""
-    inner = getattr(tokenizer, "_tokenizer", tokenizer)
+    inner = unwrapped(tokenizer)
     own = getattr(type(inner), "apply_chat_template", None)
     return getattr(tokenizer, "_chat_template", None) is None and own is PreTrainedTokenizerBase.apply_chat_template
 

@@ -75,7 +75,7 @@ def test_bytes_pass_or_are_refused(raw: bytes) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_wrong_types_are_refused_by_name(name: str) -> None:
     wrong: Any = [1] if name in ("messages", "tools", "stop") else "x" if name != "prompt" else 1
-    if name in ("model", "draft_model", "adapters"):
+    if name in ("model", "draft_model", "adapters", "cache_salt"):
         wrong = {}
     path = COMPLETIONS if name == "prompt" else CHAT
     with pytest.raises(RequestRefused) as caught:
@@ -177,6 +177,11 @@ def check(server: ServerProcess, path: str, body: Any) -> None:
 @example({**HI, "tools": [{}]})
 @example({**HI, "tools": [{"type": "function", "function": 3}]})
 @example({**HI, "chat_template_kwargs": {"tokenize": False, "messages": 3, "add_generation_prompt": 1}})
+@example({**HI, "chat_template_kwargs": {"return_tensors": "np"}})
+@example({**HI, "chat_template_kwargs": {"padding": "max_length", "max_length": 4000000}})
+@example(
+    {**HI, "chat_template_kwargs": {"chat_template": "{% for i in range(99999) %}{{ range(99999)|list }}{% endfor %}"}}
+)
 @example({**HI, "role_mapping": {"user": 3}})
 @example({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}]})
 @example({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": 3}]}]})
