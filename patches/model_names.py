@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_lm import server as upstream
+from huggingface_hub import scan_cache_dir
+from huggingface_hub.errors import CacheNotFound
 
 FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}  # as in mlx-lm
 
@@ -58,9 +59,13 @@ def _object(name: str, created: int) -> dict[str, Any]:
 
 def _downloaded() -> list[str]:
     """Repositories in the hub's cache that look like models of mlx-lm."""
+    try:
+        repos = scan_cache_dir().repos
+    except (CacheNotFound, ValueError):  # a folder that is not there has no models in it
+        return []
     return [
         repo.repo_id
-        for repo in upstream.scan_cache_dir().repos
+        for repo in repos
         if repo.repo_type == "model"
         and "main" in repo.refs
         and {file.file_path.name for file in repo.refs["main"].files} >= FILES

@@ -12,7 +12,6 @@ from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
-from huggingface_hub.errors import CacheNotFound
 from mlx_lm import server as upstream
 
 from .. import cache_page, metrics
@@ -353,7 +352,6 @@ def replacements(module: Any) -> dict[str, Any]:
         "_run_http_server": functools.partial(
             module._run_http_server, server_class=Server, handler_class=PagedAPIHandler
         ),
-        "scan_cache_dir": _scan_cache_dir(module.scan_cache_dir),
     }
 
 
@@ -362,15 +360,3 @@ def _is_known(module: Any, name: str, known: str) -> bool:
         return fingerprint(getattr(module, name)) == known
     except (AttributeError, OSError, TypeError):
         return False
-
-
-def _scan_cache_dir(original: Callable[[], Any]) -> Callable[[], Any]:
-    """Replacement of ``scan_cache_dir``: a folder that is not there has no models in it."""
-
-    def scan_cache_dir() -> Any:
-        try:
-            return original()
-        except (CacheNotFound, ValueError):
-            return type("NoModels", (), {"repos": frozenset()})
-
-    return scan_cache_dir
