@@ -285,6 +285,8 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
                     return False
                 self._load_model(args.model)
             if request is None:  # only the model was wanted, to make the prompt with
+                if self._setup is None:
+                    self._learn_layout()
                 queue.put(self._setup)
                 return True
             if not self._is_batchable(args) or any(upstream._image_parts(request.messages)):
@@ -333,14 +335,12 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
             if isinstance(self.prompt_cache, PagedPromptCache):
                 self.prompt_cache.tidy()  # the model's prefixes go with it
             self._close_batch(None)
+            self._setup = None  # until the new one's is known
             candidate.take_over()
         except Exception as error:
             logging.warning("the model %r cannot be loaded: %s: %s", wanted.model, type(error).__name__, error)
             message = f"the model {wanted.model} cannot be loaded, or is not what the request needs"
             raise RequestRefused(404, message, kind="not_found", param="model") from None
-        finally:
-            if self.model_provider.model is None:
-                self._setup = None
         self._learn_layout()
         self._say_ready()
 

@@ -93,7 +93,8 @@ def make_response_generator(model_provider: Any, prompt_cache: Any) -> PagedResp
     names = ModelNames(model_provider.cli_args.model, _config.served_model_names)
     names.teach(model_provider)
     prompts = PromptMaker(allow_template=_config.allow_chat_template_override)
-    prompts.start()  # while the model is loaded
+    if not model_provider.is_distributed:
+        prompts.start()  # while the model is loaded
     global _generator
     _generator = PagedResponseGenerator(model_provider, prompt_cache, prompts=prompts)
     return _generator

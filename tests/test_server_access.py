@@ -12,11 +12,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
+from mlx_paged.patches.response_generator import PagedResponseGenerator
+from mlx_paged.patches.server import NoPromptCache
+from mlx_paged.request_body import RequestRefused
 from tests.server_process import Answer, ServerProcess
 from tests.tiny_model import make_tiny_model
 
@@ -299,9 +303,13 @@ def test_addresses_that_are_none_are_bad_requests(server: ServerProcess) -> None
             assert b" 400 " in client.recv(100)
 
 
-def test_a_budget_for_no_request_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
+def test_what_can_serve_nobody_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mlx_paged", "server", "--model", str(folder), "--port", "0"]
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    (broken / "model.safetensors").write_bytes(b"x" * 1000)
     for flags, env, words in (
+        (["--model", str(broken)], {}, "cannot be loaded"),
         (["--kv-cache-memory", "20KB"], {}, "holds no request of this model, which takes at least 32,768"),
         ([], {"MLX_PAGED_API_KEY": ""}, "MLX_PAGED_API_KEY holds an empty API key"),
         (["--api-key", " "], {}, "--api-key holds an empty API key"),
@@ -328,3 +336,27 @@ def test_health_tells_loading_from_ready(folder: Path, tmp_path: Path, monkeypat
     server = ServerProcess(folder, tmp_path)
     assert seen == {(503, "loading"), (200, "ok")}
     assert server.stop() == 0, server.log
+
+
+def test_a_thread_that_cannot_load_its_model_has_failed() -> None:
+    may_load = threading.Event()
+
+    class Provider:
+        model = model_key = None
+        cli_args = SimpleNamespace(model="x")
+
+        def load_default(self) -> None:
+            assert may_load.wait(30)
+            raise ValueError("no such model")
+
+        def reset(self) -> None:
+            pass
+
+    generator = PagedResponseGenerator(Provider(), NoPromptCache())
+    assert generator.state == "loading"
+    may_load.set()
+    generator.join()
+    assert generator.state == "failed" and "no such model" in str(generator.start_error)
+    with pytest.raises(RequestRefused) as caught:
+        generator.generate(None, None)
+    assert caught.value.status == 503

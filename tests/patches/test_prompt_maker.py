@@ -15,6 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm import server as upstream
 from mlx_lm.utils import load_tokenizer
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from mlx_paged.patches.prompt_job import BoundedTokenizer, PromptJob, least_tokens, longest_token, make_prompt
 from mlx_paged.patches.prompt_maker import LARGE_BYTES, PromptMaker, PromptSetup
@@ -161,6 +163,39 @@ def test_prompts_past_the_budget_are_counted_before_they_are_encoded(
 def test_no_text_has_fewer_tokens_than_the_bound(tokenizer: Any, a: str, b: str, times: int) -> None:
     prompt = a + b * times
     assert least_tokens(tokenizer, prompt) <= len(tokenizer.encode(prompt))
+
+
+def test_there_is_no_bound_where_text_may_vanish() -> None:
+    def longest(
+        model: Any = None, normalizer: Any = None, pre_tokenizer: Any = None, added: Any = None, fallback: bool = True
+    ) -> int | None:
+        vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"abcdefgh": 256}
+        inner = Tokenizer(model or models.BPE(vocabulary, [], byte_fallback=fallback))
+        if normalizer is not None:
+            inner.normalizer = normalizer
+        if pre_tokenizer is not None:
+            inner.pre_tokenizer = pre_tokenizer
+        if added is not None:
+            inner.add_special_tokens([added])
+        return longest_token(PreTrainedTokenizerFast(tokenizer_object=inner))
+
+    assert longest() == 8
+    assert longest(normalizer=normalizers.Sequence([normalizers.Replace(" ", "_"), normalizers.Prepend("_")])) == 8
+    assert longest(normalizer=normalizers.NFC()) == 32
+    assert longest(added=AddedToken("<|ten more|>", rstrip=True)) == -12
+    unigram = models.Unigram([("<unk>", 0.0), ("abc", -1.0), *((f"<0x{b:02X}>", -9.0) for b in range(256))], 0, True)
+    assert longest(unigram) == 6
+    for vanishing in (
+        longest(fallback=False),
+        longest(models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]")),
+        longest(normalizer=normalizers.Strip()),
+        longest(normalizer=normalizers.Replace("x", "")),
+        longest(normalizer=normalizers.StripAccents()),
+        longest(pre_tokenizer=pre_tokenizers.Whitespace()),
+        longest(pre_tokenizer=pre_tokenizers.Split(" ", "removed")),
+    ):
+        assert vanishing is None
+    assert least_tokens(object(), "x" * 1000) == 0
 
 
 def test_an_image_prompt_is_rendered_and_no_more(setup: PromptSetup, tokenizer: Any, maker: PromptMaker) -> None:
