@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
 MAX_BODY_BYTES = 64 << 20
+MAX_VALUES = 1 << 18  # in a body: parsing takes memory and the interpreter for each
+SMALL_BYTES = 1 << 20  # of a body, whose values need not be counted
 MAX_TOKENS = 1 << 24
 MAX_STOP_WORDS, MAX_STOP_LENGTH = 16, 1000
 MAX_SALT_LENGTH = 1000
@@ -54,8 +57,10 @@ def parse_body(raw: bytes, path: str) -> dict[str, Any]:
         path: the endpoint's.
 
     Raises:
-        RequestRefused: with status 400, naming the parameter.
+        RequestRefused: with status 400, naming the parameter, or 413.
     """
+    if len(raw) > SMALL_BYTES and not _has_few_values(raw):
+        raise RequestRefused(413, f"a request body holds at most {MAX_VALUES:,} values")
     body = _load(raw)
     if not isinstance(body, dict):
         raise invalid("the request body must be a JSON object")
@@ -75,6 +80,17 @@ def parse_body(raw: bytes, path: str) -> dict[str, Any]:
     elif not isinstance(body.get("prompt"), str) or not body["prompt"]:
         raise invalid("prompt must be a string that is not empty", "prompt")
     return body
+
+
+def _has_few_values(raw: bytes) -> bool:
+    """Whether JSON text holds no more than MAX_VALUES values, found without parsing it."""
+    if raw.count(b'"') - raw.count(b'\\"') > 4 * MAX_VALUES:
+        return False
+    structure = _STRING.sub(b"", raw)
+    return sum(map(structure.count, (b",", b"[", b"{"))) <= MAX_VALUES
+
+
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 def _load(raw: bytes) -> Any:

@@ -103,6 +103,27 @@ def test_what_is_not_json_is_refused(raw: bytes) -> None:
     assert caught.value.status == 400
 
 
+@pytest.mark.parametrize(
+    "junk",
+    ["[" + "[]," * 600_000 + "1]", "[" + "1e5," * 400_000 + "1]", "[" + '"\\\\",' * 600_000 + '""]', '{"":[' * 300_000],
+    ids=["lists", "numbers", "strings", "nested"],
+)
+def test_a_body_of_very_many_values_is_not_parsed(junk: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loads(*args: Any, **options: Any) -> Any:
+        raise AssertionError("was parsed")
+
+    monkeypatch.setattr(request_body.json, "loads", loads)
+    with pytest.raises(RequestRefused) as caught:
+        parse_body(('{"prompt": "x", "junk": ' + junk).encode(), COMPLETIONS)
+    assert caught.value.status == 413
+
+
+def test_a_long_text_is_one_value() -> None:
+    for text in ('he said, "[{," ' * 200_000, "\\" * 1_000_000, ',"' * 700_000):
+        body = {"prompt": text, "logit_bias": {str(n): 1 for n in range(1000)}}
+        assert parse_body(json.dumps(body).encode(), COMPLETIONS) == body
+
+
 def test_null_is_as_not_given_and_seeds_are_made_fit() -> None:
     body = parse_body(json.dumps({"prompt": "x", "seed": -1, "temperature": None, "other": 3}).encode(), COMPLETIONS)
     assert body == {"prompt": "x", "seed": 2**64 - 1, "other": 3}
