@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from ..errors import ConfigError, RequestTooLargeError
@@ -56,11 +57,13 @@ def check_capacity(model: Any, chunk: int) -> None:
     )
 
 
-def describe(model: Any, chunk: int) -> str:
-    """The pool's size, for people."""
-    pool = pool_of(model)
+def announce(provider: Any, chunk: int) -> None:
+    """Log which model is ready, and its pool's size."""
+    pool = pool_of(provider.model)
     if pool is None:
-        return "no paged KV cache"
-    most = capacity(model, chunk)
-    tokens = "a request of any length" if most is None else f"{most:,} tokens"
-    return f"a KV cache of {pool.memory_budget:,} bytes, which holds {tokens}"
+        size = "no paged KV cache"
+    else:
+        most = capacity(provider.model, chunk)
+        tokens = "a request of any length" if most is None else f"{most:,} tokens"
+        size = f"a KV cache of {pool.memory_budget:,} bytes, which holds {tokens}"
+    logging.info("the model %s is ready, with %s", provider.model_key[0], size)

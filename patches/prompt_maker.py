@@ -21,6 +21,7 @@ from .warn import warn_once
 PROMPT_SECONDS = 20.0  # for one prompt
 PROMPT_BYTES = 4 << 30  # of memory
 LARGE_BYTES = 256 << 10  # of a request
+MOST_BYTES = 256 << 20  # of all requests whose prompts are being made or wait for it
 POLL_SECONDS = 0.25
 
 
@@ -164,6 +165,7 @@ class PromptMaker:
         self._changed = threading.Condition()
         self._for_small, self._for_large = (PromptProcess(seconds, num_bytes) for _ in range(2))
         self._busy: list[PromptProcess] = []
+        self._num_bytes = 0
 
     def start(self) -> None:
         """Begin to start a process, for the first prompt."""
@@ -198,14 +200,28 @@ class PromptMaker:
         Raises:
             RequestRefused: the prompt cannot be made.
             ConnectionAbortedError: the client has gone.
+            RequestRefused: 429, too many bytes of prompts are waiting.
         """
         job = PromptJob(request, template_kwargs, most_tokens, self.allow_template, has_images and setup.has_processor)
         if setup.payload is None:
             with self._here:
                 return make_prompt(setup.tokenizer, setup.chat_template_args, job)
         payload = pickle.dumps(("job", job))
-        with self._process(is_large=len(payload) > LARGE_BYTES, client_is_gone=client_is_gone) as process:
+        is_large = len(payload) > LARGE_BYTES
+        with self._room(len(payload)), self._process(is_large=is_large, client_is_gone=client_is_gone) as process:
             return process.make(setup, payload)
+
+    @contextmanager
+    def _room(self, num_bytes: int) -> Iterator[None]:
+        with self._changed:
+            if self._num_bytes and self._num_bytes + num_bytes > MOST_BYTES:
+                raise RequestRefused(429, "too many large prompts are waiting", kind="overloaded", retry_after=5)
+            self._num_bytes += num_bytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_bytes -= num_bytes
 
     @contextmanager
     def _process(

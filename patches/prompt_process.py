@@ -50,10 +50,10 @@ def main() -> None:
             message = receive(source)
         except EOFError:
             return
-        # The signal's default is to end the process, in the middle of C code, too: nothing a prompt does can stop it.
-        signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
             kind, value = pickle.loads(message)
+            # The signal's default is to end the process, in the middle of C code, too: nothing a prompt does stops it.
+            signal.setitimer(signal.ITIMER_REAL, seconds if kind == "job" else 0)
             if kind == "tokenizer":
                 tokenizer, template_args = value
                 answer: tuple[Any, ...] = ("ready",)

@@ -20,7 +20,7 @@ from mlx_lm.models import cache as stock_cache
 from ..errors import PoolExhaustedError, RequestFailedError, RequestTooLargeError
 from ..request_body import RequestRefused, invalid
 from ..server_stats import ServerStats
-from .capacity import answer_tokens, capacity, check_capacity, describe
+from .capacity import announce, answer_tokens, capacity, check_capacity
 from .model_switch import Candidate, ModelKey
 from .prefix_cache import PagedPromptCache
 from .prepared_request import PreparedRequest, RenderedTokenizer
@@ -226,18 +226,15 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
                 if self._setup is not None:
                     self.prompts.learn(self._setup)
         except Exception as error:
+            if self._stop:
+                return
             logging.error("the model %s cannot be served: %s", self.cli_args.model, error)
             self.start_error = error
             _thread.interrupt_main(signal.SIGTERM)
             return
         self._has_started = True
         if provider.model is not None:
-            self._say_ready()
-
-    def _say_ready(self) -> None:
-        provider = self.model_provider
-        pool = describe(provider.model, self.cli_args.prefill_step_size)
-        logging.info("the model %s is ready, with %s", provider.model_key[0], pool)
+            announce(provider, self.cli_args.prefill_step_size)
 
     def _turn(self) -> None:
         self._take_requests()
@@ -342,7 +339,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
             message = f"the model {wanted.model} cannot be loaded, or is not what the request needs"
             raise RequestRefused(404, message, kind="not_found", param="model") from None
         self._learn_layout()
-        self._say_ready()
+        announce(self.model_provider, self.cli_args.prefill_step_size)
 
     def _learn_layout(self) -> None:
         """Make the model's pool known, so that prefixes on disk are found, and its tokenizer, to make prompts with."""
@@ -377,7 +374,8 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         """
         made = request.made
         if made is None:  # of several ranks, each makes it itself
-            job = PromptJob(request, args.chat_template_kwargs, None, self.prompts.allow_template)
+            has_images = self.model_provider.processor is not None and any(upstream._image_parts(request.messages))
+            job = PromptJob(request, args.chat_template_kwargs, None, self.prompts.allow_template, has_images)
             made = make_prompt(tokenizer, self.cli_args.chat_template_args, job)
         if made.text is None:
             result = (made.tokens, made.segments, made.segment_types, made.initial_state, None)

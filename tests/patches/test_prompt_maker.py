@@ -18,6 +18,7 @@ from mlx_lm.utils import load_tokenizer
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from mlx_paged.patches import prompt_maker
 from mlx_paged.patches.prompt_job import BoundedTokenizer, PromptJob, least_tokens, longest_token, make_prompt
 from mlx_paged.patches.prompt_maker import LARGE_BYTES, PromptMaker, PromptSetup
 from mlx_paged.patches.template_variables import template_variables
@@ -133,6 +134,16 @@ def test_a_large_prompt_leaves_a_process_to_the_others(maker: PromptMaker, setup
         assert first is not second
         with pytest.raises(ConnectionAbortedError):  # others wait, as long as their clients do
             maker.make(setup, text("x" * (LARGE_BYTES + 1)), None, None, client_is_gone=lambda: True)
+
+
+def test_large_prompts_that_wait_are_bounded(
+    maker: PromptMaker, setup: PromptSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_maker, "MOST_BYTES", 10_000)
+    with maker._room(9_000):
+        assert refused(maker, setup, text("x" * 5_000), None, None).status == 429
+        assert maker.make(setup, text("x"), None, None).tokens
+    assert maker.make(setup, text("x " * 10_000), None, None).tokens  # one alone may be as large as it likes
 
 
 def test_prompts_past_the_budget_are_counted_before_they_are_encoded(
