@@ -84,3 +84,20 @@ def tell_if_unbounded(model: Any, *, has_cache: bool = False) -> None:
 def tell_unbounded(why: str) -> None:
     """Say on stderr that ``--max-kv-size`` does nothing."""
     print(f"mlx_paged: --max-kv-size does nothing here: {why}", file=sys.stderr)
+def check_weight_files(folder: Path) -> None:
+    """Check that the weights' files are as long as their headers say: what reads them later finds out too late.
+
+    Raises:
+        ModelFolderError: one is not a safetensors file, or is cut off.
+    """
+    for path in sorted(folder.glob("model*.safetensors")):
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                size = path.stat().st_size
+                header = json.loads(file.read(length)) if length <= size else {}
+                ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelFolderError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+        if 8 + length + max(ends, default=0) > size:
+            raise ModelFolderError(f"{path} is cut off")

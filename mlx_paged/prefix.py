@@ -10,6 +10,7 @@ from .kv.block_table import BlockTable
 from .kv.pool import BlockPool
 from .kv.prefix_cache import DetachedPrefix
 from .kv.radix import InsertResult, RadixTree
+from .prefix_store import salted
 
 
 def sequence_over(pool: BlockPool, tables: Sequence[BlockTable]) -> SequenceTables:
@@ -86,25 +87,29 @@ class SharedPrefixes:
     Args:
         tree: of the batch's pool.
         salt: see :meth:`RadixTree.insert`.
-        restore: called with tokens that are about to be looked up, to bring back what is kept elsewhere.
+        restore: called with tokens that are about to be looked up, and the salt they are looked up under, to bring
+            back what is kept elsewhere.
     """
 
     def __init__(
-        self, tree: RadixTree, salt: Hashable = None, restore: Callable[[Sequence[int]], None] | None = None
+        self,
+        tree: RadixTree,
+        salt: Hashable = None,
+        restore: Callable[[Sequence[int], Hashable], None] | None = None,
     ) -> None:
         self.tree = tree
         self.salt = salt
         self.restore = restore
 
-    def adopt(self, tokens: Sequence[int]) -> tuple[int, list[BlockTable]]:
+    def adopt(self, tokens: Sequence[int], salt: Hashable = None) -> tuple[int, list[BlockTable]]:
         if self.restore is not None:
-            self.restore(tokens)
-        return self.tree.adopt(tokens, self.salt)
+            self.restore(tokens, salt)
+        return self.tree.adopt(tokens, salted(self.salt, salt))
 
-    def held(self, tokens: Sequence[int]) -> int:
-        return self.tree.match(tokens, self.salt).length
+    def held(self, tokens: Sequence[int], salt: Hashable = None) -> int:
+        return self.tree.match(tokens, salted(self.salt, salt)).length
 
-    def donate(self, tokens: Sequence[int], tables: Sequence[BlockTable]) -> None:
+    def donate(self, tokens: Sequence[int], tables: Sequence[BlockTable], salt: Hashable = None) -> None:
         length = min(len(tokens), *(table.length for table in tables))
         if length:
-            self.tree.insert(tokens[:length], tables, self.salt, label="assistant")
+            self.tree.insert(tokens[:length], tables, salted(self.salt, salt), label="assistant")

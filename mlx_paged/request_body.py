@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
 MAX_BODY_BYTES = 64 << 20
+MAX_VALUES = 1 << 18  # in a body: parsing takes memory and the interpreter for each
+SMALL_BYTES = 1 << 20  # of a body, whose values need not be counted
 MAX_TOKENS = 1 << 24
 MAX_STOP_CHARACTERS = 16_000  # of all stop strings together
+MAX_SALT_LENGTH = 1000
 MAX_PENALTY = 1e4
 MAX_CONTEXT = 1 << 20
 
@@ -53,8 +57,10 @@ def parse_body(raw: bytes, path: str) -> dict[str, Any]:
         path: the endpoint's.
 
     Raises:
-        RequestRefused: with status 400, naming the parameter.
+        RequestRefused: with status 400, naming the parameter, or 413.
     """
+    if len(raw) > SMALL_BYTES and not _has_few_values(raw):
+        raise RequestRefused(413, f"a request body holds at most {MAX_VALUES:,} values")
     return check_parameters(load_object(raw, "the request body"), chat=path.endswith("/chat/completions"))
 
 
@@ -84,6 +90,17 @@ def check_parameters(given: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
     elif not isinstance(body.get("prompt"), str) or not body["prompt"]:
         raise invalid("prompt must be a string that is not empty", "prompt")
     return body
+
+
+def _has_few_values(raw: bytes) -> bool:
+    """Whether JSON text holds no more than MAX_VALUES values, found without parsing it."""
+    if raw.count(b'"') - raw.count(b'\\"') > 4 * MAX_VALUES:
+        return False
+    structure = _STRING.sub(b"", raw)
+    return sum(map(structure.count, (b",", b"[", b"{"))) <= MAX_VALUES
+
+
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 def load_object(raw: bytes, what: str) -> dict[str, Any]:
@@ -158,6 +175,11 @@ def _stop(name: str, value: Any) -> None:
         raise invalid(f"{name}: at most {MAX_STOP_CHARACTERS} characters", name)
 
 
+def _cache_salt(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_SALT_LENGTH:
+        raise invalid(f"{name} must be a string of 1 to {MAX_SALT_LENGTH} characters", name)
+
+
 def _logit_bias(name: str, value: Any) -> None:
     if not isinstance(value, dict):
         raise invalid(f"{name} must be an object of token ids and numbers", name)
@@ -213,6 +235,7 @@ _CHECKS: Mapping[str, _Check] = {
     "tools": _objects,
     "role_mapping": _object,
     "chat_template_kwargs": _object,
+    "cache_salt": _cache_salt,
 }
 
 

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -58,7 +58,7 @@ def prepare(args: argparse.Namespace) -> None:
         from .patches import server as adapter
 
         adapter.configure(config)
-    if config.api_key is None and not args.host.startswith(LOOPBACK):
+    if not config.api_keys and not args.host.startswith(LOOPBACK):
         print(
             f"mlx_paged.server: warning: {args.host} can be reached from other machines, and there is no --api-key",
             file=sys.stderr,
@@ -70,14 +70,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     upstream = importlib.import_module("mlx_lm.server")
     if argv is not None:
         sys.argv = [sys.argv[0], *argv]
+    start_error: Callable[[], Exception | None] = lambda: None  # noqa: E731
     try:
-        from .patches.server import replacements
+        from .patches.server import replacements, start_error
 
         names = replacements(upstream)
     except (ImportError, AttributeError) as error:  # a name that it needs is missing in this version of mlx-lm
         warnings.warn(f"mlx_paged: mlx_lm.server is not adapted: {error}; its own code runs", stacklevel=2)
         names = {}
     ServerParser.shares = bool(names)
+    # Its checks are not what is used here.
+    warnings.filterwarnings("ignore", message="mlx_lm.server is not recommended for production")
     names["argparse"] = SimpleNamespace(ArgumentParser=ServerParser)
     names["load"] = explain_load_errors(names.get("load", upstream.load))
     signal.signal(signal.SIGTERM, _interrupt)  # mlx-lm ends in order at an interrupt only
@@ -91,7 +94,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         _leave(1)
     except KeyboardInterrupt:
         logging.info("interrupted")
-    _leave(0)
+    failure = start_error()
+    if failure is not None:
+        print(f"mlx_paged.server: the server cannot start: {failure}", file=sys.stderr)
+    _leave(0 if failure is None else 1)
 
 
 def _leave(status: int) -> NoReturn:

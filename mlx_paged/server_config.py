@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from .api_keys import VARIABLE, ApiKeys
 from .config import parse_memory
 from .errors import ConfigError
 
@@ -22,14 +23,18 @@ class ServerConfig:
         prefix_cache_ttl: seconds after which an unused prefix is given up; None: when its memory is needed.
         prefix_cache_dir: where prefixes outlive the process; None: nowhere.
         prefix_cache_dir_bytes: most bytes there.
-        api_key: what a client must send as its bearer token, if anything.
+        api_keys: what a client must send as its bearer token, if anything.
+        served_model_names: other names of the model.
+        allow_chat_template_override: whether a request may bring its own chat template.
     """
 
     prefix_cache: bool = True
     prefix_cache_ttl: float | None = None
     prefix_cache_dir: Path | None = None
     prefix_cache_dir_bytes: int = DISK_CAP
-    api_key: str | None = None
+    api_keys: ApiKeys = field(default_factory=ApiKeys)
+    served_model_names: tuple[str, ...] = ()
+    allow_chat_template_override: bool = False
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -50,8 +55,21 @@ class ServerConfig:
         group.add_argument(
             "--api-key",
             metavar="KEY",
-            default=os.environ.get("MLX_PAGED_API_KEY"),
-            help="Clients must send it as their bearer token; also MLX_PAGED_API_KEY, which other users cannot see",
+            action="append",
+            help="Clients must send it as their bearer token. May be given several times: the holders of different "
+            "keys share no prefixes. Also MLX_PAGED_API_KEY, which other users cannot see, with commas between keys",
+        )
+        group.add_argument(
+            "--served-model-name",
+            metavar="NAME",
+            action="append",
+            default=[],
+            help="Another name of the model for clients; may be given several times",
+        )
+        group.add_argument(
+            "--allow-chat-template-override",
+            action="store_true",
+            help="Let requests bring a chat template in chat_template_kwargs; it is run, in a sandbox and with limits",
         )
 
     @classmethod
@@ -59,12 +77,19 @@ class ServerConfig:
         """Raises ConfigError: options that contradict each other."""
         if args.no_prefix_cache and (args.prefix_cache_dir is not None or args.prefix_cache_ttl is not None):
             raise ConfigError("--no-prefix-cache leaves nothing for --prefix-cache-dir or --prefix-cache-ttl")
+        names = tuple(name.strip() for name in args.served_model_name)
+        if not all(names):
+            raise ConfigError("--served-model-name needs a name")
+        if names and getattr(args, "model", None) is None:
+            raise ConfigError("--served-model-name names the model of --model, which was not given")
         return cls(
             prefix_cache=not args.no_prefix_cache,
             prefix_cache_ttl=args.prefix_cache_ttl,
             prefix_cache_dir=args.prefix_cache_dir,
             prefix_cache_dir_bytes=args.prefix_cache_dir_size,
-            api_key=args.api_key or None,
+            api_keys=ApiKeys.from_options(args.api_key, os.environ.get(VARIABLE)),
+            served_model_names=names,
+            allow_chat_template_override=args.allow_chat_template_override,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -58,8 +58,10 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         samplers: list[Any] | None = None,
         logits_processors: list[Any] | None = None,
         stop_sequences: list[Any] | None = None,
+        *,
+        salts: Sequence[Hashable] | None = None,
     ) -> list[int]:
-        """Queue requests, as in mlx-lm.
+        """Queue requests, as in mlx-lm. Only requests with the same salt (of ``salts``, one each) share prefixes.
 
         Raises:
             RequestTooLargeError: one could never run; PromptCacheError: a cache handed in is not the model's.
@@ -74,7 +76,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                 caches = [None if given is None else check_given(self.model, given, fresh) for given in caches]
         before: int = self._uid_count
         uids = super().insert_segments(segments, max_tokens, caches, *options)
-        rows = []
+        rows: list[Row] = []
         while self._unprocessed_sequences:
             uid, parts, most, cache, history, sampler, processors, stops = self._unprocessed_sequences.popleft()
             rows.append(
@@ -87,6 +89,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                     sampler=sampler,
                     processors=processors,
                     matcher=stops.matcher(),
+                    salt=None if salts is None else salts[len(rows)],
                 )
             )
         try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..kv.radix import RadixTree
 from ..kv.radix_node import RadixNode
 from ..kv.spill import SpillStore
 from ..prefix import SharedPrefixes, donate, sequence_over
+from ..prefix_store import Salted, salted
 from .cache import PagedLayerCache
 
 # A prompt cache may be of several models, target and draft: (pool, class of each layer's cache) of each, in order.
@@ -60,13 +62,15 @@ class PagedPromptCache:
         self._kinds: list[str] = list(self.others.stats_by_type())
         self._trees: weakref.WeakKeyDictionary[BlockPool, RadixTree] = weakref.WeakKeyDictionary()
         self._layouts: dict[Hashable, _Layout] = {}
+        self._salt: Hashable = None
         self._saved: weakref.WeakKeyDictionary[BlockPool, int] = weakref.WeakKeyDictionary()
         # Of what is in a pool: a model loaded again under its name has another pool, and may be another model.
         self._identities: weakref.WeakKeyDictionary[BlockPool, str] = weakref.WeakKeyDictionary()
 
     def tree_of(self, pool: BlockPool) -> RadixTree:
         """The pool's tree, for whoever else shares prefixes of it. Salts are ``(model, number)``: the key the caches
-        were inserted under, and 0 for a model's own caches (1 for its draft model's)."""
+        were inserted under, and 0 for a model's own caches (1 for its draft model's); and :class:`Salted` ones of
+        these."""
         tree = self._trees.get(pool)
         if tree is None:
             tree = self._trees[pool] = RadixTree(pool, ttl=self.ttl, on_evict=self._spill_to_disk(pool))
@@ -78,6 +82,15 @@ class PagedPromptCache:
         restore = None if self.spill is None else partial(self._restore, model)
         self._note_identity(model, [pool])
         return SharedPrefixes(self.tree_of(pool), (model, 0), restore)
+
+    @contextmanager
+    def salted(self, salt: Hashable) -> Iterator[None]:
+        """For the time of a ``with`` block, what is fetched and inserted is that of requests with this salt alone."""
+        before, self._salt = self._salt, salt
+        try:
+            yield
+        finally:
+            self._salt = before
 
     def learn_layout(self, model: Hashable, caches: Sequence[Any]) -> None:
         """Know which pools a model's caches lie in, from a list of them: needed for what is on disk only."""
@@ -130,7 +143,7 @@ class PagedPromptCache:
             return self._fetch_other(model, tokens)
         caches: list[Any] = []
         for number, (pool, kinds) in enumerate(pools):
-            _, tables = self.tree_of(pool).adopt(tokens[: length + 1], (model, number))
+            _, tables = self.tree_of(pool).adopt(tokens[: length + 1], self._key(model, number))
             sequence = sequence_over(pool, tables)
             caches += [kind(sequence, layer) for layer, kind in enumerate(kinds)]
         return caches, tokens[length:]
@@ -141,11 +154,11 @@ class PagedPromptCache:
         """Remember that ``prompt_cache`` holds ``tokens``. It stays the caller's, who may go on with it."""
         sequences = _sequences(prompt_cache)
         if not sequences:
-            self.others.insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
+            self.others.insert_cache(salted(model, self._salt), tokens, prompt_cache, cache_type=cache_type)
             return
         self.learn_layout(model, prompt_cache)
         for number, sequence in enumerate(sequences):
-            donate(self.tree_of(sequence.pool), tokens, sequence, (model, number), label=cache_type)
+            donate(self.tree_of(sequence.pool), tokens, sequence, self._key(model, number), label=cache_type)
         self._trim(self.max_size, self.max_bytes, newest=(model, tokens))
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
@@ -205,7 +218,11 @@ class PagedPromptCache:
             return []
         return pools
 
-    def _restore(self, model: Any, tokens: Sequence[int]) -> None:
+    def _key(self, model: Any, number: int) -> Hashable:
+        """The tree's salt for what is fetched and inserted now."""
+        return salted((model, number), self._salt)
+
+    def _restore(self, model: Any, tokens: Sequence[int], salt: Hashable = None) -> None:
         """Bring back from disk what extends the prefixes in memory."""
         if self.spill is None:
             return
@@ -214,17 +231,18 @@ class PagedPromptCache:
             if identity is None:
                 continue
             try:
-                self.spill.restore(self.tree_of(pool), list(tokens), (model, number), f"{identity}/{number}")
+                key = salted((model, number), salt)
+                self.spill.restore(self.tree_of(pool), list(tokens), key, _on_disk(identity, number, salt))
             except PoolExhaustedError:
                 return  # what is in the tree has to do
 
     def _common_length(self, model: Any, pools: list[tuple[BlockPool, _Kinds]], tokens: list[int]) -> int:
         """The longest prefix that all of a model's pools can serve."""
-        self._restore(model, tokens)
+        self._restore(model, tokens, self._salt)
         length = len(tokens) - 1 if pools else 0
         while length > 0:
             lengths = [
-                self.tree_of(pool).match(tokens[: length + 1], (model, number)).length
+                self.tree_of(pool).match(tokens[: length + 1], self._key(model, number)).length
                 for number, (pool, _) in enumerate(pools)
             ]
             if min(lengths) == length:
@@ -233,6 +251,7 @@ class PagedPromptCache:
         return max(0, length)
 
     def _fetch_other(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+        model = salted(model, self._salt)
         cache, rest = self.others.fetch_nearest_cache(model, tokens)
         if cache is None or rest:
             return cache, rest
@@ -248,11 +267,14 @@ class PagedPromptCache:
         spill, identities, pool_ref = self.spill, self._identities, weakref.ref(pool)
 
         def on_evict(salt: Any, node: RadixNode) -> None:
+            of_request = None
+            if isinstance(salt, Salted):
+                salt, of_request = salt
             _, number = salt
             alive = pool_ref()
             identity = None if alive is None else identities.get(alive)
             if identity is not None and alive is not None:
-                spill.save(alive, node, f"{identity}/{number}")
+                spill.save(alive, node, _on_disk(identity, number, of_request))
 
         return on_evict
 
@@ -260,7 +282,7 @@ class PagedPromptCache:
         keep = None
         if newest is not None:
             pools = self._pools(newest[0])
-            keep = self.tree_of(pools[0][0]).match([*newest[1], -1], (newest[0], 0)).node if pools else None
+            keep = self.tree_of(pools[0][0]).match([*newest[1], -1], self._key(newest[0], 0)).node if pools else None
         while (max_size is not None and self._num_paged() > max_size) or self._paged_bytes() > max_bytes:
             victim = self._next_victim(keep)
             if victim is None:
@@ -287,7 +309,8 @@ class PagedPromptCache:
     def _counts(self, tree: RadixTree, node: RadixNode) -> bool:
         """Whether the node is an entry; a draft model's prefixes belong to its target's entries."""
         salt: Any = tree.salt_of(node)
-        return not node.children and salt[1] == 0
+        key: Any = salt.base if isinstance(salt, Salted) else salt
+        return not node.children and key[1] == 0
 
     def _num_paged(self) -> int:
         total = 0
@@ -298,6 +321,11 @@ class PagedPromptCache:
 
     def _paged_bytes(self) -> int:
         return sum(tree.nbytes for tree in list(self._trees.values()))
+
+
+def _on_disk(identity: str, number: int, salt: Hashable) -> str:
+    """What a model's prefixes are found under on disk; those of requests with a salt apart from the others."""
+    return f"{identity}/{number}" if salt is None else f"{identity}/{number}/{salt}"
 
 
 def _sequences(caches: Sequence[Any]) -> list[SequenceTables]:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import logging
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import nullcontext
 from queue import Empty
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm import server as upstream
-from mlx_lm import utils
 from mlx_lm.models import cache as stock_cache
 
 from ..errors import PoolExhaustedError, RequestFailedError, RequestTooLargeError
-from ..kv.budget import PoolBudget
-from ..models import check_model_folder
 from ..request_body import RequestRefused, invalid
 from ..server_stats import ServerStats
-from .pools import pool_of
+from .capacity import announce, answer_tokens, capacity, check_capacity
+from .model_switch import Candidate, ModelKey
+from .pools import known_pool
 from .prefix_cache import PagedPromptCache
+from .prepared_request import PreparedRequest, RenderedTokenizer
+from .prompt_job import PromptJob, make_prompt
+from .prompt_maker import PromptMaker, PromptSetup
 from .served_batch import AnswerQueue, ServedBatch
+from .topology import probe_geometry
 
 POLL_SECONDS = 0.25  # between looks at whether a client is still there
 IDLE_SECONDS = 0.1
@@ -57,10 +62,24 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         model_provider: mlx-lm's.
         prompt_cache: of all models.
         stats: of the server.
+        prompts: makes the prompts.
+
+    Attributes:
+        start_error: why the server's own model cannot be served, if so; the server ends then.
     """
 
-    def __init__(self, model_provider: Any, prompt_cache: Any, stats: ServerStats | None = None) -> None:
+    def __init__(
+        self,
+        model_provider: Any,
+        prompt_cache: Any,
+        stats: ServerStats | None = None,
+        prompts: PromptMaker | None = None,
+    ) -> None:
         self.stats = stats or ServerStats()
+        self.prompts = prompts or PromptMaker()
+        self.start_error: Exception | None = None
+        self._setup: PromptSetup | None = None  # of the present model
+        self._has_started = False
         self._batch: ServedBatch | None = None
         self._pending: deque[tuple[AnswerQueue, Any, Any]] = deque()
         self._stream: Any = None
@@ -76,8 +95,9 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         generation_args: Any,
         progress_callback: Callable[[int, int], None] | None = None,
         client_is_gone: Callable[[], bool] = lambda: False,
+        salt: str | None = None,
     ) -> tuple[Any, Iterator[Any]]:
-        """The request's context, and its answers as they come.
+        """The request's context, and its answers as they come. Its prompt is made before it is queued.
 
         Raises (both the call and the iterator):
             RequestRefused: the request is not, or no longer, served.
@@ -88,8 +108,31 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         if self.num_waiting >= MAX_WAITING:
             raise RequestRefused(429, f"{MAX_WAITING} requests are waiting", kind="overloaded", retry_after=5)
         queue = AnswerQueue(() if self._is_distributed else generation_args.stop_words)
+        request = PreparedRequest(**vars(request), salt=salt)
+        if self._is_distributed:
+            if salt is not None:
+                raise RequestRefused(501, "several ranks share all prefixes: no cache_salt, and one API key at most")
+        else:
+            request.made = self._make_prompt(queue, request, generation_args, client_is_gone)
         self.requests.put((queue, request, generation_args))
         return self._receive(queue, client_is_gone), self._answers(queue, progress_callback, client_is_gone)
+
+    def _make_prompt(
+        self, queue: AnswerQueue, request: PreparedRequest, args: Any, client_is_gone: Callable[[], bool]
+    ) -> Any:
+        setup = self._setup
+        if setup is None or setup.key != self._key_of(args.model):
+            self.requests.put((queue, None, args))  # the model first; a later turn may have to load it once more
+            setup = self._receive(queue, client_is_gone)
+        most = setup.capacity
+        return self.prompts.make(
+            setup,
+            request,
+            args.chat_template_kwargs,
+            None if most is None else most - 1,
+            has_images=any(upstream._image_parts(request.messages)),
+            client_is_gone=client_is_gone,
+        )
 
     def _receive(self, queue: AnswerQueue, client_is_gone: Callable[[], bool]) -> Any:
         while True:
@@ -135,7 +178,14 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         """Requests that have not been looked at, and those that wait in the batch."""
         batch = self._batch
         waiting = 0 if batch is None else batch.generator.num_waiting
-        return int(self.requests.qsize()) + len(self._pending) + waiting
+        return int(self.requests.qsize()) + len(self._pending) + waiting + self.prompts.num_waiting
+
+    @property
+    def state(self) -> str:
+        """``loading``, ``ready`` or ``failed``."""
+        if not self.generation_available() or self.start_error is not None:
+            return "failed"
+        return "ready" if self._has_started else "loading"
 
     @property
     def batch(self) -> ServedBatch | None:
@@ -149,10 +199,8 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
             return
         self._stream = mx.default_stream(mx.default_device())
         try:
-            self.model_provider.load_default()
-            if self.model_provider.model is not None:
-                self._learn_layout()
-            while not self._stop:
+            self._load_default()
+            while not self._stop and self.start_error is None:
                 try:
                     self._turn()
                 except Exception as error:
@@ -165,9 +213,31 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
             if isinstance(self.prompt_cache, PagedPromptCache):
                 self.prompt_cache.close()  # to disk, if there is a folder for it
             # In this thread, as mlx-lm does: arrays go where they were made.
+            self._setup = None
             self.model_provider.reset()
             del self.prompt_cache
             gc.collect()
+
+    def _load_default(self) -> None:
+        """Load the model that the command line names. If it cannot be served, the process is asked to end."""
+        provider = self.model_provider
+        try:
+            provider.load_default()
+            if provider.model is not None:
+                self._learn_layout()
+                check_capacity(provider.model, self.cli_args.prefill_step_size)
+                if self._setup is not None:
+                    self.prompts.learn(self._setup)
+        except Exception as error:
+            if self._stop:
+                return
+            logging.error("the model %s cannot be served: %s", self.cli_args.model, error)
+            self.start_error = error
+            _thread.interrupt_main(signal.SIGTERM)
+            return
+        self._has_started = True
+        if provider.model is not None:
+            announce(provider, self.cli_args.prefill_step_size)
 
     def _turn(self) -> None:
         self._take_requests()
@@ -203,7 +273,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         if self._worked_at is not None and self._tidied - self._worked_at >= RETURN_MEMORY_SECONDS:
             self._worked_at = None
             for model in (self.model_provider.model, self.model_provider.draft_model):
-                pool = None if model is None else pool_of(model)
+                pool = None if model is None else known_pool(model)
                 if pool is not None:
                     pool.return_memory()
 
@@ -222,6 +292,11 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
                 if busy:
                     return False
                 self._load_model(args.model)
+            if request is None:  # only the model was wanted, to make the prompt with
+                if self._setup is None:
+                    self._learn_layout()
+                queue.put(self._setup)
+                return True
             if not self._is_batchable(args) or any(upstream._image_parts(request.messages)):
                 if not busy:
                     queue.is_alone = True
@@ -243,7 +318,12 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
             queue.put(error)
         return True
 
-    def _key_of(self, wanted: Any) -> tuple[Any, Any, Any]:
+    def _serve_single(self, request: Any, stream: Any) -> None:
+        cache = self.prompt_cache
+        with cache.salted(request[1].salt) if isinstance(cache, PagedPromptCache) else nullcontext():
+            super()._serve_single(request, stream)
+
+    def _key_of(self, wanted: Any) -> ModelKey:
         """What mlx-lm's model provider is going to call this model."""
         provider = self.model_provider
         return (
@@ -253,35 +333,42 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         )
 
     def _load_model(self, wanted: Any) -> None:
-        """Load another model. Whatever can be checked is checked before the present one goes."""
+        """Load another model, in the present one's place. One that cannot be loaded leaves everything as it is.
+
+        Raises:
+            RequestRefused: 404, it cannot be loaded. Why, the log says: a client is not told what there is on disk.
+        """
         try:
-            path, adapter, draft = self._key_of(wanted)
-            if path is None:
-                raise ValueError("the server was started without --model: name one")
-            for name in (path, draft):
-                check_model_folder(name)
-                if name is not None and not Path(name).exists():
-                    utils._download(name)
-            if adapter is not None and not (Path(adapter) / "adapter_config.json").exists():
-                raise ValueError(f"there is no adapter in {adapter}")
+            candidate = Candidate(self.model_provider, self._key_of(wanted))
             if isinstance(self.prompt_cache, PagedPromptCache):
                 self.prompt_cache.tidy()  # the model's prefixes go with it
             self._close_batch(None)
-            self.model_provider.load(wanted.model, wanted.adapter, wanted.draft)
+            self._setup = None  # until the new one's is known
+            candidate.take_over()
         except Exception as error:
-            message = f"the model {wanted.model} cannot be loaded: {error}"
-            raise RequestRefused(404, message, kind="not_found", param="model") from error
+            logging.warning("the model %r cannot be loaded: %s: %s", wanted.model, type(error).__name__, error)
+            message = f"the model {wanted.model} cannot be loaded, or is not what the request needs"
+            raise RequestRefused(404, message, kind="not_found", param="model") from None
         self._learn_layout()
+        announce(self.model_provider, self.cli_args.prefill_step_size)
 
     def _learn_layout(self) -> None:
-        """Make the model's pool known, so that prefixes on disk are found."""
+        """Make the model's pool known, so that prefixes on disk are found, and its tokenizer, to make prompts with."""
         provider = self.model_provider
         caches = stock_cache.make_prompt_cache(provider.model)
+        probe_geometry(provider.model, caches)
         if provider.draft_model is not None:
             caches += stock_cache.make_prompt_cache(provider.draft_model)
         if isinstance(self.prompt_cache, PagedPromptCache):
             self.prompt_cache.forget_unloaded()
             self.prompt_cache.learn_layout(provider.model_key, caches)
+        self._setup = PromptSetup(
+            provider.model_key,
+            provider.tokenizer,
+            self.cli_args.chat_template_args,
+            has_processor=provider.processor is not None,
+            capacity=capacity(provider.model, self.cli_args.prefill_step_size),
+        )
 
     def _close_batch(self, error: Exception | None) -> None:
         batch, self._batch = self._batch, None
@@ -291,19 +378,26 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
             batch.close()
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
-        """mlx-lm's, with what it takes for granted checked; ``args.max_tokens`` is cut to what the budget can hold.
+        """mlx-lm's, from a prompt made before, and with what mlx-lm takes for granted checked; ``args.max_tokens`` is
+        cut to what the budget can hold.
 
         Raises:
-            RequestRefused: 400, the prompt cannot be made; RequestTooLargeError: it could never be held.
+            RequestRefused: 400, the request cannot be served; RequestTooLargeError: it could never be held.
         """
-        try:
-            result = super()._tokenize(tokenizer, request, args)
-        except Exception as error:
-            message = f"the prompt cannot be made: {type(error).__name__}: {error}"
-            raise invalid(message, "messages" if request.request_type == "chat" else "prompt") from error
+        made = request.made
+        if made is None:  # of several ranks, each makes it itself
+            has_images = self.model_provider.processor is not None and any(upstream._image_parts(request.messages))
+            job = PromptJob(request, args.chat_template_kwargs, None, self.prompts.allow_template, has_images)
+            made = make_prompt(tokenizer, self.cli_args.chat_template_args, job)
+        if made.text is None:
+            result = (made.tokens, made.segments, made.segment_types, made.initial_state, None)
+        else:
+            try:
+                result = super()._tokenize(RenderedTokenizer(tokenizer, made.text), request, args)
+            except Exception as error:
+                message = f"the prompt cannot be made: {type(error).__name__}: {error}"
+                raise invalid(message, "messages") from error
         prompt = result[0]
-        if not prompt:
-            raise invalid("the prompt has no tokens", "prompt")
         model = self.model_provider.model
         vocab = getattr(getattr(model, "args", None), "vocab_size", None) or len(tokenizer)
         if any(not 0 <= token < vocab for token in args.logits.logit_bias or ()):
@@ -314,11 +408,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
             upstream._make_logits_processors(args)
         except Exception as error:
             raise invalid(f"these sampling parameters cannot be used: {error}") from error
-        pool = pool_of(model)
-        if pool is not None:
-            args.max_tokens = _most_tokens(
-                PoolBudget(pool, chunk=self.cli_args.prefill_step_size), len(prompt), args.max_tokens
-            )
+        args.max_tokens = answer_tokens(model, self.cli_args.prefill_step_size, len(prompt), args.max_tokens)
         return result
 
     def _make_state_machine(self, model_key: Any, tokenizer: Any, stop_words: list[str]) -> Any:
@@ -328,23 +418,6 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
 
     def stop_and_join(self) -> None:
         begin = time.monotonic()
+        self.prompts.close()
         super().stop_and_join()
         logging.info("stopped after %.1f s", time.monotonic() - begin)
-
-
-def _most_tokens(budget: PoolBudget, num_prompt: int, wanted: int) -> int:
-    """How many of ``wanted`` tokens can be generated before the whole budget is full.
-
-    Raises:
-        RequestTooLargeError: none.
-    """
-    if not budget.holds(num_prompt + 1):
-        raise RequestTooLargeError(num_prompt)
-    low, high = 1, wanted
-    while low < high:
-        middle = (low + high + 1) // 2
-        if budget.holds(num_prompt + middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low

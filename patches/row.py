@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -57,6 +57,7 @@ class Row:
         undelivered: the next token and where its log-probabilities are, when neither is in a batch; see ``logits``.
         logits: step and row that the next token was sampled from; None as long as nothing was sampled.
         alone: its prompt is computed in calls of its own, because one with others failed.
+        salt: only requests with the same one share prefixes.
         common: tokens that its own and those of other requests, by uid, begin with alike, where they differ after them.
     """
 
@@ -71,7 +72,9 @@ class Row:
         sampler: Sampler,
         processors: Sequence[Callable[..., mx.array]],
         matcher: Any,
+        salt: Hashable = None,
     ) -> None:
+        self.salt = salt
         self.history = list(history)
         self.given = caches if any(not cache.empty() for cache in caches) else None
         sequence = sequence_of(caches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from queue import Queue
 from typing import Any, NamedTuple
 
@@ -73,6 +74,7 @@ class Served(NamedTuple):
     detokenizer: Any
     segment_types: list[str]
     top_logprobs: int
+    salt: str | None
 
 
 class ServedBatch:
@@ -121,7 +123,8 @@ class ServedBatch:
             if not self.generator.has_windows:  # any prefix can be served to the token: no need to stop anywhere
                 segments, segment_types = [prompt], ["assistant"]
         else:
-            caches, rest = self.prompt_cache.fetch_nearest_cache(self.key, prompt)
+            with self._salted(request.salt):
+                caches, rest = self.prompt_cache.fetch_nearest_cache(self.key, prompt)
             num_cached = len(prompt) - len(rest)
             segments, segment_types = _without(segments, segment_types, num_cached)
         ctx = upstream.GenerationContext(
@@ -141,9 +144,12 @@ class ServedBatch:
             samplers=[upstream._make_sampler(args, tokenizer)],
             logits_processors=[upstream._make_logits_processors(args)],
             stop_sequences=[stop_sequences],
+            salts=[request.salt],
         )
         queue.counts_prompt = not self.generator.counts_prompt_tokens
-        self.served[uid] = Served(queue, ctx, tokenizer.detokenizer, segment_types[::-1], args.top_logprobs)
+        self.served[uid] = Served(
+            queue, ctx, tokenizer.detokenizer, segment_types[::-1], args.top_logprobs, request.salt
+        )
         queue.put(ctx)
         self._trim()
 
@@ -236,8 +242,9 @@ class ServedBatch:
             finished = generator.remove([uid], return_prompt_caches=True)
         else:
             finished = {uid: (response.prompt_cache, response.all_tokens)}
-        for caches, tokens in finished.values():
-            self.prompt_cache.insert_cache(self.key, tokens[:], caches, cache_type="assistant")
+        with self._salted(self.served[uid].salt):
+            for caches, tokens in finished.values():
+                self.prompt_cache.insert_cache(self.key, tokens[:], caches, cache_type="assistant")
 
     def _save_segments(self, prompts: list[Any]) -> None:
         ends = [
@@ -250,7 +257,11 @@ class ServedBatch:
         ]
         for uid, (caches, tokens) in self.generator.extract_cache(ends).items():
             kind = self.served[uid].segment_types.pop()
-            self.prompt_cache.insert_cache(self.key, tokens[:], caches, cache_type=kind)
+            with self._salted(self.served[uid].salt):
+                self.prompt_cache.insert_cache(self.key, tokens[:], caches, cache_type=kind)
+
+    def _salted(self, salt: str | None) -> AbstractContextManager[None]:
+        return self.prompt_cache.salted(salt) if isinstance(self.prompt_cache, PagedPromptCache) else nullcontext()
 
     def _trim(self) -> None:
         """Keep the prompt cache within the limits that the command line gave."""

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import copy
 import functools
-import hmac
 import io
 import json
 import logging
-import select
-import socket
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from http.server import ThreadingHTTPServer
 from typing import Any, ClassVar
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
-from huggingface_hub.errors import CacheNotFound
 from mlx_lm import server as upstream
 
 from .. import cache_page, metrics
@@ -26,7 +22,10 @@ from ..identity import digest_of, model_identity
 from ..kv.spill import SpillStore
 from ..request_body import MAX_BODY_BYTES, RequestRefused, invalid, parse_body
 from ..server_config import ServerConfig
+from .connection import Aborted, Connection
+from .model_names import ModelNames
 from .prefix_cache import PagedPromptCache
+from .prompt_maker import PromptMaker
 from .registry import fingerprint
 from .response_generator import PagedResponseGenerator
 from .server_report import server_report
@@ -42,14 +41,22 @@ KNOWN = {
 }
 SOCKET_SECONDS = 60  # without a byte from or to a client, after which it is taken to be gone
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")
+POLLED = ("/v1/cache/stats", "/health", "/metrics")  # asked for again and again, by the page and by monitors
+STATES = {"ready": ("ok", 200), "loading": ("loading", 503), "failed": ("failed", 503)}  # "ok" is mlx-lm's word
 
 _config = ServerConfig()
+_generator: PagedResponseGenerator | None = None
 
 
 def configure(config: ServerConfig) -> None:
     """Set the options for servers made from now on."""
     global _config
     _config = config
+
+
+def start_error() -> Exception | None:
+    """Why the server that ran could not be started, if so."""
+    return None if _generator is None else _generator.start_error
 
 
 class NoPromptCache:
@@ -88,7 +95,14 @@ def make_response_generator(model_provider: Any, prompt_cache: Any) -> PagedResp
     """Replacement of ``ResponseGenerator``."""
     if isinstance(prompt_cache, PagedPromptCache) and prompt_cache.spill is not None:
         prompt_cache.identify = Identities(model_provider)
-    return PagedResponseGenerator(model_provider, prompt_cache)
+    names = ModelNames(model_provider.cli_args.model, _config.served_model_names)
+    names.teach(model_provider)
+    prompts = PromptMaker(allow_template=_config.allow_chat_template_override)
+    if not model_provider.is_distributed:
+        prompts.start()  # while the model is loaded
+    global _generator
+    _generator = PagedResponseGenerator(model_provider, prompt_cache, prompts=prompts)
+    return _generator
 
 
 class Identities:
@@ -140,49 +154,6 @@ class LoadedConfigs:
         return noting_load
 
 
-class Aborted(BaseException):
-    """Ends a request from within mlx-lm's handler, which catches every Exception and answers 404."""
-
-    def __init__(self, reason: Exception) -> None:
-        self.reason = reason
-
-
-class Connection:
-    """The response generator as one client's handler sees it: notices when the client goes."""
-
-    def __init__(self, generator: PagedResponseGenerator, client: Callable[[], socket.socket]) -> None:
-        self._generator = generator
-        self._client = client
-        self.ctx: Any = None  # of the latest request
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._generator, name)
-
-    def generate(self, request: Any, args: Any, progress_callback: Any = None) -> tuple[Any, Iterator[Any]]:
-        try:
-            ctx, answers = self._generator.generate(request, args, progress_callback, self.client_is_gone)
-        except (RequestRefused, OSError) as error:
-            raise Aborted(error) from None
-        self.ctx = ctx
-        return ctx, self._pass_on(answers)
-
-    def _pass_on(self, answers: Iterator[Any]) -> Iterator[Any]:
-        try:
-            yield from answers
-        except (RequestRefused, OSError) as error:
-            raise Aborted(error) from None
-
-    def client_is_gone(self) -> bool:
-        """Whether the client has closed the connection; what it may have sent meanwhile stays to be read."""
-        connection = self._client()
-        try:
-            poll = select.poll()
-            poll.register(connection, select.POLLIN)
-            return bool(poll.poll(0)) and not connection.recv(1, socket.MSG_PEEK)
-        except (OSError, ValueError):
-            return True
-
-
 class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
     """mlx-lm's handler: requests are checked first, errors are JSON, and there are pages about the cache."""
 
@@ -195,8 +166,10 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
     def __init__(self, response_generator: PagedResponseGenerator, *args: Any, **kwargs: Any) -> None:
         self.generator = response_generator
         self.config = _config
+        self.names = ModelNames(response_generator.cli_args.model, _config.served_model_names)
         self.has_answered = False
-        super().__init__(Connection(response_generator, lambda: self.connection), *args, **kwargs)
+        self.salt: str | None = None  # of the request: who may share its prefixes
+        super().__init__(Connection(response_generator, self), *args, **kwargs)
 
     # Requests -------------------------------------------------------------------------------------------------
 
@@ -204,6 +177,9 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
         self._guarded(self._post)
 
     def do_GET(self) -> None:
+        self._guarded(self._get)
+
+    def do_HEAD(self) -> None:
         self._guarded(self._get)
 
     def _guarded(self, answer: Callable[[], None]) -> None:
@@ -243,7 +219,8 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
         return "failed" if error.status >= 500 else "refused"
 
     def log_message(self, format: str, *args: Any) -> None:
-        logging.info("%s %s", self.address_string(), format % args)
+        polled = getattr(self, "path", "").partition("?")[0] in POLLED and self.command in ("GET", "HEAD")
+        logging.log(logging.DEBUG if polled else logging.INFO, "%s %s", self.address_string(), format % args)
 
     def end_headers(self) -> None:
         super().end_headers()
@@ -257,27 +234,36 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
             self.send_header(name, value)
         self._set_cors_headers()
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
-    def _check_key(self) -> None:
-        key = self.config.api_key
-        if key is None:
-            return
-        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
-        # As bytes: headers are read as Latin-1, whatever they are, and compare_digest takes no other text than ASCII.
-        same = hmac.compare_digest(given.strip().encode("latin-1", "replace"), key.encode())
-        if not same or scheme.lower() != "bearer":
+    def _send_json(self, status: int, value: Any, **headers: str) -> None:
+        self._send(status, json.dumps(value).encode(), "application/json", **headers)
+
+    def _url(self) -> SplitResult:
+        try:
+            return urlsplit(self.path)
+        except ValueError:
+            raise RequestRefused(400, "the request's address cannot be read") from None
+
+    def _check_key(self) -> str | None:
+        """The API key that the request came with, if the server has any."""
+        keys = self.config.api_keys
+        key = keys.find(self.headers.get("Authorization", ""))
+        if keys and key is None:
             raise RequestRefused(401, "this server needs an API key: Authorization: Bearer KEY", kind="unauthorized")
+        return key
 
     # POST -----------------------------------------------------------------------------------------------------
 
     def _post(self) -> None:
-        self._check_key()
-        path = urlsplit(self.path).path
+        key = self._check_key()
+        path = self._url().path
         if path not in COMPLETIONS:
             raise RequestRefused(404, f"there is nothing at {path}", kind="not_found")
         body = parse_body(self._read_body(), path)
         self.path = path
+        self.salt = self.config.api_keys.salt(key, body.get("cache_salt"))
         # Upstream reads the body again: what it reads is what was checked.
         raw = json.dumps(body).encode()
         self.headers.replace_header("Content-Length", str(len(raw)))
@@ -338,22 +324,36 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
     # GET ------------------------------------------------------------------------------------------------------
 
     def _get(self) -> None:
-        url = urlsplit(self.path)
+        url = self._url()
         if url.path == "/health":
-            super().do_GET()
+            self._health()
+        elif url.path == "/":
+            self._send(307, b"", "text/plain", Location="/cache")
         elif url.path == "/cache":  # has no figures in it; it asks for them, and for the key if need be
             self._send(200, cache_page.html(), "text/html; charset=utf-8", **cache_page.HEADERS)
         else:
             self._check_key()
             if url.path == "/v1/cache/stats":
                 report = server_report(self.generator, with_blocks="blocks" in parse_qs(url.query))
-                self._send(200, json.dumps(report).encode(), "application/json", **{"Cache-Control": "no-store"})
+                self._send_json(200, report, **{"Cache-Control": "no-store"})
             elif url.path == "/metrics":
                 self._send(200, self._metrics(), metrics.CONTENT_TYPE)
-            elif url.path.startswith("/v1/models"):
-                super().do_GET()
+            elif url.path in ("/v1/models", "/v1/models/"):
+                self._send_json(200, {"object": "list", "data": self.names.listed(self.created)})
+            elif url.path.startswith("/v1/models/"):
+                self._model(unquote(url.path.removeprefix("/v1/models/")))
             else:
                 raise RequestRefused(404, f"there is nothing at {url.path}", kind="not_found")
+
+    def _health(self) -> None:
+        status, code = STATES[self.generator.state]
+        self._send_json(code, {"status": status}, **{"Cache-Control": "no-store"})
+
+    def _model(self, name: str) -> None:
+        found = self.names.find(name, self.created)
+        if found is None:
+            raise RequestRefused(404, f"there is no model {name}", kind="not_found", param="model")
+        self._send_json(200, found)
 
     def _metrics(self) -> bytes:
         try:
@@ -367,6 +367,12 @@ class Server(ThreadingHTTPServer):
 
     request_queue_size = 128
     daemon_threads = True
+
+    def server_activate(self) -> None:
+        super().server_activate()
+        host, port = str(self.server_address[0]), int(self.server_address[1])
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        logging.info("API at %s/v1, the cache's page at %s/cache", url, url)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logging.debug("connection of %s ended", client_address, exc_info=True)
@@ -390,7 +396,6 @@ def replacements(module: Any) -> dict[str, Any]:
             module._run_http_server, server_class=Server, handler_class=PagedAPIHandler
         ),
         "TextStateMachine": TextStateMachine,
-        "scan_cache_dir": _scan_cache_dir(module.scan_cache_dir),
     }
 
 
@@ -399,15 +404,3 @@ def _is_known(module: Any, name: str, known: str) -> bool:
         return fingerprint(getattr(module, name)) == known
     except (AttributeError, OSError, TypeError):
         return False
-
-
-def _scan_cache_dir(original: Callable[[], Any]) -> Callable[[], Any]:
-    """Replacement of ``scan_cache_dir``: a folder that is not there has no models in it."""
-
-    def scan_cache_dir() -> Any:
-        try:
-            return original()
-        except (CacheNotFound, ValueError):
-            return type("NoModels", (), {"repos": frozenset()})
-
-    return scan_cache_dir

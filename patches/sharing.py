@@ -35,7 +35,9 @@ class PrefixSharing:
         if row.given is not None:
             return 0
         longest = self._longest(row)
-        return max(self.prefixes.held(row.source), longest[0] if longest is not None and not self.has_windows else 0)
+        return max(
+            self.prefixes.held(row.source, row.salt), longest[0] if longest is not None and not self.has_windows else 0
+        )
 
     def must_wait(self, row: Row) -> bool:
         """Whether a running request is about to compute a block or more of this one's tokens, beyond what is there."""
@@ -64,9 +66,9 @@ class PrefixSharing:
         longest = self._longest(row)
         if longest is not None:
             length, other = longest
-            if length > self.prefixes.held(row.source):
+            if length > self.prefixes.held(row.source, row.salt):
                 self._donate(row.source[:length], other)
-        length, tables = self.prefixes.adopt(row.source)
+        length, tables = self.prefixes.adopt(row.source, row.salt)
         if not length or row.sequence is None:
             return 0
         row.sequence.tables[:] = tables
@@ -79,8 +81,12 @@ class PrefixSharing:
         return length
 
     def _running(self, row: Row) -> list[Row]:
-        """The others whose caches hold their own source, from its first token on."""
-        return [other for other in self.rows.values() if other is not row and other.base == 0 and other.caches]
+        """The others of the same salt whose caches hold their own source, from its first token on."""
+        return [
+            other
+            for other in self.rows.values()
+            if other is not row and other.base == 0 and other.caches and other.salt == row.salt
+        ]
 
     def _longest(self, row: Row) -> tuple[int, Row] | None:
         """The longest prefix that a running request has computed, and that request."""
@@ -119,7 +125,7 @@ class PrefixSharing:
     def _donate(self, tokens: Sequence[int], row: Row) -> None:
         # Tokens that came with a cache may not have been told: then positions and tokens do not agree.
         if tokens and row.sequence is not None and len(row.history) == row.base:
-            self.prefixes.donate(tokens, row.sequence.tables)
+            self.prefixes.donate(tokens, row.sequence.tables, row.salt)
 
     def _whole_blocks(self, num_tokens: int) -> int:
         return num_tokens - num_tokens % self.pool.block_size

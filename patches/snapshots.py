@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 from .row import Row
@@ -20,6 +20,9 @@ class Snapshot(NamedTuple):
 
     tokens: list[int]
     caches: list[Any]
+
+
+_Key = tuple[Hashable, tuple[int, ...]]  # the requests' salt, and the tokens
 
 
 class Snapshots:
@@ -39,8 +42,8 @@ class Snapshots:
     def __init__(self, rows: Mapping[int, Row], max_snapshots: int = MAX_SNAPSHOTS) -> None:
         self.rows = rows
         self.max_snapshots = max_snapshots
-        self._snapshots: OrderedDict[tuple[int, ...], Snapshot] = OrderedDict()
-        self._latest: dict[int, tuple[int, ...]] = {}  # by uid: a chunk's end that the next one's replaces
+        self._snapshots: OrderedDict[_Key, Snapshot] = OrderedDict()
+        self._latest: dict[int, _Key] = {}  # by uid: a chunk's end that the next one's replaces
 
     def __len__(self) -> int:
         return len(self._snapshots)
@@ -50,7 +53,7 @@ class Snapshots:
     def available(self, row: Row) -> int:
         """Tokens that the request would not have to compute if it started now."""
         found = self._find(row)
-        return 0 if found is None else len(found)
+        return 0 if found is None else len(found[1])
 
     def must_wait(self, row: Row) -> bool:
         """Whether a running request is about to come to an end that this one can go on from, beyond what is there."""
@@ -59,6 +62,8 @@ class Snapshots:
         expected = 0
         for other in self.rows.values():
             if other is row or other.caches is None or other.base or other.request.length >= other.request.goal:
+                continue
+            if other.salt != row.salt:
                 continue
             common = min(common_length(row.source, other.source), len(row.source) - 1)
             ends = [*other.request.boundaries, other.request.goal]
@@ -69,29 +74,29 @@ class Snapshots:
         """Replace the request's fresh caches by copies of the longest snapshot's. Returns the tokens in them."""
         found = self._find(row)
         length = 0
-        if found is not None and len(found) <= most:
+        if found is not None and len(found[1]) <= most:
             self._snapshots.move_to_end(found)
             row.caches = copy.deepcopy(self._snapshots[found].caches)
-            length = len(found)
+            length = len(found[1])
         self._add_ends(row, length)
         return length
 
-    def _find(self, row: Row) -> tuple[int, ...] | None:
+    def _find(self, row: Row) -> _Key | None:
         if row.given is not None:
             return None
         fitting = (
             key
             for key, snapshot in self._snapshots.items()
-            if len(key) < len(row.source) and row.source[: len(key)] == snapshot.tokens
+            if key[0] == row.salt and len(key[1]) < len(row.source) and row.source[: len(key[1])] == snapshot.tokens
         )
-        return max(fitting, key=len, default=None)
+        return max(fitting, key=lambda key: len(key[1]), default=None)
 
     def _add_ends(self, row: Row, length: int) -> None:
         """Let a chunk end where the prompt parts from those of requests that wait."""
         request = row.request
         ends = set(request.boundaries)
         for other in self.rows.values():
-            if other is not row and other.caches is None and other.given is None:
+            if other is not row and other.caches is None and other.given is None and other.salt == row.salt:
                 common = min(common_length(row.source, other.source), len(other.source) - 1)
                 if common - length >= LEAST_SHARED and common < request.goal:
                     ends.add(common)
@@ -129,8 +134,8 @@ class Snapshots:
         self._snapshots.popitem(last=False)
         return True
 
-    def _keep(self, tokens: list[int], row: Row) -> tuple[int, ...]:
-        key = tuple(tokens)
+    def _keep(self, tokens: list[int], row: Row) -> _Key:
+        key = row.salt, tuple(tokens)
         self._snapshots.pop(key, None)
         self._snapshots[key] = Snapshot(list(tokens), copy.deepcopy(row.caches or []))
         while len(self._snapshots) > self.max_snapshots:

@@ -75,7 +75,7 @@ def test_bytes_pass_or_are_refused(raw: bytes) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_wrong_types_are_refused_by_name(name: str) -> None:
     wrong: Any = [1] if name in ("messages", "tools", "stop") else "x" if name != "prompt" else 1
-    if name in ("model", "draft_model", "adapters"):
+    if name in ("model", "draft_model", "adapters", "cache_salt"):
         wrong = {}
     path = COMPLETIONS if name == "prompt" else CHAT
     with pytest.raises(RequestRefused) as caught:
@@ -101,6 +101,27 @@ def test_what_is_not_json_is_refused(raw: bytes) -> None:
     with pytest.raises(RequestRefused) as caught:
         parse_body(raw, COMPLETIONS)
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "junk",
+    ["[" + "[]," * 600_000 + "1]", "[" + "1e5," * 400_000 + "1]", "[" + '"\\\\",' * 600_000 + '""]', '{"":[' * 300_000],
+    ids=["lists", "numbers", "strings", "nested"],
+)
+def test_a_body_of_very_many_values_is_not_parsed(junk: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loads(*args: Any, **options: Any) -> Any:
+        raise AssertionError("was parsed")
+
+    monkeypatch.setattr(request_body.json, "loads", loads)
+    with pytest.raises(RequestRefused) as caught:
+        parse_body(('{"prompt": "x", "junk": ' + junk).encode(), COMPLETIONS)
+    assert caught.value.status == 413
+
+
+def test_a_long_text_is_one_value() -> None:
+    for text in ('he said, "[{," ' * 200_000, "\\" * 1_000_000, ',"' * 700_000):
+        body = {"prompt": text, "logit_bias": {str(n): 1 for n in range(1000)}}
+        assert parse_body(json.dumps(body).encode(), COMPLETIONS) == body
 
 
 def test_null_is_as_not_given_and_seeds_are_made_fit() -> None:
@@ -177,6 +198,11 @@ def check(server: ServerProcess, path: str, body: Any) -> None:
 @example({**HI, "tools": [{}]})
 @example({**HI, "tools": [{"type": "function", "function": 3}]})
 @example({**HI, "chat_template_kwargs": {"tokenize": False, "messages": 3, "add_generation_prompt": 1}})
+@example({**HI, "chat_template_kwargs": {"return_tensors": "np"}})
+@example({**HI, "chat_template_kwargs": {"padding": "max_length", "max_length": 4000000}})
+@example(
+    {**HI, "chat_template_kwargs": {"chat_template": "{% for i in range(99999) %}{{ range(99999)|list }}{% endfor %}"}}
+)
 @example({**HI, "role_mapping": {"user": 3}})
 @example({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}]})
 @example({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": 3}]}]})

@@ -70,7 +70,7 @@ def test_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     config = parse(
         "--prefix-cache-ttl", "60", "--prefix-cache-dir", "x", "--prefix-cache-dir-size", "2GB", "--api-key=k"
     )
-    assert (config.prefix_cache_ttl, config.prefix_cache_dir_bytes, config.api_key) == (60.0, 2 * 10**9, "k")
+    assert (config.prefix_cache_ttl, config.prefix_cache_dir_bytes, config.api_keys.keys) == (60.0, 2 * 10**9, ("k",))
     assert not parse("--no-prefix-cache").prefix_cache
     with pytest.raises(ConfigError, match="no-prefix-cache"):
         parse("--no-prefix-cache", "--prefix-cache-ttl", "1")
@@ -79,4 +79,6 @@ def test_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
             parse(*wrong)
     assert "must be" in capsys.readouterr().err
     monkeypatch.setenv("MLX_PAGED_API_KEY", "from-env")
-    assert parse().api_key == "from-env"
+    assert parse().api_keys.keys == ("from-env",) and parse("--api-key=a", "--api-key=b").api_keys.keys == ("a", "b")
+    with pytest.raises(ConfigError, match="served-model-name"):
+        parse("--served-model-name", "alias")  # of no model
