@@ -579,6 +579,7 @@ def test_stats_count_blocks_and_bytes() -> None:
         "evictions": 0,
         "prefix_hit_tokens": 0,
         "preemptions": 0,
+        "shrinks": 0,
     }
     k, v = kv(0, 6)
     tables = [pool.new_table(0), pool.new_table(1)]
