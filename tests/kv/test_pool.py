@@ -580,6 +580,7 @@ def test_stats_count_blocks_and_bytes() -> None:
         "prefix_hit_tokens": 0,
         "preemptions": 0,
         "peak_bytes_in_use": 0,
+        "shrinks": 0,
     }
     k, v = kv(0, 6)
     tables = [pool.new_table(0), pool.new_table(1)]
