@@ -198,9 +198,8 @@ class PromptMaker:
             client_is_gone: asked while the request waits for its turn.
 
         Raises:
-            RequestRefused: the prompt cannot be made.
+            RequestRefused: the prompt cannot be made, or too many bytes of others are waiting (429).
             ConnectionAbortedError: the client has gone.
-            RequestRefused: 429, too many bytes of prompts are waiting.
         """
         job = PromptJob(request, template_kwargs, most_tokens, self.allow_template, has_images and setup.has_processor)
         if setup.payload is None:
@@ -238,25 +237,27 @@ class PromptMaker:
     def _wait_for_process(self, is_large: bool, client_is_gone: Callable[[], bool]) -> PromptProcess:
         with self._changed:
             self.num_waiting += 1
+        may_start = is_large
         try:
             while True:
                 with self._changed:
-                    process = self._idle(is_large)
+                    process = self._idle(is_large, may_start)
                     if process is None and self._changed.wait(POLL_SECONDS):
                         continue
                     if process is not None:
                         self._busy.append(process)
                         return process
+                may_start = True  # the first one is at something that takes long
                 if client_is_gone():
                     raise ConnectionAbortedError("the client has gone")
         finally:
             with self._changed:
                 self.num_waiting -= 1
 
-    def _idle(self, is_large: bool) -> PromptProcess | None:
+    def _idle(self, is_large: bool, may_start: bool) -> PromptProcess | None:
         if not is_large and self._for_small not in self._busy:
             return self._for_small
-        if self._for_large not in self._busy and (is_large or self._for_large.is_ready):
+        if self._for_large not in self._busy and (may_start or self._for_large.is_ready):
             return self._for_large
         return None
 
