@@ -96,10 +96,10 @@ class SharedPrefixes:
         self.salt = salt
         self.restore = restore
 
-    def adopt(self, tokens: Sequence[int]) -> tuple[int, list[BlockTable]]:
+    def adopt(self, tokens: Sequence[int], *, whole_blocks: bool = False) -> tuple[int, list[BlockTable]]:
         if self.restore is not None:
             self.restore(tokens)
-        return self.tree.adopt(tokens, self.salt)
+        return self.tree.adopt(tokens, self.salt, whole_blocks=whole_blocks)
 
     def held(self, tokens: Sequence[int]) -> int:
         return self.tree.match(tokens, self.salt).length

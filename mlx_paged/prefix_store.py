@@ -12,9 +12,10 @@ from .kv.block_table import BlockTable
 class PrefixStore(Protocol):
     """What a batch asks of a prefix cache. Its blocks are given up by the pool itself (see BlockHolder)."""
 
-    def adopt(self, tokens: Sequence[int]) -> tuple[int, list[BlockTable]]:
+    def adopt(self, tokens: Sequence[int], *, whole_blocks: bool = False) -> tuple[int, list[BlockTable]]:
         """Called when a request starts: how many of its tokens are held (never all), and tables over their blocks,
-        one for each group, which are the request's own from then on."""
+        one for each group, which are the request's own from then on. With ``whole_blocks`` they end where a block
+        does, so that none has to be copied."""
         ...
 
     def held(self, tokens: Sequence[int]) -> int:
@@ -30,7 +31,7 @@ class PrefixStore(Protocol):
 class NoPrefixStore:
     """Holds nothing: for models without blocks, whose prefixes the batch keeps itself."""
 
-    def adopt(self, tokens: Sequence[int]) -> tuple[int, list[BlockTable]]:
+    def adopt(self, tokens: Sequence[int], *, whole_blocks: bool = False) -> tuple[int, list[BlockTable]]:
         return 0, []
 
     def held(self, tokens: Sequence[int]) -> int:

@@ -139,10 +139,9 @@ class Engine:
             return
         row.caches = self._fresh()
         if self.sharing is not None:
-            most = request.goal
-            if self.pool is not None and not self.holds(most + 1 + self.pool.block_size):
-                most -= most % self.pool.block_size  # there may be no room to copy a block shared in part
-            request.length = self.sharing.adopt(row, most)
+            # Near the budget there may be no room to copy a block shared in part.
+            is_tight = self.pool is not None and not self.holds(request.goal + 1 + self.pool.block_size)
+            request.length = self.sharing.adopt(row, whole_blocks=is_tight)
         if row.num_cached is None:
             row.num_cached = request.length
         row.num_reported = max(row.num_reported, request.length)
