@@ -197,7 +197,6 @@ class ServedBatch:
             detokenizer.last_segment, response.token, logprobs[response.token].item(), response.finish_reason, top
         )
         if response.finish_reason is not None:
-            del self.served[response.uid]
             if not self.generator.shares_prefixes:
                 self.prompt_cache.insert_cache(
                     self.key, response.all_tokens[:], response.prompt_cache, cache_type="assistant"
@@ -205,6 +204,7 @@ class ServedBatch:
             self._trim()
         served.queue.put(answer)
         if response.finish_reason is not None:
+            del self.served[response.uid]  # until now, whatever fails is told to the client
             served.queue.put(None)
 
     def _save_segments(self, prompts: list[Any]) -> None:
