@@ -143,6 +143,7 @@ class BatchTables:
             if done < len(self.tables):
                 for group in range(done):
                     self._take_back(group, len(self.rows))
+            failed = None  # whose error's frames hold this one
         return None
 
     def _reserve_group(self, group: int) -> FailedRow | None:

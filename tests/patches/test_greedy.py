@@ -43,7 +43,7 @@ def test_the_same_logits_give_mlx_lms_token(dtype: mx.Dtype, spread: float) -> N
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 def test_a_row_alone_in_a_batch_gives_the_tokens_of_a_solo_run(dtype: mx.Dtype) -> None:
-    """Of stock mlx-lm and under the patches, bit for bit; of models whose words are nearly even, as random ones' are."""
+    """Of stock mlx-lm and under the patches, bit for bit. Random models have many words that are nearly even."""
     for seed in range(4):
         model = build("llama", seed=seed, vocab_size=8000)
         model.set_dtype(dtype)
