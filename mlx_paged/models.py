@@ -84,6 +84,8 @@ def tell_if_unbounded(model: Any, *, has_cache: bool = False) -> None:
 def tell_unbounded(why: str) -> None:
     """Say on stderr that ``--max-kv-size`` does nothing."""
     print(f"mlx_paged: --max-kv-size does nothing here: {why}", file=sys.stderr)
+
+
 def check_weight_files(folder: Path) -> None:
     """Check that the weights' files are as long as their headers say: what reads them later finds out too late.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..cache import PagedKVCache
 from ..kv.pool import BlockPool
 from ..prefix_store import PrefixStore
 from .row import Row
@@ -56,28 +55,25 @@ class PrefixSharing:
                 return True
         return False
 
-    def adopt(self, row: Row, most: int) -> int:
+    def adopt(self, row: Row, *, whole_blocks: bool) -> int:
         """Put the longest known prefix under the request's fresh caches. Returns its length.
 
         Args:
             row: not computed yet, nor given a cache.
-            most: tokens to take at most.
+            whole_blocks: a prefix that ends where a block does: there may be no room to copy one shared in part.
         """
         longest = self._longest(row)
         if longest is not None:
             length, other = longest
             if length > self.prefixes.held(row.source, row.salt):
                 self._donate(row.source[:length], other)
-        length, tables = self.prefixes.adopt(row.source, row.salt)
+        # No more than can be used: behind a window, what was taken could not be cut.
+        length, tables = self.prefixes.adopt(row.source[: row.request.goal + 1], row.salt, whole_blocks=whole_blocks)
         if not length or row.sequence is None:
             return 0
         row.sequence.tables[:] = tables
         for layer in row.sequence.offsets:
-            row.sequence.offsets[layer] = tables[0].length
-        length = min(length, most)
-        for cache in row.caches or ():
-            if isinstance(cache, PagedKVCache):
-                cache.trim(cache.offset - length)
+            row.sequence.offsets[layer] = length
         return length
 
     def _running(self, row: Row) -> list[Row]:
@@ -117,6 +113,9 @@ class PrefixSharing:
         """The request has finished; ``tokens`` are in its cache."""
         if len(tokens) == row.request.length:
             self._donate(tokens, row)
+
+    def forget(self, row: Row) -> None:
+        """The request has failed; nothing is kept of it."""
 
     def give_up(self) -> bool:
         """Nothing is held here: the pool itself asks the cache for blocks."""

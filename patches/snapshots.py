@@ -70,24 +70,31 @@ class Snapshots:
             expected = max([expected, *(end for end in ends if other.request.length < end <= common)])
         return expected >= LEAST_SHARED and expected > self.available(row)
 
-    def adopt(self, row: Row, most: int) -> int:
-        """Replace the request's fresh caches by copies of the longest snapshot's. Returns the tokens in them."""
-        found = self._find(row)
+    def adopt(self, row: Row, *, whole_blocks: bool) -> int:
+        """Replace the request's fresh caches by copies of the longest snapshot's; with ``whole_blocks`` only if that
+        ends where a block does. Returns the tokens in them."""
+        sequence = row.sequence
+        unit = sequence.pool.block_size if whole_blocks and sequence is not None else 1
+        found = self._find(row, unit)
         length = 0
-        if found is not None and len(found[1]) <= most:
+        if found is not None:
             self._snapshots.move_to_end(found)
             row.caches = copy.deepcopy(self._snapshots[found].caches)
             length = len(found[1])
         self._add_ends(row, length)
         return length
 
-    def _find(self, row: Row) -> _Key | None:
+    def _find(self, row: Row, unit: int = 1) -> _Key | None:
+        """The longest snapshot of a prefix, in tokens a multiple of ``unit``."""
         if row.given is not None:
             return None
         fitting = (
             key
             for key, snapshot in self._snapshots.items()
-            if key[0] == row.salt and len(key[1]) < len(row.source) and row.source[: len(key[1])] == snapshot.tokens
+            if key[0] == row.salt
+            and len(key[1]) < len(row.source)
+            and not len(key[1]) % unit
+            and row.source[: len(key[1])] == snapshot.tokens
         )
         return max(fitting, key=lambda key: len(key[1]), default=None)
 
@@ -119,6 +126,10 @@ class Snapshots:
 
     def leave(self, row: Row) -> None:
         """The request gives its caches back before it has finished."""
+        self._latest.pop(row.uid, None)
+
+    def forget(self, row: Row) -> None:
+        """The request has failed."""
         self._latest.pop(row.uid, None)
 
     def leave_all(self, row: Row, tokens: list[int]) -> None:

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from ..errors import BlockStateError, ConfigError
@@ -102,29 +103,36 @@ class RadixTree:
 
     # Looking up -----------------------------------------------------------------------------------------------
 
-    def match(self, tokens: Sequence[int], salt: Hashable = None) -> MatchResult:
+    def match(self, tokens: Sequence[int], salt: Hashable = None, *, whole_blocks: bool = False) -> MatchResult:
         """The longest prefix of ``tokens`` under ``salt`` that every group can serve, and never all of them: the last
         token is left to compute. Marks its path as used; takes no reference, so see :meth:`adopt` or :meth:`lock`.
+
+        Args:
+            tokens: whose beginning is looked for.
+            salt: as for :meth:`insert`.
+            whole_blocks: only prefixes that end where a block does: going on from them copies none.
         """
         with self.pool.lock:
             self.expire()
             path, limit = self._walk(tokens, salt)
-            length = servable_length(path, limit, self.windows, self.block_size)
+            length = servable_length(path, limit, self.windows, self.block_size, whole_blocks)
             path = [node for node in path if node.start < length]
             for node in path:
                 self._touch(node)
             ids = path_blocks(path, length, self.windows, self.block_size)
             return MatchResult(length, path[-1] if path else self._root(salt), ids)
 
-    def adopt(self, tokens: Sequence[int], salt: Hashable = None) -> tuple[int, list[BlockTable]]:
-        """Tables, one per group, over the blocks of the longest prefix: references, no bytes.
+    def adopt(
+        self, tokens: Sequence[int], salt: Hashable = None, *, whole_blocks: bool = False
+    ) -> tuple[int, list[BlockTable]]:
+        """Tables, one per group, over the blocks of the longest prefix (see :meth:`match`): references, no bytes.
 
         Returns:
             How many tokens they hold, and the tables; they are the caller's to use and to release. Whoever writes on
             in a shared, partially filled block writes into a copy of it.
         """
         with self.pool.lock:
-            match = self.match(tokens, salt)
+            match = self.match(tokens, salt, whole_blocks=whole_blocks)
             self.hit_tokens += match.length
             return match.length, [
                 table_over(self.pool, group, ids, match.length) for group, ids in enumerate(match.block_ids)
@@ -173,7 +181,7 @@ class RadixTree:
         """
         run = tuple(tokens)
         self._check_tables(run, tables)
-        with self.pool.lock:
+        with self._changing():
             self.expire()
             node = self._roots[salt] = self._root(salt)
             position = new_tokens = new_blocks = 0
@@ -207,6 +215,21 @@ class RadixTree:
                 raise ValueError(f"{table} does not hold {len(tokens)} tokens")
             if window is None and table.logical_start:
                 raise ValueError(f"{table} does not hold its first tokens")
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """The pool's lock, for a change of nodes. If it fails half-way, the tree holds what its nodes do."""
+        with self.pool.lock:
+            try:
+                yield
+            except Exception:
+                self._roots = {salt: root for salt, root in self._roots.items() if root.children}
+                for group, held in enumerate(self._held):
+                    blocks = Counter(b for node in self.nodes() for b in node.blocks[group] if b != NULL_BLOCK)
+                    missing, surplus = blocks - held, held - blocks
+                    self.hold_blocks(group, list(missing.elements()))
+                    self.unhold_blocks(group, list(surplus.elements()))
+                raise
 
     def _split(self, node: RadixNode, at: int) -> RadixNode:
         upper = node.split(at, self.block_size)
@@ -266,7 +289,7 @@ class RadixTree:
         Returns:
             Blocks that became free: ``num_blocks`` or more, or fewer if there are no more to be had.
         """
-        with self.pool.lock:
+        with self._changing():
             return evict_blocks(self, group, num_blocks)
 
     reclaim = evict
@@ -282,7 +305,7 @@ class RadixTree:
 
     def remove(self, node: RadixNode) -> None:
         """Give a leaf up. Raises BlockStateError if it is locked or not a leaf of this tree."""
-        with self.pool.lock:
+        with self._changing():
             parent = node.parent
             if parent is None or node.children or node.locks or parent.children.get(node.tokens[0]) is not node:
                 raise BlockStateError(f"{node} is not an unlocked leaf")
@@ -382,8 +405,9 @@ class RadixTree:
         return self._held[group][block_id]
 
     def hold_blocks(self, group: int, block_ids: Sequence[int]) -> None:
-        self.pool.retain(group, block_ids)
-        self._held[group].update(b for b in block_ids if b != NULL_BLOCK)
+        ids = [b for b in block_ids if b != NULL_BLOCK]
+        self.pool.retain(group, ids)
+        self._held[group].update(ids)
 
     def drop_blocks(self, group: int, block_ids: Sequence[int]) -> int:
         """Drop one reference of each block. Returns how many became free: the evictions."""

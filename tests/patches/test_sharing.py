@@ -222,3 +222,33 @@ def test_a_sharing_request_has_the_bits_of_a_cold_one_cut_at_the_same_token(kind
     np.testing.assert_array_equal(np.stack(cold), np.stack(warm))
     anyhow = run(None, [[*system, *suffix]])  # cut nowhere
     assert np.abs(np.stack(anyhow) - np.stack(warm)).max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length, block_size", [(100, 128), (100, 32), (96, 8), (250, 32)])
+def test_near_the_budget_a_prefix_ends_at_a_whole_block_that_every_window_allows(
+    kind: str, length: int, block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be no room to copy a block shared in part. Behind a window, a longer prefix cannot be cut to one."""
+    model = model_of(kind)
+    prompt = prompt_of(length, seed=3).tolist()
+    expected = greedy(model, mx.array(prompt), 4)[0]
+    mlx_paged.apply_patches(PagedConfig(block_size=block_size))
+    pool = mlx_lm_generate.make_prompt_cache(model)[0].pool
+    tree = RadixTree(pool)
+    gen = PagedBatchGenerator(model, prefixes=SharedPrefixes(tree), prefill_step_size=64)
+    cached = []
+    for _ in range(3):
+        gen.insert([prompt], [4])
+        monkeypatch.setattr(gen._engine, "holds", lambda num_tokens: num_tokens <= length)
+        tokens: list[int] = []
+        while any(answer := gen.next()):
+            tokens += [response.token for response in answer[1]]
+            cached += [response.num_cached for response in answer[1][-1:]]
+        monkeypatch.undo()
+        assert tokens == expected
+        tree.check_integrity()
+        pool.check_integrity()
+    assert all(count % block_size == 0 for count in cached) and pool.stats().prefix_hit_tokens == sum(cached[::4])
+    if kind in ("llama", "qwen3"):
+        assert cached[4:] == [(length - 1) // block_size * block_size] * 8
