@@ -217,7 +217,7 @@ def test_a_sharing_request_has_the_bits_of_a_cold_one_cut_at_the_same_token(kind
 
     cold = run(None, [system, suffix])
     pool = mlx_lm_generate.make_prompt_cache(model)[0].pool
-    tree = RadixTree(pool)  # held: what it has counted goes with it
+    tree = RadixTree(pool)  # held: what it counted goes with it
     warm = run(SharedPrefixes(tree), [system, [1, 2, 3]], [[*system, *suffix]])
     assert pool.stats().prefix_hit_tokens == len(system)
     np.testing.assert_array_equal(np.stack(cold), np.stack(warm))
