@@ -281,15 +281,18 @@ class BatchRun:
             if response.finish_reason != "stop":
                 row.tokens.append(response.token)
             if response.finish_reason is not None:
-                self._leave(response.uid)
-                self.results.add(
-                    row.prompt,
-                    text=self.tokenizer.decode(row.tokens),
-                    finish_reason=response.finish_reason,
-                    prompt_tokens=row.length,
-                    generation_tokens=len(row.tokens),
-                )
+                self._finish(response.uid, response.finish_reason)
         return len(generated)
+
+    def _finish(self, uid: int, reason: str) -> None:
+        row = self._leave(uid)
+        self.results.add(
+            row.prompt,
+            text=self.tokenizer.decode(row.tokens),
+            finish_reason=reason,
+            prompt_tokens=row.length,
+            generation_tokens=len(row.tokens),
+        )
 
     def _leave(self, uid: int) -> _Running:
         self._prefilled.pop(uid, None)

@@ -228,7 +228,7 @@ def test_an_interrupt_ends_quietly(folder: Path, command_name: str) -> None:
         assert piece, process.stderr and process.stderr.read()
         shown += piece
     process.send_signal(signal.SIGINT)
-    rest, errors = process.communicate(timeout=60)
+    rest, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors
     assert b"Traceback" not in errors and b"KeyboardInterrupt" not in errors
     assert rest.endswith(b"\n")

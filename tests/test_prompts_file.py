@@ -422,7 +422,7 @@ def on_a_terminal(command: list[str]) -> bytes:
             break
         shown += chunk
     os.close(primary)
-    assert process.wait(timeout=60) == 0, shown
+    assert process.wait(timeout=300) == 0, shown
     return shown
 
 
@@ -456,7 +456,7 @@ def test_a_killed_run_can_be_resumed(folder: Path, tmp_path: Path) -> None:
     while time.monotonic() < deadline and (not out.exists() or out.read_text().count("\n") < 5):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     kept = out.read_text().splitlines()
     if process.returncode != 0:  # it may have been too quick for us
         assert process.returncode == 130 and "--resume" in errors
