@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ MOST_WATCHED = 1024  # objects that are no modules, such as a model's arguments
 # What is the same as long as it is equal, and is never changed in place.
 _CONSTANTS = (
     bool, int, float, complex, str, bytes, type(None), mx.Dtype, type, types.ModuleType, types.FunctionType,
-    types.BuiltinFunctionType, types.MethodType,
+    types.BuiltinFunctionType, types.MethodType, functools.partial,
 )  # fmt: skip
 
 
@@ -108,6 +109,11 @@ class ModelState:
         """What the value is compared with later on: of what can be changed in place, a copy."""
         if isinstance(value, mx.array | nn.Module):
             raise StateNotKnown(f"{type(value).__name__} in a plain attribute or a tuple")
+        if isinstance(value, types.MethodType):
+            self._copy(value.__self__)
+        elif isinstance(value, functools.partial):
+            for each in (value.func, *value.args, *value.keywords.values()):
+                self._copy(each)
         if isinstance(value, _CONSTANTS):
             return value
         if isinstance(value, dict):

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from .config import PagedConfig
-from .errors import PagedCacheError
+from .errors import ConfigError, PagedCacheError
 from .generate import raise_cpu_cache_limit, replaced
 from .models import check_model_folder, explain_load_errors
 from .server_config import ServerConfig
@@ -58,6 +58,8 @@ def prepare(args: argparse.Namespace) -> None:
         from .patches import server as adapter
 
         adapter.configure(config)
+    elif config.api_keys:
+        raise ConfigError("--api-key: this version of mlx_lm.server is not one that can be made to ask for it")
     if not config.api_keys and not args.host.startswith(LOOPBACK):
         print(
             f"mlx_paged.server: warning: {args.host} can be reached from other machines, and there is no --api-key",

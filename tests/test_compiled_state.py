@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -301,6 +302,8 @@ def test_arrays_where_they_cannot_be_followed_are_refused() -> None:
         lambda m: vars(m).update(hidden=mx.zeros(2)),
         lambda m: vars(m).update(hidden=[nn.ReLU()]),
         lambda m: m.__setitem__("pair", (mx.zeros(2), 1)),
+        lambda m: setattr(m, "hook", nn.RoPE(4).__call__),
+        lambda m: setattr(m, "hook", functools.partial(mx.add, mx.zeros(2))),
     ):
         model = nn.Linear(2, 2)
         hide(model)

@@ -46,3 +46,30 @@ def test_what_is_missing_costs_the_patches_that_need_it(name: str, outcomes: dic
     module, _, attribute = name.partition(":")
     if module.startswith("mlx_lm.models") and not attribute and module != "mlx_lm.models.cache":
         assert len(skipped) < 10  # others are applied
+
+
+def test_a_server_that_cannot_be_adapted_says_so_and_does_not_pretend_to_ask_for_a_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import mlx_lm.server as upstream
+
+    from mlx_paged import server
+
+    def upstream_main() -> None:
+        parser = upstream.argparse.ArgumentParser()
+        for name in ("--model", "--draft-model", "--host"):
+            parser.add_argument(name, default="127.0.0.1" if name == "--host" else None)
+        parser.parse_args()
+
+    ended: list[Any] = []
+    monkeypatch.setattr(server, "_leave", ended.append)
+    monkeypatch.setattr(server.signal, "signal", lambda *args: None)
+    monkeypatch.setattr(upstream, "main", upstream_main)
+    monkeypatch.setattr(server.ServerParser, "shares", True)
+    monkeypatch.setattr(sys, "argv", ["server"])
+    monkeypatch.setitem(sys.modules, "mlx_paged.patches.server", None)
+    with pytest.warns(UserWarning, match="mlx_lm.server is not adapted"):
+        server.main(["--no-prefix-cache"])
+    assert ended == [0] and not server.ServerParser.shares
+    with pytest.warns(UserWarning, match="is not adapted"), pytest.raises(SystemExit, match="--api-key"):
+        server.main(["--api-key", "secret"])
