@@ -61,12 +61,14 @@ class DecodeBatch:
         """Rows whose prompt is computed up to its last token."""
         if not rows:
             return
-        self._merge(rows)
         for row in rows:
             if row.processors:
                 row.context = TokenBuffer(row.cached_tokens())
         inputs = mx.array([row.next_input() for row in rows], mx.uint32)
-        self._inputs = inputs if self._inputs is None else mx.concatenate([self._inputs, inputs])
+        if self._inputs is not None:
+            inputs = mx.concatenate([self._inputs, inputs])
+        self._merge(rows)
+        self._inputs = inputs
         self.rows = [*self.rows, *rows]
         self.members.update(rows)
 
@@ -100,17 +102,32 @@ class DecodeBatch:
             for index, row in enumerate(self.rows):
                 if row in leaving:
                     self._extract_states(index, row)
-        self.rows = [self.rows[index] for index in keep]
-        self.members -= leaving
         if not keep:
-            self._inputs, self._caches = None, []
+            self._clear()
             return
         indices = mx.array(keep)
         assert self._inputs is not None
-        self._inputs = self._inputs[indices]
+        inputs = self._inputs[indices]
         for cache in self._caches:
             if not (cache is None or _is_paged(cache)):
                 cache.filter(indices)
+        self._inputs = inputs
+        self.rows = [self.rows[index] for index in keep]
+        self.members -= leaving
+
+    def disband(self) -> list[Row]:
+        """Take all rows out, to compute them again as after :meth:`suspend`, and touch no cache: for when the batch's
+        own are in an unknown state. Returns the rows."""
+        rows = self.rows
+        for index, (row, token) in enumerate(zip(rows, _as_ints(self._inputs) if rows else (), strict=True)):
+            self._remember(row, index, token)
+        self._clear()
+        return rows
+
+    def _clear(self) -> None:
+        self.rows, self._inputs, self._caches = [], None, []
+        self.members.clear()
+        self._tables, self._changed = None, True
 
     def _settle(self) -> None:
         if self._tables is not None:
@@ -143,12 +160,16 @@ class DecodeBatch:
     def suspend(self, row: Row) -> None:
         """Take a row out to compute it again later: remember the token that was not delivered yet."""
         assert self._inputs is not None
-        if row.logits is not None:
-            index = self.rows.index(row)
-            row.undelivered = _as_ints(self._inputs[index : index + 1])[0]
-            step, position = row.logits
-            row.logits = (StepLogits(mx.contiguous(step.logits[position : position + 1])), 0)
+        index = self.rows.index(row)
+        self._remember(row, index, _as_ints(self._inputs[index : index + 1])[0])
         self.leave([row], keep_caches=False)
+
+    def _remember(self, row: Row, index: int, token: int) -> None:
+        """Keep the token that was computed for a row and not delivered yet."""
+        if row.logits is not None:
+            row.undelivered = token
+            step, position = row.logits
+            row.logits = (step.kept(position), 0)
 
     # Steps ----------------------------------------------------------------------------------------------------
 
@@ -244,7 +265,7 @@ class DecodeBatch:
     def fail_all(self, error: Exception) -> None:
         """A step failed as a whole: no row's state is known any more."""
         self.failed += [(row, error) for row in self.rows]
-        self.leave(self.rows, keep_caches=False)
+        self._clear()
 
     def _process(self, logits: mx.array, inputs: mx.array) -> tuple[mx.array, list[mx.array], dict[int, Exception]]:
         """Logits after the rows' own processors; what these were given; and the rows whose processors raised."""
@@ -282,8 +303,9 @@ class DecodeBatch:
 
     def _call(self, sampler: Sampler, step: StepLogits, rows: list[int], broken: dict[int, Exception]) -> mx.array:
         whole = len(rows) == len(self.rows)
-        if sampler is greedy_sampler:  # the largest logit is the largest log-probability
-            return mx.argmax(step.logits if whole else step.logits[mx.array(rows)], axis=-1)
+        if sampler is greedy_sampler:
+            ranking = step.ranking()
+            return mx.argmax(ranking if whole else ranking[mx.array(rows)], axis=-1)
         logprobs = step.logprobs()
         try:
             return sampler(logprobs if whole else logprobs[mx.array(rows)])
@@ -318,8 +340,8 @@ def _extract(cache: Any, index: int) -> Any:
     return extracted
 
 
-def _as_ints(tokens: mx.array) -> list[int]:
-    return tokens.tolist()  # type: ignore[return-value]
+def _as_ints(tokens: mx.array | None) -> list[int]:
+    return [] if tokens is None else tokens.tolist()  # type: ignore[return-value]
 
 
 def _is_paged(cache: Any) -> bool:

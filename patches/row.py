@@ -17,21 +17,32 @@ Sampler = Callable[[mx.array], mx.array]
 
 
 class StepLogits:
-    """The logits ``[B, vocab]`` of one step. Log-probabilities are computed when somebody asks for them."""
+    """The logits ``[B, vocab]`` of one step. Log-probabilities are computed when somebody asks for them, and take the
+    logits' place."""
 
-    def __init__(self, logits: mx.array) -> None:
-        self.logits = logits
-        self._logprobs: mx.array | None = None
+    def __init__(self, logits: mx.array, *, is_normalised: bool = False) -> None:
+        self._values = logits
+        self._is_normalised = is_normalised
 
     def logprobs(self) -> mx.array:
         """Of all rows, ``[B, vocab]``."""
-        if self._logprobs is None:
-            self._logprobs = normalised(self.logits)
-        return self._logprobs
+        if not self._is_normalised:
+            self._values, self._is_normalised = normalised(self._values), True
+        return self._values
 
     def row(self, index: int) -> mx.array:
         """Of one row, ``[vocab]``."""
-        return self._logprobs[index] if self._logprobs is not None else normalised(self.logits[index])
+        values = self._values[index]
+        return values if self._is_normalised else normalised(values)
+
+    def ranking(self) -> mx.array:
+        """``[B, vocab]``, whose largest in a row is the token that mlx-lm chooses. That is the first of the largest
+        log-probabilities as they are rounded: in 16 bits, logits that differ can have the same (docs/adr/0015)."""
+        return self._values if self._values.dtype == mx.float32 else self.logprobs()
+
+    def kept(self, index: int) -> StepLogits:
+        """One row of it, without the others' memory."""
+        return StepLogits(mx.contiguous(self._values[index : index + 1]), is_normalised=self._is_normalised)
 
 
 def normalised(logits: mx.array) -> mx.array:
@@ -151,12 +162,12 @@ class Row:
 
     def release(self) -> None:
         """Give back the blocks that it holds beyond the cache it came with."""
-        if self.caches is not None:
-            sequence = sequence_of(self.caches)
-            if sequence is not None:
-                for table in sequence.tables:
-                    sequence.pool.release_table(table)
-            self.caches, self._known = None, (None, None)
+        # Let go first: whatever happens below, tables that nobody holds give their blocks back.
+        caches, self.caches, self._known = self.caches, None, (None, None)
+        sequence = sequence_of(caches or ())
+        if sequence is not None:
+            for table in sequence.tables:
+                sequence.pool.release_table(table)
 
 
 def sequence_of(caches: Sequence[Any]) -> SequenceTables | None:

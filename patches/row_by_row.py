@@ -35,10 +35,13 @@ class RowByRowBatch(DecodeBatch):
         if not leaving:
             return
         keep = [index for index, row in enumerate(self.rows) if row not in leaving]
+        if not keep:
+            self._clear()
+            return
+        assert self._inputs is not None
+        self._inputs = self._inputs[mx.array(keep)]
         self.rows = [self.rows[index] for index in keep]
         self.members -= leaving
-        assert self._inputs is not None
-        self._inputs = self._inputs[mx.array(keep)] if keep else None
         self._collect(self.rows)
 
     def fork(self, row: Row) -> list[Any]:
