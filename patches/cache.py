@@ -21,7 +21,38 @@ from .warn import warn_once
 
 
 class PagedLayerCache(PagedKVCache):
-    """PagedKVCache that can turn into mlx-lm's caches, for what is not paged."""
+    """PagedKVCache that can turn into mlx-lm's caches, for what is not paged.
+
+    For ``isinstance`` it is a ``KVCache``, or with a window a ``RotatingKVCache``: scripts ask which of the two a layer
+    has. It inherits nothing of them, and ``type`` tells it apart. mlx-lm's library asks for neither.
+    """
+
+    def __init__(self, sequence: SequenceTables, layer: int) -> None:
+        super().__init__(sequence, layer)
+        self._stands_for = KVCache if self.window is None else RotatingKVCache
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return self._stands_for
+
+    @__class__.setter
+    def __class__(self, kind: type) -> None:
+        object.__dict__["__class__"].__set__(self, kind)
+
+    @property
+    def max_size(self) -> int:
+        """As of a ``RotatingKVCache``. Raises AttributeError without a window."""
+        return self._as_rotating("max_size", self.window)
+
+    @property
+    def keep(self) -> int:
+        """As of a ``RotatingKVCache``. Raises AttributeError without a window."""
+        return self._as_rotating("keep", self.pinned)
+
+    def _as_rotating(self, name: str, value: int | None) -> int:
+        if self.window is None or value is None:
+            raise AttributeError(f"a cache without a window has no {name}", name=name, obj=self)
+        return value
 
     def to_stock(self) -> KVCache | RotatingKVCache:
         """The same tokens in mlx-lm's own cache, bit for bit and in the same order; a copy."""
@@ -52,7 +83,7 @@ class PagedLayerCache(PagedKVCache):
             return True  # a mismatch raises GeometryError when the keys are written
         warn_once("several sequences in one cache are not paged: mlx-lm's own cache is used")
         stock = self.to_stock()
-        self.__class__ = type(stock)  # type: ignore[assignment]
+        self.__class__ = type(stock)
         self.__dict__ = stock.__dict__
         return False
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models import cache as upstream
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 import mlx_paged
 from mlx_paged import PagedConfig, PagedKVCache, PoolExhaustedError, PromptCacheError
@@ -122,3 +124,28 @@ def test_trim_and_reuse_of_a_prompt_cache_equals_stock() -> None:
     got = run()
     assert got[0] == expected[0]
     assert rms(got[1], expected[1]) == 0.0
+
+
+@pytest.mark.parametrize("max_kv_size", [None, 24])
+def test_scripts_that_ask_for_mlx_lms_classes_get_yes(max_kv_size: int | None) -> None:
+    """With the attributes that go with them; ``type`` is the paged one, and nothing of the others is inherited."""
+    model = build("llama-sliding") if max_kv_size is None else build("llama")
+    stock = upstream.make_prompt_cache(model, max_kv_size)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    paged = upstream.make_prompt_cache(model, max_kv_size)
+    for old, new in zip(stock, paged, strict=True):
+        assert type(new) is not type(old) and isinstance(new, PagedKVCache)
+        for kind in (KVCache, RotatingKVCache):
+            assert isinstance(new, kind) == isinstance(old, kind)
+        for name in ("max_size", "keep"):
+            assert getattr(new, name, None) == getattr(old, name, None)
+        assert isinstance(copy.deepcopy(new), PagedKVCache)
+
+
+def test_a_paged_cache_that_turned_into_mlx_lms_is_one() -> None:
+    model = build("llama")
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    cache = upstream.make_prompt_cache(model)
+    with pytest.warns(mlx_paged.FallThroughWarning):
+        model(mx.zeros((3, 4), mx.uint32), cache=cache)
+    assert all(type(layer) is KVCache and layer.keys is not None for layer in cache)
