@@ -132,12 +132,18 @@ class BatchTables:
         Returns:
             None; or the row for which a block was missing, and why. Nothing has been reserved then.
         """
-        for group in range(len(self.tables)):
-            failed = self._reserve_group(group)
-            if failed is not None:
-                for done in range(group):
-                    self._take_back(done, len(self.rows))
-                return failed
+        done = 0
+        try:
+            while done < len(self.tables):
+                failed = self._reserve_group(done)
+                if failed is not None:
+                    return failed
+                done += 1
+        finally:
+            if done < len(self.tables):
+                for group in range(done):
+                    self._take_back(group, len(self.rows))
+            failed = None  # whose error's frames hold this one
         return None
 
     def _reserve_group(self, group: int) -> FailedRow | None:

@@ -62,10 +62,10 @@ class BlockAllocator:
         """Take ``count`` free blocks, each with one reference. Raises before taking any if too few are free."""
         if count > len(self._free):
             raise BlockStateError(f"{count} blocks asked for, {len(self._free)} free")
+        self.peak_live = max(self.peak_live, self.num_live + count)
         ids = [heapq.heappop(self._free) for _ in range(count)]
         for block_id in ids:
             self._refcounts[block_id] = 1
-        self.peak_live = max(self.peak_live, self.num_live)
         return ids
 
     def retain(self, block_ids: Sequence[int]) -> None:

@@ -81,8 +81,8 @@ class BlockStore:
     def retain(self, group: int, block_ids: Sequence[int]) -> None:
         """Add one reference to each block. Raises BlockStateError if one is free."""
         with self._lock:
-            self.groups[group].allocator.retain(block_ids)
             self.groups[group].touch()
+            self.groups[group].allocator.retain(block_ids)
 
     def release(self, group: int, block_ids: Sequence[int]) -> None:
         """Drop one reference of each block. Raises BlockStateError if one is free already."""
@@ -200,5 +200,6 @@ class BlockStore:
 
     def _collect_abandoned(self) -> None:
         while self._abandoned:
-            group, block_ids = self._abandoned.popleft()
+            group, block_ids = self._abandoned[0]
             self.groups[group].allocator.release(block_ids)
+            self._abandoned.popleft()  # not before: whoever fails in between is followed by another

@@ -66,13 +66,11 @@ def _give_up(tree: RadixTree, node: RadixNode, group: int, num_blocks: int) -> i
         return tree.pool.groups[group].allocator.num_free - free_before
     tree.notify(node)
     node.tokens = node.tokens[: (node.start // tree.block_size + index) * tree.block_size - node.start]
-    freed = 0
-    for each, blocks in enumerate(node.blocks):
-        gone = blocks[index:]
+    gone = [blocks[index:] for blocks in node.blocks]
+    for blocks in node.blocks:
         del blocks[index:]
-        dropped = tree.drop_blocks(each, gone)
-        freed += dropped if each == group else 0
-    return freed
+    dropped = [tree.drop_blocks(each, blocks) for each, blocks in enumerate(gone)]
+    return dropped[group]
 
 
 def _shortest_tail(tree: RadixTree, leaf: RadixNode, group: int, num_blocks: int) -> int | None:

@@ -65,12 +65,12 @@ class BlockPool(BlockStore):
         """A second table over the same blocks: references, no bytes. Whoever writes to a shared block copies it."""
         self._check_table(table)
         with self._lock:
-            self._group(table).allocator.retain(table.block_ids)
-            self._group(table).touch()
-            copy = BlockTable(table.group, self.block_size, table.pinned)
+            # Known to the pool before it holds anything: if something fails here, its blocks come back.
+            copy = self._track(BlockTable(table.group, self.block_size, table.pinned))
+            self.retain(table.group, table.block_ids)
             copy.block_ids.extend(table.block_ids)
             copy.length, copy.logical_start, copy.ring_origin = table.length, table.logical_start, table.ring_origin
-            return self._track(copy)
+            return copy
 
     def release_table(self, table: BlockTable) -> None:
         """Give the table's blocks back. The table must not be used any more.
@@ -131,7 +131,12 @@ class BlockPool(BlockStore):
             needed = table.blocks_for(num_tokens) + shared_tail
             blocks = self.allocate(table.group, needed) if needed else []
             if shared_tail:
-                self._copy_on_write(table, tail, blocks.pop(0))
+                try:
+                    self._copy_on_write(table, tail, blocks[0])
+                except Exception:
+                    self.release(table.group, [block for block in blocks if block not in table.block_ids])
+                    raise
+                del blocks[0]
             table.block_ids.extend(blocks)
             table.length += num_tokens
             group.touch()
@@ -154,14 +159,20 @@ class BlockPool(BlockStore):
         others = []
         with self._lock:
             self._collect_abandoned()
-            for index, table in enumerate(tables):
-                ids, tail = table.block_ids, table.length // self.block_size
-                is_usable = table.owner is self._owner and table.group == group and not table.released
-                if is_usable and tail < len(ids) and refcount(ids[tail]) == 1:
-                    table.length += 1
-                else:
-                    others.append(index)
             own.touch()
+            index = 0
+            try:
+                for index, table in enumerate(tables):
+                    ids, tail = table.block_ids, table.length // self.block_size
+                    is_usable = table.owner is self._owner and table.group == group and not table.released
+                    if is_usable and tail < len(ids) and refcount(ids[tail]) == 1:
+                        table.length += 1
+                    else:
+                        others.append(index)
+            except Exception:
+                for done in set(range(index)).difference(others):
+                    tables[done].length -= 1
+                raise
         return others
 
     def _slide(self, table: BlockTable, start: int) -> None:
@@ -193,9 +204,9 @@ class BlockPool(BlockStore):
         source = table.block_ids[index]
         for storage in group.storages:
             storage.copy_block(source, target)
+        group.allocator.release([source])
         table.block_ids[index] = target
         table.forget_indices()
-        group.allocator.release([source])
         group.touch()
         self._cow_forks += 1
         return target
@@ -225,9 +236,8 @@ class BlockPool(BlockStore):
         with self._lock:
             table.length = length
             keep = -(-length // self.block_size)
-            gone = table.block_ids[keep:]
+            self._group(table).allocator.release(table.block_ids[keep:])
             del table.block_ids[keep:]
-            self._group(table).allocator.release(gone)
             table.forget_indices()
             self._group(table).touch()
 

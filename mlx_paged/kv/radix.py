@@ -7,6 +7,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from ..errors import BlockStateError, ConfigError
@@ -179,7 +180,7 @@ class RadixTree:
         """
         run = tuple(tokens)
         self._check_tables(run, tables)
-        with self.pool.lock:
+        with self._changing():
             self.expire()
             node = self._roots[salt] = self._root(salt)
             position = new_tokens = new_blocks = 0
@@ -213,6 +214,21 @@ class RadixTree:
                 raise ValueError(f"{table} does not hold {len(tokens)} tokens")
             if window is None and table.logical_start:
                 raise ValueError(f"{table} does not hold its first tokens")
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """The pool's lock, for a change of nodes. If it fails half-way, the tree holds what its nodes do."""
+        with self.pool.lock:
+            try:
+                yield
+            except Exception:
+                self._roots = {salt: root for salt, root in self._roots.items() if root.children}
+                for group, held in enumerate(self._held):
+                    blocks = Counter(b for node in self.nodes() for b in node.blocks[group] if b != NULL_BLOCK)
+                    missing, surplus = blocks - held, held - blocks
+                    self.hold_blocks(group, list(missing.elements()))
+                    self.unhold_blocks(group, list(surplus.elements()))
+                raise
 
     def _split(self, node: RadixNode, at: int) -> RadixNode:
         upper = node.split(at, self.block_size)
@@ -272,7 +288,7 @@ class RadixTree:
         Returns:
             Blocks that became free: ``num_blocks`` or more, or fewer if there are no more to be had.
         """
-        with self.pool.lock:
+        with self._changing():
             return evict_blocks(self, group, num_blocks)
 
     reclaim = evict
@@ -288,7 +304,7 @@ class RadixTree:
 
     def remove(self, node: RadixNode) -> None:
         """Give a leaf up. Raises BlockStateError if it is locked or not a leaf of this tree."""
-        with self.pool.lock:
+        with self._changing():
             parent = node.parent
             if parent is None or node.children or node.locks or parent.children.get(node.tokens[0]) is not node:
                 raise BlockStateError(f"{node} is not an unlocked leaf")
@@ -378,8 +394,9 @@ class RadixTree:
         return self._held[group][block_id]
 
     def hold_blocks(self, group: int, block_ids: Sequence[int]) -> None:
-        self.pool.retain(group, block_ids)
-        self._held[group].update(b for b in block_ids if b != NULL_BLOCK)
+        ids = [b for b in block_ids if b != NULL_BLOCK]
+        self.pool.retain(group, ids)
+        self._held[group].update(ids)
 
     def drop_blocks(self, group: int, block_ids: Sequence[int]) -> int:
         """Drop one reference of each block. Returns how many became free: the evictions."""

@@ -104,12 +104,13 @@ class RadixNode:
         upper_node = RadixNode(
             self.tokens[:at], self.start, self.parent, upper_blocks, [min(v, cut) for v in self.valid_from]
         )
+        lower_valid_from = [max(v, floor) for v in self.valid_from]
         upper_node.locks, upper_node.tick, upper_node.used_at = self.locks, self.tick, self.used_at
         assert self.parent is not None
         self.parent.children[self.tokens[0]] = upper_node
         upper_node.children[self.tokens[at]] = self
         self.tokens, self.start, self.parent = self.tokens[at:], cut, upper_node
-        self.blocks, self.valid_from = lower_blocks, [max(v, floor) for v in self.valid_from]
+        self.blocks, self.valid_from = lower_blocks, lower_valid_from
         return upper_node
 
     def common_length(self, tokens: Sequence[int], position: int, limit: int) -> int:
