@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from .errors import PoolExhaustedError, RequestTooLargeError
+from .errors import RequestTooLargeError
 
 
 class Request:
@@ -52,7 +52,8 @@ Growth = Sequence[tuple[Request, int]]
 
 
 class Memory(Protocol):
-    """What the scheduler asks of whoever holds the tokens."""
+    """What the scheduler asks of whoever holds the tokens. What fails for a request is for the holder to note, and to
+    :meth:`Scheduler.remove` the request when the plan is made: nothing may be raised while it is."""
 
     def holds(self, num_tokens: int) -> bool:
         """Whether one sequence of so many tokens fits when nothing else is held."""
@@ -70,7 +71,7 @@ class Memory(Protocol):
     def release(self, request: Request) -> None:
         """Give back what the request holds beyond the ``kept`` tokens; what it needs to go on later is remembered."""
 
-    def exhausted(self, request: Request, num_tokens: int) -> PoolExhaustedError:
+    def exhausted(self, request: Request, num_tokens: int) -> Exception:
         """The error to report for a request that cannot grow by so many tokens."""
 
 

@@ -7,11 +7,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch
 
+from ..batch_tables import FailedRow
 from ..cache import PagedKVCache
 from ..errors import PoolExhaustedError, RequestFailedError
 from ..kv.budget import PoolBudget
@@ -38,6 +40,10 @@ PromptResponse = PromptProcessingBatch.Response
 
 class Engine:
     """Runs requests: the scheduler decides, rows hold the state, the decode batch computes.
+
+    What fails for one request, in whatever part of its life, fails that request: it is noted where it happens and
+    given up where everything else is in order (``_note`` and ``_give_up_noted``). If what fails is the decode batch
+    itself, its other rows are computed again.
 
     Args:
         model: whose prompt caches are paged, or hold states that mlx-lm can batch, or both.
@@ -66,6 +72,7 @@ class Engine:
         self.rows: dict[int, Row] = {}
         self.computed_prompt_tokens = 0
         self.failures: deque[RequestFailedError] = deque()
+        self._noted: dict[Row, Exception] = {}  # requests to be given up
         self._prefill_steps = 0
         self._finished: deque[weakref.ref[Response]] = deque()
         fresh = self._fresh()
@@ -101,12 +108,19 @@ class Engine:
     def _fresh(self) -> list[Any]:
         return fresh_caches(self.model, self.max_kv_size)
 
-    # What the scheduler asks (scheduler.Memory) ------------------------------------------------------------------
+    # What the scheduler asks (scheduler.Memory); nothing of it raises while a step is planned ----------------------
 
     def holds(self, num_tokens: int) -> bool:
         return self.budget is None or self.budget.holds(num_tokens)
 
     def fits(self, growth: Growth) -> bool:
+        try:
+            return self._fits(growth)
+        except Exception as error:  # on behalf of the last one, which is given up before anything is appended
+            self._note(self.rows[growth[-1][0].uid], error)
+            return True
+
+    def _fits(self, growth: Growth) -> bool:
         if self.budget is None:
             return True
         if all(num_tokens == 1 for _, num_tokens in growth) and self.budget.fits_blocks(len(growth)):
@@ -134,6 +148,14 @@ class Engine:
 
     def admit(self, request: Request) -> None:
         row = self.rows[request.uid]
+        if row not in self._noted:
+            try:
+                self._admit(row)
+            except Exception as error:
+                self._note(row, error)
+
+    def _admit(self, row: Row) -> None:
+        request = row.request
         if row.given is not None:
             row.caches = copy.deepcopy(row.given)  # references to its blocks
             return
@@ -147,22 +169,34 @@ class Engine:
         row.num_reported = max(row.num_reported, request.length)
 
     def must_wait(self, request: Request) -> bool:
-        return self.sharing is not None and self.sharing.must_wait(self.rows[request.uid])
+        row = self.rows[request.uid]
+        try:
+            return self.sharing is not None and self.sharing.must_wait(row)
+        except Exception as error:
+            self._note(row, error)
+            return False
 
     def release(self, request: Request) -> None:
         row = self.rows[request.uid]
-        if row in self.batch.members:
-            self.batch.suspend(row)
-        if self.sharing is not None:
-            self.sharing.leave(row)
-        row.release()
+        try:
+            if row in self.batch.members:
+                self.batch.suspend(row)
+            if self.sharing is not None:
+                self.sharing.leave(row)
+        except Exception as error:
+            self._note(row, error)
+            if row in self.batch.members:
+                self._disband()
+        self._let_go(row)
         if self.pool is not None:
             self.pool.preemptions += 1
 
-    def exhausted(self, request: Request, num_tokens: int) -> PoolExhaustedError:
+    def exhausted(self, request: Request, num_tokens: int) -> Exception:
         assert self.budget is not None
-        sequence = self.rows[request.uid].sequence
-        return self.budget.exhausted(sequence.tables if sequence is not None else None, num_tokens)
+        try:
+            return self.budget.exhausted(self.rows[request.uid].tables, num_tokens)
+        except Exception as error:
+            return error
 
     @property
     def nbytes(self) -> int:
@@ -188,10 +222,12 @@ class Engine:
             if row is None:
                 continue
             self.scheduler.remove(row.request)
-            self.batch.leave([row], keep_caches=False)
-            if self.sharing is not None:
-                self.sharing.leave(row)
-            row.release()
+            self._take_out([row], keep_caches=False)
+            with suppress(Exception):  # nobody is left to be told what becomes of a cancelled request's prefix
+                if self.sharing is not None:
+                    self.sharing.leave(row)
+            self._let_go(row)
+            self._noted.pop(row, None)
             del self.rows[uid]
 
     def extract(self, uid: int) -> tuple[list[Any], list[int]]:
@@ -203,16 +239,80 @@ class Engine:
         caches = self.batch.fork(row) if row in self.batch.members else copy.deepcopy(row.caches)
         return caches, row.cached_tokens()
 
+    # Failures -------------------------------------------------------------------------------------------------
+
+    def _note(self, row: Row, error: Exception) -> None:
+        """Something has failed for a request. It is given up when the others are in order."""
+        self._noted.setdefault(row, error)
+
+    def _give_up_noted(self) -> None:
+        while self._noted:
+            self._give_up(*self._noted.popitem())
+
     def _give_up(self, row: Row, error: Exception) -> None:
         self.scheduler.remove(row.request)
         self._fail(row, error)
 
     def _fail(self, row: Row, error: Exception) -> None:
         """Give a request up that the scheduler has forgotten already."""
-        self.batch.leave([row], keep_caches=False)
-        row.release()
+        self._take_out([row], keep_caches=False)
+        self._let_go(row)
+        if self.sharing is not None:
+            self.sharing.forget(row)
+        self._noted.pop(row, None)
         del self.rows[row.uid]
         self.failures.append(RequestFailedError.without_frames(row.uid, error))
+
+    def _let_go(self, row: Row) -> None:
+        try:
+            row.release()
+        except Exception as error:
+            self._note(row, error)
+
+    def _join(self, rows: Sequence[Row]) -> None:
+        """Have rows join the decode batch, except those for which that fails."""
+        try:
+            self.batch.join(rows)
+        except Exception as error:
+            self._disband()
+            if len(rows) == 1:
+                self._note(rows[0], error)
+                return
+            for row in rows:  # whose fault it is shows when each joins alone
+                self._join([row])
+
+    def _take_out(self, rows: Sequence[Row], *, keep_caches: bool = True) -> None:
+        """Have rows leave the decode batch. One for which that fails is out of it, too, but its caches are no good."""
+        try:
+            self.batch.leave(rows, keep_caches=keep_caches)
+        except Exception as error:
+            if len(rows) == 1:
+                self._note(rows[0], error)
+                self._disband()
+                return
+            for row in rows:
+                if row in self.batch.members:
+                    self._take_out([row], keep_caches=keep_caches)
+                else:  # taken out with all others, when one of these failed
+                    self._note(row, error)
+
+    def _disband(self) -> None:
+        """The decode batch is in an unknown state: whoever is in it makes room, and is computed again."""
+        try:
+            rows = self.batch.disband()
+        except Exception as error:  # not even the tokens can be had
+            self.batch.fail_all(error)
+            self._note_failed()
+            return
+        for row in rows:
+            if row.request in self.scheduler.running:
+                self.scheduler.preempt(row.request)
+
+    def _note_failed(self) -> None:
+        """Note the rows that the batch has found failing."""
+        failed, self.batch.failed = self.batch.failed, []
+        for row, error in failed:
+            self._note(row, error)
 
     # Steps ----------------------------------------------------------------------------------------------------
 
@@ -235,18 +335,22 @@ class Engine:
         plan = self.scheduler.plan()
         for request, error in plan.failed:
             self._fail(self.rows[request.uid], error)
+        self._give_up_noted()
         self._make_room(plan)
-        rows = [self.rows[request.uid] for request in plan.decode]
-        joining = [row for row in rows if row not in self.batch.members]
-        self.batch.join(joining)
+        rows = [row for request in plan.decode if (row := self.rows.get(request.uid)) is not None]
+        joining = [row for row in rows if row not in self.batch.members and row.caches is not None]
+        self._join(joining)
+        self._give_up_noted()
         prompts = []
         for row in joining:
-            if row.num_reported < row.prompt_length:
+            if row in self.batch.members and row.num_reported < row.prompt_length:
                 row.num_reported = row.prompt_length
                 self.computed_prompt_tokens += 1
                 prompts.append(PromptResponse(row.uid, (row.prompt_length,) * 2, True, True))
-        generated = self._decode() if rows else []
+        generated = self._decode() if self.batch.rows else []
+        self._give_up_noted()
         prompts += self._prefill(plan.chunks)
+        self._give_up_noted()
         return prompts, generated
 
     def _make_room(self, plan: Plan) -> None:
@@ -258,10 +362,12 @@ class Engine:
         if all(group.allocator.num_free >= enough for group in groups):
             return
         soon = [(request, 1) for request in plan.decode] + [(c.request, c.num_tokens) for c in plan.chunks]
-        self.budget.make_room(
-            [(self.rows[request.uid].tables, n) for request, n in soon],
-            lambda: [(row.tables, row.num_missing) for row in self.rows.values()],
-        )
+        rows = [(row, n) for request, n in soon if (row := self.rows.get(request.uid)) is not None]
+        with suppress(Exception):  # whoever appends without room for it grows the pool then, or fails alone
+            self.budget.make_room(
+                [(row.tables, n) for row, n in rows],
+                lambda: [(row.tables, row.num_missing) for row in self.rows.values()],
+            )
 
     def _decode(self) -> list[Response]:
         begin = time.perf_counter()
@@ -276,14 +382,17 @@ class Engine:
         for row in rows:
             if row in self.batch.members:
                 self.scheduler.advance(row.request, 1)
-        responses = [self._deliver(delivery) for delivery in deliveries]
+        responses = [response for delivery in deliveries if (response := self._deliver(delivery)) is not None]
         finished = [(self.rows[r.uid], r) for r in responses if r.finish_reason is not None]
-        self.batch.leave([row for row, _ in finished])
+        self._take_out([row for row, _ in finished])
         for row, response in finished:
             failed.pop(row, None)  # what failed is a token that nobody is going to see
             self._finish(row, response)
         for row, error in failed.items():
-            self._give_up(row, error)
+            self._note(row, error)
+        if finished and self._noted:  # a request that failed as it finished has not finished
+            lost = {response.uid for row, response in finished if row in self._noted}
+            responses = [response for response in responses if response.uid not in lost]
         if deliveries:
             self.counters.decode_time += time.perf_counter() - begin
             self.counters.generation_tokens += len(deliveries)
@@ -294,7 +403,13 @@ class Engine:
 
     def _reserve(self) -> None:
         """Blocks for every row's next token. The plan has seen to it that there are; if not so, make room or fail."""
-        while self.batch.rows and (failed := self.batch.reserve()) is not None:
+        while self.batch.rows:
+            try:
+                failed = self.batch.reserve()
+            except Exception as error:  # not for want of blocks: what went well before fails with who joined last
+                failed = FailedRow(len(self.batch.rows) - 1, error)
+            if failed is None:
+                return
             row = self.batch.rows[failed.row]
             if isinstance(failed.error, PoolExhaustedError) and self.scheduler.preempt_for(self._oldest()):
                 continue
@@ -303,22 +418,32 @@ class Engine:
     def _oldest(self) -> Request:
         return self.scheduler.running[0]
 
-    def _deliver(self, delivery: Delivery) -> Response:
+    def _deliver(self, delivery: Delivery) -> Response | None:
         row = delivery.row
-        row.num_generated += 1
-        reason = "length" if row.num_generated >= row.max_tokens else None
-        if row.matcher.advance(delivery.token):
-            reason = "stop"
-        return Response(row.uid, delivery.token, delivery.logits, reason, num_cached=row.num_cached or 0)
+        try:
+            row.num_generated += 1
+            reason = "length" if row.num_generated >= row.max_tokens else None
+            if row.matcher.advance(delivery.token):
+                reason = "stop"
+            return Response(row.uid, delivery.token, delivery.logits, reason, num_cached=row.num_cached or 0)
+        except Exception as error:
+            self._note(row, error)
+            return None
 
     def _finish(self, row: Row, response: Response) -> None:
+        if row in self._noted:  # it could not leave the batch
+            return
+        response.all_tokens = row.cached_tokens()
+        try:
+            if self.sharing is not None:
+                self.sharing.leave_all(row, response.all_tokens)
+        except Exception as error:
+            self._note(row, error)
+            return
         self.scheduler.remove(row.request)
         del self.rows[row.uid]
-        response.all_tokens = row.cached_tokens()
         response.attach(row)
         self._finished.append(weakref.ref(response))
-        if self.sharing is not None:
-            self.sharing.leave_all(row, response.all_tokens)
 
     # Prompts --------------------------------------------------------------------------------------------------
 
@@ -328,9 +453,13 @@ class Engine:
         begin = time.perf_counter()
         responses = []
         for row in self._compute(chunks):
-            if self.sharing is not None:
-                self.sharing.leave_chunk(row)
-            response = self._report(row)
+            try:
+                if self.sharing is not None:
+                    self.sharing.leave_chunk(row)
+                response = self._report(row)
+            except Exception as error:
+                self._note(row, error)
+                continue
             if response is not None:
                 responses.append(response)
         self._prefill_steps += 1

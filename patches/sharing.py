@@ -108,6 +108,9 @@ class PrefixSharing:
         if len(tokens) == row.request.length:
             self._donate(tokens, row)
 
+    def forget(self, row: Row) -> None:
+        """The request has failed; nothing is kept of it."""
+
     def give_up(self) -> bool:
         """Nothing is held here: the pool itself asks the cache for blocks."""
         return False

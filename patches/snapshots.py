@@ -120,6 +120,10 @@ class Snapshots:
         """The request gives its caches back before it has finished."""
         self._latest.pop(row.uid, None)
 
+    def forget(self, row: Row) -> None:
+        """The request has failed."""
+        self._latest.pop(row.uid, None)
+
     def leave_all(self, row: Row, tokens: list[int]) -> None:
         """The request has finished; ``tokens`` are in its caches."""
         self._latest.pop(row.uid, None)
