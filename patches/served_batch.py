@@ -197,7 +197,6 @@ class ServedBatch:
             detokenizer.last_segment, response.token, logprobs[response.token].item(), response.finish_reason, top
         )
         if response.finish_reason is not None:
-            del self.served[response.uid]
             if not self.generator.shares_prefixes:
                 self.prompt_cache.insert_cache(
                     self.key, response.all_tokens[:], response.prompt_cache, cache_type="assistant"
@@ -205,6 +204,7 @@ class ServedBatch:
             self._trim()
         served.queue.put(answer)
         if response.finish_reason is not None:
+            del self.served[response.uid]  # until now, whatever fails is told to the client
             served.queue.put(None)
 
     def _save_segments(self, prompts: list[Any]) -> None:
@@ -216,9 +216,14 @@ class ServedBatch:
             and response.uid in self.served
             and self.served[response.uid].segment_types
         ]
-        for uid, (caches, tokens) in self.generator.extract_cache(ends).items():
-            kind = self.served[uid].segment_types.pop()
-            self.prompt_cache.insert_cache(self.key, tokens[:], caches, cache_type=kind)
+        for uid in ends:
+            try:
+                for caches, tokens in self.generator.extract_cache([uid]).values():
+                    kind = self.served[uid].segment_types.pop()
+                    self.prompt_cache.insert_cache(self.key, tokens[:], caches, cache_type=kind)
+            except Exception as error:
+                self.generator.remove([uid])
+                self._fail(uid, error)
 
     def _trim(self) -> None:
         """Keep the prompt cache within the limits that the command line gave."""
