@@ -255,10 +255,15 @@ class ServedBatch:
             and response.uid in self.served
             and self.served[response.uid].segment_types
         ]
-        for uid, (caches, tokens) in self.generator.extract_cache(ends).items():
-            kind = self.served[uid].segment_types.pop()
-            with self._salted(self.served[uid].salt):
-                self.prompt_cache.insert_cache(self.key, tokens[:], caches, cache_type=kind)
+        for uid in ends:
+            try:
+                with self._salted(self.served[uid].salt):
+                    for caches, tokens in self.generator.extract_cache([uid]).values():
+                        kind = self.served[uid].segment_types.pop()
+                        self.prompt_cache.insert_cache(self.key, tokens[:], caches, cache_type=kind)
+            except Exception as error:
+                self.generator.remove([uid])
+                self._fail(uid, error)
 
     def _salted(self, salt: str | None) -> AbstractContextManager[None]:
         return self.prompt_cache.salted(salt) if isinstance(self.prompt_cache, PagedPromptCache) else nullcontext()
