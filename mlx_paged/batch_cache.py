@@ -18,6 +18,7 @@ from .kv.block_table import BlockTable
 from .kv.pool import BlockPool
 from .kv.step import Step
 from .kv.storage import QueryHeads
+from .kv.turn import in_turn
 
 _merged: OncePerBatch[BatchTables] = OncePerBatch()
 
@@ -66,6 +67,7 @@ class PagedBatchKVCache:
 
     # Writing and reading --------------------------------------------------------------------------------------
 
+    @in_turn
     def attend(
         self,
         queries: mx.array,
@@ -144,6 +146,7 @@ class PagedBatchKVCache:
             outputs.append(mx.pad(output, [(0, 0), (0, 0), (0, width - count), (0, 0)]) if count < width else output)
         return mx.concatenate(outputs)
 
+    @in_turn
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the next tokens of every row and return what the rows see, padded on the left to the longest, as
         mlx-lm's batch caches do; zeros there. Lazy, and recognised as in :meth:`PagedKVCache.update_and_fetch`.
@@ -167,6 +170,7 @@ class PagedBatchKVCache:
         pool.write_step(tables, layer, step, keys, values)
         return self._fetch(columns, tables, step, (keys, values), before)
 
+    @in_turn
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What :meth:`update_and_fetch` returned last, for another layer that attends over it."""
         columns = self._latest

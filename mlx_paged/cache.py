@@ -15,6 +15,7 @@ from .kv.block_table import BlockTable
 from .kv.pool import BlockPool
 from .kv.step import Step
 from .kv.storage import QueryHeads
+from .kv.turn import in_turn
 from .masks import causal_mask
 
 
@@ -120,6 +121,7 @@ class PagedKVCache:
 
     # Writing and reading --------------------------------------------------------------------------------------
 
+    @in_turn
     def update(self, keys: mx.array, values: mx.array) -> None:
         """Write the next tokens' keys and values ``[1, n_kv_heads, n_new, head_dim]`` to the pool.
 
@@ -137,6 +139,7 @@ class PagedKVCache:
         tables = [self.sequence.reserve(layer, num_tokens)]
         return tables, pool.step(layer, tables, num_tokens)
 
+    @in_turn
     def attend(
         self,
         queries: mx.array,
@@ -176,6 +179,7 @@ class PagedKVCache:
             scale=scale, mask=mask, window=window, softcap=softcap, sinks=sinks, step=step,
         )  # fmt: skip
 
+    @in_turn
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the next tokens and return all visible keys and values, gathered lazily, in mlx-lm's order.
 
@@ -193,6 +197,7 @@ class PagedKVCache:
             return keys, values
         return self._fetch(tables, (keys, values) if step.num_tokens == 1 else None, before)
 
+    @in_turn
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """The visible keys and values ``[1, n_kv_heads, n, head_dim]``, in mlx-lm's order (a copy), also those that
         another layer wrote; recognised as those of :meth:`update_and_fetch` are."""
@@ -217,6 +222,7 @@ class PagedKVCache:
         hand_out(keys, values, Fetched(pool, layer, tables, self.sequence.window_of, append, fences))
         return keys, values
 
+    @in_turn
     def load(self, keys: mx.array, values: mx.array, offset: int) -> None:
         """Fill an empty cache with dense keys and values, in order of position; they end at position ``offset``.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ from .attention import dispatch
 from .kv.block_table import BlockTable
 from .kv.in_place import InPlaceStorage
 from .kv.pool import BlockPool
+from .kv.turn import in_turn
 
 
 class Fences(NamedTuple):
@@ -60,6 +62,7 @@ class Fetched:
         self._batched = batched
         self._group = pool.groups[pool.group_of(layer)]
         self._epoch = self._group.epoch
+        self.thread = get_ident()  # which alone can compute the arrays
 
     def serves(self, queries: mx.array, mask: mx.array | str | None) -> bool:
         """Whether :meth:`attend` gives what attention over the arrays would."""
@@ -72,6 +75,7 @@ class Fetched:
         # Without a mask each of several queries would see all keys, those after its own included.
         return queries.shape[2] == 1 or mask is not None
 
+    @in_turn
     def attend(
         self,
         queries: mx.array,
@@ -132,7 +136,7 @@ def settle(pool: BlockPool, layer: int) -> None:
     """Before a layer's next tokens: compute arrays that somebody still holds although attention took their blocks.
     Outside the chain of fences their gather is not ordered before what is written next."""
     for keys, values, fetched in list(_handed_out.values()):
-        if fetched.is_rewound and fetched.layer == layer and fetched.pool is pool:
+        if fetched.is_rewound and fetched.layer == layer and fetched.pool is pool and fetched.thread == get_ident():
             mx.eval([array for array in (keys(), values()) if array is not None])
             fetched.is_rewound = False
 

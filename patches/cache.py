@@ -17,6 +17,7 @@ from ..errors import GeometryError, PromptCacheError
 from .composites import leaves, with_leaves
 from .plan import can_be_paged, name_of, pinned_in, plan_for, window_of
 from .pools import pool_for
+from .steps import guard
 from .warn import warn_once
 
 
@@ -98,6 +99,7 @@ def make_prompt_cache_patch(
             warn_once(f"not paged in models of type {name_of(model)}: {reason}; mlx-lm's own cache is used")
         if plan.groups:
             sequence = SequenceTables(pool_for(model, plan, config()))
+            guard(model)
             kind = PagedLayerCache if plan.adapted else SeamLayerCache
             for layer in plan.layers:
                 parts[layer] = kind(sequence, layer)

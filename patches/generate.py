@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
+from ..kv.turn import Stepwise
 from ..prefix_store import PrefixStore
 from .engine import Engine
 from .response import Response
@@ -171,7 +172,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         """Responses of prompts and of generated tokens; both empty when nothing is left to do."""
         if self._engine is None:
             return tuple(super().next())  # type: ignore[return-value]
-        with mx.stream(self._stream):
+        with mx.stream(self._stream), Stepwise():
             return self._engine.next()
 
     def next_generated(self) -> list[Any]:

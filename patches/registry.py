@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..config import PagedConfig
 from ..errors import PatchError
-from . import compiled, gemma2, gemma3, generate, llama, qwen3, seam, speculative, transformer_block
+from . import compiled, gemma2, gemma3, generate, llama, qwen3, seam, speculative, steps, transformer_block
 from .cache import make_prompt_cache_patch, save_prompt_cache_patch
 from .plan import forget_plans
 from .pools import forget_pools
@@ -98,6 +98,7 @@ def _patches() -> list[Patch]:
         ),
         Patch(f"{models}.cache", "save_prompt_cache", "5b558636d4e25be6", save_prompt_cache_patch),
         Patch("mlx_lm.generate", "BatchGenerator", "fb1a2ed5f7ece4b2", generate.adapt),
+        Patch("mlx_lm.generate", "generate_step", "640f5f80cac74587", steps.adapt),
         Patch("mlx_lm.generate", "speculative_generate_step", "c508203c7dac4b66", speculative.adapt),
     ]
 
@@ -156,6 +157,7 @@ def remove_patches() -> None:
     """Put every upstream symbol back, as the very object it was. Caches made so far keep working where they are used
     with mlx-lm's code through ``update_and_fetch``."""
     with _lock:
+        steps.unguard()
         for patch, original in _originals.items():
             owner, attribute = _owner(patch)
             if isinstance(owner, type):

@@ -14,6 +14,7 @@ from ..errors import ConfigError, PoolExhaustedError
 from .group import BlockGroup, ChooseStorage, LayerGroup, check_layout, functional_storage
 from .holder import BlockHolder
 from .storage import Geometry, QueryHeads
+from .turn import Turn
 
 UNLIMITED = 1 << 62
 
@@ -53,6 +54,7 @@ class BlockStore:
         # Tables dropped by their owner put their blocks here from whatever thread collects them.
         self._abandoned: deque[tuple[int, list[int]]] = deque()
         self._lock = threading.RLock()
+        self.turn = Turn(self._lock, self.groups)
         self._holders: list[weakref.ref[BlockHolder]] = []
 
     def group_of(self, layer: int) -> int:
@@ -71,7 +73,7 @@ class BlockStore:
         Raises:
             PoolExhaustedError: they do not fit; nothing was changed.
         """
-        with self._lock:
+        with self.turn:
             self._collect_abandoned()
             block_group = self.groups[group]
             if count > block_group.allocator.num_free:
@@ -94,7 +96,7 @@ class BlockStore:
     @property
     def lock(self) -> AbstractContextManager[bool]:
         """Guards every change; a holder takes it for its own changes, so that the two cannot wait for each other."""
-        return self._lock
+        return self.turn
 
     def add_holder(self, holder: BlockHolder) -> None:
         """Ask ``holder`` for blocks before an allocation fails, and count what it holds. Kept weakly."""
@@ -117,7 +119,7 @@ class BlockStore:
     def make_free(self, group: int, count: int, most: int) -> None:
         """Have ``count`` blocks of a group free, growing its tensors within the budget, but so that no more than
         ``most`` are free then. Does nothing if that many do not fit: allocating them says so."""
-        with self._lock:
+        with self.turn:
             self._collect_abandoned()
             block_group = self.groups[group]
             if count > block_group.allocator.num_free:
@@ -142,6 +144,7 @@ class BlockStore:
                     return
             # Beyond the need, at most half of what is left: another group may need the rest.
             target = min(target, total + max(missing, (affordable - total) // 2))
+        self.turn.is_dirty = True
         group.grow(target)
 
     def _exhausted(self, blocks: int, num_bytes: int) -> PoolExhaustedError:
@@ -178,7 +181,7 @@ class BlockStore:
         return group
 
     def _fix_geometry(self, group: BlockGroup, geometry: Geometry, heads: QueryHeads | None) -> None:
-        with self._lock:
+        with self.turn:
             self._collect_abandoned()
             group.allocator.shrink()
             per_block = self.block_size * geometry.bytes_per_token() * len(group.spec.layers)
@@ -186,6 +189,7 @@ class BlockStore:
             others = sum(g.bytes_reserved for g in self.groups)
             if others + known * per_block > self.memory_budget:
                 raise self._exhausted(known, known * per_block)
+            self.turn.is_dirty = True
             group.set_geometry(geometry, heads)
 
     def abandon(self, group: int, block_ids: list[int]) -> None:

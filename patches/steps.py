@@ -1,0 +1,92 @@
+"""How mlx-lm's generators and model calls take turns at a pool (see kv/turn.py)."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream
+
+from ..batch_cache import PagedBatchKVCache
+from ..cache import PagedKVCache
+from ..kv.pool import BlockPool
+from ..kv.turn import Stepwise
+from .composites import leaves
+
+
+def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """The replacement of ``generate_step``: each token is a step of its own, whoever asks for it."""
+
+    @functools.wraps(original)
+    def generate_step(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        steps = original(*args, **kwargs)
+        step = Stepwise()
+        try:
+            while True:
+                with step:
+                    try:
+                        token = next(steps)
+                    except StopIteration:
+                        return
+                yield token
+        finally:
+            steps.close()  # type: ignore[attr-defined]
+            if threading.current_thread() is not threading.main_thread():
+                # A step may be being computed still: MLX ends the process if the thread ends before it is done.
+                mx.synchronize(args[2] if len(args) > 2 else kwargs.get("stream", generation_stream))
+
+    return generate_step
+
+
+_guarded: weakref.WeakSet[type] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def guard(model: Any) -> None:
+    """Make each call of the model over a pool one turn. Otherwise each layer's part of it is one, which is as right,
+    but has MLX compute every layer by itself."""
+    kind = type(model)
+    if kind in _guarded:
+        return
+    with _lock:
+        original = kind.__dict__.get("__call__")
+        inherited = kind.__call__
+        if hasattr(inherited, "guarded"):
+            return
+
+        @functools.wraps(inherited)
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+            pool = _pool_of(kwargs.get("cache") or next((arg for arg in args if isinstance(arg, list)), None))
+            if pool is None:
+                return inherited(self, *args, **kwargs)
+            with pool.turn:
+                return inherited(self, *args, **kwargs)
+
+        __call__.guarded = original  # type: ignore[attr-defined]
+        kind.__call__ = __call__
+        _guarded.add(kind)
+
+
+def unguard() -> None:
+    """Put the calls of all models back."""
+    with _lock:
+        for kind in list(_guarded):
+            original = kind.__dict__["__call__"].guarded
+            if original is None:
+                del kind.__call__
+            else:
+                kind.__call__ = original
+        _guarded.clear()
+
+
+def _pool_of(caches: Any) -> BlockPool | None:
+    if not isinstance(caches, list):
+        return None
+    first = caches[0] if caches else None
+    if isinstance(first, PagedKVCache | PagedBatchKVCache):
+        return first.pool
+    return next((c.pool for c in leaves(caches) if isinstance(c, PagedKVCache | PagedBatchKVCache)), None)
