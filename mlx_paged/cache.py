@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 
 from .attention import dispatch
 from .attention.gather import ring_rotation
-from .errors import BlockStateError, PromptCacheError
+from .errors import BlockStateError, GeometryError, PromptCacheError
 from .fetched import Fences, Fetched, hand_out, settle
 from .kv.block_table import BlockTable
 from .kv.pool import BlockPool
 from .kv.step import Step
 from .kv.storage import QueryHeads
-from .kv.turn import in_turn
+from .kv.turn import MovedError, in_turn
 from .masks import causal_mask
 
 
@@ -23,10 +24,15 @@ class SequenceTables:
     """The block tables of one sequence, one per group of layers, and each layer's offset. Shared by its layer caches.
 
     ``copy.deepcopy`` makes a fork: references to the same blocks, no bytes.
+
+    Args:
+        pool: of the blocks.
+        elsewhere: from a dtype of keys to a pool of the same groups that holds such keys, or None if there is none.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, elsewhere: Callable[[mx.Dtype], BlockPool | None] | None = None) -> None:
         self.pool = pool
+        self._elsewhere = elsewhere
         self.tables: list[BlockTable] = [pool.new_table(group) for group in range(len(pool.groups))]
         self.offsets: dict[int, int] = {layer: 0 for group in pool.groups for layer in group.spec.layers}
 
@@ -34,6 +40,19 @@ class SequenceTables:
         self.masks: dict[int, tuple[mx.array, int]] = {}
         # Positions decoded one by one, for when they are computed again in chunks; matters with pinned tokens only.
         self.decoded = range(0)
+
+    def move(self, dtype: mx.Dtype) -> bool:
+        """Go to a pool for keys of this dtype, if there is one and nothing has been written yet."""
+        if self._elsewhere is None or any(self.offsets.values()) or any(table.length for table in self.tables):
+            return False
+        pool = self._elsewhere(dtype)
+        if pool is None or pool is self.pool:
+            return False
+        for table in self.tables:
+            self.pool.release_table(table)
+        self.pool = pool
+        self.tables[:] = [pool.new_table(group) for group in range(len(pool.groups))]
+        return True
 
     def table(self, layer: int) -> BlockTable:
         return self.tables[self.pool.group_of(layer)]
@@ -72,7 +91,7 @@ class SequenceTables:
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceTables:
         fork = object.__new__(SequenceTables)
         memo[id(self)] = fork
-        fork.pool = self.pool
+        fork.pool, fork._elsewhere = self.pool, None if any(self.offsets.values()) else self._elsewhere
         fork.tables = [self.pool.fork(table) for table in self.tables]
         fork.offsets = dict(self.offsets)
         fork.masks = {}
@@ -134,7 +153,12 @@ class PagedKVCache:
     def _reserve(self, keys: mx.array, values: mx.array, heads: QueryHeads | None) -> tuple[list[BlockTable], Step]:
         """Positions for the next tokens; the first call of a group chooses its storage by the queries' ``heads``."""
         pool, layer = self.sequence.pool, self.layer
-        pool.set_geometry(layer, keys, values, batch=1, heads=heads)
+        try:
+            pool.set_geometry(layer, keys, values, batch=1, heads=heads)
+        except GeometryError:
+            if self.sequence.move(keys.dtype):  # such as a model's after set_dtype()
+                raise MovedError from None
+            raise
         num_tokens = keys.shape[2]
         tables = [self.sequence.reserve(layer, num_tokens)]
         return tables, pool.step(layer, tables, num_tokens)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ..config import PagedConfig
 from ..errors import PatchError
 from . import compiled, gemma2, gemma3, generate, llama, qwen3, seam, speculative, steps, transformer_block
-from .cache import make_prompt_cache_patch, save_prompt_cache_patch
+from .cache import PagedLayerCache, make_prompt_cache_patch, save_prompt_cache_patch
 from .plan import forget_plans
 from .pools import forget_pools
 
@@ -149,6 +149,7 @@ def apply_patches(config: PagedConfig | None = None, *, strict: bool = False) ->
             warnings.warn(f"mlx_paged: {target} is not patched: {reason}; mlx-lm's own code runs", stacklevel=2)
         for patch, original in found.items():
             _install(patch, original)
+        PagedLayerCache.masks_rows = False
         _config = config
         return report
 
@@ -167,6 +168,7 @@ def remove_patches() -> None:
         _originals.clear()
         _replacements.clear()
         _adapted.clear()
+        PagedLayerCache.masks_rows = True  # batches that live on are read by mlx-lm's attention from now on
         forget_pools()
         forget_plans()
 

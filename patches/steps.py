@@ -6,6 +6,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +25,7 @@ def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]
     @functools.wraps(original)
     def generate_step(*args: Any, **kwargs: Any) -> Iterator[Any]:
         steps = original(*args, **kwargs)
-        step = Stepwise()
+        step, begun_by = Stepwise(), threading.get_ident()
         try:
             while True:
                 with step:
@@ -34,7 +35,9 @@ def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]
                         return
                 yield token
         finally:
-            steps.close()  # type: ignore[attr-defined]
+            # MLX's stream context cannot be left in another thread, and mlx-lm's generator is in one. All else is done.
+            with suppress(RuntimeError) if threading.get_ident() != begun_by else nullcontext():
+                steps.close()  # type: ignore[attr-defined]
             if threading.current_thread() is not threading.main_thread():
                 # A step may be being computed still: MLX ends the process if the thread ends before it is done.
                 mx.synchronize(args[2] if len(args) > 2 else kwargs.get("stream", generation_stream))

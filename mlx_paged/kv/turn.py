@@ -143,6 +143,10 @@ class _HasPool(Protocol):
     def pool(self) -> Any: ...
 
 
+class MovedError(Exception):
+    """``self.pool`` is another one from now on, nothing has been written, and the method is to begin anew."""
+
+
 S = TypeVar("S", bound=_HasPool)
 
 
@@ -152,9 +156,12 @@ def in_turn(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
     @functools.wraps(method)
     def whole(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
         turn: Turn = self.pool.turn
-        if turn.owner == get_ident():
-            return method(self, *args, **kwargs)
-        with turn:
-            return method(self, *args, **kwargs)
+        try:
+            if turn.owner == get_ident():
+                return method(self, *args, **kwargs)
+            with turn:
+                return method(self, *args, **kwargs)
+        except MovedError:
+            return whole(self, *args, **kwargs)
 
     return whole

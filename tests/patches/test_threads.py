@@ -128,6 +128,7 @@ class TestFailedWork:
         model.update(tree_map(lambda w: w * 1, weights))
         with pytest.raises(RuntimeError, match="no Stream"):
             in_thread(lambda: generated(kind, 0))
+        model.update(weights)
         self.assert_usable(kind)
 
 
@@ -186,7 +187,8 @@ class TestHandedOver:
     def test_a_generator_goes_on_in_another_thread(self, kind: str) -> None:
         steps = _steps(kind, 0)
         first = in_thread(lambda: [next(steps)[0] for _ in range(5)])
-        assert first + in_thread(lambda: [token for token, _ in steps]) == solo(kind)[0]
+        # Not to its end: mlx-lm's generator cannot leave its stream there.
+        assert first + in_thread(lambda: [next(steps)[0] for _ in range(TOKENS - 5)]) == solo(kind)[0]
 
     def test_a_generator_that_is_dropped_in_another_thread_gives_its_blocks_back(self, kind: str) -> None:
         held = [_steps(kind, 0)]
