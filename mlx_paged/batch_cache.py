@@ -105,12 +105,21 @@ class PagedBatchKVCache:
         if queries.shape[2] > 1 or self._unpadded is not None:
             return self._attend_rows(queries, keys, values, scale=scale, softcap=softcap, sinks=sinks)
         heads = QueryHeads(queries.shape[1], softcap is not None, sinks is not None)
-        self.pool.set_geometry(self.layer, keys, values, batch=len(self.batch), heads=heads)
+        keys, values = self._accepted(keys, values, heads)
         tables = self.batch.take(self.layer)
         step = self.pool.step(self.layer, tables, 1)
         return dispatch.append_attention(
             queries, keys, values, self.pool, self.layer, tables, step, scale=scale, softcap=softcap, sinks=sinks
         )
+
+    def _accepted(self, keys: mx.array, values: mx.array, heads: QueryHeads | None) -> tuple[mx.array, mx.array]:
+        """The keys and values, in the pool's dtype. Raises GeometryError if they do not fit otherwise."""
+        try:
+            self.pool.set_geometry(self.layer, keys, values, batch=len(self.batch), heads=heads)
+        except GeometryError:
+            keys, values = self.pool.fitted(self.layer, keys, values)
+            self.pool.set_geometry(self.layer, keys, values, batch=len(self.batch), heads=heads)
+        return keys, values
 
     def _attend_rows(
         self,
@@ -127,7 +136,7 @@ class PagedBatchKVCache:
         if min(counts) > 0:
             pool, layer, rows = self.pool, self.layer, self.batch.rows
             heads = QueryHeads(queries.shape[1], softcap is not None, sinks is not None)
-            pool.set_geometry(layer, keys, values, batch=len(rows), heads=heads)
+            keys, values = self._accepted(keys, values, heads)
             longest = max(row.offsets[layer] + count for row, count in zip(rows, counts, strict=True))
             if dispatch.takes_rows(queries, pool, layer, longest, softcap=heads.softcap, sinks=heads.sinks):
                 tables = [row.reserve(layer, count) for row, count in zip(rows, counts, strict=True)]
@@ -158,7 +167,7 @@ class PagedBatchKVCache:
         pool, layer, width = self.pool, self.layer, keys.shape[2]
         settle(pool, layer)
         columns = self._latest = self._columns(width)
-        pool.set_geometry(layer, keys, values, batch=len(self.batch))
+        keys, values = self._accepted(keys, values, None)
         if width > 1 or self._unpadded is not None:
             for index, count in enumerate(self._take_counts(width)):
                 if count:

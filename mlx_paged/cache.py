@@ -147,21 +147,25 @@ class PagedKVCache:
         Raises:
             GeometryError, PoolExhaustedError, KernelUnavailableError: before anything is changed.
         """
-        tables, step = self._reserve(keys, values, None)
+        tables, step, keys, values = self._reserve(keys, values, None)
         self.sequence.pool.write_step(tables, self.layer, step, keys, values)
 
-    def _reserve(self, keys: mx.array, values: mx.array, heads: QueryHeads | None) -> tuple[list[BlockTable], Step]:
-        """Positions for the next tokens; the first call of a group chooses its storage by the queries' ``heads``."""
+    def _reserve(
+        self, keys: mx.array, values: mx.array, heads: QueryHeads | None
+    ) -> tuple[list[BlockTable], Step, mx.array, mx.array]:
+        """Positions for the next tokens, and these in the pool's dtype; the first call of a group chooses its storage
+        by the queries' ``heads``."""
         pool, layer = self.sequence.pool, self.layer
         try:
             pool.set_geometry(layer, keys, values, batch=1, heads=heads)
         except GeometryError:
             if self.sequence.move(keys.dtype):  # such as a model's after set_dtype()
                 raise MovedError from None
-            raise
+            keys, values = pool.fitted(layer, keys, values)
+            pool.set_geometry(layer, keys, values, batch=1, heads=heads)
         num_tokens = keys.shape[2]
         tables = [self.sequence.reserve(layer, num_tokens)]
-        return tables, pool.step(layer, tables, num_tokens)
+        return tables, pool.step(layer, tables, num_tokens), keys, values
 
     @in_turn
     def attend(
@@ -189,7 +193,7 @@ class PagedKVCache:
             ``[1, n_q_heads, n_new, v_head_dim]``.
         """
         heads = QueryHeads(queries.shape[1], softcap is not None, sinks is not None)
-        tables, step = self._reserve(keys, values, heads)
+        tables, step, keys, values = self._reserve(keys, values, heads)
         pool, layer = self.sequence.pool, self.layer
         window = None if mask is None else self.sequence.window_of(mask)
         if step.num_tokens == 1:
@@ -212,7 +216,7 @@ class PagedKVCache:
         """
         pool, layer = self.sequence.pool, self.layer
         settle(pool, layer)
-        tables, step = self._reserve(keys, values, None)
+        tables, step, keys, values = self._reserve(keys, values, None)
         before = pool.fence(layer) if self._in_place else None
         pool.write_step(tables, layer, step, keys, values)
         table = tables[0]

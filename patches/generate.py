@@ -74,7 +74,9 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         with mx.stream(self._stream):
             fresh = self._factory()
             if caches is not None:
-                caches = [None if given is None else check_given(self.model, given, fresh, self._factory) for given in caches]
+                caches = [
+                    None if given is None else check_given(self.model, given, fresh, self._factory) for given in caches
+                ]
         before: int = self._uid_count
         uids = super().insert_segments(segments, max_tokens, caches, *options)
         rows = []

@@ -17,7 +17,9 @@ _lock = threading.RLock()
 # By id, because modules are dicts and cannot be hashed; an entry goes when its model does.
 _pools: dict[int, tuple[weakref.ref[Any], PagedConfig, PagingPlan, BlockPool]] = {}
 # Also those a model used before, as long as somebody holds one: with and without max_kv_size it has two.
-_in_use: weakref.WeakValueDictionary[tuple[int, PagedConfig, PagingPlan, mx.Dtype | None], BlockPool] = weakref.WeakValueDictionary()
+_in_use: weakref.WeakValueDictionary[tuple[int, PagedConfig, PagingPlan, mx.Dtype | None], BlockPool] = (
+    weakref.WeakValueDictionary()
+)
 
 
 def pool_for(model: Any, plan: PagingPlan, config: PagedConfig, dtype: mx.Dtype | None = None) -> BlockPool:

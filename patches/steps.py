@@ -70,7 +70,7 @@ def guard(model: Any) -> None:
                 return inherited(self, *args, **kwargs)
 
         __call__.guarded = original  # type: ignore[attr-defined]
-        kind.__call__ = __call__
+        setattr(kind, "__call__", __call__)  # noqa: B010
         _guarded.add(kind)
 
 
@@ -82,7 +82,7 @@ def unguard() -> None:
             if original is None:
                 del kind.__call__
             else:
-                kind.__call__ = original
+                setattr(kind, "__call__", original)  # noqa: B010
         _guarded.clear()
 
 

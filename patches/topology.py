@@ -15,8 +15,8 @@ from ..kv.storage import QueryHeads
 from .cache import CacheFactory, PagedLayerCache, adopt_prompt_cache
 from .composites import leaves, with_leaves
 from .decode_batch import DecodeBatch
-from .probe import probe_layers
 from .plan import name_of, pinned_in, why_one_by_one
+from .probe import probe_layers
 from .row import sequence_of
 from .row_by_row import RowByRowBatch
 from .warn import warn_once

@@ -180,6 +180,14 @@ class BlockStore:
             self._fix_geometry(group, geometry, heads)
         return group
 
+    def fitted(self, layer: int, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+        """Keys and values in the dtype that the layer holds, as mlx-lm's caches take them; as they are if it is not
+        known yet."""
+        geometry = self.groups[self.group_of(layer)].geometry
+        if geometry is None or not mx.issubdtype(k.dtype, mx.floating) or k.dtype != v.dtype:
+            return k, v
+        return k.astype(geometry.dtype), v.astype(geometry.dtype)
+
     def _fix_geometry(self, group: BlockGroup, geometry: Geometry, heads: QueryHeads | None) -> None:
         with self.turn:
             self._collect_abandoned()

@@ -186,6 +186,10 @@ class TracedBlocks:
     def fence(self) -> mx.array:
         return self.__fence
 
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.__keys.dtype
+
     def decode(
         self,
         q: mx.array,
