@@ -19,7 +19,7 @@ import mlx_paged
 from mlx_paged import PagedConfig, pool_of
 from mlx_paged.patches.generate import PagedBatchGenerator
 from mlx_paged.patches.steps import guard, unguard
-from scripts import model_configs
+from tests.bounded import build_qwen2
 from tests.builders import build, greedy, prompt_of
 from tests.fake_kernels import fake_kernels
 from tests.threads import in_thread, start, together
@@ -31,7 +31,7 @@ TOKENS = 12
 
 @functools.cache
 def model_of(kind: str) -> Any:
-    model = model_configs.build(kind) if kind == "qwen2" else build(kind)
+    model = build_qwen2() if kind == "qwen2" else build(kind)
     mx.eval(model.parameters())
     return model
 
