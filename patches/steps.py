@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]
             # MLX's stream context cannot be left in another thread, and mlx-lm's generator is in one. All else is done.
             with suppress(RuntimeError) if threading.get_ident() != begun_by else nullcontext():
                 steps.close()  # type: ignore[attr-defined]
-            if threading.current_thread() is not threading.main_thread():
+            if not sys.is_finalizing() and threading.get_ident() != threading.main_thread().ident:
                 # A step may be being computed still: MLX ends the process if the thread ends before it is done.
                 mx.synchronize(args[2] if len(args) > 2 else kwargs.get("stream", generation_stream))
 
