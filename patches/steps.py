@@ -41,7 +41,8 @@ def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]
                 steps.close()  # type: ignore[attr-defined]
             if not sys.is_finalizing() and threading.get_ident() != threading.main_thread().ident:
                 # A step may be being computed still: MLX ends the process if the thread ends before it is done.
-                mx.synchronize(args[2] if len(args) > 2 else kwargs.get("stream", generation_stream))
+                with suppress(Exception):  # there is no such stream in this thread, and nothing to wait for
+                    mx.synchronize(args[2] if len(args) > 2 else kwargs.get("stream", generation_stream))
 
     return generate_step
 
