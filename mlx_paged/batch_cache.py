@@ -18,6 +18,7 @@ from .kv.block_table import BlockTable
 from .kv.pool import BlockPool
 from .kv.step import Step
 from .kv.storage import QueryHeads
+from .kv.turn import in_turn
 
 _merged: OncePerBatch[BatchTables] = OncePerBatch()
 
@@ -66,6 +67,7 @@ class PagedBatchKVCache:
 
     # Writing and reading --------------------------------------------------------------------------------------
 
+    @in_turn
     def attend(
         self,
         queries: mx.array,
@@ -103,12 +105,21 @@ class PagedBatchKVCache:
         if queries.shape[2] > 1 or self._unpadded is not None:
             return self._attend_rows(queries, keys, values, scale=scale, softcap=softcap, sinks=sinks)
         heads = QueryHeads(queries.shape[1], softcap is not None, sinks is not None)
-        self.pool.set_geometry(self.layer, keys, values, batch=len(self.batch), heads=heads)
+        keys, values = self._accepted(keys, values, heads)
         tables = self.batch.take(self.layer)
         step = self.pool.step(self.layer, tables, 1)
         return dispatch.append_attention(
             queries, keys, values, self.pool, self.layer, tables, step, scale=scale, softcap=softcap, sinks=sinks
         )
+
+    def _accepted(self, keys: mx.array, values: mx.array, heads: QueryHeads | None) -> tuple[mx.array, mx.array]:
+        """The keys and values, in the pool's dtype. Raises GeometryError if they do not fit otherwise."""
+        try:
+            self.pool.set_geometry(self.layer, keys, values, batch=len(self.batch), heads=heads)
+        except GeometryError:
+            keys, values = self.pool.fitted(self.layer, keys, values)
+            self.pool.set_geometry(self.layer, keys, values, batch=len(self.batch), heads=heads)
+        return keys, values
 
     def _attend_rows(
         self,
@@ -125,7 +136,7 @@ class PagedBatchKVCache:
         if min(counts) > 0:
             pool, layer, rows = self.pool, self.layer, self.batch.rows
             heads = QueryHeads(queries.shape[1], softcap is not None, sinks is not None)
-            pool.set_geometry(layer, keys, values, batch=len(rows), heads=heads)
+            keys, values = self._accepted(keys, values, heads)
             longest = max(row.offsets[layer] + count for row, count in zip(rows, counts, strict=True))
             if dispatch.takes_rows(queries, pool, layer, longest, softcap=heads.softcap, sinks=heads.sinks):
                 tables = [row.reserve(layer, count) for row, count in zip(rows, counts, strict=True)]
@@ -144,6 +155,7 @@ class PagedBatchKVCache:
             outputs.append(mx.pad(output, [(0, 0), (0, 0), (0, width - count), (0, 0)]) if count < width else output)
         return mx.concatenate(outputs)
 
+    @in_turn
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the next tokens of every row and return what the rows see, padded on the left to the longest, as
         mlx-lm's batch caches do; zeros there. Lazy, and recognised as in :meth:`PagedKVCache.update_and_fetch`.
@@ -155,7 +167,7 @@ class PagedBatchKVCache:
         pool, layer, width = self.pool, self.layer, keys.shape[2]
         settle(pool, layer)
         columns = self._latest = self._columns(width)
-        pool.set_geometry(layer, keys, values, batch=len(self.batch))
+        keys, values = self._accepted(keys, values, None)
         if width > 1 or self._unpadded is not None:
             for index, count in enumerate(self._take_counts(width)):
                 if count:
@@ -167,6 +179,7 @@ class PagedBatchKVCache:
         pool.write_step(tables, layer, step, keys, values)
         return self._fetch(columns, tables, step, (keys, values), before)
 
+    @in_turn
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What :meth:`update_and_fetch` returned last, for another layer that attends over it."""
         columns = self._latest

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 
 from .attention import dispatch
 from .attention.gather import ring_rotation
-from .errors import BlockStateError, PromptCacheError
+from .errors import BlockStateError, GeometryError, PromptCacheError
 from .fetched import Fences, Fetched, hand_out, settle
 from .kv.block_table import BlockTable
 from .kv.pool import BlockPool
 from .kv.step import Step
 from .kv.storage import QueryHeads
+from .kv.turn import MovedError, in_turn
 from .masks import causal_mask
 
 
@@ -22,10 +24,15 @@ class SequenceTables:
     """The block tables of one sequence, one per group of layers, and each layer's offset. Shared by its layer caches.
 
     ``copy.deepcopy`` makes a fork: references to the same blocks, no bytes.
+
+    Args:
+        pool: of the blocks.
+        elsewhere: from a dtype of keys to a pool of the same groups that holds such keys, or None if there is none.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, elsewhere: Callable[[mx.Dtype], BlockPool | None] | None = None) -> None:
         self.pool = pool
+        self._elsewhere = elsewhere
         self.tables: list[BlockTable] = [pool.new_table(group) for group in range(len(pool.groups))]
         self.offsets: dict[int, int] = {layer: 0 for group in pool.groups for layer in group.spec.layers}
 
@@ -33,6 +40,19 @@ class SequenceTables:
         self.masks: dict[int, tuple[mx.array, int]] = {}
         # Positions decoded one by one, for when they are computed again in chunks; matters with pinned tokens only.
         self.decoded = range(0)
+
+    def move(self, dtype: mx.Dtype) -> bool:
+        """Go to a pool for keys of this dtype, if there is one and nothing has been written yet."""
+        if self._elsewhere is None or any(self.offsets.values()) or any(table.length for table in self.tables):
+            return False
+        pool = self._elsewhere(dtype)
+        if pool is None or pool is self.pool:
+            return False
+        for table in self.tables:
+            self.pool.release_table(table)
+        self.pool = pool
+        self.tables[:] = [pool.new_table(group) for group in range(len(pool.groups))]
+        return True
 
     def table(self, layer: int) -> BlockTable:
         return self.tables[self.pool.group_of(layer)]
@@ -77,7 +97,7 @@ class SequenceTables:
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceTables:
         fork = object.__new__(SequenceTables)
         memo[id(self)] = fork
-        fork.pool = self.pool
+        fork.pool, fork._elsewhere = self.pool, None if any(self.offsets.values()) else self._elsewhere
         fork.tables = [self.pool.fork(table) for table in self.tables]
         fork.offsets = dict(self.offsets)
         fork.masks = {}
@@ -126,23 +146,34 @@ class PagedKVCache:
 
     # Writing and reading --------------------------------------------------------------------------------------
 
+    @in_turn
     def update(self, keys: mx.array, values: mx.array) -> None:
         """Write the next tokens' keys and values ``[1, n_kv_heads, n_new, head_dim]`` to the pool.
 
         Raises:
             GeometryError, PoolExhaustedError, KernelUnavailableError: before anything is changed.
         """
-        tables, step = self._reserve(keys, values, None)
+        tables, step, keys, values = self._reserve(keys, values, None)
         self.sequence.pool.write_step(tables, self.layer, step, keys, values)
 
-    def _reserve(self, keys: mx.array, values: mx.array, heads: QueryHeads | None) -> tuple[list[BlockTable], Step]:
-        """Positions for the next tokens; the first call of a group chooses its storage by the queries' ``heads``."""
+    def _reserve(
+        self, keys: mx.array, values: mx.array, heads: QueryHeads | None
+    ) -> tuple[list[BlockTable], Step, mx.array, mx.array]:
+        """Positions for the next tokens, and these in the pool's dtype; the first call of a group chooses its storage
+        by the queries' ``heads``."""
         pool, layer = self.sequence.pool, self.layer
-        pool.set_geometry(layer, keys, values, batch=1, heads=heads)
+        try:
+            pool.set_geometry(layer, keys, values, batch=1, heads=heads)
+        except GeometryError:
+            if self.sequence.move(keys.dtype):  # such as a model's after set_dtype()
+                raise MovedError from None
+            keys, values = pool.fitted(layer, keys, values)
+            pool.set_geometry(layer, keys, values, batch=1, heads=heads)
         num_tokens = keys.shape[2]
         tables = [self.sequence.reserve(layer, num_tokens)]
-        return tables, pool.step(layer, tables, num_tokens)
+        return tables, pool.step(layer, tables, num_tokens), keys, values
 
+    @in_turn
     def attend(
         self,
         queries: mx.array,
@@ -168,7 +199,7 @@ class PagedKVCache:
             ``[1, n_q_heads, n_new, v_head_dim]``.
         """
         heads = QueryHeads(queries.shape[1], softcap is not None, sinks is not None)
-        tables, step = self._reserve(keys, values, heads)
+        tables, step, keys, values = self._reserve(keys, values, heads)
         pool, layer = self.sequence.pool, self.layer
         window = None if mask is None else self.sequence.window_of(mask)
         if step.num_tokens == 1:
@@ -182,6 +213,7 @@ class PagedKVCache:
             scale=scale, mask=mask, window=window, softcap=softcap, sinks=sinks, step=step,
         )  # fmt: skip
 
+    @in_turn
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the next tokens and return all visible keys and values, gathered lazily, in mlx-lm's order.
 
@@ -190,7 +222,7 @@ class PagedKVCache:
         """
         pool, layer = self.sequence.pool, self.layer
         settle(pool, layer)
-        tables, step = self._reserve(keys, values, None)
+        tables, step, keys, values = self._reserve(keys, values, None)
         before = pool.fence(layer) if self._in_place else None
         pool.write_step(tables, layer, step, keys, values)
         table = tables[0]
@@ -199,6 +231,7 @@ class PagedKVCache:
             return keys, values
         return self._fetch(tables, (keys, values) if step.num_tokens == 1 else None, before)
 
+    @in_turn
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """The visible keys and values ``[1, n_kv_heads, n, head_dim]``, in mlx-lm's order (a copy), also those that
         another layer wrote; recognised as those of :meth:`update_and_fetch` are."""
@@ -223,6 +256,7 @@ class PagedKVCache:
         hand_out(keys, values, Fetched(self.sequence, layer, append, fences))
         return keys, values
 
+    @in_turn
     def load(self, keys: mx.array, values: mx.array, offset: int) -> None:
         """Fill an empty cache with dense keys and values, in order of position; they end at position ``offset``.
 

@@ -114,6 +114,8 @@ class StepLayer:
         """As :meth:`PagedKVCache.attend`, for one new token per row, in the kernel."""
         if mask is not None or queries.shape[2] != 1:
             raise NotCompilable("the model's attention takes more than one token, or a mask")
+        if not keys.dtype == values.dtype == queries.dtype == self.blocks.dtype:
+            raise NotCompilable("keys of another dtype than the blocks")
         self.attended += 1
         return self.blocks.decode(
             queries, self._visible, (keys, values), scale=scale, window=self.window, softcap=softcap, sinks=sinks

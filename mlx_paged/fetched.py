@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from threading import get_ident
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from .kv.block_table import BlockTable
 from .kv.group import BlockGroup
 from .kv.in_place import InPlaceStorage
 from .kv.pool import BlockPool
+from .kv.turn import in_turn
 
 
 class Fences(NamedTuple):
@@ -70,6 +72,14 @@ class Fetched:
         self._fences = fences
         self._batched = batched
         self._epoch = self._group_of(rows.pool).epoch
+        self.thread = get_ident()  # which alone can compute the arrays
+
+    @property
+    def pool(self) -> BlockPool:
+        """To be asked only where :meth:`serves` says so."""
+        pool = self._pool()
+        assert pool is not None
+        return pool
 
     def _group_of(self, pool: BlockPool) -> BlockGroup:
         return pool.groups[pool.group_of(self.layer)]
@@ -90,6 +100,7 @@ class Fetched:
         # Without a mask each of several queries would see all keys, those after its own included.
         return queries.shape[2] == 1 or mask is not None
 
+    @in_turn
     def attend(
         self,
         queries: mx.array,
@@ -152,7 +163,7 @@ def settle(pool: BlockPool, layer: int) -> None:
     """Before a layer's next tokens: compute arrays that somebody still holds although attention took their blocks.
     Outside the chain of fences their gather is not ordered before what is written next."""
     for keys, values, fetched in list(_handed_out.values()):
-        if fetched.is_rewound and fetched.is_of(pool, layer):
+        if fetched.is_rewound and fetched.is_of(pool, layer) and fetched.thread == get_ident():
             mx.eval([array for array in (keys(), values()) if array is not None])
             fetched.is_rewound = False
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,9 +16,11 @@ from ..batch_cache import PagedBatchKVCache
 from ..cache import PagedKVCache, SequenceTables
 from ..config import PagedConfig
 from ..errors import GeometryError, PromptCacheError
+from ..kv.pool import BlockPool
 from .composites import leaves, with_leaves
-from .plan import can_be_paged, name_of, pinned_in, plan_for, window_of
+from .plan import PagingPlan, can_be_paged, name_of, pinned_in, plan_for, window_of
 from .pools import pool_for
+from .steps import guard
 from .warn import warn_once
 
 
@@ -98,6 +102,11 @@ class PagedLayerCache(PagedKVCache):
         return PagedBatchKVCache.merge(caches)
 
 
+def mask_rows(value: bool) -> None:
+    """Whether batches give masks for their rows' lengths, as mlx-lm's attention needs."""
+    PagedLayerCache.masks_rows = value
+
+
 class SeamLayerCache(PagedLayerCache):
     """Of a model without an adapter: its attention calls ``update_and_fetch`` and then mlx-lm's attention function."""
 
@@ -110,12 +119,69 @@ class SeamLayerCache(PagedLayerCache):
         return fetched
 
 
+class CacheFactory:
+    """Makes prompt caches of one model in one pool, whatever is configured later.
+
+    Args:
+        stock: makes mlx-lm's own caches.
+        model: the model; None if nothing is paged.
+        plan: which layers are.
+        config: of the pool.
+    """
+
+    def __init__(
+        self,
+        stock: Callable[[], list[Any]],
+        model: Any = None,
+        plan: PagingPlan | None = None,
+        config: PagedConfig | None = None,
+    ) -> None:
+        self._stock = stock
+        self._plan = plan
+        self.pool: BlockPool | None = None
+        self._elsewhere: Callable[[mx.Dtype], BlockPool | None] | None = None
+        if plan is not None and config is not None and plan.groups:
+            self.pool = pool_for(model, plan, config)
+            known = weakref.ref(model)
+
+            def elsewhere(dtype: mx.Dtype) -> BlockPool | None:
+                model = known()
+                return None if model is None else pool_for(model, plan, config, dtype)
+
+            self._elsewhere = elsewhere
+
+    def __call__(self) -> list[Any]:
+        """A fresh prompt cache."""
+        caches = self._stock()
+        if self.pool is None or self._plan is None:
+            return caches
+        parts = leaves(caches)
+        sequence = SequenceTables(self.pool, self._elsewhere)
+        kind = PagedLayerCache if self._plan.adapted else SeamLayerCache
+        for layer in self._plan.layers:
+            parts[layer] = kind(sequence, layer)
+        return with_leaves(caches, parts)
+
+    def settle_in(self, pool: BlockPool | None) -> None:
+        """Make all caches in this pool from now on: they stay there."""
+        self.pool, self._elsewhere = pool, None
+
+
+def factory_of(model: Any, max_kv_size: int | None) -> CacheFactory:
+    """What makes the model's prompt caches, as it is configured now."""
+    make = stock_cache.make_prompt_cache
+    if hasattr(make, "factory"):
+        factory: CacheFactory = make.factory(model, max_kv_size)
+        return factory
+    return CacheFactory(functools.partial(make, model, max_kv_size))
+
+
 def make_prompt_cache_patch(
     original: Callable[..., list[Any]], config: Callable[[], PagedConfig], adapted: Callable[[Any], bool]
 ) -> Callable[..., list[Any]]:
     """Replacement of ``make_prompt_cache``: paged caches where a layer's stock cache can be paged."""
 
-    def make_prompt_cache(model: Any, max_kv_size: int | None = None) -> list[Any]:
+    def factory(model: Any, max_kv_size: int | None = None) -> CacheFactory:
         caches = original(model, max_kv_size)
         layers = list(getattr(model, "layers", []))
         has_adapters = (
@@ -128,13 +194,14 @@ def make_prompt_cache_patch(
         for reason in plan.reasons:
             warn_once(f"not paged in models of type {name_of(model)}: {reason}; mlx-lm's own cache is used")
         if plan.groups:
-            sequence = SequenceTables(pool_for(model, plan, config()))
-            kind = PagedLayerCache if plan.adapted else SeamLayerCache
-            for layer in plan.layers:
-                parts[layer] = kind(sequence, layer)
-        return with_leaves(caches, parts)
+            guard(model)
+        return CacheFactory(functools.partial(original, model, max_kv_size), model, plan, config())
+
+    def make_prompt_cache(model: Any, max_kv_size: int | None = None) -> list[Any]:
+        return factory(model, max_kv_size)()
 
     make_prompt_cache.__doc__ = original.__doc__
+    make_prompt_cache.factory = factory  # type: ignore[attr-defined]
     return make_prompt_cache
 
 
@@ -150,12 +217,13 @@ def save_prompt_cache_patch(original: Callable[..., None]) -> Callable[..., None
     return save_prompt_cache
 
 
-def adopt_prompt_cache(model: Any, cache: list[Any]) -> list[Any]:
+def adopt_prompt_cache(model: Any, cache: list[Any], factory: CacheFactory | None = None) -> list[Any]:
     """A paged prompt cache of the model with the contents of mlx-lm's own one (as loaded from a file).
 
     Args:
         model: the model the cache was computed with.
         cache: one cache per layer; paged ones and ones that cannot be paged are returned as they are.
+        factory: makes the paged one; None makes it as it is configured now.
 
     Raises:
         PromptCacheError: number of layers, heads, head dimension or window are not the model's.
@@ -164,7 +232,10 @@ def adopt_prompt_cache(model: Any, cache: list[Any]) -> list[Any]:
     if not cache or any(isinstance(c, PagedLayerCache) for c in leaves(cache)):
         return cache
     bounded = next((c for c in leaves(cache) if type(c) is RotatingKVCache and pinned_in(c)), None)
-    fresh = stock_cache.make_prompt_cache(model, None if bounded is None else bounded.max_size)
+    if factory is not None and bounded is None:
+        fresh = factory()
+    else:
+        fresh = stock_cache.make_prompt_cache(model, None if bounded is None else bounded.max_size)
     if len(fresh) != len(cache):
         raise PromptCacheError(f"the prompt cache has {len(cache)} layers, the model {len(fresh)}")
     olds, news = leaves(cache), leaves(fresh)

@@ -29,7 +29,8 @@ def adapt(original: ModelCall) -> ModelCall:
             if isinstance(first, PagedKVCache | PagedBatchKVCache):
                 step = step_of(first.pool, original)
                 if step.failure is None:
-                    logits = step(self, inputs, cache)
+                    with first.pool.turn:
+                        logits = step(self, inputs, cache)
                     if logits is not None:
                         return logits
                     if step.failure is not None:

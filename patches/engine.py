@@ -20,6 +20,7 @@ from ..kv.budget import Append, PoolBudget
 from ..kv.pool import BlockPool
 from ..prefix_store import PrefixStore
 from ..scheduler import Chunk, Growth, Plan, Request, Scheduler
+from .cache import CacheFactory
 from .composites import leaves
 from .decode_batch import Delivery
 from .prefill import RowChunk, calls_of, can_share_calls, compute_together
@@ -27,7 +28,7 @@ from .response import Response
 from .row import Row, sequence_of
 from .sharing import PrefixSharing
 from .snapshots import Snapshots
-from .topology import decode_batch, fresh_caches, probe_geometry
+from .topology import decode_batch
 
 CLEAR_AFTER_PREFILLS = 8  # steps with prompts, of different sizes, between clearings of MLX's buffer cache
 # Prompt tokens a step on a GPU: less memory and shorter waits for decode than with longer chunks (docs/adr/0006).
@@ -53,7 +54,7 @@ class Engine:
         completion_batch_size: most requests that run at a time.
         prefill_batch_size: most of them whose prompt is being computed.
         prefixes: a prefix cache.
-        max_kv_size: as for make_prompt_cache.
+        factory: makes the requests' caches; all of them in one pool.
     """
 
     def __init__(
@@ -65,10 +66,10 @@ class Engine:
         completion_batch_size: int,
         prefill_batch_size: int,
         prefixes: PrefixStore | None = None,
-        max_kv_size: int | None = None,
+        factory: CacheFactory,
     ) -> None:
         self.model = model
-        self.max_kv_size = max_kv_size
+        self._fresh = factory
         self.counters = counters
         self.rows: dict[int, Row] = {}
         self.computed_prompt_tokens = 0
@@ -77,7 +78,7 @@ class Engine:
         self._prefill_steps = 0
         self._worked_at: float | None = None  # None: memory has been given back since
         self._finished: weakref.WeakValueDictionary[int, Response] = weakref.WeakValueDictionary()  # oldest first
-        fresh = self._fresh()
+        fresh = factory()
         self.batch = decode_batch(model, fresh)
         sequence = sequence_of(fresh)
         self.pool: BlockPool | None = None if sequence is None else sequence.pool
@@ -91,7 +92,6 @@ class Engine:
         grid = None
         self._is_in_place = self._shares_calls = False
         if self.pool is not None:
-            probe_geometry(model, fresh)
             self._is_in_place = self.all_paged and all(group.in_place for group in self.pool.groups)
             self._shares_calls = self._is_in_place and self.batch.kind == "together" and can_share_calls(fresh)
             if self._is_in_place:
@@ -106,9 +106,6 @@ class Engine:
             max_prefilling=prefill_batch_size,
             headroom=1 if self.pool is None else self.pool.block_size,
         )
-
-    def _fresh(self) -> list[Any]:
-        return fresh_caches(self.model, self.max_kv_size)
 
     # What the scheduler asks (scheduler.Memory); nothing of it raises while a step is planned ----------------------
 

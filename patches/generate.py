@@ -8,11 +8,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
+from ..kv.turn import Stepwise
 from ..prefix_store import PrefixStore
+from .cache import factory_of
 from .engine import Engine
 from .response import Response
-from .row import Row
-from .topology import check_given, fresh_caches, is_batched_here
+from .row import Row, sequence_of
+from .topology import check_given, is_batched_here, probe_geometry
 
 
 class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
@@ -33,12 +35,15 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
 
     def __init__(self, model: Any, *, prefixes: PrefixStore | None = None, **options: Any) -> None:
         self._old_wired_limit = None  # close() needs it, whatever happens below
-        fresh = fresh_caches(model, options.get("max_kv_size"))
+        self._factory = factory_of(model, options.get("max_kv_size"))  # what was configured holds for all its requests
+        fresh = self._factory()
         super().__init__(model, **options)
         self._engine: Engine | None = None
-        self._max_kv_size: int | None = options.get("max_kv_size")
         if is_batched_here(fresh):
             with mx.stream(self._stream):
+                probe_geometry(model, fresh)
+                sequence = sequence_of(fresh)
+                self._factory.settle_in(None if sequence is None else sequence.pool)
                 self._engine = Engine(
                     model,
                     self._counters,
@@ -46,7 +51,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                     completion_batch_size=self.completion_batch_size,
                     prefill_batch_size=self.prefill_batch_size,
                     prefixes=prefixes,
-                    max_kv_size=self._max_kv_size,
+                    factory=self._factory,
                 )
 
     def insert_segments(
@@ -71,9 +76,11 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         if self._engine is None:
             return list(super().insert_segments(segments, max_tokens, caches, *options))
         with mx.stream(self._stream):
-            fresh = fresh_caches(self.model, self._max_kv_size)
+            fresh = self._factory()
             if caches is not None:
-                caches = [None if given is None else check_given(self.model, given, fresh) for given in caches]
+                caches = [
+                    None if given is None else check_given(self.model, given, fresh, self._factory) for given in caches
+                ]
         before: int = self._uid_count
         uids = super().insert_segments(segments, max_tokens, caches, *options)
         rows: list[Row] = []
@@ -185,7 +192,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         """Responses of prompts and of generated tokens; both empty when nothing is left to do."""
         if self._engine is None:
             return tuple(super().next())  # type: ignore[return-value]
-        with mx.stream(self._stream):
+        with mx.stream(self._stream), Stepwise():
             return self._engine.next()
 
     def next_generated(self) -> list[Any]:

@@ -88,6 +88,7 @@ def _patches() -> list[Patch]:
         Patch(f"{models}.cache", "make_prompt_cache", "bffc8beb07ff5037", "cache.make_prompt_cache_patch"),
         Patch(f"{models}.cache", "save_prompt_cache", "5b558636d4e25be6", "cache.save_prompt_cache_patch"),
         Patch("mlx_lm.generate", "BatchGenerator", "fb1a2ed5f7ece4b2", "generate.adapt"),
+        Patch("mlx_lm.generate", "generate_step", "640f5f80cac74587", "steps.adapt"),
         Patch("mlx_lm.generate", "speculative_generate_step", "c508203c7dac4b66", "speculative.adapt"),
     ]
 
@@ -149,6 +150,7 @@ def apply_patches(config: PagedConfig | None = None, *, strict: bool = False) ->
             warnings.warn(f"mlx_paged: {target} is not patched: {reason}; mlx-lm's own code runs", stacklevel=2)
         for patch, (original, replacement) in found.items():
             _install(patch, original, replacement)
+        _call_if_loaded("cache", "mask_rows", False)
         _config = config
         return report
 
@@ -162,6 +164,7 @@ def remove_patches() -> None:
         >>> remove_patches()  # mlx-lm is as it was
     """
     with _lock:
+        _call_if_loaded("steps", "unguard")
         for patch, original in _originals.items():
             owner, attribute = _owner(patch)
             if isinstance(owner, type):
@@ -171,9 +174,15 @@ def remove_patches() -> None:
         _originals.clear()
         _replacements.clear()
         _adapted.clear()
-        for module, forget in (("pools", "forget_pools"), ("plan", "forget_plans")):
-            if loaded := sys.modules.get(f"{__package__}.{module}"):
-                getattr(loaded, forget)()
+        _call_if_loaded("cache", "mask_rows", True)  # batches that live on are read by mlx-lm's attention from now on
+        _call_if_loaded("pools", "forget_pools")
+        _call_if_loaded("plan", "forget_plans")
+
+
+def _call_if_loaded(module: str, function: str, *args: Any) -> None:
+    """Call a function of another module of this package, if it has been imported: what it imports may be missing."""
+    if loaded := sys.modules.get(f"{__package__}.{module}"):
+        getattr(loaded, function)(*args)
 
 
 def _owner(patch: Patch) -> tuple[Any, str]:

@@ -8,6 +8,7 @@ from typing import Any, SupportsIndex
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import PromptCacheError
+from . import steps
 
 
 class TwoCaches(list[Any]):
@@ -35,6 +36,7 @@ class TwoCaches(list[Any]):
 
 def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     """The replacement of ``speculative_generate_step``."""
+    original = steps.adapt(original)
 
     def speculative_generate_step(
         prompt: Any, model: Any, draft_model: Any, *arguments: Any, prompt_cache: Any = None, **options: Any

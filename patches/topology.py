@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache
 
 from ..cache import PagedKVCache
-from ..errors import PromptCacheError
+from ..errors import GeometryError, PromptCacheError
 from ..kv.storage import QueryHeads
-from .cache import PagedLayerCache, adopt_prompt_cache
+from .cache import CacheFactory, PagedLayerCache, adopt_prompt_cache
 from .composites import leaves, with_leaves
 from .decode_batch import DecodeBatch
 from .plan import name_of, pinned_in, why_one_by_one
+from .probe import probe_layers
 from .row import sequence_of
 from .row_by_row import RowByRowBatch
 from .warn import warn_once
@@ -25,16 +27,32 @@ class ProbeCache(PagedLayerCache):
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, **options: Any) -> mx.array:
         heads = QueryHeads(queries.shape[1], options.get("softcap") is not None, options.get("sinks") is not None)
-        self.pool.set_geometry(self.layer, keys, values, batch=1, heads=heads)
+        try:
+            self.pool.set_geometry(self.layer, keys, values, batch=1, heads=heads)
+        except GeometryError:
+            if not self.sequence.move(keys.dtype):
+                raise
+            self.pool.set_geometry(self.layer, keys, values, batch=1, heads=heads)
         return mx.zeros((*queries.shape[:3], values.shape[3]), queries.dtype)
 
 
 def probe_geometry(model: Any, fresh: Sequence[Any]) -> None:
     """Let the pool of ``fresh`` caches know the size of its blocks, which the budget is counted in, before the first
-    prompt: a forward pass is built and dropped, nothing of it is computed."""
+    prompt: a forward pass is built and dropped, nothing of it is computed. Where the model's keys are of another dtype
+    than they were, the caches move to another pool."""
     sequence = sequence_of(fresh)
-    if sequence is None or all(group.geometry is not None for group in sequence.pool.groups):
+    if sequence is None:
         return
+    if all(group.geometry is not None for group in sequence.pool.groups):
+        parts = leaves(fresh)
+        paged = [place for place, cache in enumerate(parts) if isinstance(cache, PagedKVCache)]
+        stock = [c.to_stock() if isinstance(c, PagedLayerCache) else copy.deepcopy(c) for c in parts]
+        found = probe_layers(model, with_leaves(fresh, stock), paged[:1])
+        geometry = sequence.pool.groups[sequence.pool.group_of(parts[paged[0]].layer)].geometry
+        if geometry is not None and found and found[paged[0]].geometry.dtype != geometry.dtype:
+            sequence.move(found[paged[0]].geometry.dtype)
+        if all(group.geometry is not None for group in sequence.pool.groups):
+            return
     probes = [ProbeCache(sequence, c.layer) if isinstance(c, PagedKVCache) else c for c in fresh]
     model(mx.zeros((1, 2), mx.uint32), cache=probes)
 
@@ -59,7 +77,7 @@ def decode_batch(model: Any, fresh: Sequence[Any]) -> DecodeBatch:
     return RowByRowBatch(model)
 
 
-def check_given(model: Any, given: list[Any], fresh: Sequence[Any]) -> list[Any]:
+def check_given(model: Any, given: list[Any], fresh: Sequence[Any], factory: CacheFactory) -> list[Any]:
     """A cache handed in with a request, as one of the engine's: mlx-lm's own is copied into the pool.
 
     Raises:
@@ -68,7 +86,7 @@ def check_given(model: Any, given: list[Any], fresh: Sequence[Any]) -> list[Any]
     """
     if len(given) != len(fresh):
         raise PromptCacheError(f"the prompt cache has {len(given)} layers, the model {len(fresh)}")
-    caches = adopt_prompt_cache(model, given)
+    caches = adopt_prompt_cache(model, given, factory)
     sequence = sequence_of(fresh)
     place = 0
     for layer, (whole, fitting) in enumerate(zip(caches, fresh, strict=True)):
@@ -98,9 +116,3 @@ def layer_path(model: Any, layer: int) -> str:
             if module is layers[layer]:
                 return str(name)
     return f"layers.{layer}"
-
-
-def fresh_caches(model: Any, max_kv_size: int | None) -> list[Any]:
-    """What the model's prompt cache is under the patches."""
-    caches: list[Any] = make_prompt_cache(model, max_kv_size)
-    return caches

@@ -21,8 +21,11 @@ PINNED = 4
 
 @functools.cache
 def model_of(kind: str) -> Any:
-    if kind == "qwen3":
-        return build("qwen3")
+    return build("qwen3") if kind == "qwen3" else build_qwen2()
+
+
+def build_qwen2() -> Any:
+    """A model that goes through the seam."""
     mx.random.seed(0)
     args = {**COMMON, "num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 3}
     model = qwen2.Model(qwen2.ModelArgs(model_type="qwen2", **args))

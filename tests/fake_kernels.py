@@ -30,8 +30,8 @@ class FakeKernels:
         # Of each pool: its tensor, and the fences given out so far with the kernel that gave each.
         self._chains: dict[int, tuple[mx.array, list[tuple[str, mx.array]]]] = {}
 
-    def _pass(self, kernel: str, k_pool: mx.array, fence: mx.array) -> mx.array:
-        """The next fence; fails if this is not the latest one of the pool's chain."""
+    def _pass(self, kernel: str, k_pool: mx.array, v_pool: mx.array, fence: mx.array) -> mx.array:
+        """The next fence, ready when the blocks are; fails if this is not the latest one of the pool's chain."""
         self.calls[kernel] += 1
         known = self._chains.get(id(k_pool))
         if known is None or known[0] is not k_pool:
@@ -45,7 +45,7 @@ class FakeKernels:
             assert names in (["gather_blocks"], ["write_slots", "gather_blocks"]), f"{names} were forgotten"
             del chain[-forgotten:]
             self.rewound += 1
-        fresh = fence + 1
+        (fresh,) = mx.depends([fence + 1], [k_pool, v_pool])
         chain.append((kernel, fresh))
         del chain[:-4]
         return fresh
@@ -59,7 +59,7 @@ class FakeKernels:
                 assert x.dtype == pool.dtype and x.shape[1] == pool.shape[1]
                 rows = x.transpose(0, 2, 1, 3).reshape(slots.size, x.shape[1], x.shape[3])
                 pool[blocks[written], :, offsets[written]] = rows[written]
-            return self._pass("write_slots", k_pool, fence)
+            return self._pass("write_slots", k_pool, v_pool, fence)
 
         return launch
 
@@ -124,7 +124,7 @@ class FakeKernels:
                     one = q[b : b + 1, :, i : i + 1]
                     columns.append(gather.attention(one, k, v, scale=scale, mask=None, softcap=softcap, sinks=sinks))
                 outputs.append(mx.concatenate(columns, axis=2))
-            return mx.concatenate(outputs), self._pass("paged_decode", k_pool, fence)
+            return mx.concatenate(outputs), self._pass("paged_decode", k_pool, v_pool, fence)
 
         return launch
 
@@ -137,13 +137,13 @@ class FakeKernels:
             pool[ids].transpose(1, 0, 2, 3).reshape(1, pool.shape[1], -1, pool.shape[3])[:, :, start : start + length]
             for pool in (k_pool, v_pool)
         )
-        return k, v, self._pass("gather_blocks", k_pool, fence)
+        return k, v, self._pass("gather_blocks", k_pool, v_pool, fence)
 
     def copy_blocks(self, k_pool: mx.array, v_pool: mx.array, fence: mx.array, source: Any, target: Any) -> mx.array:
         assert not set(source) & set(target) and len(set(target)) == len(target) == len(source)
         for pool in (k_pool, v_pool):
             pool[mx.array(target)] = pool[mx.array(source)]
-        return self._pass("copy_blocks", k_pool, fence)
+        return self._pass("copy_blocks", k_pool, v_pool, fence)
 
     def multiply(
         self,

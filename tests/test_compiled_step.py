@@ -281,7 +281,7 @@ def test_the_model_is_not_kept_alive() -> None:
 @pytest.mark.usefixtures("kernels")
 def test_a_model_that_fails_once_is_compiled_again(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
     # A trace that fails has called no kernel; the stand-ins, which are not traced, lose count of the fences.
-    monkeypatch.setattr(FakeKernels, "_pass", lambda self, kernel, pool, fence: fence + 1)
+    monkeypatch.setattr(FakeKernels, "_pass", lambda self, kernel, keys, values, fence: fence + 1)
     model, prompt = build("llama", head_dim=64), prompt_of(20)
     tokens = greedy(model, prompt, 30)[0]
     mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
@@ -330,7 +330,7 @@ def test_with_mlx_compile_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         return launch
 
     with fake_kernels(), monkeypatch.context() as patch:
-        patch.setattr(FakeKernels, "_pass", lambda self, kernel, pool, fence: fence + 1)
+        patch.setattr(FakeKernels, "_pass", lambda self, kernel, keys, values, fence: fence + 1)
         patch.setattr(kernels, "prepare_decode", prepare_decode)
         patch.setattr(compiled_step, "PATIENCE", 0)
         model = build("llama", head_dim=64)
@@ -362,7 +362,7 @@ def test_another_thread_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch)
         return launch
 
     with fake_kernels(), monkeypatch.context() as patch:
-        patch.setattr(FakeKernels, "_pass", lambda self, kernel, pool, fence: fence + 1)
+        patch.setattr(FakeKernels, "_pass", lambda self, kernel, keys, values, fence: fence + 1)
         patch.setattr(kernels, "prepare_decode", prepare_decode)
         patch.setattr(compiled_step, "PATIENCE", 0)
         patch.setattr(compiled_step, "compile_function", mx.compile)

@@ -14,6 +14,7 @@ from ..errors import ConfigError, PoolExhaustedError
 from .group import BlockGroup, ChooseStorage, LayerGroup, check_layout, functional_storage
 from .holder import BlockHolder
 from .storage import Geometry, QueryHeads
+from .turn import Turn
 
 UNLIMITED = 1 << 62
 # Free blocks of other groups are taken before cached ones are given up where they are this part of the pool or more:
@@ -59,6 +60,7 @@ class BlockStore:
         # those that are just being dropped, in whatever thread.
         self._lists: dict[int, tuple[int, list[int]]] = {}
         self._lock = threading.RLock()
+        self.turn = Turn(self._lock, self.groups)
         self._holders: list[weakref.ref[BlockHolder]] = []
         self.shrinks = 0  # how often a group's tensors were made smaller
 
@@ -78,7 +80,7 @@ class BlockStore:
         Raises:
             PoolExhaustedError: they do not fit; nothing was changed.
         """
-        with self._lock:
+        with self.turn:
             self._collect_abandoned()
             block_group = self.groups[group]
             if count > block_group.allocator.num_free:
@@ -101,7 +103,7 @@ class BlockStore:
     @property
     def lock(self) -> AbstractContextManager[bool]:
         """Guards every change; a holder takes it for its own changes, so that the two cannot wait for each other."""
-        return self._lock
+        return self.turn
 
     def add_holder(self, holder: BlockHolder) -> None:
         """Ask ``holder`` for blocks before an allocation fails, and count what it holds. Kept weakly."""
@@ -142,7 +144,7 @@ class BlockStore:
         """Have so many blocks of each group free, growing tensors within the budget; with ``most`` so that no more than
         that many are free then. None of them is taken for another group. Does nothing for a group whose blocks do not
         fit: allocating them says so."""
-        with self._lock:
+        with self.turn:
             self._collect_abandoned()
             for index, group in enumerate(self.groups):
                 if counts[index] > group.allocator.num_free:
@@ -164,6 +166,7 @@ class BlockStore:
                 return
             # Beyond the need, at most half of what is left: another group may need the rest.
             target = min(target, allocator.num_blocks + max(missing, self.unreserved_bytes // per_block // 2))
+        self.turn.is_dirty = True
         group.grow(target)
 
     def _make_way(self, group: BlockGroup, count: int, step: int, kept: Sequence[int]) -> None:
@@ -227,6 +230,7 @@ class BlockStore:
         """Move the blocks held from id ``num_blocks`` on into free ones before it, and make the tensors smaller."""
         group = self.groups[index]
         moves = group.allocator.moves(num_blocks)
+        self.turn.is_dirty = True
         group.move(moves)
         self._renumber(index, moves)  # whoever holds ids
         self.shrinks += 1
@@ -244,7 +248,7 @@ class BlockStore:
         """Give memory of free blocks back to the system, but for one growth step of each group. For the thread that
         computes, between steps, when nothing has needed it for a while: blocks are moved together, tensors copied.
         """
-        with self._lock:
+        with self.turn:
             self._collect_abandoned()
             for index, group in enumerate(self.groups):
                 if group.geometry is not None:
@@ -286,8 +290,16 @@ class BlockStore:
             self._fix_geometry(group, geometry, heads)
         return group
 
+    def fitted(self, layer: int, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+        """Keys and values in the dtype that the layer holds, as mlx-lm's caches take them; as they are if it is not
+        known yet."""
+        geometry = self.groups[self.group_of(layer)].geometry
+        if geometry is None or not mx.issubdtype(k.dtype, mx.floating) or k.dtype != v.dtype:
+            return k, v
+        return k.astype(geometry.dtype), v.astype(geometry.dtype)
+
     def _fix_geometry(self, group: BlockGroup, geometry: Geometry, heads: QueryHeads | None) -> None:
-        with self._lock:
+        with self.turn:
             self._collect_abandoned()
             group.allocator.shrink()
             per_block = self.block_size * geometry.bytes_per_token() * len(group.spec.layers)
@@ -296,6 +308,7 @@ class BlockStore:
             if others + known * per_block > self.memory_budget:
                 # The null block is nobody's need.
                 raise self._exhausted(known - 1, (known - 1) * per_block, apart=per_block)
+            self.turn.is_dirty = True
             group.set_geometry(geometry, heads)
 
     def abandon(self, group: int, block_ids: list[int]) -> None:

@@ -167,6 +167,12 @@ class FunctionalStorage:
         """Two elements that are ready when every write so far is; does not keep the pool's buffer."""
         return mx.stack([self._keys[0, 0, 0, 0], self._values[0, 0, 0, 0]])
 
+    def latest(self) -> list[mx.array]:
+        return [self._keys, self._values]
+
+    def forget_failed_writes(self) -> None:
+        """Nothing can be done: the tensors are what could not be computed."""
+
 
 def _runs(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int, int]]:
     """(source, target, number of blocks) of what is consecutive in both."""

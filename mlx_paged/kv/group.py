@@ -236,6 +236,16 @@ class BlockGroup:
         if self.storages:
             mx.clear_cache()  # the old tensors
 
+    def latest(self) -> list[mx.array]:
+        """What has to be computed for every write so far to be done, and every read that a write must wait for."""
+        return [array for storage in self.storages for array in storage.latest()] + list(self._last_read or ())
+
+    def forget_failed_writes(self) -> None:
+        """After :meth:`latest` could not be computed."""
+        self._last_read = None
+        for storage in self.storages:
+            storage.forget_failed_writes()
+
     def pace(self, layer_position: int, num_tokens: int) -> None:
         """After a layer's write of a prompt chunk: have everything up to it computed, and wait for an earlier layer.
         Only in place: functional blocks that are being read would be copied by the next write."""

@@ -153,6 +153,12 @@ class InPlaceStorage:
     def fence(self) -> mx.array:
         return self.__fence
 
+    def latest(self) -> list[mx.array]:
+        return [self.__fence]
+
+    def forget_failed_writes(self) -> None:
+        self.__fence = kernels.new_fence()  # what was not computed has not written
+
     def rewind(self, to: mx.array, latest: mx.array) -> bool:
         """Forget the kernels called since the fence was ``to``, whose results are not going to be used or, of a write,
         are going to be written again. False, and nothing is forgotten, unless ``latest`` is the fence now."""
@@ -183,6 +189,10 @@ class TracedBlocks:
 
     def fence(self) -> mx.array:
         return self.__fence
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.__keys.dtype
 
     def decode(
         self,

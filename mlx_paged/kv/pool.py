@@ -124,7 +124,7 @@ class BlockPool(BlockStore):
         self._check_table(table)
         if num_tokens < 1:
             raise ValueError(f"at least one token must be appended, not {num_tokens}")
-        with self._lock:
+        with self.turn:
             self._collect_abandoned()  # a block shared only with a dropped table is not shared
             group = self._group(table)
             spec = group.spec
@@ -235,7 +235,7 @@ class BlockPool(BlockStore):
             The id now in ``table.block_ids[index]`` (unchanged if it was not shared).
         """
         self._check_table(table)
-        with self._lock:
+        with self.turn:
             self._collect_abandoned()
             if self._group(table).allocator.refcount(table.block_ids[index]) <= 1:
                 return table.block_ids[index]
@@ -244,6 +244,7 @@ class BlockPool(BlockStore):
     def _copy_on_write(self, table: BlockTable, index: int, target: int) -> int:
         group = self._group(table)
         source = table.block_ids[index]
+        self.turn.is_dirty = True
         for storage in group.storages:
             storage.copy_blocks([source], [target])
         group.allocator.release([source])
@@ -290,6 +291,7 @@ class BlockPool(BlockStore):
         group, position = self._place[layer]
         if not self.groups[group].storages:
             raise BlockStateError("nothing has been written to this table")
+        self.turn.is_dirty = True
         return self.groups[group].storages[position]
 
     def step(
@@ -348,15 +350,19 @@ class BlockPool(BlockStore):
             GeometryError, BlockStateError, PoolExhaustedError: before anything is written.
         """
         group_index, _ = self._place[layer]
-        self.groups[group_index].validate(k, v, len(tables))
-        step = self.step(layer, tables, k.shape[2])
-        self.set_geometry(layer, k, v, batch=len(tables))
-        self.write_step(tables, layer, step, k, v)
+        with self.turn:
+            self.groups[group_index].validate(k, v, len(tables))
+            step = self.step(layer, tables, k.shape[2])
+            self.set_geometry(layer, k, v, batch=len(tables))
+            self.write_step(tables, layer, step, k, v)
 
     def write_step(self, tables: Sequence[BlockTable], layer: int, step: Step, k: mx.array, v: mx.array) -> None:
-        """:meth:`write` for k and v that :meth:`set_geometry` has accepted, and a step of :meth:`step`."""
+        """:meth:`write` for k and v that :meth:`set_geometry` has accepted, and a step of :meth:`step`; in a turn."""
         group_index, position = self._place[layer]
         group = self.groups[group_index]
+        if self.turn.is_newcomer:  # what it cannot compute, such as lazy weights of another thread, is not let in
+            mx.eval(k, v)
+        self.turn.is_dirty = True
         if not group.in_place:
             group.wait_for_reads(position)
         group.storages[position].write(tables, step, k, v)
@@ -373,8 +379,9 @@ class BlockPool(BlockStore):
         group = self._group(table)
         if any(group.allocator.refcount(block_id) != 1 for block_id in head.block_ids):
             raise BlockStateError(f"pinned blocks {head.block_ids} are to be written but shared")
-        step = Step([head], head.length, group.epoch, group.allocator.num_blocks, DeviceTables())
-        self.write_step([head], layer, step, k, v)
+        with self.turn:
+            step = Step([head], head.length, group.epoch, group.allocator.num_blocks, DeviceTables())
+            self.write_step([head], layer, step, k, v)
 
     def write_prefill(self, table: BlockTable, layer: int, k: mx.array, v: mx.array) -> None:
         """:meth:`write` for several tokens of one sequence: k and v ``[1, n_kv_heads, n_new, head_dim]``."""
@@ -410,7 +417,8 @@ class BlockPool(BlockStore):
             raise GeometryError(f"layer {layer} is not of the table's group {table.group}")
         if self._group(table).geometry is None or not table.num_visible:
             raise BlockStateError("nothing has been written to this table")
-        return self.storage(layer).read_visible(table, rotation=rotation, copy=copy)
+        with self.turn:
+            return self.storage(layer).read_visible(table, rotation=rotation, copy=copy)
 
     def after_writes(self, layer: int, k: mx.array, v: mx.array) -> list[mx.array]:
         """k and v, ready only when the layer's writes are. Without it MLX may leave the writes of all layers to the

@@ -76,3 +76,9 @@ class Storage(Protocol):
 
     def fence(self) -> mx.array:
         """A small array that is ready when every write so far is; does not keep the blocks' buffers."""
+
+    def latest(self) -> list[mx.array]:
+        """Arrays to compute for every write so far to be done; not to be kept."""
+
+    def forget_failed_writes(self) -> None:
+        """After :meth:`latest` could not be computed: go on without the writes since it could."""

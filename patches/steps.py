@@ -1,0 +1,97 @@
+"""How mlx-lm's generators and model calls take turns at a pool (see kv/turn.py)."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream
+
+from ..batch_cache import PagedBatchKVCache
+from ..cache import PagedKVCache
+from ..kv.pool import BlockPool
+from ..kv.turn import Stepwise
+from .composites import leaves
+
+
+def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """The replacement of ``generate_step``: each token is a step of its own, whoever asks for it."""
+
+    @functools.wraps(original)
+    def generate_step(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        steps = original(*args, **kwargs)
+        step, begun_by = Stepwise(), threading.get_ident()
+        try:
+            while True:
+                with step:
+                    try:
+                        token = next(steps)
+                    except StopIteration:
+                        return
+                yield token
+        finally:
+            # MLX's stream context cannot be left in another thread, and mlx-lm's generator is in one. All else is done.
+            with suppress(RuntimeError) if threading.get_ident() != begun_by else nullcontext():
+                steps.close()  # type: ignore[attr-defined]
+            if not sys.is_finalizing() and threading.get_ident() != threading.main_thread().ident:
+                # A step may be being computed still: MLX ends the process if the thread ends before it is done.
+                with suppress(Exception):  # there is no such stream in this thread, and nothing to wait for
+                    mx.synchronize(args[2] if len(args) > 2 else kwargs.get("stream", generation_stream))
+
+    return generate_step
+
+
+_guarded: weakref.WeakSet[type] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def guard(model: Any) -> None:
+    """Make each call of the model over a pool one turn. Otherwise each layer's part of it is one, which is as right,
+    but has MLX compute every layer by itself."""
+    kind = type(model)
+    if kind in _guarded:
+        return
+    with _lock:
+        original = kind.__dict__.get("__call__")
+        inherited = kind.__call__
+        if hasattr(inherited, "guarded"):
+            return
+
+        @functools.wraps(inherited)
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+            pool = _pool_of(kwargs.get("cache") or next((arg for arg in args if isinstance(arg, list)), None))
+            if pool is None:
+                return inherited(self, *args, **kwargs)
+            with pool.turn:
+                return inherited(self, *args, **kwargs)
+
+        __call__.guarded = original  # type: ignore[attr-defined]
+        setattr(kind, "__call__", __call__)  # noqa: B010
+        _guarded.add(kind)
+
+
+def unguard() -> None:
+    """Put the calls of all models back."""
+    with _lock:
+        for kind in list(_guarded):
+            original = kind.__dict__["__call__"].guarded
+            if original is None:
+                del kind.__call__
+            else:
+                setattr(kind, "__call__", original)  # noqa: B010
+        _guarded.clear()
+
+
+def _pool_of(caches: Any) -> BlockPool | None:
+    if not isinstance(caches, list):
+        return None
+    first = caches[0] if caches else None
+    if isinstance(first, PagedKVCache | PagedBatchKVCache):
+        return first.pool
+    return next((c.pool for c in leaves(caches) if isinstance(c, PagedKVCache | PagedBatchKVCache)), None)

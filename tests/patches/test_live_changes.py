@@ -1,0 +1,149 @@
+"""What changes between generations, or during them: the configuration, the patches, the model's dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models import cache as upstream
+
+import mlx_paged
+from mlx_paged import PagedConfig, PromptCacheError, pool_of
+from mlx_paged.patches.generate import PagedBatchGenerator
+from tests.bounded import build_qwen2
+from tests.builders import build, greedy, prompt_of
+from tests.fake_kernels import fake_kernels
+
+KINDS = ("llama", "gemma3", "qwen2")  # one group, two groups, the seam
+PROMPTS = [prompt_of(length, seed=length) for length in (40, 33, 70, 21)]
+TOKENS = 12
+CONFIG = PagedConfig(block_size=16, kv_cache_memory=64 << 20)
+
+
+def model_of(kind: str) -> Any:
+    return build_qwen2() if kind == "qwen2" else build(kind)
+
+
+@pytest.fixture(params=["functional", "in place"], autouse=True)
+def storage(request: pytest.FixtureRequest) -> Iterator[None]:
+    with fake_kernels() if request.param == "in place" else nullcontext():
+        yield
+        mlx_paged.remove_patches()
+
+
+def other_block_size() -> None:
+    mlx_paged.apply_patches(PagedConfig(block_size=32, kv_cache_memory=64 << 20))
+
+
+def other_budget() -> None:
+    mlx_paged.apply_patches(PagedConfig(block_size=16, kv_cache_memory=32 << 20))
+
+
+def applied_anew() -> None:
+    mlx_paged.remove_patches()
+    mlx_paged.apply_patches(CONFIG)
+
+
+CHANGES = [other_block_size, other_budget, mlx_paged.remove_patches, applied_anew]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+class TestLiveBatches:
+    @pytest.mark.parametrize("change", CHANGES)
+    def test_a_batch_goes_on_as_it_began(self, kind: str, change: Callable[[], Any]) -> None:
+        model = model_of(kind)
+        solo = [greedy(model, prompt, TOKENS)[0] for prompt in PROMPTS]
+        mlx_paged.apply_patches(CONFIG)
+        generator = PagedBatchGenerator(model)
+        uids = generator.insert([p.tolist() for p in PROMPTS[:2]], [TOKENS] * 2)
+        found: dict[int, list[int]] = {}
+        for _ in range(3):
+            for response in generator.next()[1]:
+                found.setdefault(response.uid, []).append(response.token)
+        change()
+        uids += generator.insert([p.tolist() for p in PROMPTS[2:]], [TOKENS] * 2)
+        while responses := generator.next_generated():
+            for response in responses:
+                found.setdefault(response.uid, []).append(response.token)
+        assert [found[uid] for uid in uids] == solo
+
+    def test_a_cache_made_under_other_options_is_refused_and_the_others_go_on(self, kind: str) -> None:
+        model = model_of(kind)
+        solo = greedy(model, PROMPTS[0], TOKENS)[0]
+        mlx_paged.apply_patches(CONFIG)
+        generator = PagedBatchGenerator(model)
+        (uid,) = generator.insert([PROMPTS[0].tolist()], [TOKENS])
+        other_block_size()
+        cache = upstream.make_prompt_cache(model)
+        model(PROMPTS[1][None], cache=cache)
+        with pytest.raises(PromptCacheError, match="other options"):
+            generator.insert([[1, 2]], [TOKENS], caches=[cache])
+        found = []
+        while responses := generator.next_generated():
+            found += [response.token for response in responses if response.uid == uid]
+        assert found == solo
+
+
+@pytest.mark.parametrize("kind", KINDS)
+class TestDtypes:
+    def test_the_next_generation_after_set_dtype_has_a_pool_of_its_own(self, kind: str) -> None:
+        expected, model = [], model_of(kind)
+        for dtype in (mx.float32, mx.bfloat16, mx.float32):
+            model.set_dtype(dtype)
+            expected.append(greedy(model, PROMPTS[1], TOKENS)[0])
+        mlx_paged.apply_patches(CONFIG)
+        model, found, dtypes = model_of(kind), [], []
+        for dtype in (mx.float32, mx.bfloat16, mx.float32):
+            model.set_dtype(dtype)
+            found.append(greedy(model, PROMPTS[1], TOKENS)[0])
+            pool = pool_of(model)
+            assert pool is not None and pool.stats().live_blocks == 0
+            dtypes.append({group.geometry.dtype for group in pool.groups if group.geometry is not None})
+        assert found[0] == expected[0] and found[2] == expected[2]
+        assert dtypes == [{mx.float32}, {mx.bfloat16}, {mx.float32}]
+
+    def test_a_batch_after_set_dtype(self, kind: str) -> None:
+        model = model_of(kind)
+        mlx_paged.apply_patches(CONFIG)
+        greedy(model, PROMPTS[0], 2)
+        model.set_dtype(mx.bfloat16)
+        generator = PagedBatchGenerator(model)
+        uids = generator.insert([p.tolist() for p in PROMPTS], [TOKENS] * len(PROMPTS))
+        found: dict[int, list[int]] = {uid: [] for uid in uids}
+        while responses := generator.next_generated():
+            for response in responses:
+                found[response.uid].append(response.token)
+        assert [len(tokens) for tokens in found.values()] == [TOKENS] * len(PROMPTS)
+        pool = pool_of(model)
+        assert pool is not None
+        assert {group.geometry.dtype for group in pool.groups if group.geometry is not None} == {mx.bfloat16}
+
+    def test_a_generation_under_way_goes_on_when_the_dtype_changes(self, kind: str) -> None:
+        def run(model: Any) -> list[int]:
+            found = []
+            for token, _ in generate_step(PROMPTS[0], model, max_tokens=TOKENS):
+                found.append(token)
+                if len(found) == 4:
+                    model.set_dtype(mx.bfloat16)
+            return found
+
+        expected = run(model_of(kind))
+        mlx_paged.apply_patches(CONFIG)
+        found = run(model_of(kind))
+        assert found[:4] == expected[:4] and len(found) == TOKENS
+
+    def test_f32_embeddings_into_a_bf16_model(self, kind: str) -> None:
+        model = model_of(kind)
+        model.set_dtype(mx.bfloat16)
+        prompt = PROMPTS[1]
+        embeddings = model.model.embed_tokens(prompt).astype(mx.float32)
+        expected = [t for t, _ in generate_step(prompt, model, max_tokens=4, input_embeddings=embeddings)]
+        mlx_paged.apply_patches(CONFIG)
+        greedy(model, prompt, 4)
+        found = [t for t, _ in generate_step(prompt, model, max_tokens=4, input_embeddings=embeddings)]
+        assert len(found) == len(expected) == 4
+        assert greedy(model, prompt, 4)[0] is not None
