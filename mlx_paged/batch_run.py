@@ -20,6 +20,7 @@ from .models import tell_if_unbounded
 from .progress import BatchProgress
 from .prompts_file import Prompt, Results, read_prompts
 from .sampling import Sampling
+from .stopped_tokens import StoppedTokens
 
 QUEUED_PER_ROW = 2  # requests handed to the generator ahead of those that run
 NOT_BATCHED = {
@@ -139,7 +140,7 @@ class _Running(NamedTuple):
     prompt: Prompt
     length: int
     max_tokens: int
-    tokens: list[int]
+    answer: StoppedTokens
 
 
 class BatchRun:
@@ -204,7 +205,7 @@ class BatchRun:
     def _underway(self) -> float:
         """How much of the running prompts is done, in prompts."""
         return sum(
-            (self._prefilled.get(uid, 0) + len(row.tokens)) / (row.length + row.max_tokens)
+            (self._prefilled.get(uid, 0) + len(row.answer.tokens)) / (row.length + row.max_tokens)
             for uid, row in self._running.items()
         )
 
@@ -223,6 +224,8 @@ class BatchRun:
         most = prompt.max_tokens or self.args.max_tokens
         try:
             tokens = self._tokenise(prompt)
+            stop = prompt.sampling.get("stop", ())
+            answer = StoppedTokens(self.tokenizer, [stop] if isinstance(stop, str) else stop)
             (uid,) = self.generator.insert(
                 [tokens],
                 [most],
@@ -232,7 +235,7 @@ class BatchRun:
         except Exception as error:  # templates are the model's and raise what they like
             self.results.add(prompt, error=f"{type(error).__name__}: {error}")
             return
-        self._running[uid] = _Running(prompt, len(tokens), most, [])
+        self._running[uid] = _Running(prompt, len(tokens), most, answer)
 
     def _tokenise(self, prompt: Prompt) -> list[int]:
         args, tokenizer = self.args, self.tokenizer
@@ -277,21 +280,23 @@ class BatchRun:
                 self._num_prompt_tokens += done - self._prefilled.get(response.uid, 0)
                 self._prefilled[response.uid] = done
         for response in generated:
-            row = self._running[response.uid]
-            if response.finish_reason != "stop":
-                row.tokens.append(response.token)
-            if response.finish_reason is not None:
-                self._finish(response.uid, response.finish_reason)
+            answer, reason = self._running[response.uid].answer, response.finish_reason
+            if reason != "stop" and answer.add(response.token) and reason is None:
+                self.generator.remove([response.uid])
+                reason = "stop"
+            if reason is not None:
+                self._finish(response.uid, reason)
         return len(generated)
 
     def _finish(self, uid: int, reason: str) -> None:
         row = self._leave(uid)
+        text, is_stopped = row.answer.text()
         self.results.add(
             row.prompt,
-            text=self.tokenizer.decode(row.tokens),
-            finish_reason=reason,
+            text=text,
+            finish_reason="stop" if is_stopped else reason,
             prompt_tokens=row.length,
-            generation_tokens=len(row.tokens),
+            generation_tokens=len(row.answer.tokens),
         )
 
     def _leave(self, uid: int) -> _Running:

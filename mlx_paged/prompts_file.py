@@ -16,7 +16,7 @@ from .request_body import RequestRefused, check_parameters, invalid, load_object
 
 JOURNAL_SUFFIX = ".partial"
 KEYS = frozenset({"prompt", "messages", "id", "max_tokens", "max_completion_tokens", "n"})
-# What a line may say about how its tokens are chosen, named as in the server's API.
+# What a line may say about how its tokens are chosen and where they end, named as in the server's API.
 SAMPLING = frozenset(
     {
         "temperature",
@@ -33,6 +33,7 @@ SAMPLING = frozenset(
         "frequency_context_size",
         "logit_bias",
         "seed",
+        "stop",
     }
 )
 

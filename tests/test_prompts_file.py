@@ -83,7 +83,8 @@ def test_a_file_without_prompts_is_refused(lines: list[str]) -> None:
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "'x' is not a token id"),
         ('{"prompt": "a", "n": 2}', "n must be 1"),
         ('{"prompt": "a", "temprature": 1, "stream": true}', "'stream', 'temprature': not an option"),
-        ('{"prompt": "a", "stop": "x"}', "'stop': not an option"),
+        ('{"prompt": "a", "stop": ""}', "none of them empty"),
+        ('{"prompt": "a", "tools": []}', "'tools': not an option"),
     ],
 )
 def test_an_unusable_line_is_an_error_of_that_line_alone(line: str, message: str) -> None:
@@ -357,6 +358,23 @@ def test_each_line_has_its_own_sampling_options(folder: Path, expected: list[str
         prompt = tokenizer.encode(lines[index]["prompt"])
         alone = generate(model, tokenizer, prompt, max_tokens=12, sampler=make_sampler(0.9, **options))
         assert alone == texts[index]
+
+
+def test_each_line_has_its_own_stop_strings(folder: Path, expected: list[str]) -> None:
+    words = expected[0].split()
+    stop = f"{words[4][1:]} {words[5][:2]}"  # from inside a word into the next one
+    lines: list[dict[str, Any]] = [
+        {"prompt": TEXTS[0], "stop": stop},
+        {"prompt": TEXTS[0], "stop": ["nowhere", words[3]]},
+        {"prompt": TEXTS[1]},
+        {"prompt": TEXTS[0], "stop": "nowhere"},
+    ]
+    done = run(folder, "--prompts-file", "-", stdin="\n".join(map(json.dumps, lines)))
+    assert done.returncode == 0, done.stderr
+    found = [(record["text"], record["finish_reason"]) for record in records(done.stdout)]
+    assert found[0] == (expected[0][: expected[0].index(stop)], "stop")
+    assert found[1] == (expected[0][: expected[0].index(words[3])], "stop")
+    assert found[2:] == [(expected[1], "length"), (expected[0], "length")]
 
 
 def test_a_step_that_fails_ends_the_prompts_in_it_and_no_others() -> None:
