@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models import cache as stock_cache
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from ..attention.gather import ring_rotation
 from ..batch_cache import PagedBatchKVCache
@@ -169,7 +168,7 @@ class CacheFactory:
 
 def factory_of(model: Any, max_kv_size: int | None) -> CacheFactory:
     """What makes the model's prompt caches, as it is configured now."""
-    make = stock_cache.make_prompt_cache
+    make = make_prompt_cache  # by name, so that where there is none this module cannot be imported
     if hasattr(make, "factory"):
         factory: CacheFactory = make.factory(model, max_kv_size)
         return factory
@@ -197,12 +196,12 @@ def make_prompt_cache_patch(
             guard(model)
         return CacheFactory(functools.partial(original, model, max_kv_size), model, plan, config())
 
-    def make_prompt_cache(model: Any, max_kv_size: int | None = None) -> list[Any]:
+    @functools.wraps(original)
+    def replacement(model: Any, max_kv_size: int | None = None) -> list[Any]:
         return factory(model, max_kv_size)()
 
-    make_prompt_cache.__doc__ = original.__doc__
-    make_prompt_cache.factory = factory  # type: ignore[attr-defined]
-    return make_prompt_cache
+    replacement.factory = factory  # type: ignore[attr-defined]
+    return replacement
 
 
 def save_prompt_cache_patch(original: Callable[..., None]) -> Callable[..., None]:
@@ -235,7 +234,7 @@ def adopt_prompt_cache(model: Any, cache: list[Any], factory: CacheFactory | Non
     if factory is not None and bounded is None:
         fresh = factory()
     else:
-        fresh = stock_cache.make_prompt_cache(model, None if bounded is None else bounded.max_size)
+        fresh = make_prompt_cache(model, None if bounded is None else bounded.max_size)
     if len(fresh) != len(cache):
         raise PromptCacheError(f"the prompt cache has {len(cache)} layers, the model {len(fresh)}")
     olds, news = leaves(cache), leaves(fresh)

@@ -200,6 +200,7 @@ class OwnBatches:
         flags: dict[str, Any] = dict.fromkeys(["adapter_path", "draft_model", "prompt_cache_bytes", "kv_bits"])
         flags |= dict.fromkeys(["pipeline", "trust_remote_code", "chat_template", "use_default_chat_template"], False)
         flags |= {"decode_concurrency": 4, "prompt_concurrency": 2, "prefill_step_size": 64, "prompt_cache_size": 10}
+        flags["chat_template_args"] = {}
         provider = upstream.ModelProvider(SimpleNamespace(model=str(folder), **flags))
         self.prompt_cache = PagedPromptCache()
         self.generator = PagedResponseGenerator(provider, self.prompt_cache)

@@ -59,7 +59,7 @@ def test_a_client_is_told_when_keeping_its_prefix_fails(kind: str) -> None:
     queues = [AnswerQueue() for _ in uids]
     ctx = SimpleNamespace(_should_stop=False, prompt_cache_count=0)
     batch.served = {
-        uid: Served(queue, ctx, Detokenizer(), ["assistant", "system"], 0)
+        uid: Served(queue, ctx, Detokenizer(), ["assistant", "system"], 0, salt=None)
         for uid, queue in zip(uids, queues, strict=True)
     }
     while batch.served:
