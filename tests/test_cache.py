@@ -242,10 +242,11 @@ def test_layers_of_a_group_must_take_the_same_tokens() -> None:
         lambda k, v: (k[0], v[0]),
         lambda k, v: (k[:, :1], v[:, :1]),
         lambda k, v: (k, v[:, :, :1]),
-        lambda k, v: (k.astype(mx.float16), v.astype(mx.float16)),
+        lambda k, v: (k.astype(mx.int32), v.astype(mx.int32)),
+        lambda k, v: (k, v.astype(mx.float16)),
         lambda k, v: (mx.concatenate([k, k]), mx.concatenate([v, v])),
     ],
-    ids=["rank", "heads", "tokens", "dtype", "batch"],
+    ids=["rank", "heads", "tokens", "integers", "dtypes", "batch"],
 )
 def test_a_refused_update_changes_nothing(bad: Callable[..., tuple[mx.array, mx.array]]) -> None:
     paged, dense = filled(None, (6,))

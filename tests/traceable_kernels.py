@@ -46,6 +46,6 @@ def traceable_kernels() -> Iterator[FakeKernels]:
         with (
             mock.patch.object(compiled_step, "compile_function", compile_function),
             mock.patch.object(kernels, "prepare_decode", prepare_decode),
-            mock.patch.object(fake, "_pass", lambda kernel, pool, fence: fence + 1),
+            mock.patch.object(fake, "_pass", lambda kernel, k_pool, v_pool, fence: fence + 1),
         ):
             yield fake

@@ -92,8 +92,10 @@ class Turn:
                         self._pending = get_ident()
                         _thread.pending.append(self)
                 else:
-                    # A thread that ends while its work is computed would end the process.
-                    self._settle(wait=threading.current_thread() is not threading.main_thread())
+                    # A thread that ends while its work is computed would end the process. And MLX holds on to what it
+                    # is asked for until that is computed: the next write would copy functional blocks.
+                    is_main = threading.current_thread() is threading.main_thread()
+                    self._settle(wait=not is_main or not all(group.in_place for group in self._groups))
         finally:
             self._depth -= 1
             self._lock.release()
