@@ -80,12 +80,18 @@ class BlockStore:
         Raises:
             PoolExhaustedError: they do not fit; nothing was changed.
         """
-        with self.turn:
-            self._collect_abandoned()
-            block_group = self.groups[group]
-            if count > block_group.allocator.num_free:
-                self._grow(block_group, count)
-            return block_group.allocator.allocate(count)
+        blocks: list[int] = []
+        try:
+            with self.turn:
+                self._collect_abandoned()
+                block_group = self.groups[group]
+                if count > block_group.allocator.num_free:
+                    self._grow(block_group, count)
+                blocks = block_group.allocator.allocate(count)
+        except Exception:  # with blocks: what was built could not be computed at the turn's end, and nobody gets them
+            self.release(group, blocks)
+            raise
+        return blocks
 
     def retain(self, group: int, block_ids: Sequence[int]) -> None:
         """Add one reference to each block. Raises BlockStateError if one is free."""

@@ -239,7 +239,13 @@ class BlockPool(BlockStore):
             self._collect_abandoned()
             if self._group(table).allocator.refcount(table.block_ids[index]) <= 1:
                 return table.block_ids[index]
-            return self._copy_on_write(table, index, self.allocate(table.group, 1)[0])
+            target = self.allocate(table.group, 1)[0]
+            try:
+                return self._copy_on_write(table, index, target)
+            except Exception:
+                if target not in table.block_ids:
+                    self.release(table.group, [target])
+                raise
 
     def _copy_on_write(self, table: BlockTable, index: int, target: int) -> int:
         group = self._group(table)

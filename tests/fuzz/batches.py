@@ -18,6 +18,7 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.radix import RadixTree
 from mlx_paged.kv.spill import SpillStore
 from mlx_paged.patches import registry
 from mlx_paged.patches.cache import factory_of
@@ -107,7 +108,7 @@ def expect(case: Case, rng: random.Random) -> list[Expected]:
     expected: dict[int, Expected] = {}
     for request in case.requests:
         if request.follows is not None and rng.random() < 0.7:
-            request.prompt = request.follows.prompt + expected[id(request.follows)].tokens + request.prompt[-3:]
+            request.replace_prompt(request.follows.prompt + expected[id(request.follows)].tokens + request.prompt[-3:])
         tokens, logprobs = [], []
         for token, logprob in mlx_lm_generate.generate_step(
             mx.array(request.prompt, mx.uint32),
@@ -181,6 +182,8 @@ def _least_budget(case: Case) -> int | None:
     if pool is None:
         return None
     probe_geometry(model, caches)
+    tree = None if case.prefixes == "none" else RadixTree(pool)  # with which a sequence takes a block more of a group
+    assert pool.holders() == ([] if tree is None else [tree])
     longest = max(len(request.prompt) + request.num_tokens + 1 for request in case.requests)
     low, high = 1, AMPLE
     while low < high:

@@ -65,6 +65,14 @@ class Request:
     cancelled: int | None = None
     has_stop: bool = False
 
+    def replace_prompt(self, prompt: list[int]) -> None:
+        """Another prompt, in which what is cut or given ends before its last token, too."""
+        self.prompt = prompt
+        if self.cut is not None:
+            self.cut = min(self.cut, len(prompt) - 1)
+        if self.given is not None:
+            self.given = self.given[0], min(self.given[1], len(prompt) - 1)
+
 
 @dataclass
 class Case:

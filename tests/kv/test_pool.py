@@ -967,6 +967,38 @@ def test_exhaustion_in_copy_on_write(through: str) -> None:
     watched.go_on()
 
 
+def _fail(*_: Any) -> None:
+    raise RuntimeError("the device failed")
+
+
+def test_blocks_whose_memory_cannot_be_had_after_all_are_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_of()
+    table = pool.new_table()
+    put(pool, table, 1, 6)
+    held = pool.stats().live_blocks
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "async_eval", _fail)  # what was built in the turn is found to fail at its end
+        with pytest.raises(RuntimeError, match="device"):
+            pool.allocate(0, pool.stats().total_blocks)
+    assert pool.stats().live_blocks == held
+    pool.check_integrity()
+    pool.release(0, pool.allocate(0, pool.stats().total_blocks))
+
+
+def test_a_copy_of_a_shared_block_that_fails_leaves_no_block_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_of()
+    table = pool.new_table()
+    k, v = put(pool, table, 1, 6)
+    fork = pool.fork(table)
+    for storage in pool.groups[0].storages:
+        monkeypatch.setattr(storage, "copy_blocks", _fail)
+    with pytest.raises(RuntimeError, match="device"):
+        pool.copy_on_write_block(fork, 1)
+    pool.check_integrity()
+    assert fork.block_ids == table.block_ids
+    assert_holds(pool, fork, k, v)
+
+
 def test_exhausted_pool_takes_blocks_of_dropped_tables() -> None:
     pool = pool_of(memory_budget=3 * BLOCK_BYTES)
     table = pool.new_table()
