@@ -106,7 +106,7 @@ def _system() -> str:
 
 def _memory(info: Mapping[str, Any]) -> str:
     """Of the machine, and what Metal recommends a process to use, in GiB."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = info.get("memory_size") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     text = f"{total / 2**30:.0f} GiB"
     if "max_recommended_working_set_size" in info:
         text += f", {info['max_recommended_working_set_size'] / 2**30:.0f} GiB for the GPU"

@@ -147,6 +147,23 @@ def test_a_report_that_cannot_be_written_is_an_error_before_anything_runs(tmp_pa
         Report(path, {})
 
 
+def test_a_mac_is_told_by_its_chip_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = {
+        "device_name": "Apple M3 Max",
+        "architecture": "applegpu_g15s",
+        "memory_size": 64 << 30,
+        "max_recommended_working_set_size": 48 << 30,
+    }
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(mx, "device_info", lambda *device: info)
+    monkeypatch.setattr(doctor, "gpu_cores", lambda: 40)
+    monkeypatch.setattr(doctor.platform, "mac_ver", lambda: ("15.1", ("", "", ""), "arm64"))
+    told = doctor.facts()
+    assert told["device"].endswith("Apple M3 Max") and told["architecture"] == "applegpu_g15s"
+    assert told["GPU cores"] == "40" and told["memory"] == "64 GiB, 48 GiB for the GPU"
+    assert told["system"].startswith("macOS 15.1 ")
+
+
 def test_a_row_that_json_cannot_hold_is_null() -> None:
     row = Row(False, "a  b", "-", "-", float("inf"), None, 1.5e-6, "use")
     assert row.as_json()["rms"] is None and row.as_json()["dense_us"] == 1.5 and row.as_json()["shape"] == "a b"

@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+import yaml
 
 from mlx_paged.attention import kernel_build, kernels
 from mlx_paged.attention.kernel_plan import DTYPES
@@ -125,6 +126,25 @@ def test_old_texts_go_when_new_ones_come(tmp_path: Path) -> None:
     (tmp_path / "old.metal").write_text("")
     dump_kernels.dump(tmp_path, dump_kernels.texts_of([Shape(mx.float32, 64, 1, 8)]))
     assert not (tmp_path / "old.metal").exists() and len(list(tmp_path.glob("*.metal"))) > 5
+
+
+def test_ci_compiles_the_texts_and_keeps_the_doctors_report() -> None:
+    workflow = yaml.safe_load((SCRIPTS.parent / ".github" / "workflows" / "ci.yml").read_text())
+    jobs = workflow["jobs"]
+    (compiling,) = (step for step in jobs["macos-compile"]["steps"] if "run" in step)
+    planned = subprocess.run(
+        ["make", "-n", *compiling["run"].split()[1:]],
+        cwd=SCRIPTS.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "scripts/dump_kernels.py metal\n" in planned and "scripts/compile_metal.py metal\n" in planned
+    assert not compiling.get("continue-on-error")
+    (checking,) = (step for step in jobs["macos-metal"]["steps"] if "check-gpu" in step.get("run", ""))
+    assert checking["continue-on-error"] and checking["env"] == {"MTL_SHADER_VALIDATION": "1"}
+    (kept,) = (step["with"] for step in jobs["macos-metal"]["steps"] if "upload-artifact" in step.get("uses", ""))
+    assert checking["run"].endswith(f"REPORT={kept['path']}")
 
 
 # Plays Apple's compiler: notes its arguments, and says what the text asks it to.
