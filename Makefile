@@ -4,6 +4,9 @@ PYTHON ?= python3
 PROMPT ?= What is the capital of France?
 MAX_TOKENS ?= 100
 PYTEST_ARGS ?= -ra
+# What the doctor of "make check-gpu" finds, and the kernels' texts of "make compile-metal".
+REPORT ?= out/doctor.json
+METAL ?= out/metal
 # One MLX process uses about one core on a CPU.
 PYTEST_JOBS ?= 2
 BENCH ?= scripts/bench.py
@@ -48,7 +51,7 @@ define install
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-models check-gpu lint bench clean
+.PHONY: help demo test test-slow test-models check-gpu compile-metal lint bench clean
 
 help:
 	@echo "make demo       generate text with the demo model through the paged cache"
@@ -56,12 +59,14 @@ help:
 	@echo "make test-slow  run the exhaustive ones"
 	@echo "make test-models  every model module of mlx-lm against docs/models.md"
 	@echo "make check-gpu  on a machine with a GPU: doctor, its tests, kernels and a model against references"
+	@echo "make compile-metal  on a Mac with Xcode: the kernels' texts with Apple's compiler"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      run a benchmark: BENCH=$(BENCH)"
 	@echo "make clean      remove .venv and caches (not the demo model)"
 	@echo
 	@echo "Variables: PYTHON=$(PYTHON) EXTRA=$(EXTRA) (cpu, cuda12, cuda13, or empty on macOS)"
-	@echo "           PROMPT, MAX_TOKENS (demo), PYTEST_ARGS, PYTEST_JOBS (test, test-slow), BENCH, BENCH_ARGS (bench)"
+	@echo "           PROMPT, MAX_TOKENS (demo), PYTEST_ARGS, PYTEST_JOBS (test, test-slow), BENCH, BENCH_ARGS (bench),"
+	@echo "           REPORT (check-gpu), METAL (compile-metal)"
 
 $(VENV)/.created:
 	@command -v "$(PYTHON)" >/dev/null 2>&1 || \
@@ -99,10 +104,14 @@ test-slow: $(DEV_STAMP)
 
 # Not "pytest -n": one process at a time has the GPU.
 check-gpu: $(DEV_STAMP)
-	$(PY) -m mlx_paged doctor
+	$(PY) -m mlx_paged doctor --report $(REPORT)
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS) tests
 	$(PY) scripts/validate_kernel.py
 	$(PY) scripts/validate_model.py --random llama-1b --contexts 512,8192,32768
+
+compile-metal: $(DEV_STAMP)
+	$(PY) scripts/dump_kernels.py $(METAL)
+	$(PY) scripts/compile_metal.py $(METAL)
 
 test-models: $(DEV_STAMP)
 	$(PY) -m pytest -n $(PYTEST_JOBS) -m models $(PYTEST_ARGS) tests/patches/test_models.py

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from types import TracebackType
 
+from .command_buffers import raise_limit
+
 _print_others = sys.excepthook
 
 
@@ -20,6 +22,7 @@ def _print_in_one_line(kind: type[BaseException], error: BaseException, trace: T
         _print_others(kind, error, trace)
 
 
+raise_limit()  # MLX reads the variable that it sets
 try:
     import mlx.core  # noqa: F401
 except ImportError as missing:

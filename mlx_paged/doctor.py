@@ -1,18 +1,21 @@
 """``python -m mlx_paged doctor``: does the fused kernel work on this machine? Runs its variants for the shapes of
-popular models and says which path attention takes; "launch" is the time of a launch that is compiled."""
+popular models and says which path attention takes; "launch" is the time of a launch that is compiled, "dense" that of
+MLX's own attention for the same shape."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -20,13 +23,15 @@ import mlx.core as mx
 from . import __version__
 from .attention import gather, narrow_matmul
 from .attention.dispatch import Dispatch, last_dispatch, paged_attention
-from .attention.kernel_build import backend
+from .attention.kernel_build import backend, gpu_cores
 from .attention.kernel_check import MAX_RMS, SelfCheck, self_check
-from .attention.kernel_timing import launch_seconds
+from .attention.kernel_timing import dense_seconds, launch_seconds
 from .attention.kernels import variants_of
 from .attention.select import device_decline, storage_choice
 from .compile_ahead import CompilePool, num_processes
 from .config import PagedConfig
+from .doctor_report import Report
+from .doctor_row import HEADER, Row
 from .doctor_shapes import POPULAR_DTYPE, Shape, all_shapes, models_of, popular_shapes
 from .errors import PagedCacheError
 from .kv.group import LayerGroup
@@ -71,7 +76,8 @@ def dispatch_of(shape: Shape, config: PagedConfig) -> tuple[Dispatch, float]:
 
 def facts() -> dict[str, str]:
     """Versions and the device."""
-    info = mx.device_info() if mx.default_device() == mx.Device(mx.gpu) else {}
+    on_gpu = mx.default_device() == mx.Device(mx.gpu)
+    info = mx.device_info() if on_gpu else {}
     names = {"mlx": "mlx", "mlx-lm": "mlx-lm"}
     versions = {}
     for label, package in names.items():
@@ -83,11 +89,28 @@ def facts() -> dict[str, str]:
         "mlx_paged": __version__,
         **versions,
         "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
+        "system": _system(),
         "device": f"{mx.default_device()} {info.get('device_name', '')}".strip(),
+        "architecture": str(info.get("architecture", "") or "not told"),
+        "GPU cores": str(gpu_cores() or "not known"),
+        "memory": _memory(info),
         "kernel dialect": backend() or "none",
         "kernel": device_decline() or "can run here",
     }
+
+
+def _system() -> str:
+    release = f"macOS {mac}" if (mac := platform.mac_ver()[0]) else f"{platform.system()} {platform.release()}"
+    return f"{release} {platform.machine()}"
+
+
+def _memory(info: Mapping[str, Any]) -> str:
+    """Of the machine, and what Metal recommends a process to use, in GiB."""
+    total = info.get("memory_size") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    text = f"{total / 2**30:.0f} GiB"
+    if "max_recommended_working_set_size" in info:
+        text += f", {info['max_recommended_working_set_size'] / 2**30:.0f} GiB for the GPU"
+    return text
 
 
 class ShapeJob(NamedTuple):
@@ -101,13 +124,16 @@ class ShapeJob(NamedTuple):
     shape: Shape
     every_body: bool
 
+    def __str__(self) -> str:
+        return str(self.shape)
+
     @property
     def family(self) -> tuple[Any, ...]:
         """Jobs of one family share kernels."""
         return self.shape.dtype, self.shape.head_dim, self.shape.block_size
 
-    def lines(self, config: PagedConfig) -> Iterator[tuple[bool, str]]:
-        """Run it. Yields whether it passed, and a line about it, for each kernel."""
+    def rows(self, config: PagedConfig) -> Iterator[Row]:
+        """Run it. Yields a row for each kernel."""
         shape = self.shape
         passed, error, use = True, float("nan"), ""
         try:
@@ -121,17 +147,15 @@ class ShapeJob(NamedTuple):
         if models_of(shape):
             use += f" [{models_of(shape)}]"
         if device_decline() is not None:
-            yield passed, _line(str(shape), "-", "-", f"{error:.1e}", "-", use)
+            yield Row(passed, str(shape), "-", "-", error, None, None, use)
             return
         for variant in variants_of(
             shape.dtype, shape.head_dim, shape.head_dim, shape.gqa * _KV_HEADS, _KV_HEADS, shape.block_size,
             shape.softcap, shape.sinks,
         ):  # fmt: skip
             result = self_check(variant)
-            yield (
-                result.ok and passed,
-                _check_line(str(shape), variant.body, result, use, partial(launch_seconds, variant)),
-            )
+            times = partial(launch_seconds, variant), partial(dense_seconds, variant)
+            yield _checked_row(passed, str(shape), variant.body, result, use, *times)
             if result.ok and not self.every_body:
                 return
 
@@ -143,25 +167,19 @@ class ProductJob(NamedTuple):
     dtype: mx.Dtype
     tile: narrow_matmul.Tile
 
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("mlx.core.")
+        return f"{name:>8} products of up to {self.tile.rows} rows"
+
     @property
     def family(self) -> tuple[Any, ...]:
         return self
 
-    def lines(self, config: PagedConfig) -> Iterator[tuple[bool, str]]:
-        """As :meth:`ShapeJob.lines`."""
+    def rows(self, config: PagedConfig) -> Iterator[Row]:
+        """As :meth:`ShapeJob.rows`."""
         result = narrow_matmul.self_check(self.body, self.dtype, self.tile)
-        name = str(self.dtype).removeprefix("mlx.core.")
-        label = f"{name:>8} products of up to {self.tile.rows} rows"
-        yield (
-            result.ok,
-            _check_line(
-                label,
-                self.body,
-                result,
-                "compiled decode steps",
-                partial(narrow_matmul.launch_seconds, *self),
-            ),
-        )
+        launch = partial(narrow_matmul.launch_seconds, *self)
+        yield _checked_row(True, str(self), self.body, result, "compiled decode steps", launch)
 
 
 def jobs(block_size: int, *, everything: bool) -> list[ShapeJob | ProductJob]:
@@ -180,14 +198,23 @@ def jobs(block_size: int, *, everything: bool) -> list[ShapeJob | ProductJob]:
 
 def run_job(block_size: int, everything: bool, index: int, config: PagedConfig) -> None:
     """Run one of the jobs, in a process that compiles kernels for another."""
-    for _ in jobs(block_size, everything=everything)[index].lines(config):
+    for _ in jobs(block_size, everything=everything)[index].rows(config):
         pass
 
 
-def run(block_size: int, config: PagedConfig, *, everything: bool) -> int:
-    """Print the facts and one line per variant; returns the number of lines that failed."""
+def run(block_size: int, config: PagedConfig, *, everything: bool, report_file: Path | None = None) -> int:
+    """Print the facts and one line per variant; returns the number of lines that failed.
+
+    Args:
+        report_file: where all of it is written, and what more is checked then.
+
+    Raises:
+        ConfigError: the report cannot be written.
+    """
     begin = time.perf_counter()
-    for name, value in facts().items():
+    told = facts()
+    report = Report(report_file, told)
+    for name, value in told.items():
         print(f"{name:<16}{value}")
     listed = jobs(block_size, everything=everything)
     processes = num_processes(len(listed)) if device_decline() is None and backend() == "cuda" else 1
@@ -195,18 +222,27 @@ def run(block_size: int, config: PagedConfig, *, everything: bool) -> int:
     with CompilePool(processes) if processes > 1 else nullcontext() as pool:
         if pool is not None:
             print(f"{'compiling':<16}in {processes} processes")
-        header = _line("shape", "body", "compiled", "RMS", "launch", "dispatch")
-        print("", header, "-" * len(header), sep="\n", flush=True)
+        print("", HEADER, "-" * len(HEADER), sep="\n", flush=True)
         for first in range(0, len(listed), AT_A_TIME):
             part = range(first, min(first + AT_A_TIME, len(listed)))
             if pool is not None:  # all of them, for what is timed should be alone
                 order = [part[i] for i in _spread([listed[index].family for index in part])]
                 wait_for([pool.submit(run_job, block_size, everything, index, config) for index in order], sys.stderr)
             for index in part:
-                for passed, line in listed[index].lines(config):
-                    failed += not passed
-                    print(line, flush=True)
+                report.begin(str(listed[index]))
+                for row in listed[index].rows(config):
+                    failed += not row.passed
+                    print(row, flush=True)
+                    report.add_row(row)
+    if report.wanted:
+        from .doctor_checks import run_checks  # which needs mlx-lm
+
+        print()
+        failed += run_checks(report, config)
+    report.finish(failed)
     print(f"\n{time.perf_counter() - begin:.1f} s in all")
+    if report.wanted:
+        print(f"the report is in {report_file}")
     print(f"{failed} failed" if failed else "all passed")
     return failed
 
@@ -221,17 +257,20 @@ def _spread(families: Sequence[Any]) -> list[int]:
     return sorted(range(len(families)), key=ranks.__getitem__)
 
 
-def _check_line(
-    shape: str, body: str, result: SelfCheck | narrow_matmul.TileCheck, use: str, launch: Callable[[], float]
-) -> str:
+def _checked_row(
+    passed: bool,
+    shape: str,
+    body: str,
+    result: SelfCheck | narrow_matmul.TileCheck,
+    use: str,
+    launch: Callable[[], float],
+    dense: Callable[[], float | None] = lambda: None,
+) -> Row:
+    """Of a kernel that was checked; one that failed is not timed."""
     compiled = "no" if math.isnan(result.rms) and not result.ok else "yes"
-    why = "" if result.ok else f" FAILED: {result.reason}"
-    seconds = f"{1e6 * launch():.0f} us" if result.ok else "-"
-    return _line(shape, body, compiled, f"{result.rms:.1e}", seconds, use + why)
-
-
-def _line(shape: str, body: str, compiled: str, rms: str, launch: str, dispatch: str) -> str:
-    return f"{shape:<46}{body:<22}{compiled:<10}{rms:<10}{launch:<9}{dispatch}"
+    if not result.ok:
+        return Row(False, shape, body, compiled, result.rms, None, None, f"{use} FAILED: {result.reason}")
+    return Row(passed, shape, body, compiled, result.rms, launch(), dense(), use)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -243,11 +282,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         action="store_true",
         help="Every dtype, head dimension, GQA ratio and block size, not only those of popular models (takes long)",
     )
+    parser.add_argument(
+        "--report",
+        metavar="FILE",
+        type=Path,
+        help="Also check the order of command buffers, registers (Metal) and tokens/s of a small model, and write all "
+        "of it as JSON that can be posted; it names no files of yours",
+    )
     args = parser.parse_args(argv)
     with orderly_end("mlx_paged doctor"):
         config = PagedConfig.from_env().with_arguments(args)
         config.check_kernel()
-        sys.exit(1 if run(config.block_size, config, everything=args.all) else 0)
+        sys.exit(1 if run(config.block_size, config, everything=args.all, report_file=args.report) else 0)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from mlx_paged.attention import narrow_matmul
 from mlx_paged.attention.kernel_check import SelfCheck
 from mlx_paged.attention.kernel_plan import DTYPES, HEAD_DIMS, Variant
 from mlx_paged.doctor import ProductJob, ShapeJob
+from mlx_paged.doctor_row import Row
 from mlx_paged.doctor_shapes import POPULAR, Shape
 
 CPU_ONLY = pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="there is a GPU")
@@ -73,6 +74,7 @@ def test_a_failing_variant_is_named_and_fails_the_run(
     monkeypatch.setattr(doctor, "variants_of", variants)
     monkeypatch.setattr(doctor, "self_check", check)
     monkeypatch.setattr(doctor, "launch_seconds", lambda variant: 12e-6)
+    monkeypatch.setattr(doctor, "dense_seconds", lambda variant: 15e-6)
     monkeypatch.setattr("mlx_paged.attention.select.device_decline", lambda: "MLX has no GPU here")
     with pytest.raises(SystemExit) as ended:
         doctor.main([])
@@ -83,7 +85,7 @@ def test_a_failing_variant_is_named_and_fails_the_run(
     by_dim = {"D80": next(x for x in failed if " D80 " in x), "D96": next(x for x in failed if " D96 " in x)}
     assert by_dim["D80"].split()[7:9] == ["no", "nan"] and "does not compile" in by_dim["D80"]
     assert by_dim["D96"].split()[7:9] == ["yes", "2.5e-01"] and "not below" in by_dim["D96"]
-    assert all("12 us" in line for line in lines if " gqa " in line and line not in failed)
+    assert all("12 us    15 us" in line for line in lines if " gqa " in line and line not in failed)
 
 
 def test_attention_through_the_pool_that_differs_fails_the_run(
@@ -134,6 +136,7 @@ def test_only_the_kernel_that_attention_takes_is_run_unless_it_fails_or_all_are_
     monkeypatch.setattr(doctor, "device_decline", lambda: None)
     monkeypatch.setattr(doctor, "variants_of", lambda *shape: both)
     monkeypatch.setattr(doctor, "launch_seconds", lambda variant: 1e-6)
+    monkeypatch.setattr(doctor, "dense_seconds", lambda variant: None)
     monkeypatch.setattr(doctor, "dispatch_of", lambda shape, config: (Dispatch("kernel", "here"), 0.0))
     monkeypatch.setattr(
         doctor, "self_check", lambda variant: SelfCheck(variant, working.get(variant, True), 0.0, 0.1, "")
@@ -141,7 +144,7 @@ def test_only_the_kernel_that_attention_takes_is_run_unless_it_fails_or_all_are_
 
     def bodies(*, every_body: bool = False) -> list[str]:
         job = ShapeJob(Shape(mx.bfloat16, 64, 4, 32), every_body)
-        return [line.split()[6] for _, line in job.lines(PagedConfig())]
+        return [row.body for row in job.rows(PagedConfig())]
 
     assert bodies() == ["paged_decode_tensor"]
     assert bodies(every_body=True) == ["paged_decode_tensor", "paged_decode"]
@@ -178,9 +181,9 @@ def test_on_cuda_everything_is_compiled_before_anything_is_timed(
         def family(self) -> int:
             return self.index % 3
 
-        def lines(self, config: PagedConfig) -> Iterator[tuple[bool, str]]:
+        def rows(self, config: PagedConfig) -> Iterator[Row]:
             events.append(f"run {self.index}")
-            yield True, f"job {self.index}"
+            yield Row(True, f"job {self.index}", "-", "-", 0.0, None, None, "")
 
     monkeypatch.setattr(doctor, "AT_A_TIME", 8)
     monkeypatch.setattr(doctor, "CompilePool", Pool)
@@ -194,7 +197,7 @@ def test_on_cuda_everything_is_compiled_before_anything_is_timed(
     assert first[8:] == [f"run {index}" for index in range(8)]
     assert rest == ["compile 8", "compile 9", "run 8", "run 9", "end"]
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line.startswith("job")] == [f"job {index}" for index in range(10)]
+    assert [line[:5] for line in lines if line.startswith("job")] == [f"job {index}" for index in range(10)]
     assert doctor._spread("aaabbc") == [0, 3, 5, 1, 4, 2]
 
 
@@ -209,8 +212,8 @@ def test_products_of_few_rows_are_checked_on_cuda(monkeypatch: pytest.MonkeyPatc
     usual = [job for job in doctor.jobs(32, everything=False) if isinstance(job, ProductJob)]
     assert len(usual) == 2 * len(narrow_matmul.BODIES) and {job.dtype for job in usual} == {mx.bfloat16}
     listed = [job for job in doctor.jobs(32, everything=True) if isinstance(job, ProductJob)]
-    lines = [line for job in listed for line in job.lines(PagedConfig())]
-    assert len(lines) == 2 * 2 * len(narrow_matmul.BODIES)
-    failed = [(passed, line) for passed, line in lines if "FAILED: RMS is 0.5" in line]
-    assert failed == [lines[16]] and [line for line in lines if not line[0]] == failed
-    assert "float16 products of up to 32 rows" in lines[16][1] and narrow_matmul.BIASED in lines[16][1]
+    rows = [row for job in listed for row in job.rows(PagedConfig())]
+    assert len(rows) == 2 * 2 * len(narrow_matmul.BODIES)
+    failed = [row for row in rows if "FAILED: RMS is 0.5" in row.use]
+    assert failed == [rows[16]] and [row for row in rows if not row.passed] == failed
+    assert "float16 products of up to 32 rows" in rows[16].shape and rows[16].body == narrow_matmul.BIASED

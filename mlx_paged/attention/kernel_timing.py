@@ -50,6 +50,26 @@ def launch_seconds(variant: Variant) -> float:
     return seconds_of(launches) / LAUNCHES
 
 
+def dense_seconds(variant: Variant) -> float | None:
+    """Seconds of MLX's own attention for the same shapes, over keys and values in one piece; None where it has none,
+    with a softcap."""
+    if variant.softcap:
+        return None
+    dtype = variant.dtype
+    q = mx.random.normal((ROWS, _KV_HEADS * variant.gqa, 1, variant.head_dim)).astype(dtype)
+    k = mx.random.normal((ROWS, _KV_HEADS, TOKENS, variant.head_dim)).astype(dtype)
+    v = mx.random.normal((ROWS, _KV_HEADS, TOKENS, variant.value_dim)).astype(dtype)
+    sinks = mx.zeros((q.shape[1],), dtype) if variant.sinks else None
+    mx.eval(q, k, v)
+
+    def launches() -> list[mx.array]:
+        # Another scale each time, or one would be computed for all.
+        scales = [variant.head_dim**-0.5 * (1 + i / 1024) for i in range(LAUNCHES)]
+        return [mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, sinks=sinks) for scale in scales]
+
+    return seconds_of(launches) / LAUNCHES
+
+
 def seconds_of(compute: Callable[[], list[mx.array]]) -> float:
     """The least time it takes to build and evaluate some arrays, of three, after a first time that is not counted."""
     mx.eval(compute())

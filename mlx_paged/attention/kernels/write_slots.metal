@@ -6,7 +6,7 @@ const int length = k_shape[2];
 const int head = static_cast<int>(thread_position_in_grid.x) / 32 % n_kv;
 const int row = static_cast<int>(thread_position_in_grid.x) / 32 / n_kv;
 const int lane = static_cast<int>(thread_position_in_grid.x) % 32;
-const int64_t slot = static_cast<int64_t>(slots[row]);
+const int64_t slot = static_cast<int64_t>(static_cast<S>(slots[row]));  // S, so that another type is another text
 
 if (head + row + lane == 0) {
   fence_out[0] = fence[0] + 1u;

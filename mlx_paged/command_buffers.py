@@ -1,0 +1,46 @@
+"""MLX's limit on what a Metal command buffer uses, raised where the process is this package's own command.
+
+Imported before MLX, which reads the variable when it first meets the GPU; so nothing here imports MLX.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+VARIABLE = "MLX_MAX_MB_PER_BUFFER"
+# In units of 2^20 elements of inputs. Larger than a layer's pool on any Mac, so that the number of operations (40 or
+# 50) is what ends a buffer.
+LIMIT = 16384
+COMMANDS = ("mlx_paged", "mlx_paged.generate", "mlx_paged.server")
+
+
+def is_own_command(arguments: Sequence[str], original: Sequence[str]) -> bool:
+    """Whether the process runs a command of this package.
+
+    Args:
+        arguments: ``sys.argv`` while packages are imported: with ``python -m`` its first is ``-m`` until the module is
+            found.
+        original: ``sys.orig_argv``.
+    """
+    program = arguments[0] if arguments else ""
+    if program != "-m":
+        return Path(program).name in COMMANDS
+    # Options of the interpreter come first, and the first that is or begins with -m names the module.
+    for index, argument in enumerate(original[1:], 1):
+        if argument.startswith("-m"):
+            module = argument[2:] or "".join(original[index + 1 : index + 2])
+            return module.partition(".")[0] == "mlx_paged"
+    return False
+
+
+def raise_limit() -> None:
+    """On macOS, in a command of this package, set ``MLX_MAX_MB_PER_BUFFER`` unless the user has set it.
+
+    MLX adds up the elements of all inputs of a command buffer and ends it past 40 Mi (50 Mi on Max and Ultra). A pool
+    counts whole, however little of it is read: past some 20,000 tokens with 8 heads of 128, every layer would end one.
+    """
+    if sys.platform == "darwin" and is_own_command(sys.argv, sys.orig_argv):
+        os.environ.setdefault(VARIABLE, str(LIMIT))

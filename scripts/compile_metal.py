@@ -1,0 +1,83 @@
+"""Compile the texts that scripts/dump_kernels.py wrote with Apple's compiler; needs macOS with Xcode, and no GPU.
+
+    python scripts/compile_metal.py FOLDER [--std metal3.1] [--std metal3.2]
+
+Exits with 1 if a text has an error, a warning, or an array in private memory: an ``alloca`` that is left in its
+AIR is memory that every thread reads and writes in place of registers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+STANDARDS = ("metal3.1", "metal3.2")
+# -fno-fast-math as MLX has it; -O2 is what MLX gets when it compiles.
+FLAGS = ("-Wall", "-Werror", "-O2", "-fno-fast-math", "-S", "-emit-llvm")
+INCLUDE = "mlx_include.txt"
+TIMEOUT = 300.0
+
+
+def allocas(air: str) -> list[str]:
+    """Lines of a text of AIR that reserve private memory."""
+    return [line.strip() for line in air.splitlines() if re.match(r"\s*%\S+ = alloca\b", line)]
+
+
+def compile_text(file: Path, standard: str, include: str) -> str | None:
+    """Compile one file. Returns what is wrong with it, or None.
+
+    Raises:
+        FileNotFoundError: there is no xcrun.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        air = Path(folder) / "text.ll"
+        command = ["xcrun", "-sdk", "macosx", "metal", *FLAGS, f"-std={standard}", "-isystem", include]
+        try:
+            run = subprocess.run(
+                [*command, "-o", str(air), str(file)], capture_output=True, text=True, timeout=TIMEOUT, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return f"not compiled after {TIMEOUT:.0f} s"
+        if run.returncode:
+            return (run.stdout + run.stderr).strip() or f"the compiler ended with {run.returncode}"
+        if "warning:" in run.stderr:
+            return run.stderr.strip()
+        left = allocas(air.read_text())
+    return "\n".join(["private memory:", *left]) if left else None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--std", action="append", help=f"of the language; default: {' and '.join(STANDARDS)}")
+    args = parser.parse_args(argv)
+    files = sorted(args.folder.glob("*.metal"))
+    if not files:
+        print(f"compile_metal: no .metal files in {args.folder}", file=sys.stderr)
+        return 2
+    include = (args.folder / INCLUDE).read_text().strip()
+    jobs = [(file, standard) for standard in args.std or STANDARDS for file in files]
+    failed = 0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        try:
+            outcomes = list(pool.map(lambda job: compile_text(*job, include), jobs))
+        except FileNotFoundError:
+            print("compile_metal: no xcrun; it comes with Xcode on macOS", file=sys.stderr)
+            return 2
+    for (file, standard), wrong in zip(jobs, outcomes, strict=True):
+        if wrong is not None:
+            failed += 1
+            print(f"FAILED {file.name} with {standard}\n{wrong}\n", flush=True)
+    print(f"{len(jobs) - failed} of {len(jobs)} compiled: {len(files)} texts, {', '.join(args.std or STANDARDS)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""scripts/dump_kernels.py and scripts/compile_metal.py: the texts are those that MLX would compile, and what Apple's
+compiler would say of them. libclang stands in for it, and a fake xcrun for the program."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import yaml
+
+from mlx_paged.attention import kernel_build, kernels
+from mlx_paged.attention.kernel_plan import DTYPES
+from mlx_paged.doctor_shapes import POPULAR, Shape, popular_shapes
+
+checker: Any = pytest.importorskip("tests.msl.checker")
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{name}_under_test", SCRIPTS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its types are looked up there
+    spec.loader.exec_module(module)
+    return module
+
+
+dump_kernels = _load("dump_kernels")
+compile_metal = _load("compile_metal")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the script writes for the shapes of popular models."""
+    folder = tmp_path_factory.mktemp("metal")
+    command = [sys.executable, str(SCRIPTS / "dump_kernels.py"), str(folder)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return folder
+
+
+def warnings_of(text: str) -> list[str]:
+    """What clang says of a text with -Wall, MLX's preamble being that of the checker."""
+    clang = checker.ci
+    text = text.replace(dump_kernels.PREAMBLE, '#include "msl_check.hpp"\n', 1)
+    unit = clang.Index.create().parse(
+        "/msl/unit.cpp",
+        args=[*checker.ARGS, "-Wall"],
+        unsaved_files=[("/msl/unit.cpp", checker.prepare(text))],
+    )
+    return [d.spelling for d in unit.diagnostics if d.severity >= clang.Diagnostic.Warning]
+
+
+def test_every_text_compiles_without_a_warning(folder: Path) -> None:
+    files = sorted(folder.glob("*.metal"))
+    assert len(files) > 100
+    for file in files:
+        text = file.read_text()
+        assert text.isascii() and text.startswith(dump_kernels.PREAMBLE)
+        assert warnings_of(text) == [], file.name
+    for body in ("paged_decode", "merge_partitions", "write_slots", "gather_blocks", "copy_blocks"):
+        file = next(file for file in files if file.name.startswith(body))
+        assert checker.check_text(checker.prepare(file.read_text().replace(dump_kernels.PREAMBLE, ""))) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "old", "new"),
+    [
+        ("write_slots", "fence_out[0] = fence[0] + 1u;", "int unused = 3; fence_out[0] = fence[0] + 1u;"),
+        ("gather_blocks", "fence_out[0] =", "fence_out_0 ="),
+    ],
+)
+def test_the_stand_in_sees_warnings_and_errors(folder: Path, body: str, old: str, new: str) -> None:
+    text = next(file for file in folder.glob(f"{body}*.metal")).read_text()
+    assert old in text
+    assert warnings_of(text.replace(old, new))
+
+
+def test_both_address_spaces_and_the_merge_of_every_popular_shape_are_there(folder: Path) -> None:
+    decodes: dict[tuple[str, ...], set[tuple[bool, bool]]] = {}
+    for file in folder.glob("paged_decode*.metal"):
+        text = file.read_text()
+        constants = dict(re.findall(r"constexpr \w+ (\w+) = (\w+);", text))
+        kind = re.search(r"typedef (\w+) T;", text)
+        assert kind is not None
+        key = kind[1], constants["D"], constants["G"], constants["SOFTCAP"], constants["SINKS"]
+        small = "const constant int32_t* ends " in text
+        assert small == ("const constant int32_t* starts " in text)
+        # One partition in a narrow table; real tables are wide, and have several.
+        decodes.setdefault(key, set()).add((small, constants["SINGLE"] == "true"))
+        assert ("const constant int32_t* tables " in text) == (small and constants["SINGLE"] == "true")
+    assert len(decodes) == len(POPULAR) + len(DTYPES) - 1
+    assert set(map(frozenset, decodes.values())) == {frozenset((s, o) for s in (True, False) for o in (True, False))}
+    merges = [file.read_text() for file in folder.glob("merge_partitions*.metal")]
+    assert {"const constant int32_t* ends " in text for text in merges} == {True, False}
+    assert all("mlx/backend/metal/kernels/utils.h" in text for text in merges)
+
+
+def test_the_folder_of_mlx_headers_is_named_and_has_them(folder: Path) -> None:
+    include = Path((folder / dump_kernels.INCLUDE).read_text().strip())
+    assert (include / "mlx/backend/metal/kernels/utils.h").is_file()
+
+
+def test_partitions_follow_the_cores_and_nothing_stays_patched() -> None:
+    real = mx.fast.metal_kernel, kernel_build.backend, kernels.backend
+    shape = next(popular_shapes(32))
+    few, many = (
+        {n for text in dump_kernels.texts_of([shape], cores) for n in re.findall(r"int PART = (\d+)", text.source)}
+        for cores in (None, 76)
+    )
+    assert (few, many) == ({"128"}, {"32"})
+    assert real == (mx.fast.metal_kernel, kernel_build.backend, kernels.backend)
+    assert kernels.variants_of(mx.float32, 64, 64, 4, 2, 32, False, False) == kernels.variants_of.__wrapped__(
+        mx.float32, 64, 64, 4, 2, 32, False, False
+    )
+
+
+def test_old_texts_go_when_new_ones_come(tmp_path: Path) -> None:
+    (tmp_path / "old.metal").write_text("")
+    dump_kernels.dump(tmp_path, dump_kernels.texts_of([Shape(mx.float32, 64, 1, 8)]))
+    assert not (tmp_path / "old.metal").exists() and len(list(tmp_path.glob("*.metal"))) > 5
+
+
+def test_ci_compiles_the_texts_and_keeps_the_doctors_report() -> None:
+    workflow = yaml.safe_load((SCRIPTS.parent / ".github" / "workflows" / "ci.yml").read_text())
+    jobs = workflow["jobs"]
+    (compiling,) = (step for step in jobs["macos-compile"]["steps"] if "run" in step)
+    planned = subprocess.run(
+        ["make", "-n", *compiling["run"].split()[1:]],
+        cwd=SCRIPTS.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "scripts/dump_kernels.py metal\n" in planned and "scripts/compile_metal.py metal\n" in planned
+    assert not compiling.get("continue-on-error")
+    (checking,) = (step for step in jobs["macos-metal"]["steps"] if "check-gpu" in step.get("run", ""))
+    assert checking["continue-on-error"] and checking["env"] == {"MTL_SHADER_VALIDATION": "1"}
+    (kept,) = (step["with"] for step in jobs["macos-metal"]["steps"] if "upload-artifact" in step.get("uses", ""))
+    assert checking["run"].endswith(f"REPORT={kept['path']}")
+
+
+# Plays Apple's compiler: notes its arguments, and says what the text asks it to.
+XCRUN = f"""#!{sys.executable}
+import sys
+from pathlib import Path
+arguments = sys.argv[1:]
+with open(Path(__file__).parent / "calls.txt", "a") as calls:
+    print(*arguments, file=calls)
+text = Path(arguments[-1]).read_text()
+if "WARN" in text and "-Wall" in arguments:
+    print("text.metal:1:1: warning: unused variable", file=sys.stderr)
+    if "-Werror" in arguments:
+        sys.exit(1)
+if "BROKEN" in text:
+    print("text.metal:1:1: error: no such name", file=sys.stderr)
+    sys.exit(1)
+if "QUIET" in text:
+    print("text.metal:1:1: warning: only said", file=sys.stderr)
+air = "define void @kernel() {{\\n  %1 = add i32 1, 2\\n"
+if "ARRAY" in text:
+    air += "  %acc = alloca [8 x float], align 4\\n"
+Path(arguments[arguments.index("-o") + 1]).write_text(air + "}}\\n")
+"""
+
+
+@pytest.fixture
+def xcrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of texts; the fake is on PATH."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "xcrun").write_text(XCRUN)
+    (programs / "xcrun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs))
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / compile_metal.INCLUDE).write_text("/headers\n")
+    (texts / "good.metal").write_text("fine")
+    return texts
+
+
+def test_good_texts_pass_with_both_standards(xcrun: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compile_metal.main([str(xcrun)]) == 0
+    calls = (xcrun.parent / "programs" / "calls.txt").read_text().splitlines()
+    assert [re.findall(r"-std=(\S+)", call)[0] for call in sorted(calls)] == ["metal3.1", "metal3.2"]
+    for call in calls:
+        assert call.startswith("-sdk macosx metal ") and " -Wall -Werror " in call
+        assert " -S -emit-llvm " in call and " -isystem /headers " in call
+    assert "2 of 2 compiled" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("WARN", "warning: unused variable"),
+        ("BROKEN", "error: no such name"),
+        ("QUIET", "warning: only said"),
+        ("ARRAY", "%acc = alloca [8 x float]"),
+    ],
+)
+def test_warnings_errors_and_private_arrays_fail(
+    xcrun: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    (xcrun / "bad.metal").write_text(text)
+    assert compile_metal.main([str(xcrun), "--std", "metal3.2"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED bad.metal with metal3.2" in out and said in out and "good.metal" not in out
+    assert "1 of 2 compiled" in out
+
+
+def test_nothing_to_compile_or_nothing_to_compile_with_is_no_success(
+    xcrun: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(xcrun))
+    assert compile_metal.main([str(xcrun)]) == 2
+    (xcrun / "good.metal").unlink()
+    assert compile_metal.main([str(xcrun)]) == 2
+    errors = capsys.readouterr().err
+    assert "no xcrun" in errors and "no .metal files" in errors
