@@ -218,7 +218,7 @@ def run(block_size: int, config: PagedConfig, *, everything: bool, report_file: 
         print(f"{name:<16}{value}")
     listed = jobs(block_size, everything=everything)
     processes = num_processes(len(listed)) if device_decline() is None and backend() == "cuda" else 1
-    failed = 0
+    failed, compiled = 0, 0.0
     with CompilePool(processes) if processes > 1 else nullcontext() as pool:
         if pool is not None:
             print(f"{'compiling':<16}in {processes} processes")
@@ -227,7 +227,9 @@ def run(block_size: int, config: PagedConfig, *, everything: bool, report_file: 
             part = range(first, min(first + AT_A_TIME, len(listed)))
             if pool is not None:  # all of them, for what is timed should be alone
                 order = [part[i] for i in _spread([listed[index].family for index in part])]
+                since = time.perf_counter()
                 wait_for([pool.submit(run_job, block_size, everything, index, config) for index in order], sys.stderr)
+                compiled += time.perf_counter() - since
             for index in part:
                 report.begin(str(listed[index]))
                 for row in listed[index].rows(config):
@@ -240,7 +242,8 @@ def run(block_size: int, config: PagedConfig, *, everything: bool, report_file: 
         print()
         failed += run_checks(report, config)
     report.finish(failed)
-    print(f"\n{time.perf_counter() - begin:.1f} s in all")
+    compiling = f", {compiled:.1f} of them compiling" if compiled else ""
+    print(f"\n{time.perf_counter() - begin:.1f} s in all{compiling}")
     if report.wanted:
         print(f"the report is in {report_file}")
     print(f"{failed} failed" if failed else "all passed")
