@@ -80,7 +80,6 @@ class Server:
         elif side == "shared":
             from mlx_paged.patches.prefix_cache import PagedPromptCache
 
-            mlx_paged.patches.cache.stock_cache.make_prompt_cache(model)
             self.cache = PagedPromptCache(None)
             options["prefixes"] = self.cache.shared_prefixes(KEY, mlx_paged.pool_of(model))
         self.generator = importlib.import_module("mlx_lm.generate").BatchGenerator(model, **options)

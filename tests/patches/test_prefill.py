@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models import cache as stock_cache
 from mlx_lm.models import llama
 
 import mlx_paged
@@ -101,7 +102,7 @@ def test_second_turns_share_calls_too() -> None:
     seconds = [prompt_of(n, seed=100 + n).tolist() for n in turns]
     expected = []
     for first, second in zip(firsts, seconds, strict=True):
-        cache = mlx_paged.patches.cache.stock_cache.make_prompt_cache(model)
+        cache = stock_cache.make_prompt_cache(model)
         tokens, _ = greedy(model, mx.array(first), 6, prompt_cache=cache)
         expected.append((tokens, greedy(model, mx.array(second), 8, prompt_cache=cache)[0]))
     mlx_paged.apply_patches(PagedConfig(block_size=16, use_native_paged_kernel=True))
