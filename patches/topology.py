@@ -12,7 +12,7 @@ from mlx_lm.models.cache import CacheList, KVCache
 from ..cache import PagedKVCache
 from ..errors import GeometryError, PromptCacheError
 from ..kv.storage import QueryHeads
-from .cache import CacheFactory, PagedLayerCache, adopt_prompt_cache
+from .cache import CacheFactory, PagedLayerCache, adopt_prompt_cache, factory_of
 from .composites import leaves, with_leaves
 from .decode_batch import DecodeBatch
 from .plan import name_of, pinned_in, why_one_by_one
@@ -116,3 +116,8 @@ def layer_path(model: Any, layer: int) -> str:
             if module is layers[layer]:
                 return str(name)
     return f"layers.{layer}"
+
+
+def fresh_caches(model: Any, max_kv_size: int | None) -> list[Any]:
+    """An empty prompt cache of the model, as it is configured now."""
+    return factory_of(model, max_kv_size)()

@@ -20,9 +20,9 @@ from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.spill import SpillStore
 from mlx_paged.patches import engine, registry, response_generator
-from mlx_paged.patches.cache import factory_of
 from mlx_paged.patches.generate import PagedBatchGenerator
 from mlx_paged.patches.prefix_cache import PagedPromptCache
+from mlx_paged.patches.topology import fresh_caches
 from tests.builders import build, greedy, prompt_of
 from tests.fake_kernels import fake_kernels
 
@@ -52,7 +52,7 @@ class Run:
         layer_block = SIZE * 2 * 2 * 32 * 4
         mlx_paged.apply_patches(PagedConfig(block_size=SIZE, kv_cache_memory=layer_blocks * layer_block))
         self.cached, self.model = cached, model_of(kind)
-        caches = factory_of(self.model, None)()
+        caches = fresh_caches(self.model, None)
         pool = mlx_paged.pool_of(self.model)
         assert pool is not None
         self.pool: BlockPool = pool
