@@ -39,7 +39,18 @@ class StoppedTokens:
         if self._detokenizer is not None:
             self._detokenizer.add_token(token)
             self._streamed += self._found.feed(self._detokenizer.last_segment)
-        return self._found.is_found
+        return self._found.is_found and self._is_decided()
+
+    def _is_decided(self) -> bool:
+        """Whether the whole text is cut where it is by what comes next, too: a stop string that begins before the first
+        one may still become whole, if the streamed text lacks what it begins with."""
+        text: str = self._tokenizer.decode(self.tokens).rstrip("\ufffd")  # without a character that is not complete
+        first = min((place for stop in self._stops if (place := text.find(stop)) >= 0), default=0)
+        return not any(
+            stop.startswith(text[begin:])
+            for stop in self._stops
+            for begin in range(max(0, len(text) - len(stop) + 1), first)
+        )
 
     def text(self) -> tuple[str, bool]:
         """The answer's text before the first stop string, and whether there was one."""
