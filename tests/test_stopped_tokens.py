@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load
 
@@ -30,6 +30,7 @@ texts = st.text(alphabet="abc é🙂\n.", min_size=1, max_size=30) | st.text(min
 def test_the_text_is_that_of_all_tokens_cut(tokenizer: Any, text: str, spans: list[tuple[int, int]]) -> None:
     tokens = tokenizer.encode(text, add_special_tokens=False)
     whole = tokenizer.decode(tokens)
+    assume(whole)  # the tokenizer knows no token for some control characters
     stops = [stop for begin, length in spans if (stop := whole[begin % len(whole) :][:length])]
     answer = StoppedTokens(tokenizer, stops)
     for token in tokens:
