@@ -16,6 +16,15 @@ from .request_body import RequestRefused, check_parameters, invalid, load_object
 
 JOURNAL_SUFFIX = ".partial"
 KEYS = frozenset({"prompt", "messages", "id", "max_tokens", "max_completion_tokens", "n"})
+# Options of the API that a processor of logits needs, all of them named as in mlx_lm.sample_utils.
+PROCESSING = (
+    "repetition_penalty",
+    "repetition_context_size",
+    "presence_penalty",
+    "presence_context_size",
+    "frequency_penalty",
+    "frequency_context_size",
+)
 # What a line may say about how its tokens are chosen and where they end, named as in the server's API.
 SAMPLING = frozenset(
     {
@@ -25,12 +34,7 @@ SAMPLING = frozenset(
         "min_p",
         "xtc_probability",
         "xtc_threshold",
-        "repetition_penalty",
-        "repetition_context_size",
-        "presence_penalty",
-        "presence_context_size",
-        "frequency_penalty",
-        "frequency_context_size",
+        *PROCESSING,
         "logit_bias",
         "seed",
         "stop",

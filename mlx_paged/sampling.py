@@ -9,19 +9,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from .prompts_file import PROCESSING
 from .request_body import invalid
 
 Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
-# Options of the API that a processor of logits needs, all of them named as in mlx_lm.sample_utils.
-_PROCESSING = (
-    "repetition_penalty",
-    "repetition_context_size",
-    "presence_penalty",
-    "presence_context_size",
-    "frequency_penalty",
-    "frequency_context_size",
-)
 
 
 class Sampling:
@@ -79,7 +71,7 @@ class Sampling:
         bias = {int(token): float(value) for token, value in options.get("logit_bias", {}).items()}
         if any(not 0 <= token < self._vocab_size for token in bias):
             raise invalid(f"logit_bias: token ids go from 0 to {self._vocab_size - 1}", "logit_bias")
-        chosen = {name: options[name] for name in _PROCESSING if name in options}
+        chosen = {name: options[name] for name in PROCESSING if name in options}
         processors: list[Processor] = make_logits_processors(bias or None, **chosen)
         return processors
 
