@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from mlx_lm.generate import setup_arg_parser
 from mlx_paged.generate import extend_parser
 from tests.builders import COMMON, HEADS, build
 from tests.patches.test_parity import _backing_tokenizer
+from tests.terminal import on_a_terminal
 
 PROMPT = " ".join(f"w{(7 * i) % 300}" for i in range(60))
 
@@ -324,23 +324,7 @@ def test_long_prefill_shows_a_bar_on_a_terminal(folder: Path) -> None:
         "--prefill-step-size",
         "64",
     ]
-    primary, secondary = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mlx_paged", *args, "--ignore-chat-template"],
-        stdout=subprocess.DEVNULL,
-        stderr=secondary,
-    )
-    os.close(secondary)
-    shown = b""
-    while True:
-        try:
-            chunk = os.read(primary, 65536)
-        except OSError:
-            break
-        if not chunk:
-            break
-        shown += chunk
-    assert process.wait() == 0
+    shown = on_a_terminal([sys.executable, "-m", "mlx_paged", *args, "--ignore-chat-template"])
     assert b"prefill [#" in shown and b"/3000 tokens" in shown
     assert shown.rstrip().endswith(b"\x1b[K"), "the bar is cleared at the end"
     quiet = generate(folder, "--prompt", long_prompt, "--prefill-step-size", 64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import pty
 import re
 import shutil
 import signal
@@ -28,6 +27,7 @@ from mlx_paged.generate import extend_parser
 from mlx_paged.progress import BatchProgress
 from mlx_paged.prompts_file import Counts, Prompt, Results, read_prompts
 from mlx_paged.sampling import Sampling
+from tests.terminal import on_a_terminal
 from tests.test_command_line import save_model
 
 # Reading -----------------------------------------------------------------------------------------------------------
@@ -421,27 +421,6 @@ def test_the_bar_moves_during_the_first_prefill(folder: Path, tmp_path: Path) ->
     shown = on_a_terminal(arguments(folder, "--prompts-file", source, "--prefill-step-size", 64, "--max-tokens", 1))
     counted = [int(each.replace(b",", b"")) for each in re.findall(rb"0/1 prompts, ([\d,]+) prompt tokens", shown)]
     assert len(set(counted)) > 1 and counted == sorted(counted) and 0 < counted[0] < 6000
-
-
-def on_a_terminal(command: list[str]) -> bytes:
-    """What a command writes to stderr, which is a terminal."""
-    primary, secondary = pty.openpty()
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=secondary, env={**os.environ, "HF_HUB_OFFLINE": "1"}
-    )
-    os.close(secondary)
-    shown = b""
-    while True:
-        try:
-            chunk = os.read(primary, 65536)
-        except OSError:
-            break
-        if not chunk:
-            break
-        shown += chunk
-    os.close(primary)
-    assert process.wait(timeout=300) == 0, shown
-    return shown
 
 
 def test_json_lines_with_chats_ids_and_a_prompt_too_large(folder: Path, expected: list[str], tmp_path: Path) -> None:
