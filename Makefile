@@ -100,7 +100,7 @@ test: $(DEV_STAMP)
 
 test-slow: $(DEV_STAMP)
 	@$(PY) scripts/demo_model.py >/dev/null
-	$(PY) -m pytest -n $(PYTEST_JOBS) -m slow $(PYTEST_ARGS)
+	HYPOTHESIS_PROFILE=default $(PY) -m pytest -n $(PYTEST_JOBS) -m slow $(PYTEST_ARGS)
 
 # Not "pytest -n": one process at a time has the GPU.
 check-gpu: $(DEV_STAMP)

@@ -11,6 +11,7 @@ os.environ.setdefault("MLX_ENABLE_TF32", "0")  # on CUDA, f32 is compared with f
 
 import mlx.core as mx
 import pytest
+from hypothesis import settings
 
 import mlx_paged
 from mlx_paged import compiled_step
@@ -18,6 +19,10 @@ from mlx_paged.attention import kernels as gpu_kernels
 from mlx_paged.patches import registry
 from mlx_paged.patches.warn import forget_warnings
 from tests.fake_kernels import FakeKernels, fake_kernels
+
+# The same examples in every run; HYPOTHESIS_PROFILE=default draws new ones, as "make test-slow" does.
+settings.register_profile("fixed", derandomize=True, database=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 REAL = gpu_kernels.prepare_decode, compiled_step.compile_function
 

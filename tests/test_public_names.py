@@ -16,6 +16,7 @@ from mlx_paged import PagedConfig
 from tests.builders import build
 from tests.test_command_line import save_model
 
+PACKAGE = Path(mlx_paged.__file__).parent
 PATCHES = ("adopt_prompt_cache", "apply_patches", "is_applied", "pool_of", "remove_patches")
 
 USER = """
@@ -46,6 +47,7 @@ def check_types(tmp_path: Path, text: str) -> str:
         capture_output=True,
         text=True,
         cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": str(PACKAGE.parent)},  # mypy does not follow the hooks of editable installs
         timeout=300,
     )
     return checked.stdout
@@ -53,6 +55,7 @@ def check_types(tmp_path: Path, text: str) -> str:
 
 def test_a_users_file_is_checked_against_real_types(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
+    assert (PACKAGE / "py.typed").is_file()
     assert "Success" in check_types(tmp_path, USER)
     mistakes = check_types(tmp_path, WRONG)
     assert [int(line.split(":")[1]) for line in mistakes.splitlines() if ": error:" in line][:2] == [4, 5]
