@@ -40,9 +40,9 @@ def build(kind: str, seed: int = 0, **changes: Any) -> Any:
     return model
 
 
-def perturbed(kind: str, scale: float) -> Any:
+def perturbed(kind: str, scale: float, **changes: Any) -> Any:
     """The model of a kind with noise of ``scale`` times their size on its weights: a draft that often agrees."""
-    model = build(kind)
+    model = build(kind, **changes)
     mx.random.seed(1)
     noisy = tree_map(lambda w: w + scale * mx.std(w) * mx.random.normal(w.shape), model.parameters())
     model.update(noisy)

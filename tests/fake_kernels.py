@@ -186,7 +186,7 @@ def fake_kernels() -> Iterator[FakeKernels]:
         mock.patch.object(config, "device_decline", lambda: None),
         mock.patch.object(select, "kernel_decline", decline),
         mock.patch.object(dispatch, "kernel_decline", decline),
-        mock.patch.object(narrow_matmul, "works", lambda body, dtype, tile: dtype in narrow_matmul.DTYPES),
+        mock.patch.object(narrow_matmul, "works", lambda body, dtype, tile, dims: dtype in narrow_matmul.DTYPES),
         mock.patch.object(narrow_matmul, "_launch", fake.multiply),
     ):
         yield fake

@@ -15,7 +15,9 @@ from ..kv.in_place import InPlaceStorage
 from ..kv.pool import BlockPool
 from ..kv.step import Step
 from ..kv.storage import QueryHeads
+from ..masks import causal_mask
 from . import gather
+from .kernel_build import KernelUnavailable
 from .kernel_plan import MAX_QUERY_LENGTH
 from .select import kernel_decline, prepares_plans
 
@@ -193,10 +195,24 @@ def ragged_attention(
     """
     step = pool.step(layer, tables, q.shape[2], counts)
     pool.write_step(tables, layer, step, k, v)
-    _record(_KERNEL_FEW)
-    window = pool.groups[pool.group_of(layer)].spec.window
+    group = pool.groups[pool.group_of(layer)]
+    window = group.spec.window
     storage = cast(InPlaceStorage, pool.storage(layer))
-    return storage.decode(q, tables, step, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    try:
+        out = storage.decode(q, tables, step, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    except KernelUnavailable as error:
+        _record(Dispatch("gather", _note_decline(group, q, softcap, sinks, error)))
+        outputs = []
+        for row, (table, count) in enumerate(zip(tables, counts, strict=True)):
+            mask = causal_mask(count, table.num_visible - count, window)
+            one = q[row : row + 1, :, :count]
+            out = gather.gather_attention(
+                one, pool, layer, [table], scale=scale, mask=mask, softcap=softcap, sinks=sinks
+            )
+            outputs.append(mx.pad(out, [(0, 0), (0, 0), (0, q.shape[2] - count), (0, 0)]))
+        return mx.concatenate(outputs)
+    _record(_KERNEL_FEW)
+    return out
 
 
 def append_attention(
@@ -248,21 +264,26 @@ def _attend(
     group = pool.groups[pool.group_of(layer)]
     longest = max(table.length for table in tables) if q.shape[2] > MAX_QUERY_LENGTH else 0
     declined = _decline(q, group, longest, mask, window, softcap is not None, sinks is not None)
-    if declined is not None:
-        if append is not None:
-            assert step is not None
-            pool.write_step(tables, layer, step, *append)
-        _record(Dispatch("gather", declined))
-        return gather.gather_attention(q, pool, layer, tables, scale=scale, mask=mask, softcap=softcap, sinks=sinks)
-    q_len = q.shape[2]
-    _record(_KERNEL_ONE if q_len == 1 else _KERNEL_FEW)
-    group_window = group.spec.window
-    if window is None or (group_window is not None and group_window < window):
-        window = group_window
-    if step is None:
-        step = pool.step(layer, tables, q_len)
-    storage = cast(InPlaceStorage, pool.storage(layer))
-    return storage.decode(q, tables, step, scale=scale, window=window, softcap=softcap, sinks=sinks, append=append)
+    if declined is None:
+        q_len = q.shape[2]
+        seen = group.spec.window
+        if seen is None or (window is not None and window < seen):
+            seen = window
+        storage = cast(InPlaceStorage, pool.storage(layer))
+        try:
+            out = storage.decode(
+                q, tables, step or pool.step(layer, tables, q_len),
+                scale=scale, window=seen, softcap=softcap, sinks=sinks, append=append,
+            )  # fmt: skip
+            _record(_KERNEL_ONE if q_len == 1 else _KERNEL_FEW)
+            return out
+        except KernelUnavailable as error:  # raised before anything of the layer was launched
+            declined = _note_decline(group, q, softcap, sinks, error)
+    if append is not None:
+        assert step is not None
+        pool.write_step(tables, layer, step, *append)
+    _record(Dispatch("gather", declined))
+    return gather.gather_attention(q, pool, layer, tables, scale=scale, mask=mask, softcap=softcap, sinks=sinks)
 
 
 def _decline(
@@ -292,3 +313,12 @@ def _decline(
     if key not in group.declined:
         group.declined[key] = kernel_decline(geometry, group.block_size, QueryHeads(*key))
     return group.declined[key]
+
+
+def _note_decline(
+    group: BlockGroup, q: mx.array, softcap: float | None, sinks: mx.array | None, error: KernelUnavailable
+) -> str:
+    """Why the kernel serves these queries no more: a text that this call needed first does not work."""
+    reason = f"the kernel is off: {error}"
+    group.declined[q.shape[1], softcap is not None, sinks is not None] = reason
+    return reason

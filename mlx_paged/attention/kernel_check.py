@@ -16,6 +16,7 @@ MAX_RMS = 5e-3
 _QUERY_HEADS = 8  # at least, as models have
 # Block tables are as wide as those of real steps (kv/step.py): the launch then has several partitions, and a merge.
 _TABLE_WIDTH = 16
+_FREE_BLOCKS = 5  # to copy blocks to
 
 
 class SelfCheck(NamedTuple):
@@ -32,7 +33,8 @@ _results: dict[Variant, SelfCheck] = {}
 
 
 def self_check(variant: Variant) -> SelfCheck:
-    """Run one variant on two seeded cases (batch 2 and batch 9), and the slot writes and gathers it depends on.
+    """Run one variant on two seeded cases (batch 2 and batch 9), and the slot writes, gathers and copies of blocks it
+    depends on: a pool cannot do without these, so all their texts run here.
 
     Each with the newest tokens in the pool, then with them given to the call, and then with rows of padding. Two cases,
     because MLX gives Metal kernels inputs of less than 8 elements in another address space: that is another text, built
@@ -68,13 +70,17 @@ def outcome_of(difference: Callable[[], float]) -> tuple[bool, float, float, str
 
 
 def checked(variant: Variant) -> SelfCheck:
-    """The remembered result of self_check. The first failure warns and switches the variant off for this process."""
+    """The remembered result of self_check. The first failure warns and switches the variant off for this process.
+
+    A variant that has passed fails from then on once it is off: a text that only a later step needed does not compile.
+    """
     if variant not in _results:
         result = _results[variant] = self_check(variant)
         if not result.ok:
             kernels.switch_off(variant, result.reason)
             warnings.warn(f"mlx_paged: {variant} failed its self-check and is off: {result.reason}", stacklevel=2)
-    return _results[variant]
+    result, off = _results[variant], kernels.why_off(variant)
+    return result if off is None or not result.ok else result._replace(ok=False, reason=off)
 
 
 def first_working(variants: tuple[Variant, ...]) -> Variant | None:
@@ -107,7 +113,7 @@ def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
     softcap = 10.0 if variant.softcap else None
     scale = variant.head_dim**-0.5
     k_pool, v_pool = (
-        mx.full((sum(used) + 1, n_kv_heads, block, dim), float("nan"), dtype)
+        mx.full((sum(used) + 1 + _FREE_BLOCKS, n_kv_heads, block, dim), float("nan"), dtype)
         for dim in (variant.head_dim, variant.value_dim)
     )
     fence = kernels.new_fence()
@@ -151,6 +157,15 @@ def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
             raise RuntimeError("slots read back differ from what was written")
         expected = _attend(q[b], kb, vb, scale, softcap, sinks)
         errors.append(mx.square(out[b].astype(mx.float32) - expected).mean())
+    # One block and then four onto free ones: that is two texts, too.
+    free = sum(used) + 1
+    for sources, targets in (([1], [free]), ([1, 2, 3, 4], [free + i for i in range(1, 5)])):
+        length = len(sources) * block
+        *before, fence = kernels.gather_blocks(k_pool, v_pool, fence, sources, 0, length)
+        fence = kernels.copy_blocks(k_pool, v_pool, fence, sources, targets)
+        *after, fence = kernels.gather_blocks(k_pool, v_pool, fence, targets, 0, length)
+        if not all(mx.array_equal(a, b, equal_nan=True).item() for a, b in zip(before, after, strict=True)):
+            raise RuntimeError("copies of blocks differ")
     rms: Any = mx.sqrt(mx.stack(errors).max()).item()
     if not rms < float("inf"):
         raise RuntimeError("the result is not finite")

@@ -8,6 +8,7 @@ No stock MLX op may read or write such a pool.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from .decode_spec import pool_constants_of, spec_of
 from .kernel_build import Constants, KernelUnavailable, backend, build_kernel, gpu_cores
 from .kernel_plan import (
     ALIGNMENT,
@@ -24,9 +26,9 @@ from .kernel_plan import (
     Variant,
     count_partitions,
     plan_decode,
-    run_length,
     unsupported,
 )
+from .kernel_trial import MANY, failure_of
 
 
 @lru_cache(maxsize=64)
@@ -93,6 +95,11 @@ def switch_off(variant: Variant, reason: str) -> None:
 def switched_off() -> dict[Variant, str]:
     """Variants that are off, with the reason of each."""
     return dict(_switched_off)
+
+
+def why_off(variant: Variant) -> str | None:
+    """Why a variant is off, or None."""
+    return _switched_off.get(variant)
 
 
 def paged_decode(
@@ -206,36 +213,47 @@ def prepare_decode(
     plan: Plan | None = None,
 ) -> DecodeLaunch:
     """What :func:`paged_decode` launches over pools of this geometry; visible is (block_tables, context_lens,
-    start_positions). Raises KernelUnavailable without a GPU or with every variant switched off."""
+    start_positions).
+
+    A text that is needed for the first time in this process is tried first, alone. If that fails, its variant is off,
+    with a warning, and the next one is taken; nothing has been launched that writes.
+
+    Raises:
+        KernelUnavailable: no GPU, or every variant is off. A given variant's text fails.
+    """
     n_kv_heads, block_size, head_dim, value_dim = _geometry(k_pool, v_pool)
+    choices: tuple[Variant, ...] = (variant,) if variant is not None else ()
     if variant is None:
         choices = variants_of(
             k_pool.dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap is not None, sinks
         )
-        variant = next((v for v in choices if v not in _switched_off), None)
-        if variant is None:
-            raise KernelUnavailable("no decode kernel is available for this geometry")
-    plan = plan or plan_decode(variant, gpu_cores())
     reach = visible[0].shape[1] * block_size
     if max_visible is not None:
         reach = min(reach, max_visible + ALIGNMENT - 1)
     batch, q_len = visible[1].shape
-    n_partitions, counters, run = count_partitions(reach, plan), 0, 1
-    if variant.body == "paged_decode_tensor":
-        counters = batch * q_len * n_kv_heads
-        run = plan.run or run_length(counters * n_partitions)
-        spec = _fused_spec(variant, plan, batch, n_q_heads, q_len, -(-n_partitions // run))
-    else:
-        spec = _decode_spec(variant, plan, batch, n_q_heads, q_len, n_partitions)
-    return DecodeLaunch(
-        build_kernel(variant.body, spec.decode_constants),
-        spec.decode,
-        build_kernel("merge_partitions", spec.merge_constants) if spec.merge else None,
-        spec.merge,
-        visible,
-        _constants(scale, softcap or 1.0, float(append), float(run.bit_length() - 1)),
-        counters,
-    )
+    reasons = []
+    for choice in choices:
+        if choice in _switched_off and variant is None:
+            reasons.append(_switched_off[choice])
+            continue
+        own = plan or plan_decode(choice, gpu_cores())
+        spec = spec_of(choice, own, batch, n_q_heads, q_len, count_partitions(reach, own), visible[0].size < MANY)
+        failure = next((why for why in (failure_of(text, build_kernel) for text in spec.texts) if why), None)
+        if failure is None:
+            return DecodeLaunch(
+                build_kernel(choice.body, spec.decode_constants),
+                spec.decode,
+                build_kernel("merge_partitions", spec.merge_constants) if spec.merge else None,
+                spec.merge,
+                visible,
+                _constants(scale, softcap or 1.0, float(append), float(spec.run.bit_length() - 1)),
+                spec.counters,
+            )
+        reasons.append(failure)
+        if variant is None:
+            switch_off(choice, failure)
+            warnings.warn(f"mlx_paged: {choice} is off: {failure}", stacklevel=2)
+    raise KernelUnavailable("; ".join(reasons) or "no decode kernel is available for this geometry")
 
 
 _counters: dict[int, mx.array] = {}
@@ -253,94 +271,9 @@ def _counters_of(k_pool: mx.array, least: int) -> mx.array:
     return known
 
 
-class _DecodeSpec(NamedTuple):
-    """Constants and keyword arguments of the launches of one call shape, computed once."""
-
-    decode_constants: Constants
-    decode: dict[str, Any]
-    merge_constants: Constants = ()
-    merge: dict[str, Any] = {}  # noqa: RUF012 (never changed)
-
-
-@lru_cache(maxsize=1024)
-def _decode_spec(
-    variant: Variant, plan: Plan, batch: int, n_q_heads: int, q_len: int, n_partitions: int
-) -> _DecodeSpec:
-    single = n_partitions == 1
-    value_dim = variant.value_dim
-    lines = batch * n_q_heads * q_len
-    out_shape = (batch, n_q_heads, q_len, value_dim)
-    out_dtype = variant.dtype if single else mx.float32
-    decode_constants = (*decode_constants_of(variant, plan), ("SINGLE", single), ("O", out_dtype))
-    decode = {
-        "grid": (n_q_heads // variant.gqa * plan.simdgroups * 32, batch * q_len, n_partitions),
-        "threadgroup": (plan.simdgroups * 32, 1, 1),
-        "output_shapes": [out_shape if single else (lines, n_partitions, value_dim), (lines, n_partitions, 2), (1,)],
-        "output_dtypes": [out_dtype, mx.float32, mx.uint32],
-    }
-    if single:
-        return _DecodeSpec(decode_constants, decode)
-    simdgroups = 2 if value_dim <= 64 else 4
-    merge_constants = (
-        ("T", variant.dtype),
-        ("DV", value_dim),
-        ("SG", simdgroups),
-        ("SINKS", variant.sinks),
-        *_partition_constants(plan),
-    )
-    merge = {
-        "grid": (lines * simdgroups * 32, 1, 1),
-        "threadgroup": (simdgroups * 32, 1, 1),
-        "output_shapes": [out_shape],
-        "output_dtypes": [variant.dtype],
-    }
-    return _DecodeSpec(decode_constants, decode, merge_constants, merge)
-
-
-@lru_cache(maxsize=1024)
-def _fused_spec(variant: Variant, plan: Plan, batch: int, n_q_heads: int, q_len: int, n_runs: int) -> _DecodeSpec:
-    """Of a body that joins its partial results itself."""
-    lines = batch * n_q_heads * q_len
-    partial = lines * n_runs * (variant.value_dim + 2) if n_runs > 1 else 1
-    decode = {
-        "grid": (n_q_heads // variant.gqa * plan.simdgroups * 32, batch * q_len, n_runs),
-        "threadgroup": (plan.simdgroups * 32, 1, 1),
-        "output_shapes": [(batch, n_q_heads, q_len, variant.value_dim), (partial,), (1,)],
-        "output_dtypes": [variant.dtype, mx.float32, mx.uint32],
-    }
-    return _DecodeSpec((*decode_constants_of(variant, plan), ("GROUPS", plan.groups)), decode)
-
-
-def _partition_constants(plan: Plan) -> Constants:
-    return (("PART", plan.partition), ("SPAN", plan.span))
-
-
-def decode_constants_of(variant: Variant, plan: Plan) -> Constants:
-    """Constants of the decode body that depend on the variant and its plan."""
-    return (
-        ("T", variant.dtype),
-        ("D", variant.head_dim),
-        ("DV", variant.value_dim),
-        ("BS", variant.block_size),
-        ("G", variant.gqa),
-        ("HS", plan.head_split),
-        ("HR", plan.head_round),
-        ("SG", plan.simdgroups),
-        ("LPT", plan.lanes),
-        ("VEC", plan.vec),
-        ("U", plan.unroll),
-        ("SOFTCAP", variant.softcap),
-        ("SINKS", variant.sinks),
-        *_partition_constants(plan),
-    )
-
-
 def _pool_constants(k_pool: mx.array, v_pool: mx.array) -> Constants:
     _, block_size, head_dim, value_dim = _geometry(k_pool, v_pool)
-    why = unsupported(k_pool.dtype, head_dim, value_dim, 1, block_size)
-    if why:
-        raise ValueError(why)
-    return (("T", k_pool.dtype), ("D", head_dim), ("DV", value_dim), ("BS", block_size))
+    return pool_constants_of(k_pool.dtype, head_dim, value_dim, block_size)
 
 
 def write_slots(

@@ -17,6 +17,7 @@ import mlx.core as mx
 from .kernel_build import backend, build_kernel
 from .kernel_check import outcome_of
 from .kernel_timing import LAUNCHES, seconds_of
+from .kernel_trial import Text, failure_of
 
 MIN_ROWS, MAX_ROWS = 2, 32  # one row: MLX has a kernel of its own; for more, cuBLAS is worth its call
 # Values of a matrix: larger ones take the GPU longer than a call takes the host, and cuBLAS is better at them.
@@ -32,6 +33,7 @@ PLAIN, BIASED, ADDED, GATED, GROUPED = BODIES = (
 )
 _SIMDGROUPS = 8
 _VECTOR = 8  # values per load
+CHECKED_DIMS = 3  # of the self-check's x
 
 
 class Tile(NamedTuple):
@@ -131,7 +133,7 @@ def _covers(body: str, x: mx.array, num_rows: int, weights: Sequence[mx.array]) 
         and rest == 0
         and depth % _VECTOR == 0
         and all(w.ndim == 2 and w.shape[1] == depth and w.size <= MAX_SIZE and w.dtype == x.dtype for w in weights)
-        and works(body, x.dtype, _tile_of(num_rows))
+        and works(body, x.dtype, _tile_of(num_rows), x.ndim)
     )
 
 
@@ -147,18 +149,12 @@ def _body_of(weights: Sequence[mx.array], bias: mx.array | None) -> str:
     return GROUPED if len(weights) > 1 else PLAIN if bias is None else BIASED
 
 
-def _launch(
-    body: str,
-    x: mx.array,
-    weights: Sequence[mx.array],
-    addend: mx.array | None,
-    tile: Tile,
-    shapes: Sequence[tuple[int, ...]],
-) -> list[mx.array]:
+def text_of(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int) -> Text:
+    """The text for an x of so many dimensions."""
     matrices = 2 if body == GATED else 1  # that a column is made from
     constants = (
-        ("T", x.dtype),
-        ("XD", x.ndim),
+        ("T", dtype),
+        ("XD", num_dims),
         ("MT", tile.rows // 8),
         ("COLUMNS", tile.columns),
         ("MATRICES", matrices),
@@ -167,6 +163,18 @@ def _launch(
         ("SG", _SIMDGROUPS),
         ("GROUPS", 2),
     )
+    return Text(body, constants)
+
+
+def _launch(
+    body: str,
+    x: mx.array,
+    weights: Sequence[mx.array],
+    addend: mx.array | None,
+    tile: Tile,
+    shapes: Sequence[tuple[int, ...]],
+) -> list[mx.array]:
+    constants = text_of(body, x.dtype, tile, x.ndim).constants
     threads = 32 * _SIMDGROUPS
     tiles = sum(-(-w.shape[0] // tile.columns) for w in weights[: len(shapes)])
     inputs = [x, *weights] if addend is None else [x, *weights, addend]
@@ -184,14 +192,20 @@ def _launch(
 
 
 @lru_cache(maxsize=64)
-def works(body: str, dtype: mx.Dtype, tile: Tile) -> bool:
-    """Whether the kernel can be used on this machine. A kernel that fails its self-check warns once, and is not."""
+def works(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int = CHECKED_DIMS) -> bool:
+    """Whether the kernel can be used on this machine for an x of so many dimensions, which are another text each. A
+    kernel that fails its self-check or does not compile warns once, and is not."""
     if dtype not in DTYPES or backend() != "cuda" or mx.default_device() != mx.Device(mx.gpu):
         return False
-    result = self_check(body, dtype, tile)
-    if not result.ok:
-        warnings.warn(f"mlx_paged: {body} ({dtype}, {tile}) is off, MLX multiplies: {result.reason}", stacklevel=2)
-    return result.ok
+    if num_dims == CHECKED_DIMS:
+        reason = self_check(body, dtype, tile).reason
+    elif not works(body, dtype, tile):
+        return False
+    else:
+        reason = failure_of(text_of(body, dtype, tile, num_dims), build_kernel) or ""
+    if reason:
+        warnings.warn(f"mlx_paged: {body} ({dtype}, {tile}) is off, MLX multiplies: {reason}", stacklevel=2)
+    return not reason
 
 
 def self_check(body: str, dtype: mx.Dtype, tile: Tile) -> TileCheck:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import mlx.core as mx
 
 from ..errors import KernelUnavailableError
@@ -36,7 +34,6 @@ def kernel_decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> st
     return device_decline() or _variant_decline(geometry, block_size, heads)
 
 
-@lru_cache(maxsize=256)
 def _variant_decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
     num_kv_heads, k_dim, v_dim, dtype = geometry
     gqa, rest = divmod(heads.num_q_heads, num_kv_heads)

@@ -75,12 +75,17 @@ class InPlaceStorage:
 
         Returns:
             ``[B, n_q_heads, q_len, v_head_dim]``.
+
+        Raises:
+            KernelUnavailable: no kernel works for these shapes. Nothing has been launched, and :meth:`write` and
+                :meth:`read_visible` go on from here.
         """
         q_len = q.shape[2]
         key = (q.shape[1], scale, window, softcap, sinks is None, append is None)
         launch = step.launches.get(key)
         if launch is None:
             visible = step.visible(tables, window)
+            self.decoded_by_kernel = False  # until one that works is known
             launch = step.launches[key] = kernels.prepare_decode(
                 self.__keys, self.__values, visible if q_len <= MAX_QUERY_LENGTH else split_visible(visible),
                 n_q_heads=q.shape[1], scale=scale, softcap=softcap, sinks=sinks is not None, max_visible=window,

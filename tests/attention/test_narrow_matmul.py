@@ -50,7 +50,7 @@ def test_what_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     x, (w,) = arrays(32, 5, 64)
     bias = mx.zeros((5,), mx.bfloat16)
     assert covers(x, [w], bias) and covers(x, [w, w]) and covers(x, [w, w[:3], w])
-    bodies, dtypes, tiles = zip(*asked, strict=True)
+    bodies, dtypes, tiles, _ = zip(*asked, strict=True)
     asked.clear()
     residual = mx.zeros((32, 1, 5), mx.bfloat16)
     assert covers_sum(x, w, residual) and covers_gated(x, w, w)

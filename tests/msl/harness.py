@@ -44,15 +44,15 @@ class Emulated:
 
 @contextmanager
 def emulated(backend="metal", **options):
-    """Inside, kernels.* run on the emulator as if on `backend`'s plan. Yields the Emulated."""
+    """Inside, kernels.* run on the emulator as if on `backend`'s plan, without trials. Yields the Emulated."""
     fake = Emulated(**options)
-    real = kernels.build_kernel, kernels.backend
+    real = kernels.build_kernel, kernels.backend, kernels.failure_of
     kernels.variants_of.cache_clear()
-    kernels.build_kernel, kernels.backend = fake, lambda: backend
+    kernels.build_kernel, kernels.backend, kernels.failure_of = fake, lambda: backend, lambda text, build: None
     try:
         yield fake
     finally:
-        kernels.build_kernel, kernels.backend = real
+        kernels.build_kernel, kernels.backend, kernels.failure_of = real
         kernels.variants_of.cache_clear()
 
 

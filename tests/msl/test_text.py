@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged.attention import kernel_build, kernels
+from mlx_paged.attention.decode_spec import decode_constants_of
 from mlx_paged.attention.kernel_plan import HEAD_DIMS, plan_decode
 from tests.msl import emulator
 
@@ -29,7 +30,7 @@ def pool(dtype):
 def decode_constants(dtype, head_dim=128, gqa=4, block=32, extras=True, single=True):
     variant = kernels.Variant("paged_decode", "metal", dtype, head_dim, head_dim, gqa, block, extras, extras)
     out = dtype if single else mx.float32
-    return (*kernels.decode_constants_of(variant, plan_decode(variant)), ("SINGLE", single), ("O", out)), out
+    return (*decode_constants_of(variant, plan_decode(variant)), ("SINGLE", single), ("O", out)), out
 
 
 def problems(body, constants, inputs, out_dtypes, edit=None):

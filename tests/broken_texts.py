@@ -1,0 +1,67 @@
+"""Kernel texts that do not compile, for pools over stand-ins: choice and trial of the texts are the real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+
+from mlx_paged.attention import kernel_build, kernel_trial, kernels
+from mlx_paged.attention.kernel_trial import MANY, Text
+
+PREPARE_DECODE = kernels.prepare_decode
+VARYING = ("tables", "ends", "sinks", "stats", "slots", "blocks", "pairs")
+
+
+class Launched:
+    """Stands in for kernels.build_kernel: notes the texts that are launched, of zeros; raises for those that do not
+    compile, where MLX would when the launch is evaluated."""
+
+    def __init__(self, is_broken: Callable[[Text], bool]) -> None:
+        self.is_broken = is_broken
+        self.texts: list[Text] = []
+
+    def __call__(self, body: str, constants: Any) -> Callable[..., list[mx.array]]:
+        names = kernel_build.SIGNATURES[body][0]
+
+        def launch(*, inputs: list[mx.array], **options: Any) -> list[mx.array]:
+            few = [name for name, x in zip(names, inputs, strict=True) if name in VARYING and x.size < MANY]
+            text = Text(body, constants, tuple(few))
+            self.texts.append(text)
+            if self.is_broken(text):
+                raise RuntimeError("it does not compile")
+            shapes, dtypes = options["output_shapes"], options["output_dtypes"]
+            return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+        return launch
+
+
+@contextmanager
+def broken_texts(is_broken: Callable[[Text], bool], dialect: str = "metal") -> Iterator[Launched]:
+    """Within :func:`.fake_kernels.fake_kernels`: every decode launch also launches what the kernels would."""
+    launched = Launched(is_broken)
+    stand_in = kernels.prepare_decode
+
+    def prepare_decode(k_pool: mx.array, v_pool: mx.array, visible: Any, **options: Any) -> Any:
+        real = PREPARE_DECODE(k_pool, v_pool, visible, **options)
+        launch = stand_in(k_pool, v_pool, visible, **options)
+
+        def both(*args: Any) -> Any:
+            real(*args)
+            return launch(*args)
+
+        return both
+
+    kernels.variants_of.cache_clear()
+    try:
+        with (
+            mock.patch.multiple(kernels, prepare_decode=prepare_decode, build_kernel=launched, backend=lambda: dialect),
+            mock.patch.dict(kernels._switched_off, clear=True),
+            mock.patch.dict(kernel_trial._outcomes, clear=True),
+        ):
+            yield launched
+    finally:
+        kernels.variants_of.cache_clear()

@@ -1,0 +1,55 @@
+"""The scratch launches of trials on the emulator: the texts of real steps, and nothing is read or written astray."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged.attention import kernels
+from mlx_paged.attention.decode_spec import pool_texts, spec_of
+from mlx_paged.attention.kernel_plan import Variant, plan_decode
+from mlx_paged.attention.kernel_trial import MANY, Text, launch_alone
+from tests.msl.harness import Emulated, emulated
+
+
+def few_inputs(call: dict) -> list[bool]:
+    return [x.size < MANY for x in call["inputs"]]
+
+
+def dtypes(call: dict) -> list[str]:
+    return [str(x.dtype).removeprefix("mlx.core.") for x in call["inputs"]]
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize(("gqa", "sinks"), [(1, True), (2, False), (4, True)])
+def test_a_trial_of_a_decode_step_has_its_texts(gqa: int, sinks: bool, rows: int, partitions: int) -> None:
+    variant = Variant("paged_decode", "metal", mx.float16, 64, 80, gqa, 16, sinks=sinks)
+    plan, heads, dtype = plan_decode(variant), 2 * gqa, mx.float16
+    build = Emulated()
+    spec = spec_of(variant, plan, rows, heads, 1, partitions)
+    for text in spec.texts:
+        out, *_ = launch_alone(text, build)
+        assert np.asarray(out).size
+    with emulated() as real:
+        k_pool, v_pool = (mx.zeros((9, 2, 16, dim), dtype) for dim in (64, 80))
+        tables = mx.zeros((rows, partitions * plan.partition // 16), mx.int32)
+        ends = mx.ones((rows, 1), mx.int32)
+        kernels.paged_decode(
+            mx.zeros((rows, heads, 1, 64), dtype), k_pool, v_pool, kernels.new_fence(), tables, ends, 0 * ends,
+            scale=1.0, sinks=mx.zeros((heads,)) if sinks else None, variant=variant, plan=plan,
+        )  # fmt: skip
+    assert [body for body, _ in real.calls] == [body for body, _ in build.calls]
+    for (_, step), (_, trial) in zip(real.calls, build.calls, strict=True):
+        assert few_inputs(step) == few_inputs(trial)
+        assert step["output_dtypes"] == trial["output_dtypes"]
+        assert dtypes(step) == dtypes(trial)
+
+
+@pytest.mark.parametrize("few", [(), ("slots", "blocks", "pairs")])
+def test_trials_of_writes_reads_and_copies_of_blocks(few: tuple[str, ...]) -> None:
+    variant = Variant("paged_decode", "metal", mx.bfloat16, 64, 80, 2, 8)
+    build = Emulated()
+    for text in pool_texts(variant):
+        *_, fence = launch_alone(Text(text.body, text.constants, few), build)
+        assert int(np.asarray(fence)[0]) == 1
+    assert [few_inputs(call)[-1] for _, call in build.calls] == [bool(few), True, bool(few)]
