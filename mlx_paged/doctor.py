@@ -10,10 +10,9 @@ import os
 import platform
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +21,13 @@ import mlx.core as mx
 
 from . import __version__
 from .attention import gather, narrow_matmul
+from .attention.decode_spec import pool_texts, texts_of
 from .attention.dispatch import Dispatch, last_dispatch, paged_attention
-from .attention.kernel_build import backend, gpu_cores
+from .attention.kernel_build import backend, build_kernel, gpu_cores
 from .attention.kernel_check import MAX_RMS, SelfCheck, self_check
-from .attention.kernel_timing import dense_seconds, launch_seconds
+from .attention.kernel_plan import Variant
+from .attention.kernel_timing import TOKENS, dense_seconds, launch_seconds
+from .attention.kernel_trial import Text, failure_of
 from .attention.kernels import variants_of
 from .attention.select import device_decline, storage_choice
 from .compile_ahead import CompilePool, num_processes
@@ -42,6 +44,7 @@ from .terminal import orderly_end
 
 _KV_HEADS = 2
 AT_A_TIME = 64  # jobs whose kernels are compiled before their lines appear
+TABLE_BLOCKS = 16  # of a block table of dispatch_of (kv/step.py)
 
 
 def dispatch_of(shape: Shape, config: PagedConfig) -> tuple[Dispatch, float]:
@@ -127,10 +130,22 @@ class ShapeJob(NamedTuple):
     def __str__(self) -> str:
         return str(self.shape)
 
-    @property
-    def family(self) -> tuple[Any, ...]:
-        """Jobs of one family share kernels."""
-        return self.shape.dtype, self.shape.head_dim, self.shape.block_size
+    def variants(self) -> tuple[Variant, ...]:
+        """The kernels for the shape, the one that attention takes first."""
+        shape = self.shape
+        return variants_of(
+            shape.dtype, shape.head_dim, shape.head_dim, shape.gqa * _KV_HEADS, _KV_HEADS, shape.block_size,
+            shape.softcap, shape.sinks,
+        )  # fmt: skip
+
+    def texts(self) -> Iterator[Text]:
+        """What :meth:`rows` launches if everything passes."""
+        variants = self.variants()
+        for variant in variants[:1]:
+            yield from texts_of(variant, TABLE_BLOCKS * self.shape.block_size)  # of dispatch_of
+        for variant in variants if self.every_body else variants[:1]:
+            yield from texts_of(variant, TOKENS)  # of the check and the timing
+            yield from pool_texts(variant)
 
     def rows(self, config: PagedConfig) -> Iterator[Row]:
         """Run it. Yields a row for each kernel."""
@@ -149,10 +164,7 @@ class ShapeJob(NamedTuple):
         if device_decline() is not None:
             yield Row(passed, str(shape), "-", "-", error, None, None, use)
             return
-        for variant in variants_of(
-            shape.dtype, shape.head_dim, shape.head_dim, shape.gqa * _KV_HEADS, _KV_HEADS, shape.block_size,
-            shape.softcap, shape.sinks,
-        ):  # fmt: skip
+        for variant in self.variants():
             result = self_check(variant)
             times = partial(launch_seconds, variant), partial(dense_seconds, variant)
             yield _checked_row(passed, str(shape), variant.body, result, use, *times)
@@ -171,9 +183,9 @@ class ProductJob(NamedTuple):
         name = str(self.dtype).removeprefix("mlx.core.")
         return f"{name:>8} products of up to {self.tile.rows} rows"
 
-    @property
-    def family(self) -> tuple[Any, ...]:
-        return self
+    def texts(self) -> Iterator[Text]:
+        """As :meth:`ShapeJob.texts`."""
+        yield narrow_matmul.text_of(self.body, self.dtype, self.tile, narrow_matmul.CHECKED_DIMS)
 
     def rows(self, config: PagedConfig) -> Iterator[Row]:
         """As :meth:`ShapeJob.rows`."""
@@ -202,6 +214,42 @@ def run_job(block_size: int, everything: bool, index: int, config: PagedConfig) 
         pass
 
 
+# Bodies that take long to compile, the longest first.
+_LONG = ("paged_decode_tensor", "paged_decode", *narrow_matmul.BODIES)
+
+
+@lru_cache(maxsize=4)
+def texts_to_compile(block_size: int, everything: bool, first: int) -> tuple[Text, ...]:
+    """The texts of the jobs from ``first`` on that are run together, each once and those that take longest first.
+    Without those of the first job of all, which a process runs as it is."""
+    listed = jobs(block_size, everything=everything)
+    known = set(listed[0].texts())
+    texts = dict.fromkeys(text for job in listed[first : first + AT_A_TIME] for text in job.texts())
+    return tuple(sorted((text for text in texts if text not in known), key=_duration))
+
+
+def _duration(text: Text) -> tuple[int, int]:
+    """To sort by: less for what takes longer to compile."""
+    known = dict(text.constants)
+    rank = _LONG.index(text.body) if text.body in _LONG else len(_LONG)
+    return rank, -known.get("G", 1) * (known.get("D", 0) + known.get("DV", 0))
+
+
+def compile_text(block_size: int, everything: bool, first: int, index: int) -> None:
+    """Compile one of :func:`texts_to_compile`, in a process that does so for another. By its place in them, for MLX's
+    dtypes cannot be sent."""
+    failure_of(texts_to_compile(block_size, everything, first)[index], build_kernel)
+
+
+def compile_part(pool: CompilePool, block_size: int, everything: bool, first: int, config: PagedConfig) -> None:
+    """Have all that the jobs from ``first`` on need compiled: each text of our kernels by itself, and what MLX compiles
+    for the references by one process, which runs the first job."""
+    futures = [] if first else [pool.submit(run_job, block_size, everything, 0, config)]
+    for index in range(len(texts_to_compile(block_size, everything, first))):
+        futures.append(pool.submit(compile_text, block_size, everything, first, index))
+    wait_for(futures, sys.stderr)
+
+
 def run(block_size: int, config: PagedConfig, *, everything: bool, report_file: Path | None = None) -> int:
     """Print the facts and one line per variant; returns the number of lines that failed.
 
@@ -226,9 +274,8 @@ def run(block_size: int, config: PagedConfig, *, everything: bool, report_file: 
         for first in range(0, len(listed), AT_A_TIME):
             part = range(first, min(first + AT_A_TIME, len(listed)))
             if pool is not None:  # all of them, for what is timed should be alone
-                order = [part[i] for i in _spread([listed[index].family for index in part])]
                 since = time.perf_counter()
-                wait_for([pool.submit(run_job, block_size, everything, index, config) for index in order], sys.stderr)
+                compile_part(pool, block_size, everything, first, config)
                 compiled += time.perf_counter() - since
             for index in part:
                 report.begin(str(listed[index]))
@@ -248,16 +295,6 @@ def run(block_size: int, config: PagedConfig, *, everything: bool, report_file: 
         print(f"the report is in {report_file}")
     print(f"{failed} failed" if failed else "all passed")
     return failed
-
-
-def _spread(families: Sequence[Any]) -> list[int]:
-    """An order to begin with: one of each family first, so that what a family shares is compiled by few."""
-    seen: Counter[Any] = Counter()
-    ranks = []
-    for family in families:
-        ranks.append(seen[family])
-        seen[family] += 1
-    return sorted(range(len(families)), key=ranks.__getitem__)
 
 
 def _checked_row(

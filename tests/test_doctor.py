@@ -8,17 +8,20 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple
+from unittest import mock
 
 import mlx.core as mx
 import pytest
 
 from mlx_paged import Dispatch, PagedConfig, doctor
-from mlx_paged.attention import narrow_matmul
+from mlx_paged.attention import kernel_check, kernel_trial, kernels, narrow_matmul, select
 from mlx_paged.attention.kernel_check import SelfCheck
 from mlx_paged.attention.kernel_plan import DTYPES, HEAD_DIMS, Variant
+from mlx_paged.attention.kernel_trial import Text
 from mlx_paged.doctor import ProductJob, ShapeJob
 from mlx_paged.doctor_row import Row
 from mlx_paged.doctor_shapes import POPULAR, Shape
+from tests.broken_texts import Launched
 
 CPU_ONLY = pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="there is a GPU")
 
@@ -162,10 +165,13 @@ def test_on_cuda_everything_is_compiled_before_anything_is_timed(
             assert processes == 4
 
         def submit(self, function: Any, *args: Any) -> Future[None]:
-            assert function is doctor.run_job
-            events.append(f"compile {args[2]}")
+            if function is doctor.run_job:
+                events.append(f"run {args[2]} elsewhere")
+            else:
+                assert function is doctor.compile_text
+                events.append(f"compile {doctor.texts_to_compile(*args[:3])[args[3]].body}")
             done: Future[None] = Future()
-            done.set_exception(RuntimeError("this process died")) if args[2] == 3 else done.set_result(None)
+            done.set_exception(RuntimeError("this process died")) if len(events) == 3 else done.set_result(None)
             return done
 
         def __enter__(self) -> Pool:
@@ -177,9 +183,9 @@ def test_on_cuda_everything_is_compiled_before_anything_is_timed(
     class Job(NamedTuple):
         index: int
 
-        @property
-        def family(self) -> int:
-            return self.index % 3
+        def texts(self) -> Iterator[Text]:
+            yield Text(f"text {self.index}", ())
+            yield Text(f"text {self.index % 3}, shared", ())
 
         def rows(self, config: PagedConfig) -> Iterator[Row]:
             events.append(f"run {self.index}")
@@ -192,13 +198,76 @@ def test_on_cuda_everything_is_compiled_before_anything_is_timed(
     monkeypatch.setattr(doctor, "device_decline", lambda: None)
     monkeypatch.setattr(doctor, "jobs", lambda block_size, everything: [Job(index) for index in range(10)])
     assert doctor.run(32, PagedConfig(), everything=False) == 0
-    first, rest = events[:16], events[16:]
-    assert first[:8] == [f"compile {index}" for index in (0, 1, 2, 3, 4, 5, 6, 7)]
-    assert first[8:] == [f"run {index}" for index in range(8)]
-    assert rest == ["compile 8", "compile 9", "run 8", "run 9", "end"]
+    first, rest = events[:18], events[18:]
+    texts = ["1", "1, shared", "2", "2, shared", "3", "4", "5", "6", "7"]
+    assert first[:10] == ["run 0 elsewhere", *(f"compile text {text}" for text in texts)]
+    assert first[10:] == [f"run {index}" for index in range(8)]
+    assert rest == [*(f"compile text {text}" for text in ("8", "2, shared", "9")), "run 8", "run 9", "end"]
     lines = capsys.readouterr().out.splitlines()
     assert [line[:5] for line in lines if line.startswith("job")] == [f"job {index}" for index in range(10)]
-    assert doctor._spread("aaabbc") == [0, 3, 5, 1, 4, 2]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
+    """As on CUDA, with stand-ins for the kernels that give zeros, which are right."""
+    stand_in = Launched(lambda text: False)
+    for module in (kernels, narrow_matmul, doctor):
+        monkeypatch.setattr(module, "build_kernel", stand_in)
+        monkeypatch.setattr(module, "backend", lambda: "cuda")
+    for module in (doctor, select):
+        monkeypatch.setattr(module, "device_decline", lambda: None)
+    for module in (kernel_check, doctor):
+        monkeypatch.setattr(module, "MAX_RMS", float("inf"))
+    monkeypatch.setattr(doctor, "dense_seconds", lambda variant: None)
+    monkeypatch.setattr(mx, "array_equal", lambda *_, **__: mx.array(True))
+    kernels.variants_of.cache_clear()
+    doctor.texts_to_compile.cache_clear()
+    with (
+        mock.patch.dict(kernels._switched_off, clear=True),
+        mock.patch.dict(kernel_trial._outcomes, clear=True),
+        mock.patch.dict(kernel_check._results, clear=True),
+    ):
+        yield stand_in
+    kernels.variants_of.cache_clear()
+    doctor.texts_to_compile.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "every_body", "block_size"),
+    [(mx.bfloat16, False, 32), (mx.bfloat16, True, 8), (mx.float32, False, 8), (mx.float32, False, 128)],
+)
+def test_the_texts_of_a_job_are_those_that_it_launches(
+    launched: Launched, dtype: mx.Dtype, every_body: bool, block_size: int
+) -> None:
+    """What MLX names a compiled CUDA kernel follows from body and constants alone."""
+    job = ShapeJob(Shape(dtype, 64, 4, block_size), every_body)
+    listed = [*job.texts()]
+    rows = list(job.rows(PagedConfig(block_size=block_size)))
+    assert all(row.passed for row in rows), rows
+    assert len(rows) == (2 if every_body and dtype == mx.bfloat16 else 1)
+    assert {text._replace(few=()) for text in launched.texts} == set(listed)
+
+
+def test_the_text_of_a_product_is_the_one_that_it_launches(launched: Launched) -> None:
+    for product in (job for job in doctor.jobs(32, everything=False) if isinstance(job, ProductJob)):
+        list(product.rows(PagedConfig()))
+        assert {text._replace(few=()) for text in launched.texts} == set(product.texts())
+        launched.texts.clear()
+
+
+def test_texts_are_compiled_once_each_the_longest_first_and_not_those_of_the_job_that_runs(launched: Launched) -> None:
+    texts = doctor.texts_to_compile(32, False, 0)
+    assert len(set(texts)) == len(texts)
+    whole = {text for job in doctor.jobs(32, everything=False) for text in job.texts()}
+    first = set(doctor.jobs(32, everything=False)[0].texts())
+    assert set(texts) == whole - first and first
+    bodies = list(dict.fromkeys(text.body for text in texts))
+    assert bodies[:2] == ["paged_decode_tensor", "paged_decode"] and "narrow_matmul" in bodies
+    assert set(bodies[-4:]) == {"merge_partitions", "write_slots", "gather_blocks", "copy_blocks"}
+    for index in range(len(texts)):
+        doctor.compile_text(32, False, 0, index)
+    assert {text._replace(few=()) for text in launched.texts} == set(texts)
+    assert len(launched.texts) == len(texts)
 
 
 def test_products_of_few_rows_are_checked_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
