@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from .attention import kernels
-from .attention.kernel_build import backend
+from .attention.kernel_build import KernelUnavailable, backend
 from .doctor_shapes import Shape, popular_shapes
 
 TOO_MANY = 2048  # no Metal GPU allows more than 1,024
@@ -50,15 +50,18 @@ def probe(shape: Shape) -> dict[str, Any]:
         mx.ones((_ROWS, 1), mx.int32),
         mx.zeros((_ROWS, 1), mx.int32),
     )
-    launch = kernels.prepare_decode(
-        pools[0],
-        pools[1],
-        visible,
-        n_q_heads=heads,
-        scale=1.0,
-        softcap=10.0 if shape.softcap else None,
-        sinks=shape.sinks,
-    )
+    try:
+        launch = kernels.prepare_decode(
+            pools[0],
+            pools[1],
+            visible,
+            n_q_heads=heads,
+            scale=1.0,
+            softcap=10.0 if shape.softcap else None,
+            sinks=shape.sinks,
+        )
+    except KernelUnavailable as error:
+        return {"shape": str(shape), "needed": None, "allowed": None, "message": str(error)[:500]}
     needed = launch.decode_options["threadgroup"][0]
     options = {**launch.decode_options, "threadgroup": (TOO_MANY, 1, 1)}
     q = mx.zeros((_ROWS, heads, 1, shape.head_dim), shape.dtype)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import pytest
@@ -256,6 +257,20 @@ def test_another_error_is_told_and_names_no_limit(metal: dict[str, str]) -> None
     metal["says"] = "Unable to build metal library from source"
     found = doctor_threads.probe(Shape(mx.float16, 64, 8, 32, sinks=True))
     assert found["allowed"] is None and found["message"] == metal["says"]
+
+
+def test_a_kernel_that_does_not_compile_is_told_and_the_others_go_on(
+    metal: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = "paged_decode: RuntimeError: it does not compile"
+    monkeypatch.setattr(kernels, "failure_of", lambda text, build: bad if dict(text.constants).get("D") == 80 else None)
+    with mock.patch.dict(kernels._switched_off, clear=True), pytest.warns(UserWarning, match="does not compile"):
+        doctor_threads.main(32)
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [value for value in found if value["allowed"] is None] == [
+        {"shape": next(str(s) for s in popular_shapes(32) if s.head_dim == 80), "needed": None, "allowed": None}
+        | {"message": bad}
+    ]
 
 
 def test_fewer_threads_than_a_kernel_has_is_a_failure(metal: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
