@@ -58,11 +58,9 @@ def one_text_broken(model: Any, is_broken: Callable[[Text], bool], **config: Any
         assert sum(map(is_broken, launched.texts)) == 1, "it was tried once, and never launched in a step"
         off = [str(warning.message) for warning in given if " is off: " in str(warning.message)]
         assert len(off) == 1 and "it does not compile" in off[0]
-        paths = {choice.path: choice.reason for choice in mlx_paged.dispatch_counts()}
-        assert "kernel" in paths
-        assert any(
-            choice.path == "gather" and "it does not compile" in choice.reason for choice in mlx_paged.dispatch_counts()
-        )
+        choices = mlx_paged.dispatch_counts()
+        assert any(choice.path == "gather" and "it does not compile" in choice.reason for choice in choices)
+        assert any(choice.path == "kernel" for choice in choices)
         pool = mlx_paged.pool_of(model)
         assert any(why for group in pool.groups for why in group.declined.values())
         pool.check_integrity()
@@ -71,7 +69,7 @@ def one_text_broken(model: Any, is_broken: Callable[[Text], bool], **config: Any
 
 
 @pytest.mark.parametrize("is_broken", [several_partitions, merge])
-@pytest.mark.parametrize(("kind", "patience"), [("llama", 0), ("llama", 10**6), ("gemma3", 10**6)])
+@pytest.mark.parametrize(("kind", "patience"), [("llama", 0), ("gemma3", 10**6)])
 def test_a_generation_whose_table_grows_goes_on(
     monkeypatch: pytest.MonkeyPatch, kind: str, patience: int, is_broken: Callable[[Text], bool]
 ) -> None:
@@ -83,18 +81,17 @@ def test_a_generation_whose_table_grows_goes_on(
         assert solo(model, prompt, 40) == stock
 
 
-@pytest.mark.parametrize("patience", [0, 10**6])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "patience"), [("llama", 0), ("llama-sliding", 10**6), ("gemma3", 10**6)])
 def test_a_batch_that_gets_more_rows_goes_on(monkeypatch: pytest.MonkeyPatch, kind: str, patience: int) -> None:
     monkeypatch.setattr(compiled_step, "PATIENCE", patience)
     model = MODELS[kind]
     prompts = [prompt_of(5 + 9 * row, seed=row) for row in range(9)]
-    stock = [solo(model, prompt, 24) for prompt in prompts]
+    stock = [solo(model, prompt, 20) for prompt in prompts]
     with one_text_broken(model, many_rows):
         gen = generator(model)
         outcomes: dict[int, Outcome] = {}
         for part in (prompts[:3], prompts[3:]):
-            uids = gen.insert([prompt.tolist() for prompt in part], [24] * len(part))
+            uids = gen.insert([prompt.tolist() for prompt in part], [20] * len(part))
             outcomes.update((uid, Outcome()) for uid in uids)
             for _ in range(6):
                 _, generated = gen.next()
