@@ -60,7 +60,7 @@ help:
 	@echo "make test-models  every model module of mlx-lm against docs/models.md"
 	@echo "make check-gpu  on a machine with a GPU: doctor, its tests, kernels and a model against references"
 	@echo "make compile-metal  on a Mac with Xcode: the kernels' texts with Apple's compiler"
-	@echo "make lint       ruff and mypy"
+	@echo "make lint       ruff, mypy and the layers of imports"
 	@echo "make bench      run a benchmark: BENCH=$(BENCH)"
 	@echo "make clean      remove .venv and caches (not the demo model)"
 	@echo
@@ -120,6 +120,7 @@ lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 bench: $(BENCH_STAMP)
 	$(PY) $(BENCH) $(BENCH_ARGS)

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .cli.terminal import orderly_end
 from .config import PagedConfig
 from .errors import ConfigError
-from .models import tell_if_unbounded
-from .terminal import orderly_end
+from .model_folder import tell_if_unbounded
 
 OWN = {
     "generate": "text for a prompt, or for each prompt of a file, in batches",
@@ -49,17 +49,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         print(__version__)
     elif command == "generate":
-        from . import generate
+        from .cli import generate
 
         sys.argv = [f"{sys.argv[0]} generate", *arguments[1:]]
         generate.main()
     elif command == "server":
-        from . import server
+        from .cli import server
 
         sys.argv = [f"{sys.argv[0]} server", *arguments[1:]]
         server.main()
     elif command == "doctor":
-        from . import doctor
+        from .cli.doctor import doctor
 
         doctor.main(arguments[1:])
     else:
@@ -89,7 +89,8 @@ def _run_upstream(arguments: list[str]) -> None:
     from mlx_lm import cli
 
     from . import patches
-    from .generate import raise_cpu_cache_limit, replaced
+    from .cli.generate import raise_cpu_cache_limit
+    from .patches.replaced import replaced
 
     command = arguments[0]
     parser = argparse.ArgumentParser(prog="mlx_paged", add_help=False, allow_abbrev=False)

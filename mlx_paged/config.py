@@ -13,8 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from .attention.select import device_decline
 from .errors import ConfigError, KernelUnavailableError
+from .kernels.availability import device_decline
 from .kv.group import MAX_BLOCK_SIZE
 
 # The range the fused kernel is meant for; a pool made by hand may also use blocks of 4.

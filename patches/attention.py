@@ -8,9 +8,9 @@ from typing import Any, TypeGuard
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..batch_cache import PagedBatchKVCache
-from ..compiled_step import StepLayer
-from ..narrow_layers import projected
+from ..cache.batch_cache import PagedBatchKVCache
+from ..engine.compiled_step import StepLayer
+from ..engine.narrow_layers import projected
 from .cache import PagedLayerCache
 
 AttentionCall = Callable[..., mx.array]

@@ -11,8 +11,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from ..attention.gather import ring_rotation
-from ..batch_cache import PagedBatchKVCache
-from ..cache import PagedKVCache, SequenceTables
+from ..cache.batch_cache import PagedBatchKVCache
+from ..cache.sequence import PagedKVCache, SequenceTables
 from ..config import PagedConfig
 from ..errors import GeometryError, PromptCacheError
 from ..kv.pool import BlockPool

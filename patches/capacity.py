@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import ConfigError, RequestTooLargeError
 from ..kv.budget import PoolBudget
-from ..request_body import MAX_TOKENS
+from ..serve.request_body import MAX_TOKENS
 from .pools import pool_of
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..batch_cache import PagedBatchKVCache
-from ..cache import PagedKVCache
-from ..compiled_step import CompiledStep
+from ..cache.batch_cache import PagedBatchKVCache
+from ..cache.sequence import PagedKVCache
+from ..engine.compiled_step import CompiledStep
 from ..kv.pool import BlockPool
 from .warn import warn_once
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from ..request_body import RequestRefused
+from ..serve.request_body import RequestRefused
 from .response_generator import PagedResponseGenerator
 
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"

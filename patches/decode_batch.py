@@ -10,9 +10,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, TokenBuffer
 from mlx_lm.sample_utils import greedy_sampler
 
-from ..batch_cache import PagedBatchKVCache
-from ..batch_tables import BatchTables, FailedRow
-from ..cache import PagedKVCache
+from ..cache.batch_cache import PagedBatchKVCache
+from ..cache.batch_tables import BatchTables, FailedRow
+from ..cache.sequence import PagedKVCache
 from ..kv.pool import BlockPool
 from .composites import leaves, with_leaves
 from .row import Row, Sampler, StepLogits

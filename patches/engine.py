@@ -13,13 +13,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch
 
-from ..batch_tables import FailedRow
-from ..cache import PagedKVCache
+from ..cache.batch_tables import FailedRow
+from ..cache.sequence import PagedKVCache
+from ..engine.scheduler import Chunk, Growth, Plan, Request, Scheduler
 from ..errors import PoolExhaustedError, RequestFailedError, RequestTooLargeError, without_frames
 from ..kv.budget import Append, PoolBudget
 from ..kv.pool import BlockPool
-from ..prefix_store import PrefixStore
-from ..scheduler import Chunk, Growth, Plan, Request, Scheduler
+from ..prefix.store import PrefixStore
 from .cache import CacheFactory
 from .composites import leaves
 from .decode_batch import Delivery

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
 from ..kv.turn import Stepwise
-from ..prefix_store import PrefixStore
+from ..prefix.store import PrefixStore
 from .cache import factory_of
 from .engine import Engine
 from .response import Response

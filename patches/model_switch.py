@@ -15,8 +15,8 @@ from mlx_lm import server as upstream
 from mlx_lm import utils
 
 from ..config import free_memory
-from ..generate import replaced
-from ..models import check_model_folder, check_weight_files
+from ..model_folder import check_model_folder, check_weight_files
+from .replaced import replaced
 
 ModelKey = tuple[Any, Any, Any]  # model, adapter, draft model
 

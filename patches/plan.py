@@ -12,7 +12,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from ..errors import GeometryError
 from ..kv.group import LayerGroup
-from ..kv.storage import Geometry, QueryHeads
+from ..kv.storage.base import Geometry, QueryHeads
 from .composites import leaves
 from .probe import probe_layers, probe_rows
 

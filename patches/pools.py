@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as stock_cache
 
-from ..attention.select import storage_choice
 from ..config import PagedConfig
 from ..kv.pool import BlockPool
+from ..kv.storage.choice import storage_choice
 from .plan import PagingPlan, first_keys
 
 _lock = threading.RLock()

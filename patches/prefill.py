@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..cache import PagedKVCache
+from ..cache.sequence import PagedKVCache
 from .composites import leaves, with_leaves
 from .decode_batch import batch_of
 from .row import Row

@@ -11,14 +11,14 @@ from typing import Any
 
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
-from ..cache import SequenceTables
+from ..cache.sequence import SequenceTables
 from ..errors import PoolExhaustedError
 from ..kv.pool import BlockPool
-from ..kv.radix import RadixTree
-from ..kv.radix_node import RadixNode
-from ..kv.spill import SpillStore
-from ..prefix import SharedPrefixes, donate, sequence_over
-from ..prefix_store import Salted, salted
+from ..prefix.detached import SharedPrefixes, donate, sequence_over
+from ..prefix.radix import RadixTree
+from ..prefix.radix_node import RadixNode
+from ..prefix.spill import SpillStore
+from ..prefix.store import Salted, salted
 from .cache import PagedLayerCache
 
 # A prompt cache may be of several models, target and draft: (pool, class of each layer's cache) of each, in order.

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..cache.fetched import Fetched, hand_out
 from ..errors import GeometryError
-from ..fetched import Fetched, hand_out
-from ..kv.storage import Geometry, QueryHeads
+from ..kv.storage.base import Geometry, QueryHeads
 from .composites import leaves, with_leaves
 
 PROBE_ROWS = 3

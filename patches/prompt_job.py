@@ -11,7 +11,7 @@ from typing import Any
 from mlx_lm import server as upstream
 from transformers import PreTrainedTokenizerFast
 
-from ..request_body import RequestRefused, invalid
+from ..serve.request_body import RequestRefused, invalid
 from .template_variables import renders_jinja, template_variables, unwrapped
 
 # What may stand between a text and a tokenizer's model without deleting any of it. The forms of Unicode can join up to

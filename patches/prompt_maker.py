@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ..request_body import RequestRefused, invalid
+from ..serve.request_body import RequestRefused, invalid
 from .prompt_job import MadePrompt, PromptJob, make_prompt
 from .prompt_process import receive, send
 from .warn import warn_once

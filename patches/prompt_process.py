@@ -35,7 +35,7 @@ def main() -> None:
     source, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever libraries print is no answer
 
-    from ..request_body import RequestRefused
+    from ..serve.request_body import RequestRefused
     from .prompt_job import make_prompt
 
     with contextlib.suppress(ImportError):  # tokenizers whose code came with the model

@@ -18,8 +18,8 @@ from mlx_lm import server as upstream
 from mlx_lm.models import cache as stock_cache
 
 from ..errors import PoolExhaustedError, RequestFailedError, RequestTooLargeError
-from ..request_body import RequestRefused, invalid
-from ..server_stats import ServerStats
+from ..serve.request_body import RequestRefused, invalid
+from ..serve.server_stats import ServerStats
 from .capacity import announce, answer_tokens, capacity, check_capacity
 from .model_switch import Candidate, ModelKey
 from .pools import known_pool

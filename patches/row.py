@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import TokenBuffer
 
-from ..cache import PagedKVCache, SequenceTables
+from ..cache.sequence import PagedKVCache, SequenceTables
+from ..engine.scheduler import Request
 from ..kv.block_table import BlockTable
-from ..scheduler import Request
 from .composites import leaves
 
 Sampler = Callable[[mx.array], mx.array]

@@ -8,8 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..batch_tables import FailedRow
-from ..cache import PagedKVCache
+from ..cache.batch_tables import FailedRow
+from ..cache.sequence import PagedKVCache
 from ..errors import without_frames
 from .composites import leaves
 from .decode_batch import DecodeBatch

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..fetched import fetched_by
+from ..cache.fetched import fetched_by
 
 
 def adapt(original: Callable[..., mx.array]) -> Callable[..., mx.array]:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from mlx_lm import server as upstream
 
 from ..errors import PoolExhaustedError, RequestFailedError, without_frames
-from ..prefix_store import NoPrefixStore, PrefixStore
-from ..server_stats import ServerStats
+from ..prefix.store import NoPrefixStore, PrefixStore
+from ..serve.server_stats import ServerStats
 from .generate import PagedBatchGenerator
 from .pools import pool_of
 from .prefix_cache import PagedPromptCache

@@ -17,11 +17,11 @@ from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from mlx_lm import server as upstream
 
-from .. import cache_page, metrics
-from ..identity import digest_of, model_identity
-from ..kv.spill import SpillStore
-from ..request_body import MAX_BODY_BYTES, RequestRefused, invalid, parse_body
-from ..server_config import ServerConfig
+from ..prefix.identity import digest_of, model_identity
+from ..prefix.spill import SpillStore
+from ..serve import cache_page, metrics
+from ..serve.request_body import MAX_BODY_BYTES, RequestRefused, invalid, parse_body
+from ..serve.server_config import ServerConfig
 from .connection import Aborted, Connection
 from .model_names import ModelNames
 from .prefix_cache import PagedPromptCache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..attention.dispatch import dispatch_counts
-from ..kv.block_map import block_map
+from ..serve.block_map import block_map
 from .pools import known_pool
 from .prefix_cache import PagedPromptCache
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..kv.pool import BlockPool
-from ..prefix_store import PrefixStore
+from ..prefix.store import PrefixStore
 from .row import Row
 
 

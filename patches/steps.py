@@ -13,8 +13,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from ..batch_cache import PagedBatchKVCache
-from ..cache import PagedKVCache
+from ..cache.batch_cache import PagedBatchKVCache
+from ..cache.sequence import PagedKVCache
 from ..kv.pool import BlockPool
 from ..kv.turn import Stepwise
 from .composites import leaves

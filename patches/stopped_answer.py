@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_lm.generate import TextStateMachine as StockTextStateMachine
 
-from ..stop_strings import StopStrings
+from ..serve.stop_strings import StopStrings
 
 
 class LastText(str):

@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from ..request_body import invalid
+from ..serve.request_body import invalid
 
 # Arguments of apply_chat_template that templates read as variables, too, and that mlx-lm does not give itself.
 VARIABLES_AMONG_ARGUMENTS = frozenset({"documents"})

@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache
 
-from ..cache import PagedKVCache
+from ..cache.sequence import PagedKVCache
 from ..errors import GeometryError, PromptCacheError
-from ..kv.storage import QueryHeads
+from ..kv.storage.base import QueryHeads
 from .cache import CacheFactory, PagedLayerCache, adopt_prompt_cache, factory_of
 from .composites import leaves, with_leaves
 from .decode_batch import DecodeBatch

@@ -19,7 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_paged.attention import kernels
+from mlx_paged.kernels import ops as kernels
 
 SHAPES = {"32/8x128": (32, 8, 128), "32/8x64": (32, 8, 64), "8/4x256": (8, 4, 256), "64/8x128": (64, 8, 128)}
 BATCHES = (1, 4, 8, 32)

@@ -10,10 +10,10 @@ import time
 
 import mlx.core as mx
 
-from mlx_paged.attention.select import storage_choice
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.storage import QueryHeads
+from mlx_paged.kv.storage.base import QueryHeads
+from mlx_paged.kv.storage.choice import storage_choice
 
 
 def main() -> None:

@@ -24,9 +24,10 @@ import mlx.core as mx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mlx_paged.attention import kernel_build, kernels
-from mlx_paged.attention.kernel_plan import DTYPES, Variant, plan_decode
-from mlx_paged.doctor_shapes import Shape, all_shapes, popular_shapes
+from mlx_paged.cli.doctor.shapes import Shape, all_shapes, popular_shapes
+from mlx_paged.kernels import build as kernel_build
+from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.plan import DTYPES, Variant, plan_decode
 from tests.msl.emulator import mlx_source
 
 PREAMBLE = '#include "mlx/backend/metal/kernels/utils.h"\n'  # MLX puts its text before every kernel

@@ -9,8 +9,10 @@ from unittest import mock
 
 import mlx.core as mx
 
-from mlx_paged.attention import kernel_build, kernel_trial, kernels
-from mlx_paged.attention.kernel_trial import MANY, Text
+from mlx_paged.kernels import build as kernel_build
+from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels import trial as kernel_trial
+from mlx_paged.kernels.trial import MANY, Text
 
 PREPARE_DECODE = kernels.prepare_decode
 VARYING = ("tables", "ends", "sinks", "stats", "slots", "blocks", "pairs")

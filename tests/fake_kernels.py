@@ -14,9 +14,13 @@ from unittest import mock
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_paged import compiled_step, config
-from mlx_paged.attention import dispatch, gather, kernels, narrow_matmul, select
-from mlx_paged.kv.storage import Geometry, QueryHeads
+from mlx_paged import config
+from mlx_paged.attention import dispatch, gather
+from mlx_paged.engine import compiled_step
+from mlx_paged.kernels import availability, narrow_matmul
+from mlx_paged.kernels import ops as kernels
+from mlx_paged.kv.storage import choice
+from mlx_paged.kv.storage.base import Geometry, QueryHeads
 
 
 class FakeKernels:
@@ -175,16 +179,16 @@ def decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | Non
 
 @contextmanager
 def fake_kernels() -> Iterator[FakeKernels]:
-    """Pools made in this context by :func:`mlx_paged.attention.select.storage_choice` are in place."""
+    """Pools made in this context by :func:`mlx_paged.kv.storage.choice.storage_choice` are in place."""
     fake = FakeKernels()
     names = ("write_slots", "prepare_write", "prepare_decode", "gather_blocks", "copy_blocks")
     with (
         mock.patch.multiple(kernels, **{name: getattr(fake, name) for name in names}),
-        mock.patch.object(select, "device_decline", lambda: None),
+        mock.patch.object(availability, "device_decline", lambda: None),
         # Compiled, a stand-in would run once, while it is traced.
         mock.patch.object(compiled_step, "compile_function", lambda function: function),
         mock.patch.object(config, "device_decline", lambda: None),
-        mock.patch.object(select, "kernel_decline", decline),
+        mock.patch.object(choice, "kernel_decline", decline),
         mock.patch.object(dispatch, "kernel_decline", decline),
         mock.patch.object(narrow_matmul, "works", lambda body, dtype, tile, dims: dtype in narrow_matmul.DTYPES),
         mock.patch.object(narrow_matmul, "_launch", fake.multiply),

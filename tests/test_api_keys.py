@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_paged.api_keys import ApiKeys
 from mlx_paged.errors import ConfigError
+from mlx_paged.serve.api_keys import ApiKeys
 
 
 def bearer(key: str) -> str:

@@ -9,8 +9,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged import BlockPool, LayerGroup, PagedKVCache, PoolExhaustedError, SequenceTables
-from mlx_paged.batch_cache import PagedBatchKVCache
-from mlx_paged.batch_tables import BatchTables, OncePerBatch
+from mlx_paged.cache.batch_cache import PagedBatchKVCache
+from mlx_paged.cache.batch_tables import BatchTables, OncePerBatch
 from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
 
 HEADS, KV_HEADS, DIM, BLOCK, WINDOW = 4, 2, 16, 8, 20

@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache, can_trim_prompt_cache, trim_prompt_cache
 
-from mlx_paged.cache import PagedKVCache, SequenceTables
+from mlx_paged.cache.sequence import PagedKVCache, SequenceTables
 from mlx_paged.errors import BlockStateError, GeometryError, PoolExhaustedError, PromptCacheError, TrimError
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool

@@ -11,9 +11,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_paged import BlockPool, LayerGroup, cache_page
-from mlx_paged.kv.block_map import STATES, block_map
-from mlx_paged.kv.radix import RadixTree
+from mlx_paged import BlockPool, LayerGroup
+from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.serve import cache_page
+from mlx_paged.serve.block_map import STATES, block_map
 from tests.server_process import ServerProcess
 from tests.tiny_model import make_tiny_model
 

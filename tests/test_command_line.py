@@ -15,7 +15,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.generate import setup_arg_parser
 
-from mlx_paged.generate import extend_parser
+from mlx_paged.cli.generate import extend_parser
 from tests.builders import COMMON, HEADS, build
 from tests.patches.test_parity import _backing_tokenizer
 from tests.terminal import on_a_terminal

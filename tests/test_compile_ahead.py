@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mlx_paged import PagedConfig
-from mlx_paged.compile_ahead import SUFFIXES, VARIABLE, CompilePool, copy_whole, num_processes, use_folder
-from mlx_paged.progress import wait_for
+from mlx_paged.cli.doctor.compile_ahead import SUFFIXES, VARIABLE, CompilePool, copy_whole, num_processes, use_folder
+from mlx_paged.cli.progress import wait_for
 
 
 def write_kernel(folder: Path, name: str, text: str) -> None:

@@ -19,8 +19,9 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers
 
 import mlx_paged
-from mlx_paged import PagedConfig, compiled_step
-from mlx_paged.model_state import ModelState, StateNotKnown, members_of, substituted
+from mlx_paged import PagedConfig
+from mlx_paged.engine import compiled_step
+from mlx_paged.engine.model_state import ModelState, StateNotKnown, members_of, substituted
 from mlx_paged.patches import compiled
 from tests.builders import build, greedy, prompt_of
 from tests.traceable_kernels import traceable_kernels

@@ -15,8 +15,9 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
-from mlx_paged import PagedConfig, compiled_step
-from mlx_paged.attention import kernels
+from mlx_paged import PagedConfig
+from mlx_paged.engine import compiled_step
+from mlx_paged.kernels import ops as kernels
 from mlx_paged.patches import compiled
 from tests.batch_runs import Outcome, Spec, generator, run_all
 from tests.builders import KINDS, build, greedy, prompt_of

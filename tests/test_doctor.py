@@ -13,14 +13,18 @@ from unittest import mock
 import mlx.core as mx
 import pytest
 
-from mlx_paged import Dispatch, PagedConfig, doctor
-from mlx_paged.attention import kernel_check, kernel_trial, kernels, narrow_matmul, select
-from mlx_paged.attention.kernel_check import SelfCheck
-from mlx_paged.attention.kernel_plan import DTYPES, HEAD_DIMS, Variant
-from mlx_paged.attention.kernel_trial import Text
-from mlx_paged.doctor import ProductJob, ShapeJob
-from mlx_paged.doctor_row import Row
-from mlx_paged.doctor_shapes import POPULAR, Shape
+from mlx_paged import Dispatch, PagedConfig
+from mlx_paged.cli.doctor import doctor
+from mlx_paged.cli.doctor.doctor import ProductJob, ShapeJob
+from mlx_paged.cli.doctor.row import Row
+from mlx_paged.cli.doctor.shapes import POPULAR, Shape
+from mlx_paged.kernels import availability, narrow_matmul
+from mlx_paged.kernels import check as kernel_check
+from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels import trial as kernel_trial
+from mlx_paged.kernels.check import SelfCheck
+from mlx_paged.kernels.plan import DTYPES, HEAD_DIMS, Variant
+from mlx_paged.kernels.trial import Text
 from tests.broken_texts import Launched
 
 CPU_ONLY = pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="there is a GPU")
@@ -78,7 +82,7 @@ def test_a_failing_variant_is_named_and_fails_the_run(
     monkeypatch.setattr(doctor, "self_check", check)
     monkeypatch.setattr(doctor, "launch_seconds", lambda variant: 12e-6)
     monkeypatch.setattr(doctor, "dense_seconds", lambda variant: 15e-6)
-    monkeypatch.setattr("mlx_paged.attention.select.device_decline", lambda: "MLX has no GPU here")
+    monkeypatch.setattr("mlx_paged.kernels.availability.device_decline", lambda: "MLX has no GPU here")
     with pytest.raises(SystemExit) as ended:
         doctor.main([])
     assert ended.value.code == 1
@@ -214,7 +218,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
     for module in (kernels, narrow_matmul, doctor):
         monkeypatch.setattr(module, "build_kernel", stand_in)
         monkeypatch.setattr(module, "backend", lambda: "cuda")
-    for module in (doctor, select):
+    for module in (doctor, availability):
         monkeypatch.setattr(module, "device_decline", lambda: None)
     for module in (kernel_check, doctor):
         monkeypatch.setattr(module, "MAX_RMS", float("inf"))

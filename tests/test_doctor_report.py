@@ -14,16 +14,21 @@ from unittest import mock
 import mlx.core as mx
 import pytest
 
-from mlx_paged import PagedConfig, doctor, doctor_checks, doctor_threads
-from mlx_paged.attention import kernel_build, kernel_timing, kernels
-from mlx_paged.attention.kernel_check import SelfCheck
-from mlx_paged.attention.kernel_plan import DTYPES, Variant
-from mlx_paged.doctor_models import DEMO_FOLDER, demo_folder
-from mlx_paged.doctor_process import Outcome, run_program
-from mlx_paged.doctor_report import Report
-from mlx_paged.doctor_row import Row
-from mlx_paged.doctor_shapes import POPULAR, Shape, popular_shapes
+from mlx_paged import PagedConfig
+from mlx_paged.cli.doctor import checks as doctor_checks
+from mlx_paged.cli.doctor import doctor
+from mlx_paged.cli.doctor import threads as doctor_threads
+from mlx_paged.cli.doctor.models import DEMO_FOLDER, demo_folder
+from mlx_paged.cli.doctor.process import Outcome, run_program
+from mlx_paged.cli.doctor.report import Report
+from mlx_paged.cli.doctor.row import Row
+from mlx_paged.cli.doctor.shapes import POPULAR, Shape, popular_shapes
 from mlx_paged.errors import ConfigError
+from mlx_paged.kernels import build as kernel_build
+from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels import timing as kernel_timing
+from mlx_paged.kernels.check import SelfCheck
+from mlx_paged.kernels.plan import DTYPES, Variant
 from scripts import demo_model
 
 CPU_ONLY = pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="there is a GPU")
@@ -77,7 +82,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Callable[[Variant
     monkeypatch.setattr(doctor, "self_check", lambda variant: entries["check"](variant))
     monkeypatch.setattr(doctor, "launch_seconds", lambda variant: 12e-6)
     monkeypatch.setattr(doctor, "dense_seconds", lambda variant: None if variant.softcap else 16e-6)
-    monkeypatch.setattr("mlx_paged.attention.select.device_decline", lambda: "MLX has no GPU here")
+    monkeypatch.setattr("mlx_paged.kernels.availability.device_decline", lambda: "MLX has no GPU here")
     monkeypatch.setattr(doctor_checks, "CHECKS", ())
     yield entries
 
@@ -295,7 +300,7 @@ def test_the_other_checks_run_with_the_configuration(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(doctor_checks, "run_program", run)
     assert doctor_checks.speed(PagedConfig(block_size=16, kernel="off")) == (True, {"stock": 1.0})
-    assert asked == [("mlx_paged.doctor_speed", {"MLX_PAGED_KERNEL": "off", "MLX_PAGED_BLOCK_SIZE": "16"})]
+    assert asked == [("mlx_paged.cli.doctor.speed", {"MLX_PAGED_KERNEL": "off", "MLX_PAGED_BLOCK_SIZE": "16"})]
     monkeypatch.setattr(doctor_checks, "device_decline", lambda: None)
     monkeypatch.setattr(doctor_checks, "ordering_stress", lambda: {"1": "same", "1000": "tokens differ"})
     assert doctor_checks.ordering(PagedConfig())[0] is False

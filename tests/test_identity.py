@@ -17,8 +17,8 @@ import pytest
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from mlx_paged import identity
-from mlx_paged.identity import model_identity
+from mlx_paged.prefix import identity
+from mlx_paged.prefix.identity import model_identity
 from tests.builders import build
 
 

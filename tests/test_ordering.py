@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from mlx_paged import doctor_ordering
-from mlx_paged.attention import kernel_build
-from mlx_paged.doctor_ordering import difference, ordering_stress
-from mlx_paged.doctor_process import Outcome
+from mlx_paged.cli.doctor import ordering as doctor_ordering
+from mlx_paged.cli.doctor.ordering import difference, ordering_stress
+from mlx_paged.cli.doctor.process import Outcome
+from mlx_paged.kernels import build as kernel_build
 
 STEPS = 200
 
 
 def tokens_with(seed: int, steps: int, **variables: str) -> dict[str, list[int]]:
-    """Of mlx_paged/doctor_ordering.py in a process of its own."""
+    """Of mlx_paged/cli/doctor/ordering.py in a process of its own."""
     outcome = doctor_ordering.tokens_with(seed, steps, **variables)
     assert outcome.error is None, outcome.error
     tokens, paths = outcome.values

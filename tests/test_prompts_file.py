@@ -21,12 +21,12 @@ from mlx_lm import generate, load
 from mlx_lm.generate import setup_arg_parser
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_paged.batch_run import QUEUED_PER_ROW, BatchRun
+from mlx_paged.cli.batch_run import QUEUED_PER_ROW, BatchRun
+from mlx_paged.cli.generate import extend_parser
+from mlx_paged.cli.progress import BatchProgress
+from mlx_paged.cli.prompts_file import Counts, Prompt, Results, read_prompts
+from mlx_paged.cli.sampling import Sampling
 from mlx_paged.errors import PromptsFileError
-from mlx_paged.generate import extend_parser
-from mlx_paged.progress import BatchProgress
-from mlx_paged.prompts_file import Counts, Prompt, Results, read_prompts
-from mlx_paged.sampling import Sampling
 from tests.terminal import on_a_terminal
 from tests.test_command_line import save_model
 

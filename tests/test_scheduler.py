@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from mlx_paged.engine.scheduler import Growth, Plan, Request, Scheduler
 from mlx_paged.errors import PoolExhaustedError, RequestTooLargeError
-from mlx_paged.scheduler import Growth, Plan, Request, Scheduler
 
 BLOCK = 4
 

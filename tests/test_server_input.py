@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from mlx_paged import request_body
-from mlx_paged.request_body import RequestRefused, parse_body
+from mlx_paged.serve import request_body
+from mlx_paged.serve.request_body import RequestRefused, parse_body
 from tests.server_process import ServerProcess
 from tests.tiny_model import make_tiny_model
 

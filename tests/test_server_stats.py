@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from mlx_paged.cli.server import ServerParser
 from mlx_paged.errors import ConfigError
-from mlx_paged.metrics import MetricsUnavailable, metrics_text
-from mlx_paged.server import ServerParser
-from mlx_paged.server_config import ServerConfig
-from mlx_paged.server_stats import ServerStats
+from mlx_paged.serve.metrics import MetricsUnavailable, metrics_text
+from mlx_paged.serve.server_config import ServerConfig
+from mlx_paged.serve.server_stats import ServerStats
 
 
 def report(stats: ServerStats) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from mlx_lm import server as upstream
 
 from mlx_paged.patches.prefix_cache import PagedPromptCache
 from mlx_paged.patches.response_generator import PagedResponseGenerator
-from mlx_paged.request_body import RequestRefused
+from mlx_paged.serve.request_body import RequestRefused
 from tests.server_process import ServerProcess
 from tests.test_stop_strings import cut_of
 from tests.tiny_model import make_tiny_model

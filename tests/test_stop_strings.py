@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlx_paged.stop_strings import StopStrings
+from mlx_paged.serve.stop_strings import StopStrings
 
 
 def cut_of(text: str, stops: list[str]) -> str:

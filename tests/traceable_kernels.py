@@ -9,8 +9,8 @@ from unittest import mock
 
 import mlx.core as mx
 
-from mlx_paged import compiled_step
-from mlx_paged.attention import kernels
+from mlx_paged.engine import compiled_step
+from mlx_paged.kernels import ops as kernels
 from tests.fake_kernels import FakeKernels, fake_kernels
 
 

@@ -1,0 +1,1 @@
+"""Attention over block tables: which path it takes, and the gathering path."""

@@ -9,17 +9,18 @@ from typing import NamedTuple, cast
 import mlx.core as mx
 
 from ..errors import GeometryError
+from ..kernels.availability import prepares_plans
+from ..kernels.build import KernelUnavailable
+from ..kernels.plan import MAX_QUERY_LENGTH
 from ..kv.block_table import BlockTable
 from ..kv.group import BlockGroup
-from ..kv.in_place import InPlaceStorage
 from ..kv.pool import BlockPool
 from ..kv.step import Step
-from ..kv.storage import QueryHeads
-from ..masks import causal_mask
+from ..kv.storage.base import QueryHeads
+from ..kv.storage.choice import kernel_decline
+from ..kv.storage.in_place import InPlaceStorage
 from . import gather
-from .kernel_build import KernelUnavailable
-from .kernel_plan import MAX_QUERY_LENGTH
-from .select import kernel_decline, prepares_plans
+from .masks import causal_mask
 
 # Where MLX's attention prepares a plan for each new shape (docs/adr/0010), the kernel takes up to so many new tokens of
 # a sequence, and so many of them times its length: it reads the context again for each.

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
-from ..masks import causal_mask
+from .masks import causal_mask
 
 
 def ring_rotation(table: BlockTable, window: int | None) -> int:

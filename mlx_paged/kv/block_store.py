@@ -13,7 +13,7 @@ import mlx.core as mx
 from ..errors import ConfigError, PoolExhaustedError
 from .group import BlockGroup, ChooseStorage, LayerGroup, check_layout, functional_storage
 from .holder import BlockHolder
-from .storage import Geometry, QueryHeads
+from .storage.base import Geometry, QueryHeads
 from .turn import Turn
 
 UNLIMITED = 1 << 62

@@ -10,9 +10,9 @@ import mlx.core as mx
 from ..errors import ConfigError, GeometryError
 from .allocator import BlockAllocator
 from .block_table import BlockTable
-from .functional import FunctionalStorage
 from .step import DeviceTables, Step, step_key
-from .storage import Geometry, QueryHeads, Storage
+from .storage.base import Geometry, QueryHeads, Storage
+from .storage.functional import FunctionalStorage
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 128
 # Doubling a large pool would reserve up to twice what is in use; see docs/adr/0001.

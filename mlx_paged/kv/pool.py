@@ -14,7 +14,7 @@ from .block_table import BlockTable
 from .group import BlockGroup, ChooseStorage, LayerGroup, functional_storage
 from .stats import PagedCacheStats, check_group, count
 from .step import DeviceTables, Step
-from .storage import Storage
+from .storage.base import Storage
 
 
 class BlockPool(BlockStore):

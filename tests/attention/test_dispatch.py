@@ -17,12 +17,12 @@ from mlx_paged.attention.dispatch import (
     reset_dispatch_counts,
 )
 from mlx_paged.attention.gather import gather_attention, ring_rotation
-from mlx_paged.cache import PagedKVCache, SequenceTables
+from mlx_paged.attention.masks import causal_mask
+from mlx_paged.cache.sequence import PagedKVCache, SequenceTables
 from mlx_paged.errors import GeometryError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.masks import causal_mask
 
 HEADS, Q_HEADS, DIM, VDIM, SCALE = 2, 6, 16, 8, 0.25
 

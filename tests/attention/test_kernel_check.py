@@ -10,9 +10,9 @@ from unittest import mock
 import mlx.core as mx
 import pytest
 
-from mlx_paged.attention import kernels
-from mlx_paged.attention.kernel_check import self_check
-from mlx_paged.attention.kernel_plan import Variant
+from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.check import self_check
+from mlx_paged.kernels.plan import Variant
 from tests.fake_kernels import FakeKernels, fake_kernels
 
 VARIANT = Variant("paged_decode", "metal", mx.float32, 64, 64, 2, 16)

@@ -9,15 +9,19 @@ from unittest import mock
 import mlx.core as mx
 import pytest
 
-from mlx_paged.attention import kernel_check, kernel_trial, kernels, narrow_matmul, select
-from mlx_paged.attention.decode_spec import pool_texts
-from mlx_paged.attention.kernel_build import KernelUnavailable
-from mlx_paged.attention.kernel_check import SelfCheck, self_check
-from mlx_paged.attention.kernel_plan import Variant
-from mlx_paged.attention.kernel_trial import Text, failure_of, few_of
-from mlx_paged.kv.functional import FunctionalStorage
-from mlx_paged.kv.in_place import InPlaceStorage
-from mlx_paged.kv.storage import Geometry, QueryHeads
+from mlx_paged.kernels import availability, narrow_matmul
+from mlx_paged.kernels import check as kernel_check
+from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels import trial as kernel_trial
+from mlx_paged.kernels.build import KernelUnavailable
+from mlx_paged.kernels.check import SelfCheck, self_check
+from mlx_paged.kernels.decode_spec import pool_texts
+from mlx_paged.kernels.plan import Variant
+from mlx_paged.kernels.trial import Text, failure_of, few_of
+from mlx_paged.kv.storage.base import Geometry, QueryHeads
+from mlx_paged.kv.storage.choice import storage_choice
+from mlx_paged.kv.storage.functional import FunctionalStorage
+from mlx_paged.kv.storage.in_place import InPlaceStorage
 from tests.broken_texts import Launched
 from tests.fake_kernels import fake_kernels
 
@@ -98,10 +102,10 @@ def test_without_another_variant_the_kernel_is_unavailable_and_new_pools_are_fun
     launched(lambda text: "ends" not in text.few and text.body == "paged_decode")
     geometry, heads = Geometry(2, 64, 64, mx.float32), QueryHeads(8)
     with (
-        mock.patch.object(select, "device_decline", lambda: None),
+        mock.patch.object(availability, "device_decline", lambda: None),
         mock.patch.object(kernel_check, "self_check", lambda variant: SelfCheck(variant, True, 0.0, 0.1, "")),
     ):
-        choose = select.storage_choice(None)
+        choose = storage_choice(None)
         assert choose(geometry, 16, heads, 0).form is InPlaceStorage
         prepare(1)
         with pytest.warns(UserWarning, match="is off"), pytest.raises(KernelUnavailable, match="does not compile"):

@@ -6,9 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.attention import kernel_build, kernels
-from mlx_paged.attention.kernel_check import self_check
-from mlx_paged.attention.kernel_plan import count_partitions, plan_decode, run_length
+from mlx_paged.kernels import build as kernel_build
+from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.check import self_check
+from mlx_paged.kernels.plan import count_partitions, plan_decode, run_length
 
 HAS_GPU = kernel_build.backend() is not None
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="MLX sees no GPU")

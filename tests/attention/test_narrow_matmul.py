@@ -10,9 +10,10 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_paged.attention import kernel_build, narrow_matmul
-from mlx_paged.attention.kernel_check import MAX_RMS
-from mlx_paged.attention.narrow_matmul import (
+from mlx_paged.kernels import build as kernel_build
+from mlx_paged.kernels import narrow_matmul
+from mlx_paged.kernels.check import MAX_RMS
+from mlx_paged.kernels.narrow_matmul import (
     ADDED,
     BIASED,
     BODIES,

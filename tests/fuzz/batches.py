@@ -18,13 +18,13 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.radix import RadixTree
-from mlx_paged.kv.spill import SpillStore
 from mlx_paged.patches import registry
 from mlx_paged.patches.generate import PagedBatchGenerator
 from mlx_paged.patches.prefix_cache import PagedPromptCache
 from mlx_paged.patches.topology import fresh_caches, probe_geometry
-from mlx_paged.prefix_store import NoPrefixStore
+from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.spill import SpillStore
+from mlx_paged.prefix.store import NoPrefixStore
 from tests.fake_kernels import fake_kernels
 from tests.fuzz.cases import Case, Request, model_of
 

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import RotatingKVCache
 
-from mlx_paged import prefix
 from mlx_paged.attention.gather import attention
-from mlx_paged.attention.select import storage_choice
-from mlx_paged.batch_cache import PagedBatchKVCache
-from mlx_paged.cache import PagedKVCache, SequenceTables
+from mlx_paged.cache.batch_cache import PagedBatchKVCache
+from mlx_paged.cache.sequence import PagedKVCache, SequenceTables
 from mlx_paged.errors import BlockStateError, ConfigError, PoolExhaustedError, TrimError
 from mlx_paged.kv.allocator import NULL_BLOCK
 from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.radix import RadixTree
+from mlx_paged.kv.storage.choice import storage_choice
 from mlx_paged.patches.cache import PagedLayerCache
+from mlx_paged.prefix import detached as prefix
+from mlx_paged.prefix.radix import RadixTree
 from tests.fake_kernels import fake_kernels
 from tests.test_cache import HEADS, KD, VD, assert_same, kv, noise
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mlx_paged.attention.dispatch import paged_attention
-from mlx_paged.cache import PagedKVCache, SequenceTables
+from mlx_paged.cache.sequence import PagedKVCache, SequenceTables
 from mlx_paged.errors import BlockStateError, ConfigError, GeometryError, PoolExhaustedError, TrimError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup

@@ -10,15 +10,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.attention.select import storage_choice
 from mlx_paged.errors import BlockStateError, PoolExhaustedError
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.budget import Append, PoolBudget
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.radix import RadixTree
-from mlx_paged.kv.storage import QueryHeads
+from mlx_paged.kv.storage.base import QueryHeads
+from mlx_paged.kv.storage.choice import storage_choice
+from mlx_paged.prefix.radix import RadixTree
 from tests.fake_kernels import fake_kernels
 
 HEADS, DIM, SIZE, WINDOW = 2, 64, 8, 20

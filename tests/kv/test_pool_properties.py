@@ -20,12 +20,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from mlx_paged.attention.select import storage_choice
 from mlx_paged.errors import BlockStateError, PoolExhaustedError, TrimError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.storage import QueryHeads
+from mlx_paged.kv.storage.base import QueryHeads
+from mlx_paged.kv.storage.choice import storage_choice
 from tests.fake_kernels import fake_kernels
 
 LAYERS = ((0, 2), (1, 3))  # of the global group and of the window group

@@ -12,7 +12,7 @@ import pytest
 from mlx_paged.errors import BlockStateError, PoolExhaustedError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.radix import RadixTree
+from mlx_paged.prefix.radix import RadixTree
 from tests.kv.prefixes import check_contents, compute, make_pool, new_tables, release
 from tests.without_collector import without_collector
 

@@ -14,16 +14,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_paged.attention.select import storage_choice
 from mlx_paged.errors import PoolExhaustedError
-from mlx_paged.kv import spill_folder
 from mlx_paged.kv.group import LayerGroup
-from mlx_paged.kv.in_place import InPlaceStorage
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.radix import RadixTree
-from mlx_paged.kv.spill import SpillStore
-from mlx_paged.kv.spill_folder import SpillWarning
-from mlx_paged.kv.storage import QueryHeads
+from mlx_paged.kv.storage.base import QueryHeads
+from mlx_paged.kv.storage.choice import storage_choice
+from mlx_paged.kv.storage.in_place import InPlaceStorage
+from mlx_paged.prefix import spill_folder
+from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.spill import SpillStore
+from mlx_paged.prefix.spill_folder import SpillWarning
 from tests.fake_kernels import fake_kernels
 from tests.kv.prefixes import check_contents, compute, make_pool, new_tables, release
 

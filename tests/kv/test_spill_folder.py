@@ -16,9 +16,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_paged.kv import spill_folder
-from mlx_paged.kv.spill import SpillStore
-from mlx_paged.kv.spill_folder import SpillFolder, SpillWarning
+from mlx_paged.prefix import spill_folder
+from mlx_paged.prefix.spill import SpillStore
+from mlx_paged.prefix.spill_folder import SpillFolder, SpillWarning
 from tests.kv.test_spill import restored, spilled
 
 NOT_OURS = "0" * 32 + "-" + "0" * 32 + ".safetensors"

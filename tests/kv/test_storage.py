@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mlx_paged.kv.block_table import Segment
-from mlx_paged.kv.functional import FunctionalStorage
-from mlx_paged.kv.storage import Geometry
+from mlx_paged.kv.storage.base import Geometry
+from mlx_paged.kv.storage.functional import FunctionalStorage
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 SIZE, HEADS, KD, VD = 4, 3, 8, 16

@@ -1,11 +1,12 @@
-"""Drives the real launch code of mlx_paged.attention.kernels through the emulator."""
+"""Drives the real launch code of mlx_paged.kernels.ops through the emulator."""
 
 from contextlib import contextmanager
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.attention import kernel_build, kernels
+from mlx_paged.kernels import build as kernel_build
+from mlx_paged.kernels import ops as kernels
 from tests.msl import emulator
 
 # Outputs that a kernel may leave partly unwritten, and inputs it stores to.

@@ -15,8 +15,8 @@ from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
-from mlx_paged.attention import kernel_build
-from mlx_paged.attention.kernel_build import SIGNATURES, Constants
+from mlx_paged.kernels import build as kernel_build
+from mlx_paged.kernels.build import SIGNATURES, Constants
 
 REGISTERS = 128
 _TYPES = kernel_build._TYPE_NAMES["cuda"]
@@ -48,7 +48,7 @@ def compiler() -> str | None:
 def registers_of(body: str, constants: Constants, most: int = REGISTERS) -> Registers:
     """Compile one instance of a body that both dialects share. Raises CalledProcessError if it does not compile."""
     known = dict(constants)
-    header = (resources.files("mlx_paged.attention") / "kernels" / "prelude.cuh").read_text()
+    header = (resources.files("mlx_paged.kernels") / "text" / "prelude.cuh").read_text()
     _, source = kernel_build.kernel_source(body, "cuda", constants)
     inputs, outputs, _ = SIGNATURES[body]
     parameters = []

@@ -5,8 +5,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.attention import kernels
-from mlx_paged.attention.kernel_plan import HEAD_DIMS, MAX_THREADGROUP_BYTES, plan_decode
+from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.plan import HEAD_DIMS, MAX_THREADGROUP_BYTES, plan_decode
 from tests.msl.emulator import EmuError
 from tests.msl.harness import Case, emulated, to_float
 

@@ -7,7 +7,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.attention import kernel_build, narrow_matmul
+from mlx_paged.kernels import build as kernel_build
+from mlx_paged.kernels import narrow_matmul
 from tests.msl import emulator
 from tests.msl.emulator import EmuError
 from tests.msl.harness import to_float

@@ -4,7 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.attention import kernel_build, kernels
+from mlx_paged.kernels import build as kernel_build
+from mlx_paged.kernels import ops as kernels
 from tests.msl import emulator
 from tests.msl.emulator import EmuError
 from tests.msl.harness import emulated, to_float

@@ -5,10 +5,10 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlx_paged.attention.decode_spec import decode_constants_of
-from mlx_paged.attention.kernel_build import cores_listed
-from mlx_paged.attention.kernel_plan import HEAD_DIMS, Variant, partition_for, plan_decode
-from mlx_paged.attention.lane_layout import MOST_REGISTERS, LaneLayout, best_layout
+from mlx_paged.kernels.build import cores_listed
+from mlx_paged.kernels.decode_spec import decode_constants_of
+from mlx_paged.kernels.lane_layout import MOST_REGISTERS, LaneLayout, best_layout
+from mlx_paged.kernels.plan import HEAD_DIMS, Variant, partition_for, plan_decode
 from tests.msl import registers
 
 needs_compiler = pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")

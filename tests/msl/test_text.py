@@ -8,9 +8,10 @@ import sys
 import mlx.core as mx
 import pytest
 
-from mlx_paged.attention import kernel_build, kernels
-from mlx_paged.attention.decode_spec import decode_constants_of
-from mlx_paged.attention.kernel_plan import HEAD_DIMS, plan_decode
+from mlx_paged.kernels import build as kernel_build
+from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.decode_spec import decode_constants_of
+from mlx_paged.kernels.plan import HEAD_DIMS, plan_decode
 from tests.msl import emulator
 
 checker = pytest.importorskip("tests.msl.checker")

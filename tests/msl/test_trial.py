@@ -4,10 +4,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.attention import kernels
-from mlx_paged.attention.decode_spec import pool_texts, spec_of
-from mlx_paged.attention.kernel_plan import Variant, plan_decode
-from mlx_paged.attention.kernel_trial import MANY, Text, launch_alone
+from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.decode_spec import pool_texts, spec_of
+from mlx_paged.kernels.plan import Variant, plan_decode
+from mlx_paged.kernels.trial import MANY, Text, launch_alone
 from tests.msl.harness import Emulated, emulated
 
 

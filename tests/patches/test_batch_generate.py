@@ -16,8 +16,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.errors import PromptCacheError, RequestTooLargeError
-from mlx_paged.kv.radix import RadixTree
-from mlx_paged.prefix import SharedPrefixes
+from mlx_paged.prefix.detached import SharedPrefixes
+from mlx_paged.prefix.radix import RadixTree
 from tests.batch_runs import (
     Outcome,
     Spec,

@@ -16,7 +16,7 @@ from mlx_lm.models import llama
 
 import mlx_paged
 from mlx_paged import PagedConfig, PoolExhaustedError, SequenceTables
-from mlx_paged.batch_cache import PagedBatchKVCache
+from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.errors import RequestFailedError, RequestTooLargeError
 from mlx_paged.patches import registry
 from tests.batch_runs import generator

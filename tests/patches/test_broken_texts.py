@@ -12,9 +12,10 @@ import pytest
 from mlx_lm.generate import generate_step, speculative_generate_step
 
 import mlx_paged
-from mlx_paged import PagedConfig, compiled_step
+from mlx_paged import PagedConfig
 from mlx_paged.attention import dispatch
-from mlx_paged.attention.kernel_trial import Text
+from mlx_paged.engine import compiled_step
+from mlx_paged.kernels.trial import Text
 from tests.batch_runs import Outcome, generator, run_all
 from tests.broken_texts import Launched, broken_texts
 from tests.builders import build, perturbed, prompt_of

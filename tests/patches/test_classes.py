@@ -22,10 +22,10 @@ from mlx_lm.models import cache as upstream
 
 import mlx_paged
 from mlx_paged import PagedConfig, PagedKVCache
-from mlx_paged.kv.radix import RadixTree
 from mlx_paged.patches.composites import leaves
 from mlx_paged.patches.sharing import common_length
-from mlx_paged.prefix import SharedPrefixes
+from mlx_paged.prefix.detached import SharedPrefixes
+from mlx_paged.prefix.radix import RadixTree
 from scripts import model_configs
 from scripts.model_configs import CHUNK, WINDOW
 from scripts.model_matrix import lines_of_page

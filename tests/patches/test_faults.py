@@ -18,19 +18,18 @@ import pytest
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.errors import RequestFailedError
-from mlx_paged.kv.radix import RadixTree
 from mlx_paged.patches import sharing, snapshots
 from mlx_paged.patches.generate import PagedBatchGenerator
-from mlx_paged.prefix import SharedPrefixes
-from mlx_paged.prefix_store import NoPrefixStore
+from mlx_paged.prefix.detached import SharedPrefixes
+from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import NoPrefixStore
 from tests.batch_runs import kv_budget, mlx_lm_generate
 from tests.builders import build, greedy, prompt_of
 from tests.recurrent import build_recurrent
 
 BLOCK = 8
 ROOT = Path(mlx_paged.__file__).parent
-WATCHED = {str(path) for path in (ROOT / "kv").glob("*.py")}
-WATCHED |= {str(ROOT / f"{name}.py") for name in ("cache", "batch_cache", "batch_tables", "prefix", "prefix_store")}
+WATCHED = {str(path) for folder in ("kv", "cache", "prefix") for path in (ROOT / folder).rglob("*.py")}
 WATCHED |= {sharing.__file__, snapshots.__file__}
 
 

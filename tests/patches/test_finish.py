@@ -9,10 +9,10 @@ import pytest
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.kv.radix import RadixTree
 from mlx_paged.patches.generate import PagedBatchGenerator
-from mlx_paged.prefix import SharedPrefixes
-from mlx_paged.prefix_store import NoPrefixStore
+from mlx_paged.prefix.detached import SharedPrefixes
+from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import NoPrefixStore
 from tests.batch_runs import Outcome, Spec, collect, make_solos, mlx_lm_generate, model_of, run_all, solo
 from tests.builders import prompt_of
 from tests.recurrent import RECURRENT

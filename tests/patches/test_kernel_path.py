@@ -167,7 +167,7 @@ def test_demanded_but_unsupported_is_an_error_before_anything_is_changed() -> No
     model = build("llama", num_attention_heads=3, num_key_value_heads=1, head_dim=24)
     with pytest.MonkeyPatch.context() as patch:
         reason = "head_dim 24/24 is not one of the kernel's"
-        patch.setattr("mlx_paged.attention.select.kernel_decline", lambda *_: reason)
+        patch.setattr("mlx_paged.kv.storage.choice.kernel_decline", lambda *_: reason)
         mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
         with pytest.raises(KernelUnavailableError, match=f"kernel=on, but {reason}"):
             greedy(model, prompt_of(9), 2)
@@ -183,16 +183,16 @@ def test_demanded_but_unsupported_is_an_error_before_anything_is_changed() -> No
 
 def test_off_never_asks_for_a_kernel() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlx_paged.attention.select.kernel_decline", lambda *_: pytest.fail("asked"))
+        patch.setattr("mlx_paged.kv.storage.choice.kernel_decline", lambda *_: pytest.fail("asked"))
         mlx_paged.apply_patches(PagedConfig(use_native_paged_kernel=False))
         greedy(MODELS["llama"], prompt_of(9), 2)
     assert mlx_paged.last_dispatch() == ("gather", "kernel=off")
 
 
 def test_auto_without_a_gpu_gathers_and_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_paged.attention.select.device_decline", lambda: "MLX has no GPU here")
+    monkeypatch.setattr("mlx_paged.kernels.availability.device_decline", lambda: "MLX has no GPU here")
     for name in ("build_kernel", "variants_of"):
-        monkeypatch.setattr(f"mlx_paged.attention.kernels.{name}", lambda *_: pytest.fail("built"))
+        monkeypatch.setattr(f"mlx_paged.kernels.ops.{name}", lambda *_: pytest.fail("built"))
     mlx_paged.apply_patches()
     greedy(MODELS["llama"], prompt_of(9), 2)
     assert mlx_paged.last_dispatch() == ("gather", "MLX has no GPU here")

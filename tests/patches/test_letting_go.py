@@ -18,7 +18,7 @@ from mlx_paged import PagedConfig, PoolExhaustedError, RequestFailedError
 from mlx_paged.patches.generate import PagedBatchGenerator
 from mlx_paged.patches.prefix_cache import PagedPromptCache
 from mlx_paged.patches.served_batch import AnswerQueue, Served, ServedBatch
-from mlx_paged.server_stats import ServerStats
+from mlx_paged.serve.server_stats import ServerStats
 from scripts import model_configs
 from tests.batch_runs import generator, kv_budget
 from tests.builders import build, greedy, perturbed, prompt_of

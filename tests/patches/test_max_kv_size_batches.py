@@ -11,9 +11,9 @@ from mlx_lm.models import cache as upstream
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.kv.radix import RadixTree
 from mlx_paged.patches.prefix_cache import PagedPromptCache
-from mlx_paged.prefix import SharedPrefixes
+from mlx_paged.prefix.detached import SharedPrefixes
+from mlx_paged.prefix.radix import RadixTree
 from scripts import model_configs
 from tests.batch_runs import Outcome, collect, generator, kv_budget, run_all
 from tests.bounded import KINDS, SIZE, STEP, assert_gathered, blocks_at_most, conversation, model_of, solo

@@ -18,11 +18,11 @@ from mlx_paged import PagedConfig
 from mlx_paged.errors import RequestTooLargeError
 from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.spill import SpillStore
 from mlx_paged.patches import engine, registry, response_generator
 from mlx_paged.patches.generate import PagedBatchGenerator
 from mlx_paged.patches.prefix_cache import PagedPromptCache
 from mlx_paged.patches.topology import fresh_caches
+from mlx_paged.prefix.spill import SpillStore
 from tests.builders import build, greedy, prompt_of
 from tests.fake_kernels import fake_kernels
 

@@ -53,7 +53,7 @@ def test_a_server_that_cannot_be_adapted_says_so_and_does_not_pretend_to_ask_for
 ) -> None:
     import mlx_lm.server as upstream
 
-    from mlx_paged import server
+    from mlx_paged.cli import server
 
     def upstream_main() -> None:
         parser = upstream.argparse.ArgumentParser()

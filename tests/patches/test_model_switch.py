@@ -16,7 +16,7 @@ import pytest
 from mlx_lm import server as upstream
 
 from mlx_paged.errors import ModelFolderError
-from mlx_paged.models import check_weight_files
+from mlx_paged.model_folder import check_weight_files
 from mlx_paged.patches import model_switch
 from mlx_paged.patches.model_names import ModelNames
 from mlx_paged.patches.model_switch import Candidate

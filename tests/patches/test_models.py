@@ -10,8 +10,8 @@ from mlx_lm.models import cache as upstream
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.kv.radix import RadixTree
-from mlx_paged.prefix import SharedPrefixes
+from mlx_paged.prefix.detached import SharedPrefixes
+from mlx_paged.prefix.radix import RadixTree
 from scripts import model_configs
 from scripts.model_matrix import Row, examine, line_of, lines_of_page
 from tests.batch_runs import Outcome, generator, run_all

@@ -15,11 +15,11 @@ from mlx_lm.models.cache import KVCache, LRUPromptCache, RotatingKVCache
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.identity import model_identity
-from mlx_paged.kv.spill import SpillStore
 from mlx_paged.patches.generate import PagedBatchGenerator
 from mlx_paged.patches.prefix_cache import PagedPromptCache
-from mlx_paged.prefix import SharedPrefixes
+from mlx_paged.prefix.detached import SharedPrefixes
+from mlx_paged.prefix.identity import model_identity
+from mlx_paged.prefix.spill import SpillStore
 from tests.builders import KINDS, WINDOW, build, prompt_of
 
 BLOCK = 8

@@ -23,7 +23,7 @@ from mlx_paged.patches.prompt_job import BoundedTokenizer, PromptJob, least_toke
 from mlx_paged.patches.prompt_maker import LARGE_BYTES, PromptMaker, PromptSetup
 from mlx_paged.patches.template_variables import template_variables
 from mlx_paged.patches.warn import FallThroughWarning
-from mlx_paged.request_body import RequestRefused
+from mlx_paged.serve.request_body import RequestRefused
 
 pytestmark = pytest.mark.demo_model
 

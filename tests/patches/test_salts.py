@@ -12,12 +12,12 @@ from mlx_lm.models import cache as upstream
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.kv.radix import RadixTree
-from mlx_paged.kv.spill import SpillStore
 from mlx_paged.patches.generate import PagedBatchGenerator
 from mlx_paged.patches.prefix_cache import PagedPromptCache
-from mlx_paged.prefix import SharedPrefixes
-from mlx_paged.prefix_store import NoPrefixStore
+from mlx_paged.prefix.detached import SharedPrefixes
+from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.spill import SpillStore
+from mlx_paged.prefix.store import NoPrefixStore
 from tests.batch_runs import mlx_lm_generate, model_of
 from tests.builders import KINDS, WINDOW, build, greedy, prompt_of
 from tests.recurrent import RECURRENT

@@ -11,11 +11,11 @@ import pytest
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.kv.radix import RadixTree
 from mlx_paged.patches.generate import PagedBatchGenerator
 from mlx_paged.patches.sharing import common_length
-from mlx_paged.prefix import SharedPrefixes
-from mlx_paged.prefix_store import NoPrefixStore
+from mlx_paged.prefix.detached import SharedPrefixes
+from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import NoPrefixStore
 from tests.batch_runs import kv_budget, mlx_lm_generate, model_of
 from tests.builders import KINDS, WINDOW, build, greedy, prompt_of
 from tests.fake_kernels import fake_kernels

@@ -15,9 +15,10 @@ import mlx.core as mx
 import pytest
 import yaml
 
-from mlx_paged.attention import kernel_build, kernels
-from mlx_paged.attention.kernel_plan import DTYPES
-from mlx_paged.doctor_shapes import POPULAR, Shape, popular_shapes
+from mlx_paged.cli.doctor.shapes import POPULAR, Shape, popular_shapes
+from mlx_paged.kernels import build as kernel_build
+from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.plan import DTYPES
 
 checker: Any = pytest.importorskip("tests.msl.checker")
 

@@ -1,0 +1,242 @@
+"""BatchTables: the block tables of several sequences that decode together."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import mlx.core as mx
+
+from ..errors import BlockStateError, without_frames
+from ..kv.block_table import BlockTable
+from ..kv.pool import BlockPool
+from .sequence import SequenceTables
+
+T = TypeVar("T")
+
+
+class OncePerBatch(Generic[T]):
+    """mlx-lm calls filter, extend, extract and merge once for each layer; what they make is shared by all layers.
+
+    The first layer makes it, each other layer gets the same, and a layer that comes by a second time begins anew.
+    Nothing is kept alive.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, tuple[weakref.ref[Any], tuple[weakref.ref[Any], ...], set[int]]] = {}
+
+    def get(self, key: Hashable, sources: Sequence[Any], layer: int, make: Callable[[], T]) -> T:
+        """What ``make`` made for this key and these very sources, unless the layer had it already."""
+        known = self._made.get(key)
+        if known is not None:
+            made, refs, layers = known
+            value: T | None = made()
+            same = len(refs) == len(sources) and all(ref() is source for ref, source in zip(refs, sources, strict=True))
+            if value is not None and same and layer not in layers:
+                layers.add(layer)
+                return value
+        fresh = make()
+        self._made[key] = (
+            weakref.ref(fresh, lambda _: self._made.pop(key, None)),
+            tuple(weakref.ref(source) for source in sources),
+            {layer},
+        )
+        return fresh
+
+
+class FailedRow(NamedTuple):
+    """A row for which no block could be had, and why; the error has no frames."""
+
+    row: int
+    error: Exception
+
+
+class BatchTables:
+    """The sequences of a batch, in order. Shared by the caches of all layers; its members never change: a batch with
+    others is another BatchTables over the same sequences.
+
+    A decode step takes a token for every row at once: :meth:`reserve` (by whoever drives the batch, or by the first
+    layer of a group to come by), then each layer writes it. Offsets are host integers; the device's copy is made once
+    per step and group, from them, and depends on no other array.
+
+    Args:
+        pool: of all the sequences.
+        rows: each at the same offset in all its layers.
+
+    Raises:
+        BlockStateError: a row stopped in the middle of a step, or is of another pool.
+    """
+
+    def __init__(self, pool: BlockPool, rows: Sequence[SequenceTables]) -> None:
+        for row in rows:
+            if row.pool is not pool:
+                raise BlockStateError("a sequence of another pool cannot join a batch")
+            for table, group in zip(row.tables, pool.groups, strict=True):
+                if any(row.offsets[layer] != table.length for layer in group.spec.layers):
+                    raise BlockStateError("a sequence whose layers are at different offsets cannot join a batch")
+        self.pool = pool
+        self.rows = tuple(rows)
+        self.tables: list[list[BlockTable]] = [[row.tables[g] for row in rows] for g in range(len(pool.groups))]
+        self._place = {layer: index for index, group in enumerate(pool.groups) for layer in group.spec.layers}
+        # Decode steps since the rows' own offsets were last right: reserved for each group, written by each layer.
+        self._reserved = [0] * len(pool.groups)
+        self._written = dict.fromkeys(self._place, 0)
+        self._offsets: dict[tuple[int, ...], mx.array] = {}
+        # The latest array mask made for each group, by which it is known when it comes back.
+        self.masks: dict[int, mx.array] = {}
+        self.selected: OncePerBatch[BatchTables] = OncePerBatch()
+        self.joined: OncePerBatch[BatchTables] = OncePerBatch()
+        self.extracted: OncePerBatch[SequenceTables] = OncePerBatch()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def tables_of(self, layer: int) -> list[BlockTable]:
+        """Of the layer's group, one for each row."""
+        return self.tables[self._place[layer]]
+
+    def offsets(self, layer: int) -> list[int]:
+        """Tokens the layer has seen, for each row."""
+        group = self._place[layer]
+        if not self._reserved[group]:
+            return [row.offsets[layer] for row in self.rows]
+        behind = self._reserved[group] - self._written[layer]
+        return [table.length - behind for table in self.tables[group]]
+
+    def window_of(self, mask: mx.array | str | None) -> int | None:
+        """Of a mask made for one of the groups: a window that leaves each row what the group does. None for others."""
+        for group, made in self.masks.items():
+            if made is mask:
+                return self.pool.groups[group].spec.window or 1 << 30
+        return None
+
+    def device_offsets(self, layer: int) -> mx.array:
+        """The same as int32 ``[B]``; one array for all layers at the same place."""
+        group = self._place[layer]
+        key = (group, self._reserved[group], self._written[layer])
+        if not self._reserved[group]:
+            return mx.array(self.offsets(layer), mx.int32)
+        known = self._offsets.get(key)
+        if known is None:
+            values = tuple(self.offsets(layer))
+            # Another group's array serves as well if it says the same, as it does in every step.
+            known = self._offsets.get(values)
+            if known is None:
+                self._offsets = {values: (known := mx.array(values, mx.int32))}
+            self._offsets[key] = known
+        return known
+
+    # Decode steps ---------------------------------------------------------------------------------------------
+
+    def reserve(self) -> FailedRow | None:
+        """One more token for every row in every group.
+
+        Returns:
+            None; or the row for which a block was missing, and why. Nothing has been reserved then.
+        """
+        done = 0
+        try:
+            while done < len(self.tables):
+                failed = self._reserve_group(done)
+                if failed is not None:
+                    return failed
+                done += 1
+        finally:
+            if done < len(self.tables):
+                for group in range(done):
+                    self._take_back(group, len(self.rows))
+            failed = None  # whose error's frames hold this one
+        return None
+
+    def _reserve_group(self, group: int) -> FailedRow | None:
+        tables = self.tables[group]
+        others = self.pool.append_token(group, tables)
+        for place, index in enumerate(others):
+            try:
+                self.pool.append_tokens(tables[index], 1)
+            except Exception as error:
+                for undone in set(range(len(tables))).difference(others[place:]):
+                    self.pool.trim(tables[undone], 1)
+                return FailedRow(index, without_frames(error))
+        self._reserved[group] += 1
+        return None
+
+    def _take_back(self, group: int, count: int) -> None:
+        for table in self.tables[group][:count]:
+            self.pool.trim(table, 1)
+        self._reserved[group] -= 1
+        for layer in self.pool.groups[group].spec.layers:
+            self._written[layer] = min(self._written[layer], self._reserved[group])
+
+    def take_back(self) -> None:
+        """Undo the latest :meth:`reserve`; what layers wrote for it is forgotten."""
+        for group in range(len(self.tables)):
+            self._take_back(group, len(self.rows))
+
+    def take(self, layer: int) -> list[BlockTable]:
+        """The tables with the layer's next token reserved, to write and read it."""
+        group = self._place[layer]
+        if self._written[layer] == self._reserved[group]:
+            if not self._reserved[group]:
+                self._check_level(group)
+            failed = self._reserve_group(group)
+            if failed is not None:
+                try:
+                    raise failed.error
+                finally:
+                    del failed  # the error's traceback has this frame
+        elif self._written[layer] != self._reserved[group] - 1:
+            raise BlockStateError(f"layer {layer} missed a step of its group")
+        self._written[layer] += 1
+        return self.tables[group]
+
+    def _check_level(self, group: int) -> None:
+        for row, table in zip(self.rows, self.tables[group], strict=True):
+            if any(row.offsets[layer] != table.length for layer in self.pool.groups[group].spec.layers):
+                raise BlockStateError("the layers of a group are at different offsets")
+
+    def untake(self) -> None:
+        """Undo one :meth:`take` of every layer; the positions stay reserved, for the layers to take again."""
+        for layer in self._written:
+            self._written[layer] -= 1
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._place)
+
+    def settle(self) -> None:
+        """Make the rows' own offsets right, so that a row can be used outside the batch."""
+        for group, tables in enumerate(self.tables):
+            if not self._reserved[group]:
+                continue
+            for layer in self.pool.groups[group].spec.layers:
+                behind = self._reserved[group] - self._written[layer]
+                self._written[layer] = 0
+                for row, table in zip(self.rows, tables, strict=True):
+                    row.offsets[layer] = table.length - behind
+            self._reserved[group] = 0
+        self._offsets = {}
+
+    # Other batches over the same sequences ---------------------------------------------------------------------
+
+    def select(self, keep: Sequence[int]) -> BatchTables:
+        self.settle()
+        return BatchTables(self.pool, [self.rows[index] for index in keep])
+
+    def join(self, other: BatchTables) -> BatchTables:
+        self.settle()
+        other.settle()
+        return BatchTables(self.pool, [*self.rows, *other.rows])
+
+    def fork(self, index: int) -> SequenceTables:
+        """A row of its own: references to the same blocks."""
+        self.settle()
+        return copy.deepcopy(self.rows[index])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchTables:
+        self.settle()
+        fork = BatchTables(self.pool, [copy.deepcopy(row, memo) for row in self.rows])
+        memo[id(self)] = fork
+        return fork

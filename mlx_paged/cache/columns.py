@@ -1,0 +1,115 @@
+"""Columns: rows of different lengths side by side, padded on the left, as mlx-lm's batch caches lay them out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ..kv.block_table import BlockTable
+from ..kv.pool import BlockPool
+from ..kv.step import Step
+
+
+class Columns:
+    """The visible tokens of B rows for their next tokens: the last column is the last new token's, padding included.
+
+    Args:
+        offsets: tokens each row has had.
+        counts: real new tokens of each row.
+        width: new tokens, padding included.
+        window: sliding window of the layer, or None.
+    """
+
+    def __init__(self, offsets: Sequence[int], counts: Sequence[int], width: int, window: int | None) -> None:
+        self.offsets = offsets
+        self.counts = counts
+        self.width = width
+        self.window = window
+        # Visible tokens of each row before the new ones.
+        self.before = [offset if window is None else min(offset, window - 1) for offset in offsets]
+        self.longest = max(self.before, default=0) + width
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether some of the new tokens are padding."""
+        return any(count < self.width for count in self.counts)
+
+    def _indices(self) -> mx.array:
+        """Number of each column among its row's visible tokens, int32 ``[B, longest]``; negative in the padding on the
+        left."""
+        ends = mx.array([before + self.width for before in self.before], mx.int32)[:, None]
+        return ends + mx.arange(-self.longest, 0, dtype=mx.int32)
+
+    def _positions(self, pinned: int) -> mx.array:
+        """Position in its row of each column, int32 ``[B, longest]``; negative in the padding on the left. The first
+        visible tokens are the ``pinned`` ones."""
+        indices = self._indices()
+        behind = mx.array([o - b for o, b in zip(self.offsets, self.before, strict=True)], mx.int32)[:, None]
+        positions = mx.where(indices < 0, indices, indices + behind)
+        return mx.where(indices < pinned, indices, positions) if pinned else positions
+
+    def mask(self, window: int | None, tables: Sequence[BlockTable]) -> mx.array:
+        """What each new token sees, boolean ``[B, 1, width, longest]``.
+
+        Args:
+            window: of the mask, at most that of the layer.
+            tables: of the rows.
+        """
+        if self.width == 1 and window is not None and window != self.window and tables and tables[0].pinned:
+            return self._narrow_mask(window, tables)
+        # By number, not by position: as in mlx-lm, tokens behind the window count neither for it nor for pinned ones.
+        keys = self._indices()[:, None, None]
+        queries = mx.array(self.before, mx.int32)[:, None, None, None]
+        queries = queries + mx.arange(self.width, dtype=mx.int32)[:, None]
+        mask = (keys >= 0) & (keys <= queries)
+        if window is not None:
+            mask = mask & (keys > queries - window)
+        if self.is_padded:
+            ends = [before + count for before, count in zip(self.before, self.counts, strict=True)]
+            mask = mask & (keys < mx.array(ends, mx.int32)[:, None, None, None])
+        return mask
+
+    def _narrow_mask(self, window: int, tables: Sequence[BlockTable]) -> mx.array:
+        """For one new token, a window narrower than the layer's, and pinned tokens: mlx-lm goes back from the newest
+        slot of its buffer, pinned ones included, and takes the first slot for it where the ring begins anew."""
+        assert self.window is not None
+        pinned, ring = tables[0].pinned, self.window - tables[0].pinned
+        offsets = mx.array(list(self.offsets), mx.int32)[:, None]
+        origins = mx.array([pinned + table.ring_origin for table in tables], mx.int32)[:, None]
+        indices, newest = self._indices(), pinned + (offsets - origins) % ring
+        slots = mx.where(indices < pinned, indices, pinned + (self._positions(pinned) - origins) % ring)
+        newest = mx.where((newest == pinned) & (offsets >= self.window), 0, newest)
+        newest = mx.where(offsets < pinned, offsets, newest)
+        return ((indices >= 0) & ((newest - slots) % self.window < window))[:, None, None]
+
+    def read(
+        self, pool: BlockPool, layer: int, tables: Sequence[BlockTable], step: Step | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """Keys ``[B, n_kv_heads, longest, k_head_dim]`` and values of a layer, with zeros where a row has nothing.
+
+        Args:
+            step: of these tables, one token each, if that is what was written: keeps what all layers share.
+        """
+        spec = pool.groups[pool.group_of(layer)].spec
+        key = ("columns", self.longest)
+        known = None if step is None else step.launches.get(key)
+        if known is None:
+            if step is not None:
+                block_ids = step.visible(tables, spec.window)[0]
+            else:
+                most = max(1, *[len(table.block_ids) for table in tables])
+                block_ids = mx.array([table.block_ids + [0] * (most - len(table.block_ids)) for table in tables])
+            positions = self._positions(spec.pinned)
+            starts = mx.array([table.logical_start for table in tables], mx.int32)[:, None]
+            ends = mx.array([table.length for table in tables], mx.int32)[:, None]
+            held = (positions >= starts) & (positions < ends)
+            if spec.pinned:
+                held = held | ((positions >= 0) & (positions < mx.minimum(ends, spec.pinned)))
+            known = block_ids, mx.where(held, positions, 0), held[:, None, :, None]
+            if step is not None:
+                step.launches[key] = known
+        block_ids, positions, held = known
+        k, v = pool.storage(layer).read_rows(block_ids, positions)
+        # Not merely masked: a stale NaN times a weight of zero is NaN.
+        return mx.where(held, k, mx.zeros((), k.dtype)), mx.where(held, v, mx.zeros((), v.dtype))

@@ -1,0 +1,176 @@
+"""Fetched: keys and values that a cache handed out, recognised when an attention function is given them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from threading import get_ident
+from typing import NamedTuple, Protocol
+
+import mlx.core as mx
+
+from ..attention import dispatch
+from ..kv.block_table import BlockTable
+from ..kv.group import BlockGroup
+from ..kv.pool import BlockPool
+from ..kv.storage.in_place import InPlaceStorage
+from ..kv.turn import in_turn
+
+
+class Fences(NamedTuple):
+    """In-place storage's fences around a write and the gather after it."""
+
+    before: mx.array
+    written: mx.array
+    gathered: mx.array
+
+
+class Rows(Protocol):
+    """The sequences that a cache is of: one, or those of a batch."""
+
+    pool: BlockPool
+
+    def tables_of(self, layer: int) -> Sequence[BlockTable]:
+        """Of the layer's group, one for each sequence."""
+
+    def window_of(self, mask: mx.array | str | None) -> int | None:
+        """The window that a mask stands for; None if it is one of the caller's own."""
+
+
+class Fetched:
+    """How to attend over the blocks that a pair of arrays was gathered from, instead of over the arrays.
+
+    The arrays are real (lazy) copies: whoever computes with them gets what mlx-lm's cache would give. Only if both come
+    back together to an attention function does :meth:`attend` take their place; in-place storage then forgets the
+    gather, which falls out of the graph, and nothing of it is computed. Used otherwise it stays in the chain of
+    fences, in order with the writes before and after it.
+
+    Kept as long as the arrays are, and so it keeps neither tables nor pool: without them, the arrays are what they are.
+
+    Args:
+        rows, layer: where the keys and values lie, those of the step's tokens included.
+        append: the step's new keys and values, one token per table, if they may still be written by the attention
+            kernel itself.
+        fences: of in-place storage.
+        batched: the rows are those of a batch, each masked by its own length: a mask with a window says no more.
+    """
+
+    is_rewound = False  # whether in-place storage has forgotten the gather
+
+    def __init__(
+        self,
+        rows: Rows,
+        layer: int,
+        append: tuple[mx.array, mx.array] | None = None,
+        fences: Fences | None = None,
+        batched: bool = False,
+    ) -> None:
+        self.layer = layer
+        self._rows = weakref.ref(rows)
+        self._pool = weakref.ref(rows.pool)
+        self._append = append
+        self._fences = fences
+        self._batched = batched
+        self._epoch = self._group_of(rows.pool).epoch
+        self.thread = get_ident()  # which alone can compute the arrays
+
+    @property
+    def pool(self) -> BlockPool:
+        """To be asked only where :meth:`serves` says so."""
+        pool = self._pool()
+        assert pool is not None
+        return pool
+
+    def _group_of(self, pool: BlockPool) -> BlockGroup:
+        return pool.groups[pool.group_of(self.layer)]
+
+    def is_of(self, pool: BlockPool, layer: int) -> bool:
+        """Whether the arrays were gathered from a layer of this pool."""
+        return self.layer == layer and self._pool() is pool
+
+    def serves(self, queries: mx.array, mask: mx.array | str | None) -> bool:
+        """Whether :meth:`attend` gives what attention over the arrays would."""
+        rows = self._rows()
+        if rows is None or queries.ndim != 4 or queries.shape[0] != len(rows.tables_of(self.layer)):
+            return False
+        if self._group_of(rows.pool).epoch != self._epoch:
+            return False  # tokens were written or dropped since: the arrays are not what the blocks hold
+        if self._batched:  # a mask of another kind holds for the arrays only
+            return queries.shape[2] == 1 and (mask is None or rows.window_of(mask) is not None)
+        # Without a mask each of several queries would see all keys, those after its own included.
+        return queries.shape[2] == 1 or mask is not None
+
+    @in_turn
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: mx.array | str | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attention of ``[B, n_q_heads, n, head_dim]``, the last n tokens of each table; ``keys`` and ``values`` are
+        the arrays themselves. Only where :meth:`serves` says so."""
+        rows = self._rows()
+        assert rows is not None
+        window = None if mask is None else rows.window_of(mask)
+        if self._batched:
+            mask = None
+        pool, layer, tables, num_tokens = rows.pool, self.layer, rows.tables_of(self.layer), queries.shape[2]
+        if num_tokens == 1 and self._append is not None and self._rewind(pool, to_write=True):
+            step = pool.step(layer, tables, 1)
+            return dispatch.append_attention(
+                queries, *self._append, pool, layer, tables, step, scale=scale, mask=mask, window=window, sinks=sinks
+            )
+        is_fresh = not self._batched and tables[0].num_visible == num_tokens
+        if not is_fresh:  # else the arrays are all there is to attend over, and are used
+            self._rewind(pool, to_write=False)
+        if not self._batched:
+            return dispatch.prefill_attention(
+                queries, keys, values, pool, layer, tables[0], scale=scale, mask=mask, window=window, sinks=sinks
+            )
+        return dispatch.paged_attention(queries, pool, layer, tables, scale=scale, window=window, sinks=sinks)
+
+    def _rewind(self, pool: BlockPool, *, to_write: bool) -> bool:
+        """Forget the gather, and with ``to_write`` the write before it; False if other kernels came since."""
+        storage = pool.storage(self.layer)
+        if self._fences is None or not isinstance(storage, InPlaceStorage):
+            return False
+        before, written, gathered = self._fences
+        self.is_rewound = storage.rewind(before if to_write else written, gathered)
+        return self.is_rewound
+
+
+# By the identity of the keys. Entries go with their arrays: a gather kept alive would keep the pool's buffer.
+_handed_out: dict[int, tuple[weakref.ref[mx.array], weakref.ref[mx.array], Fetched]] = {}
+
+
+def hand_out(keys: mx.array, values: mx.array, fetched: Fetched) -> None:
+    """Remember what a pair of arrays stands for, as long as the keys live."""
+    key, registry = id(keys), _handed_out
+
+    def forget(ref: weakref.ref[mx.array]) -> None:  # names of the module are gone when the interpreter ends
+        entry = registry.get(key)
+        if entry is not None and entry[0] is ref:
+            del registry[key]
+
+    registry[key] = (weakref.ref(keys, forget), weakref.ref(values), fetched)
+
+
+def settle(pool: BlockPool, layer: int) -> None:
+    """Before a layer's next tokens: compute arrays that somebody still holds although attention took their blocks.
+    Outside the chain of fences their gather is not ordered before what is written next."""
+    for keys, values, fetched in list(_handed_out.values()):
+        if fetched.is_rewound and fetched.is_of(pool, layer) and fetched.thread == get_ident():
+            mx.eval([array for array in (keys(), values()) if array is not None])
+            fetched.is_rewound = False
+
+
+def fetched_by(keys: object, values: object) -> Fetched | None:
+    """What this very pair of arrays stands for, or None."""
+    entry = _handed_out.get(id(keys))
+    if entry is None or entry[0]() is not keys or entry[1]() is not values:
+        return None
+    return entry[2]

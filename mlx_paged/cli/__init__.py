@@ -1,0 +1,1 @@
+"""The commands: generate, server, prompts files."""

@@ -1,0 +1,317 @@
+"""Runs the prompts of a file through the batch generator, for the command line."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import mlx.core as mx
+
+from ..errors import ConfigError, PromptsFileError, RequestFailedError
+from ..model_folder import tell_if_unbounded
+from ..serve.stopped_tokens import StoppedTokens
+from .progress import BatchProgress
+from .prompts_file import Prompt, Results, read_prompts
+from .sampling import Sampling
+
+QUEUED_PER_ROW = 2  # requests handed to the generator ahead of those that run
+NOT_BATCHED = {
+    "prompt_cache_file": "--prompt-cache-file",
+    "draft_model": "--draft-model",
+    "image": "--image",
+    "kv_bits": "--kv-bits",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of a run over a file."""
+    group = parser.add_argument_group("many prompts at once")
+    group.add_argument(
+        "--prompts-file",
+        metavar="FILE",
+        help='Batch all prompts of a file, one a line or JSONL ("prompt" or "messages", and if you like "id", '
+        '"max_tokens", "temperature" and the other sampling options of the server\'s API); "-" is stdin. Results are '
+        "JSONL, in the order of the file",
+    )
+    group.add_argument("--output", metavar="FILE", help="Where the results go (default: stdout)")
+    group.add_argument("--resume", action="store_true", help="Go on with the results that --output holds already")
+    group.add_argument("--batch-size", type=int, default=32, metavar="N", help="Most prompts at a time (default: 32)")
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that do not go with ``--prompts-file``, or only with it."""
+    if args.prompts_file is None:
+        if args.output is not None or args.resume:
+            raise ConfigError("--output and --resume need --prompts-file")
+        return
+    for name, flag in NOT_BATCHED.items():
+        if getattr(args, name, None):
+            raise ConfigError(f"{flag} does not go with --prompts-file")
+    if args.resume and args.output is None:
+        raise ConfigError("--resume needs --output, the file to go on with")
+    if args.batch_size < 1:
+        raise ConfigError(f"--batch-size must be at least 1, not {args.batch_size}")
+    try:
+        json.loads(args.chat_template_config or "{}")
+    except ValueError as error:
+        raise ConfigError(f"--chat-template-config is not valid JSON: {error}") from None
+
+
+def run_prompts_file(args: argparse.Namespace, load: Callable[..., Any]) -> tuple[Any, int]:
+    """Generate for every prompt of the file.
+
+    Args:
+        args: of mlx-lm's parser, with :func:`add_arguments`.
+        load: mlx-lm's ``load``.
+
+    Returns:
+        The model, and how many prompts failed.
+
+    Raises:
+        PromptsFileError: the prompts or the results cannot be used; before the model is loaded.
+        KeyboardInterrupt: with what is done written.
+    """
+    prompts = _read(args.prompts_file)
+    path = None if args.output is None else Path(args.output)
+    results = Results(prompts, path, sys.stdout, resume=args.resume)
+    try:
+        if args.seed is not None:
+            mx.random.seed(args.seed)
+        upstream = importlib.import_module("mlx_lm.generate")
+        model, tokenizer = load(
+            args.model or upstream.DEFAULT_MODEL,
+            adapter_path=args.adapter_path,
+            tokenizer_config={"trust_remote_code": args.trust_remote_code},
+            model_config={"quantize_activations": args.quantize_activations},
+            trust_remote_code=args.trust_remote_code,
+        )
+        for token in args.extra_eos_token:
+            tokenizer.add_eos_token(token)
+        if args.max_kv_size is not None:
+            tell_if_unbounded(model)
+        vocab_size = getattr(getattr(model, "args", None), "vocab_size", None) or len(tokenizer)
+        sampling = Sampling(args, tokenizer, vocab_size)
+        generator = upstream.BatchGenerator(
+            model,
+            max_tokens=args.max_tokens,
+            stop_tokens=[[token] for token in tokenizer.eos_token_ids],
+            sampler=sampling.sampler({}),
+            completion_batch_size=args.batch_size,
+            prefill_batch_size=min(8, args.batch_size),
+            prefill_step_size=args.prefill_step_size,
+            max_kv_size=args.max_kv_size,
+        )
+        with generator.stats() as stats:
+            BatchRun(generator, tokenizer, args, results, sampling, sys.stderr).run(model)
+        generator.close()
+        if args.verbose:
+            print(
+                f"{results.counts.done} prompts: {stats.prompt_tokens} prompt tokens, {stats.generation_tokens} "
+                f"generated, {stats.generation_tokens / max(stats.wall_time, 1e-9):.1f} tokens/s, peak memory "
+                f"{stats.peak_memory:.3f} GB",
+                file=sys.stderr,
+            )
+        return model, results.counts.failed
+    finally:
+        results.close()
+
+
+def _read(name: str) -> list[Prompt]:
+    if name == "-":
+        return read_prompts(sys.stdin.buffer, "stdin")
+    try:
+        with Path(name).expanduser().open("rb") as lines:
+            return read_prompts(lines, name)
+    except OSError as error:
+        raise PromptsFileError(f"{name} cannot be read: {error}") from None
+
+
+class _Running(NamedTuple):
+    """A prompt that the generator works at; ``length`` is of the prompt, in tokens."""
+
+    prompt: Prompt
+    length: int
+    max_tokens: int
+    answer: StoppedTokens
+
+
+class BatchRun:
+    """Feeds prompts to a generator and results to their file. What goes wrong with a prompt is that prompt's result.
+
+    Args:
+        generator: mlx-lm's batch generator, patched or not.
+        tokenizer: of the model.
+        args: of the command line.
+        results: where results go; says which prompts are missing.
+        sampling: makes samplers.
+        stream: for the progress bar.
+    """
+
+    def __init__(
+        self,
+        generator: Any,
+        tokenizer: Any,
+        args: argparse.Namespace,
+        results: Results,
+        sampling: Sampling,
+        stream: TextIO,
+    ) -> None:
+        self.generator = generator
+        self.tokenizer = tokenizer
+        self.args = args
+        self.results = results
+        self.sampling = sampling
+        self.stream = stream
+        missing = list(results.missing())
+        # What a seed gives must not depend on who else draws: these run one at a time, at the end.
+        seeded = [p for p in missing if "seed" in p.sampling and sampling.draws(p.sampling)]
+        alone = {prompt.index for prompt in seeded}
+        self._waiting = deque(prompt for prompt in missing if prompt.index not in alone)
+        self._seeded = deque(seeded)
+        self._running: dict[int, _Running] = {}  # by uid
+        self._prefilled: dict[int, int] = {}  # by uid of those that run: tokens of the prompt that are computed
+        self._num_prompt_tokens = 0
+
+    def run(self, model: Any) -> None:
+        """Until every prompt has a result."""
+        from ..patches.pools import known_pool
+
+        progress = BatchProgress(self.stream)
+        num_tokens, begin = 0, time.monotonic()
+        try:
+            while self._waiting or self._seeded or self._running:
+                self._feed()
+                num_tokens += self._step()
+                pool = known_pool(model)
+                progress.show(
+                    self.results.counts,
+                    num_tokens,
+                    time.monotonic() - begin,
+                    pool.stats() if pool else None,
+                    num_prompt_tokens=self._num_prompt_tokens,
+                    underway=self._underway(),
+                )
+        finally:
+            progress.clear()
+
+    def _underway(self) -> float:
+        """How much of the running prompts is done, in prompts."""
+        return sum(
+            (self._prefilled.get(uid, 0) + len(row.answer.tokens)) / (row.length + row.max_tokens)
+            for uid, row in self._running.items()
+        )
+
+    def _feed(self) -> None:
+        while self._waiting and len(self._running) < (1 + QUEUED_PER_ROW) * self.args.batch_size:
+            self._insert(self._waiting.popleft())
+        if self._seeded and not self._waiting and not self._running:
+            prompt = self._seeded.popleft()
+            mx.random.seed(prompt.sampling["seed"])
+            self._insert(prompt)
+
+    def _insert(self, prompt: Prompt) -> None:
+        if prompt.error is not None:
+            self.results.add(prompt, error=prompt.error)
+            return
+        most = prompt.max_tokens or self.args.max_tokens
+        try:
+            tokens = self._tokenise(prompt)
+            stop = prompt.sampling.get("stop", ())
+            answer = StoppedTokens(self.tokenizer, [stop] if isinstance(stop, str) else stop)
+            (uid,) = self.generator.insert(
+                [tokens],
+                [most],
+                samplers=[self.sampling.sampler(prompt.sampling)],
+                logits_processors=[self.sampling.processors(prompt.sampling)],
+            )
+        except Exception as error:  # templates are the model's and raise what they like
+            self.results.add(prompt, error=f"{type(error).__name__}: {error}")
+            return
+        self._running[uid] = _Running(prompt, len(tokens), most, answer)
+
+    def _tokenise(self, prompt: Prompt) -> list[int]:
+        args, tokenizer = self.args, self.tokenizer
+        if prompt.messages is None and (args.ignore_chat_template or not tokenizer.has_chat_template):
+            return list(tokenizer.encode(prompt.text, add_special_tokens=True))
+        if not tokenizer.has_chat_template:
+            raise PromptsFileError('"messages" need a tokenizer with a chat template')
+        messages = _as_text(prompt.messages or ())
+        if prompt.messages is None:
+            if args.system_prompt is not None:
+                messages.append({"role": "system", "content": args.system_prompt})
+            messages.append({"role": "user", "content": prompt.text})
+        if args.prefill_response is not None:
+            messages.append({"role": "assistant", "content": args.prefill_response})
+        text = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            continue_final_message=args.prefill_response is not None,
+            add_generation_prompt=args.prefill_response is None,
+            **json.loads(args.chat_template_config or "{}"),
+        )
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    def _step(self) -> int:
+        """One call of the generator. Returns how many tokens it gave."""
+        if not self._running:
+            return 0
+        try:
+            prefilled, generated = self.generator.next()
+        except RequestFailedError as error:
+            self.results.add(self._leave(error.uid).prompt, error=str(error))
+            return 0
+        except Exception as error:  # of mlx-lm's own generator: whose fault it was, nobody knows
+            failed = list(self._running)
+            self.generator.remove(failed)
+            for uid in failed:
+                self.results.add(self._leave(uid).prompt, error=f"{type(error).__name__}: {error}")
+            return 0
+        for response in prefilled:
+            if response.uid in self._running:
+                done = response.progress[0]
+                self._num_prompt_tokens += done - self._prefilled.get(response.uid, 0)
+                self._prefilled[response.uid] = done
+        for response in generated:
+            answer, reason = self._running[response.uid].answer, response.finish_reason
+            if reason != "stop" and answer.add(response.token) and reason is None:
+                self.generator.remove([response.uid])
+                reason = "stop"
+            if reason is not None:
+                self._finish(response.uid, reason)
+        return len(generated)
+
+    def _finish(self, uid: int, reason: str) -> None:
+        row = self._leave(uid)
+        text, is_stopped = row.answer.text()
+        self.results.add(
+            row.prompt,
+            text=text,
+            finish_reason="stop" if is_stopped else reason,
+            prompt_tokens=row.length,
+            generation_tokens=len(row.answer.tokens),
+        )
+
+    def _leave(self, uid: int) -> _Running:
+        self._prefilled.pop(uid, None)
+        return self._running.pop(uid)
+
+
+def _as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A chat as templates take it: contents in parts joined, arguments of tool calls parsed, as mlx-lm's server does.
+
+    Raises:
+        ValueError: a part is not a text.
+    """
+    from mlx_lm.server import process_message_content
+
+    copied = copy.deepcopy(list(messages))
+    process_message_content(copied)
+    return copied

@@ -1,0 +1,131 @@
+"""The file that ``doctor --report`` writes: one that can be posted, also where the doctor did not come to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError
+from .row import Row
+
+# Whose values are told. Not all of the environment: it holds keys and names.
+VARIABLES = (
+    "MLX_MAX_MB_PER_BUFFER",
+    "MLX_MAX_OPS_PER_BUFFER",
+    "MLX_METAL_FAST_SYNCH",
+    "MLX_PAGED_BLOCK_SIZE",
+    "MLX_PAGED_KERNEL",
+    "MLX_PAGED_KV_CACHE_MEMORY",
+    "MTL_SHADER_VALIDATION",
+)
+
+
+class Report:
+    """Collects what the doctor finds, and writes it whenever something is added: a process that a GPU's driver ends
+    leaves what it had, and what it was at.
+
+    Args:
+        path: the file; its folder is made. None writes nothing.
+        facts: versions and the device.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path | None, facts: dict[str, str]) -> None:
+        self._path = path
+        self._data: dict[str, Any] = {
+            "summary": [],
+            "finished": False,
+            "running": None,
+            "facts": facts,
+            "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+            "kernels": [],
+        }
+        self._save()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is a file to write."""
+        return self._path is not None
+
+    def begin(self, what: str) -> None:
+        """Say what runs now: if the file ends there, that is what ended it."""
+        self._data["running"] = what
+        self._save()
+
+    def add_row(self, row: Row) -> None:
+        """Add a kernel."""
+        self._data["kernels"].append(row.as_json())
+        self._save()
+
+    def add(self, section: str, value: Any) -> None:
+        """Add what a check found, as JSON can hold it."""
+        self._data[section] = value
+        self._save()
+
+    def finish(self, failed: int) -> None:
+        """All has run; so many lines failed."""
+        self._data.update(finished=True, running=None, failed=failed)
+        self._save()
+
+    def summary(self) -> list[str]:
+        """What the file says, in a few lines."""
+        data = self._data
+        lines = [f"{name}: {value}" for name, value in data["facts"].items()]
+        rows = data["kernels"]
+        bad = [row for row in rows if not row["passed"]]
+        lines.append(f"kernels and paths: {len(rows) - len(bad)} of {len(rows)} passed")
+        lines += [f"  failed: {row['shape']}: {row['use']}" for row in bad]
+        lines += _times(rows)
+        for section in ("threads", "ordering", "speed"):
+            if section in data:
+                lines += [f"{section}: {line}" for line in _flat(data[section])]
+        if not data["finished"]:
+            lines.append(f"NOT FINISHED: it was at {data['running'] or 'its beginning'}")
+        return lines
+
+    def _save(self) -> None:
+        if self._path is None:
+            return
+        self._data["summary"] = self.summary()
+        text = json.dumps(_without_home(self._data), indent=1, allow_nan=False) + "\n"
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            new = self._path.with_name(f"{self._path.name}.new")
+            new.write_text(text)
+            new.replace(self._path)
+        except OSError as error:
+            raise ConfigError(f"cannot write the report {self._path}: {error.strerror or error}") from None
+
+
+def _times(rows: Sequence[dict[str, Any]]) -> list[str]:
+    timed = [row for row in rows if row["launch_us"] and row["dense_us"]]
+    if not timed:
+        return []
+    ratios = sorted((row["launch_us"] / row["dense_us"], row["shape"]) for row in timed)
+    middle = ratios[len(ratios) // 2][0]
+    slowest, shape = ratios[-1]
+    return [f"launch against MLX's dense attention: median {middle:.2f}, most {slowest:.2f} ({shape})"]
+
+
+def _flat(value: Any) -> list[str]:
+    """A line for each entry of a section."""
+    if isinstance(value, dict):
+        return [f"{name}: {', '.join(_flat(entry))}" for name, entry in value.items()]
+    if isinstance(value, list):
+        return [", ".join(_flat(entry)) for entry in value]
+    return [str(value)]
+
+
+def _without_home(value: Any) -> Any:
+    """With ``~`` for the user's folder, wherever a message names it."""
+    if isinstance(value, dict):
+        return {name: _without_home(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_without_home(entry) for entry in value]
+    home = os.path.expanduser("~")
+    return value.replace(home, "~") if isinstance(value, str) and len(home) > 1 else value

@@ -1,0 +1,131 @@
+"""``mlx_paged.generate``: mlx_lm.generate on the paged cache, with its parser and its main."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ..config import PagedConfig
+from ..model_folder import check_model_folder, explain_load_errors, tell_if_unbounded, tell_unbounded
+from ..patches.replaced import replaced
+from . import batch_run
+from .progress import prefill_progress
+from .terminal import orderly_end
+
+CPU_CACHE_LIMIT = 1 << 30
+
+
+def raise_cpu_cache_limit() -> None:
+    """Let MLX's CPU build keep freed buffers. Only where the process is ours: its default of 32 MB makes large
+    temporaries, such as gathers of long contexts, page-fault each time."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        mx.set_cache_limit(CPU_CACHE_LIMIT)
+
+
+def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add this package's flags to mlx-lm's parser."""
+    PagedConfig.add_arguments(parser)
+    parser.add_argument(
+        "--cache-stats", action="store_true", help="Print what the KV block pool held, and peaks (to stderr)"
+    )
+    parser.add_argument("--no-paged", action="store_true", help="Run stock mlx-lm, without the paged cache")
+    batch_run.add_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run mlx_lm.generate's main with paged caches; ``argv`` defaults to the process's arguments."""
+    with orderly_end("mlx_paged.generate"):
+        upstream = importlib.import_module("mlx_lm.generate")  # `from mlx_lm import generate` is the function
+        upstream_parser = upstream.setup_arg_parser
+
+        def setup_arg_parser() -> argparse.ArgumentParser:
+            return extend_parser(upstream_parser())
+
+        if argv is not None:
+            sys.argv = [sys.argv[0], *argv]
+        args = setup_arg_parser().parse_args()
+        try:
+            run(upstream, args, setup_arg_parser)
+        except KeyboardInterrupt:
+            if args.prompts_file is None:
+                raise
+            kept = "" if args.output is None else f"; --resume goes on with {args.output}"
+            raise KeyboardInterrupt(f"interrupted{kept}") from None
+
+
+def run(upstream: Any, args: argparse.Namespace, setup_arg_parser: Callable[[], argparse.ArgumentParser]) -> None:
+    """Upstream's main, with its names replaced for the time of the call."""
+    from .. import patches
+
+    used: list[Any] = []
+    batch_run.check_arguments(args)
+    model_path = check_model_folder(args.model)
+    for folder in (model_path, args.draft_model):
+        check_model_folder(folder)
+    if args.max_kv_size is not None and args.draft_model is not None:
+        tell_unbounded("a draft model needs the whole cache")
+    names: dict[str, Any] = {"setup_arg_parser": setup_arg_parser, "load": explain_load_errors(upstream.load)}
+    if args.prompt_cache_file is not None:
+        names["load_prompt_cache"] = explain_load_errors(upstream.load_prompt_cache, args.prompt_cache_file)
+    if not args.no_paged:
+        patches.apply_patches(PagedConfig.from_env().with_arguments(args))
+        raise_cpu_cache_limit()
+    if args.prompts_file is not None:
+        model, failed = batch_run.run_prompts_file(args, names["load"])
+        if args.cache_stats:
+            _print_stats([model])
+        if failed:
+            sys.exit(f"mlx_paged.generate: {failed} prompt(s) failed; their results say why")
+        return
+    for step in ("generate_step", "speculative_generate_step"):
+        names[step] = functools.partial(_generate_step, getattr(upstream, step), used)
+    with replaced(upstream, **names):
+        upstream.main()
+    if args.cache_stats:
+        _print_stats(used)
+
+
+def _generate_step(
+    original: Callable[..., Any], used: list[Any], prompt: mx.array, model: Any, *rest: Any, **kw: Any
+) -> Any:
+    """Upstream's generator, with a prompt cache from a file taken into the pool and a progress bar on a terminal."""
+    from .. import patches
+
+    models = [model, *(m for m in rest[:1] if hasattr(m, "layers"))]  # speculative decoding passes the draft model
+    used.extend(models)
+    cache = kw.get("prompt_cache")
+    if cache is not None and patches.is_applied() and kw.get("kv_bits") is None and len(models) == 1:
+        kw["prompt_cache"] = patches.adopt_prompt_cache(model, cache)
+    if kw.get("max_kv_size") is not None:
+        tell_if_unbounded(model, has_cache=cache is not None)
+    bar = prefill_progress() if len(models) == 1 and kw.get("prompt_progress_callback") is None else None
+    if bar is not None:
+        kw["prompt_progress_callback"] = bar
+    try:
+        yield from original(prompt, model, *rest, **kw)
+    finally:
+        if bar is not None:
+            bar.clear()
+
+
+def _print_stats(models: Sequence[Any]) -> None:
+    from ..attention.dispatch import dispatch_counts
+    from ..patches.pools import known_pool
+
+    for name, model in zip(("KV cache", "KV cache of the draft model"), models, strict=False):
+        pool = known_pool(model)
+        print(f"{name}: {pool.stats() if pool else 'stock mlx-lm (not paged)'}", file=sys.stderr)
+    for choice, count in dispatch_counts().items():
+        print(f"attention: {choice.path} {count}x ({choice.reason})", file=sys.stderr)
+    print(f"memory of the process: {mx.get_peak_memory() / 1e6:.1f} MB at its peak", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""Many prompts from a file, generated as one continuous batch, with results in JSONL."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from codecs import BOM_UTF8
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from ..errors import PromptsFileError
+from ..serve.request_body import RequestRefused, check_parameters, invalid, load_object
+
+JOURNAL_SUFFIX = ".partial"
+KEYS = frozenset({"prompt", "messages", "id", "max_tokens", "max_completion_tokens", "n"})
+# Options of the API that a processor of logits needs, all of them named as in mlx_lm.sample_utils.
+PROCESSING = (
+    "repetition_penalty",
+    "repetition_context_size",
+    "presence_penalty",
+    "presence_context_size",
+    "frequency_penalty",
+    "frequency_context_size",
+)
+# What a line may say about how its tokens are chosen and where they end, named as in the server's API.
+SAMPLING = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "xtc_probability",
+        "xtc_threshold",
+        *PROCESSING,
+        "logit_bias",
+        "seed",
+        "stop",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request of a prompts file.
+
+    Attributes:
+        index: from 0, in the order of the file.
+        text: the prompt, or None if ``messages`` are given.
+        messages: a chat.
+        max_tokens: of this prompt, or None.
+        id: what the file calls it, or None.
+        sampling: options of this prompt alone, by their names in the server's API.
+        error: why the line cannot be used, or None; then nothing else is known of it.
+    """
+
+    index: int
+    text: str | None
+    messages: tuple[dict[str, Any], ...] | None = None
+    max_tokens: int | None = None
+    id: Any = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def digest(self) -> str:
+        """What identifies the prompt when an interrupted run is resumed."""
+        identity: list[Any] = [self.text, self.messages, self.max_tokens]
+        if self.sampling:
+            identity.append(dict(self.sampling))
+        content = json.dumps(identity, sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def read_prompts(lines: Iterable[bytes], name: str) -> list[Prompt]:
+    """The prompts of a file, one a line: JSONL, or the prompts themselves.
+
+    A file is JSONL if its name ends in ``.jsonl``, or if its first line that is not empty begins with ``{`` and some
+    line is a JSON object. A JSON line holds ``prompt`` (a text) or ``messages`` (a chat), and may hold ``max_tokens``,
+    ``id`` and the names of ``SAMPLING``. A line that cannot be used is a prompt with an error. Empty lines are skipped.
+
+    Args:
+        lines: of the file.
+        name: of the file.
+
+    Raises:
+        PromptsFileError: there is no prompt.
+    """
+    numbered = ((number, line.removeprefix(BOM_UTF8).rstrip(b"\r\n")) for number, line in enumerate(lines, 1))
+    contents = [(number, line) for number, line in numbered if line.strip()]
+    if not contents:
+        raise PromptsFileError(f"{name} holds no prompt")
+    read = _from_object if _is_jsonl(name, [line for _, line in contents]) else _from_text
+    prompts = []
+    for index, (number, line) in enumerate(contents):
+        try:
+            prompts.append(read(index, line))
+        except RequestRefused as error:
+            prompts.append(Prompt(index, None, error=f"line {number}: {error}"))
+    return prompts
+
+
+def _is_jsonl(name: str, lines: Sequence[bytes]) -> bool:
+    if name.endswith(".jsonl"):
+        return True
+    return lines[0].lstrip().startswith(b"{") and any(_object_of(line) is not None for line in lines)
+
+
+def _object_of(line: bytes) -> dict[str, Any] | None:
+    try:
+        return load_object(line, "the line")
+    except RequestRefused:
+        return None
+
+
+def _from_text(index: int, line: bytes) -> Prompt:
+    try:
+        return Prompt(index, line.decode())
+    except UnicodeDecodeError:
+        raise invalid("it is not UTF-8 text") from None
+
+
+def _from_object(index: int, line: bytes) -> Prompt:
+    given = {name: value for name, value in load_object(line, "it").items() if value is not None}
+    unknown = sorted(set(given) - KEYS - SAMPLING)
+    if unknown:
+        raise invalid(f"{', '.join(map(repr, unknown))}: not an option of a prompts file")
+    if ("prompt" in given) == ("messages" in given):
+        raise invalid("exactly one of 'prompt' and 'messages' is needed")
+    values = check_parameters(given, chat="messages" in given)
+    messages, most = values.get("messages"), values.get("max_completion_tokens", values.get("max_tokens"))
+    sampling = {name: value for name, value in values.items() if name in SAMPLING}
+    return Prompt(
+        index, values.get("prompt"), None if messages is None else tuple(messages), most, given.get("id"), sampling
+    )
+
+
+class Counts(NamedTuple):
+    """Of a run so far."""
+
+    done: int
+    total: int
+    failed: int
+
+
+class Results:
+    """Writes each result once all before it are written: the output is in the order of the prompts at any time.
+
+    With a file, a result that is ready early goes to a journal beside it, ``FILE.partial``, so that an interrupted run
+    has lost nothing that was complete; the journal goes when the last result is written.
+
+    Args:
+        prompts: all of them.
+        path: the output file, or None.
+        stream: where results go if there is no path.
+        resume: take what a run before has left in the file and its journal.
+
+    Raises:
+        PromptsFileError: the file is there and ``resume`` is not asked for, it holds other prompts' results, or it
+            cannot be read or written.
+    """
+
+    def __init__(self, prompts: list[Prompt], path: Path | None, stream: TextIO, *, resume: bool = False) -> None:
+        self.prompts = prompts
+        self.failed = 0
+        self._ready: dict[int, dict[str, Any]] = {}
+        self._next = 0
+        self._journal: TextIO | None = None
+        self._path = path
+        self._stream = stream
+        if path is not None:
+            with _explained(path):
+                self._open(path, resume)
+
+    def _open(self, path: Path, resume: bool) -> None:
+        journal = path.with_name(path.name + JOURNAL_SUFFIX)
+        if not path.parent.is_dir():
+            raise PromptsFileError(f"there is no folder {path.parent} for the results")
+        if not resume and (path.exists() or journal.exists()):
+            raise PromptsFileError(f"{path} is there already: --resume goes on with it, or choose another name")
+        for record in (*_records(path), *_records(journal)):
+            self._check(record, path)
+            if "error" not in record:  # what failed is tried again
+                self._ready[record["index"]] = record
+        # Nothing complete is lost if this run is interrupted here: the journal is whole before the output is cut back
+        # to what comes before the first gap.
+        _replace(journal, self._ready.values())
+        written = []
+        while self._next in self._ready:
+            written.append(self._ready.pop(self._next))
+            self._next += 1
+        _replace(path, written)
+        self._stream, self._journal = path.open("a", encoding="utf-8"), journal.open("a", encoding="utf-8")
+
+    def _check(self, record: dict[str, Any], path: Path) -> None:
+        index = record.get("index")
+        if not isinstance(index, int) or not 0 <= index < len(self.prompts):
+            raise PromptsFileError(f"{path} holds a result with index {index}, of {len(self.prompts)} prompts")
+        if "error" in record:  # a line that could not be used may have been mended since
+            return
+        if record.get("prompt_sha256") != self.prompts[index].digest:
+            raise PromptsFileError(f"{path} holds the result of another prompt at index {index}: it is another run's")
+
+    def missing(self) -> Iterator[Prompt]:
+        """The prompts that have no result yet."""
+        done = set(self._ready)
+        return (prompt for prompt in self.prompts[self._next :] if prompt.index not in done)
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(self._next + len(self._ready), len(self.prompts), self.failed)
+
+    def add(self, prompt: Prompt, **fields: Any) -> None:
+        """A prompt's result: written now, or when those before it are there.
+
+        Raises:
+            PromptsFileError: it cannot be written.
+        """
+        record: dict[str, Any] = {"index": prompt.index}
+        if prompt.id is not None:
+            record["id"] = prompt.id
+        self._ready[prompt.index] = record | fields | {"prompt_sha256": prompt.digest}
+        with _explained(self._path or "stdout"):
+            if prompt.index == self._next:
+                while self._next in self._ready:
+                    self._write(self._stream, self._ready.pop(self._next))
+            elif self._journal is not None:
+                _write_line(self._journal, self._ready[prompt.index])
+
+    def _write(self, out: TextIO, record: dict[str, Any]) -> None:
+        self.failed += "error" in record
+        _write_line(out, record)
+        self._next += 1
+
+    def close(self) -> None:
+        """End of the run; the journal goes if everything is written."""
+        if self._path is None:
+            return
+        self._stream.close()
+        if self._journal is not None:
+            self._journal.close()
+            if self._next == len(self.prompts):
+                self._path.with_name(self._path.name + JOURNAL_SUFFIX).unlink()
+
+
+@contextmanager
+def _explained(path: Path | str) -> Iterator[None]:
+    """Errors of the file system, as one clear error."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptsFileError(f"results cannot be kept in {path}: {error}") from None
+
+
+def _write_line(out: TextIO, record: dict[str, Any]) -> None:
+    out.write(json.dumps(record, ensure_ascii=False) + "\n")
+    out.flush()
+
+
+def _replace(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Put a file with these lines in the place of ``path``, at once."""
+    new = path.with_name(path.name + ".new")
+    with new.open("w", encoding="utf-8") as out:
+        for record in records:
+            _write_line(out, record)
+    new.replace(path)
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a results file; none if it is not there."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().splitlines(keepends=True)
+    return [record for line in lines if line.endswith(b"\n") and (record := _object_of(line)) is not None]

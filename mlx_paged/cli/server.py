@@ -1,0 +1,120 @@
+"""``mlx_paged.server``: mlx_lm.server on the paged cache, with prefixes shared, its parser and its main."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+from ..config import PagedConfig
+from ..errors import ConfigError, PagedCacheError
+from ..model_folder import check_model_folder, explain_load_errors
+from ..patches.replaced import replaced
+from ..serve.server_config import ServerConfig
+from .generate import raise_cpu_cache_limit
+
+LOOPBACK = ("127.", "::1", "localhost")
+
+
+class ServerParser(argparse.ArgumentParser):
+    """mlx-lm's parser, which it makes in its main, with this package's flags; sets everything up once it has parsed.
+
+    Attributes:
+        shares: whether prefixes are kept in the paged prompt cache.
+    """
+
+    shares = True
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        PagedConfig.add_arguments(self)
+        ServerConfig.add_arguments(self)
+        if self.shares:
+            self.set_defaults(prompt_cache_size=None)  # as many as fit; the flag still sets a number
+        parsed = super().parse_args(args, namespace)
+        prepare(parsed)
+        return parsed
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Check the arguments and put the patches in, before mlx-lm makes its server.
+
+    Raises:
+        PagedCacheError: an option cannot be used, or a model folder cannot be read.
+    """
+    from .. import patches
+
+    config = ServerConfig.from_arguments(args)
+    for folder in (args.model, args.draft_model):
+        check_model_folder(folder)
+    patches.apply_patches(PagedConfig.from_env().with_arguments(args))
+    raise_cpu_cache_limit()
+    if ServerParser.shares:
+        from ..patches import server as adapter
+
+        adapter.configure(config)
+    elif config.api_keys:
+        raise ConfigError("--api-key: this version of mlx_lm.server is not one that can be made to ask for it")
+    if not config.api_keys and not args.host.startswith(LOOPBACK):
+        print(
+            f"mlx_paged.server: warning: {args.host} can be reached from other machines, and there is no --api-key",
+            file=sys.stderr,
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run mlx_lm.server's main with shared prefixes; ``argv`` defaults to the process's arguments."""
+    upstream = importlib.import_module("mlx_lm.server")
+    if argv is not None:
+        sys.argv = [sys.argv[0], *argv]
+    start_error: Callable[[], Exception | None] = lambda: None  # noqa: E731
+    try:
+        from ..patches.server import replacements, start_error
+
+        names = replacements(upstream)
+    except (ImportError, AttributeError) as error:  # a name that it needs is missing in this version of mlx-lm
+        warnings.warn(f"mlx_paged: mlx_lm.server is not adapted: {error}; its own code runs", stacklevel=2)
+        names = {}
+    ServerParser.shares = bool(names)
+    # Its checks are not what is used here.
+    warnings.filterwarnings("ignore", message="mlx_lm.server is not recommended for production")
+    names["argparse"] = SimpleNamespace(ArgumentParser=ServerParser)
+    names["load"] = explain_load_errors(names.get("load", upstream.load))
+    signal.signal(signal.SIGTERM, _interrupt)  # mlx-lm ends in order at an interrupt only
+    try:
+        with replaced(upstream, **names):
+            upstream.main()
+    except PagedCacheError as error:
+        sys.exit(f"mlx_paged.server: {error}")
+    except OSError as error:
+        print(f"mlx_paged.server: the server cannot start: {error}", file=sys.stderr)
+        _leave(1)
+    except KeyboardInterrupt:
+        logging.info("interrupted")
+    failure = start_error()
+    if failure is not None:
+        print(f"mlx_paged.server: the server cannot start: {failure}", file=sys.stderr)
+    _leave(0 if failure is None else 1)
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process, everything being saved. At a normal exit, MLX's CPU streams of threads that have ended abort it;
+    and where the port cannot be had, mlx-lm's computing thread would keep it running."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()

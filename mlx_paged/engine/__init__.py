@@ -1,0 +1,1 @@
+"""Decides and takes decode steps: the scheduler, compiled steps, narrow products."""

@@ -1,0 +1,273 @@
+"""Scheduler: which requests run, wait, or make room, step by step. Knows lengths and an order, no model and no tensor.
+
+Of a set of requests the older one always goes first, and only younger ones make room for it; so the oldest always
+advances, and every request finishes. The same calls give the same decisions on every rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from ..errors import RequestTooLargeError
+
+
+class Request:
+    """One sequence to be computed. Positions count from the start of its cache.
+
+    Attributes:
+        uid: the caller's name for it; younger requests have larger ones.
+        length: tokens in its cache now.
+        goal: tokens that must be in its cache before it decodes (all of the prompt but the last token).
+        kept: tokens in a cache that came with the request: they stay when it makes room.
+        boundaries: positions where a chunk must end, ascending.
+        origin: where the grid of chunks begins.
+    """
+
+    __slots__ = ("boundaries", "goal", "kept", "length", "origin", "uid")
+
+    def __init__(self, uid: int, *, goal: int, kept: int = 0, boundaries: Sequence[int] = (), origin: int = 0) -> None:
+        self.uid = uid
+        self.length = self.kept = kept
+        self.goal = goal
+        self.boundaries = deque(boundaries)
+        self.origin = origin
+
+    def chunk(self, most: int | None, grid: int | None = None) -> int:
+        """Length of its next chunk: to the next boundary, multiple of ``grid`` after ``origin`` or the goal, ``most``
+        tokens at most."""
+        while self.boundaries and self.boundaries[0] <= self.length:
+            self.boundaries.popleft()
+        end = min(self.boundaries[0], self.goal) if self.boundaries else self.goal
+        if grid is not None:
+            end = min(end, self.length + grid - (self.length - self.origin) % grid)
+        return end - self.length if most is None else min(most, end - self.length)
+
+    def __repr__(self) -> str:
+        return f"Request(uid={self.uid}, length={self.length}, goal={self.goal})"
+
+
+Growth = Sequence[tuple[Request, int]]
+
+
+class Memory(Protocol):
+    """What the scheduler asks of whoever holds the tokens. What fails for a request is for the holder to note, and to
+    :meth:`Scheduler.remove` the request when the plan is made: nothing may be raised while it is."""
+
+    def holds(self, num_tokens: int) -> bool:
+        """Whether one sequence of so many tokens fits when nothing else is held."""
+
+    def fits(self, growth: Growth) -> bool:
+        """Whether all these requests can grow by so many tokens, cached prefixes that nobody uses given up for it."""
+
+    def must_wait(self, request: Request) -> bool:
+        """Whether a request that could start is better off later, when one that runs has computed their common
+        prefix."""
+
+    def admit(self, request: Request) -> None:
+        """The request starts; sets its length to the tokens it finds cached."""
+
+    def release(self, request: Request) -> None:
+        """Give back what the request holds beyond the ``kept`` tokens; what it needs to go on later is remembered."""
+
+    def exhausted(self, request: Request, num_tokens: int) -> Exception:
+        """The error to report for a request that cannot grow by so many tokens."""
+
+
+class Chunk(NamedTuple):
+    """Tokens of one request to compute in this step."""
+
+    request: Request
+    num_tokens: int
+
+
+class Plan(NamedTuple):
+    """One step.
+
+    Attributes:
+        decode: requests that take one token each, oldest first.
+        chunks: parts of prompts, oldest request first, at most one for each request.
+        failed: requests given up, with the reason. The scheduler has forgotten them.
+    """
+
+    decode: list[Request]
+    chunks: list[Chunk]
+    failed: list[tuple[Request, Exception]]
+
+
+class Scheduler:
+    """Admits, orders and preempts requests.
+
+    Args:
+        memory: holds the tokens.
+        token_budget: tokens to compute in a step. Decoding requests take one each; what is left, and never less than
+            a quarter, goes to prompts.
+        max_running: most requests that run at a time.
+        max_prefilling: most of them whose prompt is being computed.
+        grid: cut prompts at multiples of so many tokens. The oldest prompt gets a whole chunk then, whatever decoding
+            has taken.
+        headroom: tokens a running request must be able to grow by when another one is admitted, so that what is
+            admitted does not have to make room again at once.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        *,
+        token_budget: int,
+        max_running: int,
+        max_prefilling: int,
+        grid: int | None = None,
+        headroom: int = 1,
+    ) -> None:
+        self.memory = memory
+        self.token_budget = token_budget
+        self.max_running = max_running
+        self.max_prefilling = max_prefilling
+        self.grid = grid
+        self.headroom = headroom
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # by age, oldest first
+        self.preemptions = 0
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether some running request's prompt is not computed yet."""
+        return any(request.length < request.goal for request in self.running)
+
+    # Requests -------------------------------------------------------------------------------------------------
+
+    def check(self, num_tokens: int) -> None:
+        """Raise RequestTooLargeError if a request of ``num_tokens`` tokens could not even begin to decode."""
+        if not self.memory.holds(num_tokens + 1):
+            raise RequestTooLargeError(num_tokens)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. It must be younger than all others."""
+        self.waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request that finished, failed or was cancelled. Its memory is the caller's to release."""
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+
+    def advance(self, request: Request, num_tokens: int) -> None:
+        """So many more tokens of the request are in its cache."""
+        request.length += num_tokens
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request's memory and queue it again. What it had computed becomes its new goal."""
+        self.running.remove(request)
+        self.memory.release(request)
+        request.goal = max(request.goal, request.length)
+        request.length = request.kept
+        # Everyone waiting is younger than everyone running, except those preempted before.
+        position = next((i for i, other in enumerate(self.waiting) if other.uid > request.uid), len(self.waiting))
+        self.waiting.insert(position, request)
+        self.preemptions += 1
+
+    # Planning -------------------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """Decide the next step. Requests that must make room have been released and queued when this returns."""
+        failed: list[tuple[Request, Exception]] = []
+        while True:
+            decode = [(request, 1) for request in self.running if request.length >= request.goal]
+            if not decode or self._make_room(decode, self.running[0], failed):
+                break
+        # What a failed request held is released after the plan: the next one counts with it.
+        chunks = [] if failed else self._plan_chunks(decode, failed)
+        return Plan(
+            [request for request, _ in self._alive(decode)],
+            [Chunk(request, num_tokens) for request, num_tokens in self._alive(chunks)],
+            failed,
+        )
+
+    def _alive(self, growth: Growth) -> list[tuple[Request, int]]:
+        """The part of the growth whose requests have not been preempted or given up meanwhile."""
+        running = set(self.running)
+        return [(request, num_tokens) for request, num_tokens in growth if request in running]
+
+    def preempt_for(self, request: Request) -> bool:
+        """Preempt the youngest running request, if that is not ``request`` itself. Returns whether one was."""
+        youngest = self.running[-1]
+        if youngest is request or youngest.uid < request.uid:
+            return False
+        self.preempt(youngest)
+        return True
+
+    def _make_room(self, growth: Growth, beneficiary: Request, failed: list[tuple[Request, Exception]]) -> bool:
+        """True if the growth fits; else the youngest has been preempted, or the only one has failed."""
+        if not self.memory.fits(growth):
+            if not self.preempt_for(beneficiary):
+                self._fail(beneficiary, 1, failed)
+            return False
+        return True
+
+    def _fail(self, request: Request, num_tokens: int, failed: list[tuple[Request, Exception]]) -> None:
+        error = self.memory.exhausted(request, num_tokens)
+        self.remove(request)
+        failed.append((request, error))
+
+    def _plan_chunks(self, decode: Growth, failed: list[tuple[Request, Exception]]) -> list[Chunk]:
+        budget = max(self.token_budget - len(decode), self.token_budget // 4, 1)
+        planned = list(decode)
+        chunks: list[Chunk] = []
+        index = 0
+        while budget > 0:
+            prefilling = [request for request in self.running if request.length < request.goal]
+            if index < len(prefilling):
+                request = prefilling[index]
+            elif (admitted := self._admit(len(prefilling), failed)) is None:
+                break
+            else:
+                request = admitted
+                if request.length >= request.goal:
+                    continue  # decodes from the next step on
+            num_tokens = request.chunk(budget if self.grid is None else None, self.grid)
+            if chunks and num_tokens > budget:
+                break
+            if not self._fits_chunk(planned, request, num_tokens, failed):
+                break
+            index += 1
+            budget -= num_tokens
+            planned.append((request, num_tokens))
+            chunks.append(Chunk(request, num_tokens))
+        return chunks
+
+    def _fits_chunk(
+        self, planned: Growth, request: Request, num_tokens: int, failed: list[tuple[Request, Exception]]
+    ) -> bool:
+        """Whether the chunk can be computed in this step, after the younger ones have made room for it."""
+        while not self.memory.fits([*self._alive(planned), (request, num_tokens)]):
+            if self.preempt_for(request):
+                continue
+            if self.running == [request]:
+                self._fail(request, num_tokens, failed)
+            return False  # older ones run: they will finish
+        return True
+
+    def _admit(self, num_prefilling: int, failed: list[tuple[Request, Exception]]) -> Request | None:
+        """The request that waits longest, if it may start."""
+        if not self.waiting or len(self.running) >= self.max_running or num_prefilling >= self.max_prefilling:
+            return None
+        request = self.waiting[0]
+        # Room for all of its prompt and a token more, beyond what those running are going to need.
+        growth = [(other, max(other.goal - other.length + 1, self.headroom)) for other in self.running]
+        growth.append((request, request.goal - request.length + 1))
+        if not self.memory.fits(growth):
+            if not self.running:
+                self._fail(request, request.goal - request.length + 1, failed)
+            return None
+        if self.memory.must_wait(request):
+            return None
+        self.waiting.popleft()
+        self.running.append(request)
+        self.memory.admit(request)
+        return request

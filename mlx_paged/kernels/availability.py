@@ -1,0 +1,21 @@
+"""Whether kernels can run here at all."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from .build import backend
+
+
+def device_decline() -> str | None:
+    """Why no kernel can run on MLX's default device, or None. Builds nothing."""
+    if backend() is None:
+        return "MLX has no GPU here"
+    if mx.default_device() != mx.Device(mx.gpu):
+        return f"MLX's default device is {mx.default_device()}"
+    return None
+
+
+def prepares_plans() -> bool:
+    """Whether MLX's attention prepares a plan for each new shape of its arguments, as it does on CUDA."""
+    return backend() == "cuda"

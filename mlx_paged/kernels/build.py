@@ -1,0 +1,151 @@
+"""From kernel text to something callable: which GPU there is, which dialect it speaks, and a cache of built kernels.
+
+Nothing is compiled on import, and nothing at all where MLX has no GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+import mlx.core as mx
+
+# Compile-time constants of a kernel: (name, bool | int | dtype).
+Constants = tuple[tuple[str, Any], ...]
+
+_TYPE_NAMES = {
+    "metal": {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t", mx.int32: "int", mx.int64: "int64_t"},
+    "cuda": {
+        mx.float32: "float",
+        mx.float16: "__half",
+        mx.bfloat16: "__nv_bfloat16",
+        mx.int32: "int",
+        mx.int64: "int64_t",
+    },
+}
+_POOL = ["k_pool", "v_pool", "fence"]
+_DECODE = (
+    ["q", *_POOL, "k_new", "v_new", "tables", "ends", "starts", "params", "sinks"],
+    ["out", "stats", "fence_out"],
+    False,
+)
+_FUSED = ([*_DECODE[0], "arrivals"], ["out", "partial", "fence_out"], False)
+# body -> (inputs, outputs, inputs may be strided)
+SIGNATURES: dict[str, tuple[list[str], list[str], bool]] = {
+    "paged_decode": _DECODE,
+    "paged_decode_tensor": _FUSED,
+    "merge_partitions": (["partial", "stats", "ends", "starts", "sinks"], ["out"], False),
+    "write_slots": ([*_POOL, "k", "v", "slots"], ["fence_out"], True),
+    "gather_blocks": ([*_POOL, "blocks", "span"], ["k_out", "v_out", "fence_out"], False),
+    "copy_blocks": ([*_POOL, "pairs"], ["fence_out"], False),
+    "narrow_matmul": (["x", "w"], ["out"], False),
+    "narrow_matmul_bias": (["x", "w", "bias"], ["out"], False),
+    "narrow_matmul_add": (["x", "w", "residual"], ["out"], False),
+    "narrow_matmul_gate": (["x", "w", "w1"], ["out"], False),
+    "narrow_matmul_group": (["x", "w", "w1", "w2"], ["out", "out1", "out2"], False),
+}
+_SINGLE = ("narrow_matmul", "narrow_matmul_bias", "narrow_matmul_add", "narrow_matmul_gate")
+# Files that the text of a body is made of, for those that are CUDA only.
+_CUDA_PARTS = {
+    "paged_decode_tensor": ("paged_decode_tensor",),
+    "narrow_matmul_group": ("narrow_matmul_group", "narrow_matmul_tile"),
+    **{body: ("narrow_matmul_single", body, "narrow_matmul_tile") for body in _SINGLE},
+}
+
+
+class KernelUnavailable(RuntimeError):
+    """There is no GPU, or every variant for a geometry is switched off."""
+
+
+@lru_cache(maxsize=1)
+def backend() -> str | None:
+    """The GPU dialect, metal or cuda, or None where MLX has no GPU that runs kernels."""
+    if mx.metal.is_available():
+        return "metal"
+    if mx.cuda.is_available():
+        return "cuda"
+    return None
+
+
+@lru_cache(maxsize=1)
+def gpu_cores() -> int | None:
+    """Cores of an Apple GPU; None on other GPUs, or where macOS does not tell."""
+    if backend() != "metal":
+        return None
+    command = ["ioreg", "-r", "-c", "AGXAccelerator", "-d", "1"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return cores_listed(listed)
+
+
+def cores_listed(listed: str) -> int | None:
+    """The number of GPU cores in what ``ioreg`` lists, or None."""
+    found = re.search(r'"gpu-core-count"\s*=\s*(\d+)', listed)
+    return int(found.group(1)) if found else None
+
+
+@lru_cache(maxsize=32)
+def kernel_text(body: str, dialect: str) -> tuple[str, str]:
+    """(header, source) of a kernel in one dialect, "metal" or "cuda"."""
+    folder = resources.files(__package__) / "text"
+    prelude = (folder / ("prelude.metal" if dialect == "metal" else "prelude.cuh")).read_text()
+    if body in _CUDA_PARTS:
+        source = "".join((folder / f"{part}.cuh").read_text() for part in _CUDA_PARTS[body])
+        return (folder / "tensor.cuh").read_text() + prelude, source
+    return prelude, (folder / f"{body}.metal").read_text()
+
+
+def _condense(text: str) -> str:
+    """Without comments, indentation and empty lines."""
+    lines = (re.sub(r"//.*", "", line).strip() for line in text.splitlines())
+    return "\n".join(line for line in lines if line) + "\n"
+
+
+def kernel_source(body: str, dialect: str, constants: Constants) -> tuple[str, str]:
+    """(header, source) with the constants declared at the top of the body.
+
+    Declared there and not passed as MLX templates: those are formatted and hashed anew at every call.
+    """
+    header, source = kernel_text(body, dialect)
+    lines = []
+    for name, value in constants:
+        if isinstance(value, mx.Dtype):
+            lines.append(f"typedef {_TYPE_NAMES[dialect][value]} {name};")
+        else:
+            kind, text = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", str(value))
+            lines.append(f"constexpr {kind} {name} = {text};")
+    return header, "\n".join(lines) + "\n" + source
+
+
+@lru_cache(maxsize=1024)
+def build_kernel(body: str, constants: Constants) -> Callable[..., list[mx.array]]:
+    dialect = backend()
+    if dialect is None:
+        raise KernelUnavailable("the paged kernels need a GPU that MLX can use")
+    # MLX handles the whole text at every call: give it no more than the compiler needs.
+    header, source = (_condense(text) for text in kernel_source(body, dialect, constants))
+    inputs, outputs, strided = SIGNATURES[body]
+    # MLX keeps compiled CUDA kernels on disk under their name alone, so the name has to follow the text.
+    name = f"{body}_{hashlib.sha256((header + source).encode()).hexdigest()[:16]}"
+    known = dict(constants)
+    if "GROUPS" in known:
+        # MLX writes the declaration, so the attribute has to come in by the kernel's name.
+        symbol, bounds = f"custom_kernel_{name}", f"__launch_bounds__({32 * known['SG']}, {known['GROUPS']})"
+        header += f"#define {symbol} {bounds} {symbol}\n"
+        source += f"#undef {symbol}\n"
+    make: Any = mx.fast.metal_kernel if dialect == "metal" else mx.fast.cuda_kernel
+    return make(
+        name=name,
+        input_names=inputs,
+        output_names=outputs,
+        source=source,
+        header=header,
+        ensure_row_contiguous=not strided,
+    )

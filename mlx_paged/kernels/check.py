@@ -1,0 +1,194 @@
+"""The self-check: a kernel variant is compared with plain attention before it may serve a model on this machine."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from . import ops as kernels
+from .plan import Variant
+
+MAX_RMS = 5e-3
+_QUERY_HEADS = 8  # at least, as models have
+# Block tables are as wide as those of real steps (kv/step.py): the launch then has several partitions, and a merge.
+_TABLE_WIDTH = 16
+_FREE_BLOCKS = 5  # to copy blocks to
+
+
+class SelfCheck(NamedTuple):
+    """Outcome for one variant. rms is NaN if it never produced a result; seconds include compiling."""
+
+    variant: Variant
+    ok: bool
+    rms: float
+    seconds: float
+    reason: str
+
+
+_results: dict[Variant, SelfCheck] = {}
+
+
+def self_check(variant: Variant) -> SelfCheck:
+    """Run one variant on two seeded cases (batch 2 and batch 9), and the slot writes, gathers and copies of blocks it
+    depends on: a pool cannot do without these, so all their texts run here.
+
+    Each with the newest tokens in the pool, then with them given to the call, and then with rows of padding. Two cases,
+    because MLX gives Metal kernels inputs of less than 8 elements in another address space: that is another text, built
+    by itself. Both are those of real steps.
+
+    Contexts of 1, block - 1, block, block + 1 and several blocks in permuted blocks, every unused slot NaN. Fails on a
+    compile error, a non-finite value or an RMS difference of 5e-3 and more from attention in float32. Never raises for
+    a failing kernel. Does not switch anything off.
+    """
+    block = variant.block_size
+    several = [3 * block + 5, 300, 2100, 7, 2 * block]
+    contexts = [1, block - 1, block, block + 1, *several]
+    return SelfCheck(
+        variant,
+        *outcome_of(lambda: max(_difference(variant, [300, 5], seed=1), _difference(variant, contexts, seed=2))),
+    )
+
+
+def outcome_of(difference: Callable[[], float]) -> tuple[bool, float, float, str]:
+    """Run what compares a kernel with a reference and gives the RMS of their difference.
+
+    Returns:
+        Whether it is below 5e-3; the RMS, NaN if it raised a RuntimeError or ValueError; seconds; why it failed.
+    """
+    begin = time.perf_counter()
+    rms = float("nan")
+    try:
+        rms = difference()
+        reason = "" if rms < MAX_RMS else f"RMS {rms:.2e} is not below {MAX_RMS}"
+    except (RuntimeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {str(error)[:500]}"
+    return not reason, rms, time.perf_counter() - begin, reason
+
+
+def checked(variant: Variant) -> SelfCheck:
+    """The remembered result of self_check. The first failure warns and switches the variant off for this process.
+
+    A variant that has passed fails from then on once it is off: a text that only a later step needed does not compile.
+    """
+    if variant not in _results:
+        result = _results[variant] = self_check(variant)
+        if not result.ok:
+            kernels.switch_off(variant, result.reason)
+            warnings.warn(f"mlx_paged: {variant} failed its self-check and is off: {result.reason}", stacklevel=2)
+    result, off = _results[variant], kernels.why_off(variant)
+    return result if off is None or not result.ok else result._replace(ok=False, reason=off)
+
+
+def first_working(variants: tuple[Variant, ...]) -> Variant | None:
+    """The first of some variants (kernels.decode_variants) that passes, or None."""
+    return next((v for v in variants if checked(v).ok), None)
+
+
+def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
+    """RMS between the variant and float32 attention. Raises RuntimeError if bytes went astray."""
+    block, dtype = variant.block_size, variant.dtype
+    n_kv_heads = max(2, _QUERY_HEADS // variant.gqa)
+    batch, n_q_heads = len(contexts), n_kv_heads * variant.gqa
+    used = [-(-n // block) for n in contexts]
+    width = -(-max(used) // _TABLE_WIDTH) * _TABLE_WIDTH
+    key = mx.random.key(seed)
+    keys = mx.random.split(key, 5)
+    order: Any = (mx.random.permutation(sum(used), key=keys[0]) + 1).tolist()
+    tables, slots = [], []
+    for n, blocks in zip(contexts, used, strict=True):
+        ids, order = order[:blocks], order[blocks:]
+        tables.append(ids + [0] * (width - blocks))
+        slots += [ids[t // block] * block + t % block for t in range(n)]
+
+    def rows(i: int, dim: int) -> mx.array:
+        return mx.random.normal((len(slots), n_kv_heads, dim), key=keys[i]).astype(dtype)
+
+    k, v = rows(1, variant.head_dim), rows(2, variant.value_dim)
+    q = mx.random.normal((batch, n_q_heads, 1, variant.head_dim), key=keys[3]).astype(dtype)
+    sinks = mx.random.normal((n_q_heads,), key=keys[4]) if variant.sinks else None
+    softcap = 10.0 if variant.softcap else None
+    scale = variant.head_dim**-0.5
+    k_pool, v_pool = (
+        mx.full((sum(used) + 1 + _FREE_BLOCKS, n_kv_heads, block, dim), float("nan"), dtype)
+        for dim in (variant.head_dim, variant.value_dim)
+    )
+    fence = kernels.new_fence()
+    fence = kernels.write_slots(k_pool, v_pool, fence, k, v, mx.array(slots, mx.int32))
+    visible = (mx.array(tables, mx.int32), mx.array(contexts, mx.int32)[:, None], mx.zeros((batch, 1), mx.int32))
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "variant": variant}
+    out, fence = kernels.paged_decode(q, k_pool, v_pool, fence, *visible, **options)
+    # Once more, with the newest tokens taken out of the pool and given to the call.
+    newest = mx.array([sum(contexts[: b + 1]) - 1 for b in range(batch)], mx.int32)
+    no_k, no_v = (mx.full((batch, *x.shape[1:]), float("nan"), dtype) for x in (k, v))
+    fence = kernels.write_slots(k_pool, v_pool, fence, no_k, no_v, mx.array(slots, mx.int32)[newest])
+    append = (k[newest][:, :, None], v[newest][:, :, None])
+    again, fence = kernels.paged_decode(q, k_pool, v_pool, fence, *visible, append=append, **options)
+    if not mx.array_equal(out.astype(mx.float32), again.astype(mx.float32)).item():
+        raise RuntimeError("the result differs when the newest tokens come with the call")
+    # And with rows of padding, as compiled steps have them: they end at position 0.
+    tables_padded, ends_padded, starts_padded = (_extended(x, 0) for x in visible)
+    q_padded, k_padded, v_padded = (_extended(x, float("nan")) for x in (q, *append))
+    padded, fence = kernels.paged_decode(
+        q_padded,
+        k_pool,
+        v_pool,
+        fence,
+        tables_padded,
+        ends_padded,
+        starts_padded,
+        append=(k_padded, v_padded),
+        **options,
+    )
+    if not mx.array_equal(padded[:batch].astype(mx.float32), again.astype(mx.float32)).item():
+        raise RuntimeError("the result differs with rows of padding")
+    if padded[batch:].any().item():
+        raise RuntimeError("rows of padding have a result")
+    first = 0
+    errors = []
+    for b, n in enumerate(contexts):
+        kb, vb = (x[first : first + n].swapaxes(0, 1) for x in (k, v))
+        first += n
+        got_k, got_v, fence = kernels.gather_blocks(k_pool, v_pool, fence, tables[b][: used[b]], 0, n)
+        if not (mx.array_equal(got_k[0], kb).item() and mx.array_equal(got_v[0], vb).item()):
+            raise RuntimeError("slots read back differ from what was written")
+        expected = _attend(q[b], kb, vb, scale, softcap, sinks)
+        errors.append(mx.square(out[b].astype(mx.float32) - expected).mean())
+    # One block and then four onto free ones: that is two texts, too.
+    free = sum(used) + 1
+    for sources, targets in (([1], [free]), ([1, 2, 3, 4], [free + i for i in range(1, 5)])):
+        length = len(sources) * block
+        *before, fence = kernels.gather_blocks(k_pool, v_pool, fence, sources, 0, length)
+        fence = kernels.copy_blocks(k_pool, v_pool, fence, sources, targets)
+        *after, fence = kernels.gather_blocks(k_pool, v_pool, fence, targets, 0, length)
+        if not all(mx.array_equal(a, b, equal_nan=True).item() for a, b in zip(before, after, strict=True)):
+            raise RuntimeError("copies of blocks differ")
+    rms: Any = mx.sqrt(mx.stack(errors).max()).item()
+    if not rms < float("inf"):
+        raise RuntimeError("the result is not finite")
+    return float(rms)
+
+
+def _extended(x: mx.array, value: float) -> mx.array:
+    """With two more rows of a value."""
+    return mx.concatenate([x, mx.full((2, *x.shape[1:]), value, x.dtype)])
+
+
+def _attend(
+    q: mx.array, k: mx.array, v: mx.array, scale: float, softcap: float | None, sinks: mx.array | None
+) -> mx.array:
+    """Attention of q [n_q_heads, 1, D] over k, v [n_kv_heads, n, D] in float32, without matrix units."""
+    repeat = q.shape[0] // k.shape[0]
+    k, v = (mx.repeat(x.astype(mx.float32), repeat, axis=0) for x in (k, v))
+    scores = (q.astype(mx.float32) * k).sum(-1) * scale
+    if softcap is not None:
+        scores = softcap * mx.tanh(scores / softcap)
+    if sinks is not None:
+        scores = mx.concatenate([sinks[:, None], scores], axis=1)
+    weights = mx.softmax(scores, axis=1, precise=True)
+    if sinks is not None:
+        weights = weights[:, 1:]
+    return (weights[..., None] * v).sum(1, keepdims=True)

@@ -1,0 +1,142 @@
+"""What a decode step launches: texts of kernels and arguments of their launches, by the shapes of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from .build import Constants, gpu_cores
+from .plan import Plan, Variant, count_partitions, plan_decode, run_length, unsupported
+from .trial import MANY, Text, few_of
+
+
+class DecodeSpec(NamedTuple):
+    """Constants and keyword arguments of the launches of one call shape, computed once.
+
+    Attributes:
+        counters: that the kernel needs to join partitions itself.
+        run: partitions that a thread group takes.
+        texts: of these launches, for their trial.
+    """
+
+    decode_constants: Constants
+    decode: dict[str, Any]
+    merge_constants: Constants = ()
+    merge: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+    counters: int = 0
+    run: int = 1
+    texts: tuple[Text, ...] = ()
+
+
+@lru_cache(maxsize=1024)
+def spec_of(
+    variant: Variant, plan: Plan, batch: int, n_q_heads: int, q_len: int, n_partitions: int, few_tables: bool = False
+) -> DecodeSpec:
+    """Of a call over block tables that have fewer than 8 elements (``few_tables``) or more."""
+    rows, sinks = batch * q_len, n_q_heads if variant.sinks else 4
+    if variant.body == "paged_decode_tensor":
+        counters = rows * (n_q_heads // variant.gqa)
+        run = plan.run or run_length(counters * n_partitions)
+        spec = _fused_spec(variant, plan, batch, n_q_heads, q_len, -(-n_partitions // run))
+        spec = spec._replace(counters=counters, run=run)
+    else:
+        spec = _decode_spec(variant, plan, batch, n_q_heads, q_len, n_partitions)
+    few = few_of(variant.backend, tables=1 if few_tables else MANY, ends=rows, sinks=sinks)
+    texts = [Text(variant.body, spec.decode_constants, few)]
+    if spec.merge:
+        few = few_of(variant.backend, stats=rows * n_q_heads * n_partitions * 2, ends=rows, sinks=sinks)
+        texts.append(Text("merge_partitions", spec.merge_constants, few))
+    return spec._replace(texts=tuple(texts))
+
+
+def texts_of(variant: Variant, reach: int) -> tuple[Text, ...]:
+    """The texts of a decode step of 9 sequences, one query each, that see up to so many tokens."""
+    plan = plan_decode(variant, gpu_cores())
+    return spec_of(variant, plan, 9, 8 * variant.gqa, 1, count_partitions(reach, plan)).texts
+
+
+def pool_texts(variant: Variant) -> Iterator[Text]:
+    """The texts that write, read and copy blocks of a variant's pool."""
+    constants = pool_constants_of(variant.dtype, variant.head_dim, variant.value_dim, variant.block_size)
+    yield Text("write_slots", (*constants, ("S", mx.int32)))
+    yield Text("gather_blocks", constants)
+    yield Text("copy_blocks", constants)
+
+
+def _decode_spec(variant: Variant, plan: Plan, batch: int, n_q_heads: int, q_len: int, n_partitions: int) -> DecodeSpec:
+    single = n_partitions == 1
+    value_dim = variant.value_dim
+    lines = batch * n_q_heads * q_len
+    out_shape = (batch, n_q_heads, q_len, value_dim)
+    out_dtype = variant.dtype if single else mx.float32
+    decode_constants = (*decode_constants_of(variant, plan), ("SINGLE", single), ("O", out_dtype))
+    decode = {
+        "grid": (n_q_heads // variant.gqa * plan.simdgroups * 32, batch * q_len, n_partitions),
+        "threadgroup": (plan.simdgroups * 32, 1, 1),
+        "output_shapes": [out_shape if single else (lines, n_partitions, value_dim), (lines, n_partitions, 2), (1,)],
+        "output_dtypes": [out_dtype, mx.float32, mx.uint32],
+    }
+    if single:
+        return DecodeSpec(decode_constants, decode)
+    simdgroups = 2 if value_dim <= 64 else 4
+    merge_constants = (
+        ("T", variant.dtype),
+        ("DV", value_dim),
+        ("SG", simdgroups),
+        ("SINKS", variant.sinks),
+        *_partition_constants(plan),
+    )
+    merge = {
+        "grid": (lines * simdgroups * 32, 1, 1),
+        "threadgroup": (simdgroups * 32, 1, 1),
+        "output_shapes": [out_shape],
+        "output_dtypes": [variant.dtype],
+    }
+    return DecodeSpec(decode_constants, decode, merge_constants, merge)
+
+
+def _fused_spec(variant: Variant, plan: Plan, batch: int, n_q_heads: int, q_len: int, n_runs: int) -> DecodeSpec:
+    """Of a body that joins its partial results itself."""
+    lines = batch * n_q_heads * q_len
+    partial = lines * n_runs * (variant.value_dim + 2) if n_runs > 1 else 1
+    decode = {
+        "grid": (n_q_heads // variant.gqa * plan.simdgroups * 32, batch * q_len, n_runs),
+        "threadgroup": (plan.simdgroups * 32, 1, 1),
+        "output_shapes": [(batch, n_q_heads, q_len, variant.value_dim), (partial,), (1,)],
+        "output_dtypes": [variant.dtype, mx.float32, mx.uint32],
+    }
+    return DecodeSpec((*decode_constants_of(variant, plan), ("GROUPS", plan.groups)), decode)
+
+
+def _partition_constants(plan: Plan) -> Constants:
+    return (("PART", plan.partition), ("SPAN", plan.span))
+
+
+def decode_constants_of(variant: Variant, plan: Plan) -> Constants:
+    """Constants of the decode body that depend on the variant and its plan."""
+    return (
+        ("T", variant.dtype),
+        ("D", variant.head_dim),
+        ("DV", variant.value_dim),
+        ("BS", variant.block_size),
+        ("G", variant.gqa),
+        ("HS", plan.head_split),
+        ("HR", plan.head_round),
+        ("SG", plan.simdgroups),
+        ("LPT", plan.lanes),
+        ("VEC", plan.vec),
+        ("U", plan.unroll),
+        ("SOFTCAP", variant.softcap),
+        ("SINKS", variant.sinks),
+        *_partition_constants(plan),
+    )
+
+
+def pool_constants_of(dtype: mx.Dtype, head_dim: int, value_dim: int, block_size: int) -> Constants:
+    why = unsupported(dtype, head_dim, value_dim, 1, block_size)
+    if why:
+        raise ValueError(why)
+    return (("T", dtype), ("D", head_dim), ("DV", value_dim), ("BS", block_size))

@@ -1,0 +1,263 @@
+"""Products of a few rows with weight matrices, on CUDA: one kernel launch for up to three matrices, or for a product
+and what is made from it.
+
+A decode step of a small batch is bound by the host, and there MLX's way to cuBLAS takes several times as long as a
+kernel launch (docs/adr/0011). The results have the precision of MLX's: 16-bit factors, sums in float32.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from .build import backend, build_kernel
+from .check import outcome_of
+from .timing import LAUNCHES, seconds_of
+from .trial import Text, failure_of
+
+MIN_ROWS, MAX_ROWS = 2, 32  # one row: MLX has a kernel of its own; for more, cuBLAS is worth its call
+# Values of a matrix: larger ones take the GPU longer than a call takes the host, and cuBLAS is better at them.
+MAX_SIZE = 1 << 26
+MAX_MATRICES = 3
+DTYPES = (mx.bfloat16, mx.float16)
+PLAIN, BIASED, ADDED, GATED, GROUPED = BODIES = (
+    "narrow_matmul",
+    "narrow_matmul_bias",
+    "narrow_matmul_add",
+    "narrow_matmul_gate",
+    "narrow_matmul_group",
+)
+_SIMDGROUPS = 8
+_VECTOR = 8  # values per load
+CHECKED_DIMS = 3  # of the self-check's x
+
+
+class Tile(NamedTuple):
+    """What a thread group computes, and how.
+
+    Attributes:
+        rows, columns: of the result.
+        unroll: loads of 32 values of each row that are in flight.
+    """
+
+    rows: int
+    columns: int
+    unroll: int
+
+
+TILES = SMALL, LARGE = Tile(16, 16, 4), Tile(32, 16, 4)
+
+
+class TileCheck(NamedTuple):
+    """Outcome of a self-check; rms is NaN if there was no result, seconds include compiling."""
+
+    body: str
+    dtype: mx.Dtype
+    tile: Tile
+    ok: bool
+    rms: float
+    seconds: float
+    reason: str
+
+
+def covers(x: mx.array, weights: Sequence[mx.array], bias: mx.array | None = None) -> bool:
+    """Whether :func:`products` multiplies these here: shapes, dtypes, a GPU with CUDA, and a kernel that works.
+
+    The first call for a dtype, a tile and a body compiles and checks the kernel.
+    """
+    fits = bias is None or (len(weights) == 1 and bias.shape == weights[0].shape[:1] and bias.dtype == x.dtype)
+    return fits and len(weights) <= MAX_MATRICES and _covers(_body_of(weights, bias), x, _num_rows(x), weights)
+
+
+def products(
+    x: mx.array,
+    weights: Sequence[mx.array],
+    bias: mx.array | None = None,
+    shapes: Sequence[tuple[int, ...]] | None = None,
+) -> list[mx.array]:
+    """``x @ w.T`` for few rows and each of some matrices, in one launch; :func:`covers` says whether it can be had.
+
+    Args:
+        x: ``[..., depth]``, 2 to 32 rows in all, bfloat16 or float16.
+        weights: 1 to 3 of ``[width, depth]``, of the same dtype; depth a multiple of 8.
+        bias: ``[width]``, to be added to the product with the only matrix, or None.
+        shapes: of the results, instead of ``[..., width]``.
+
+    Returns:
+        ``[..., width]`` for each matrix. A row's bits depend neither on the other rows nor on their number.
+    """
+    shapes = shapes or [(*x.shape[:-1], w.shape[0]) for w in weights]
+    return _launch(_body_of(weights, bias), x, weights, bias, _tile_of(_num_rows(x)), shapes)
+
+
+def covers_sum(x: mx.array, weight: mx.array, residual: mx.array) -> bool:
+    """As :func:`covers`, for :func:`product_sum`."""
+    fits = residual.shape[-1] == weight.shape[0] and residual.dtype == x.dtype
+    return fits and _covers(ADDED, x, _num_rows(residual), [weight])
+
+
+def product_sum(x: mx.array, weight: mx.array, residual: mx.array) -> mx.array:
+    """``residual + x @ weight.T`` in one launch, with the bits of a product of :func:`products` added by MLX.
+
+    Args:
+        x: as many rows of depth as the residual has rows, in any shape, such as ``[B, n_heads, 1, head_dim]``.
+        weight: ``[width, depth]``.
+        residual: ``[..., width]``.
+    """
+    return _launch(ADDED, x, [weight], residual, _tile_of(_num_rows(residual)), [residual.shape])[0]
+
+
+def covers_gated(x: mx.array, gate: mx.array, up: mx.array) -> bool:
+    """As :func:`covers`, for :func:`gated_product`."""
+    return gate.shape == up.shape and _covers(GATED, x, _num_rows(x), [gate, up])
+
+
+def gated_product(x: mx.array, gate: mx.array, up: mx.array) -> mx.array:
+    """``silu(x @ gate.T) * (x @ up.T)`` in one launch, rounded after each operation as MLX does.
+
+    Args:
+        x, gate, up: as for :func:`products`.
+    """
+    shape = (*x.shape[:-1], gate.shape[0])
+    return _launch(GATED, x, [gate, up], None, _tile_of(_num_rows(x)), [shape])[0]
+
+
+def _covers(body: str, x: mx.array, num_rows: int, weights: Sequence[mx.array]) -> bool:
+    depth, rest = divmod(x.size, max(1, num_rows))
+    return (
+        MIN_ROWS <= num_rows <= MAX_ROWS
+        and rest == 0
+        and depth % _VECTOR == 0
+        and all(w.ndim == 2 and w.shape[1] == depth and w.size <= MAX_SIZE and w.dtype == x.dtype for w in weights)
+        and works(body, x.dtype, _tile_of(num_rows), x.ndim)
+    )
+
+
+def _num_rows(x: mx.array) -> int:
+    return x.size // x.shape[-1]
+
+
+def _tile_of(num_rows: int) -> Tile:
+    return SMALL if num_rows <= SMALL.rows else LARGE
+
+
+def _body_of(weights: Sequence[mx.array], bias: mx.array | None) -> str:
+    return GROUPED if len(weights) > 1 else PLAIN if bias is None else BIASED
+
+
+def text_of(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int) -> Text:
+    """The text for an x of so many dimensions."""
+    matrices = 2 if body == GATED else 1  # that a column is made from
+    constants = (
+        ("T", dtype),
+        ("XD", num_dims),
+        ("MT", tile.rows // 8),
+        ("COLUMNS", tile.columns),
+        ("MATRICES", matrices),
+        ("R", tile.columns * matrices // 16),
+        ("U", tile.unroll // matrices),
+        ("SG", _SIMDGROUPS),
+        ("GROUPS", 2),
+    )
+    return Text(body, constants)
+
+
+def _launch(
+    body: str,
+    x: mx.array,
+    weights: Sequence[mx.array],
+    addend: mx.array | None,
+    tile: Tile,
+    shapes: Sequence[tuple[int, ...]],
+) -> list[mx.array]:
+    constants = text_of(body, x.dtype, tile, x.ndim).constants
+    threads = 32 * _SIMDGROUPS
+    tiles = sum(-(-w.shape[0] // tile.columns) for w in weights[: len(shapes)])
+    inputs = [x, *weights] if addend is None else [x, *weights, addend]
+    outputs = list(shapes)
+    if body == GROUPED and len(weights) < MAX_MATRICES:  # the grid ends before the third
+        inputs.append(weights[-1])
+        outputs.append((1,))
+    return build_kernel(body, constants)(
+        inputs=inputs,
+        grid=(tiles * threads, -(-x.size // (weights[0].shape[1] * tile.rows)), 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=outputs,
+        output_dtypes=[x.dtype] * len(outputs),
+    )[: len(shapes)]
+
+
+@lru_cache(maxsize=64)
+def works(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int = CHECKED_DIMS) -> bool:
+    """Whether the kernel can be used on this machine for an x of so many dimensions, which are another text each. A
+    kernel that fails its self-check or does not compile warns once, and is not."""
+    if dtype not in DTYPES or backend() != "cuda" or mx.default_device() != mx.Device(mx.gpu):
+        return False
+    if num_dims == CHECKED_DIMS:
+        reason = self_check(body, dtype, tile).reason
+    elif not works(body, dtype, tile):
+        return False
+    else:
+        reason = failure_of(text_of(body, dtype, tile, num_dims), build_kernel) or ""
+    if reason:
+        warnings.warn(f"mlx_paged: {body} ({dtype}, {tile}) is off, MLX multiplies: {reason}", stacklevel=2)
+    return not reason
+
+
+def self_check(body: str, dtype: mx.Dtype, tile: Tile) -> TileCheck:
+    """Compare the kernel with float32 products of the same factors, with edges in every dimension.
+
+    Fails on a compile error or an RMS difference of 5e-3 of the result's and more. Never raises for a failing kernel.
+    """
+    sizes = ((2, 40, 8), (tile.rows + 5, 200, 2200))
+    return TileCheck(
+        body, dtype, tile, *outcome_of(lambda: max(_difference(body, dtype, tile, *size) for size in sizes))
+    )
+
+
+def launch_seconds(body: str, dtype: mx.Dtype, tile: Tile) -> float:
+    """Seconds of a launch for a full tile's rows and matrices of 2,048 x 2,048, the kernel being compiled."""
+    size = 2048
+    x = mx.zeros((tile.rows, 1, size), dtype)
+    weights = [mx.zeros((size, size), dtype)] * {GROUPED: MAX_MATRICES, GATED: 2}.get(body, 1)
+    addends = {BIASED: (size,), ADDED: (tile.rows, 1, size)}
+    addend = mx.zeros(addends[body], dtype) if body in addends else None
+    mx.eval(x, weights)
+    shapes = [(tile.rows, 1, size)] * (MAX_MATRICES if body == GROUPED else 1)
+
+    def launches() -> list[mx.array]:
+        return [y for _ in range(LAUNCHES) for y in _launch(body, x, weights, addend, tile, shapes)]
+
+    return seconds_of(launches) / LAUNCHES
+
+
+def _difference(body: str, dtype: mx.Dtype, tile: Tile, num_rows: int, width: int, depth: int) -> float:
+    """RMS of the kernel's error, the result's being about 1."""
+    keys = mx.random.split(mx.random.key(num_rows), 2 + MAX_MATRICES)
+    x = mx.random.normal((num_rows, 1, depth), key=keys[0]).astype(dtype)
+    addends = {BIASED: (width,), ADDED: (num_rows, 1, width)}
+    addend = mx.random.normal(addends[body], key=keys[1]).astype(dtype) if body in addends else None
+    widths = [width + (0 if body == GATED else 9 * i) for i in range(MAX_MATRICES)]
+    matrices = [
+        (mx.random.normal((n, depth), key=key) * depth**-0.5).astype(dtype)
+        for n, key in zip(widths, keys[2:], strict=True)
+    ]
+    sets = {GROUPED: (matrices, matrices[:2]), GATED: (matrices[:2],)}.get(body, (matrices[:1],))
+    errors = []
+    for weights in sets:
+        # Sums, not products of matrices: these may go through TF32.
+        expected = [(x.astype(mx.float32) * w.astype(mx.float32)).sum(-1)[:, None] for w in weights]
+        if body == GATED:
+            gate, up = (y.astype(dtype).astype(mx.float32) for y in expected)
+            expected = [gate * mx.sigmoid(gate) * up]
+        elif addend is not None:
+            expected = [expected[0] + addend]
+        shapes = [want.shape for want in expected]
+        for got, want in zip(_launch(body, x, weights, addend, tile, shapes), expected, strict=True):
+            errors.append(mx.square(got.astype(mx.float32) - want).mean())
+    rms: Any = mx.sqrt(mx.stack(errors).max()).item()
+    return float(rms)

@@ -1,0 +1,380 @@
+"""Builds and launches the kernels that read and write the pool in place, on Metal and CUDA.
+
+Pool tensors are [num_blocks, n_kv_heads, block_size, head_dim], K and V apart, and are only ever *inputs*: MLX neither
+donates nor copies them. A one-element uint32 fence orders their uses: every function here that touches a pool takes the
+layer's latest fence and returns the next one, so MLX sees each read and write as a link of one chain.
+No stock MLX op may read or write such a pool.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from .build import Constants, KernelUnavailable, backend, build_kernel, gpu_cores
+from .decode_spec import pool_constants_of, spec_of
+from .plan import (
+    ALIGNMENT,
+    MAX_QUERY_LENGTH,
+    MAX_TENSOR_HEAD_DIM,
+    Plan,
+    Variant,
+    count_partitions,
+    plan_decode,
+    unsupported,
+)
+from .trial import MANY, failure_of
+
+
+@lru_cache(maxsize=64)
+def _constants(*values: float) -> mx.array:
+    array = mx.array(values, mx.float32)
+    mx.eval(array)
+    return array
+
+
+def new_fence() -> mx.array:
+    """The first fence of a pool's chain: uint32 [1]."""
+    return mx.zeros((1,), mx.uint32)
+
+
+def _geometry(k_pool: mx.array, v_pool: mx.array) -> tuple[int, int, int, int]:
+    """(n_kv_heads, block_size, head_dim, value_dim)"""
+    _, n_kv_heads, block_size, head_dim = k_pool.shape
+    return n_kv_heads, block_size, head_dim, v_pool.shape[3]
+
+
+def decode_variants(
+    k_pool: mx.array, v_pool: mx.array, n_q_heads: int, *, softcap: bool = False, sinks: bool = False
+) -> tuple[Variant, ...]:
+    """The kernel instances that can attend over this pool, fastest first; empty where there is no GPU.
+
+    Raises ValueError for a geometry that the kernels do not cover.
+    """
+    n_kv_heads, block_size, head_dim, value_dim = _geometry(k_pool, v_pool)
+    return variants_of(k_pool.dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap, sinks)
+
+
+@lru_cache(maxsize=256)
+def variants_of(
+    dtype: mx.Dtype,
+    head_dim: int,
+    value_dim: int,
+    n_q_heads: int,
+    n_kv_heads: int,
+    block_size: int,
+    softcap: bool,
+    sinks: bool,
+) -> tuple[Variant, ...]:
+    gqa, rest = divmod(n_q_heads, n_kv_heads)
+    why = unsupported(dtype, head_dim, value_dim, gqa, block_size)
+    if rest or why:
+        raise ValueError(why or f"{n_q_heads} query heads do not divide into {n_kv_heads} kv heads")
+    dialect = backend()
+    if dialect is None:
+        return ()
+    bodies = ["paged_decode"]
+    if dialect == "cuda" and dtype.size == 2 and max(head_dim, value_dim) <= MAX_TENSOR_HEAD_DIM:
+        bodies.insert(0, "paged_decode_tensor")
+    return tuple(Variant(body, dialect, dtype, head_dim, value_dim, gqa, block_size, softcap, sinks) for body in bodies)
+
+
+_switched_off: dict[Variant, str] = {}
+
+
+def switch_off(variant: Variant, reason: str) -> None:
+    """Never use this variant again in this process."""
+    _switched_off[variant] = reason
+
+
+def switched_off() -> dict[Variant, str]:
+    """Variants that are off, with the reason of each."""
+    return dict(_switched_off)
+
+
+def why_off(variant: Variant) -> str | None:
+    """Why a variant is off, or None."""
+    return _switched_off.get(variant)
+
+
+def paged_decode(
+    q: mx.array,
+    k_pool: mx.array,
+    v_pool: mx.array,
+    fence: mx.array,
+    block_tables: mx.array,
+    context_lens: mx.array,
+    start_positions: mx.array,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
+    max_visible: int | None = None,
+    append: tuple[mx.array, mx.array] | None = None,
+    variant: Variant | None = None,
+    plan: Plan | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Attention of a few query positions per sequence over scattered blocks.
+
+    q [B, n_q_heads, q_len, head_dim], q_len 1..8, dtype of the pool; block_tables int32 [B, max_blocks], block ids by
+    absolute position; context_lens and start_positions int32 [B, q_len]: a query sees start <= position < context_len,
+    and entries of the table outside that range are never followed. sinks: one logit per query head, [n_q_heads].
+    max_visible: no query sees more tokens than this (a window), which saves empty partitions; the result is the same.
+    append: keys and values [B, n_kv_heads, 1, head_dim] of the tokens at context_lens - 1 (q_len 1), which are not in
+    the pool yet: they are written to their slots and attended to, as by write_slots before.
+    Returns (out [B, n_q_heads, q_len, value_dim], fence). A query that sees nothing gets zeros.
+
+    A row's bits do not depend on the other rows. `variant` and `plan` override the choice, for checks and timings.
+    Raises ValueError for an unsupported shape, KernelUnavailable without a GPU or with every variant switched off.
+    """
+    batch, n_q_heads, q_len, head_dim = q.shape
+    pool_dim = k_pool.shape[3]
+    if not 1 <= q_len <= MAX_QUERY_LENGTH:
+        raise ValueError(f"q_len {q_len} is not in 1..{MAX_QUERY_LENGTH}")
+    if head_dim != pool_dim or q.dtype != k_pool.dtype:
+        raise ValueError(f"queries {q.dtype} x {head_dim} do not fit a pool of {k_pool.dtype} x {pool_dim}")
+    if context_lens.shape != (batch, q_len) or start_positions.shape != (batch, q_len):
+        raise ValueError("context_lens and start_positions must be [B, q_len]")
+    if not block_tables.dtype == context_lens.dtype == start_positions.dtype == mx.int32:
+        raise ValueError("block_tables, context_lens and start_positions must be int32")
+    launch = prepare_decode(
+        k_pool,
+        v_pool,
+        (block_tables, context_lens, start_positions),
+        n_q_heads=n_q_heads,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks is not None,
+        max_visible=max_visible,
+        append=append is not None,
+        variant=variant,
+        plan=plan,
+    )
+    if append is None:
+        return launch(q, k_pool, v_pool, fence, sinks)
+    for x, pool in zip(append, (k_pool, v_pool), strict=True):
+        if x.shape != (batch, pool.shape[1], 1, pool.shape[3]) or x.dtype != pool.dtype or q_len != 1:
+            raise ValueError(f"cannot append rows {x.dtype} x {x.shape} for queries {q.shape}")
+    return launch(q, k_pool, v_pool, fence, sinks, *append)
+
+
+class DecodeLaunch(NamedTuple):
+    """The launches of one decode step, prepared once and called for each layer."""
+
+    decode: Callable[..., list[mx.array]]
+    decode_options: dict[str, Any]
+    merge: Callable[..., list[mx.array]] | None
+    merge_options: dict[str, Any]
+    visible: tuple[mx.array, mx.array, mx.array]
+    params: mx.array
+    counters: int = 0  # that the kernel needs to join partitions itself
+
+    def __call__(
+        self,
+        q: mx.array,
+        k_pool: mx.array,
+        v_pool: mx.array,
+        fence: mx.array,
+        sinks: mx.array | None = None,
+        k_new: mx.array | None = None,
+        v_new: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        """(out, fence) of :func:`paged_decode`, for arrays of the shapes it was prepared for. Checks nothing."""
+        logits = self.params if sinks is None else sinks.astype(mx.float32)
+        tables, ends, starts = self.visible
+        k_new = q if k_new is None else k_new  # never read then
+        v_new = q if v_new is None else v_new
+        inputs = [q, k_pool, v_pool, fence, k_new, v_new, tables, ends, starts, self.params, logits]
+        if self.counters:
+            inputs.append(_counters_of(k_pool, self.counters))
+        out, stats, fence = self.decode(inputs=inputs, **self.decode_options)
+        if self.merge is not None:
+            (out,) = self.merge(inputs=[out, stats, ends, starts, logits], **self.merge_options)
+        return out, fence
+
+
+def prepare_decode(
+    k_pool: mx.array,
+    v_pool: mx.array,
+    visible: tuple[mx.array, mx.array, mx.array],
+    *,
+    n_q_heads: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks: bool = False,
+    max_visible: int | None = None,
+    append: bool = False,
+    variant: Variant | None = None,
+    plan: Plan | None = None,
+) -> DecodeLaunch:
+    """What :func:`paged_decode` launches over pools of this geometry; visible is (block_tables, context_lens,
+    start_positions).
+
+    A text that is needed for the first time in this process is tried first, alone. If that fails, its variant is off,
+    with a warning, and the next one is taken; nothing has been launched that writes.
+
+    Raises:
+        KernelUnavailable: no GPU, or every variant is off. A given variant's text fails.
+    """
+    n_kv_heads, block_size, head_dim, value_dim = _geometry(k_pool, v_pool)
+    choices: tuple[Variant, ...] = (variant,) if variant is not None else ()
+    if variant is None:
+        choices = variants_of(
+            k_pool.dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap is not None, sinks
+        )
+    reach = visible[0].shape[1] * block_size
+    if max_visible is not None:
+        reach = min(reach, max_visible + ALIGNMENT - 1)
+    batch, q_len = visible[1].shape
+    reasons = []
+    for choice in choices:
+        if choice in _switched_off and variant is None:
+            reasons.append(_switched_off[choice])
+            continue
+        own = plan or plan_decode(choice, gpu_cores())
+        spec = spec_of(choice, own, batch, n_q_heads, q_len, count_partitions(reach, own), visible[0].size < MANY)
+        failure = next((why for why in (failure_of(text, build_kernel) for text in spec.texts) if why), None)
+        if failure is None:
+            return DecodeLaunch(
+                build_kernel(choice.body, spec.decode_constants),
+                spec.decode,
+                build_kernel("merge_partitions", spec.merge_constants) if spec.merge else None,
+                spec.merge,
+                visible,
+                _constants(scale, softcap or 1.0, float(append), float(spec.run.bit_length() - 1)),
+                spec.counters,
+            )
+        reasons.append(failure)
+        if variant is None:
+            switch_off(choice, failure)
+            warnings.warn(f"mlx_paged: {choice} is off: {failure}", stacklevel=2)
+    raise KernelUnavailable("; ".join(reasons) or "no decode kernel is available for this geometry")
+
+
+_counters: dict[int, mx.array] = {}
+
+
+def _counters_of(k_pool: mx.array, least: int) -> mx.array:
+    """Zeros that the launches over one pool share to count arrivals: the fence lets one launch at a time use them, and
+    each leaves them at zero."""
+    known = _counters.get(id(k_pool))
+    if known is None or known.size < least:
+        if known is None:
+            weakref.finalize(k_pool, _counters.pop, id(k_pool), None)
+        known = _counters[id(k_pool)] = mx.zeros((max(1024, 2 * least),), mx.uint32)
+        mx.eval(known)
+    return known
+
+
+def _pool_constants(k_pool: mx.array, v_pool: mx.array) -> Constants:
+    _, block_size, head_dim, value_dim = _geometry(k_pool, v_pool)
+    return pool_constants_of(k_pool.dtype, head_dim, value_dim, block_size)
+
+
+def write_slots(
+    k_pool: mx.array, v_pool: mx.array, fence: mx.array, k: mx.array, v: mx.array, slots: mx.array
+) -> mx.array:
+    """Scatter key and value rows into the pool, in place. Returns the next fence.
+
+    k and v: [N, n_kv_heads, head_dim] or [B, n_kv_heads, length, head_dim] with N = B * length, in any strides and of
+    the pool's dtype; slots int32 or int64 [N]: block * block_size + offset of each row, row b * length + i for
+    position i of sequence b; a negative slot is skipped. Two rows must not share a slot of a block that anyone reads.
+    Raises ValueError for other shapes or dtypes.
+    """
+    if k.ndim == 3:
+        k, v = k[:, :, None], v[:, :, None]
+    n_kv_heads = k_pool.shape[1]
+    batch, heads, length, _ = k.shape
+    if heads != n_kv_heads or k.shape[3] != k_pool.shape[3] or v.shape[3] != v_pool.shape[3]:
+        raise ValueError(f"rows {k.shape} / {v.shape} do not fit pools {k_pool.shape} / {v_pool.shape}")
+    if k.shape[:3] != v.shape[:3] or slots.shape != (batch * length,):
+        raise ValueError(f"rows {k.shape} / {v.shape} and slots {slots.shape} do not agree")
+    if k.dtype != k_pool.dtype or v.dtype != k_pool.dtype or slots.dtype not in (mx.int32, mx.int64):
+        raise ValueError(f"rows {k.dtype} / {v.dtype}, slots {slots.dtype} do not fit a pool of {k_pool.dtype}")
+    return prepare_write(k_pool, v_pool, slots)(k_pool, v_pool, fence, k, v)
+
+
+class WriteLaunch(NamedTuple):
+    """The launch of one step's writes, prepared once and called for each layer."""
+
+    kernel: Callable[..., list[mx.array]]
+    options: dict[str, Any]
+    slots: mx.array
+
+    def __call__(self, k_pool: mx.array, v_pool: mx.array, fence: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        """The next fence; k and v ``[B, n_kv_heads, length, head_dim]`` as :func:`write_slots`. Checks nothing."""
+        return self.kernel(inputs=[k_pool, v_pool, fence, k, v, self.slots], **self.options)[0]
+
+
+def prepare_write(k_pool: mx.array, v_pool: mx.array, slots: mx.array) -> WriteLaunch:
+    """What :func:`write_slots` launches over pools of this geometry."""
+    heads = k_pool.shape[1]
+    group = next(n for n in (8, 4, 2, 1) if heads % n == 0)
+    options = {
+        "grid": (slots.size * heads * 32, 1, 1),
+        "threadgroup": (group * 32, 1, 1),
+        "output_shapes": [(1,)],
+        "output_dtypes": [mx.uint32],
+    }
+    kernel = build_kernel("write_slots", (*_pool_constants(k_pool, v_pool), ("S", slots.dtype)))
+    return WriteLaunch(kernel, options, slots)
+
+
+def gather_blocks(
+    k_pool: mx.array, v_pool: mx.array, fence: mx.array, block_ids: mx.array | Sequence[int], start: int, length: int
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Copy positions [start, start + length) of one block table out of the pool.
+
+    block_ids int32 [n], by absolute position. Returns (k [1, n_kv_heads, length, head_dim], v, fence).
+    Raises ValueError if the range is empty or passes the table.
+    """
+    ids = block_ids if isinstance(block_ids, mx.array) else mx.array(list(block_ids), mx.int32)
+    n_kv_heads, block_size, head_dim, value_dim = _geometry(k_pool, v_pool)
+    if start < 0 or length < 1 or start + length > ids.size * block_size:
+        raise ValueError(f"positions {start}..{start + length} are not in a table of {ids.size} blocks of {block_size}")
+    threads = _round_up(length * (max(head_dim, value_dim) // 4), 256)
+    k, v, fence = build_kernel("gather_blocks", _pool_constants(k_pool, v_pool))(
+        inputs=[k_pool, v_pool, fence, ids, mx.array([start, length], mx.int32)],
+        grid=(threads, n_kv_heads, 1),
+        threadgroup=(256, 1, 1),
+        output_shapes=[(1, n_kv_heads, length, head_dim), (1, n_kv_heads, length, value_dim), (1,)],
+        output_dtypes=[k_pool.dtype, k_pool.dtype, mx.uint32],
+    )
+    return k, v, fence
+
+
+def copy_blocks(
+    k_pool: mx.array,
+    v_pool: mx.array,
+    fence: mx.array,
+    source: Sequence[int] | mx.array,
+    target: Sequence[int] | mx.array,
+) -> mx.array:
+    """Copy whole blocks onto others, in place (a fork). Returns the next fence.
+
+    source and target: block ids, int32 [n] each; no block may be in both, and none twice in target.
+    Raises ValueError if their lengths differ or are 0.
+    """
+    src = source if isinstance(source, mx.array) else mx.array(list(source), mx.int32)
+    dst = target if isinstance(target, mx.array) else mx.array(list(target), mx.int32)
+    if src.shape != dst.shape or src.ndim != 1 or src.size == 0:
+        raise ValueError(f"cannot pair blocks of shapes {src.shape} and {dst.shape}")
+    n_kv_heads, block_size, head_dim, value_dim = _geometry(k_pool, v_pool)
+    packets = n_kv_heads * block_size * max(head_dim, value_dim) // 4
+    (fence,) = build_kernel("copy_blocks", _pool_constants(k_pool, v_pool))(
+        inputs=[k_pool, v_pool, fence, mx.stack([src, dst])],
+        grid=(_round_up(packets, 256), src.size, 1),
+        threadgroup=(256, 1, 1),
+        output_shapes=[(1,)],
+        output_dtypes=[mx.uint32],
+    )
+    return fence
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

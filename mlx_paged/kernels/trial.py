@@ -1,0 +1,182 @@
+"""Trials: a kernel's text is launched once, alone and on scratch arrays, before a step depends on it.
+
+MLX compiles a text when its first launch is evaluated. In the middle of a step that is too late: a text that does not
+compile there takes the requests of the step along. What a text is made of is small, and so are the arrays here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from .build import SIGNATURES, Constants
+
+# Metal: inputs of fewer elements are in the address space `constant`, which is another text (docs/adr/0018).
+MANY = 8
+Build = Callable[[str, Constants], Callable[..., list[mx.array]]]
+
+
+class Text(NamedTuple):
+    """All that decides what MLX compiles.
+
+    Attributes:
+        body, constants: of :func:`.kernel_build.build_kernel`.
+        few: which of the inputs that may have fewer than 8 elements have; empty on CUDA, where that is no other text.
+    """
+
+    body: str
+    constants: Constants
+    few: tuple[str, ...] = ()
+
+
+def few_of(dialect: str, **sizes: int) -> tuple[str, ...]:
+    """:attr:`Text.few` of inputs with so many elements."""
+    return () if dialect == "cuda" else tuple(name for name, size in sizes.items() if size < MANY)
+
+
+_outcomes: dict[Text, str | None] = {}
+
+
+def failure_of(text: Text, build: Build) -> str | None:
+    """Why a text cannot be used, or None. The first call for it launches it and waits for that, a few ms beside the
+    compilation; later ones look it up.
+
+    Args:
+        build: what makes the kernel, :func:`.kernel_build.build_kernel`.
+    """
+    if text not in _outcomes:
+        try:
+            mx.eval(launch_alone(text, build))
+            _outcomes[text] = None
+        except (RuntimeError, ValueError) as error:
+            _outcomes[text] = f"{text.body}: {type(error).__name__}: {str(error)[:500]}"
+    return _outcomes[text]
+
+
+def launch_alone(text: Text, build: Build) -> list[mx.array]:
+    """Launch a text on scratch arrays of a few KB up to some 4 MB, in which nothing is to be seen. The results are
+    lazy, and of no meaning."""
+    scratch = _SCRATCH.get(text.body, _product)
+    given, options = scratch(_Known(dict(text.constants), text))
+    inputs = [given[name] for name in SIGNATURES[text.body][0]]
+    return build(text.body, text.constants)(inputs=inputs, **options)
+
+
+class _Known:
+    """A text's constants, and how many elements its inputs have."""
+
+    def __init__(self, constants: Mapping[str, Any], text: Text) -> None:
+        self.constants = constants
+        self.body = text.body
+        self._few = text.few
+
+    def __getitem__(self, name: str) -> Any:
+        return self.constants[name]
+
+    def is_few(self, name: str) -> bool:
+        return name in self._few
+
+    def pool(self, heads: int = 1) -> dict[str, mx.array]:
+        """One block."""
+        shape = (1, heads, self["BS"])
+        keys, values = (mx.zeros((*shape, self[dim]), self["T"]) for dim in ("D", "DV"))
+        return {"k_pool": keys, "v_pool": values, "fence": mx.zeros((1,), mx.uint32)}
+
+    def sinks(self, heads: int) -> mx.array:
+        return mx.zeros((heads if self["SINKS"] else 4,))
+
+
+Scratch = tuple[dict[str, mx.array], dict[str, Any]]  # inputs by name, and keyword arguments of the launch
+
+
+def _options(grid: tuple[int, int, int], threads: int, *outputs: tuple[tuple[int, ...], mx.Dtype]) -> dict[str, Any]:
+    return {
+        "grid": grid,
+        "threadgroup": (threads, 1, 1),
+        "output_shapes": [shape for shape, _ in outputs],
+        "output_dtypes": [dtype for _, dtype in outputs],
+    }
+
+
+_FENCE = ((1,), mx.uint32)
+
+
+def _decode(known: _Known) -> Scratch:
+    """One sequence of 1 or 8 queries that see nothing."""
+    q_len = 1 if known.is_few("ends") else MANY
+    kv_heads = -(-MANY // known["G"]) if known["SINKS"] and not known.is_few("sinks") else 1
+    heads, dtype, threads = kv_heads * known["G"], known["T"], known["SG"] * 32
+    ends, lines = mx.zeros((1, q_len), mx.int32), heads * q_len
+    q = mx.zeros((1, heads, q_len, known["D"]), dtype)
+    given = {
+        **known.pool(kv_heads),
+        **{"q": q, "k_new": q, "v_new": q, "ends": ends, "starts": ends, "params": mx.zeros((4,))},
+        "tables": mx.zeros((1, 1 if known.is_few("tables") else MANY), mx.int32),
+        "sinks": known.sinks(heads),
+    }
+    out = (1, heads, q_len, known["DV"])
+    if known.body == "paged_decode_tensor":
+        given["arrivals"] = mx.zeros((max(MANY, kv_heads * q_len),), mx.uint32)
+        return given, _options((kv_heads * threads, q_len, 1), threads, (out, dtype), ((1,), mx.float32), _FENCE)
+    parts = 1 if known["SINGLE"] else 2
+    first = (out if known["SINGLE"] else (lines, parts, known["DV"]), known["O"])
+    grid = (kv_heads * threads, q_len, parts)
+    return given, _options(grid, threads, first, ((lines, parts, 2), mx.float32), _FENCE)
+
+
+def _merge(known: _Known) -> Scratch:
+    q_len = 1 if known.is_few("ends") else MANY
+    heads = 1 if known.is_few("stats") else 2 if known.is_few("sinks") else MANY
+    lines, dim, threads = heads * q_len, known["DV"], known["SG"] * 32
+    ends = mx.zeros((1, q_len), mx.int32)
+    given = {
+        **{"partial": mx.zeros((lines, 2, dim)), "stats": mx.zeros((lines, 2, 2))},
+        **{"ends": ends, "starts": ends, "sinks": known.sinks(heads)},
+    }
+    return given, _options((lines * threads, 1, 1), threads, ((1, heads, q_len, dim), known["T"]))
+
+
+def _write(known: _Known) -> Scratch:
+    """Rows that go nowhere."""
+    rows = 1 if known.is_few("slots") else MANY
+    given = {name: mx.zeros((1, 1, rows, known[dim]), known["T"]) for name, dim in (("k", "D"), ("v", "DV"))}
+    given |= {**known.pool(), "slots": mx.full((rows,), -1, known["S"])}
+    return given, _options((rows * 32, 1, 1), 32, _FENCE)
+
+
+def _gather(known: _Known) -> Scratch:
+    """A token of the one block."""
+    blocks = mx.zeros((1 if known.is_few("blocks") else MANY,), mx.int32)
+    given = {**known.pool(), "blocks": blocks, "span": mx.array([0, 1], mx.int32)}
+    outputs = [((1, 1, 1, known[dim]), known["T"]) for dim in ("D", "DV")]
+    return given, _options((256, 1, 1), 256, *outputs, _FENCE)
+
+
+def _copy(known: _Known) -> Scratch:
+    """The one block onto itself, once."""
+    pairs = 1 if known.is_few("pairs") else MANY // 2
+    given = {**known.pool(), "pairs": mx.zeros((2, pairs), mx.int32)}
+    packets = known["BS"] * max(known["D"], known["DV"]) // 4
+    return given, _options((-(-packets // 256) * 256, 1, 1), 256, _FENCE)
+
+
+def _product(known: _Known) -> Scratch:
+    """Two rows of eight values, and matrices of eight rows."""
+    rows, size, dtype, threads = 2, 8, known["T"], known["SG"] * 32
+    x = mx.zeros((rows * size,) if known["XD"] == 1 else (rows, *[1] * (known["XD"] - 2), size), dtype)
+    w, like = mx.zeros((size, size), dtype), mx.zeros((rows, size), dtype)
+    given = {"x": x, "w": w, "w1": w, "w2": w, "bias": mx.zeros((size,), dtype), "residual": like}
+    outputs = [((rows, size), dtype)] * len(SIGNATURES[known.body][1])
+    return given, _options((len(outputs) * threads, 1, 1), threads, *outputs)
+
+
+_SCRATCH: dict[str, Callable[[_Known], Scratch]] = {
+    "paged_decode": _decode,
+    "paged_decode_tensor": _decode,
+    "merge_partitions": _merge,
+    "write_slots": _write,
+    "gather_blocks": _gather,
+    "copy_blocks": _copy,
+}

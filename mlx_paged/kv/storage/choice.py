@@ -1,0 +1,57 @@
+"""Which form of storage a group gets: in place with the fused kernel, or functional; and why."""
+
+from __future__ import annotations
+
+from ...errors import KernelUnavailableError
+from ...kernels import availability
+from ...kernels import ops as kernels
+from ...kernels.check import checked
+from ...kernels.plan import unsupported
+from ..group import ChooseStorage, StorageChoice
+from .base import Geometry, QueryHeads
+from .functional import FunctionalStorage
+from .in_place import InPlaceStorage
+
+
+def kernel_decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
+    """Why the decode kernel cannot serve these blocks and queries, or None. Self-checks it at the first call."""
+    return availability.device_decline() or _variant_decline(geometry, block_size, heads)
+
+
+def _variant_decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
+    num_kv_heads, k_dim, v_dim, dtype = geometry
+    gqa, rest = divmod(heads.num_q_heads, num_kv_heads)
+    if rest:
+        return f"{heads.num_q_heads} query heads do not divide into {num_kv_heads} kv heads"
+    why = unsupported(dtype, k_dim, v_dim, gqa, block_size)
+    if why:
+        return why
+    variants = kernels.variants_of(
+        dtype, k_dim, v_dim, heads.num_q_heads, num_kv_heads, block_size, heads.softcap, heads.sinks
+    )
+    reasons = []
+    for variant in variants:
+        result = checked(variant)
+        if result.ok:
+            return None
+        reasons.append(result.reason)
+    return f"the kernel failed its self-check: {'; '.join(reasons)}"
+
+
+def storage_choice(use_kernel: bool | None) -> ChooseStorage:
+    """How a pool chooses its storage: True demands the kernel, False forbids it, None takes it where it works."""
+
+    def choose(geometry: Geometry, block_size: int, heads: QueryHeads | None, pinned: int) -> StorageChoice:
+        if use_kernel is False:
+            return StorageChoice(FunctionalStorage, "kernel=off")
+        if pinned:
+            why: str | None = "the kernel reads one range of a sequence, and its first tokens are pinned apart from it"
+        else:
+            why = kernel_decline(geometry, block_size, heads or QueryHeads(geometry.num_kv_heads))
+        if why is None:
+            return StorageChoice(InPlaceStorage, "the fused kernel works here")
+        if use_kernel:
+            raise KernelUnavailableError(f"kernel=on, but {why}; use auto or off (gather-then-SDPA)")
+        return StorageChoice(FunctionalStorage, why)
+
+    return choose

@@ -1,0 +1,219 @@
+"""InPlaceStorage: one layer's K and V blocks, written and read by kernels only, ordered by a chain of fences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ...kernels import ops as kernels
+from ...kernels.plan import MAX_QUERY_LENGTH
+from ..block_table import BlockTable
+from ..step import Step
+from .base import Geometry
+from .split import join_queries, split_queries, split_visible
+
+
+class InPlaceStorage:
+    """K ``[num_blocks, n_kv_heads, block_size, k_head_dim]`` and V (with ``v_head_dim``) of one layer.
+
+    The kernels take these tensors as inputs and write through them. MLX does not see such a write, so each kernel also
+    takes the fence of the kernel before and gives the next one: reads after writes, writes after reads and writes
+    after writes are all ordered by data MLX can see. An MLX op on the tensors would not be; therefore they never leave
+    this class: it hands out copies made by kernels, and :meth:`decode`. Only :meth:`resize` gives them to MLX, when all
+    kernels have finished.
+    """
+
+    in_place = True
+
+    def __init__(self, geometry: Geometry, block_size: int, num_blocks: int) -> None:
+        self.geometry = geometry
+        self.block_size = block_size
+        self.__keys, self.__values = self._new_blocks(num_blocks)
+        self.__fence = kernels.new_fence()
+        self.decoded_by_kernel = False  # whether :meth:`decode` has served this layer
+
+    def _new_blocks(self, num_blocks: int) -> tuple[mx.array, mx.array]:
+        heads, k_dim, v_dim, dtype = self.geometry
+        keys, values = (mx.zeros((num_blocks, heads, self.block_size, dim), dtype) for dim in (k_dim, v_dim))
+        mx.eval(keys, values)  # a buffer of their own, from the start
+        return keys, values
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.__keys.shape[0])
+
+    def write(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
+        launch = step.launches.get("write")
+        if launch is None:
+            launch = step.launches["write"] = kernels.prepare_write(self.__keys, self.__values, step.slots(tables))
+        self.__fence = launch(self.__keys, self.__values, self.__fence, k, v)
+
+    def decode(
+        self,
+        q: mx.array,
+        tables: Sequence[BlockTable],
+        step: Step,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: mx.array | None = None,
+        append: tuple[mx.array, mx.array] | None = None,
+    ) -> mx.array:
+        """The fused kernel over this layer's blocks.
+
+        Args:
+            q: ``[B, n_q_heads, q_len, head_dim]``: the step's positions.
+            tables, step: of the B sequences.
+            scale: factor on the scores.
+            window: no query sees more tokens than this.
+            softcap: scores become ``softcap * tanh(score / softcap)``.
+            sinks: one logit per query head.
+            append: keys and values of the step's positions (q_len 1), for the same kernel to write first.
+
+        Returns:
+            ``[B, n_q_heads, q_len, v_head_dim]``.
+
+        Raises:
+            KernelUnavailable: no kernel works for these shapes. Nothing has been launched, and :meth:`write` and
+                :meth:`read_visible` go on from here.
+        """
+        q_len = q.shape[2]
+        key = (q.shape[1], scale, window, softcap, sinks is None, append is None)
+        launch = step.launches.get(key)
+        if launch is None:
+            visible = step.visible(tables, window)
+            self.decoded_by_kernel = False  # until one that works is known
+            launch = step.launches[key] = kernels.prepare_decode(
+                self.__keys, self.__values, visible if q_len <= MAX_QUERY_LENGTH else split_visible(visible),
+                n_q_heads=q.shape[1], scale=scale, softcap=softcap, sinks=sinks is not None, max_visible=window,
+                append=append is not None,
+            )  # fmt: skip
+        if q_len > MAX_QUERY_LENGTH:
+            q = split_queries(q)
+        out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks, *(append or ()))
+        self.decoded_by_kernel = True
+        return out if q_len <= MAX_QUERY_LENGTH else join_queries(out, q_len)
+
+    @staticmethod
+    def run(
+        function: Callable[..., tuple[Any, list[mx.array]]], storages: Sequence[InPlaceStorage], *inputs: Any
+    ) -> Any:
+        """Call a (compiled) function of these storages' blocks, one after the other, and keep the fences it gives.
+
+        Args:
+            function: from a list of (keys, values, fence), which only :class:`TracedBlocks` may be given, and
+                ``inputs`` to a result and the next fence of each storage.
+            storages: of layers in order.
+            inputs: passed on.
+
+        Returns:
+            The function's result.
+        """
+        tensors = [(storage.__keys, storage.__values, storage.__fence) for storage in storages]
+        result, fences = function(tensors, *inputs)
+        for storage, fence in zip(storages, fences, strict=True):
+            storage.__fence = fence
+        return result
+
+    def read_visible(self, table: BlockTable, *, rotation: int, copy: bool) -> tuple[mx.array, mx.array]:
+        size = table.block_size
+        first, last = table.logical_start // size, -(-table.length // size)
+        key = ("ids", first, last)
+        ids = table._index_cache.get(key)
+        if not isinstance(ids, mx.array):
+            ids = table._index_cache[key] = mx.array(table.block_ids[first:last], mx.int32)
+        start = table.logical_start - first * size
+        k, v = self._gather(ids, start, table.length - table.logical_start)
+        if rotation:
+            k, v = (mx.concatenate([x[:, :, rotation:], x[:, :, :rotation]], axis=2) for x in (k, v))
+        return k, v
+
+    def read_rows(self, block_ids: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
+        rows, blocks = block_ids.shape
+        length = blocks * self.block_size
+        index = positions + mx.arange(0, rows * length, length, dtype=mx.int32)[:, None]
+        k, v = self._gather(block_ids.reshape(-1), 0, rows * length)
+        k, v = (x[0][:, index].transpose(1, 0, 2, 3) for x in (k, v))
+        return k, v
+
+    def _gather(self, block_ids: mx.array | Sequence[int], start: int, length: int) -> tuple[mx.array, mx.array]:
+        k, v, self.__fence = kernels.gather_blocks(self.__keys, self.__values, self.__fence, block_ids, start, length)
+        return k, v
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self.__fence = kernels.copy_blocks(self.__keys, self.__values, self.__fence, sources, targets)
+
+    def resize(self, num_blocks: int) -> None:
+        mx.eval(self.__fence)  # no kernel is at work on the blocks any more
+        self.__keys = _resized(self.__keys, num_blocks)
+        self.__values = _resized(self.__values, num_blocks)
+        self.__fence = kernels.new_fence()
+
+    def after_writes(self, *arrays: mx.array) -> list[mx.array]:
+        return mx.depends(list(arrays), [self.__fence])
+
+    def fence(self) -> mx.array:
+        return self.__fence
+
+    def latest(self) -> list[mx.array]:
+        return [self.__fence]
+
+    def forget_failed_writes(self) -> None:
+        self.__fence = kernels.new_fence()  # what was not computed has not written
+
+    def rewind(self, to: mx.array, latest: mx.array) -> bool:
+        """Forget the kernels called since the fence was ``to``, whose results are not going to be used or, of a write,
+        are going to be written again. False, and nothing is forgotten, unless ``latest`` is the fence now."""
+        if self.__fence is not latest:
+            return False
+        self.__fence = to
+        return True
+
+
+def _resized(blocks: mx.array, num_blocks: int) -> mx.array:
+    """A copy with more blocks, of zeros, or with only the first ones."""
+    missing = num_blocks - blocks.shape[0]
+    if missing == 0:  # memory ran out between keys and values before
+        return blocks
+    if missing > 0:
+        copy = mx.concatenate([blocks, mx.zeros((missing, *blocks.shape[1:]), blocks.dtype)])
+    else:
+        copy = mx.contiguous(blocks[:num_blocks])
+    mx.eval(copy)
+    return copy
+
+
+class TracedBlocks:
+    """One layer's blocks inside a function that :meth:`InPlaceStorage.run` calls; private to it as to the storage."""
+
+    def __init__(self, tensors: tuple[mx.array, mx.array, mx.array]) -> None:
+        self.__keys, self.__values, self.__fence = tensors
+
+    def fence(self) -> mx.array:
+        return self.__fence
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.__keys.dtype
+
+    def decode(
+        self,
+        q: mx.array,
+        visible: tuple[mx.array, mx.array, mx.array],
+        append: tuple[mx.array, mx.array],
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """As :meth:`InPlaceStorage.decode`, for one token per row."""
+        launch = kernels.prepare_decode(
+            self.__keys, self.__values, visible, n_q_heads=q.shape[1],
+            scale=scale, softcap=softcap, sinks=sinks is not None, max_visible=window, append=True,
+        )  # fmt: skip
+        out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks, *append)
+        return out

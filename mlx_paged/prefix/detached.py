@@ -1,0 +1,117 @@
+"""Prefixes of whole sequences: park one and go on from it, or find one in a RadixTree. SequenceTables in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+from ..cache.sequence import SequenceTables
+from ..errors import BlockStateError
+from ..kv.block_table import BlockTable
+from ..kv.pool import BlockPool
+from .prefix_cache import DetachedPrefix
+from .radix import InsertResult, RadixTree
+from .store import salted
+
+
+def sequence_over(pool: BlockPool, tables: Sequence[BlockTable]) -> SequenceTables:
+    """A sequence on these tables, which become its own; every layer is at their end."""
+    sequence = SequenceTables(pool)
+    sequence.tables = list(tables)
+    sequence.offsets = {layer: sequence.table(layer).length for layer in sequence.offsets}
+    return sequence
+
+
+def detach(sequence: SequenceTables) -> DetachedPrefix:
+    """Park the sequence's blocks as they are now. The sequence itself may go on, be dropped or be released.
+
+    Raises:
+        BlockStateError: a step is under way: some layers have taken tokens that others have not.
+    """
+    if any(offset != sequence.table(layer).length for layer, offset in sequence.offsets.items()):
+        raise BlockStateError("the layers are not at the same token: a step is under way")
+    return DetachedPrefix(sequence.pool, sequence.tables)
+
+
+def adopt(detached: DetachedPrefix, length: int | None = None) -> SequenceTables:
+    """A new sequence that goes on from a parked one, every layer at its end; no copy, any number of times.
+
+    Args:
+        detached: what :func:`detach` gave.
+        length: cut to so many tokens; see :meth:`DetachedPrefix.longest`.
+
+    Raises:
+        TrimError: a group no longer holds the window before the cut, or there are fewer tokens.
+        BlockStateError: it was discarded.
+    """
+    return sequence_over(detached.pool, detached.adopt(length))
+
+
+def adopt_longest(tree: RadixTree, tokens: Sequence[int], salt: Hashable = None) -> SequenceTables | None:
+    """A new sequence on the longest prefix of ``tokens`` the tree can serve, or None if it has none.
+
+    At least the last token is left to compute: go on with ``tokens[sequence.tables[0].length:]``.
+    """
+    length, tables = tree.adopt(tokens, salt)
+    return sequence_over(tree.pool, tables) if length else None
+
+
+def donate(
+    tree: RadixTree,
+    tokens: Sequence[int],
+    sequence: SequenceTables,
+    salt: Hashable = None,
+    *,
+    label: Hashable = None,
+    whole_blocks: bool = False,
+) -> InsertResult | None:
+    """Put what the sequence has computed into the tree, by reference; the sequence may go on.
+
+    Args:
+        tree: of the sequence's pool.
+        tokens: the sequence's tokens; those beyond what it has computed are left out, and so are computed ones that
+            are not told here (sampled, but cut off by a stop word). None is returned if nothing is left.
+        sequence: not in the middle of a step.
+        salt, label: see :meth:`RadixTree.insert`.
+        whole_blocks: leave a partly filled last block out, for a sequence that goes on at once: it would have to copy
+            that block.
+    """
+    length = min(len(tokens), *sequence.offsets.values(), *(table.length for table in sequence.tables))
+    if whole_blocks:
+        length -= length % sequence.pool.block_size
+    return tree.insert(tokens[:length], sequence.tables, salt, label=label) if length else None
+
+
+class SharedPrefixes:
+    """A RadixTree as the PrefixStore of a batch.
+
+    Args:
+        tree: of the batch's pool.
+        salt: see :meth:`RadixTree.insert`.
+        restore: called with tokens that are about to be looked up, and the salt they are looked up under, to bring
+            back what is kept elsewhere.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        salt: Hashable = None,
+        restore: Callable[[Sequence[int], Hashable], None] | None = None,
+    ) -> None:
+        self.tree = tree
+        self.salt = salt
+        self.restore = restore
+
+    def adopt(
+        self, tokens: Sequence[int], salt: Hashable = None, *, whole_blocks: bool = False
+    ) -> tuple[int, list[BlockTable]]:
+        if self.restore is not None:
+            self.restore(tokens, salt)
+        return self.tree.adopt(tokens, salted(self.salt, salt), whole_blocks=whole_blocks)
+
+    def held(self, tokens: Sequence[int], salt: Hashable = None) -> int:
+        return self.tree.match(tokens, salted(self.salt, salt)).length
+
+    def donate(self, tokens: Sequence[int], tables: Sequence[BlockTable], salt: Hashable = None) -> None:
+        length = min(len(tokens), *(table.length for table in tables))
+        if length:
+            self.tree.insert(tokens[:length], tables, salted(self.salt, salt), label="assistant")

@@ -1,0 +1,434 @@
+"""RadixTree: token prefix -> blocks of one pool, each prefix stored once, the least recently used given up first."""
+
+from __future__ import annotations
+
+import operator
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from ..errors import BlockStateError, ConfigError
+from ..kv.allocator import NULL_BLOCK
+from ..kv.block_table import BlockTable
+from ..kv.pool import BlockPool
+from .eviction import evict_blocks
+from .insertion import add_leaf, heal, improves, replace_tail
+from .prefix_cache import table_over
+from .radix_node import RadixNode, part_nodes
+from .radix_path import check_tree, path_blocks, servable_length
+
+
+class MatchResult(NamedTuple):
+    """The longest prefix every group can serve.
+
+    Attributes:
+        length: tokens of it.
+        node: the deepest node on its path; lock it before anything else may allocate. A root if ``length`` is 0.
+        block_ids: per group, by absolute position; the null block behind the group's window.
+    """
+
+    length: int
+    node: RadixNode
+    block_ids: tuple[list[int], ...]
+
+
+class InsertResult(NamedTuple):
+    """What an insertion changed.
+
+    Attributes:
+        new_tokens: tokens the tree did not hold before.
+        new_blocks: references it took on the tables' blocks.
+        node: the node the prefix ends in.
+    """
+
+    new_tokens: int
+    new_blocks: int
+    node: RadixNode
+
+
+class RadixTree:
+    """Finished prefixes of the sequences of one pool.
+
+    Every method is atomic under the pool's lock. The tree retains each block once per node that holds it, so what it
+    holds outlives the sequences that computed it, and the pool asks it for blocks before an allocation fails.
+
+    In a group with a sliding window, a prefix can be served where the window before its end is held; inner nodes may
+    have given up that group's blocks, and a later insertion of the same tokens brings them back.
+
+    Args:
+        pool: kept weakly: a cache must not keep a model's memory alive.
+        max_entries: most leaves (prefixes that are no other's beginning).
+        max_bytes: most bytes of blocks held, shared ones counted once.
+        ttl: seconds after which a prefix that nobody used is given up.
+        clock: the time, in seconds.
+        on_evict: called with a prefix' salt and a node before any of the node's blocks are given up.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_entries: int | None = None,
+        max_bytes: int | None = None,
+        ttl: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_evict: Callable[[Hashable, RadixNode], None] | None = None,
+    ) -> None:
+        if pool.pins_tokens:
+            raise ConfigError("keys of a pool that pins tokens depend on how prompts were cut, so are not shared")
+        self._pool = weakref.ref(pool)
+        self.block_size = pool.block_size
+        self.windows = [group.spec.window for group in pool.groups]
+        self.max_entries, self.max_bytes, self.ttl = max_entries, max_bytes, ttl
+        self.clock, self.on_evict = clock, on_evict
+        self.evictions = self.hit_tokens = 0
+        self._roots: dict[Hashable, RadixNode] = {}
+        self._held: list[Counter[int]] = [Counter() for _ in pool.groups]  # references by block
+        self._tick = 0
+        self._next_expiry = 0.0
+        pool.add_holder(self)
+        weakref.finalize(self, _abandon, self._pool, self._held).atexit = False
+        weakref.finalize(self, part_nodes, self._roots).atexit = False
+
+    @property
+    def pool(self) -> BlockPool:
+        """Raises BlockStateError if the pool is gone."""
+        pool = self._pool()
+        if pool is None:
+            raise BlockStateError("the tree's pool is gone")
+        return pool
+
+    # Looking up -----------------------------------------------------------------------------------------------
+
+    def match(self, tokens: Sequence[int], salt: Hashable = None, *, whole_blocks: bool = False) -> MatchResult:
+        """The longest prefix of ``tokens`` under ``salt`` that every group can serve, and never all of them: the last
+        token is left to compute. Marks its path as used; takes no reference, so see :meth:`adopt` or :meth:`lock`.
+
+        Args:
+            tokens: whose beginning is looked for.
+            salt: as for :meth:`insert`.
+            whole_blocks: only prefixes that end where a block does: going on from them copies none.
+        """
+        with self.pool.lock:
+            self.expire()
+            path, limit = self._walk(tokens, salt)
+            length = servable_length(path, limit, self.windows, self.block_size, whole_blocks)
+            path = [node for node in path if node.start < length]
+            for node in path:
+                self._touch(node)
+            ids = path_blocks(path, length, self.windows, self.block_size)
+            return MatchResult(length, path[-1] if path else self._root(salt), ids)
+
+    def adopt(
+        self, tokens: Sequence[int], salt: Hashable = None, *, whole_blocks: bool = False
+    ) -> tuple[int, list[BlockTable]]:
+        """Tables, one per group, over the blocks of the longest prefix (see :meth:`match`): references, no bytes.
+
+        Returns:
+            How many tokens they hold, and the tables; they are the caller's to use and to release. Whoever writes on
+            in a shared, partially filled block writes into a copy of it.
+        """
+        with self.pool.lock:
+            match = self.match(tokens, salt, whole_blocks=whole_blocks)
+            self.hit_tokens += match.length
+            return match.length, [
+                table_over(self.pool, group, ids, match.length) for group, ids in enumerate(match.block_ids)
+            ]
+
+    def _root(self, salt: Hashable) -> RadixNode:
+        """The salt's root; if it has none yet, one that the tree does not know."""
+        root = self._roots.get(salt)
+        if root is not None:
+            return root
+        root = RadixNode((), 0, None, [[] for _ in self.windows], [0] * len(self.windows))
+        root.label = salt
+        return root
+
+    def _walk(self, tokens: Sequence[int], salt: Hashable) -> tuple[list[RadixNode], int]:
+        """The nodes that ``tokens[:-1]`` runs through, and how many tokens agree."""
+        node, position, limit = self._roots.get(salt), 0, len(tokens) - 1
+        path: list[RadixNode] = []
+        while node is not None and position < limit:
+            child = node.children.get(tokens[position])
+            if child is None:
+                break
+            path.append(child)
+            position += child.common_length(tokens, position, limit)
+            node = child if position == child.end else None
+        return path, position
+
+    # Inserting ------------------------------------------------------------------------------------------------
+
+    def insert(
+        self, tokens: Sequence[int], tables: Sequence[BlockTable], salt: Hashable = None, *, label: Hashable = None
+    ) -> InsertResult:
+        """Remember that the tables hold the keys and values of ``tokens``, written in every layer.
+
+        Takes references on the blocks the tree does not have yet; the tables stay the caller's, which may go on
+        writing: a partially filled block is shared from now on, and is copied first.
+
+        Args:
+            tokens: from position 0 on; at least one.
+            tables: one per group, each at least as long as ``tokens``.
+            salt: what else the keys depend on: model, adapter, dtype, cache configuration.
+            label: for the node the prefix ends in.
+
+        Raises:
+            ValueError: the tables do not hold the tokens. Nothing was changed.
+        """
+        run = tuple(tokens)
+        self._check_tables(run, tables)
+        with self._changing():
+            self.expire()
+            node = self._roots[salt] = self._root(salt)
+            position = new_tokens = new_blocks = 0
+            while position < len(run):
+                child = node.children.get(run[position])
+                if child is None:
+                    new_blocks += replace_tail(self, node, tables) + add_leaf(self, node, run, tables)
+                    new_tokens = len(run) - position
+                    child, position = node.children[run[position]], len(run)
+                else:
+                    common = child.common_length(run, position, len(run))
+                    position += common
+                    if common < len(child.tokens) and (position < len(run) or improves(self, child, tables, position)):
+                        child = self._split(child, common)
+                    if child.end == position:
+                        new_blocks += heal(self, child, tables)
+                self._touch(child)
+                node = child
+            if label is not None and node.end == len(run):
+                node.label = label
+            self._keep_limits(node)
+            return InsertResult(new_tokens, new_blocks, node)
+
+    def _check_tables(self, tokens: tuple[int, ...], tables: Sequence[BlockTable]) -> None:
+        if not tokens:
+            raise ValueError("a prefix has at least one token")
+        if [table.group for table in tables] != list(range(len(self.windows))):
+            raise ValueError("one table per group of the pool, in order")
+        for table, window in zip(tables, self.windows, strict=True):
+            if table.released or table.length < len(tokens):
+                raise ValueError(f"{table} does not hold {len(tokens)} tokens")
+            if window is None and table.logical_start:
+                raise ValueError(f"{table} does not hold its first tokens")
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """The pool's lock, for a change of nodes. If it fails half-way, the tree holds what its nodes do."""
+        with self.pool.lock:
+            try:
+                yield
+            except Exception:
+                self._roots = {salt: root for salt, root in self._roots.items() if root.children}
+                for group, held in enumerate(self._held):
+                    blocks = Counter(b for node in self.nodes() for b in node.blocks[group] if b != NULL_BLOCK)
+                    missing, surplus = blocks - held, held - blocks
+                    self.hold_blocks(group, list(missing.elements()))
+                    self.unhold_blocks(group, list(surplus.elements()))
+                raise
+
+    def _split(self, node: RadixNode, at: int) -> RadixNode:
+        upper = node.split(at, self.block_size)
+        if upper.end % self.block_size:
+            for group, blocks in enumerate(upper.blocks):
+                self.hold_blocks(group, blocks[-1:])
+        return upper
+
+    # In use ---------------------------------------------------------------------------------------------------
+
+    def lock(self, node: RadixNode) -> None:
+        """Keep the node and its ancestors until :meth:`unlock`; locks add up.
+
+        Raises:
+            BlockStateError: the node has been given up meanwhile: match again.
+        """
+        with self.pool.lock:
+            path = node.path()
+            if any(each.parent is None or each.parent.children.get(each.tokens[0]) is not each for each in path):
+                raise BlockStateError(f"{node} is no longer in the tree")
+            for each in path:
+                each.locks += 1
+
+    def unlock(self, node: RadixNode) -> None:
+        """Take one lock back. Raises BlockStateError if there is none."""
+        with self.pool.lock:
+            if node.locks < 1 and not node.is_root:
+                raise BlockStateError(f"{node} is not locked")
+            for each in node.path():
+                each.locks -= 1
+                self._touch(each)
+
+    @property
+    def uses(self) -> int:
+        """Grows with every use: as long as it is the same, nothing new is held."""
+        return self._tick
+
+    def _touch(self, node: RadixNode) -> None:
+        self._tick += 1
+        node.tick, node.used_at = self._tick, self.clock()
+
+    # Giving up ------------------------------------------------------------------------------------------------
+
+    def reclaimable(self, group: int) -> int:
+        """Blocks of the group that would be free if every unlocked node went."""
+        with self.pool.lock:
+            held, refcount = self._held[group], self.pool.groups[group].allocator.refcount
+            # Asked for in every step while the pool is full, and of all blocks: no Python code for each of them.
+            cached = sum(map(operator.eq, map(refcount, held), held.values()))
+            locked = {b for node in self.nodes() if node.locks for b in node.blocks[group] if b != NULL_BLOCK}
+            return cached - sum(refcount(b) == held[b] for b in locked)
+
+    def evict(self, group: int, num_blocks: int) -> int:
+        """Free blocks of a group: of the least recently used leaves, and in a group with a window also of inner nodes,
+        whose longer prefixes do without. Locked nodes stay, and blocks that a sequence holds do not become free.
+
+        Returns:
+            Blocks that became free: ``num_blocks`` or more, or fewer if there are no more to be had.
+        """
+        with self._changing():
+            return evict_blocks(self, group, num_blocks)
+
+    reclaim = evict
+
+    def evict_bytes(self, num_bytes: int) -> int:
+        """Give up least recently used leaves until ``num_bytes`` bytes of blocks are free. Returns bytes freed."""
+        with self.pool.lock:
+            before, freed = self.nbytes, 0
+            while freed < num_bytes and (leaves := self.leaves()):
+                self.remove(leaves[0])
+                freed = before - self.nbytes
+            return freed
+
+    def remove(self, node: RadixNode) -> None:
+        """Give a leaf up. Raises BlockStateError if it is locked or not a leaf of this tree."""
+        with self._changing():
+            parent = node.parent
+            if parent is None or node.children or node.locks or parent.children.get(node.tokens[0]) is not node:
+                raise BlockStateError(f"{node} is not an unlocked leaf")
+            self.notify(node)
+            del parent.children[node.tokens[0]]
+            for group, blocks in enumerate(node.blocks):
+                self.drop_blocks(group, blocks)
+            if self.ttl is not None:
+                self._next_expiry = min(self._next_expiry, parent.used_at + self.ttl)
+            if parent.is_root and not parent.children:
+                self._roots.pop(parent.label, None)
+
+    def clear(self) -> None:
+        """Give every unlocked node up, the least recently used ones first."""
+        with self.pool.lock:
+            while leaves := self.leaves():
+                for leaf in leaves:
+                    self.remove(leaf)
+
+    def expire(self) -> None:
+        """Give up what has not been used for the time to live. Costs nothing as long as nothing can be due."""
+        if self.ttl is None or self.clock() < self._next_expiry:
+            return
+        with self.pool.lock:
+            due = self.clock() - self.ttl
+            for node in reversed([*self.nodes()]):
+                if node.used_at <= due and not node.children and not node.locks:
+                    self.remove(node)
+            oldest = min((node.used_at for node in self.leaves()), default=self.clock())
+            self._next_expiry = oldest + self.ttl
+
+    def _keep_limits(self, newest: RadixNode) -> None:
+        while self._over_limits():
+            victim = next((node for node in self.leaves() if node is not newest), None)
+            if victim is None:
+                return
+            self.remove(victim)
+
+    def _over_limits(self) -> bool:
+        if self.max_entries is not None and len(self) > self.max_entries:
+            return True
+        return self.max_bytes is not None and self.nbytes > self.max_bytes
+
+    def notify(self, node: RadixNode) -> None:
+        """To be called before blocks of the node are given up."""
+        if self.on_evict is not None:
+            self.on_evict(self.salt_of(node), node)
+
+    # Accounts -------------------------------------------------------------------------------------------------
+
+    def salt_of(self, node: RadixNode) -> Hashable:
+        while node.parent is not None:
+            node = node.parent
+        return node.label
+
+    def nodes(self) -> Iterator[RadixNode]:
+        """Every node but the roots, parents first. The tree must not change meanwhile."""
+        for root in self._roots.values():
+            for child in root.children.values():
+                yield from child.descendants()
+
+    def leaves(self) -> list[RadixNode]:
+        """Unlocked leaves, least recently used first."""
+        with self.pool.lock:
+            return sorted((n for n in self.nodes() if not n.children and not n.locks), key=lambda node: node.tick)
+
+    def __len__(self) -> int:
+        """Leaves: prefixes that are no other's beginning."""
+        with self.pool.lock:
+            return sum(not node.children for node in self.nodes())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks held, each counted once."""
+        return sum(len(held) * group.bytes_per_block for held, group in zip(self._held, self.pool.groups, strict=True))
+
+    def check_integrity(self) -> None:
+        """Raise BlockStateError unless nodes, blocks, locks and references agree. See also the pool's."""
+        with self.pool.lock:
+            check_tree(self._roots, self.block_size, self._held)
+
+    def held(self, group: int) -> list[list[int]]:
+        return [list(self._held[group].elements())]
+
+    def renumber(self, group: int, moves: Mapping[int, int]) -> None:
+        """For the pool, which has moved blocks: they have other ids now."""
+        with self.pool.lock:
+            for node in self.nodes():
+                node.blocks[group][:] = [moves.get(b, b) for b in node.blocks[group]]
+            held = self._held[group]  # changed in place: the finalizer has it, too
+            counts = [(moves.get(b, b), n) for b, n in held.items()]
+            held.clear()
+            held.update(dict(counts))
+
+    def references(self, group: int, block_id: int) -> int:
+        """How many of the tree's nodes hold a block."""
+        return self._held[group][block_id]
+
+    def hold_blocks(self, group: int, block_ids: Sequence[int]) -> None:
+        ids = [b for b in block_ids if b != NULL_BLOCK]
+        self.pool.retain(group, ids)
+        self._held[group].update(ids)
+
+    def drop_blocks(self, group: int, block_ids: Sequence[int]) -> int:
+        """Drop one reference of each block. Returns how many became free: the evictions."""
+        freed = self.unhold_blocks(group, block_ids)
+        self.evictions += freed
+        return freed
+
+    def unhold_blocks(self, group: int, block_ids: Sequence[int]) -> int:
+        ids = [b for b in block_ids if b != NULL_BLOCK]
+        allocator, held = self.pool.groups[group].allocator, self._held[group]
+        freed = sum(allocator.refcount(b) == 1 for b in ids)
+        self.pool.release(group, ids)
+        for block_id in ids:
+            held[block_id] -= 1
+            if not held[block_id]:
+                del held[block_id]
+        return freed
+
+
+def _abandon(pool: weakref.ref[BlockPool], held: list[Counter[int]]) -> None:
+    """Give back what a tree held that its owner dropped."""
+    if (alive := pool()) is not None:
+        for group, blocks in enumerate(held):
+            alive.abandon(group, list(blocks.elements()))

@@ -1,0 +1,131 @@
+"""RadixNode: a run of tokens and the blocks that hold their keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+from ..kv.allocator import NULL_BLOCK
+
+
+class RadixNode:
+    """Tokens ``start .. end - 1`` behind the tokens of the node's ancestors.
+
+    Blocks belong to absolute positions: block ``i`` to ``[i * block_size, (i + 1) * block_size)``. A node holds every
+    block that one of its tokens lies in, so at a boundary inside a block both sides hold one. Block size 4::
+
+        position    0 1 2 3 | 4 5 6 7 | 8 9
+        parent      a b c d   e f                   [0, 6)   blocks 10 11
+        child               .  .  g h   i j         [6, 10)  blocks    12 13
+        other child         .  .  x                 [6, 7)   blocks    14
+
+    Blocks 11, 12 and 14 all hold ``e f``: a child's first block is right from the block's start on, because a sequence
+    that goes on from a shared, partially filled block writes into a copy. So the block that serves a prefix is always
+    the one of the deepest node on its path. After a split inside a block both sides hold the same block, each with a
+    reference of its own.
+
+    Attributes:
+        tokens: the run; never empty except in a root.
+        blocks: per group, the blocks ``start // block_size .. (end - 1) // block_size``; the null block where the
+            group's keys are not held.
+        valid_from: per group, the first position whose keys are held; from there they are held up to ``end``.
+            At most the start of the node's first block if all are, ``end`` if none.
+        locks: users of this node and of its descendants.
+        tick: rises with each use, so the least is the least recently used.
+        used_at: time of the last use.
+        label: what the owner calls the prefix that ends here; free of meaning for the tree.
+    """
+
+    __slots__ = ("blocks", "children", "label", "locks", "parent", "start", "tick", "tokens", "used_at", "valid_from")
+
+    def __init__(
+        self,
+        tokens: tuple[int, ...],
+        start: int,
+        parent: RadixNode | None,
+        blocks: list[list[int]],
+        valid_from: list[int],
+    ) -> None:
+        self.tokens = tokens
+        self.start = start
+        self.parent = parent
+        self.blocks = blocks
+        self.valid_from = valid_from
+        self.children: dict[int, RadixNode] = {}
+        self.locks = 0
+        self.tick = 0
+        self.used_at = 0.0
+        self.label: Hashable = None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def is_root(self) -> bool:
+        return self.parent is None
+
+    def path(self) -> list[RadixNode]:
+        """The nodes from below the root down to this one."""
+        nodes: list[RadixNode] = []
+        node: RadixNode | None = self
+        while node is not None and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def prefix(self) -> tuple[int, ...]:
+        """All tokens from position 0 to the node's end."""
+        return tuple(token for node in self.path() for token in node.tokens)
+
+    def descendants(self) -> Iterator[RadixNode]:
+        """This node and all below it, parents first."""
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def split(self, at: int, block_size: int) -> RadixNode:
+        """Put a node with the first ``at`` tokens above this one, which keeps the others, its users and its place in
+        their hands. A block that lies in both is in both lists: the caller owes it one more reference.
+
+        Returns:
+            The new upper node.
+        """
+        cut = self.start + at
+        first, floor = self.start // block_size, cut // block_size * block_size
+        upper_blocks, lower_blocks = [], []
+        for blocks, valid_from in zip(self.blocks, self.valid_from, strict=True):
+            upper = blocks[: -(-cut // block_size) - first]
+            if valid_from >= cut:
+                upper = [NULL_BLOCK] * len(upper)
+            upper_blocks.append(upper)
+            lower_blocks.append(blocks[cut // block_size - first :])
+        upper_node = RadixNode(
+            self.tokens[:at], self.start, self.parent, upper_blocks, [min(v, cut) for v in self.valid_from]
+        )
+        lower_valid_from = [max(v, floor) for v in self.valid_from]
+        upper_node.locks, upper_node.tick, upper_node.used_at = self.locks, self.tick, self.used_at
+        assert self.parent is not None
+        self.parent.children[self.tokens[0]] = upper_node
+        upper_node.children[self.tokens[at]] = self
+        self.tokens, self.start, self.parent = self.tokens[at:], cut, upper_node
+        self.blocks, self.valid_from = lower_blocks, lower_valid_from
+        return upper_node
+
+    def common_length(self, tokens: Sequence[int], position: int, limit: int) -> int:
+        """How many of the node's tokens equal ``tokens[position:limit]``."""
+        count = min(len(self.tokens), limit - position)
+        if tuple(tokens[position : position + count]) == self.tokens[:count]:
+            return count
+        return next(i for i in range(count) if tokens[position + i] != self.tokens[i])
+
+    def __repr__(self) -> str:
+        return f"RadixNode([{self.start}, {self.end}), blocks={self.blocks}, locks={self.locks})"
+
+
+def part_nodes(roots: Mapping[Hashable, RadixNode]) -> None:
+    """Of a tree that nobody has any more: let the nodes go, which know each other."""
+    for root in roots.values():
+        for node in list(root.descendants()):
+            node.children.clear()

@@ -1,0 +1,324 @@
+"""SpillStore: blocks of prefixes on disk, one file each, that come back after a restart."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..errors import PoolExhaustedError
+from ..kv.block_table import BlockTable
+from ..kv.pool import BlockPool
+from .prefix_cache import table_over
+from .radix import RadixTree
+from .radix_node import RadixNode
+from .spill_folder import FORMAT, BlockGeometry, SpilledBlock, SpillFolder
+
+
+class SpillStore:
+    """A folder of prefix blocks, each found by what was before it.
+
+    A block's place is its *chain*: a hash of the identity it was saved under (the model's, and what else the keys
+    depend on), the pool's layout (block size, layers and windows of its groups) and all tokens before it. So the same
+    tokens behind another prefix are another block, equal beginnings are stored once, and a file of another model is
+    never looked at. The tokens of the block itself are in the file and are compared one by one, and so is the geometry
+    of its keys and values.
+
+    A file that turns out to be bad is deleted, with one warning; the others are served as if it had not been there.
+
+    Args:
+        folder: made if it is not there; see :class:`SpillFolder`.
+        max_bytes: size of all files; past it the files used least recently go.
+
+    Raises:
+        OSError: the folder cannot be made or read.
+    """
+
+    def __init__(self, folder: Path | str, *, max_bytes: int = 1 << 63) -> None:
+        self.folder = SpillFolder(Path(folder))
+        self.max_bytes = max_bytes
+        self._chains: dict[str, list[SpilledBlock]] = {}
+        self._order: dict[Path, SpilledBlock] = {}  # least recently used first
+        for block in self.folder.blocks():
+            self._chains.setdefault(block.chain, []).append(block)
+            self._order[block.path] = block
+        self._keep_limit()
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in list(self._order.values()))  # other threads may ask
+
+    # Saving ---------------------------------------------------------------------------------------------------
+
+    def save(self, pool: BlockPool, node: RadixNode, identity: str) -> int:
+        """Write the node's blocks that are not on disk yet. Never raises for want of space: it warns once.
+
+        Args:
+            pool: the blocks' pool.
+            node: of a tree over the pool; its blocks must still be held.
+            identity: of the model and whatever else the keys depend on; never changes meaning.
+
+        Returns:
+            Blocks written.
+        """
+        size, prefix = pool.block_size, node.prefix()
+        if min(prefix) < 0:
+            return 0  # an image, named by its address, which may show another one by then
+        first = node.start // size
+        geometry = _geometry_of(pool)
+        chains = _chains(_root(identity, pool), size, prefix[: (node.end - 1) // size * size])
+        starts, wanted = {}, []
+        for index in range(first, -(-node.end // size)):
+            low, high = index * size, min(node.end, (index + 1) * size)
+            starts[index] = tuple(min(max(v - low, 0), high - low) for v in node.valid_from)
+            if not any(
+                known.geometry == geometry and _covers(known, prefix[low:high], starts[index])
+                for known in self._chains.get(chains[index], ())
+            ):
+                wanted.append(index)
+        if not wanted:
+            return 0
+        layers = self._read(pool, node)
+        written = 0
+        try:
+            for index in wanted:
+                low, high = index * size, min(node.end, (index + 1) * size)
+                arrays = {}
+                for name, (x, begin) in layers.items():
+                    if max(begin, low) < high:
+                        arrays[name] = mx.contiguous(x[:, :, max(begin, low) - begin : high - begin])
+                self._know(self.folder.write(chains[index], prefix[low:high], starts[index], geometry, arrays))
+                written += 1
+        except (OSError, RuntimeError) as error:
+            self.folder.warn(f"a prefix was not written to {self.folder.path}: {error}")
+        self._keep_limit()
+        return written
+
+    def _read(self, pool: BlockPool, node: RadixNode) -> dict[str, tuple[mx.array, int]]:
+        """Keys and values of every layer the node holds, with the position they begin at."""
+        layers: dict[str, tuple[mx.array, int]] = {}
+        first = node.start // pool.block_size
+        for group, (blocks, valid_from) in enumerate(zip(node.blocks, node.valid_from, strict=True)):
+            if valid_from >= node.end:
+                continue
+            table = table_over(pool, group, [0] * first + blocks, node.end)
+            table.logical_start = begin = max(valid_from, first * pool.block_size)
+            table.ring_origin = 0
+            for layer in pool.groups[group].spec.layers:
+                for name, x in zip("kv", pool.gather_visible(table, layer), strict=True):
+                    layers[f"{name}{layer}"] = x, begin
+                mx.eval([x for x, _ in layers.values()])
+            pool.release_table(table)
+        return layers
+
+    # Coming back ----------------------------------------------------------------------------------------------
+
+    def restore(self, tree: RadixTree, tokens: Sequence[int], salt: Hashable, identity: str) -> int:
+        """Bring what is on disk of a prefix of ``tokens`` back into the tree, if it is longer than what is there.
+
+        Returns:
+            Tokens brought back; the tree's next match says what can be served.
+
+        Raises:
+            PoolExhaustedError: the pool cannot hold them; the tree is as it was, but for what was evicted.
+        """
+        size = tree.block_size
+        match = tree.match(tokens, salt)
+        base = match.length // size
+        while True:
+            blocks = self._find(tree.pool, tuple(tokens[:-1]), base, identity)
+            end = _servable_end(blocks, base * size, match.length, tree.windows)
+            if end <= match.length:
+                return 0
+            blocks = blocks[: -(-end // size) - base]
+            loaded = [arrays for block in blocks if (arrays := self._load(tree.pool, block)) is not None]
+            if len(loaded) == len(blocks):
+                break  # otherwise the bad ones are gone by now, and there may be less to bring back
+        tree.lock(match.node)
+        tables: list[BlockTable] = []
+        try:
+            self._write_back(tree, tokens, salt, match.length, end, base * size, blocks, loaded, tables)
+            tree.insert(tuple(tokens[:end]), tables, salt)
+        except PoolExhaustedError:
+            raise
+        except Exception as error:
+            # They are what they say, but not for this pool.
+            for block in blocks:
+                self._forget(block.path)
+            self.folder.warn(f"files in {self.folder.path} do not fit the model they are for: {error}")
+            return 0
+        finally:
+            for table in tables:
+                tree.pool.release_table(table)
+            tree.unlock(match.node)
+        for block in blocks:
+            if block.path in self._order:
+                self._order[block.path] = self._order.pop(block.path)
+        return end - match.length
+
+    def _write_back(
+        self,
+        tree: RadixTree,
+        tokens: Sequence[int],
+        salt: Hashable,
+        length: int,
+        end: int,
+        base: int,
+        blocks: Sequence[SpilledBlock],
+        loaded: Sequence[dict[str, mx.array]],
+        tables: list[BlockTable],
+    ) -> None:
+        """Put into ``tables`` ones that go on from the tree's first ``length`` tokens to ``end`` with what was loaded.
+        Whatever happens, the caller is to release what is there then."""
+        pool = tree.pool
+        hits = tree.hit_tokens
+        tables += tree.adopt(tokens[: length + 1], salt)[1]
+        tree.hit_tokens = hits  # nobody was served yet
+        for group, window in enumerate(tree.windows):
+            start = length
+            if window is not None and end - window + 1 > length:
+                start = end - window + 1
+                behind, tables[group] = tables[group], pool.new_table(group, start=start)
+                pool.release_table(behind)
+            if start == end:
+                continue  # a window of one token needs nothing from before
+            pool.append_tokens(tables[group], end - start)
+            for layer in pool.groups[group].spec.layers:
+                parts: dict[str, list[mx.array]] = {"k": [], "v": []}
+                for index, (block, arrays) in enumerate(zip(blocks, loaded, strict=True)):
+                    low = base + index * tree.block_size + block.starts[group]
+                    high = min(end, base + index * tree.block_size + len(block.tokens))
+                    if max(low, start) < high:
+                        for name, part in parts.items():
+                            part.append(arrays[f"{name}{layer}"][:, :, max(low, start) - low : high - low])
+                k, v = (mx.concatenate(part, axis=2) for part in parts.values())
+                pool.write_prefill(tables[group], layer, k, v)
+                mx.eval(pool.fence(layer))
+
+    def _find(self, pool: BlockPool, tokens: tuple[int, ...], base: int, identity: str) -> list[SpilledBlock]:
+        """Files of consecutive blocks from block ``base`` on whose tokens agree, the last one perhaps in part."""
+        found: list[SpilledBlock] = []
+        size = pool.block_size
+        geometry = _geometry_of(pool)
+        chain = _chains(_root(identity, pool), size, tokens[: base * size])[-1]
+        for low in range(base * size, len(tokens), size):
+            here = tokens[low : low + size]
+            fitting = [block for block in self._chains.get(chain, ()) if _is_like(block.geometry, geometry)]
+            best = max(fitting, key=lambda block: (_agreement(block.tokens, here), -sum(block.starts)), default=None)
+            agreed = 0 if best is None else _agreement(best.tokens, here)
+            if best is None or not agreed:
+                break
+            geometry = tuple(own or known for own, known in zip(best.geometry, geometry, strict=True))
+            found.append(best._replace(tokens=here[:agreed]))
+            if agreed < size:
+                break
+            chain = _next_chain(chain, here)
+        return found
+
+    def _load(self, pool: BlockPool, block: SpilledBlock) -> dict[str, mx.array] | None:
+        """The file's arrays; None if it is not what was written, and it is gone then."""
+        whole = self._order[block.path]  # not cut to the tokens that agree
+        try:
+            return self.folder.load(whole, [group.spec.layers for group in pool.groups])
+        except Exception as error:
+            self._delete(whole)
+            self.folder.warn(f"{block.path} was deleted: {type(error).__name__}: {error}")
+            return None
+
+    # Files ----------------------------------------------------------------------------------------------------
+
+    def _know(self, block: SpilledBlock) -> None:
+        for other in list(self._chains.get(block.chain, ())):
+            is_covered = other.geometry == block.geometry and _covers(block, other.tokens, other.starts)
+            if is_covered and other.path != block.path:
+                self._delete(other)
+        siblings = self._chains.setdefault(block.chain, [])
+        if block.path not in self._order:  # the same bytes may be there already
+            siblings.append(block)
+        self._order.pop(block.path, None)
+        self._order[block.path] = block
+
+    def _keep_limit(self) -> None:
+        total = self.nbytes
+        while total > self.max_bytes and self._order:
+            oldest = next(iter(self._order.values()))
+            total -= oldest.nbytes
+            self._delete(oldest)
+
+    def _delete(self, block: SpilledBlock) -> None:
+        self._forget(block.path)
+        self.folder.delete(block)
+
+    def _forget(self, path: Path) -> None:
+        block = self._order.pop(path, None)
+        if block is None:
+            return
+        rest = [other for other in self._chains[block.chain] if other.path != path]
+        if rest:
+            self._chains[block.chain] = rest
+        else:
+            del self._chains[block.chain]
+
+
+def _geometry_of(pool: BlockPool) -> tuple[BlockGeometry, ...]:
+    return tuple(
+        None if (own := group.geometry) is None else (own.num_kv_heads, own.k_head_dim, own.v_head_dim, str(own.dtype))
+        for group in pool.groups
+    )
+
+
+def _is_like(a: Sequence[BlockGeometry], b: Sequence[BlockGeometry]) -> bool:
+    """Whether two geometries are the same as far as both are known."""
+    return len(a) == len(b) and all(
+        mine is None or theirs is None or mine == theirs for mine, theirs in zip(a, b, strict=True)
+    )
+
+
+def _root(identity: str, pool: BlockPool) -> str:
+    """The chain of a pool's first blocks under an identity."""
+    groups = [(group.spec.layers, group.spec.window, group.spec.pinned) for group in pool.groups]
+    return hashlib.sha256(f"{FORMAT} {pool.block_size} {groups} {identity}".encode()).hexdigest()[:32]
+
+
+def _next_chain(chain: str, tokens: tuple[int, ...]) -> str:
+    return hashlib.sha256(f"{chain} {tokens}".encode()).hexdigest()[:32]
+
+
+def _chains(root: str, block_size: int, tokens: tuple[int, ...]) -> list[str]:
+    """The places of the blocks that ``tokens``, whole blocks, lead to: one more than there are blocks."""
+    chains = [root]
+    for low in range(0, len(tokens), block_size):
+        chains.append(_next_chain(chains[-1], tokens[low : low + block_size]))
+    return chains
+
+
+def _agreement(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _covers(block: SpilledBlock, tokens: tuple[int, ...], starts: tuple[int, ...]) -> bool:
+    """Whether the block holds all that another one, with these tokens and starts, does."""
+    if block.tokens[: len(tokens)] != tokens:
+        return False
+    return all(mine <= other or other >= len(tokens) for mine, other in zip(block.starts, starts, strict=True))
+
+
+def _servable_end(blocks: Sequence[SpilledBlock], base: int, length: int, windows: Sequence[int | None]) -> int:
+    """The longest prefix that the blocks, from position ``base`` on, make servable together with the ``length``
+    tokens that every group can serve already."""
+    best, position = length, base
+    run_starts = [0] * len(windows)  # what is before `length` is there as far as any window needs it
+    for block in blocks:
+        for group, start in enumerate(block.starts):
+            if position + start > max(length, position):
+                run_starts[group] = position + start
+        position += len(block.tokens)
+        needed = [0 if window is None else max(0, position - window + 1) for window in windows]
+        if position > best and all(run <= need for run, need in zip(run_starts, needed, strict=True)):
+            best = position
+    return best

@@ -1,0 +1,1 @@
+"""What a server needs besides HTTP: request bodies, stop strings, keys, statistics, the cache page."""

@@ -1,0 +1,113 @@
+"""ServerConfig: what mlx_paged.server can be told beyond mlx_lm.server and PagedConfig."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..config import parse_memory
+from ..errors import ConfigError
+from .api_keys import VARIABLE, ApiKeys
+
+DISK_CAP = 10 << 30
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Options of the server.
+
+    Attributes:
+        prefix_cache: whether prefixes are kept and shared.
+        prefix_cache_ttl: seconds after which an unused prefix is given up; None: when its memory is needed.
+        prefix_cache_dir: where prefixes outlive the process; None: nowhere.
+        prefix_cache_dir_bytes: most bytes there.
+        api_keys: what a client must send as its bearer token, if anything.
+        served_model_names: other names of the model.
+        allow_chat_template_override: whether a request may bring its own chat template.
+    """
+
+    prefix_cache: bool = True
+    prefix_cache_ttl: float | None = None
+    prefix_cache_dir: Path | None = None
+    prefix_cache_dir_bytes: int = DISK_CAP
+    api_keys: ApiKeys = field(default_factory=ApiKeys)
+    served_model_names: tuple[str, ...] = ()
+    allow_chat_template_override: bool = False
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        group = parser.add_argument_group("prefix cache and access")
+        group.add_argument("--no-prefix-cache", action="store_true", help="Compute every prompt anew")
+        group.add_argument(
+            "--prefix-cache-ttl",
+            type=_seconds,
+            metavar="SECONDS",
+            help="Give prefixes up that were not used so long",
+        )
+        group.add_argument(
+            "--prefix-cache-dir", type=Path, metavar="DIR", help="Keep prefixes on disk, too; they outlive a restart"
+        )
+        group.add_argument(
+            "--prefix-cache-dir-size", type=_size, metavar="SIZE", default=DISK_CAP, help="Most bytes there (10GiB)"
+        )
+        group.add_argument(
+            "--api-key",
+            metavar="KEY",
+            action="append",
+            help="Clients must send it as their bearer token. May be given several times: the holders of different "
+            "keys share no prefixes. Also MLX_PAGED_API_KEY, which other users cannot see, with commas between keys",
+        )
+        group.add_argument(
+            "--served-model-name",
+            metavar="NAME",
+            action="append",
+            default=[],
+            help="Another name of the model for clients; may be given several times",
+        )
+        group.add_argument(
+            "--allow-chat-template-override",
+            action="store_true",
+            help="Let requests bring a chat template in chat_template_kwargs; it is run, in a sandbox and with limits",
+        )
+
+    @classmethod
+    def from_arguments(cls, args: argparse.Namespace) -> ServerConfig:
+        """Raises ConfigError: options that contradict each other."""
+        if args.no_prefix_cache and (args.prefix_cache_dir is not None or args.prefix_cache_ttl is not None):
+            raise ConfigError("--no-prefix-cache leaves nothing for --prefix-cache-dir or --prefix-cache-ttl")
+        names = tuple(name.strip() for name in args.served_model_name)
+        if not all(names):
+            raise ConfigError("--served-model-name needs a name")
+        if names and getattr(args, "model", None) is None:
+            raise ConfigError("--served-model-name names the model of --model, which was not given")
+        return cls(
+            prefix_cache=not args.no_prefix_cache,
+            prefix_cache_ttl=args.prefix_cache_ttl,
+            prefix_cache_dir=args.prefix_cache_dir,
+            prefix_cache_dir_bytes=args.prefix_cache_dir_size,
+            api_keys=ApiKeys.from_options(args.api_key, os.environ.get(VARIABLE)),
+            served_model_names=names,
+            allow_chat_template_override=args.allow_chat_template_override,
+        )
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text!r}")
+    return value
+
+
+def _size(text: str) -> int:
+    try:
+        value = parse_memory(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if value is None:
+        raise argparse.ArgumentTypeError("must be a size such as 10GB")
+    return value
