@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -240,17 +238,8 @@ class Tight:
         probe_geometry(model, caches)
         self.pool = caches[0].pool
         self.tree = RadixTree(self.pool)
-        budget = PoolBudget(self.pool, chunk=step_size)
-        self.pool.memory_budget = bisect.bisect_left(range(1 << 30), True, key=self._holds(budget, num_tokens))
+        self.pool.memory_budget = PoolBudget(self.pool, chunk=step_size).bytes_for(num_tokens)
         self.gen = PagedBatchGenerator(model, prefixes=SharedPrefixes(self.tree), prefill_step_size=step_size)
-
-    @staticmethod
-    def _holds(budget: PoolBudget, num_tokens: int) -> Callable[[int], bool]:
-        def holds(num_bytes: int) -> bool:
-            budget.pool.memory_budget = num_bytes
-            return budget.holds(num_tokens)
-
-        return holds
 
     def run(self, prompts: list[list[int]], num_tokens: list[int]) -> tuple[list[list[int]], list[int]]:
         """The requests' tokens, and how many of each prompt were cached when its last token came."""
