@@ -178,6 +178,8 @@ class Engine:
 
     def release(self, request: Request) -> None:
         row = self.rows[request.uid]
+        if not row.num_generated and request.length == row.num_cached:
+            row.num_cached = None  # nothing has been computed behind it: it may find less when it starts again
         try:
             if row in self.batch.members:
                 self.batch.suspend(row)

@@ -285,3 +285,17 @@ def test_a_request_that_has_grown_to_the_end_of_the_budget_starts_again_behind_a
         tokens, _ = tight.run(prompts, [fill, fill])
         assert tokens == expected
         assert tight.gen.preemptions > 0
+
+
+def test_a_prefix_that_was_lost_before_anything_was_computed_behind_it_is_not_reported() -> None:
+    prompt = prompt_of(3 * BLOCK, seed=1).tolist()
+    tight = Tight("llama", 20 * BLOCK)
+    tight.run([prompt], [1])
+    (uid,) = tight.gen.insert([[*prompt, 7]], [2])
+    engine = tight.gen._engine
+    engine.scheduler.plan()
+    assert engine.rows[uid].num_cached == len(prompt)
+    engine.scheduler.preempt(engine.rows[uid].request)
+    tight.tree.clear()
+    generated = iter(tight.gen.next_generated, [])
+    assert [response.num_cached for responses in generated for response in responses] == [0, 0]
