@@ -47,13 +47,12 @@ def answer_tokens(model: Any, chunk: int, num_prompt: int, wanted: int) -> int:
 
 def check_capacity(model: Any, chunk: int) -> None:
     """Raise ConfigError if the budget has no room for any request: a token of a prompt and one of an answer."""
-    most, pool = capacity(model, chunk), pool_of(model)
-    if most is None or most >= 2 or pool is None:
+    pool = pool_of(model)
+    if pool is None or (budget := PoolBudget(pool, chunk=chunk)).holds(2):
         return
-    needed = sum(2 * group.bytes_per_block for group in pool.groups)  # a block, and the one that is never handed out
     raise ConfigError(
         f"a KV cache budget of {pool.memory_budget:,} bytes holds no request of this model, which takes at least "
-        f"{needed:,}: raise kv_cache_memory (--kv-cache-memory)"
+        f"{budget.bytes_for(2):,}: raise kv_cache_memory (--kv-cache-memory)"
     )
 
 

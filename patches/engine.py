@@ -163,9 +163,7 @@ class Engine:
             return
         row.caches = self._fresh()
         if self.sharing is not None:
-            # Near the budget there may be no room to copy a block shared in part.
-            is_tight = self.pool is not None and not self.holds(request.goal + 1 + self.pool.block_size)
-            request.length = self.sharing.adopt(row, whole_blocks=is_tight)
+            request.length = self.sharing.adopt(row)
         if row.num_cached is None:
             row.num_cached = request.length
         row.num_reported = max(row.num_reported, request.length)
@@ -180,6 +178,8 @@ class Engine:
 
     def release(self, request: Request) -> None:
         row = self.rows[request.uid]
+        if not row.num_generated and request.length == row.num_cached:
+            row.num_cached = None  # nothing has been computed behind it: it may find less when it starts again
         try:
             if row in self.batch.members:
                 self.batch.suspend(row)

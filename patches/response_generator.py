@@ -362,6 +362,8 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         if isinstance(self.prompt_cache, PagedPromptCache):
             self.prompt_cache.forget_unloaded()
             self.prompt_cache.learn_layout(provider.model_key, caches)
+            if (pool := known_pool(provider.model)) is not None:
+                self.prompt_cache.tree_of(pool)  # with it a request takes more of the budget, whose size is told now
         self._setup = PromptSetup(
             provider.model_key,
             provider.tokenizer,

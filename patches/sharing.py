@@ -55,20 +55,16 @@ class PrefixSharing:
                 return True
         return False
 
-    def adopt(self, row: Row, *, whole_blocks: bool) -> int:
-        """Put the longest known prefix under the request's fresh caches. Returns its length.
-
-        Args:
-            row: not computed yet, nor given a cache.
-            whole_blocks: a prefix that ends where a block does: there may be no room to copy one shared in part.
-        """
+    def adopt(self, row: Row) -> int:
+        """Put the longest known prefix under the fresh caches of a request that is not computed yet, nor was given a
+        cache. Returns its length."""
         longest = self._longest(row)
         if longest is not None:
             length, other = longest
             if length > self.prefixes.held(row.source, row.salt):
                 self._donate(row.source[:length], other)
         # No more than can be used: behind a window, what was taken could not be cut.
-        length, tables = self.prefixes.adopt(row.source[: row.request.goal + 1], row.salt, whole_blocks=whole_blocks)
+        length, tables = self.prefixes.adopt(row.source[: row.request.goal + 1], row.salt)
         if not length or row.sequence is None:
             return 0
         row.sequence.tables[:] = tables

@@ -70,12 +70,9 @@ class Snapshots:
             expected = max([expected, *(end for end in ends if other.request.length < end <= common)])
         return expected >= LEAST_SHARED and expected > self.available(row)
 
-    def adopt(self, row: Row, *, whole_blocks: bool) -> int:
-        """Replace the request's fresh caches by copies of the longest snapshot's; with ``whole_blocks`` only if that
-        ends where a block does. Returns the tokens in them."""
-        sequence = row.sequence
-        unit = sequence.pool.block_size if whole_blocks and sequence is not None else 1
-        found = self._find(row, unit)
+    def adopt(self, row: Row) -> int:
+        """Replace the request's fresh caches by copies of the longest snapshot's. Returns the tokens in them."""
+        found = self._find(row)
         length = 0
         if found is not None:
             self._snapshots.move_to_end(found)
@@ -84,17 +81,14 @@ class Snapshots:
         self._add_ends(row, length)
         return length
 
-    def _find(self, row: Row, unit: int = 1) -> _Key | None:
-        """The longest snapshot of a prefix, in tokens a multiple of ``unit``."""
+    def _find(self, row: Row) -> _Key | None:
+        """The longest snapshot of a prefix."""
         if row.given is not None:
             return None
         fitting = (
             key
             for key, snapshot in self._snapshots.items()
-            if key[0] == row.salt
-            and len(key[1]) < len(row.source)
-            and not len(key[1]) % unit
-            and row.source[: len(key[1])] == snapshot.tokens
+            if key[0] == row.salt and len(key[1]) < len(row.source) and row.source[: len(key[1])] == snapshot.tokens
         )
         return max(fitting, key=lambda key: len(key[1]), default=None)
 

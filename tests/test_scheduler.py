@@ -54,6 +54,27 @@ class FakeMemory:
         self.held[request.uid] += max(0, needed)
 
 
+class CachingMemory(FakeMemory):
+    """Holds prefixes, too: those that nobody uses are given up for whoever needs room.
+
+    Attributes:
+        cached: tokens that a request finds when it starts, by uid.
+    """
+
+    def __init__(self, num_blocks: int, cached: dict[int, int]) -> None:
+        super().__init__(num_blocks)
+        self.cached = cached
+
+    def fits(self, growth: Growth) -> bool:
+        found = {r.uid: self.blocks(self.cached[r.uid]) for r, _ in growth}
+        return sum(self.blocks(r.length + n) - self.held.get(r.uid, found[r.uid]) for r, n in growth) <= self.free
+
+    def admit(self, request: Request) -> None:
+        super().admit(request)
+        request.length = self.cached[request.uid]
+        self.held[request.uid] = self.blocks(request.length)
+
+
 class Driver:
     """Does what a plan says, as a generator would: requests end after ``extra`` decoded tokens."""
 
@@ -114,6 +135,17 @@ def test_first_in_first_out_within_the_limits() -> None:
         driver.insert(prompt=9, extra=3)
     driver.run()
     assert driver.finished == [0, 1, 2, 3, 4]
+
+
+def test_what_a_request_finds_cached_is_not_taken_from_an_older_one_that_counts_on_it() -> None:
+    """Before the younger one starts, its prefix could be given up. It waits, and the older one goes on."""
+    driver = Driver(13)
+    driver.memory = driver.scheduler.memory = CachingMemory(13, {0: 44, 1: 8})
+    driver.insert(prompt=47, extra=2)
+    driver.insert(prompt=11, extra=2)
+    driver.run()
+    assert driver.finished == [0, 1]
+    assert 0 not in driver.memory.released
 
 
 def test_decode_goes_on_while_a_long_prompt_is_computed_in_chunks() -> None:

@@ -292,7 +292,8 @@ def test_the_log_says_what_is_served_and_no_polls(server: ServerProcess, folder:
     for path in ("/health", "/v1/cache/stats?blocks=1", "/metrics"):
         assert server.get(path, **KEY).status == 200
     log = server.log
-    num_blocks = 8_000_000 // (32 * 512) - 1  # of 32 tokens, but for the one that is never handed out
+    # Of 32 tokens each, but for the one that is never handed out and the copy of one that is shared in part.
+    num_blocks = 8_000_000 // (32 * 512) - 2
     ready = f"is ready, with a KV cache of 8,000,000 bytes, which holds {num_blocks * 32:,} tokens"
     assert f"the model {folder} {ready}" in log
     assert f"API at {server.url}/v1" in log and f"{server.url}/cache" in log
@@ -315,7 +316,8 @@ def test_what_can_serve_nobody_is_refused_at_the_start(folder: Path, tmp_path: P
     (broken / "model.safetensors").write_bytes(b"x" * 1000)
     for flags, env, words in (
         (["--model", str(broken)], {}, "cannot be loaded"),
-        (["--kv-cache-memory", "20KB"], {}, "holds no request of this model, which takes at least 32,768"),
+        (["--kv-cache-memory", "40KB"], {}, "holds no request of this model, which takes at least 49,152"),
+        (["--kv-cache-memory", "20KB", "--no-prefix-cache"], {}, "which takes at least 32,768"),
         ([], {"MLX_PAGED_API_KEY": ""}, "MLX_PAGED_API_KEY holds an empty API key"),
         (["--api-key", " "], {}, "--api-key holds an empty API key"),
     ):

@@ -270,4 +270,8 @@ class Scheduler:
         self.waiting.popleft()
         self.running.append(request)
         self.memory.admit(request)
+        growth[-1] = (request, request.goal - request.length + 1)
+        if len(self.running) > 1 and not self.memory.fits(growth):
+            self.preempt(request)  # what it has found cached is no longer there for those that it was counted for
+            return None
         return request

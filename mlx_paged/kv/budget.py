@@ -46,6 +46,10 @@ class PoolBudget:
     def holds(self, num_tokens: int, tables: Sequence[BlockTable] | None = None) -> bool:
         """Whether a sequence of so many tokens fits the whole budget, with nothing else in the pool; with ``tables``,
         so many tokens behind those that these hold and go on holding."""
+        return self.bytes_for(num_tokens, tables) <= self.pool.memory_budget
+
+    def bytes_for(self, num_tokens: int, tables: Sequence[BlockTable] | None = None) -> int:
+        """The least budget that :meth:`holds` so many tokens, in bytes."""
         needed = 0
         for index, group in enumerate(self.pool.groups):
             blocks = 1  # the null block is of no use to a sequence, but it takes its place
@@ -55,7 +59,7 @@ class PoolBudget:
                 blocks += 1  # the last block of a prompt goes to the prefix cache, and the next token into a copy
             blocks += self._blocks(index, Append(tables, num_tokens, forked=True))
             needed += blocks * group.bytes_per_block
-        return needed <= self.pool.memory_budget
+        return needed
 
     def fits_blocks(self, num_blocks: int) -> bool:
         """Whether so many blocks of each group can be had without moving or giving up any: enough for a token of as

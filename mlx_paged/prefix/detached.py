@@ -101,12 +101,10 @@ class SharedPrefixes:
         self.salt = salt
         self.restore = restore
 
-    def adopt(
-        self, tokens: Sequence[int], salt: Hashable = None, *, whole_blocks: bool = False
-    ) -> tuple[int, list[BlockTable]]:
+    def adopt(self, tokens: Sequence[int], salt: Hashable = None) -> tuple[int, list[BlockTable]]:
         if self.restore is not None:
             self.restore(tokens, salt)
-        return self.tree.adopt(tokens, salted(self.salt, salt), whole_blocks=whole_blocks)
+        return self.tree.adopt(tokens, salted(self.salt, salt))
 
     def held(self, tokens: Sequence[int], salt: Hashable = None) -> int:
         return self.tree.match(tokens, salted(self.salt, salt)).length

@@ -103,28 +103,25 @@ class RadixTree:
 
     # Looking up -----------------------------------------------------------------------------------------------
 
-    def match(self, tokens: Sequence[int], salt: Hashable = None, *, whole_blocks: bool = False) -> MatchResult:
+    def match(self, tokens: Sequence[int], salt: Hashable = None) -> MatchResult:
         """The longest prefix of ``tokens`` under ``salt`` that every group can serve, and never all of them: the last
         token is left to compute. Marks its path as used; takes no reference, so see :meth:`adopt` or :meth:`lock`.
 
         Args:
             tokens: whose beginning is looked for.
             salt: as for :meth:`insert`.
-            whole_blocks: only prefixes that end where a block does: going on from them copies none.
         """
         with self.pool.lock:
             self.expire()
             path, limit = self._walk(tokens, salt)
-            length = servable_length(path, limit, self.windows, self.block_size, whole_blocks)
+            length = servable_length(path, limit, self.windows, self.block_size)
             path = [node for node in path if node.start < length]
             for node in path:
                 self._touch(node)
             ids = path_blocks(path, length, self.windows, self.block_size)
             return MatchResult(length, path[-1] if path else self._root(salt), ids)
 
-    def adopt(
-        self, tokens: Sequence[int], salt: Hashable = None, *, whole_blocks: bool = False
-    ) -> tuple[int, list[BlockTable]]:
+    def adopt(self, tokens: Sequence[int], salt: Hashable = None) -> tuple[int, list[BlockTable]]:
         """Tables, one per group, over the blocks of the longest prefix (see :meth:`match`): references, no bytes.
 
         Returns:
@@ -132,7 +129,7 @@ class RadixTree:
             in a shared, partially filled block writes into a copy of it.
         """
         with self.pool.lock:
-            match = self.match(tokens, salt, whole_blocks=whole_blocks)
+            match = self.match(tokens, salt)
             self.hit_tokens += match.length
             return match.length, [
                 table_over(self.pool, group, ids, match.length) for group, ids in enumerate(match.block_ids)

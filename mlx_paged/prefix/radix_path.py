@@ -12,15 +12,10 @@ from .radix_node import RadixNode
 Windows = Sequence[int | None]
 
 
-def servable_length(
-    path: Sequence[RadixNode], limit: int, windows: Windows, block_size: int, whole_blocks: bool = False
-) -> int:
-    """The longest prefix of the path, up to ``limit`` tokens, of which every group holds what the next token needs;
-    with ``whole_blocks`` the longest that ends where a block does."""
+def servable_length(path: Sequence[RadixNode], limit: int, windows: Windows, block_size: int) -> int:
+    """The longest prefix of the path, up to ``limit`` tokens, of which every group holds what the next token needs."""
     length = limit
     while True:
-        if whole_blocks:
-            length -= length % block_size
         shortest = min(_servable_by(group, path, length, window, block_size) for group, window in enumerate(windows))
         if shortest == length:
             return length

@@ -27,12 +27,9 @@ class PrefixStore(Protocol):
     Prefixes of different salts are apart: what was donated under one is not found under another.
     """
 
-    def adopt(
-        self, tokens: Sequence[int], salt: Hashable = None, *, whole_blocks: bool = False
-    ) -> tuple[int, list[BlockTable]]:
+    def adopt(self, tokens: Sequence[int], salt: Hashable = None) -> tuple[int, list[BlockTable]]:
         """Called when a request starts: how many of its tokens are held (never all), and tables over their blocks,
-        one for each group, which are the request's own from then on. With ``whole_blocks`` they end where a block
-        does, so that none has to be copied."""
+        one for each group, which are the request's own from then on."""
         ...
 
     def held(self, tokens: Sequence[int], salt: Hashable = None) -> int:
@@ -48,9 +45,7 @@ class PrefixStore(Protocol):
 class NoPrefixStore:
     """Holds nothing: for models without blocks, whose prefixes the batch keeps itself."""
 
-    def adopt(
-        self, tokens: Sequence[int], salt: Hashable = None, *, whole_blocks: bool = False
-    ) -> tuple[int, list[BlockTable]]:
+    def adopt(self, tokens: Sequence[int], salt: Hashable = None) -> tuple[int, list[BlockTable]]:
         return 0, []
 
     def held(self, tokens: Sequence[int], salt: Hashable = None) -> int:

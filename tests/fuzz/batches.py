@@ -184,16 +184,9 @@ def _least_budget(case: Case) -> int | None:
     tree = None if case.prefixes == "none" else RadixTree(pool)  # with which a sequence takes a block more of a group
     assert pool.holders() == ([] if tree is None else [tree])
     longest = max(len(request.prompt) + request.num_tokens + 1 for request in case.requests)
-    low, high = 1, AMPLE
-    while low < high:
-        middle = (low + high) // 2
-        pool.memory_budget = middle
-        if PoolBudget(pool, chunk=case.step_size).holds(longest):
-            high = middle
-        else:
-            low = middle + 1
+    least = PoolBudget(pool, chunk=case.step_size).bytes_for(longest)
     assert case.budget_slack is not None
-    return low + case.budget_slack * max(group.bytes_per_block for group in pool.groups)
+    return least + case.budget_slack * max(group.bytes_per_block for group in pool.groups)
 
 
 class Driver:

@@ -8,10 +8,11 @@ from tests.fuzz import batches
 from tests.fuzz.cases import draw
 
 SAMPLE = 40
+FOUND = (336,)  # requests with cached prefixes made room for each other for ever
 SWEEP, SHARE = 2_000, 50  # cases, and how many of them are one test
 
 
-@pytest.mark.parametrize("seed", range(SAMPLE))
+@pytest.mark.parametrize("seed", (*range(SAMPLE), *FOUND))
 def test_a_batch_delivers_what_single_runs_do(seed: int) -> None:
     _run(seed)
 

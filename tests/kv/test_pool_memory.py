@@ -345,3 +345,33 @@ def test_a_lone_sequence_that_the_budget_holds_can_always_go_on(seed: int) -> No
         check(pool, tables, 77)
         pool.check_integrity()
         tree.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_lone_sequence_that_begins_with_a_cached_prefix_can_always_go_on(seed: int) -> None:
+    """In the least budget that holds it, from wherever the cache can serve, which keeps what both share."""
+    rng = np.random.default_rng(seed)
+    parts_in_a_block = 0
+    for longest in rng.integers(20, 300, 6).tolist():
+        chunk, window = int(rng.integers(1, 30)), (None, 1, WINDOW)[int(rng.integers(3))]
+        pool = make_pool(window=window)
+        tree = RadixTree(pool)
+        budget = PoolBudget(pool, chunk=chunk)
+        pool.memory_budget = budget.bytes_for(longest)
+        assert budget.holds(longest) and not budget.holds(longest + SIZE)
+        for number in range(10):
+            common = int(rng.integers(longest // 2, longest))  # with all others
+            tokens = (*range(common), *range(1000 * (number + 1), 1000 * (number + 1) + longest - common))
+            _, tables = tree.adopt(tokens)
+            parts_in_a_block += tables[0].length % SIZE > 0
+            while (length := tables[0].length) < longest:
+                step = min(int(rng.integers(1, chunk + 1)), longest - length)
+                assert budget.fits([(tables, step)])
+                extend(pool, tables, step, 0)
+                if rng.random() < 0.5:
+                    tree.insert(tokens[: length + step], tables)
+            tree.check_integrity()
+            pool.check_integrity()
+            for table in tables:
+                pool.release_table(table)
+    assert parts_in_a_block > 10

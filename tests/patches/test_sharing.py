@@ -11,8 +11,11 @@ import pytest
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.errors import RequestTooLargeError
+from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.patches.generate import PagedBatchGenerator
 from mlx_paged.patches.sharing import common_length
+from mlx_paged.patches.topology import probe_geometry
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import NoPrefixStore
@@ -225,31 +228,74 @@ def test_a_sharing_request_has_the_bits_of_a_cold_one_cut_at_the_same_token(kind
     assert np.abs(np.stack(anyhow) - np.stack(warm)).max() < 1e-4
 
 
+class Tight:
+    """A generator with a prefix cache, in the least budget that holds a sequence of so many tokens."""
+
+    def __init__(self, kind: str, num_tokens: int, block_size: int = BLOCK, step_size: int = 2 * BLOCK) -> None:
+        model = model_of(kind)
+        mlx_paged.apply_patches(PagedConfig(block_size=block_size))
+        caches = mlx_lm_generate.make_prompt_cache(model)
+        probe_geometry(model, caches)
+        self.pool = caches[0].pool
+        self.tree = RadixTree(self.pool)
+        self.pool.memory_budget = PoolBudget(self.pool, chunk=step_size).bytes_for(num_tokens)
+        self.gen = PagedBatchGenerator(model, prefixes=SharedPrefixes(self.tree), prefill_step_size=step_size)
+
+    def run(self, prompts: list[list[int]], num_tokens: list[int]) -> tuple[list[list[int]], list[int]]:
+        """The requests' tokens, and how many of each prompt were cached when its last token came."""
+        tokens: dict[int, list[int]] = {uid: [] for uid in self.gen.insert(prompts, num_tokens)}
+        cached = dict.fromkeys(tokens, 0)
+        while generated := self.gen.next_generated():  # a request that failed raises
+            for response in generated:
+                tokens[response.uid].append(response.token)
+                cached[response.uid] = response.num_cached
+        self.tree.check_integrity()
+        self.pool.check_integrity()
+        return list(tokens.values()), list(cached.values())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length, block_size", [(100, 128), (100, 32), (96, 8), (250, 32)])
-def test_near_the_budget_a_prefix_ends_at_a_whole_block_that_every_window_allows(
-    kind: str, length: int, block_size: int, monkeypatch: pytest.MonkeyPatch
+def test_the_longest_request_that_the_budget_holds_uses_all_of_a_known_prefix(
+    kind: str, length: int, block_size: int
 ) -> None:
-    """There may be no room to copy a block shared in part. Behind a window, a longer prefix cannot be cut to one."""
-    model = model_of(kind)
-    prompt = prompt_of(length, seed=3).tolist()
-    expected = greedy(model, mx.array(prompt), 4)[0]
-    mlx_paged.apply_patches(PagedConfig(block_size=block_size))
-    pool = mlx_lm_generate.make_prompt_cache(model)[0].pool
-    tree = RadixTree(pool)
-    gen = PagedBatchGenerator(model, prefixes=SharedPrefixes(tree), prefill_step_size=64)
-    cached = []
-    for _ in range(3):
-        gen.insert([prompt], [4])
-        monkeypatch.setattr(gen._engine, "holds", lambda num_tokens: num_tokens <= length)
-        tokens: list[int] = []
-        while any(answer := gen.next()):
-            tokens += [response.token for response in answer[1]]
-            cached += [response.num_cached for response in answer[1][-1:]]
-        monkeypatch.undo()
+    """The copy of a block shared in part is counted: there is room for it, and no token is computed again."""
+    prompt, new = prompt_of(length, seed=3).tolist(), 4
+    expected = greedy(model_of(kind), mx.array(prompt), new)[0]
+    tight = Tight(kind, length + new, block_size, step_size=64)
+    for attempt in range(3):
+        tokens, cached = tight.run([prompt], [new])
+        assert tokens == [expected]
+        if kind in ("llama", "qwen3"):
+            assert cached == [length - 1 if attempt else 0]
+    with pytest.raises(RequestTooLargeError):
+        tight.gen.insert([prompt_of(length + new + block_size, seed=4).tolist()], [1])
+
+
+def test_a_request_that_has_grown_to_the_end_of_the_budget_starts_again_behind_a_block_shared_in_part() -> None:
+    """It has made room for the older one, which takes the last block and leaves all that it has computed to the cache.
+    For the copy of the block in which both part there is room: what is behind it in the cache goes."""
+    for common, own in [(19, 2), (17, 1), (20, 2), (16, 2)]:
+        mlx_paged.remove_patches()
+        system = prompt_of(common, seed=1).tolist()
+        prompts = [system + prompt_of(own, seed=10 + n).tolist() for n in range(2)]
+        fill = 4 * BLOCK - common - own  # a block more than is held for certain
+        expected = [greedy(model_of("llama"), mx.array(prompt), fill)[0] for prompt in prompts]
+        tight = Tight("llama", 3 * BLOCK)
+        tokens, _ = tight.run(prompts, [fill, fill])
         assert tokens == expected
-        tree.check_integrity()
-        pool.check_integrity()
-    assert all(count % block_size == 0 for count in cached) and pool.stats().prefix_hit_tokens == sum(cached[::4])
-    if kind in ("llama", "qwen3"):
-        assert cached[4:] == [(length - 1) // block_size * block_size] * 8
+        assert tight.gen.preemptions > 0
+
+
+def test_a_prefix_that_was_lost_before_anything_was_computed_behind_it_is_not_reported() -> None:
+    prompt = prompt_of(3 * BLOCK, seed=1).tolist()
+    tight = Tight("llama", 20 * BLOCK)
+    tight.run([prompt], [1])
+    (uid,) = tight.gen.insert([[*prompt, 7]], [2])
+    engine = tight.gen._engine
+    engine.scheduler.plan()
+    assert engine.rows[uid].num_cached == len(prompt)
+    engine.scheduler.preempt(engine.rows[uid].request)
+    tight.tree.clear()
+    generated = iter(tight.gen.next_generated, [])
+    assert [response.num_cached for responses in generated for response in responses] == [0, 0]
