@@ -12,11 +12,11 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from ..attention.gather import ring_rotation
 from ..cache.batch_cache import PagedBatchKVCache
+from ..cache.composites import leaves, with_leaves
 from ..cache.sequence import PagedKVCache, SequenceTables
 from ..config import PagedConfig
 from ..errors import GeometryError, PromptCacheError
 from ..kv.pool import BlockPool
-from .composites import leaves, with_leaves
 from .plan import PagingPlan, can_be_paged, name_of, pinned_in, plan_for, window_of
 from .pools import pool_for
 from .steps import guard

@@ -8,13 +8,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
+from ..engine.engine import Engine
+from ..engine.row import Row, sequence_of
 from ..kv.turn import Stepwise
 from ..prefix.store import PrefixStore
 from .cache import factory_of
-from .engine import Engine
 from .response import Response
-from .row import Row, sequence_of
-from .topology import check_given, is_batched_here, probe_geometry
+from .topology import check_given, decode_batch, is_batched_here, probe_geometry
 
 
 class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
@@ -45,7 +45,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                 sequence = sequence_of(fresh)
                 self._factory.settle_in(None if sequence is None else sequence.pool)
                 self._engine = Engine(
-                    model,
+                    decode_batch(model, self._factory()),
                     self._counters,
                     prefill_step_size=self.prefill_step_size,
                     completion_batch_size=self.completion_batch_size,

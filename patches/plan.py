@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from ..cache.composites import leaves
 from ..errors import GeometryError
 from ..kv.group import LayerGroup
 from ..kv.storage.base import Geometry, QueryHeads
-from .composites import leaves
 from .probe import probe_layers, probe_rows
 
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..cache.composites import leaves, with_leaves
 from ..cache.fetched import Fetched, hand_out
 from ..errors import GeometryError
 from ..kv.storage.base import Geometry, QueryHeads
-from .composites import leaves, with_leaves
 
 PROBE_ROWS = 3
 

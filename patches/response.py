@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import GenerationBatch
 
+from ..engine.row import Row, StepLogits
 from ..errors import PromptCacheError
-from .row import Row, StepLogits
 
 
 class Response(GenerationBatch.Response):  # type: ignore[misc]

@@ -14,10 +14,10 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from ..cache.batch_cache import PagedBatchKVCache
+from ..cache.composites import leaves
 from ..cache.sequence import PagedKVCache
 from ..kv.pool import BlockPool
 from ..kv.turn import Stepwise
-from .composites import leaves
 
 
 def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:

@@ -9,16 +9,17 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache
 
+from ..cache.composites import leaves, with_leaves
 from ..cache.sequence import PagedKVCache
+from ..engine.decode_batch import DecodeBatch
+from ..engine.row import sequence_of
+from ..engine.row_by_row import RowByRowBatch
 from ..errors import GeometryError, PromptCacheError
 from ..kv.storage.base import QueryHeads
 from .cache import CacheFactory, PagedLayerCache, adopt_prompt_cache, factory_of
-from .composites import leaves, with_leaves
-from .decode_batch import DecodeBatch
 from .plan import name_of, pinned_in, why_one_by_one
 from .probe import probe_layers
-from .row import sequence_of
-from .row_by_row import RowByRowBatch
+from .upstream import UPSTREAM
 from .warn import warn_once
 
 
@@ -72,9 +73,9 @@ def decode_batch(model: Any, fresh: Sequence[Any]) -> DecodeBatch:
         stock = [c.to_stock() if isinstance(c, PagedLayerCache) else c for c in leaves(fresh)]
         why = why_one_by_one(model, with_leaves(fresh, stock))
     if why is None:
-        return DecodeBatch(model)
+        return DecodeBatch(model, UPSTREAM)
     warn_once(f"rows of a batch are computed one by one in models of type {name_of(model)}: {why}")
-    return RowByRowBatch(model)
+    return RowByRowBatch(model, UPSTREAM)
 
 
 def check_given(model: Any, given: list[Any], fresh: Sequence[Any], factory: CacheFactory) -> list[Any]:

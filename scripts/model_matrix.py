@@ -134,7 +134,7 @@ def row_of(
 ) -> Row:
     from mlx_lm.models.cache import make_prompt_cache
 
-    from mlx_paged.patches.composites import leaves
+    from mlx_paged.cache.composites import leaves
 
     caches = leaves(make_prompt_cache(model))
     pool = mlx_paged.pool_of(model)

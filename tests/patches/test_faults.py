@@ -17,8 +17,8 @@ import pytest
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.engine import sharing, snapshots
 from mlx_paged.errors import RequestFailedError
-from mlx_paged.patches import sharing, snapshots
 from mlx_paged.patches.generate import PagedBatchGenerator
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree

@@ -15,10 +15,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.engine import engine
 from mlx_paged.errors import RequestTooLargeError
 from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.patches import engine, registry, response_generator
+from mlx_paged.patches import registry, response_generator
 from mlx_paged.patches.generate import PagedBatchGenerator
 from mlx_paged.patches.prefix_cache import PagedPromptCache
 from mlx_paged.patches.topology import fresh_caches

@@ -14,8 +14,8 @@ from mlx_lm.models import llama
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.attention import dispatch
+from mlx_paged.engine.prefill import MOST_TOKENS, RowChunk, calls_of
 from mlx_paged.errors import RequestFailedError
-from mlx_paged.patches.prefill import MOST_TOKENS, RowChunk, calls_of
 from tests.batch_runs import Outcome, collect, generator, run_all
 from tests.builders import WINDOW, build, greedy, prompt_of
 

@@ -20,8 +20,8 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.cache import fetched
+from mlx_paged.cache.composites import leaves
 from mlx_paged.patches import seam
-from mlx_paged.patches.composites import leaves
 from scripts import model_configs
 from scripts.model_matrix import batched
 from tests.builders import build, greedy, prompt_of, rms

@@ -11,10 +11,10 @@ import pytest
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.engine.sharing import common_length
 from mlx_paged.errors import RequestTooLargeError
 from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.patches.generate import PagedBatchGenerator
-from mlx_paged.patches.sharing import common_length
 from mlx_paged.patches.topology import probe_geometry
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree

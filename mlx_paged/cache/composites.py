@@ -1,18 +1,23 @@
-"""Composite caches (mlx-lm's CacheList) and their parts: a part can be paged where the whole cannot."""
+"""Composite caches (mlx-lm's ``CacheList``) and their parts: a part can be paged where the whole cannot.
+
+One is known by its parts, ``caches``, and is made anew from others of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mlx_lm.models.cache import CacheList
+
+def is_composite(cache: Any) -> bool:
+    return isinstance(getattr(cache, "caches", None), list | tuple)
 
 
 def leaves(caches: Sequence[Any]) -> list[Any]:
     """The caches, composite ones replaced by their parts."""
     found: list[Any] = []
     for cache in caches:
-        found += leaves(cache.caches) if isinstance(cache, CacheList) else [cache]
+        found += leaves(cache.caches) if is_composite(cache) else [cache]
     return found
 
 
@@ -22,6 +27,4 @@ def with_leaves(caches: Sequence[Any], parts: Sequence[Any]) -> list[Any]:
 
 
 def _compose(caches: Sequence[Any], parts: Iterator[Any]) -> list[Any]:
-    return [
-        CacheList(*_compose(cache.caches, parts)) if isinstance(cache, CacheList) else next(parts) for cache in caches
-    ]
+    return [type(cache)(*_compose(cache.caches, parts)) if is_composite(cache) else next(parts) for cache in caches]

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, TokenBuffer
-from mlx_lm.sample_utils import greedy_sampler
 
 from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.batch_tables import BatchTables, FailedRow
+from ..cache.composites import leaves, with_leaves
 from ..cache.sequence import PagedKVCache
 from ..kv.pool import BlockPool
-from .composites import leaves, with_leaves
 from .row import Row, Sampler, StepLogits
+from .upstream import Upstream
 
 
 class Delivery(NamedTuple):
@@ -32,12 +31,17 @@ class DecodeBatch:
 
     Layers with a paged cache share the rows' block tables; joining and leaving moves references. Other layers (SSM
     states) use mlx-lm's own batch caches. Every row joins with its whole prompt computed, so none is padded.
+
+    Args:
+        model: whose forward pass takes ``cache``, a list.
+        upstream: of mlx-lm.
     """
 
     kind = "together"
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, upstream: Upstream) -> None:
         self.model = model
+        self.upstream = upstream
         self.rows: list[Row] = []
         self.members: set[Row] = set()
         self.failed: list[tuple[Row, Exception]] = []
@@ -63,7 +67,7 @@ class DecodeBatch:
             return
         for row in rows:
             if row.processors:
-                row.context = TokenBuffer(row.cached_tokens())
+                row.context = self.upstream.token_buffer(row.cached_tokens())
         inputs = mx.array([row.next_input() for row in rows], mx.uint32)
         if self._inputs is not None:
             inputs = mx.concatenate([self._inputs, inputs])
@@ -141,7 +145,7 @@ class DecodeBatch:
         parts = leaves(row.caches)
         for place, cache in enumerate(self._caches):
             if not (cache is None or _is_paged(cache)):
-                parts[place] = _extract(cache, index)
+                parts[place] = _extract(cache, index, self.upstream.state_cache)
         row.caches = with_leaves(row.caches, parts)
 
     def fork(self, row: Row) -> list[Any]:
@@ -154,7 +158,10 @@ class DecodeBatch:
         forked = []
         for place, cache in enumerate(leaves(row.caches)):
             paged = isinstance(cache, PagedKVCache)
-            forked.append(copy.deepcopy(cache, memo) if paged else _extract(self._caches[place], index))
+            if paged:
+                forked.append(copy.deepcopy(cache, memo))
+            else:
+                forked.append(_extract(self._caches[place], index, self.upstream.state_cache))
         return with_leaves(row.caches, forked)
 
     def suspend(self, row: Row) -> None:
@@ -227,7 +234,7 @@ class DecodeBatch:
             found = self._forward_parts(list(range(len(self.rows))), error)
         else:
             for leaf in leaves(self._caches):
-                if isinstance(leaf, ArraysCache) and leaf.left_padding is not None:
+                if isinstance(leaf, self.upstream.state_cache) and leaf.left_padding is not None:
                     leaf.finalize()  # nothing is padded; the counter would become a chain of one node a step
             return logits
         broken = [(self.rows[index], part) for index, part in found.items() if isinstance(part, Exception)]
@@ -303,7 +310,7 @@ class DecodeBatch:
 
     def _call(self, sampler: Sampler, step: StepLogits, rows: list[int], broken: dict[int, Exception]) -> mx.array:
         whole = len(rows) == len(self.rows)
-        if sampler is greedy_sampler:
+        if sampler is self.upstream.greedy_sampler:
             ranking = step.ranking()
             return mx.argmax(ranking if whole else ranking[mx.array(rows)], axis=-1)
         logprobs = step.logprobs()
@@ -330,11 +337,11 @@ def batch_of(caches: list[list[Any]], states: Sequence[Any]) -> tuple[list[Any],
     return batch, tables
 
 
-def _extract(cache: Any, index: int) -> Any:
+def _extract(cache: Any, index: int, state_cache: type[Any]) -> Any:
     """One row of a layer's state, as a copy: a view would keep the whole batch's alive."""
     extracted = cache.extract(index)
     for leaf in leaves([extracted]):
-        if isinstance(leaf, ArraysCache):
+        if isinstance(leaf, state_cache):
             leaf.cache = [None if x is None else mx.contiguous(x) for x in leaf.cache]
             mx.async_eval([x for x in leaf.cache if x is not None])
     return extracted

@@ -6,38 +6,32 @@ import copy
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import PromptProcessingBatch
 
 from ..cache.batch_tables import FailedRow
+from ..cache.composites import leaves
 from ..cache.sequence import PagedKVCache
-from ..engine.scheduler import Chunk, Growth, Plan, Request, Scheduler
 from ..errors import PoolExhaustedError, RequestFailedError, RequestTooLargeError, without_frames
 from ..kv.budget import Append, PoolBudget
 from ..kv.pool import BlockPool
 from ..prefix.store import PrefixStore
-from .cache import CacheFactory
-from .composites import leaves
-from .decode_batch import Delivery
+from .decode_batch import DecodeBatch, Delivery
 from .prefill import RowChunk, calls_of, can_share_calls, compute_together
-from .response import Response
 from .row import Row, sequence_of
+from .scheduler import Chunk, Growth, Plan, Request, Scheduler
 from .sharing import PrefixSharing
 from .snapshots import Snapshots
-from .topology import decode_batch
+from .upstream import TokenResponse
 
 CLEAR_AFTER_PREFILLS = 8  # steps with prompts, of different sizes, between clearings of MLX's buffer cache
 # Prompt tokens a step on a GPU: less memory and shorter waits for decode than with longer chunks (docs/adr/0006).
 IN_PLACE_STEP_TOKENS = 512
 CLEAR_EVERY = 512  # decode steps between clearings, as in mlx-lm
 IDLE_SECONDS = 5  # without work, until the pool gives memory back
-
-
-PromptResponse = PromptProcessingBatch.Response
 
 
 class Engine:
@@ -48,7 +42,7 @@ class Engine:
     itself, its other rows are computed again.
 
     Args:
-        model: whose prompt caches are paged, or hold states that mlx-lm can batch, or both.
+        batch: an empty one of the model, whose prompt caches are paged, or hold states that mlx-lm can batch, or both.
         counters: mlx-lm's counters of work done.
         prefill_step_size: tokens computed in a step (see Scheduler).
         completion_batch_size: most requests that run at a time.
@@ -59,16 +53,16 @@ class Engine:
 
     def __init__(
         self,
-        model: Any,
+        batch: DecodeBatch,
         counters: Any,
         *,
         prefill_step_size: int,
         completion_batch_size: int,
         prefill_batch_size: int,
         prefixes: PrefixStore | None = None,
-        factory: CacheFactory,
+        factory: Callable[[], list[Any]],
     ) -> None:
-        self.model = model
+        self.model = batch.model
         self._fresh = factory
         self.counters = counters
         self.rows: dict[int, Row] = {}
@@ -77,9 +71,9 @@ class Engine:
         self._noted: dict[Row, Exception] = {}  # requests to be given up
         self._prefill_steps = 0
         self._worked_at: float | None = None  # None: memory has been given back since
-        self._finished: weakref.WeakValueDictionary[int, Response] = weakref.WeakValueDictionary()  # oldest first
+        self._finished: weakref.WeakValueDictionary[int, TokenResponse] = weakref.WeakValueDictionary()  # oldest first
         fresh = factory()
-        self.batch = decode_batch(model, fresh)
+        self.batch = batch
         sequence = sequence_of(fresh)
         self.pool: BlockPool | None = None if sequence is None else sequence.pool
         self.budget = None if self.pool is None else PoolBudget(self.pool, chunk=prefill_step_size)
@@ -328,7 +322,7 @@ class Engine:
 
     # Steps ----------------------------------------------------------------------------------------------------
 
-    def next(self) -> tuple[list[Any], list[Response]]:
+    def next(self) -> tuple[list[Any], list[TokenResponse]]:
         """Steps until there is something to say; two empty lists when there is no work left.
 
         Raises:
@@ -352,7 +346,7 @@ class Engine:
             if self.pool is not None:
                 self.pool.return_memory()
 
-    def _step(self) -> tuple[list[Any], list[Response]]:
+    def _step(self) -> tuple[list[Any], list[TokenResponse]]:
         plan = self.scheduler.plan()
         for request, error in plan.failed:
             self._fail(self.rows[request.uid], error)
@@ -367,7 +361,7 @@ class Engine:
             if row in self.batch.members and row.num_reported < row.prompt_length:
                 row.num_reported = row.prompt_length
                 self.computed_prompt_tokens += 1
-                prompts.append(PromptResponse(row.uid, (row.prompt_length,) * 2, True, True))
+                prompts.append(self.batch.upstream.prompt_response(row.uid, (row.prompt_length,) * 2, True, True))
         generated = self._decode() if self.batch.rows else []
         self._give_up_noted()
         prompts += self._prefill(plan.chunks)
@@ -390,7 +384,7 @@ class Engine:
                 lambda: [_append(row, row.num_missing) for row in self.rows.values()],
             )
 
-    def _decode(self) -> list[Response]:
+    def _decode(self) -> list[TokenResponse]:
         begin = time.perf_counter()
         try:
             self._reserve()
@@ -441,19 +435,20 @@ class Engine:
     def _oldest(self) -> Request:
         return self.scheduler.running[0]
 
-    def _deliver(self, delivery: Delivery) -> Response | None:
+    def _deliver(self, delivery: Delivery) -> TokenResponse | None:
         row = delivery.row
         try:
             row.num_generated += 1
             reason = "length" if row.num_generated >= row.max_tokens else None
             if row.matcher.advance(delivery.token):
                 reason = "stop"
-            return Response(row.uid, delivery.token, delivery.logits, reason, num_cached=row.num_cached or 0)
+            respond = self.batch.upstream.response
+            return respond(row.uid, delivery.token, delivery.logits, reason, num_cached=row.num_cached or 0)
         except Exception as error:
             self._note(row, error)
             return None
 
-    def _finish(self, row: Row, response: Response) -> None:
+    def _finish(self, row: Row, response: TokenResponse) -> None:
         if row in self._noted:  # it could not leave the batch
             return
         response.all_tokens = row.cached_tokens()
@@ -542,7 +537,7 @@ class Engine:
         self.counters.prompt_tokens += done - row.num_reported
         row.num_reported = done
         at_end = row.request.length in row.segment_ends or row.request.length == row.request.goal
-        return PromptResponse(row.uid, (done, row.prompt_length), at_end, False)
+        return self.batch.upstream.prompt_response(row.uid, (done, row.prompt_length), at_end, False)
 
 
 def _append(row: Row, num_tokens: int) -> Append:

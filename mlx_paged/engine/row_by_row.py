@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.batch_tables import FailedRow
+from ..cache.composites import leaves
 from ..cache.sequence import PagedKVCache
 from ..errors import without_frames
-from .composites import leaves
 from .decode_batch import DecodeBatch
 from .row import Row
 

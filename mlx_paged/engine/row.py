@@ -6,12 +6,11 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import TokenBuffer
 
+from ..cache.composites import leaves
 from ..cache.sequence import PagedKVCache, SequenceTables
-from ..engine.scheduler import Request
 from ..kv.block_table import BlockTable
-from .composites import leaves
+from .scheduler import Request
 
 Sampler = Callable[[mx.array], mx.array]
 
@@ -67,6 +66,7 @@ class Row:
         num_generated: tokens delivered.
         undelivered: the next token and where its log-probabilities are, when neither is in a batch; see ``logits``.
         logits: step and row that the next token was sampled from; None as long as nothing was sampled.
+        context: its tokens, for its processors; None outside of a batch or without any.
         alone: its prompt is computed in calls of its own, because one with others failed.
         salt: only requests with the same one share prefixes.
         common: tokens that its own and those of other requests, by uid, begin with alike, where they differ after them.
@@ -118,7 +118,7 @@ class Row:
         self.num_generated = 0
         self.undelivered: int | None = None
         self.logits: tuple[StepLogits, int] | None = None
-        self.context: TokenBuffer | None = None
+        self.context: Any = None
         self.alone = False
         self.common: dict[int, int] = {}
         self._known: tuple[list[Any] | None, SequenceTables | None] = (None, None)  # caches, and the tables behind them
