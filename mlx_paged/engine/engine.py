@@ -172,8 +172,9 @@ class Engine:
 
     def release(self, request: Request) -> None:
         row = self.rows[request.uid]
-        if not row.num_generated and request.length == row.num_cached:
-            row.num_cached = None  # nothing has been computed behind it: it may find less when it starts again
+        has_computed = row.num_generated > 0 or request.length != row.num_cached
+        if not has_computed:
+            row.num_cached = None  # it may find less when it starts again
         try:
             if row in self.batch.members:
                 self.batch.suspend(row)
@@ -184,7 +185,7 @@ class Engine:
             if row in self.batch.members:
                 self._disband()
         self._let_go(row)
-        if self.pool is not None:
+        if self.pool is not None and has_computed:
             self.pool.preemptions += 1
 
     def exhausted(self, request: Request, num_tokens: int) -> Exception:
