@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 
 from mlx_paged.errors import RequestFailedError, without_frames
-from tests.without_collector import without_collector
+from tests.support.without_collector import without_collector
 
 
 class Held:

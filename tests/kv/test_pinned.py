@@ -21,8 +21,8 @@ from mlx_paged.kv.storage.choice import storage_choice
 from mlx_paged.patches.cache import PagedLayerCache
 from mlx_paged.prefix import detached as prefix
 from mlx_paged.prefix.radix import RadixTree
-from tests.fake_kernels import fake_kernels
-from tests.test_cache import HEADS, KD, VD, assert_same, kv, noise
+from tests.cache.test_cache import HEADS, KD, VD, assert_same, kv, noise
+from tests.support.fake_kernels import fake_kernels
 
 KEEP = 4
 

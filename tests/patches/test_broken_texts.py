@@ -16,11 +16,11 @@ from mlx_paged import PagedConfig
 from mlx_paged.attention import dispatch
 from mlx_paged.engine import compiled_step
 from mlx_paged.kernels.trial import Text
-from tests.batch_runs import Outcome, generator, run_all
-from tests.broken_texts import Launched, broken_texts
-from tests.builders import build, perturbed, prompt_of
-from tests.fake_kernels import fake_kernels
-from tests.traceable_kernels import traceable_kernels
+from tests.support.batch_runs import Outcome, generator, run_all
+from tests.support.broken_texts import Launched, broken_texts
+from tests.support.builders import build, perturbed, prompt_of
+from tests.support.fake_kernels import fake_kernels
+from tests.support.traceable_kernels import traceable_kernels
 
 pytestmark = pytest.mark.usefixtures("no_fall_through")
 KINDS = ["llama", "llama-sliding", "gemma3"]

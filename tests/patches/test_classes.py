@@ -29,11 +29,11 @@ from mlx_paged.prefix.radix import RadixTree
 from scripts import model_configs
 from scripts.model_configs import CHUNK, WINDOW
 from scripts.model_matrix import lines_of_page
-from tests.batch_runs import generator
-from tests.builders import greedy, rms
-from tests.builders import prompt_of as random_prompt
 from tests.patches.test_parity import PlainTokenizer
-from tests.server_process import ServerProcess
+from tests.support.batch_runs import generator
+from tests.support.builders import greedy, rms
+from tests.support.builders import prompt_of as random_prompt
+from tests.support.server_process import ServerProcess
 
 MODELS = {
     "global": "qwen3",

@@ -13,9 +13,9 @@ from mlx_lm.models import mamba, qwen2
 import mlx_paged
 from mlx_paged import FallThroughWarning, GeometryError, PagedConfig, PagedKVCache, PoolExhaustedError
 from mlx_paged.patches.plan import plan_of, why_one_by_one
-from tests.batch_runs import generator
-from tests.builders import COMMON, build, greedy, prompt_of, rms
 from tests.patches.test_parity import PlainTokenizer
+from tests.support.batch_runs import generator
+from tests.support.builders import COMMON, build, greedy, prompt_of, rms
 
 
 def fall_throughs(call) -> tuple[object, list[str]]:

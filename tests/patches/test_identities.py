@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mlx_paged.patches.server import Identities, LoadedConfigs
-from tests.builders import build, perturbed
+from tests.support.builders import build, perturbed
 
 KEY = ("model", None, None)
 

@@ -14,7 +14,7 @@ import mlx_paged
 from mlx_paged import KernelUnavailableError, PagedConfig
 from mlx_paged.attention import dispatch
 from mlx_paged.kv.step import DeviceTables, Step
-from tests.builders import KINDS, WINDOW, build, greedy, perturbed, prompt_of, rms
+from tests.support.builders import KINDS, WINDOW, build, greedy, perturbed, prompt_of, rms
 
 pytestmark = pytest.mark.usefixtures("no_fall_through")
 ON = {"use_native_paged_kernel": True}

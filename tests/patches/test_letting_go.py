@@ -20,10 +20,10 @@ from mlx_paged.patches.prefix_cache import PagedPromptCache
 from mlx_paged.patches.served_batch import AnswerQueue, Served, ServedBatch
 from mlx_paged.serve.server_stats import ServerStats
 from scripts import model_configs
-from tests.batch_runs import generator, kv_budget
-from tests.builders import build, greedy, perturbed, prompt_of
 from tests.patches.test_parity import PlainTokenizer
-from tests.without_collector import without_collector
+from tests.support.batch_runs import generator, kv_budget
+from tests.support.builders import build, greedy, perturbed, prompt_of
+from tests.support.without_collector import without_collector
 
 BLOCK = 16
 PROMPT = prompt_of(60).tolist()

@@ -15,9 +15,9 @@ from mlx_lm.generate import generate_step
 import mlx_paged
 from mlx_paged import PagedConfig
 from scripts import model_configs
-from tests import builders
-from tests.batch_runs import generator
-from tests.without_collector import without_collector
+from tests.support import builders
+from tests.support.batch_runs import generator
+from tests.support.without_collector import without_collector
 
 PROMPT = list(range(1, 30))
 # Their attention computes with the fetched keys itself.

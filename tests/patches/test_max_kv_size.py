@@ -15,10 +15,20 @@ from mlx_lm.models import cache as upstream
 import mlx_paged
 from mlx_paged import KernelUnavailableError, PagedConfig, PagedKVCache, PromptCacheError
 from mlx_paged.patches import plan as plans
-from tests.batch_runs import Outcome, collect, generator
-from tests.bounded import KINDS, PINNED, SIZE, STEP, assert_gathered, blocks_at_most, conversation, model_of, solo
-from tests.builders import build, greedy, prompt_of, rms
-from tests.fake_kernels import fake_kernels
+from tests.support.batch_runs import Outcome, collect, generator
+from tests.support.bounded import (
+    KINDS,
+    PINNED,
+    SIZE,
+    STEP,
+    assert_gathered,
+    blocks_at_most,
+    conversation,
+    model_of,
+    solo,
+)
+from tests.support.builders import build, greedy, prompt_of, rms
+from tests.support.fake_kernels import fake_kernels
 
 pytestmark = pytest.mark.usefixtures("no_fall_through")
 

@@ -15,9 +15,9 @@ from mlx_paged.patches.prefix_cache import PagedPromptCache
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
 from scripts import model_configs
-from tests.batch_runs import Outcome, collect, generator, kv_budget, run_all
-from tests.bounded import KINDS, SIZE, STEP, assert_gathered, blocks_at_most, conversation, model_of, solo
-from tests.builders import COMMON, HEADS, greedy, prompt_of, rms
+from tests.support.batch_runs import Outcome, collect, generator, kv_budget, run_all
+from tests.support.bounded import KINDS, SIZE, STEP, assert_gathered, blocks_at_most, conversation, model_of, solo
+from tests.support.builders import COMMON, HEADS, greedy, prompt_of, rms
 
 pytestmark = pytest.mark.usefixtures("no_fall_through")
 

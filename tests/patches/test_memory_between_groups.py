@@ -24,8 +24,8 @@ from mlx_paged.patches.generate import PagedBatchGenerator
 from mlx_paged.patches.prefix_cache import PagedPromptCache
 from mlx_paged.patches.topology import fresh_caches
 from mlx_paged.prefix.spill import SpillStore
-from tests.builders import build, greedy, prompt_of
-from tests.fake_kernels import fake_kernels
+from tests.support.builders import build, greedy, prompt_of
+from tests.support.fake_kernels import fake_kernels
 
 CHUNK, SIZE = 32, 8
 

@@ -21,7 +21,7 @@ from mlx_paged.patches import model_switch
 from mlx_paged.patches.model_names import ModelNames
 from mlx_paged.patches.model_switch import Candidate
 from mlx_paged.patches.prepared_request import RenderedTokenizer
-from tests.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.demo_model
 

@@ -18,9 +18,9 @@ from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.spill import SpillStore
 from mlx_paged.prefix.store import NoPrefixStore
-from tests.batch_runs import mlx_lm_generate, model_of
-from tests.builders import KINDS, WINDOW, build, greedy, prompt_of
-from tests.recurrent import RECURRENT
+from tests.support.batch_runs import mlx_lm_generate, model_of
+from tests.support.builders import KINDS, WINDOW, build, greedy, prompt_of
+from tests.support.recurrent import RECURRENT
 
 BLOCK = 8
 KEY = ("model", None, None)

@@ -24,9 +24,9 @@ from mlx_paged.cache.composites import leaves
 from mlx_paged.patches import seam
 from scripts import model_configs
 from scripts.model_matrix import batched
-from tests.builders import build, greedy, prompt_of, rms
-from tests.fake_kernels import fake_kernels
-from tests.without_collector import without_collector
+from tests.support.builders import build, greedy, prompt_of, rms
+from tests.support.fake_kernels import fake_kernels
+from tests.support.without_collector import without_collector
 
 ON = {"use_native_paged_kernel": True}
 

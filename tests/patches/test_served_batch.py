@@ -13,7 +13,7 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.patches.generate import PagedBatchGenerator
 from mlx_paged.patches.served_batch import AnswerQueue, Served, ServedBatch
-from tests.builders import build, prompt_of
+from tests.support.builders import build, prompt_of
 
 
 class BrokenCache:

@@ -18,7 +18,7 @@ from mlx_lm.generate import make_text_state_machine
 
 from mlx_paged.patches.served_batch import AnswerQueue
 from mlx_paged.patches.server import PagedAPIHandler, replacements
-from tests.test_stop_strings import cut_of
+from tests.serve.test_stop_strings import cut_of
 
 TOKENIZER = SimpleNamespace(
     has_thinking=True,

@@ -19,8 +19,8 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server_process import ServerProcess
-from tests.tiny_model import make_tiny_model
+from tests.support.server_process import ServerProcess
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.demo_model
 

@@ -19,7 +19,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_paged.prefix import identity
 from mlx_paged.prefix.identity import model_identity
-from tests.builders import build
+from tests.support.builders import build
 
 
 def adapted() -> Any:
@@ -123,7 +123,9 @@ def test_the_code_is_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_another_process_finds_the_same() -> None:
-    script = "from tests.test_identity import adapted, model_identity; print(model_identity(adapted(), {'a': 1}))"
+    script = (
+        "from tests.prefix.test_identity import adapted, model_identity; print(model_identity(adapted(), {'a': 1}))"
+    )
     found = {
         subprocess.run(
             [sys.executable, "-c", script], check=True, capture_output=True, text=True, env={**os.environ, **env}

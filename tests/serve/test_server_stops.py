@@ -20,9 +20,9 @@ from mlx_lm import server as upstream
 from mlx_paged.patches.prefix_cache import PagedPromptCache
 from mlx_paged.patches.response_generator import PagedResponseGenerator
 from mlx_paged.serve.request_body import RequestRefused
-from tests.server_process import ServerProcess
-from tests.test_stop_strings import cut_of
-from tests.tiny_model import make_tiny_model
+from tests.serve.test_stop_strings import cut_of
+from tests.support.server_process import ServerProcess
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.demo_model
 

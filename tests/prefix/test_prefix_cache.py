@@ -17,8 +17,8 @@ from mlx_paged.patches.cache import PagedLayerCache
 from mlx_paged.prefix.detached import adopt, adopt_longest, detach, donate, sequence_over
 from mlx_paged.prefix.prefix_cache import DetachedPrefix
 from mlx_paged.prefix.radix import RadixTree
-from tests.builders import KINDS, WINDOW, build, prompt_of
-from tests.kv.prefixes import check_contents, compute, make_pool, new_tables, release
+from tests.support.builders import KINDS, WINDOW, build, prompt_of
+from tests.support.prefixes import check_contents, compute, make_pool, new_tables, release
 
 BLOCK = 8
 

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 from mlx_paged.errors import PoolExhaustedError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.prefix.radix import RadixTree
-from tests.kv.prefixes import check_contents, compute, make_pool, new_tables, release
+from tests.support.prefixes import check_contents, compute, make_pool, new_tables, release
 
 Tokens = tuple[int, ...]
 MAX_LIVE = 4

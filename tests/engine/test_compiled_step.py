@@ -19,10 +19,10 @@ from mlx_paged import PagedConfig
 from mlx_paged.engine import compiled_step
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.patches import compiled
-from tests.batch_runs import Outcome, Spec, generator, run_all
-from tests.builders import KINDS, build, greedy, prompt_of
-from tests.fake_kernels import FakeKernels, fake_kernels
-from tests.without_collector import without_collector
+from tests.support.batch_runs import Outcome, Spec, generator, run_all
+from tests.support.builders import KINDS, build, greedy, prompt_of
+from tests.support.fake_kernels import FakeKernels, fake_kernels
+from tests.support.without_collector import without_collector
 
 ON = {"use_native_paged_kernel": True}
 pytestmark = pytest.mark.usefixtures("no_fall_through")

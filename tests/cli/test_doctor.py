@@ -25,7 +25,7 @@ from mlx_paged.kernels import trial as kernel_trial
 from mlx_paged.kernels.check import SelfCheck
 from mlx_paged.kernels.plan import DTYPES, HEAD_DIMS, Variant
 from mlx_paged.kernels.trial import Text
-from tests.broken_texts import Launched
+from tests.support.broken_texts import Launched
 
 CPU_ONLY = pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="there is a GPU")
 

@@ -22,8 +22,8 @@ from mlx_paged.kv.storage.base import Geometry, QueryHeads
 from mlx_paged.kv.storage.choice import storage_choice
 from mlx_paged.kv.storage.functional import FunctionalStorage
 from mlx_paged.kv.storage.in_place import InPlaceStorage
-from tests.broken_texts import Launched
-from tests.fake_kernels import fake_kernels
+from tests.support.broken_texts import Launched
+from tests.support.fake_kernels import fake_kernels
 
 VARIANT = Variant("paged_decode", "metal", mx.bfloat16, 64, 64, 4, 32)
 WRITE_SLOTS = kernels.write_slots

@@ -19,7 +19,7 @@ import pytest
 from mlx_paged.prefix import spill_folder
 from mlx_paged.prefix.spill import SpillStore
 from mlx_paged.prefix.spill_folder import SpillFolder, SpillWarning
-from tests.kv.test_spill import restored, spilled
+from tests.prefix.test_spill import restored, spilled
 
 NOT_OURS = "0" * 32 + "-" + "0" * 32 + ".safetensors"
 
@@ -244,7 +244,7 @@ def test_a_disk_that_is_full_while_a_file_is_written(tmp_path: Path) -> None:
     """A real limit on the size of files, in a process of its own: what is there then is whole or nothing."""
     script = f"""
 import resource, warnings
-from tests.kv.test_spill import spilled
+from tests.prefix.test_spill import spilled
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
 with warnings.catch_warnings(record=True) as caught:

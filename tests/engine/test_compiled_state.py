@@ -23,8 +23,8 @@ from mlx_paged import PagedConfig
 from mlx_paged.engine import compiled_step
 from mlx_paged.engine.model_state import ModelState, StateNotKnown, members_of, substituted
 from mlx_paged.patches import compiled
-from tests.builders import build, greedy, prompt_of
-from tests.traceable_kernels import traceable_kernels
+from tests.support.builders import build, greedy, prompt_of
+from tests.support.traceable_kernels import traceable_kernels
 
 ON = {"use_native_paged_kernel": True}
 

@@ -16,8 +16,8 @@ from mlx_paged import PagedConfig
 from mlx_paged.attention import dispatch
 from mlx_paged.engine.prefill import MOST_TOKENS, RowChunk, calls_of
 from mlx_paged.errors import RequestFailedError
-from tests.batch_runs import Outcome, collect, generator, run_all
-from tests.builders import WINDOW, build, greedy, prompt_of
+from tests.support.batch_runs import Outcome, collect, generator, run_all
+from tests.support.builders import WINDOW, build, greedy, prompt_of
 
 POISON = 7
 TOLERANCE = 5e-3

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load
 
 from mlx_paged.serve.stopped_tokens import StoppedTokens
-from tests.test_stop_strings import cut_of
+from tests.serve.test_stop_strings import cut_of
 
 pytestmark = pytest.mark.demo_model
 

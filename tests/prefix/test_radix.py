@@ -1,4 +1,4 @@
-"""RadixTree, one rule at a time; tests/kv/test_radix_properties.py tries them all at random."""
+"""RadixTree, one rule at a time; tests/prefix/test_radix_properties.py tries them all at random."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mlx_paged.errors import BlockStateError, PoolExhaustedError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.prefix.radix import RadixTree
-from tests.kv.prefixes import check_contents, compute, make_pool, new_tables, release
-from tests.without_collector import without_collector
+from tests.support.prefixes import check_contents, compute, make_pool, new_tables, release
+from tests.support.without_collector import without_collector
 
 
 def add(tree: RadixTree, tokens: Sequence[int], salt: Any = None, chunks: Sequence[int] = (), **options: Any) -> Any:

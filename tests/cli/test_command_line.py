@@ -16,9 +16,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import setup_arg_parser
 
 from mlx_paged.cli.generate import extend_parser
-from tests.builders import COMMON, HEADS, build
 from tests.patches.test_parity import _backing_tokenizer
-from tests.terminal import on_a_terminal
+from tests.support.builders import COMMON, HEADS, build
+from tests.support.terminal import on_a_terminal
 
 PROMPT = " ".join(f"w{(7 * i) % 300}" for i in range(60))
 

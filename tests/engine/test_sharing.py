@@ -19,10 +19,10 @@ from mlx_paged.patches.topology import probe_geometry
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import NoPrefixStore
-from tests.batch_runs import kv_budget, mlx_lm_generate, model_of
-from tests.builders import KINDS, WINDOW, build, greedy, prompt_of
-from tests.fake_kernels import fake_kernels
-from tests.recurrent import RECURRENT
+from tests.support.batch_runs import kv_budget, mlx_lm_generate, model_of
+from tests.support.builders import KINDS, WINDOW, build, greedy, prompt_of
+from tests.support.fake_kernels import fake_kernels
+from tests.support.recurrent import RECURRENT
 
 BLOCK = 8
 

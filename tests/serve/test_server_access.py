@@ -21,8 +21,8 @@ import pytest
 from mlx_paged.patches.response_generator import PagedResponseGenerator
 from mlx_paged.patches.server import NoPromptCache
 from mlx_paged.serve.request_body import RequestRefused
-from tests.server_process import Answer, ServerProcess
-from tests.tiny_model import make_tiny_model
+from tests.support.server_process import Answer, ServerProcess
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.demo_model
 
