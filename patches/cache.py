@@ -17,7 +17,7 @@ from ..cache.sequence import PagedKVCache, SequenceTables
 from ..config import PagedConfig
 from ..errors import GeometryError, PromptCacheError
 from ..kv.pool import BlockPool
-from .plan import PagingPlan, can_be_paged, name_of, pinned_in, plan_for, window_of
+from .layout import PagedLayout, can_be_paged, layout_for, name_of, pinned_in, window_of
 from .pools import pool_for
 from .steps import guard
 from .warn import warn_once
@@ -124,7 +124,7 @@ class CacheFactory:
     Args:
         stock: makes mlx-lm's own caches.
         model: the model; None if nothing is paged.
-        plan: which layers are.
+        layout: which layers are.
         config: of the pool.
     """
 
@@ -132,32 +132,32 @@ class CacheFactory:
         self,
         stock: Callable[[], list[Any]],
         model: Any = None,
-        plan: PagingPlan | None = None,
+        layout: PagedLayout | None = None,
         config: PagedConfig | None = None,
     ) -> None:
         self._stock = stock
-        self._plan = plan
+        self._layout = layout
         self.pool: BlockPool | None = None
         self._elsewhere: Callable[[mx.Dtype], BlockPool | None] | None = None
-        if plan is not None and config is not None and plan.groups:
-            self.pool = pool_for(model, plan, config)
+        if layout is not None and config is not None and layout.groups:
+            self.pool = pool_for(model, layout, config)
             known = weakref.ref(model)
 
             def elsewhere(dtype: mx.Dtype) -> BlockPool | None:
                 model = known()
-                return None if model is None else pool_for(model, plan, config, dtype)
+                return None if model is None else pool_for(model, layout, config, dtype)
 
             self._elsewhere = elsewhere
 
     def __call__(self) -> list[Any]:
         """A fresh prompt cache."""
         caches = self._stock()
-        if self.pool is None or self._plan is None:
+        if self.pool is None or self._layout is None:
             return caches
         parts = leaves(caches)
         sequence = SequenceTables(self.pool, self._elsewhere)
-        kind = PagedLayerCache if self._plan.adapted else SeamLayerCache
-        for layer in self._plan.layers:
+        kind = PagedLayerCache if self._layout.adapted else SeamLayerCache
+        for layer in self._layout.layers:
             parts[layer] = kind(sequence, layer)
         return with_leaves(caches, parts)
 
@@ -189,12 +189,12 @@ def make_prompt_cache_patch(
             and all(adapted(layer) for layer in layers)
         )
         parts = leaves(caches)
-        plan = plan_for(model, parts, original(model, max_kv_size), has_adapters)
-        for reason in plan.reasons:
+        layout = layout_for(model, parts, original(model, max_kv_size), has_adapters)
+        for reason in layout.reasons:
             warn_once(f"not paged in models of type {name_of(model)}: {reason}; mlx-lm's own cache is used")
-        if plan.groups:
+        if layout.groups:
             guard(model)
-        return CacheFactory(functools.partial(original, model, max_kv_size), model, plan, config())
+        return CacheFactory(functools.partial(original, model, max_kv_size), model, layout, config())
 
     @functools.wraps(original)
     def replacement(model: Any, max_kv_size: int | None = None) -> list[Any]:

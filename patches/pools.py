@@ -1,4 +1,4 @@
-"""One block pool per model and paging plan."""
+"""One block pool per model and paging layout."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from mlx_lm.models import cache as stock_cache
 from ..config import PagedConfig
 from ..kv.pool import BlockPool
 from ..kv.storage.choice import storage_choice
-from .plan import PagingPlan, first_keys
+from .layout import PagedLayout, first_keys
 
 _lock = threading.RLock()
 # By id, because modules are dicts and cannot be hashed; an entry goes when its model does.
-_pools: dict[int, tuple[weakref.ref[Any], PagedConfig, PagingPlan, BlockPool]] = {}
+_pools: dict[int, tuple[weakref.ref[Any], PagedConfig, PagedLayout, BlockPool]] = {}
 # Also those a model used before, as long as somebody holds one: with and without max_kv_size it has two.
-_in_use: weakref.WeakValueDictionary[tuple[int, PagedConfig, PagingPlan, mx.Dtype | None], BlockPool] = (
+_in_use: weakref.WeakValueDictionary[tuple[int, PagedConfig, PagedLayout, mx.Dtype | None], BlockPool] = (
     weakref.WeakValueDictionary()
 )
 
 
-def pool_for(model: Any, plan: PagingPlan, config: PagedConfig, dtype: mx.Dtype | None = None) -> BlockPool:
+def pool_for(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dtype | None = None) -> BlockPool:
     """The model's pool; a new one if there is none yet for these groups and this configuration.
 
     Args:
-        dtype: of the keys, where it is not what it was when the plan or the present pool was made. The pool for it is
+        dtype: of the keys, where it is not what it was when the layout or the present pool was made. The pool for it is
             the model's from then on.
 
     Raises:
@@ -35,14 +35,14 @@ def pool_for(model: Any, plan: PagingPlan, config: PagedConfig, dtype: mx.Dtype 
     """
     with _lock:
         entry = _pools.get(id(model))
-        if entry is not None and entry[0]() is model and entry[1:3] == (config, plan) and _holds(entry[3], dtype):
+        if entry is not None and entry[0]() is model and entry[1:3] == (config, layout) and _holds(entry[3], dtype):
             return entry[3]
         key = id(model)
         if entry is None or entry[0]() is not model:
             _forget(key)
-        pool = _in_use.get((key, config, plan, dtype)) or _new_pool(plan, config, dtype)
-        _in_use[key, config, plan, dtype] = pool
-        _pools[key] = (weakref.ref(model, lambda _: _forget(key)), config, plan, pool)
+        pool = _in_use.get((key, config, layout, dtype)) or _new_pool(layout, config, dtype)
+        _in_use[key, config, layout, dtype] = pool
+        _pools[key] = (weakref.ref(model, lambda _: _forget(key)), config, layout, pool)
         return pool
 
 
@@ -50,14 +50,14 @@ def _holds(pool: BlockPool, dtype: mx.Dtype | None) -> bool:
     return dtype is None or any(group.geometry is not None and group.geometry.dtype == dtype for group in pool.groups)
 
 
-def _new_pool(plan: PagingPlan, config: PagedConfig, dtype: mx.Dtype | None = None) -> BlockPool:
+def _new_pool(layout: PagedLayout, config: PagedConfig, dtype: mx.Dtype | None = None) -> BlockPool:
     pool = BlockPool(
-        plan.groups,
+        layout.groups,
         block_size=config.block_size,
         memory_budget=max(1, config.memory_budget()),
         choose_storage=storage_choice(config.kernel),
     )
-    for group, (geometry, heads) in zip(plan.groups, plan.geometries, strict=False):
+    for group, (geometry, heads) in zip(layout.groups, layout.geometries, strict=False):
         if dtype is not None:
             geometry = geometry._replace(dtype=dtype)
         pool.set_geometry(group.layers[0], *first_keys(geometry), batch=1, heads=heads)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..cache.composites import leaves, with_leaves
-from ..cache.fetched import Fetched, hand_out
+from ..cache.lazy_kv import LazyKV, hand_out
 from ..errors import GeometryError
 from ..kv.storage.base import Geometry, QueryHeads
 
@@ -69,7 +69,7 @@ class ProbeLayer:
         return keys, values
 
 
-class _ProbeFetched(Fetched):
+class _ProbeFetched(LazyKV):
     """Notes that the arrays came back to the attention function. Does not keep the layer, which keeps the arrays."""
 
     def __init__(self, layer: ProbeLayer) -> None:

@@ -176,7 +176,7 @@ def remove_patches() -> None:
         _adapted.clear()
         _call_if_loaded("cache", "mask_rows", True)  # batches that live on are read by mlx-lm's attention from now on
         _call_if_loaded("pools", "forget_pools")
-        _call_if_loaded("plan", "forget_plans")
+        _call_if_loaded("layout", "forget_layouts")
 
 
 def _call_if_loaded(module: str, function: str, *args: Any) -> None:

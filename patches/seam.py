@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..cache.fetched import fetched_by
+from ..cache.lazy_kv import lazy_kv_of
 
 
 def adapt(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -23,7 +23,7 @@ def adapt(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         mask: mx.array | str | None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        fetched = fetched_by(keys, values)
+        fetched = lazy_kv_of(keys, values)
         if fetched is not None and fetched.serves(queries, mask):
             return fetched.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
         return original(queries, keys, values, cache, scale, mask, sinks)

@@ -17,7 +17,7 @@ from ..engine.row_by_row import RowByRowBatch
 from ..errors import GeometryError, PromptCacheError
 from ..kv.storage.base import QueryHeads
 from .cache import CacheFactory, PagedLayerCache, adopt_prompt_cache, factory_of
-from .plan import name_of, pinned_in, why_one_by_one
+from .layout import name_of, pinned_in, why_one_by_one
 from .probe import probe_layers
 from .upstream import UPSTREAM
 from .warn import warn_once

@@ -125,7 +125,7 @@ def show(values: dict[str, Any] | None, digits: int = 2) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell, right-aligned."""
+    """LeftPadding as wide as their widest cell, right-aligned."""
     widths = [max(len(cell) for cell in column) for column in zip(header, *rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)]
     lines.insert(1, "  ".join("-" * width for width in widths))

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mlx_paged.cli.doctor.shapes import Shape, all_shapes, popular_shapes
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.plan import DTYPES, Variant, plan_decode
+from mlx_paged.kernels.launch_shape import DTYPES, Variant, shape_for
 from tests.msl.emulator import mlx_source
 
 PREAMBLE = '#include "mlx/backend/metal/kernels/utils.h"\n'  # MLX puts its text before every kernel
@@ -145,7 +145,7 @@ def launch_all(shape: Shape, cores: int | None = None) -> None:
                 sinks=mx.zeros((n_q,)) if shape.sinks else None,
                 append=(new, new),
                 variant=variant,
-                plan=plan_decode(variant, cores),
+                launch_shape=shape_for(variant, cores),
             )
         for kind in (mx.int32, mx.int64):
             fence = kernels.write_slots(*pools, fence, new, new, mx.arange(rows).astype(kind))

@@ -158,14 +158,14 @@ def row_of(
 
 
 def attention_of(model: Any) -> str:
-    from mlx_paged.patches.plan import plan_of
+    from mlx_paged.patches.layout import layout_of
 
-    plan = plan_of(model)
-    if plan is None or not plan.groups:
+    layout = layout_of(model)
+    if layout is None or not layout.groups:
         return ""
-    if plan.adapted:
+    if layout.adapted:
         return "blocks (adapter)"
-    seam = [heads is not None for _, heads in plan.geometries]
+    seam = [heads is not None for _, heads in layout.geometries]
     return "blocks" if all(seam) else "blocks, some gathered" if any(seam) else "gathered"
 
 

@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import MAX_RMS, _attend, self_check
-from mlx_paged.kernels.plan import HEAD_DIMS, Variant
+from mlx_paged.kernels.launch_shape import HEAD_DIMS, Variant
 
 DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 

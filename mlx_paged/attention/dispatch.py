@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..errors import GeometryError
 from ..kernels.availability import prepares_plans
 from ..kernels.build import KernelUnavailable
-from ..kernels.plan import MAX_QUERY_LENGTH
+from ..kernels.launch_shape import MAX_QUERY_LENGTH
 from ..kv.block_table import BlockTable
 from ..kv.group import BlockGroup
 from ..kv.pool import BlockPool

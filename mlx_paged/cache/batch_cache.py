@@ -16,8 +16,8 @@ from ..kv.step import Step
 from ..kv.storage.base import QueryHeads
 from ..kv.turn import in_turn
 from .batch_tables import BatchTables, OncePerBatch
-from .columns import Columns
-from .fetched import Fences, Fetched, hand_out, settle
+from .lazy_kv import Fences, LazyKV, hand_out, settle
+from .left_padding import LeftPadding
 from .sequence import PagedKVCache
 
 _merged: OncePerBatch[BatchTables] = OncePerBatch()
@@ -41,7 +41,7 @@ class PagedBatchKVCache:
         self.layer = layer
         self.row_type = row_type
         self._unpadded: list[int] | None = None
-        self._latest: Columns | None = None
+        self._latest: LeftPadding | None = None
 
     @property
     def pool(self) -> BlockPool:
@@ -192,7 +192,7 @@ class PagedBatchKVCache:
 
     def _fetch(
         self,
-        columns: Columns,
+        columns: LeftPadding,
         tables: list[BlockTable],
         step: Step,
         append: tuple[mx.array, mx.array] | None,
@@ -207,15 +207,15 @@ class PagedBatchKVCache:
             fences = Fences(written if before is None else before, written, pool.fence(layer))
         elif append is not None:
             fetched = pool.watch_read(layer, *fetched)
-        hand_out(*fetched, Fetched(self.batch, layer, append, fences, batched=True))
+        hand_out(*fetched, LazyKV(self.batch, layer, append, fences, batched=True))
         return fetched
 
-    def _columns(self, width: int) -> Columns:
+    def _columns(self, width: int) -> LeftPadding:
         """Where the rows lie when they are padded to one width, for the next ``width`` tokens."""
         counts = [width] * len(self.batch)
         if self._unpadded is not None:
             counts = [min(width, left) for left in self._unpadded]
-        return Columns(self.batch.offsets(self.layer), counts, width, self.window)
+        return LeftPadding(self.batch.offsets(self.layer), counts, width, self.window)
 
     def _take_counts(self, width: int) -> list[int]:
         """Real tokens of each row among the next ``width``, which are about to be written row by row."""

@@ -17,7 +17,7 @@ from ..kv.pool import BlockPool
 from ..kv.step import Step
 from ..kv.storage.base import QueryHeads
 from ..kv.turn import MovedError, in_turn
-from .fetched import Fences, Fetched, hand_out, settle
+from .lazy_kv import Fences, LazyKV, hand_out, settle
 
 
 class SequenceTables:
@@ -227,7 +227,7 @@ class PagedKVCache:
         pool.write_step(tables, layer, step, keys, values)
         table = tables[0]
         if table.num_visible == step.num_tokens:
-            hand_out(keys, values, Fetched(self.sequence, layer))
+            hand_out(keys, values, LazyKV(self.sequence, layer))
             return keys, values
         return self._fetch(tables, (keys, values) if step.num_tokens == 1 else None, before)
 
@@ -253,7 +253,7 @@ class PagedKVCache:
             fences = Fences(written if before is None else before, written, pool.fence(layer))
         elif append is not None:
             keys, values = pool.watch_read(layer, keys, values)
-        hand_out(keys, values, Fetched(self.sequence, layer, append, fences))
+        hand_out(keys, values, LazyKV(self.sequence, layer, append, fences))
         return keys, values
 
     @in_turn

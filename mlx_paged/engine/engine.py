@@ -22,7 +22,7 @@ from ..prefix.store import PrefixStore
 from .decode_batch import DecodeBatch, Delivery
 from .prefill import RowChunk, calls_of, can_share_calls, compute_together
 from .row import Row, sequence_of
-from .scheduler import Chunk, Growth, Plan, Request, Scheduler
+from .scheduler import Chunk, Growth, Request, ScheduledStep, Scheduler
 from .sharing import PrefixSharing
 from .snapshots import Snapshots
 from .upstream import TokenResponse
@@ -369,7 +369,7 @@ class Engine:
         self._give_up_noted()
         return prompts, generated
 
-    def _make_room(self, plan: Plan) -> None:
+    def _make_room(self, plan: ScheduledStep) -> None:
         """Have the pool grow for the plan, but not beyond what the requests known now can come to need."""
         if self.budget is None:
             return

@@ -82,7 +82,7 @@ class Chunk(NamedTuple):
     num_tokens: int
 
 
-class Plan(NamedTuple):
+class ScheduledStep(NamedTuple):
     """One step.
 
     Attributes:
@@ -174,7 +174,7 @@ class Scheduler:
 
     # Planning -------------------------------------------------------------------------------------------------
 
-    def plan(self) -> Plan:
+    def plan(self) -> ScheduledStep:
         """Decide the next step. Requests that must make room have been released and queued when this returns."""
         failed: list[tuple[Request, Exception]] = []
         while True:
@@ -183,7 +183,7 @@ class Scheduler:
                 break
         # What a failed request held is released after the plan: the next one counts with it.
         chunks = [] if failed else self._plan_chunks(decode, failed)
-        return Plan(
+        return ScheduledStep(
             [request for request, _ in self._alive(decode)],
             [Chunk(request, num_tokens) for request, num_tokens in self._alive(chunks)],
             failed,

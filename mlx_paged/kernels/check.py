@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from . import ops as kernels
-from .plan import Variant
+from .launch_shape import Variant
 
 MAX_RMS = 5e-3
 _QUERY_HEADS = 8  # at least, as models have

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from .build import Constants, gpu_cores
-from .plan import Plan, Variant, count_partitions, plan_decode, run_length, unsupported
+from .launch_shape import LaunchShape, Variant, count_partitions, run_length, shape_for, unsupported
 from .trial import MANY, Text, few_of
 
 
@@ -33,17 +33,23 @@ class DecodeSpec(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def spec_of(
-    variant: Variant, plan: Plan, batch: int, n_q_heads: int, q_len: int, n_partitions: int, few_tables: bool = False
+    variant: Variant,
+    launch_shape: LaunchShape,
+    batch: int,
+    n_q_heads: int,
+    q_len: int,
+    n_partitions: int,
+    few_tables: bool = False,
 ) -> DecodeSpec:
     """Of a call over block tables that have fewer than 8 elements (``few_tables``) or more."""
     rows, sinks = batch * q_len, n_q_heads if variant.sinks else 4
     if variant.body == "paged_decode_tensor":
         counters = rows * (n_q_heads // variant.gqa)
-        run = plan.run or run_length(counters * n_partitions)
-        spec = _fused_spec(variant, plan, batch, n_q_heads, q_len, -(-n_partitions // run))
+        run = launch_shape.run or run_length(counters * n_partitions)
+        spec = _fused_spec(variant, launch_shape, batch, n_q_heads, q_len, -(-n_partitions // run))
         spec = spec._replace(counters=counters, run=run)
     else:
-        spec = _decode_spec(variant, plan, batch, n_q_heads, q_len, n_partitions)
+        spec = _decode_spec(variant, launch_shape, batch, n_q_heads, q_len, n_partitions)
     few = few_of(variant.backend, tables=1 if few_tables else MANY, ends=rows, sinks=sinks)
     texts = [Text(variant.body, spec.decode_constants, few)]
     if spec.merge:
@@ -54,8 +60,8 @@ def spec_of(
 
 def texts_of(variant: Variant, reach: int) -> tuple[Text, ...]:
     """The texts of a decode step of 9 sequences, one query each, that see up to so many tokens."""
-    plan = plan_decode(variant, gpu_cores())
-    return spec_of(variant, plan, 9, 8 * variant.gqa, 1, count_partitions(reach, plan)).texts
+    launch_shape = shape_for(variant, gpu_cores())
+    return spec_of(variant, launch_shape, 9, 8 * variant.gqa, 1, count_partitions(reach, launch_shape)).texts
 
 
 def pool_texts(variant: Variant) -> Iterator[Text]:
@@ -66,16 +72,18 @@ def pool_texts(variant: Variant) -> Iterator[Text]:
     yield Text("copy_blocks", constants)
 
 
-def _decode_spec(variant: Variant, plan: Plan, batch: int, n_q_heads: int, q_len: int, n_partitions: int) -> DecodeSpec:
+def _decode_spec(
+    variant: Variant, launch_shape: LaunchShape, batch: int, n_q_heads: int, q_len: int, n_partitions: int
+) -> DecodeSpec:
     single = n_partitions == 1
     value_dim = variant.value_dim
     lines = batch * n_q_heads * q_len
     out_shape = (batch, n_q_heads, q_len, value_dim)
     out_dtype = variant.dtype if single else mx.float32
-    decode_constants = (*decode_constants_of(variant, plan), ("SINGLE", single), ("O", out_dtype))
+    decode_constants = (*decode_constants_of(variant, launch_shape), ("SINGLE", single), ("O", out_dtype))
     decode = {
-        "grid": (n_q_heads // variant.gqa * plan.simdgroups * 32, batch * q_len, n_partitions),
-        "threadgroup": (plan.simdgroups * 32, 1, 1),
+        "grid": (n_q_heads // variant.gqa * launch_shape.simdgroups * 32, batch * q_len, n_partitions),
+        "threadgroup": (launch_shape.simdgroups * 32, 1, 1),
         "output_shapes": [out_shape if single else (lines, n_partitions, value_dim), (lines, n_partitions, 2), (1,)],
         "output_dtypes": [out_dtype, mx.float32, mx.uint32],
     }
@@ -87,7 +95,7 @@ def _decode_spec(variant: Variant, plan: Plan, batch: int, n_q_heads: int, q_len
         ("DV", value_dim),
         ("SG", simdgroups),
         ("SINKS", variant.sinks),
-        *_partition_constants(plan),
+        *_partition_constants(launch_shape),
     )
     merge = {
         "grid": (lines * simdgroups * 32, 1, 1),
@@ -98,40 +106,42 @@ def _decode_spec(variant: Variant, plan: Plan, batch: int, n_q_heads: int, q_len
     return DecodeSpec(decode_constants, decode, merge_constants, merge)
 
 
-def _fused_spec(variant: Variant, plan: Plan, batch: int, n_q_heads: int, q_len: int, n_runs: int) -> DecodeSpec:
+def _fused_spec(
+    variant: Variant, launch_shape: LaunchShape, batch: int, n_q_heads: int, q_len: int, n_runs: int
+) -> DecodeSpec:
     """Of a body that joins its partial results itself."""
     lines = batch * n_q_heads * q_len
     partial = lines * n_runs * (variant.value_dim + 2) if n_runs > 1 else 1
     decode = {
-        "grid": (n_q_heads // variant.gqa * plan.simdgroups * 32, batch * q_len, n_runs),
-        "threadgroup": (plan.simdgroups * 32, 1, 1),
+        "grid": (n_q_heads // variant.gqa * launch_shape.simdgroups * 32, batch * q_len, n_runs),
+        "threadgroup": (launch_shape.simdgroups * 32, 1, 1),
         "output_shapes": [(batch, n_q_heads, q_len, variant.value_dim), (partial,), (1,)],
         "output_dtypes": [variant.dtype, mx.float32, mx.uint32],
     }
-    return DecodeSpec((*decode_constants_of(variant, plan), ("GROUPS", plan.groups)), decode)
+    return DecodeSpec((*decode_constants_of(variant, launch_shape), ("GROUPS", launch_shape.groups)), decode)
 
 
-def _partition_constants(plan: Plan) -> Constants:
-    return (("PART", plan.partition), ("SPAN", plan.span))
+def _partition_constants(launch_shape: LaunchShape) -> Constants:
+    return (("PART", launch_shape.partition), ("SPAN", launch_shape.span))
 
 
-def decode_constants_of(variant: Variant, plan: Plan) -> Constants:
-    """Constants of the decode body that depend on the variant and its plan."""
+def decode_constants_of(variant: Variant, launch_shape: LaunchShape) -> Constants:
+    """Constants of the decode body that depend on the variant and its launch_shape."""
     return (
         ("T", variant.dtype),
         ("D", variant.head_dim),
         ("DV", variant.value_dim),
         ("BS", variant.block_size),
         ("G", variant.gqa),
-        ("HS", plan.head_split),
-        ("HR", plan.head_round),
-        ("SG", plan.simdgroups),
-        ("LPT", plan.lanes),
-        ("VEC", plan.vec),
-        ("U", plan.unroll),
+        ("HS", launch_shape.head_split),
+        ("HR", launch_shape.head_round),
+        ("SG", launch_shape.simdgroups),
+        ("LPT", launch_shape.lanes),
+        ("VEC", launch_shape.vec),
+        ("U", launch_shape.unroll),
         ("SOFTCAP", variant.softcap),
         ("SINKS", variant.sinks),
-        *_partition_constants(plan),
+        *_partition_constants(launch_shape),
     )
 
 

@@ -18,14 +18,14 @@ import mlx.core as mx
 
 from .build import Constants, KernelUnavailable, backend, build_kernel, gpu_cores
 from .decode_spec import pool_constants_of, spec_of
-from .plan import (
+from .launch_shape import (
     ALIGNMENT,
     MAX_QUERY_LENGTH,
     MAX_TENSOR_HEAD_DIM,
-    Plan,
+    LaunchShape,
     Variant,
     count_partitions,
-    plan_decode,
+    shape_for,
     unsupported,
 )
 from .trial import MANY, failure_of
@@ -117,7 +117,7 @@ def paged_decode(
     max_visible: int | None = None,
     append: tuple[mx.array, mx.array] | None = None,
     variant: Variant | None = None,
-    plan: Plan | None = None,
+    launch_shape: LaunchShape | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Attention of a few query positions per sequence over scattered blocks.
 
@@ -129,7 +129,8 @@ def paged_decode(
     the pool yet: they are written to their slots and attended to, as by write_slots before.
     Returns (out [B, n_q_heads, q_len, value_dim], fence). A query that sees nothing gets zeros.
 
-    A row's bits do not depend on the other rows. `variant` and `plan` override the choice, for checks and timings.
+    A row's bits do not depend on the other rows. `variant` and `launch_shape` override the choice, for checks and
+    timings.
     Raises ValueError for an unsupported shape, KernelUnavailable without a GPU or with every variant switched off.
     """
     batch, n_q_heads, q_len, head_dim = q.shape
@@ -153,7 +154,7 @@ def paged_decode(
         max_visible=max_visible,
         append=append is not None,
         variant=variant,
-        plan=plan,
+        launch_shape=launch_shape,
     )
     if append is None:
         return launch(q, k_pool, v_pool, fence, sinks)
@@ -210,7 +211,7 @@ def prepare_decode(
     max_visible: int | None = None,
     append: bool = False,
     variant: Variant | None = None,
-    plan: Plan | None = None,
+    launch_shape: LaunchShape | None = None,
 ) -> DecodeLaunch:
     """What :func:`paged_decode` launches over pools of this geometry; visible is (block_tables, context_lens,
     start_positions).
@@ -236,7 +237,7 @@ def prepare_decode(
         if choice in _switched_off and variant is None:
             reasons.append(_switched_off[choice])
             continue
-        own = plan or plan_decode(choice, gpu_cores())
+        own = launch_shape or shape_for(choice, gpu_cores())
         spec = spec_of(choice, own, batch, n_q_heads, q_len, count_partitions(reach, own), visible[0].size < MANY)
         failure = next((why for why in (failure_of(text, build_kernel) for text in spec.texts) if why), None)
         if failure is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from . import ops as kernels
-from .plan import Variant
+from .launch_shape import Variant
 
 LAUNCHES, REPEATS = 20, 3
 ROWS, TOKENS = 8, 1024

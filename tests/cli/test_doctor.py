@@ -23,7 +23,7 @@ from mlx_paged.kernels import check as kernel_check
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import trial as kernel_trial
 from mlx_paged.kernels.check import SelfCheck
-from mlx_paged.kernels.plan import DTYPES, HEAD_DIMS, Variant
+from mlx_paged.kernels.launch_shape import DTYPES, HEAD_DIMS, Variant
 from mlx_paged.kernels.trial import Text
 from tests.support.broken_texts import Launched
 

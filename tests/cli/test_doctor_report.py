@@ -28,7 +28,7 @@ from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import timing as kernel_timing
 from mlx_paged.kernels.check import SelfCheck
-from mlx_paged.kernels.plan import DTYPES, Variant
+from mlx_paged.kernels.launch_shape import DTYPES, Variant
 from scripts import demo_model
 
 CPU_ONLY = pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="there is a GPU")

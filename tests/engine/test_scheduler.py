@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mlx_paged.engine.scheduler import Growth, Plan, Request, Scheduler
+from mlx_paged.engine.scheduler import Growth, Request, ScheduledStep, Scheduler
 from mlx_paged.errors import PoolExhaustedError, RequestTooLargeError
 
 BLOCK = 4
@@ -96,7 +96,7 @@ class Driver:
         self.scheduler.add(request)
         return request
 
-    def step(self) -> Plan:
+    def step(self) -> ScheduledStep:
         plan = self.scheduler.plan()
         for request, error in plan.failed:
             assert isinstance(error, PoolExhaustedError)

@@ -12,7 +12,7 @@ import pytest
 
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import self_check
-from mlx_paged.kernels.plan import Variant
+from mlx_paged.kernels.launch_shape import Variant
 from tests.support.fake_kernels import FakeKernels, fake_kernels
 
 VARIANT = Variant("paged_decode", "metal", mx.float32, 64, 64, 2, 16)
@@ -27,7 +27,7 @@ def plant() -> Iterator[Callable[[Callable[[Launch], Launch]], None]]:
     with fake_kernels() as fake:
         prepare = fake.prepare_decode
 
-        def prepare_decode(*args: Any, variant: Variant, plan: object, **options: Any) -> Launch:
+        def prepare_decode(*args: Any, variant: Variant, launch_shape: object, **options: Any) -> Launch:
             launch = prepare(*args, **options)
             for wrap in around:
                 launch = wrap(launch)

@@ -16,7 +16,7 @@ from mlx_paged.kernels import trial as kernel_trial
 from mlx_paged.kernels.build import KernelUnavailable
 from mlx_paged.kernels.check import SelfCheck, self_check
 from mlx_paged.kernels.decode_spec import pool_texts
-from mlx_paged.kernels.plan import Variant
+from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.trial import Text, failure_of, few_of
 from mlx_paged.kv.storage.base import Geometry, QueryHeads
 from mlx_paged.kv.storage.choice import storage_choice
@@ -153,7 +153,7 @@ def test_wrong_copies_fail_the_self_check(launched: Callable[..., Launched]) -> 
         def copy(k: mx.array, v: mx.array, fence: mx.array, source: list[int], target: list[int]) -> mx.array:
             return copy_blocks(k, v, fence, source[:1], target[:1])
 
-        def prepared(*args: Any, variant: Variant, plan: object, **options: Any) -> Any:
+        def prepared(*args: Any, variant: Variant, launch_shape: object, **options: Any) -> Any:
             return prepare_decode(*args, **options)
 
         with mock.patch.multiple(kernels, prepare_decode=prepared, copy_blocks=copy, write_slots=WRITE_SLOTS):

@@ -9,7 +9,7 @@ import pytest
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import self_check
-from mlx_paged.kernels.plan import count_partitions, plan_decode, run_length
+from mlx_paged.kernels.launch_shape import count_partitions, run_length, shape_for
 
 HAS_GPU = kernel_build.backend() is not None
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="MLX sees no GPU")
@@ -44,15 +44,15 @@ def test_unsupported_geometry_raises(shape, n_q_heads, why):
 
 
 def test_partitions_cover_every_row():
-    plan = plan_decode(kernels.Variant("paged_decode", "metal", mx.float16, 64, 64, 4, 32))
+    launch_shape = shape_for(kernels.Variant("paged_decode", "metal", mx.float16, 64, 64, 4, 32))
     rng = random.Random(0)
     for table in (1, 100, 128, 129, 2048, 2049, 5000, 8192, 9000, 100_000):
-        launched = count_partitions(table, plan)
+        launched = count_partitions(table, launch_shape)
         for _ in range(200):
             end = rng.randint(1, table)
             begin = rng.randint(0, end - 1)
-            size = plan.partition
-            while end - begin > plan.span * size * size // plan.partition:
+            size = launch_shape.partition
+            while end - begin > launch_shape.span * size * size // launch_shape.partition:
                 size *= 2
             assert -(-(end - begin // 64 * 64) // size) <= launched
 
@@ -90,7 +90,7 @@ def test_bits_do_not_depend_on_batchmates(dim):
         ends = mx.array([[contexts[b]] for b in rows], mx.int32)
         out, _ = kernels.paged_decode(
             q[mx.array(rows)], k, v, kernels.new_fence(), table, ends, mx.zeros_like(ends), scale=0.1, variant=variant,
-            plan=plan_decode(variant)._replace(run=run),
+            launch_shape=shape_for(variant)._replace(run=run),
         )  # fmt: skip
         return np.array(out.view(mx.uint16))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.plan import HEAD_DIMS, MAX_THREADGROUP_BYTES, plan_decode
+from mlx_paged.kernels.launch_shape import HEAD_DIMS, MAX_THREADGROUP_BYTES, shape_for
 from tests.msl.emulator import EmuError
 from tests.msl.harness import Case, emulated, to_float
 
@@ -27,10 +27,10 @@ CLASSES = {
 }
 
 
-def check(case, plan=None, backend="metal", **options):
+def check(case, launch_shape=None, backend="metal", **options):
     with emulated(backend, **options) as fake:
-        plan = plan or plan_decode(case.variant())
-        out, fence = case.run(plan=plan)
+        launch_shape = launch_shape or shape_for(case.variant())
+        out, fence = case.run(launch_shape=launch_shape)
     np.testing.assert_allclose(out, case.reference(), atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
     assert int(np.asarray(fence)[0]) == 8
     return out, fake
@@ -77,8 +77,8 @@ def test_partition_tiers():
     # Partitions of 64, 128 and 256 tokens in one launch, misaligned starts.
     case = Case([100, 200, 300, 330], starts=[1, 63, 20, 300])
     with emulated():
-        plan = plan_decode(case.variant())._replace(partition=64, span=1)
-    check(case, plan=plan)
+        launch_shape = shape_for(case.variant())._replace(partition=64, span=1)
+    check(case, launch_shape=launch_shape)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -161,7 +161,7 @@ def test_threadgroup_memory_is_bounded():
                 for backend in ("metal", "cuda"):
                     for body in ("paged_decode", "paged_decode_tensor"):
                         variant = kernels.Variant(body, backend, dtype, head_dim, head_dim, gqa, 32)
-                        assert plan_decode(variant).threadgroup_bytes(gqa, head_dim) <= MAX_THREADGROUP_BYTES
+                        assert shape_for(variant).threadgroup_bytes(gqa, head_dim) <= MAX_THREADGROUP_BYTES
 
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"

@@ -8,7 +8,7 @@ import pytest
 from mlx_paged.kernels.build import cores_listed
 from mlx_paged.kernels.decode_spec import decode_constants_of
 from mlx_paged.kernels.lane_layout import MOST_REGISTERS, LaneLayout, best_layout
-from mlx_paged.kernels.plan import HEAD_DIMS, Variant, partition_for, plan_decode
+from mlx_paged.kernels.launch_shape import HEAD_DIMS, Variant, partition_for, shape_for
 from tests.msl import registers
 
 needs_compiler = pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
@@ -21,7 +21,7 @@ def spilled(dtype: mx.Dtype, head_dim: int, gqa: int, single: bool = False) -> r
     variant = Variant("paged_decode", "metal", dtype, head_dim, head_dim, gqa, 32)
     out = dtype if single else mx.float32
     return registers.registers_of(
-        "paged_decode", (*decode_constants_of(variant, plan_decode(variant)), ("SINGLE", single), ("O", out))
+        "paged_decode", (*decode_constants_of(variant, shape_for(variant)), ("SINGLE", single), ("O", out))
     )
 
 
@@ -46,9 +46,9 @@ def test_no_plan_spills(head_dim: int, gqa: int, dtype: mx.Dtype) -> None:
 @needs_compiler
 def test_a_layout_that_is_too_large_does() -> None:
     variant = Variant("paged_decode", "metal", mx.bfloat16, 128, 128, 8, 32)
-    plan = plan_decode(variant)._replace(lanes=8, unroll=4)
+    launch_shape = shape_for(variant)._replace(lanes=8, unroll=4)
     found = registers.registers_of(
-        "paged_decode", (*decode_constants_of(variant, plan), ("SINGLE", False), ("O", mx.float32))
+        "paged_decode", (*decode_constants_of(variant, launch_shape), ("SINGLE", False), ("O", mx.float32))
     )
     assert found.stored > 100
 

@@ -11,7 +11,7 @@ import pytest
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.decode_spec import decode_constants_of
-from mlx_paged.kernels.plan import HEAD_DIMS, plan_decode
+from mlx_paged.kernels.launch_shape import HEAD_DIMS, shape_for
 from tests.msl import emulator
 
 checker = pytest.importorskip("tests.msl.checker")
@@ -31,7 +31,7 @@ def pool(dtype):
 def decode_constants(dtype, head_dim=128, gqa=4, block=32, extras=True, single=True):
     variant = kernels.Variant("paged_decode", "metal", dtype, head_dim, head_dim, gqa, block, extras, extras)
     out = dtype if single else mx.float32
-    return (*decode_constants_of(variant, plan_decode(variant)), ("SINGLE", single), ("O", out)), out
+    return (*decode_constants_of(variant, shape_for(variant)), ("SINGLE", single), ("O", out)), out
 
 
 def problems(body, constants, inputs, out_dtypes, edit=None):

@@ -6,7 +6,7 @@ import pytest
 
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.decode_spec import pool_texts, spec_of
-from mlx_paged.kernels.plan import Variant, plan_decode
+from mlx_paged.kernels.launch_shape import Variant, shape_for
 from mlx_paged.kernels.trial import MANY, Text, launch_alone
 from tests.msl.harness import Emulated, emulated
 
@@ -24,19 +24,19 @@ def dtypes(call: dict) -> list[str]:
 @pytest.mark.parametrize(("gqa", "sinks"), [(1, True), (2, False), (4, True)])
 def test_a_trial_of_a_decode_step_has_its_texts(gqa: int, sinks: bool, rows: int, partitions: int) -> None:
     variant = Variant("paged_decode", "metal", mx.float16, 64, 80, gqa, 16, sinks=sinks)
-    plan, heads, dtype = plan_decode(variant), 2 * gqa, mx.float16
+    launch_shape, heads, dtype = shape_for(variant), 2 * gqa, mx.float16
     build = Emulated()
-    spec = spec_of(variant, plan, rows, heads, 1, partitions)
+    spec = spec_of(variant, launch_shape, rows, heads, 1, partitions)
     for text in spec.texts:
         out, *_ = launch_alone(text, build)
         assert np.asarray(out).size
     with emulated() as real:
         k_pool, v_pool = (mx.zeros((9, 2, 16, dim), dtype) for dim in (64, 80))
-        tables = mx.zeros((rows, partitions * plan.partition // 16), mx.int32)
+        tables = mx.zeros((rows, partitions * launch_shape.partition // 16), mx.int32)
         ends = mx.ones((rows, 1), mx.int32)
         kernels.paged_decode(
             mx.zeros((rows, heads, 1, 64), dtype), k_pool, v_pool, kernels.new_fence(), tables, ends, 0 * ends,
-            scale=1.0, sinks=mx.zeros((heads,)) if sinks else None, variant=variant, plan=plan,
+            scale=1.0, sinks=mx.zeros((heads,)) if sinks else None, variant=variant, launch_shape=launch_shape,
         )  # fmt: skip
     assert [body for body, _ in real.calls] == [body for body, _ in build.calls]
     for (_, step), (_, trial) in zip(real.calls, build.calls, strict=True):

@@ -12,7 +12,7 @@ from mlx_lm.models import mamba, qwen2
 
 import mlx_paged
 from mlx_paged import FallThroughWarning, GeometryError, PagedConfig, PagedKVCache, PoolExhaustedError
-from mlx_paged.patches.plan import plan_of, why_one_by_one
+from mlx_paged.patches.layout import layout_of, why_one_by_one
 from tests.patches.test_parity import PlainTokenizer
 from tests.support.batch_runs import generator
 from tests.support.builders import COMMON, build, greedy, prompt_of, rms
@@ -99,10 +99,10 @@ def test_models_from_elsewhere_are_batched_in_one_call_only_behind_the_seam() ->
     stock = [upstream.KVCache() for _ in model.layers]
     upstream.make_prompt_cache(model)
     assert why_one_by_one(model, stock) is None
-    plan = plan_of(model)
+    plan = layout_of(model)
     unseen = plan._replace(geometries=tuple((geometry, None) for geometry, _ in plan.geometries))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlx_paged.patches.plan.plan_of", lambda _: unseen)
+        patch.setattr("mlx_paged.patches.layout.layout_of", lambda _: unseen)
         assert "elsewhere" in why_one_by_one(model, stock)
 
 

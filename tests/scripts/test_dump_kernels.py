@@ -18,7 +18,7 @@ import yaml
 from mlx_paged.cli.doctor.shapes import POPULAR, Shape, popular_shapes
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.plan import DTYPES
+from mlx_paged.kernels.launch_shape import DTYPES
 
 checker: Any = pytest.importorskip("tests.msl.checker")
 

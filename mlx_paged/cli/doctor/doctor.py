@@ -29,8 +29,8 @@ from ...kernels.availability import device_decline
 from ...kernels.build import backend, build_kernel, gpu_cores
 from ...kernels.check import MAX_RMS, SelfCheck, self_check
 from ...kernels.decode_spec import pool_texts, texts_of
+from ...kernels.launch_shape import Variant
 from ...kernels.ops import variants_of
-from ...kernels.plan import Variant
 from ...kernels.timing import TOKENS, dense_seconds, launch_seconds
 from ...kernels.trial import Text, failure_of
 from ...kv.group import LayerGroup

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ...kernels.plan import BLOCK_SIZES, DTYPES, HEAD_DIMS, MAX_GQA
+from ...kernels.launch_shape import BLOCK_SIZES, DTYPES, HEAD_DIMS, MAX_GQA
 
 
 class Shape(NamedTuple):

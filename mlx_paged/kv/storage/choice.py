@@ -6,7 +6,7 @@ from ...errors import KernelUnavailableError
 from ...kernels import availability
 from ...kernels import ops as kernels
 from ...kernels.check import checked
-from ...kernels.plan import unsupported
+from ...kernels.launch_shape import unsupported
 from ..group import ChooseStorage, StorageChoice
 from .base import Geometry, QueryHeads
 from .functional import FunctionalStorage

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...kernels import ops as kernels
-from ...kernels.plan import MAX_QUERY_LENGTH
+from ...kernels.launch_shape import MAX_QUERY_LENGTH
 from ..block_table import BlockTable
 from ..step import Step
 from .base import Geometry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ...kernels.plan import MAX_QUERY_LENGTH
+from ...kernels.launch_shape import MAX_QUERY_LENGTH
 
 
 def split_queries(q: mx.array) -> mx.array:

@@ -54,7 +54,7 @@ class Variant(NamedTuple):
         return f"{self.body}[{self.backend} {dtype} d{dims} g{self.gqa} b{self.block_size}{extras}]"
 
 
-class Plan(NamedTuple):
+class LaunchShape(NamedTuple):
     """Template arguments of paged_decode."""
 
     vec: int  # elements per load
@@ -96,7 +96,7 @@ def _cuda_lanes(head_dim: int, itemsize: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
-def plan_decode(variant: Variant, cores: int | None = None) -> Plan:
+def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
     """The cut for one variant, on a GPU of so many cores (see partition_for).
 
     Raises:
@@ -107,7 +107,7 @@ def plan_decode(variant: Variant, cores: int | None = None) -> Plan:
         floats = min(_COMBINE_FLOATS, _TENSOR_FLOATS - 2 * variant.gqa * variant.value_dim)
         head_round = max(1, min(variant.gqa, floats // (4 * variant.value_dim)))
         groups = (4 if widest <= 64 else 3 if widest <= 128 else 2) - (variant.gqa > 8)
-        return Plan(8, 4, 2 if widest <= 64 else 1, 1, head_round, 4, groups=groups)
+        return LaunchShape(8, 4, 2 if widest <= 64 else 1, 1, head_round, 4, groups=groups)
     if variant.backend == "metal":
         vec = lane_layout.VEC
         shape = variant.gqa, variant.head_dim, variant.value_dim, variant.dtype.size
@@ -121,18 +121,18 @@ def plan_decode(variant: Variant, cores: int | None = None) -> Plan:
         unroll = 4 if heads * per_lane <= 32 else 2
     simdgroups = max(4, head_split)
     head_round = max(1, min(heads, _COMBINE_FLOATS // (simdgroups * variant.value_dim)))
-    plan = Plan(vec, lanes, unroll, head_split, head_round, simdgroups, partition_for(cores))
-    if plan.threadgroup_bytes(variant.gqa, variant.value_dim) > MAX_THREADGROUP_BYTES:
+    launch_shape = LaunchShape(vec, lanes, unroll, head_split, head_round, simdgroups, partition_for(cores))
+    if launch_shape.threadgroup_bytes(variant.gqa, variant.value_dim) > MAX_THREADGROUP_BYTES:
         raise ValueError(f"{variant} needs more than {MAX_THREADGROUP_BYTES} bytes of threadgroup memory")
-    return plan
+    return launch_shape
 
 
 @lru_cache(maxsize=4096)
-def count_partitions(visible: int, plan: Plan) -> int:
+def count_partitions(visible: int, launch_shape: LaunchShape) -> int:
     """Partitions that a launch needs if no row sees more than `visible` tokens."""
-    most, size = 1, plan.partition
+    most, size = 1, launch_shape.partition
     while True:
-        limit = size // plan.partition * size * plan.span
+        limit = size // launch_shape.partition * size * launch_shape.span
         most = max(most, -(-min(visible, limit + ALIGNMENT - 1) // size))
         if visible <= limit:
             return most

@@ -1,4 +1,4 @@
-"""Columns: rows of different lengths side by side, padded on the left, as mlx-lm's batch caches lay them out."""
+"""LeftPadding: rows of different lengths side by side, padded on the left, as mlx-lm's batch caches lay them out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..kv.pool import BlockPool
 from ..kv.step import Step
 
 
-class Columns:
+class LeftPadding:
     """The visible tokens of B rows for their next tokens: the last column is the last new token's, padding included.
 
     Args:

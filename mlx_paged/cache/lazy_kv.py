@@ -1,4 +1,4 @@
-"""Fetched: keys and values that a cache handed out, recognised when an attention function is given them."""
+"""LazyKV: keys and values that a cache handed out, recognised when an attention function is given them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Rows(Protocol):
         """The window that a mask stands for; None if it is one of the caller's own."""
 
 
-class Fetched:
+class LazyKV:
     """How to attend over the blocks that a pair of arrays was gathered from, instead of over the arrays.
 
     The arrays are real (lazy) copies: whoever computes with them gets what mlx-lm's cache would give. Only if both come
@@ -144,10 +144,10 @@ class Fetched:
 
 
 # By the identity of the keys. Entries go with their arrays: a gather kept alive would keep the pool's buffer.
-_handed_out: dict[int, tuple[weakref.ref[mx.array], weakref.ref[mx.array], Fetched]] = {}
+_handed_out: dict[int, tuple[weakref.ref[mx.array], weakref.ref[mx.array], LazyKV]] = {}
 
 
-def hand_out(keys: mx.array, values: mx.array, fetched: Fetched) -> None:
+def hand_out(keys: mx.array, values: mx.array, fetched: LazyKV) -> None:
     """Remember what a pair of arrays stands for, as long as the keys live."""
     key, registry = id(keys), _handed_out
 
@@ -168,7 +168,7 @@ def settle(pool: BlockPool, layer: int) -> None:
             fetched.is_rewound = False
 
 
-def fetched_by(keys: object, values: object) -> Fetched | None:
+def lazy_kv_of(keys: object, values: object) -> LazyKV | None:
     """What this very pair of arrays stands for, or None."""
     entry = _handed_out.get(id(keys))
     if entry is None or entry[0]() is not keys or entry[1]() is not values:

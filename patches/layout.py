@@ -1,4 +1,4 @@
-"""PagingPlan: which layers of a model are paged, and in which groups."""
+"""PagedLayout: which layers of a model are paged, and in which groups."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..kv.storage.base import Geometry, QueryHeads
 from .probe import probe_layers, probe_rows
 
 
-class PagingPlan(NamedTuple):
-    """What :func:`plan_for` found out.
+class PagedLayout(NamedTuple):
+    """What :func:`layout_for` found out.
 
     Attributes:
         groups: of the layers to page; a layer is an index into the model's list of caches,
@@ -47,14 +47,14 @@ PADDING_MATTERS = {
 }
 
 _lock = threading.RLock()
-# By id, because modules are dicts and cannot be hashed; an entry goes when its model does. A model's plans by the kinds
-# of its caches (max_kv_size), the latest one last.
-_plans: dict[int, tuple[weakref.ref[Any], dict[tuple[Any, ...], PagingPlan]]] = {}
-MAX_PLANS = 8
+# By id, because modules are dicts and cannot be hashed; an entry goes when its model does. A model's layouts by the
+# kinds of its caches (max_kv_size), the latest one last.
+_layouts: dict[int, tuple[weakref.ref[Any], dict[tuple[Any, ...], PagedLayout]]] = {}
+MAX_LAYOUTS = 8
 
 
-def plan_for(model: Any, stock: Sequence[Any], spare: Sequence[Any], adapted: bool) -> PagingPlan:
-    """The model's plan; made at the first call, by a forward pass that is built and dropped, and kept.
+def layout_for(model: Any, stock: Sequence[Any], spare: Sequence[Any], adapted: bool) -> PagedLayout:
+    """The model's layout; made at the first call, by a forward pass that is built and dropped, and kept.
 
     Args:
         stock: mlx-lm's own caches, one per layer, and the parts of composite ones by themselves.
@@ -64,15 +64,15 @@ def plan_for(model: Any, stock: Sequence[Any], spare: Sequence[Any], adapted: bo
     key = (adapted, *[_kind(cache) for cache in stock])
     with _lock:
         number = id(model)
-        entry = _plans.get(number)
+        entry = _layouts.get(number)
         if entry is None or entry[0]() is not model:
-            entry = _plans[number] = (weakref.ref(model, lambda _: _plans.pop(number, None)), {})
-        plans = entry[1]
-        plan = plans.pop(key, None) or (_adapter_plan(stock) if adapted else _seam_plan(model, stock, spare))
-        plans[key] = plan
-        while len(plans) > MAX_PLANS:
-            del plans[next(iter(plans))]
-        return plan
+            entry = _layouts[number] = (weakref.ref(model, lambda _: _layouts.pop(number, None)), {})
+        layouts = entry[1]
+        layout = layouts.pop(key, None) or (_adapter_layout(stock) if adapted else _seam_layout(model, stock, spare))
+        layouts[key] = layout
+        while len(layouts) > MAX_LAYOUTS:
+            del layouts[next(iter(layouts))]
+        return layout
 
 
 def why_one_by_one(model: Any, fresh: Sequence[Any]) -> str | None:
@@ -81,22 +81,22 @@ def why_one_by_one(model: Any, fresh: Sequence[Any]) -> str | None:
     Args:
         fresh: one of mlx-lm's own caches per layer, empty.
     """
-    plan = plan_of(model)
-    if plan is not None and plan.adapted:
+    layout = layout_of(model)
+    if layout is not None and layout.adapted:
         return None
     module = type(model).__module__
     if module in PADDING_MATTERS:
         return PADDING_MATTERS[module]
     known = module.startswith("mlx_lm.models.")
-    seam = plan is not None and all(heads is not None for _, heads in plan.geometries)
+    seam = layout is not None and all(heads is not None for _, heads in layout.geometries)
     if not known and not (seam and all(can_be_paged(cache) for cache in leaves(fresh))):
         return "what a model from elsewhere does with padding is not known"
     return probe_rows(model, fresh)
 
 
-def plan_of(model: Any) -> PagingPlan | None:
-    """The plan made for the model last, or None if there is none yet."""
-    entry = _plans.get(id(model))
+def layout_of(model: Any) -> PagedLayout | None:
+    """The layout made for the model last, or None if there is none yet."""
+    entry = _layouts.get(id(model))
     return next(reversed(entry[1].values()), None) if entry is not None and entry[0]() is model else None
 
 
@@ -105,10 +105,10 @@ def name_of(model: Any) -> str:
     return str(getattr(model, "model_type", type(model).__module__))
 
 
-def forget_plans() -> None:
+def forget_layouts() -> None:
     """Look at every model anew."""
     with _lock:
-        _plans.clear()
+        _layouts.clear()
 
 
 def can_be_paged(cache: Any) -> bool:
@@ -131,23 +131,23 @@ def _kind(cache: Any) -> tuple[Any, ...]:
     return (type(cache), getattr(cache, "max_size", None), getattr(cache, "keep", None))
 
 
-def _adapter_plan(stock: Sequence[Any]) -> PagingPlan:
+def _adapter_layout(stock: Sequence[Any]) -> PagedLayout:
     by_window: dict[tuple[int | None, int], list[int]] = {}
     for layer, cache in enumerate(stock):
         by_window.setdefault((window_of(cache), pinned_in(cache)), []).append(layer)
     groups = tuple(LayerGroup(tuple(layers), w, _name(w, pinned), pinned) for (w, pinned), layers in by_window.items())
-    return PagingPlan(groups, (), True, ())
+    return PagedLayout(groups, (), True, ())
 
 
-def _seam_plan(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> PagingPlan:
+def _seam_layout(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> PagedLayout:
     reasons = _reasons(stock)
     candidates = [layer for layer, cache in enumerate(stock) if can_be_paged(cache)]
     if not candidates:
-        return PagingPlan((), (), False, reasons)
+        return PagedLayout((), (), False, reasons)
     try:
         probed = probe_layers(model, spare, candidates)
     except Exception as error:
-        return PagingPlan((), (), False, (*reasons, _why_not(error)))
+        return PagedLayout((), (), False, (*reasons, _why_not(error)))
     unused = [layer for layer in candidates if layer not in probed]
     if unused:
         reasons = (*reasons, f"{len(unused)} cache(s) that no attention writes to")
@@ -161,7 +161,7 @@ def _seam_plan(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> Paging
             name += f", {geometry.num_kv_heads} x {geometry.k_head_dim}/{geometry.v_head_dim}"
         groups.append(LayerGroup(tuple(layers), window, name, pinned))
         geometries.append((geometry, probed[layers[0]].heads))
-    return PagingPlan(tuple(groups), tuple(geometries), False, reasons)
+    return PagedLayout(tuple(groups), tuple(geometries), False, reasons)
 
 
 def _reasons(stock: Sequence[Any]) -> tuple[str, ...]:
