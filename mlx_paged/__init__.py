@@ -20,7 +20,8 @@ from .backend_check import MissingBackendError  # first: it says what to install
 # isort: split
 from .attention.dispatch import Dispatch, dispatch_counts, last_dispatch, reset_dispatch_counts
 from .cache.batch_cache import PagedBatchKVCache
-from .cache.sequence import PagedKVCache, SequenceTables
+from .cache.paged_kv_cache import PagedKVCache
+from .cache.sequence import SequenceTables
 from .config import PagedConfig
 from .errors import (
     BlockStateError,

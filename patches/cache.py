@@ -13,7 +13,8 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from ..attention.gather import ring_rotation
 from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
-from ..cache.sequence import PagedKVCache, SequenceTables
+from ..cache.paged_kv_cache import PagedKVCache
+from ..cache.sequence import SequenceTables
 from ..config import PagedConfig
 from ..errors import GeometryError, PromptCacheError
 from ..kv.pool import BlockPool

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.batch_cache import PagedBatchKVCache
-from ..cache.sequence import PagedKVCache
+from ..cache.paged_kv_cache import PagedKVCache
 from ..engine.compiled_step import CompiledStep
 from ..kv.pool import BlockPool
 from .warn import warn_once

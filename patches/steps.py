@@ -15,7 +15,7 @@ from mlx_lm.generate import generation_stream
 
 from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves
-from ..cache.sequence import PagedKVCache
+from ..cache.paged_kv_cache import PagedKVCache
 from ..kv.pool import BlockPool
 from ..kv.turn import Stepwise
 

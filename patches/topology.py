@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache
 
 from ..cache.composites import leaves, with_leaves
-from ..cache.sequence import PagedKVCache
+from ..cache.paged_kv_cache import PagedKVCache
 from ..engine.decode_batch import DecodeBatch
 from ..engine.row import sequence_of
 from ..engine.row_by_row import RowByRowBatch

@@ -18,7 +18,7 @@ from ..kv.turn import in_turn
 from .batch_tables import BatchTables, OncePerBatch
 from .lazy_kv import Fences, LazyKV, hand_out, settle
 from .left_padding import LeftPadding
-from .sequence import PagedKVCache
+from .paged_kv_cache import PagedKVCache
 
 _merged: OncePerBatch[BatchTables] = OncePerBatch()
 

@@ -12,7 +12,8 @@ import mlx.core as mx
 from ..attention import dispatch
 from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.batch_tables import BatchTables
-from ..cache.sequence import PagedKVCache, SequenceTables
+from ..cache.paged_kv_cache import PagedKVCache
+from ..cache.sequence import SequenceTables
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
 from ..kv.step import rounded_up, table_width

@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.batch_tables import BatchTables, FailedRow
 from ..cache.composites import leaves, with_leaves
-from ..cache.sequence import PagedKVCache
+from ..cache.paged_kv_cache import PagedKVCache
 from ..kv.pool import BlockPool
 from .row import Row, Sampler, StepLogits
 from .upstream import Upstream

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ..cache.batch_tables import FailedRow
 from ..cache.composites import leaves
-from ..cache.sequence import PagedKVCache
+from ..cache.paged_kv_cache import PagedKVCache
 from ..errors import PoolExhaustedError, RequestFailedError, RequestTooLargeError, without_frames
 from ..kv.budget import Append, PoolBudget
 from ..kv.pool import BlockPool

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..cache.composites import leaves, with_leaves
-from ..cache.sequence import PagedKVCache
+from ..cache.paged_kv_cache import PagedKVCache
 from .decode_batch import batch_of
 from .row import Row
 

@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.composites import leaves
-from ..cache.sequence import PagedKVCache, SequenceTables
+from ..cache.paged_kv_cache import PagedKVCache
+from ..cache.sequence import SequenceTables
 from ..kv.block_table import BlockTable
 from .scheduler import Request
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..cache.batch_tables import FailedRow
 from ..cache.composites import leaves
-from ..cache.sequence import PagedKVCache
+from ..cache.paged_kv_cache import PagedKVCache
 from ..errors import without_frames
 from .decode_batch import DecodeBatch
 from .row import Row

@@ -18,7 +18,8 @@ from mlx_paged.attention.dispatch import (
 )
 from mlx_paged.attention.gather import gather_attention, ring_rotation
 from mlx_paged.attention.masks import causal_mask
-from mlx_paged.cache.sequence import PagedKVCache, SequenceTables
+from mlx_paged.cache.paged_kv_cache import PagedKVCache
+from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import GeometryError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup

@@ -14,7 +14,8 @@ import pytest
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache, can_trim_prompt_cache, trim_prompt_cache
 
-from mlx_paged.cache.sequence import PagedKVCache, SequenceTables
+from mlx_paged.cache.paged_kv_cache import PagedKVCache
+from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import BlockStateError, GeometryError, PoolExhaustedError, PromptCacheError, TrimError
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool

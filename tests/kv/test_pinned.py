@@ -11,7 +11,8 @@ from mlx_lm.models.cache import RotatingKVCache
 
 from mlx_paged.attention.gather import attention
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
-from mlx_paged.cache.sequence import PagedKVCache, SequenceTables
+from mlx_paged.cache.paged_kv_cache import PagedKVCache
+from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import BlockStateError, ConfigError, PoolExhaustedError, TrimError
 from mlx_paged.kv.allocator import NULL_BLOCK
 from mlx_paged.kv.budget import PoolBudget

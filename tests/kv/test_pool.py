@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from mlx_paged.attention.dispatch import paged_attention
-from mlx_paged.cache.sequence import PagedKVCache, SequenceTables
+from mlx_paged.cache.paged_kv_cache import PagedKVCache
+from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import BlockStateError, ConfigError, GeometryError, PoolExhaustedError, TrimError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup

@@ -14,7 +14,7 @@ from mlx_lm.models import cache as upstream
 
 import mlx_paged
 from mlx_paged import KernelUnavailableError, PagedConfig, PagedKVCache, PromptCacheError
-from mlx_paged.patches import plan as plans
+from mlx_paged.patches import layout as layouts
 from tests.support.batch_runs import Outcome, collect, generator
 from tests.support.bounded import (
     KINDS,
@@ -162,7 +162,7 @@ def test_with_and_without_a_bound_alternately(kind: str, monkeypatch: pytest.Mon
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     caches = {size: upstream.make_prompt_cache(model, size) for size in sizes}
     runs = {size: [np.array(model(prompt_of(40)[None, :39], cache=caches[size]))] for size in sizes}
-    monkeypatch.setattr(plans, "probe_layers", lambda *_: pytest.fail("looked at the model again"))
+    monkeypatch.setattr(layouts, "probe_layers", lambda *_: pytest.fail("looked at the model again"))
     pools = {size: cache[0].pool for size, cache in caches.items()}
     assert len(set(map(id, pools.values()))) == 3
     for size in sizes * 2:

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.cache import fetched
+from mlx_paged.cache import lazy_kv
 from mlx_paged.cache.composites import leaves
 from mlx_paged.patches import seam
 from scripts import model_configs
@@ -175,14 +175,14 @@ def test_nothing_is_remembered_of_arrays_that_are_gone(model: Any) -> None:
     """A gather that is kept keeps the pool's buffer, and the next write would copy it."""
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     gc.collect()
-    others = set(fetched._handed_out)  # that other tests still hold
+    others = set(lazy_kv._handed_out)  # that other tests still hold
     greedy(model, prompt(20), 10)
-    assert not set(fetched._handed_out) - others
+    assert not set(lazy_kv._handed_out) - others
     cache = fresh(model)[0]
     kept = [step[1:3] for step in steps(cache, 3)]
-    assert len(set(fetched._handed_out) - others) == len(kept)
+    assert len(set(lazy_kv._handed_out) - others) == len(kept)
     del kept
-    assert not set(fetched._handed_out) - others
+    assert not set(lazy_kv._handed_out) - others
 
 
 @pytest.mark.parametrize("use_kernel", [False, True])

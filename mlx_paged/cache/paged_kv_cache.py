@@ -1,0 +1,322 @@
+"""PagedKVCache: mlx-lm's cache protocol for one layer of one sequence, over a BlockPool and its BlockTables."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import mlx.core as mx
+
+from ..attention import dispatch
+from ..attention.gather import ring_rotation
+from ..attention.masks import causal_mask
+from ..errors import GeometryError, PromptCacheError
+from ..kv.block_table import BlockTable
+from ..kv.pool import BlockPool
+from ..kv.step import Step
+from ..kv.storage.base import QueryHeads
+from ..kv.turn import MovedError, in_turn
+from .lazy_kv import Fences, LazyKV, hand_out, settle
+from .sequence import SequenceTables
+
+
+class PagedKVCache:
+    """What one attention layer sees of a sequence. Stands in for mlx-lm's ``KVCache`` and, in a group with a sliding
+    window, for its ``RotatingKVCache``, whose first ``keep`` tokens are pinned ones here.
+
+    Args:
+        sequence: the sequence's tables, shared by the caches of all its layers.
+        layer: index of the model layer.
+    """
+
+    masks_rows = False
+    """Whether a batch of such caches gives array masks: attention reads it by ``update_and_fetch``."""
+
+    def __init__(self, sequence: SequenceTables, layer: int) -> None:
+        self.sequence = sequence
+        self.layer = layer
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.sequence.pool
+
+    @property
+    def table(self) -> BlockTable:
+        return self.sequence.table(self.layer)
+
+    @property
+    def window(self) -> int | None:
+        """Sliding window in tokens, or None."""
+        return self.pool.groups[self.pool.group_of(self.layer)].spec.window
+
+    @property
+    def pinned(self) -> int:
+        """Tokens at the start that stay visible behind the window."""
+        return self.pool.groups[self.pool.group_of(self.layer)].spec.pinned
+
+    @property
+    def offset(self) -> int:
+        """Tokens this layer has seen: the position of the next one."""
+        return self.sequence.offsets[self.layer]
+
+    # Writing and reading --------------------------------------------------------------------------------------
+
+    @in_turn
+    def update(self, keys: mx.array, values: mx.array) -> None:
+        """Write the next tokens' keys and values ``[1, n_kv_heads, n_new, head_dim]`` to the pool.
+
+        Raises:
+            GeometryError, PoolExhaustedError, KernelUnavailableError: before anything is changed.
+        """
+        tables, step, keys, values = self._reserve(keys, values, None)
+        self.sequence.pool.write_step(tables, self.layer, step, keys, values)
+
+    def _reserve(
+        self, keys: mx.array, values: mx.array, heads: QueryHeads | None
+    ) -> tuple[list[BlockTable], Step, mx.array, mx.array]:
+        """Positions for the next tokens, and these in the pool's dtype; the first call of a group chooses its storage
+        by the queries' ``heads``."""
+        pool, layer = self.sequence.pool, self.layer
+        try:
+            pool.set_geometry(layer, keys, values, batch=1, heads=heads)
+        except GeometryError:
+            if self.sequence.move(keys.dtype):  # such as a model's after set_dtype()
+                raise MovedError from None
+            keys, values = pool.fitted(layer, keys, values)
+            pool.set_geometry(layer, keys, values, batch=1, heads=heads)
+        num_tokens = keys.shape[2]
+        tables = [self.sequence.reserve(layer, num_tokens)]
+        return tables, pool.step(layer, tables, num_tokens), keys, values
+
+    @in_turn
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: mx.array | str | None,
+        softcap: float | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Write the next tokens and attend from them: what an attention layer does between projection and output.
+
+        Args:
+            queries: ``[1, n_q_heads, n_new, head_dim]``, rotated.
+            keys: ``[1, n_kv_heads, n_new, head_dim]``, rotated.
+            values: ``[1, n_kv_heads, n_new, v_head_dim]``.
+            scale: factor on the scores.
+            mask: what :meth:`make_mask` gave, or another.
+            softcap, sinks: as for :func:`.attention.dispatch.paged_attention`.
+
+        Returns:
+            ``[1, n_q_heads, n_new, v_head_dim]``.
+        """
+        heads = QueryHeads(queries.shape[1], softcap is not None, sinks is not None)
+        tables, step, keys, values = self._reserve(keys, values, heads)
+        pool, layer = self.sequence.pool, self.layer
+        window = None if mask is None else self.sequence.window_of(mask)
+        if step.num_tokens == 1:
+            return dispatch.append_attention(
+                queries, keys, values, pool, layer, tables, step,
+                scale=scale, mask=mask, window=window, softcap=softcap, sinks=sinks,
+            )  # fmt: skip
+        pool.write_step(tables, layer, step, keys, values)
+        return dispatch.prefill_attention(
+            queries, keys, values, pool, layer, tables[0],
+            scale=scale, mask=mask, window=window, softcap=softcap, sinks=sinks, step=step,
+        )  # fmt: skip
+
+    @in_turn
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write the next tokens and return all visible keys and values, gathered lazily, in mlx-lm's order.
+
+        Given to the attention function of mlx-lm that :mod:`.patches.seam` replaces, they are recognised and nothing is
+        gathered. A copy even where the blocks are consecutive: who reads it is not known here.
+        """
+        pool, layer = self.sequence.pool, self.layer
+        settle(pool, layer)
+        tables, step, keys, values = self._reserve(keys, values, None)
+        before = pool.fence(layer) if self._in_place else None
+        pool.write_step(tables, layer, step, keys, values)
+        table = tables[0]
+        if table.num_visible == step.num_tokens:
+            hand_out(keys, values, LazyKV(self.sequence, layer))
+            return keys, values
+        return self._fetch(tables, (keys, values) if step.num_tokens == 1 else None, before)
+
+    @in_turn
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """The visible keys and values ``[1, n_kv_heads, n, head_dim]``, in mlx-lm's order (a copy), also those that
+        another layer wrote; recognised as those of :meth:`update_and_fetch` are."""
+        return self._fetch([self.table], None, None)
+
+    @property
+    def _in_place(self) -> bool:
+        return self.pool.groups[self.pool.group_of(self.layer)].in_place
+
+    def _fetch(
+        self, tables: list[BlockTable], append: tuple[mx.array, mx.array] | None, before: mx.array | None
+    ) -> tuple[mx.array, mx.array]:
+        pool, layer, table = self.sequence.pool, self.layer, tables[0]
+        written = pool.fence(layer) if self._in_place else None
+        # After several new tokens mlx-lm's order is by position, and so is this (see ring_rotation).
+        keys, values = pool.gather_visible(table, layer, rotation=ring_rotation(table, self.window))
+        fences = None
+        if written is not None:
+            fences = Fences(written if before is None else before, written, pool.fence(layer))
+        elif append is not None:
+            keys, values = pool.watch_read(layer, keys, values)
+        hand_out(keys, values, LazyKV(self.sequence, layer, append, fences))
+        return keys, values
+
+    @in_turn
+    def load(self, keys: mx.array, values: mx.array, offset: int) -> None:
+        """Fill an empty cache with dense keys and values, in order of position; they end at position ``offset``.
+
+        Args:
+            keys: ``[1, n_kv_heads, n, head_dim]`` of positions ``offset - n .. offset - 1``; if these are not all, the
+                first ones are those of the pinned tokens instead.
+            values: ``[1, n_kv_heads, n, v_head_dim]``.
+            offset: tokens seen so far; more than ``n`` only behind a sliding window.
+
+        Raises:
+            PromptCacheError: the cache is not empty, or tokens the layer still needs are missing.
+            GeometryError, PoolExhaustedError: before anything is changed.
+        """
+        start, spec = offset - keys.shape[2], self.pool.groups[self.pool.group_of(self.layer)].spec
+        head = spec.pinned if start > 0 else 0
+        start += head
+        if self.offset or start < 0 or start > spec.first_kept(offset):
+            raise PromptCacheError(
+                f"layer {self.layer}: cannot load {keys.shape[2]} tokens ending at {offset} into a cache at "
+                f"{self.offset}" + (f" with window {self.window}" if self.window else "")
+            )
+        mx.eval(keys, values)  # they may come from this very pool: reading and writing it in one graph copies it
+        self.pool.set_geometry(self.layer, keys, values, batch=1)
+        table = self.table
+        if table.length == 0:
+            table = self.pool.new_table(table.group, start=start)
+            self.pool.append_tokens(table, offset - start)
+            self.sequence.tables[table.group] = table
+        elif (table.length, table.logical_start) != (offset, start):
+            raise PromptCacheError(f"layer {self.layer} ends at {offset}, the layers before it at {table.length}")
+        self.sequence.offsets[self.layer] = offset
+        if head:
+            self.pool.write_pinned(table, self.layer, keys[:, :, :head], values[:, :, :head])
+            keys, values = keys[:, :, head:], values[:, :, head:]
+        self.pool.write_prefill(table, self.layer, keys, values)
+        mx.eval(self.pool.fence(self.layer))  # layer by layer, so that one layer's keys are held twice, not all
+
+    # mlx-lm's protocol ----------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """What mlx-lm evaluates between prefill chunks: an array that is ready when this layer's writes are, and the
+        cache itself. No keys are gathered for it; see :meth:`keys_and_values`."""
+        return (self.pool.fence(self.layer), self)
+
+    @state.setter
+    def state(self, value: tuple[Any, ...]) -> None:
+        """Restore an empty cache from a paged state, or from mlx-lm's ``(keys, values, offset)``."""
+        if len(value) == 2 and isinstance(value[1], PagedKVCache):
+            source = value[1]
+            if source.offset:
+                k, v = source.pool.gather_visible(source.table, source.layer)
+                self.load(k, v, source.offset)
+                self.table.ring_origin = source.table.ring_origin
+        elif len(value) == 3 and isinstance(value[0], mx.array):
+            keys, values, offset = value
+            self.load(keys[..., :offset, :], values[..., :offset, :], offset)
+        else:
+            raise PromptCacheError("not the state of a paged cache nor (keys, values, offset)")
+
+    @classmethod
+    def from_state(cls, state: tuple[Any, ...]) -> PagedKVCache:
+        """A fork of the cache the state was taken from."""
+        if len(state) == 2 and isinstance(state[1], PagedKVCache):
+            return copy.deepcopy(state[1])
+        raise PromptCacheError("dense keys need a pool: make a cache with make_prompt_cache(model) and set its state")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this layer in the blocks this sequence holds; shared blocks count in each sequence."""
+        group = self.pool.groups[self.table.group]
+        return self.table.num_blocks * group.bytes_per_block // len(group.spec.layers)
+
+    def size(self) -> int:
+        """Visible tokens, at most the window."""
+        return self.offset if self.window is None else min(self.offset, self.window)
+
+    def empty(self) -> bool:
+        return self.offset == 0
+
+    def is_trimmable(self) -> bool:
+        """As in mlx-lm: always, except in a sliding window that has been filled."""
+        return self.window is None or self.offset < self.window
+
+    def trim(self, n: int) -> int:
+        """Drop up to ``n`` tokens from the end. Returns how many.
+
+        Raises:
+            TrimError: the window before the new end is no longer held (see :meth:`is_trimmable`).
+        """
+        n = min(self.offset, n)
+        if n > 0:
+            self.sequence.trim(self.layer, n)
+        return n
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
+        """Mask for the next ``N`` tokens over the visible ones and themselves, the same as mlx-lm's dense caches give.
+
+        Returns:
+            None (all visible), "causal", or a boolean array ``[N, visible + N]``.
+        """
+        mask, window = self._mask(N, return_array, window_size)
+        if isinstance(mask, mx.array) and N <= dispatch.MOST_FEW_TOKENS:
+            self.sequence.masks[self.table.group] = (mask, window)
+        return mask
+
+    def _mask(self, N: int, return_array: bool, window_size: int | None) -> tuple[mx.array | str | None, int]:
+        """The mask, and the window it stands for."""
+        everything = self.offset + N
+        if self.window is None:
+            if window_size is not None:
+                return causal_mask(N, self.offset, window_size), window_size
+            if N == 1:
+                return None, everything
+            return (causal_mask(N, self.offset) if return_array else "causal"), everything
+        if N > 1:
+            width = window_size or self.window
+            before = min(self.window - 1, self.offset)
+            decoded = self.sequence.decoded
+            if self.pinned and decoded and self.offset < decoded.stop and width == self.window < everything:
+                return self._recomputing_mask(N, before), width
+            if before + N > width or return_array:
+                return causal_mask(N, before, width), width
+            return "causal", width
+        if window_size is None or self.offset < window_size or self.window <= window_size:
+            return None, self.window
+        # A narrower window than the one kept, over one new token: the newest `window_size` slots of the ring.
+        visible = min(self.offset + 1, self.window)
+        newest = self.offset
+        if self.offset >= self.window:
+            slot = (self.offset - self.pinned - self.table.ring_origin) % (self.window - self.pinned)
+            newest = self.pinned + slot if slot else 0  # mlx-lm's, which takes no account of pinned tokens here
+        return mx.roll(mx.arange(visible) >= visible - window_size, newest + 1), window_size
+
+    def _recomputing_mask(self, N: int, before: int) -> mx.array:
+        """Mask for ``N`` tokens some of which were decoded one by one: each of these saw the pinned tokens and the
+        latest others, while in a chunk the pinned ones leave the window first."""
+        assert self.window is not None
+        prompt, decoded = causal_mask(N, before, self.window), causal_mask(N, before, self.window - self.pinned)
+        decoded = decoded | (mx.arange(before + N) < self.pinned)
+        was_decoded = mx.array([self.offset + i in self.sequence.decoded for i in range(N)])
+        return mx.where(was_decoded[:, None], decoded, prompt)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
+        return type(self)(copy.deepcopy(self.sequence, memo), self.layer)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(layer={self.layer}, offset={self.offset}, {self.table})"
