@@ -7,7 +7,7 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
-from mlx_paged.patches.server import Identities, LoadedConfigs
+from mlx_paged.serve.identities import Identities, LoadedConfigs
 from tests.support.builders import build, perturbed
 
 KEY = ("model", None, None)
