@@ -68,6 +68,20 @@ def test_the_map_names_classes_and_functions_that_are_there() -> None:
     assert not missing
 
 
+def test_the_life_of_a_request_names_each_class_with_its_file() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    picture = text.split("\n    insert ", 1)[1].split("\n- ", 1)[0]
+    wrong, checked = [], 0
+    for line in picture.splitlines():
+        files = [path.read_text() for name in PATH.findall(line) if (path := resolved(name)) is not None]
+        for name in re.findall(r"\b(?:[A-Z]\w*[a-z]\w*|[a-z]+_attention)\b", PATH.sub("", line) if files else ""):
+            if re.search(rf"^(?:class|def) {name}\b", sources(), re.MULTILINE):
+                checked += 1
+                if not any(re.search(rf"^(?:class|def) {name}\b", file, re.MULTILINE) for file in files):
+                    wrong.append(f"{name}: {line.strip()}")
+    assert checked > 12 and not wrong
+
+
 @pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
 def test_a_decision_has_a_status_a_date_and_a_line_in_the_index(page: Path) -> None:
     title, _, status = page.read_text().splitlines()[:3]
