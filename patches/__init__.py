@@ -5,15 +5,24 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .registry import PatchReport, apply_patches, is_applied, remove_patches
 from .warn import FallThroughWarning
 
 if TYPE_CHECKING:
     from .cache import PagedLayerCache, adopt_prompt_cache
     from .pools import pool_of
+    from .registry import PatchReport, apply_patches, is_applied, remove_patches
 
 # Imported when they are asked for: a version of mlx-lm may lack a name they need, and apply_patches() works without.
-_MODULES = {"PagedLayerCache": "cache", "adopt_prompt_cache": "cache", "pool_of": "pools"}
+# The registry is a command, too: Python warns of a module that is imported before it is run as one.
+_MODULES = {
+    "PagedLayerCache": "cache",
+    "PatchReport": "registry",
+    "adopt_prompt_cache": "cache",
+    "apply_patches": "registry",
+    "is_applied": "registry",
+    "pool_of": "pools",
+    "remove_patches": "registry",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,13 +1,18 @@
-"""apply_patches() and remove_patches(): which upstream symbols are replaced, and only if they are the ones we know."""
+"""apply_patches() and remove_patches(): which upstream symbols are replaced, and only if they are the ones we know.
+
+``python -m mlx_paged.patches.registry --fingerprint`` says how the installed mlx-lm differs from the one known.
+"""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib
 import inspect
 import sys
 import threading
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,12 +29,14 @@ class Patch(NamedTuple):
         fingerprint: of the upstream source the replacement was written for (see :func:`fingerprint`).
         adapter: ``module.function`` of this package, from the original to its replacement. Imported when the patch is
             applied: what it imports may be missing in this version of mlx-lm.
+        adapts_attention: the symbol is the ``__call__`` of an attention class, whose layers then need no seam.
     """
 
     module: str
     name: str
     fingerprint: str
     adapter: str
+    adapts_attention: bool = False
 
     @property
     def target(self) -> str:
@@ -59,7 +66,7 @@ _lock = threading.RLock()
 _config = PagedConfig()
 _originals: dict[Patch, Any] = {}
 _replacements: dict[Patch, Any] = {}
-_adapted: set[type] = set()
+_adapted: set[type] = set()  # attention classes with an adapter
 
 
 def _has_adapter(layer: Any) -> bool:
@@ -73,10 +80,10 @@ def _patches() -> list[Patch]:
     models = "mlx_lm.models"
     return [
         Patch(f"{models}.base", "scaled_dot_product_attention", "a13838be6e6c5293", "seam.adapt"),
-        Patch(f"{models}.llama", "Attention.__call__", "75a76f7de7eb3586", "llama.adapt"),
-        Patch(f"{models}.qwen3", "Attention.__call__", "f4d9ba397a109135", "qwen3.adapt"),
-        Patch(f"{models}.gemma2", "Attention.__call__", "4adbbc3cde1384bc", "gemma2.adapt"),
-        Patch(f"{models}.gemma3_text", "Attention.__call__", "e9ebcce92c86c40c", "gemma3.adapt"),
+        Patch(f"{models}.llama", "Attention.__call__", "75a76f7de7eb3586", "llama.adapt", adapts_attention=True),
+        Patch(f"{models}.qwen3", "Attention.__call__", "f4d9ba397a109135", "qwen3.adapt", adapts_attention=True),
+        Patch(f"{models}.gemma2", "Attention.__call__", "4adbbc3cde1384bc", "gemma2.adapt", adapts_attention=True),
+        Patch(f"{models}.gemma3_text", "Attention.__call__", "e9ebcce92c86c40c", "gemma3.adapt", adapts_attention=True),
         Patch(f"{models}.llama", "MLP.__call__", "ec6fbfefb1f0b4c0", "transformer_block.adapt_mlp"),
         Patch(f"{models}.qwen3", "MLP.__call__", "ec6fbfefb1f0b4c0", "transformer_block.adapt_mlp"),
         Patch(f"{models}.gemma3_text", "MLP.__call__", "40fa7af8e58d245e", "gemma3.adapt_mlp"),
@@ -221,7 +228,7 @@ def _install(patch: Patch, original: Any, replacement: Any) -> None:
     owner, attribute = _owner(patch)
     if isinstance(owner, type):
         setattr(owner, attribute, replacement)
-        if owner.__name__ == "Attention":
+        if patch.adapts_attention:
             _adapted.add(owner)
     else:
         _rebind(attribute, original, replacement)
@@ -235,3 +242,95 @@ def _rebind(name: str, old: Any, new: Any) -> None:
         namespace = getattr(module, "__dict__", None)
         if isinstance(namespace, dict) and namespace.get(name) is old:
             namespace[name] = new
+
+
+# What a new mlx-lm needs ---------------------------------------------------------------------------------------------
+
+
+def installed_fingerprint(target: str) -> str:
+    """The fingerprint of an upstream symbol as it is installed; the patches must not be applied.
+
+    Args:
+        target: such as ``mlx_lm.models.llama.Attention.__call__``.
+
+    Raises:
+        PatchError: there is no such symbol, or its source cannot be read.
+    """
+    *path, last = target.split(".")
+    inner = [last]
+    while path:
+        try:
+            symbol: Any = importlib.import_module(".".join(path))
+        except ModuleNotFoundError as error:
+            if not f"{'.'.join(path)}.".startswith(f"{error.name}."):  # something that the module needs
+                raise PatchError(f"{target} cannot be imported: {error}") from None
+            inner.insert(0, path.pop())
+            continue
+        try:
+            for name in inner:
+                symbol = getattr(symbol, name)
+            return fingerprint(symbol)
+        except AttributeError as error:
+            raise PatchError(f"{target} does not exist: {error}") from None
+        except (OSError, TypeError):
+            raise PatchError(f"{target} has no source that can be read") from None
+    raise PatchError(f"{target} does not exist: there is no module {target.split('.')[0]!r}")
+
+
+def known_fingerprints() -> dict[str, str]:
+    """The upstream symbols that are replaced, those of the server included, and the fingerprints they must have.
+
+    Raises:
+        PatchError: the server's adapter cannot be imported with this version of mlx-lm.
+    """
+    known = {patch.target: patch.fingerprint for patch in _patches()}
+    try:
+        server = importlib.import_module(".server", __package__)
+    except (ImportError, AttributeError) as error:
+        raise PatchError(f"mlx_lm.server lacks a name that its adapter needs: {error}") from None
+    return known | {f"mlx_lm.server.{name}": value for name, value in server.KNOWN.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print fingerprints of the installed mlx-lm, a line for each symbol: name, fingerprint, and whether it is the
+    known one. Exits with 1 if some symbol that is replaced is missing or another than the one known.
+
+    Raises:
+        SystemExit: with that status, or with a message where the symbol asked for does not exist.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m mlx_paged.patches.registry", description="Fingerprints of mlx-lm as it is installed."
+    )
+    parser.add_argument(
+        "--fingerprint",
+        metavar="NAME",
+        nargs="?",
+        required=True,
+        help="an upstream symbol, such as mlx_lm.models.llama.Attention.__call__; all that are replaced if left out",
+    )
+    name = parser.parse_args(argv).fingerprint
+    try:
+        known = known_fingerprints()
+    except PatchError as error:
+        known = {patch.target: patch.fingerprint for patch in _patches()}
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+    differs = False
+    for target in known if name is None else [name]:
+        try:
+            present = installed_fingerprint(target)
+        except PatchError as error:
+            if name is not None:
+                sys.exit(f"{parser.prog}: {error}")
+            present = "missing"
+        if target not in known:
+            verdict = "not replaced by this package"
+        elif present == known[target]:
+            verdict = "known"
+        else:
+            verdict, differs = f"not the known one, {known[target]}", True
+        print(f"{target}  {present}  {verdict}")
+    sys.exit(int(differs))
+
+
+if __name__ == "__main__":
+    main()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import importlib
+import subprocess
 import sys
 import threading
 import types
 import weakref
 
+import mlx.nn as nn
 import pytest
 
 import mlx_paged
@@ -184,3 +186,90 @@ def test_a_paged_cache_outlives_the_patches() -> None:
     paged = cache.make_prompt_cache(model)
     mlx_paged.remove_patches()
     assert greedy(model, prompt_of(60), 12, prompt_cache=paged)[0] == expected
+
+
+class SelfAttention(nn.Module):
+    def __call__(self, x, mask=None, cache=None):
+        return x
+
+
+class Attention(nn.Module):
+    def __call__(self, x, mask=None, cache=None):
+        return x
+
+
+def test_a_patch_says_that_it_adapts_attention_whatever_the_class_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {patch.target for patch in registry._patches() if patch.adapts_attention} == {
+        f"mlx_lm.models.{model}.Attention.__call__" for model in ("llama", "qwen3", "gemma2", "gemma3_text")
+    }
+
+    def patch(kind: type, *, adapts_attention: bool) -> registry.Patch:
+        known = registry.fingerprint(kind.__call__)
+        return registry.Patch(__name__, f"{kind.__name__}.__call__", known, "llama.adapt", adapts_attention)
+
+    patches = [patch(SelfAttention, adapts_attention=True), patch(Attention, adapts_attention=False)]
+    monkeypatch.setattr(registry, "_patches", lambda: patches)
+    mlx_paged.apply_patches()
+    assert registry._has_adapter({"self_attn": SelfAttention()})
+    layer = nn.Module()
+    layer.self_attn = Attention()
+    assert not registry._has_adapter(layer)
+    mlx_paged.remove_patches()
+    layer.self_attn = SelfAttention()
+    assert not registry._has_adapter(layer)
+
+
+def test_fingerprints_of_all_replaced_symbols_are_those_known(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        registry.main(["--fingerprint"])
+    assert ended.value.code == 0
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    assert {name: value for name, value, _ in lines} == registry.known_fingerprints()
+    assert {verdict for *_, verdict in lines} == {"known"}
+    assert "mlx_lm.server.ResponseGenerator" in {name for name, *_ in lines}
+
+
+def test_a_changed_or_missing_symbol_is_told_with_what_is_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mlx_lm.models import cache, qwen3
+
+    monkeypatch.setattr(qwen3.Attention, "__call__", SelfAttention.__call__)
+    monkeypatch.delattr(cache, "save_prompt_cache")
+    with pytest.raises(SystemExit) as ended:
+        registry.main(["--fingerprint"])
+    assert ended.value.code == 1
+    told = [line for line in capsys.readouterr().out.splitlines() if not line.endswith("  known")]
+    present, known = registry.fingerprint(SelfAttention.__call__), registry.known_fingerprints()
+    changed, missing = "mlx_lm.models.qwen3.Attention.__call__", "mlx_lm.models.cache.save_prompt_cache"
+    assert told[0] == f"{changed}  {present}  not the known one, {known[changed]}"
+    assert told[1:] == [f"{missing}  missing  not the known one, {known[missing]}"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlx_lm.models.llama.Attention.call",
+        "mlx_lm.models.lama.Attention",
+        "nothing_of_this_name.at.all",
+        "nothing_of_this_name",
+        "mlx.core.array.sum",
+        "mlx_lm..models",
+        "",
+    ],
+)
+def test_the_fingerprint_of_what_does_not_exist_is_a_patch_error(name: str) -> None:
+    with pytest.raises(PatchError):
+        registry.installed_fingerprint(name)
+    with pytest.raises(SystemExit, match="registry: "):
+        registry.main(["--fingerprint", name])
+
+
+def test_the_registry_as_a_command() -> None:
+    command = [sys.executable, "-m", "mlx_paged.patches.registry", "--fingerprint"]
+    name = "mlx_lm.models.llama.Attention.__call__"
+    found = subprocess.run([*command, name], capture_output=True, text=True, timeout=120)
+    assert found.stdout == f"{name}  {registry.known_fingerprints()[name]}  known\n"
+    assert (found.returncode, found.stderr) == (0, "")
+    other = subprocess.run([*command, "mlx_lm.models.qwen2.Attention"], capture_output=True, text=True, timeout=120)
+    assert other.returncode == 0 and other.stdout.endswith("  not replaced by this package\n")

@@ -1,0 +1,96 @@
+"""The documents: links lead somewhere, and what the map of the code names is there."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+DECISIONS = sorted(ROOT.glob("docs/adr/0*.md"))
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+PATH = re.compile(r"(?<![\w/.-])(?:\.\./)?(?:[\w.-]+/)*[\w-]+\.(?:py|md|toml|metal|cuh|html)\b")
+MEMBER = re.compile(r"\b([A-Z]\w*[a-z]\w*)\.(\w+)\b")
+UPSTREAM = {"Model", "Attention", "BatchGenerator"}  # classes of mlx-lm that the map names
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@cache
+def sources() -> str:
+    files = [*ROOT.glob("mlx_paged/**/*.py"), *ROOT.glob("patches/*.py")]
+    return "\n".join(file.read_text() for file in files)
+
+
+def resolved(name: str) -> Path | None:
+    """The file that the map means: paths are the repository's or the package's."""
+    return next(
+        (path for path in (ROOT / name, ROOT / "mlx_paged" / name, ROOT / "docs" / name) if path.exists()), None
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    missing = []
+    for link in LINK.findall(page.read_text()):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            missing.append(link)
+    assert not missing
+
+
+def test_the_map_names_files_that_are_there() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    names = set(PATH.findall(text)) | set(re.findall(r"`((?:[\w.]+/)+)`", text))
+    assert len(names) > 60
+    assert not sorted(name for name in names if resolved(name) is None)
+
+
+def test_the_map_names_classes_and_functions_that_are_there() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    members = {(kind, member) for kind, member in MEMBER.findall(text) if kind not in UPSTREAM}
+    assert len(members) > 20
+    missing = [
+        f"{kind}.{member}"
+        for kind, member in sorted(members)
+        if not re.search(rf"^class {kind}\b", sources(), re.MULTILINE) or not re.search(rf"\b{member}\b", sources())
+    ]
+    assert not missing
+
+
+def test_the_life_of_a_request_names_each_class_with_its_file() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    picture = text.split("\n    insert ", 1)[1].split("\n- ", 1)[0]
+    wrong, checked = [], 0
+    for line in picture.splitlines():
+        files = [path.read_text() for name in PATH.findall(line) if (path := resolved(name)) is not None]
+        for name in re.findall(r"\b(?:[A-Z]\w*[a-z]\w*|[a-z]+_attention)\b", PATH.sub("", line) if files else ""):
+            if re.search(rf"^(?:class|def) {name}\b", sources(), re.MULTILINE):
+                checked += 1
+                if not any(re.search(rf"^(?:class|def) {name}\b", file, re.MULTILINE) for file in files):
+                    wrong.append(f"{name}: {line.strip()}")
+    assert checked > 12 and not wrong
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
+def test_a_decision_has_a_status_a_date_and_a_line_in_the_index(page: Path) -> None:
+    title, _, status = page.read_text().splitlines()[:3]
+    index = (ROOT / "docs" / "adr" / "README.md").read_text()
+    found = re.match(r"Status: (accepted|superseded)[^,]*, (\d{4}-\d\d-\d\d)\.", status)
+    assert title.startswith(f"# {page.stem[:4]}: ") and found is not None
+    line = next((line for line in index.splitlines() if f"({page.name})" in line), "")
+    assert line.startswith(f"| [{page.stem[:4]}]") and f"| {found[1]}" in line and found[2] in line
+
+
+def test_the_map_can_be_read_at_a_sitting() -> None:
+    assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= 250
