@@ -75,7 +75,8 @@ class Faults:
     def _profile(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         # A lambda may be the callback of a weak reference, where nothing can be raised.
-        if event != "call" or code.co_filename not in WATCHED or code.co_name == "<lambda>":
+        # A generator is also "called" to be closed, where Python drops what it raises.
+        if event != "call" or code.co_filename not in WATCHED or code.co_name in ("<lambda>", "<genexpr>"):
             return
         self.calls += 1
         if self.at is None:
