@@ -126,7 +126,7 @@ def _partition_constants(launch_shape: LaunchShape) -> Constants:
 
 
 def decode_constants_of(variant: Variant, launch_shape: LaunchShape) -> Constants:
-    """Constants of the decode body that depend on the variant and its launch_shape."""
+    """Constants of the decode body that depend on the variant and its launch shape."""
     return (
         ("T", variant.dtype),
         ("D", variant.head_dim),

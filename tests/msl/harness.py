@@ -45,7 +45,7 @@ class Emulated:
 
 @contextmanager
 def emulated(backend="metal", **options):
-    """Inside, kernels.* run on the emulator as if on `backend`'s launch_shape, without trials. Yields the Emulated."""
+    """Inside, kernels.* run on the emulator as if on `backend`, without trials. Yields the Emulated."""
     fake = Emulated(**options)
     real = kernels.build_kernel, kernels.backend, kernels.failure_of
     kernels.variants_of.cache_clear()
