@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 # 32-bit registers that the arrays of a lane may take of the 128 that M1 and M2 give a thread when all of them run.
 # The rest is addresses and counters: of the layouts compiled so far, none below this limit spills (docs/adr/0018).
-MOST_REGISTERS = 112
+MOST_REGISTERS = 108
 VEC = 4  # elements of a load
 _SOFTMAX = 12.0  # instructions of a score's softmax, besides its maxima over lanes
 

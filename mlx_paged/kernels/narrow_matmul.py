@@ -192,14 +192,14 @@ def _launch(
 
 
 @lru_cache(maxsize=64)
-def works(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int = CHECKED_DIMS) -> bool:
+def works(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int) -> bool:
     """Whether the kernel can be used on this machine for an x of so many dimensions, which are another text each. A
     kernel that fails its self-check or does not compile warns once, and is not."""
     if dtype not in DTYPES or backend() != "cuda" or mx.default_device() != mx.Device(mx.gpu):
         return False
     if num_dims == CHECKED_DIMS:
         reason = self_check(body, dtype, tile).reason
-    elif not works(body, dtype, tile):
+    elif not works(body, dtype, tile, CHECKED_DIMS):
         return False
     else:
         reason = failure_of(text_of(body, dtype, tile, num_dims), build_kernel) or ""

@@ -12,8 +12,8 @@ from mlx_paged.kernels.launch_shape import HEAD_DIMS, Variant, partition_for, sh
 from tests.msl import registers
 
 needs_compiler = pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
-# Llama 3.2 1B and 3B, Llama 3.1 8B; Qwen 2.5 7B; Qwen 3 30B-A3B; gpt-oss; GLM 4.5; Gemma 3; wide heads.
-POPULAR = [(64, 4), (128, 3), (128, 4), (128, 7), (128, 8), (64, 8), (128, 12), (256, 2), (512, 4)]
+# Llama 3.2 1B and 3B, Llama 3.1 8B; Qwen 2.5 0.5B; Qwen 2.5 7B; Qwen 3 30B-A3B; gpt-oss; GLM 4.5; Gemma 3; wide heads.
+POPULAR = [(64, 4), (128, 3), (128, 4), (64, 7), (128, 7), (128, 8), (64, 8), (128, 12), (256, 2), (512, 4)]
 DTYPES = (mx.bfloat16, mx.float32)
 
 
