@@ -169,7 +169,7 @@ def test_on_cuda_the_jobs_run_in_several_processes(
 
     monkeypatch.setattr(doctor, "AT_A_TIME", 8)
     monkeypatch.setattr(doctor, "rows_of_workers", rows_of_workers)
-    monkeypatch.setattr(doctor, "num_workers", lambda: 4)
+    monkeypatch.setattr(doctor, "num_workers", lambda free_bytes: 4)
     monkeypatch.setattr(doctor, "backend", lambda: "cuda")
     monkeypatch.setattr(doctor, "device_decline", lambda: None)
     monkeypatch.setattr(doctor, "jobs", lambda block_size, everything: list(range(10)))

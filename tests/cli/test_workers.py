@@ -66,16 +66,17 @@ def test_the_jobs_of_a_process_that_dies_have_failed_and_the_others_go_on(tmp_pa
 def test_processes_compile_about_as_many_kernels_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_jobs, "backend", lambda: "cuda")
     listed = dict(enumerate(jobs(32, everything=False)))
-    shares = shares_of(listed, 12)
+    shares = shares_of(listed, 16)
     assert Counter(index for share in shares for index in share) == Counter(list(listed))
     pools = [{listed[index].pool for index in share} - {None} for share in shares]
     kernels = [len(share) + POOL_KERNELS * len(own) for share, own in zip(shares, pools, strict=True)]
-    assert len(kernels) <= 12 and max(kernels) <= 6
-    assert shares_of({3: listed[3]}, 12) == [[3]]
+    assert len(kernels) <= 16 and max(kernels) <= 5
+    assert shares_of({3: listed[3]}, 16) == [[3]]
 
 
-def test_no_more_processes_than_cores() -> None:
-    assert 1 <= num_workers() <= min(12, os.cpu_count() or 1)
+def test_no_more_processes_than_cores_or_memory_for_them() -> None:
+    assert 1 <= num_workers(80 << 30) <= min(16, os.cpu_count() or 1)
+    assert num_workers(100 << 20) == 1
 
 
 def test_options_go_to_other_processes() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from ... import __version__
-from ...config import PagedConfig
+from ...config import PagedConfig, free_memory
 from ...kernels.availability import device_decline
 from ...kernels.build import backend, gpu_cores
 from ..terminal import orderly_end
@@ -82,7 +82,7 @@ def run(block_size: int, config: PagedConfig, *, everything: bool, report_file: 
     for name, value in told.items():
         print(f"{name:<16}{value}")
     # MLX compiles one CUDA kernel at a time in a process, in some seconds.
-    workers = num_workers() if device_decline() is None and backend() == "cuda" else 1
+    workers = num_workers(free_memory()) if device_decline() is None and backend() == "cuda" else 1
     if workers > 1:
         print(f"{'compiling':<16}in {workers} processes")
     print("", HEADER, "-" * len(HEADER), sep="\n", flush=True)

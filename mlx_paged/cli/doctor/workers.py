@@ -22,17 +22,18 @@ from ..progress import Bar
 from .jobs import Job, jobs
 from .report import Row
 
-MOST_WORKERS = 12  # each takes some 0.5 GB of the GPU's memory for its context
+MOST_WORKERS = 16
+WORKER_BYTES = 1 << 30  # of the GPU's memory, most of them for its context
 # Where MLX keeps the kernels that it does compile for all processes. It writes these files in place, so that another
 # process can read half of one: every worker has a folder of its own.
 FOLDER = "MLX_PTX_CACHE_DIR"
 POOL_KERNELS = 3  # that the first job with some kind of pool compiles besides its own
 
 
-def num_workers() -> int:
-    """How many processes compile best here."""
+def num_workers(free_bytes: int) -> int:
+    """How many processes compile best here, where a GPU has so much free memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MOST_WORKERS)
+    return max(1, min(cores, MOST_WORKERS, free_bytes // WORKER_BYTES))
 
 
 def shares_of(listed: Mapping[int, Job], num: int) -> list[list[int]]:
