@@ -9,8 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..cache.batch_cache import PagedBatchKVCache
-from ..engine.compiled_step import StepLayer
-from ..engine.narrow_layers import projected
+from ..engine.compiled.compiled_step import StepLayer
+from ..engine.compiled.narrow_layers import projected
 from .cache import PagedLayerCache
 
 AttentionCall = Callable[..., mx.array]

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.paged_kv_cache import PagedKVCache
-from ..engine.compiled_step import CompiledStep
+from ..engine.compiled.compiled_step import CompiledStep
 from ..kv.pool import BlockPool
 from .warn import warn_once
 

@@ -16,7 +16,7 @@ import mlx.nn as nn
 
 from mlx_paged import config
 from mlx_paged.attention import dispatch, gather
-from mlx_paged.engine import compiled_step
+from mlx_paged.engine.compiled import compiled_step
 from mlx_paged.kernels import availability, narrow_matmul
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kv.storage import choice

@@ -14,8 +14,8 @@ from mlx_lm.models import llama
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.engine import compiled_step
-from mlx_paged.engine.narrow_layers import NarrowLinear, added, gated, narrow_layers, projected
+from mlx_paged.engine.compiled import compiled_step
+from mlx_paged.engine.compiled.narrow_layers import NarrowLinear, added, gated, narrow_layers, projected
 from mlx_paged.kernels import narrow_matmul
 from mlx_paged.kernels.narrow_matmul import ADDED, BIASED, GATED, GROUPED, PLAIN
 from tests.support.batch_runs import mlx_lm_generate

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
-from ..attention import dispatch
-from ..cache.batch_cache import PagedBatchKVCache
-from ..cache.batch_tables import BatchTables
-from ..cache.paged_kv_cache import PagedKVCache
-from ..cache.sequence import SequenceTables
-from ..kv.block_table import BlockTable
-from ..kv.pool import BlockPool
-from ..kv.step import rounded_up, table_width
-from ..kv.storage.in_place import InPlaceStorage, TracedBlocks
+from ...attention import dispatch
+from ...cache.batch_cache import PagedBatchKVCache
+from ...cache.batch_tables import BatchTables
+from ...cache.paged_kv_cache import PagedKVCache
+from ...cache.sequence import SequenceTables
+from ...kv.block_table import BlockTable
+from ...kv.pool import BlockPool
+from ...kv.step import rounded_up, table_width
+from ...kv.storage.in_place import InPlaceStorage, TracedBlocks
 from .model_state import ModelState, StateNotKnown, substituted
 from .narrow_layers import narrow_layers
 

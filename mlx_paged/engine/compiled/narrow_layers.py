@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kernels import narrow_matmul
+from ...kernels import narrow_matmul
 
 
 class NarrowLinear(nn.Linear):
