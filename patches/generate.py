@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
 from ..engine.engine import Engine
-from ..engine.row import Row, sequence_of
+from ..engine.request import Request, sequence_of
 from ..kv.turn import Stepwise
 from ..prefix.store import PrefixStore
 from .cache import factory_of
@@ -83,11 +83,11 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                 ]
         before: int = self._uid_count
         uids = super().insert_segments(segments, max_tokens, caches, *options)
-        rows: list[Row] = []
+        requests: list[Request] = []
         while self._unprocessed_sequences:
             uid, parts, most, cache, history, sampler, processors, stops = self._unprocessed_sequences.popleft()
-            rows.append(
-                Row(
+            requests.append(
+                Request(
                     uid,
                     parts,
                     max_tokens=most,
@@ -96,17 +96,17 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                     sampler=sampler,
                     processors=processors,
                     matcher=stops.matcher(),
-                    salt=None if salts is None else salts[len(rows)],
+                    salt=None if salts is None else salts[len(requests)],
                 )
             )
         try:
-            for row in rows:
-                self._engine.check(row)
+            for request in requests:
+                self._engine.check(request)
         except Exception:
             self._uid_count = before
             raise
-        for row in rows:
-            self._engine.add(row)
+        for request in requests:
+            self._engine.add(request)
         return list(uids)
 
     def extract_cache(self, uids: Any) -> dict[int, tuple[list[Any], list[int]]]:
@@ -115,7 +115,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         if engine is None:
             return dict(super().extract_cache(uids))
         with mx.stream(self._stream):
-            return {uid: engine.extract(uid) for uid in uids if uid in engine.rows}
+            return {uid: engine.extract(uid) for uid in uids if uid in engine.requests}
 
     def remove(self, uids: Any, return_prompt_caches: bool = False) -> dict[int, tuple[list[Any], list[int]]]:
         """Cancel requests and release what they hold."""
@@ -178,14 +178,14 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             return []
         return [
             {
-                "uid": row.uid,
-                "waiting": row.caches is None,
-                "prompt_tokens": row.base + row.prompt_length,
-                "cached_tokens": row.num_cached or 0,
-                "tokens": row.request.length,
-                "generated_tokens": row.num_generated,
+                "uid": request.uid,
+                "waiting": request.caches is None,
+                "prompt_tokens": request.kept + request.prompt_length,
+                "cached_tokens": request.num_cached or 0,
+                "tokens": request.length,
+                "generated_tokens": request.num_generated,
             }
-            for row in list(self._engine.rows.values())
+            for request in list(self._engine.requests.values())
         ]
 
     def next(self) -> tuple[list[Any], list[Any]]:

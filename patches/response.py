@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import GenerationBatch
 
-from ..engine.row import Row, StepLogits
+from ..engine.request import Request
+from ..engine.step_logits import StepLogits
 from ..errors import PromptCacheError
 
 
@@ -44,9 +45,9 @@ class Response(GenerationBatch.Response):  # type: ignore[misc]
         self.num_cached = num_cached
         self.all_tokens = all_tokens
         self._logprobs = logprobs
-        self._row: Row | None = None
+        self._request: Request | None = None
         self._prompt_cache = prompt_cache
-        self._claimed = self._given_up = False
+        self._claimed = self._is_dropped = False
 
     @property
     def logprobs(self) -> mx.array:
@@ -67,31 +68,31 @@ class Response(GenerationBatch.Response):  # type: ignore[misc]
         Raises:
             PromptCacheError: the blocks were needed before anybody read this.
         """
-        if self._given_up:
+        if self._is_dropped:
             raise PromptCacheError(
                 f"the cache of request {self.uid} was given up for requests that needed its blocks: "
                 "read prompt_cache before the next call of the generator"
             )
-        if self._row is None:
+        if self._request is None:
             return self._prompt_cache
         self._claimed = True
-        return self._row.caches
+        return self._request.caches
 
     @prompt_cache.setter
     def prompt_cache(self, value: list[Any] | None) -> None:
-        self._row, self._prompt_cache, self._given_up = None, value, False
+        self._request, self._prompt_cache, self._is_dropped = None, value, False
 
-    def attach(self, row: Row) -> None:
-        """The finished request's row, which is this response's from now on."""
-        self._row = row
+    def attach(self, request: Request) -> None:
+        """The finished request, which is this response's from now on."""
+        self._request = request
 
-    def give_up(self) -> bool:
+    def drop_cache(self) -> bool:
         """Release the cache unless somebody has read it. Returns whether it was released."""
-        if self._row is None or self._claimed:
+        if self._request is None or self._claimed:
             return False
-        row, self._row, self._given_up = self._row, None, True
+        request, self._request, self._is_dropped = self._request, None, True
         with suppress(Exception):  # the request has ended; its tables give their blocks back when they are dropped
-            row.release()
+            request.release()
         return True
 
     def __repr__(self) -> str:

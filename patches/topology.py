@@ -12,7 +12,7 @@ from mlx_lm.models.cache import CacheList, KVCache
 from ..cache.composites import leaves, with_leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..engine.decode_batch import DecodeBatch
-from ..engine.row import sequence_of
+from ..engine.request import sequence_of
 from ..engine.row_by_row import RowByRowBatch
 from ..errors import GeometryError, PromptCacheError
 from ..kv.storage.base import QueryHeads

@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
-from .row import Row
+from .request import Request
 from .sharing import common_length
 
 MAX_SNAPSHOTS = 16
@@ -33,14 +33,14 @@ class Snapshots:
     prompt has in common with requests that wait.
 
     Args:
-        rows: the requests by uid, oldest first.
+        requests: the requests by uid, oldest first.
         max_snapshots: most kept; the least recently used go first.
     """
 
     has_windows = True  # prefixes are found at some ends only
 
-    def __init__(self, rows: Mapping[int, Row], max_snapshots: int = MAX_SNAPSHOTS) -> None:
-        self.rows = rows
+    def __init__(self, requests: Mapping[int, Request], max_snapshots: int = MAX_SNAPSHOTS) -> None:
+        self.requests = requests
         self.max_snapshots = max_snapshots
         self._snapshots: OrderedDict[_Key, Snapshot] = OrderedDict()
         self._latest: dict[int, _Key] = {}  # by uid: a chunk's end that the next one's replaces
@@ -50,99 +50,99 @@ class Snapshots:
 
     # Taking ---------------------------------------------------------------------------------------------------
 
-    def available(self, row: Row) -> int:
+    def available(self, request: Request) -> int:
         """Tokens that the request would not have to compute if it started now."""
-        found = self._find(row)
+        found = self._find(request)
         return 0 if found is None else len(found[1])
 
-    def must_wait(self, row: Row) -> bool:
+    def must_wait(self, request: Request) -> bool:
         """Whether a running request is about to come to an end that this one can go on from, beyond what is there."""
-        if row.given is not None:
+        if request.given is not None:
             return False
         expected = 0
-        for other in self.rows.values():
-            if other is row or other.caches is None or other.base or other.request.length >= other.request.goal:
+        for other in self.requests.values():
+            if other is request or other.caches is None or other.kept or other.is_prefilled:
                 continue
-            if other.salt != row.salt:
+            if other.salt != request.salt:
                 continue
-            common = min(common_length(row.source, other.source), len(row.source) - 1)
-            ends = [*other.request.boundaries, other.request.goal]
-            expected = max([expected, *(end for end in ends if other.request.length < end <= common)])
-        return expected >= LEAST_SHARED and expected > self.available(row)
+            common = min(common_length(request.source, other.source), len(request.source) - 1)
+            ends = [*other.boundaries, other.prefill_end]
+            expected = max([expected, *(end for end in ends if other.length < end <= common)])
+        return expected >= LEAST_SHARED and expected > self.available(request)
 
-    def adopt(self, row: Row) -> int:
+    def match(self, request: Request) -> int:
         """Replace the request's fresh caches by copies of the longest snapshot's. Returns the tokens in them."""
-        found = self._find(row)
+        found = self._find(request)
         length = 0
         if found is not None:
             self._snapshots.move_to_end(found)
-            row.caches = copy.deepcopy(self._snapshots[found].caches)
+            request.caches = copy.deepcopy(self._snapshots[found].caches)
             length = len(found[1])
-        self._add_ends(row, length)
+        self._add_ends(request, length)
         return length
 
-    def _find(self, row: Row) -> _Key | None:
+    def _find(self, request: Request) -> _Key | None:
         """The longest snapshot of a prefix."""
-        if row.given is not None:
+        if request.given is not None:
             return None
         fitting = (
             key
             for key, snapshot in self._snapshots.items()
-            if key[0] == row.salt and len(key[1]) < len(row.source) and row.source[: len(key[1])] == snapshot.tokens
+            if key[0] == request.salt
+            and len(key[1]) < len(request.source)
+            and request.source[: len(key[1])] == snapshot.tokens
         )
         return max(fitting, key=lambda key: len(key[1]), default=None)
 
-    def _add_ends(self, row: Row, length: int) -> None:
+    def _add_ends(self, request: Request, length: int) -> None:
         """Let a chunk end where the prompt parts from those of requests that wait."""
-        request = row.request
         ends = set(request.boundaries)
-        for other in self.rows.values():
-            if other is not row and other.caches is None and other.given is None and other.salt == row.salt:
-                common = min(common_length(row.source, other.source), len(other.source) - 1)
-                if common - length >= LEAST_SHARED and common < request.goal:
+        for other in self.requests.values():
+            if other is not request and other.caches is None and other.given is None and other.salt == request.salt:
+                common = min(common_length(request.source, other.source), len(other.source) - 1)
+                if common - length >= LEAST_SHARED and common < request.prefill_end:
                     ends.add(common)
         request.boundaries = deque(sorted(ends))
 
     # Leaving --------------------------------------------------------------------------------------------------
 
-    def leave_chunk(self, row: Row) -> None:
+    def insert_chunk(self, request: Request) -> None:
         """A chunk of the request's prompt has been computed."""
-        if row.caches is None or len(row.history) != row.base:
+        if request.caches is None or len(request.history) != request.kept:
             return
-        request = row.request
-        at_end = request.length >= request.goal or request.length in request.boundaries
-        before = self._latest.pop(row.uid, None)
+        at_end = request.is_prefilled or request.length in request.boundaries
+        before = self._latest.pop(request.uid, None)
         if before is not None:
             self._snapshots.pop(before, None)
-        key = self._keep(row.cached_tokens(), row)
+        key = self._keep(request.cached_tokens(), request)
         if not at_end:
-            self._latest[row.uid] = key
+            self._latest[request.uid] = key
 
-    def leave(self, row: Row) -> None:
+    def insert_delivered(self, request: Request) -> None:
         """The request gives its caches back before it has finished."""
-        self._latest.pop(row.uid, None)
+        self._latest.pop(request.uid, None)
 
-    def forget(self, row: Row) -> None:
+    def forget(self, request: Request) -> None:
         """The request has failed."""
-        self._latest.pop(row.uid, None)
+        self._latest.pop(request.uid, None)
 
-    def leave_all(self, row: Row, tokens: list[int]) -> None:
+    def insert_all(self, request: Request, tokens: list[int]) -> None:
         """The request has finished; ``tokens`` are in its caches."""
-        self._latest.pop(row.uid, None)
-        if row.caches is not None and len(tokens) == row.request.length:
-            self._keep(tokens, row)
+        self._latest.pop(request.uid, None)
+        if request.caches is not None and len(tokens) == request.length:
+            self._keep(tokens, request)
 
-    def give_up(self) -> bool:
+    def evict(self) -> bool:
         """Give the least recently used snapshot up. Returns whether there was one."""
         if not self._snapshots:
             return False
         self._snapshots.popitem(last=False)
         return True
 
-    def _keep(self, tokens: list[int], row: Row) -> _Key:
-        key = row.salt, tuple(tokens)
+    def _keep(self, tokens: list[int], request: Request) -> _Key:
+        key = request.salt, tuple(tokens)
         self._snapshots.pop(key, None)
-        self._snapshots[key] = Snapshot(list(tokens), copy.deepcopy(row.caches or []))
+        self._snapshots[key] = Snapshot(list(tokens), copy.deepcopy(request.caches or []))
         while len(self._snapshots) > self.max_snapshots:
-            self.give_up()
+            self.evict()
         return key

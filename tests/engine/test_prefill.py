@@ -14,7 +14,8 @@ from mlx_lm.models import llama
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.attention import dispatch
-from mlx_paged.engine.prefill import MOST_TOKENS, RowChunk, calls_of
+from mlx_paged.engine.prefill import MOST_TOKENS, calls_of
+from mlx_paged.engine.scheduler import Chunk
 from mlx_paged.errors import RequestFailedError
 from tests.support.batch_runs import Outcome, collect, generator, run_all
 from tests.support.builders import WINDOW, build, greedy, prompt_of
@@ -55,8 +56,8 @@ def clean_prompt(length: int, seed: int) -> list[int]:
     return prompt.tolist()  # type: ignore[no-any-return]
 
 
-def chunk(length: int, alone: bool = False) -> RowChunk:
-    return RowChunk(SimpleNamespace(alone=alone), length)  # type: ignore[arg-type]
+def chunk(length: int, alone: bool = False) -> Chunk:
+    return Chunk(SimpleNamespace(alone=alone), length)  # type: ignore[arg-type]
 
 
 def test_calls_share_what_is_short_and_pad_little() -> None:

@@ -294,8 +294,8 @@ def test_a_prefix_that_was_lost_before_anything_was_computed_behind_it_is_not_re
     (uid,) = tight.gen.insert([[*prompt, 7]], [2])
     engine = tight.gen._engine
     engine.scheduler.plan()
-    assert engine.rows[uid].num_cached == len(prompt)
-    engine.scheduler.preempt(engine.rows[uid].request)
+    assert engine.requests[uid].num_cached == len(prompt)
+    engine.scheduler.preempt(engine.requests[uid])
     tight.tree.clear()
     generated = iter(tight.gen.next_generated, [])
     assert [response.num_cached for responses in generated for response in responses] == [0, 0]

@@ -124,7 +124,7 @@ def test_live_blocks_are_those_of_the_sequences(kind: str) -> None:
 
 
 def _blocks_of_the_rows(gen: Any, pool: mlx_paged.BlockPool) -> int:
-    lengths = [row.request.length for row in gen._engine.rows.values() if row.caches is not None]
+    lengths = [row.length for row in gen._engine.requests.values() if row.caches is not None]
     windows = [group.spec.window for group in pool.groups]
     starts = [(n, 0 if window is None else max(0, n - window)) for n in lengths for window in windows]
     return sum(-(-n // pool.block_size) - start // pool.block_size for n, start in starts)

@@ -91,7 +91,7 @@ class Faults:
             self.where = f"{Path(code.co_filename).name}:{code.co_qualname}"
             above: FrameType | None = frame
             while above is not None:
-                self.is_after_the_end |= above.f_code.co_qualname == "Response.give_up"
+                self.is_after_the_end |= above.f_code.co_qualname == "Response.drop_cache"
                 above = above.f_back
             raise Injected(self.where)
 
@@ -169,7 +169,7 @@ class Scene:
     def check(self) -> None:
         gc.collect()  # an error's frames may hold tables; that they let go by themselves is tested elsewhere
         engine = self.gen._engine
-        assert not engine.rows and not len(engine.scheduler) and not engine.batch.rows and not engine._noted
+        assert not engine.requests and not len(engine.scheduler) and not engine.batch.rows and not engine._noted
         self.pool.collect()
         self.pool.check_integrity()
         held = 0
@@ -181,7 +181,7 @@ class Scene:
         snapshots = engine.sharing if self.tree is None else None
         if snapshots is not None:
             assert not snapshots._latest
-            while snapshots.give_up():
+            while snapshots.evict():
                 pass
             self.pool.collect()
         stats = self.pool.stats()
@@ -193,8 +193,8 @@ PARTS = {
     "admission": ["admit", "must_wait", "fits"],
     "making room": ["release"],
     "joining": ["_join", "_reserve"],
-    "finishing": ["_deliver", "_take_out", "_finish"],
-    "leaving a chunk": ["sharing.leave_chunk"],
+    "finishing": ["_deliver", "_remove_from_batch", "_finish"],
+    "inserting a chunk": ["sharing.insert_chunk"],
 }
 SCENES = {
     "plain": ("llama", False, False),
@@ -211,7 +211,7 @@ SCENES = {
 CASES = [(scene, "admission") for scene in SCENES]
 CASES += [("plain, prefixes, tight", "making room"), ("plain, prefixes", "joining"), ("hybrid, snapshots", "joining")]
 CASES += [("windows, prefixes", "finishing"), ("hybrid, snapshots", "finishing")]
-CASES += [("windows, prefixes", "leaving a chunk")]
+CASES += [("windows, prefixes", "inserting a chunk")]
 SAMPLE = 4  # faults of a case outside of the exhaustive run
 
 

@@ -66,8 +66,10 @@ def test_its_blocks_are_free_at_once_and_the_others_go_on() -> None:
     while len(outcomes[uids[2]].tokens) < 7:
         collect(outcomes, *gen.next())
     gen.finish([uids[2], uids[2], 12345])
-    assert uids[2] not in gen._engine.rows and len(gen.progress()) == 3
-    held = {block for row in gen._engine.rows.values() for table in row.tables for block in table.block_ids if block}
+    assert uids[2] not in gen._engine.requests and len(gen.progress()) == 3
+    held = {
+        block for row in gen._engine.requests.values() for table in row.tables for block in table.block_ids if block
+    }
     stats = pool.stats()
     assert stats.live_blocks == len(held) + stats.cached_blocks  # beyond the other rows' own: the prefix cache's only
     rest = {uid: outcome for uid, outcome in outcomes.items() if uid != uids[2]}

@@ -69,7 +69,7 @@ def test_a_dropped_generator_frees_its_blocks_and_rows_at_once(model: Any) -> No
     for _ in range(4):
         gen.next()
     assert live_blocks(model) > 0
-    gone = [weakref.ref(each) for each in (gen._engine, gen._engine.scheduler, *gen._engine.rows.values())]
+    gone = [weakref.ref(each) for each in (gen._engine, gen._engine.scheduler, *gen._engine.requests.values())]
     del gen
     assert live_blocks(model) == 0
     assert [ref() for ref in gone] == [None] * 4

@@ -52,7 +52,7 @@ def test_rows_that_join_and_finish_equal_stocks_single_runs(kind: str) -> None:
         if not prompts and not generated:
             break
         collect(outcomes, prompts, generated)
-        for row in gen._engine.rows.values():
+        for row in gen._engine.requests.values():
             if row.sequence is not None:
                 assert row.sequence.tables[0].num_blocks <= blocks_at_most(SIZE, STEP, 8)
         if step % 20 == 0:

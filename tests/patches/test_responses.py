@@ -70,8 +70,8 @@ def test_setting_prompt_cache_to_none_gives_its_blocks_back() -> None:
 def test_a_cache_given_up_can_still_be_set() -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     response = last_response(generator(model_of("llama")))
-    assert response.give_up()
+    assert response.drop_cache()
     with pytest.raises(PromptCacheError):
         _ = response.prompt_cache
     response.prompt_cache = None
-    assert response.prompt_cache is None and not response.give_up()
+    assert response.prompt_cache is None and not response.drop_cache()

@@ -74,4 +74,4 @@ def test_a_client_is_told_when_keeping_its_prefix_fails(kind: str) -> None:
     mx.synchronize()
     pool.collect()
     pool.check_integrity()
-    assert not batch.generator._engine.rows
+    assert not batch.generator._engine.requests

@@ -1,7 +1,8 @@
-"""Row: one request of a batch, from insertion to its last token."""
+"""Request: one sequence to be computed, from insertion to its last token."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -11,53 +12,29 @@ from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.sequence import SequenceTables
 from ..kv.block_table import BlockTable
-from .scheduler import Request
-
-Sampler = Callable[[mx.array], mx.array]
+from .step_logits import Sampler, StepLogits
 
 
-class StepLogits:
-    """The logits ``[B, vocab]`` of one step. Log-probabilities are computed when somebody asks for them, and take the
-    logits' place."""
+class Request:
+    """A request, its tokens and where they are cached. Positions count from the start of its cache, which holds
+    ``history + source[: length - kept]``.
 
-    def __init__(self, logits: mx.array, *, is_normalised: bool = False) -> None:
-        self._values = logits
-        self._is_normalised = is_normalised
-
-    def logprobs(self) -> mx.array:
-        """Of all rows, ``[B, vocab]``."""
-        if not self._is_normalised:
-            self._values, self._is_normalised = normalised(self._values), True
-        return self._values
-
-    def row(self, index: int) -> mx.array:
-        """Of one row, ``[vocab]``."""
-        values = self._values[index]
-        return values if self._is_normalised else normalised(values)
-
-    def ranking(self) -> mx.array:
-        """``[B, vocab]``, whose largest in a row is the token that mlx-lm chooses. That is the first of the largest
-        log-probabilities as they are rounded: in 16 bits, logits that differ can have the same (docs/adr/0015)."""
-        return self._values if self._values.dtype == mx.float32 else self.logprobs()
-
-    def kept(self, index: int) -> StepLogits:
-        """One row of it, without the others' memory."""
-        return StepLogits(mx.contiguous(self._values[index : index + 1]), is_normalised=self._is_normalised)
-
-
-def normalised(logits: mx.array) -> mx.array:
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-
-
-class Row:
-    """A request, its tokens and where they are cached.
-
-    The cache holds ``history + source[: request.length - base]``.
+    Args:
+        uid: the caller's name for it; younger requests have larger ones.
+        segments: of the prompt; a chunk ends where one does.
+        max_tokens: to generate.
+        caches: one per layer, empty or with what came with the request.
+        history: the tokens in them, as far as the caller told them.
+        sampler, processors, matcher: of mlx-lm, or like its own.
+        salt: only requests with the same one share prefixes.
 
     Attributes:
-        request: what the scheduler knows of it.
-        history: tokens in the cache that came with the request, as far as the caller told them.
-        base: length of that cache.
+        length: tokens in its cache now.
+        prefill_end: tokens that must be in its cache before it decodes: all of the prompt but the last one, and after
+            a preemption all that was computed.
+        kept: tokens in the cache that came with the request: they stay when it is preempted.
+        boundaries: positions where a chunk must end, ascending.
+        origin: where the grid of chunks begins.
         source: tokens computed here: the prompt, then what was generated and delivered.
         prompt_length: of the prompt.
         given: the cache that came with the request, never written to; None if there was none.
@@ -69,7 +46,6 @@ class Row:
         logits: step and row that the next token was sampled from; None as long as nothing was sampled.
         context: its tokens, for its processors; None outside of a batch or without any.
         alone: its prompt is computed in calls of its own, because one with others failed.
-        salt: only requests with the same one share prefixes.
         common: tokens that its own and those of other requests, by uid, begin with alike, where they differ after them.
     """
 
@@ -79,36 +55,34 @@ class Row:
         segments: Sequence[Sequence[int]],
         *,
         max_tokens: int,
-        caches: list[Any],
+        caches: Sequence[Any],
         history: Sequence[int],
         sampler: Sampler,
         processors: Sequence[Callable[..., mx.array]],
         matcher: Any,
         salt: Hashable = None,
     ) -> None:
+        self.uid = uid
         self.salt = salt
         self.history = list(history)
-        self.given = caches if any(not cache.empty() for cache in caches) else None
+        self.given = list(caches) if any(not cache.empty() for cache in caches) else None
         sequence = sequence_of(caches)
         if self.given is None:
-            self.base = 0
+            self.kept = 0
         else:
-            self.base = len(self.history) if sequence is None else sequence.tables[0].length
+            self.kept = len(self.history) if sequence is None else sequence.tables[0].length
+        self.length = self.kept
         self.source = [token for segment in segments for token in segment]
         self.prompt_length = len(self.source)
-        ends = [self.base]
+        self.prefill_end = self.kept + self.prompt_length - 1
+        ends = [self.kept]
         for segment in segments[:-1]:
             ends.append(ends[-1] + len(segment))
+        self.boundaries = deque(ends[1:])
+        self.segment_ends = frozenset(ends[1:])
         # Where tokens are pinned, chunks must be those of a run alone, which begins at the cache that was given.
         pins_tokens = sequence is not None and sequence.pool.pins_tokens
-        self.request = Request(
-            uid,
-            goal=self.base + self.prompt_length - 1,
-            kept=self.base,
-            boundaries=ends[1:],
-            origin=self.base if pins_tokens else 0,
-        )
-        self.segment_ends = frozenset(ends[1:])
+        self.origin = self.kept if pins_tokens else 0
         self.max_tokens = max_tokens
         self.sampler = sampler
         self.processors = processors
@@ -124,9 +98,23 @@ class Row:
         self.common: dict[int, int] = {}
         self._known: tuple[list[Any] | None, SequenceTables | None] = (None, None)  # caches, and the tables behind them
 
+    def __repr__(self) -> str:
+        return f"Request(uid={self.uid}, length={self.length}, prefill_end={self.prefill_end})"
+
     @property
-    def uid(self) -> int:
-        return self.request.uid
+    def is_prefilled(self) -> bool:
+        """Whether it decodes."""
+        return self.length >= self.prefill_end
+
+    def chunk_length(self, most: int | None, grid: int | None = None) -> int:
+        """Of its next chunk: to the next boundary, multiple of ``grid`` after ``origin`` or the end of the prefill,
+        ``most`` tokens at most."""
+        while self.boundaries and self.boundaries[0] <= self.length:
+            self.boundaries.popleft()
+        end = min(self.boundaries[0], self.prefill_end) if self.boundaries else self.prefill_end
+        if grid is not None:
+            end = min(end, self.length + grid - (self.length - self.origin) % grid)
+        return end - self.length if most is None else min(most, end - self.length)
 
     @property
     def sequence(self) -> SequenceTables | None:
@@ -145,17 +133,17 @@ class Row:
     def num_missing(self) -> int:
         """Tokens that are still to be put into its cache if it generates as many as it may, and the one computed
         ahead of them."""
-        return self.base + self.prompt_length + self.max_tokens - self.request.length
+        return self.kept + self.prompt_length + self.max_tokens - self.length
 
     def cached_tokens(self) -> list[int]:
         """The tokens in its cache."""
-        return self.history + self.source[: self.request.length - self.base]
+        return self.history + self.source[: self.length - self.kept]
 
-    def chunk(self, num_tokens: int) -> list[int]:
+    def next_tokens(self, num_tokens: int) -> list[int]:
         """The next tokens to compute. The block tables learn which of them had been decoded before."""
-        start = self.request.length - self.base
+        start = self.length - self.kept
         if self.sequence is not None:
-            self.sequence.decoded = range(self.base + self.prompt_length - 1, self.request.goal)
+            self.sequence.decoded = range(self.kept + self.prompt_length - 1, self.prefill_end)
         return self.source[start : start + num_tokens]
 
     def next_input(self) -> int:
