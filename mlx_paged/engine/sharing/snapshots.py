@@ -8,8 +8,8 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
-from .request import Request
-from .sharing import common_length
+from ..request import Request
+from .prefix_sharing import common_length
 
 MAX_SNAPSHOTS = 16
 LEAST_SHARED = 32  # tokens; a state costs as much as many of them
@@ -48,7 +48,7 @@ class Snapshots:
     def __len__(self) -> int:
         return len(self._snapshots)
 
-    # Taking ---------------------------------------------------------------------------------------------------
+    # Matching -------------------------------------------------------------------------------------------------
 
     def available(self, request: Request) -> int:
         """Tokens that the request would not have to compute if it started now."""
@@ -104,7 +104,7 @@ class Snapshots:
                     ends.add(common)
         request.boundaries = deque(sorted(ends))
 
-    # Leaving --------------------------------------------------------------------------------------------------
+    # Inserting ------------------------------------------------------------------------------------------------
 
     def insert_chunk(self, request: Request) -> None:
         """A chunk of the request's prompt has been computed."""
@@ -133,7 +133,7 @@ class Snapshots:
             self._keep(tokens, request)
 
     def evict(self) -> bool:
-        """Give the least recently used snapshot up. Returns whether there was one."""
+        """Drop the least recently used snapshot. Returns whether there was one."""
         if not self._snapshots:
             return False
         self._snapshots.popitem(last=False)

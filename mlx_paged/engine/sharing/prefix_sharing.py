@@ -1,12 +1,12 @@
-"""PrefixSharing: what requests of a batch take from the prefix cache and from each other, and what they leave there."""
+"""PrefixSharing: what requests of a batch take from the prefix cache and from each other, and what they insert there."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..kv.pool import BlockPool
-from ..prefix.store import PrefixStore
-from .request import Request
+from ...kv.pool import BlockPool
+from ...prefix.store import PrefixStore
+from ..request import Request
 
 
 class PrefixSharing:
@@ -27,7 +27,7 @@ class PrefixSharing:
         self.requests = requests
         self.has_windows = any(group.spec.window is not None for group in pool.groups)
 
-    # Taking ---------------------------------------------------------------------------------------------------
+    # Matching -------------------------------------------------------------------------------------------------
 
     def available(self, request: Request) -> int:
         """Tokens that the request would not have to compute if it started now."""
@@ -63,7 +63,7 @@ class PrefixSharing:
         if longest is not None:
             length, other = longest
             if length > self.prefixes.held(request.source, request.salt):
-                self._donate(request.source[:length], other)
+                self._insert(request.source[:length], other)
         # No more than can be used: behind a window, what was taken could not be cut.
         length, tables = self.prefixes.adopt(request.source[: request.prefill_end + 1], request.salt)
         if not length or request.sequence is None:
@@ -90,7 +90,7 @@ class PrefixSharing:
                 best = length, other
         return best
 
-    # Leaving --------------------------------------------------------------------------------------------------
+    # Inserting ------------------------------------------------------------------------------------------------
 
     def insert_chunk(self, request: Request) -> None:
         """A chunk of the request's prompt has been computed. Whole blocks only, except at the prompt's end: a request
@@ -98,18 +98,18 @@ class PrefixSharing:
         if self.has_windows and request.caches is not None:
             tokens = request.cached_tokens()
             at_end = request.is_prefilled
-            self._donate(tokens if at_end else tokens[: self._whole_blocks(len(tokens))], request)
+            self._insert(tokens if at_end else tokens[: self._whole_blocks(len(tokens))], request)
 
     def insert_delivered(self, request: Request) -> None:
         """The request gives its blocks back before it has finished: whole blocks of what was delivered are kept."""
         if request.caches is not None:
             tokens = request.cached_tokens()
-            self._donate(tokens[: self._whole_blocks(len(tokens))], request)
+            self._insert(tokens[: self._whole_blocks(len(tokens))], request)
 
     def insert_all(self, request: Request, tokens: Sequence[int]) -> None:
         """The request has finished; ``tokens`` are in its cache."""
         if len(tokens) == request.length:
-            self._donate(tokens, request)
+            self._insert(tokens, request)
 
     def forget(self, request: Request) -> None:
         """The request has failed; nothing is kept of it."""
@@ -118,7 +118,7 @@ class PrefixSharing:
         """Nothing is held here: the pool itself asks the cache for blocks."""
         return False
 
-    def _donate(self, tokens: Sequence[int], request: Request) -> None:
+    def _insert(self, tokens: Sequence[int], request: Request) -> None:
         # Tokens that came with a cache may not have been told: then positions and tokens do not agree.
         if tokens and request.sequence is not None and len(request.history) == request.kept:
             self.prefixes.donate(tokens, request.sequence.tables, request.salt)
