@@ -1,4 +1,4 @@
-"""PrefixSharing: what requests of a batch take from the prefix cache and from each other, and what they insert there."""
+"""PrefixSharing: what requests take from the prefix cache and from each other, and what they insert there."""
 
 from __future__ import annotations
 
