@@ -380,7 +380,7 @@ class Engine:
         soon = [(request, 1) for request in plan.decode] + [(c.request, c.num_tokens) for c in plan.chunks]
         rows = [(row, n) for request, n in soon if (row := self.rows.get(request.uid)) is not None]
         with suppress(Exception):  # whoever appends without room for it grows the pool then, or fails alone
-            self.budget.make_room(
+            self.budget.grow_for(
                 [_append(row, n) for row, n in rows],
                 lambda: [_append(row, row.num_missing) for row in self.rows.values()],
             )
