@@ -108,11 +108,11 @@ def prefill_attention(
     """
     fresh = table.num_visible == q.shape[2]
     if fresh and prepares_plans():
-        group = pool.groups[pool.group_of(layer)]
+        group = pool.layer(layer).group
         fresh = _decline(q, group, table.length, mask, window, softcap is not None, sinks is not None) is not None
     if fresh:
         _record(_FRESH)
-        k, v = pool.after_writes(layer, k, v)
+        k, v = pool.layer(layer).after_writes(k, v)
         return gather.attention(q, k, v, scale=scale, mask=mask, softcap=softcap, sinks=sinks)
     return paged_attention(
         q, pool, layer, [table], scale=scale, mask=mask, window=window, softcap=softcap, sinks=sinks, step=step
@@ -165,7 +165,7 @@ def takes_rows(q: mx.array, pool: BlockPool, layer: int, longest: int, *, softca
         longest: tokens of the longest sequence, the new ones included.
         softcap, sinks: whether attention has them.
     """
-    return _decline(q, pool.groups[pool.group_of(layer)], longest, None, None, softcap, sinks) is None
+    return _decline(q, pool.layer(layer).group, longest, None, None, softcap, sinks) is None
 
 
 def ragged_attention(
@@ -186,7 +186,7 @@ def ragged_attention(
 
     Args:
         q: ``[B, n_q_heads, n_new, head_dim]``.
-        k, v: ``[B, n_kv_heads, n_new, head_dim]``, accepted by :meth:`BlockPool.set_geometry`.
+        k, v: ``[B, n_kv_heads, n_new, head_dim]``, accepted by :meth:`PoolLayer.set_geometry`.
         pool, layer, tables: where to write; the positions are reserved.
         counts: real tokens of each row, at least one; the rest is padding on the right.
         scale, softcap, sinks: as for :func:`paged_attention`.
@@ -194,11 +194,11 @@ def ragged_attention(
     Returns:
         ``[B, n_q_heads, n_new, v_head_dim]``, zeros at padding.
     """
-    step = pool.step(layer, tables, q.shape[2], counts)
-    pool.write_step(tables, layer, step, k, v)
-    group = pool.groups[pool.group_of(layer)]
-    window = group.spec.window
-    storage = cast(InPlaceStorage, pool.storage(layer))
+    kv = pool.layer(layer)
+    step = kv.step(tables, q.shape[2], counts)
+    kv.write_step(tables, step, k, v)
+    group, window = kv.group, kv.window
+    storage = cast(InPlaceStorage, kv.storage)
     try:
         out = storage.decode(q, tables, step, scale=scale, window=window, softcap=softcap, sinks=sinks)
     except KernelUnavailable as error:
@@ -235,7 +235,7 @@ def append_attention(
 
     Args:
         q: ``[B, n_q_heads, 1, head_dim]``.
-        k, v: ``[B, n_kv_heads, 1, head_dim]``, accepted by :meth:`BlockPool.set_geometry`.
+        k, v: ``[B, n_kv_heads, 1, head_dim]``, accepted by :meth:`PoolLayer.set_geometry`.
         pool, layer, tables: where to write; the positions are reserved.
         step: of these tables, one token each.
         scale, mask, window, softcap, sinks: as for :func:`paged_attention`.
@@ -262,18 +262,19 @@ def _attend(
     """By the kernel or over gathered arrays; ``append``: keys and values of the step that are not written yet."""
     if q.ndim != 4 or q.shape[0] != len(tables):
         raise GeometryError(f"queries {q.shape} for {len(tables)} sequence(s)")
-    group = pool.groups[pool.group_of(layer)]
+    kv = pool.layer(layer)
+    group = kv.group
     longest = max(table.length for table in tables) if q.shape[2] > MAX_QUERY_LENGTH else 0
     declined = _decline(q, group, longest, mask, window, softcap is not None, sinks is not None)
     if declined is None:
         q_len = q.shape[2]
-        seen = group.spec.window
+        seen = kv.window
         if seen is None or (window is not None and window < seen):
             seen = window
-        storage = cast(InPlaceStorage, pool.storage(layer))
+        storage = cast(InPlaceStorage, kv.storage)
         try:
             out = storage.decode(
-                q, tables, step or pool.step(layer, tables, q_len),
+                q, tables, step or kv.step(tables, q_len),
                 scale=scale, window=seen, softcap=softcap, sinks=sinks, append=append,
             )  # fmt: skip
             _record(_KERNEL_ONE if q_len == 1 else _KERNEL_FEW)
@@ -282,7 +283,7 @@ def _attend(
             declined = _note_decline(group, q, softcap, sinks, error)
     if append is not None:
         assert step is not None
-        pool.write_step(tables, layer, step, *append)
+        kv.write_step(tables, step, *append)
     _record(Dispatch("gather", declined))
     return gather.gather_attention(q, pool, layer, tables, scale=scale, mask=mask, softcap=softcap, sinks=sinks)
 

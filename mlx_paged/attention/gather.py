@@ -92,5 +92,5 @@ def gather_attention(
         outputs.append(attention(row_q, k, v, scale=scale, mask=mask, softcap=softcap, sinks=sinks))
     output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     if q.shape[2] == 1:  # a prefill's result may never be asked for: waiting for it would compute it
-        pool.note_read(layer, output)
+        pool.layer(layer).note_read(output)
     return output

@@ -11,6 +11,7 @@ import mlx.core as mx
 from ..attention import dispatch, gather
 from ..errors import GeometryError, PromptCacheError
 from ..kv.block_table import BlockTable
+from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
 from ..kv.step import Step
 from ..kv.storage.base import QueryHeads
@@ -53,9 +54,13 @@ class PagedBatchKVCache:
         return self._unpadded is not None
 
     @property
+    def _kv(self) -> PoolLayer:
+        return self.batch.pool.layer(self.layer)
+
+    @property
     def window(self) -> int | None:
         """Sliding window in tokens, or None."""
-        return self.pool.groups[self.pool.group_of(self.layer)].spec.window
+        return self._kv.window
 
     @property
     def offset(self) -> mx.array:
@@ -107,18 +112,19 @@ class PagedBatchKVCache:
         heads = QueryHeads(queries.shape[1], softcap is not None, sinks is not None)
         keys, values = self._accepted(keys, values, heads)
         tables = self.batch.take(self.layer)
-        step = self.pool.step(self.layer, tables, 1)
+        step = self._kv.step(tables, 1)
         return dispatch.append_attention(
             queries, keys, values, self.pool, self.layer, tables, step, scale=scale, softcap=softcap, sinks=sinks
         )
 
     def _accepted(self, keys: mx.array, values: mx.array, heads: QueryHeads | None) -> tuple[mx.array, mx.array]:
         """The keys and values, in the pool's dtype. Raises GeometryError if they do not fit otherwise."""
+        kv = self._kv
         try:
-            self.pool.set_geometry(self.layer, keys, values, batch=len(self.batch), heads=heads)
+            kv.set_geometry(keys, values, batch=len(self.batch), heads=heads)
         except GeometryError:
-            keys, values = self.pool.fitted(self.layer, keys, values)
-            self.pool.set_geometry(self.layer, keys, values, batch=len(self.batch), heads=heads)
+            keys, values = kv.fitted(keys, values)
+            kv.set_geometry(keys, values, batch=len(self.batch), heads=heads)
         return keys, values
 
     def _attend_rows(
@@ -174,9 +180,10 @@ class PagedBatchKVCache:
                     self._row(index).update(keys[index : index + 1, :, :count], values[index : index + 1, :, :count])
             return columns.read(pool, layer, [row.table(layer) for row in self.batch.rows])
         tables = self.batch.take(layer)
-        step = pool.step(layer, tables, 1)
-        before = pool.fence(layer) if pool.groups[pool.group_of(layer)].in_place else None
-        pool.write_step(tables, layer, step, keys, values)
+        kv = self._kv
+        step = kv.step(tables, 1)
+        before = kv.fence() if kv.in_place else None
+        kv.write_step(tables, step, keys, values)
         return self._fetch(columns, tables, step, (keys, values), before)
 
     @in_turn
@@ -188,7 +195,7 @@ class PagedBatchKVCache:
         tables = [row.table(self.layer) for row in self.batch.rows]
         if columns.width > 1 or columns.is_padded:
             return columns.read(self.pool, self.layer, tables)
-        return self._fetch(columns, tables, self.pool.step(self.layer, tables, 1), None, None)
+        return self._fetch(columns, tables, self._kv.step(tables, 1), None, None)
 
     def _fetch(
         self,
@@ -198,16 +205,15 @@ class PagedBatchKVCache:
         append: tuple[mx.array, mx.array] | None,
         before: mx.array | None,
     ) -> tuple[mx.array, mx.array]:
-        pool, layer = self.pool, self.layer
-        in_place = pool.groups[pool.group_of(layer)].in_place
-        written = pool.fence(layer) if in_place else None
-        fetched = columns.read(pool, layer, tables, step)
+        kv = self._kv
+        written = kv.fence() if kv.in_place else None
+        fetched = columns.read(self.pool, self.layer, tables, step)
         fences = None
         if written is not None:
-            fences = Fences(written if before is None else before, written, pool.fence(layer))
+            fences = Fences(written if before is None else before, written, kv.fence())
         elif append is not None:
-            fetched = pool.watch_read(layer, *fetched)
-        hand_out(*fetched, LazyKV(self.batch, layer, append, fences, batched=True))
+            fetched = kv.watch_read(*fetched)
+        hand_out(*fetched, LazyKV(self.batch, self.layer, append, fences, batched=True))
         return fetched
 
     def _columns(self, width: int) -> LeftPadding:
@@ -291,7 +297,7 @@ class PagedBatchKVCache:
     @property
     def state(self) -> tuple[Any, ...]:
         """As :attr:`PagedKVCache.state`: an array that is ready when this layer's writes are, and the cache itself."""
-        return (self.pool.fence(self.layer), self)
+        return (self._kv.fence(), self)
 
     @state.setter
     def state(self, value: tuple[Any, ...]) -> None:

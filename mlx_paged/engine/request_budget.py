@@ -57,7 +57,7 @@ class RequestBudget:
             return
         soon = [(request, 1) for request in plan.decode] + [(c.request, c.num_tokens) for c in plan.chunks]
         with suppress(Exception):  # whoever appends without room for it grows the pool then, or fails alone
-            self.budget.make_room(
+            self.budget.grow_for(
                 [_append(request, num_tokens) for request, num_tokens in soon],
                 lambda: [_append(request, request.num_missing) for request in requests],
             )

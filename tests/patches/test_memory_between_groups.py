@@ -167,10 +167,10 @@ def random_history(kind: str, seed: int, *, in_place: bool, tmp_path: Any) -> in
         probe = PoolBudget(Run(kind, 1 << 20, cached=cached).pool, chunk=CHUNK)
         layer_block = SIZE * 2 * 2 * 32 * 4
         least = 1
-        probe.pool.memory_budget = layer_block
+        probe.pool.memory.budget = layer_block
         while not probe.holds(LENGTHS[-1] + 25):
             least += 1
-            probe.pool.memory_budget = least * layer_block
+            probe.pool.memory.budget = least * layer_block
         del probe
         run = Run(kind, least + rng.choice([0, 1, 3, 10, 40, 200]), cached=cached, spill=spill, rows=rng.randint(1, 8))
         for _ in range(rng.randint(3, 5)):

@@ -142,7 +142,7 @@ class CompiledStep:
     def __init__(self, pool: BlockPool, forward: Forward) -> None:
         self.failure: str | None = None  # why no step is compiled any more
         self._forward = forward
-        self._windows = [pool.groups[pool.group_of(layer)].spec.window for layer in self._layers_of(pool)]
+        self._windows = [pool.layer(layer).window for layer in self._layers_of(pool)]
         self._groups = [pool.group_of(layer) for layer in self._layers_of(pool)]
         self._model: Any = None
         self._state: ModelState | None = None  # what all traces have read
@@ -173,7 +173,7 @@ class CompiledStep:
         if self.failure is not None or rows is None or len(rows) != tokens.shape[0]:
             return None
         pool = rows.pool
-        storages = [pool.storage(cache.layer) for cache in caches] if pool.groups[0].storages else []
+        storages = [pool.layer(cache.layer).storage for cache in caches] if pool.groups[0].storages else []
         if not storages or not all(isinstance(s, InPlaceStorage) and s.decoded_by_kernel for s in storages):
             return None
         arrays = []
@@ -188,7 +188,7 @@ class CompiledStep:
                 rows.untake()
                 return None
             for group, own, width in zip(pool.groups, tables, shapes.widths, strict=True):
-                step = pool.step(group.spec.layers[0], own, 1)
+                step = pool.layer(group.spec.layers[0]).step(own, 1)
                 visible = step.visible(own, group.spec.window, (shapes.num_rows, width))
                 arrays.append(GroupArrays(visible, step.offsets(shapes.num_rows)))
             missing = shapes.num_rows - len(rows)

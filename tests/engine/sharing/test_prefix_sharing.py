@@ -238,7 +238,7 @@ class Tight:
         probe_geometry(model, caches)
         self.pool = caches[0].pool
         self.tree = RadixTree(self.pool)
-        self.pool.memory_budget = PoolBudget(self.pool, chunk=step_size).bytes_for(num_tokens)
+        self.pool.memory.budget = PoolBudget(self.pool, chunk=step_size).bytes_for(num_tokens)
         self.gen = PagedBatchGenerator(model, prefixes=SharedPrefixes(self.tree), prefill_step_size=step_size)
 
     def run(self, prompts: list[list[int]], num_tokens: list[int]) -> tuple[list[list[int]], list[int]]:
