@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +18,7 @@ import pytest
 from mlx_paged.patches.response_generator import PagedResponseGenerator
 from mlx_paged.patches.server import NoPromptCache
 from mlx_paged.serve.request_body import RequestRefused
+from tests.support import commands
 from tests.support.server_process import Answer, ServerProcess
 from tests.support.tiny_model import make_tiny_model
 
@@ -158,7 +156,7 @@ def test_others_get_their_tokens_while_a_huge_prompt_is_made(server: ServerProce
     # Several, one after the other: on a slow machine a single one may be over before anybody else is answered.
     threads = [
         threading.Thread(target=lambda: huge.append(server.post(COMPLETIONS, body, timeout=240, **KEY)))
-        for _ in range(8)
+        for _ in range(3)
     ]
     for thread in threads:
         thread.start()
@@ -310,7 +308,6 @@ def test_addresses_that_are_none_are_bad_requests(server: ServerProcess) -> None
 
 
 def test_what_can_serve_nobody_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mlx_paged", "server", "--model", str(folder), "--port", "0"]
     broken = tmp_path / "broken"
     shutil.copytree(folder, broken)
     (broken / "model.safetensors").write_bytes(b"x" * 1000)
@@ -321,9 +318,7 @@ def test_what_can_serve_nobody_is_refused_at_the_start(folder: Path, tmp_path: P
         ([], {"MLX_PAGED_API_KEY": ""}, "MLX_PAGED_API_KEY holds an empty API key"),
         (["--api-key", " "], {}, "--api-key holds an empty API key"),
     ):
-        done = subprocess.run(
-            [*command, *flags], capture_output=True, text=True, timeout=120, env={**os.environ, **env}
-        )
+        done = commands.run("mlx_paged", "server", "--model", folder, "--port", 0, *flags, timeout=120, **env)
         assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
@@ -340,7 +335,7 @@ def test_health_tells_loading_from_ready(folder: Path, tmp_path: Path, monkeypat
         return answer.status == 200
 
     monkeypatch.setattr(ServerProcess, "is_up", property(look))
-    server = ServerProcess(folder, tmp_path)
+    server = ServerProcess(folder, tmp_path, cold=True)
     assert seen == {(503, "loading"), (200, "ok")}
     assert server.stop() == 0, server.log
 
