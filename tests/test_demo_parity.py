@@ -24,7 +24,8 @@ def voyage(num_days: int) -> str:
     return f"Here are notes of a voyage. {' '.join(days)} Sum up the voyage in a few words."
 
 
-PROMPTS |= {"several blocks": voyage(6), "long": voyage(59)}
+PROMPTS |= {"two blocks": voyage(1), "several blocks": voyage(6), "long": voyage(59)}
+QUICK = ("two blocks", 24)  # the answer goes on in a third one
 
 
 @functools.cache
@@ -34,13 +35,12 @@ def load_demo(folder: Path):
 
 @pytest.mark.demo_model
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", ["short", "several blocks", *(pytest.param(n, marks=SLOW) for n in ("list", "long"))])
-def test_demo_model_gives_stocks_tokens(name: str, demo_model_folder: Path) -> None:
+@pytest.mark.parametrize(("name", "num_tokens"), [QUICK, *(pytest.param(name, 200, marks=SLOW) for name in PROMPTS)])
+def test_demo_model_gives_stocks_tokens(name: str, num_tokens: int, demo_model_folder: Path) -> None:
     model, tokenizer = load_demo(demo_model_folder)
     messages = [{"role": "user", "content": PROMPTS[name]}]
     prompt = mx.array(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
-    assert prompt.size > {"several blocks": 100, "long": 1000}.get(name, 0)
-    num_tokens = 64 if name == "several blocks" else 200
+    assert prompt.size > {"two blocks": 32, "several blocks": 100, "long": 1000}.get(name, 0)
 
     def run() -> list[int]:
         return [token for token, _ in generate_step(prompt, model, max_tokens=num_tokens)]

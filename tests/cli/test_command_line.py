@@ -1,4 +1,4 @@
-"""mlx_paged.generate and python -m mlx_paged as real processes, on a small model folder."""
+"""mlx_paged.generate and python -m mlx_paged as processes, on a small model folder."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from mlx_lm.generate import setup_arg_parser
 
 from mlx_paged.cli.generate import extend_parser
 from tests.patches.test_parity import _backing_tokenizer
+from tests.support import commands
 from tests.support.builders import COMMON, HEADS, build
 from tests.support.terminal import on_a_terminal
 
@@ -41,13 +42,7 @@ def save_model(path: Path, **changes: int) -> Path:
 
 
 def command(*args: object, module: str = "mlx_paged", **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", module, *map(str, args)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", **env},
-        timeout=300,
-    )
+    return commands.run(module, *args, **env)
 
 
 def generate(folder: Path, *args: object, module: str = "mlx_paged", **env: str) -> subprocess.CompletedProcess[str]:
@@ -235,9 +230,7 @@ def test_an_interrupt_ends_quietly(folder: Path, command_name: str) -> None:
 
 
 def test_the_end_of_input_ends_a_chat(folder: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "mlx_paged", "chat", "--model", folder], input="", capture_output=True, text=True
-    )
+    run = command("chat", "--model", folder)
     assert run.returncode == 0 and "Traceback" not in run.stderr
 
 
@@ -297,13 +290,8 @@ def test_chat_runs_on_the_pool(folder: Path) -> None:
     """Two turns of mlx_lm.chat give the same answers as stock's."""
     answers = []
     for module in ("mlx_lm", "mlx_paged"):
-        run = subprocess.run(
-            [sys.executable, "-m", module, "chat", "--model", folder, "--max-tokens", "12", "--seed", "0"],
-            input=f"{PROMPT}\nw7 w8 w9\nq\n",
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        options = ("--model", folder, "--max-tokens", 12, "--seed", 0)
+        run = command("chat", *options, module=module, input=f"{PROMPT}\nw7 w8 w9\nq\n")
         assert run.returncode == 0, run.stderr
         answers.append(re.findall(r"\bw\d+\b", run.stdout))
     assert answers[0] == answers[1]
@@ -312,7 +300,7 @@ def test_chat_runs_on_the_pool(folder: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_long_prefill_shows_a_bar_on_a_terminal(folder: Path) -> None:
-    long_prompt = " ".join(f"w{i % 300}" for i in range(3000))
+    long_prompt = " ".join(f"w{i % 300}" for i in range(1000))
     args = [
         "generate",
         "--model",
@@ -322,10 +310,10 @@ def test_long_prefill_shows_a_bar_on_a_terminal(folder: Path) -> None:
         "--max-tokens",
         "2",
         "--prefill-step-size",
-        "64",
+        "16",
     ]
     shown = on_a_terminal([sys.executable, "-m", "mlx_paged", *args, "--ignore-chat-template"])
-    assert b"prefill [#" in shown and b"/3000 tokens" in shown
+    assert b"prefill [#" in shown and b"/1000 tokens" in shown
     assert shown.rstrip().endswith(b"\x1b[K"), "the bar is cleared at the end"
-    quiet = generate(folder, "--prompt", long_prompt, "--prefill-step-size", 64)
+    quiet = generate(folder, "--prompt", long_prompt, "--prefill-step-size", 16)
     assert "prefill [" not in quiet.stderr

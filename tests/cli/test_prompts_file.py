@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import shutil
 import signal
@@ -28,6 +27,7 @@ from mlx_paged.cli.prompts_file import Counts, Prompt, Results, read_prompts
 from mlx_paged.cli.sampling import Sampling
 from mlx_paged.errors import PromptsFileError
 from tests.cli.test_command_line import save_model
+from tests.support import commands
 from tests.support.terminal import on_a_terminal
 
 # Reading -----------------------------------------------------------------------------------------------------------
@@ -244,14 +244,11 @@ TEXTS = [words(n, n) for n in (5, 90, 1, 33, 17, 60)]
 
 def arguments(folder: Path, *args: object) -> list[str]:
     fixed = ("generate", "--model", folder, "--max-tokens", 12, "--ignore-chat-template")
-    return [sys.executable, "-m", "mlx_paged", *map(str, fixed), *map(str, args)]
+    return [*map(str, fixed), *map(str, args)]
 
 
-def run(folder: Path, *args: object, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        arguments(folder, *args), capture_output=True, text=True, env=env, timeout=300, input=stdin, check=False
-    )
+def run(folder: Path, *args: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return commands.run("mlx_paged", *arguments(folder, *args), input=stdin)
 
 
 def records(text: str) -> list[dict[str, Any]]:
@@ -417,10 +414,11 @@ def test_a_step_that_fails_ends_the_prompts_in_it_and_no_others() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_the_bar_moves_during_the_first_prefill(folder: Path, tmp_path: Path) -> None:
     source = tmp_path / "prompts.txt"
-    source.write_text(words(6000, 1))
-    shown = on_a_terminal(arguments(folder, "--prompts-file", source, "--prefill-step-size", 64, "--max-tokens", 1))
+    source.write_text(words(2000, 1))
+    options = ("--prompts-file", source, "--prefill-step-size", 16, "--max-tokens", 1)
+    shown = on_a_terminal([sys.executable, "-m", "mlx_paged", *arguments(folder, *options)])
     counted = [int(each.replace(b",", b"")) for each in re.findall(rb"0/1 prompts, ([\d,]+) prompt tokens", shown)]
-    assert len(set(counted)) > 1 and counted == sorted(counted) and 0 < counted[0] < 6000
+    assert len(set(counted)) > 1 and counted == sorted(counted) and 0 < counted[0] < 2000
 
 
 def test_json_lines_with_chats_ids_and_a_prompt_too_large(folder: Path, expected: list[str], tmp_path: Path) -> None:
@@ -446,17 +444,17 @@ def test_a_killed_run_can_be_resumed(folder: Path, tmp_path: Path) -> None:
     texts = [words(20 + n, n) for n in range(40)]
     source.write_text("\n".join(texts))
     options = ("--prompts-file", source, "--output", out, "--batch-size", 2)
-    process = subprocess.Popen(
-        arguments(folder, *options), stderr=subprocess.PIPE, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}
-    )
+    errors = tmp_path / "errors.txt"
+    with errors.open("w") as log:
+        process = commands.start("mlx_paged", *arguments(folder, *options), stdout=log, stderr=log)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and (not out.exists() or out.read_text().count("\n") < 5):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=300)
+    code = process.wait(300)
     kept = out.read_text().splitlines()
-    if process.returncode != 0:  # it may have been too quick for us
-        assert process.returncode == 130 and "--resume" in errors
+    if code != 0:  # it may have been too quick for us
+        assert code == 130 and "--resume" in errors.read_text()
         assert 5 <= len(kept) < 40
         refused = run(folder, *options)
         assert refused.returncode == 1 and "--resume" in refused.stderr

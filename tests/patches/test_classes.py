@@ -276,7 +276,13 @@ def make_folder(name: str, tokenizer: Path, folder: Path) -> Path:
     return folder
 
 
+QUICK = ("sinks", "hybrid", "shared keys")  # windows, states, and layers that read others' blocks
+
+
 @pytest.mark.demo_model
+@pytest.mark.parametrize(
+    "case", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in MODELS], indirect=True
+)
 def test_the_server(case: Case, demo_model_folder: Path, tmp_path: Path) -> None:
     """Two chats at a time that share a system prompt, the first again, one with a draft model, and the first again."""
     mlx_lm = importlib.import_module("mlx_lm")

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from tests.support import commands
+
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench.py"
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=120)
+    return commands.run(SCRIPT, *arguments, timeout=120)
 
 
 @pytest.fixture(scope="module")

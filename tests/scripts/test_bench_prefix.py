@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.support import commands
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_prefix.py"
 
 
 def test_sharing_computes_and_stores_each_token_once(tmp_path: Path) -> None:
     sizes = ["--prefix", "192", "--suffix", "16", "--sharers", "4", "--decode-tokens", "4", "--kv-block-size", "16"]
-    command = [sys.executable, str(SCRIPT), "--random", "tiny", *sizes, "--pattern", "burst", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    arguments = ["--random", "tiny", *sizes, "--pattern", "burst", "--out", str(tmp_path)]
+    done = commands.run(SCRIPT, *arguments, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "burst: 4/4 answers the same on all sides" in done.stdout
     results = json.loads((tmp_path / "prefix.json").read_text())["results"]

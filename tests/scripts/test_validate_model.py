@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import commands
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "validate_model.py"
 SMALL = ["--random", "tiny", "--contexts", "40,100", "--tokens", "6", "--chunk", "32"]
 
 
 def run(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
-    program = [str(SCRIPT)] if code is None else ["-c", code]
-    return subprocess.run([sys.executable, *program, *arguments], capture_output=True, text=True, check=False)
+    if code is None:
+        return commands.run(SCRIPT, *arguments)
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
 
 
 def test_the_gather_path_is_stock_to_the_bit() -> None:

@@ -6,8 +6,6 @@ from __future__ import annotations
 import importlib
 import json
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support import commands
 from tests.support.server_process import ServerProcess
 from tests.support.tiny_model import make_tiny_model
 
@@ -355,8 +354,7 @@ def test_a_server_that_cannot_start_says_why_and_ends(server: ServerProcess, fol
         (["--no-prefix-cache", "--prefix-cache-ttl", "1"], "leaves nothing"),
         (["--kv-block-size", "7"], "power of two"),
     ):
-        command = [sys.executable, "-m", "mlx_paged", "server", "--model", str(folder), *flags]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = commands.run("mlx_paged", "server", "--model", folder, *flags, timeout=60)
         assert done.returncode in (1, 2) and words in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +18,7 @@ import pytest
 from mlx_paged.patches.response_generator import PagedResponseGenerator
 from mlx_paged.patches.server import NoPromptCache
 from mlx_paged.serve.request_body import RequestRefused
+from tests.support import commands
 from tests.support.server_process import Answer, ServerProcess
 from tests.support.tiny_model import make_tiny_model
 
@@ -140,15 +138,18 @@ def test_arguments_of_the_renderer_are_refused(server: ServerProcess) -> None:
     assert server.post(CHAT, chat(chat_template_kwargs=brought), **KEY).json["usage"]["prompt_tokens"] < 5
 
 
-def test_a_template_that_never_ends_holds_up_nobody(server: ServerProcess) -> None:
+@pytest.mark.parametrize("stays", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_template_that_never_ends_holds_up_nobody(server: ServerProcess, stays: bool) -> None:
+    """Whether its client goes or stays for the end of the time that there is for a prompt."""
     raw = json.dumps(chat(chat_template_kwargs={"chat_template": ENDLESS})).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nAuthorization: Bearer one\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", server.port), timeout=90) as client:
         client.sendall(head + raw)
         for _ in range(3):
             assert server.post(CHAT, chat(), timeout=60, **KEY).status == 200
-        answer = b"".join(iter(lambda: client.recv(65536), b""))
-    assert b" 400 " in answer[:20] and b"was not made within" in answer
+        if stays:
+            answer = b"".join(iter(lambda: client.recv(65536), b""))
+            assert b" 400 " in answer[:20] and b"was not made within" in answer
     server.wait_until(lambda: server.get("/v1/cache/stats", **KEY).json["running"]["waiting"] == 0)
 
 
@@ -158,8 +159,9 @@ def test_others_get_their_tokens_while_a_huge_prompt_is_made(server: ServerProce
     # Several, one after the other: on a slow machine a single one may be over before anybody else is answered.
     threads = [
         threading.Thread(target=lambda: huge.append(server.post(COMPLETIONS, body, timeout=240, **KEY)))
-        for _ in range(8)
+        for _ in range(4)
     ]
+    assert server.post(COMPLETIONS, {"prompt": "Hello", "max_tokens": 2}, **KEY).status == 200  # its process is up
     for thread in threads:
         thread.start()
     before = 0
@@ -275,13 +277,13 @@ def test_another_model_takes_the_place_of_the_present_one(
     for model in ("default_model", str(other), str(other), folder.name):
         answer = server.post(COMPLETIONS, {"prompt": "Hello there", "max_tokens": 4, "model": model})
         assert answer.status == 200, answer.body
-    bodies = [{"prompt": "x", "max_tokens": 2, "model": model} for model in 3 * [str(other), folder.name]]
+    bodies = [{"prompt": "x", "max_tokens": 2, "model": model} for model in 2 * [str(other), folder.name]]
     together = [threading.Thread(target=server.post, args=(COMPLETIONS, body)) for body in bodies]
     for thread in together:
         thread.start()
     for thread in together:
         thread.join(60)
-    assert server.stats()["server"]["requests"] == {"ok": 10, "refused": 0, "failed": 0, "cancelled": 0}
+    assert server.stats()["server"]["requests"] == {"ok": 8, "refused": 0, "failed": 0, "cancelled": 0}
     assert server.stop() == 0 and "Traceback" not in server.log
 
 
@@ -310,7 +312,6 @@ def test_addresses_that_are_none_are_bad_requests(server: ServerProcess) -> None
 
 
 def test_what_can_serve_nobody_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mlx_paged", "server", "--model", str(folder), "--port", "0"]
     broken = tmp_path / "broken"
     shutil.copytree(folder, broken)
     (broken / "model.safetensors").write_bytes(b"x" * 1000)
@@ -321,9 +322,7 @@ def test_what_can_serve_nobody_is_refused_at_the_start(folder: Path, tmp_path: P
         ([], {"MLX_PAGED_API_KEY": ""}, "MLX_PAGED_API_KEY holds an empty API key"),
         (["--api-key", " "], {}, "--api-key holds an empty API key"),
     ):
-        done = subprocess.run(
-            [*command, *flags], capture_output=True, text=True, timeout=120, env={**os.environ, **env}
-        )
+        done = commands.run("mlx_paged", "server", "--model", folder, "--port", 0, *flags, timeout=120, **env)
         assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
@@ -340,7 +339,7 @@ def test_health_tells_loading_from_ready(folder: Path, tmp_path: Path, monkeypat
         return answer.status == 200
 
     monkeypatch.setattr(ServerProcess, "is_up", property(look))
-    server = ServerProcess(folder, tmp_path)
+    server = ServerProcess(folder, tmp_path, cold=True)
     assert seen == {(503, "loading"), (200, "ok")}
     assert server.stop() == 0, server.log
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tests.support.commands import start
 
 START_SECONDS = 120
 
@@ -28,20 +28,18 @@ class Answer(NamedTuple):
 
 
 class ServerProcess:
-    """``python -m mlx_paged server`` as users start it. ``log`` is what it printed."""
+    """``python -m mlx_paged server``. ``log`` is what it printed. If it is to start cold, nothing is imported yet."""
 
-    def __init__(self, model: Path, folder: Path, *flags: str, command: str = "mlx_paged", **env: str) -> None:
+    def __init__(
+        self, model: Path, folder: Path, *flags: str, command: str = "mlx_paged", cold: bool = False, **env: str
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.log_file = folder / f"server-{self.port}.log"
+        arguments = ("server", "--model", model, "--port", self.port, *flags)
         with self.log_file.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", command, "server", "--model", str(model), "--port", str(self.port), *flags],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", **env},
-            )
+            self.process = start(command, *arguments, stdout=log, stderr=log, cold=cold, **env)
         self.wait_until(lambda: self.is_up, START_SECONDS)
 
     @property

@@ -1,0 +1,322 @@
+"""Engine: each request gets its own tokens, each once, whoever else runs, waits, fails or goes."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_paged.errors import RequestTooLargeError
+from mlx_paged.prefix.detached import SharedPrefixes
+from mlx_paged.prefix.radix import RadixTree
+from tests.support.toy_engine import BLOCK_SIZE, ToyEngine, answer, caches_of, greedy, make_pool, prompt_of
+from tests.support.without_collector import without_collector
+
+LENGTHS = (1, 5, 23, 40, 3, 16, 17)
+
+
+def assert_answered(engine: ToyEngine, uid: int, prompt: list[int], num_tokens: int) -> None:
+    tokens = answer(prompt, num_tokens)
+    assert engine.tokens(uid) == tokens
+    assert [response.finish_reason for response in engine.responses[uid]] == [None] * (num_tokens - 1) + ["length"]
+    # The last token is delivered, but nobody had to compute what comes after it.
+    assert engine.responses[uid][-1].all_tokens == [*prompt, *tokens]
+    assert engine.progress[uid][-1] == (len(prompt), len(prompt))
+    assert engine.progress[uid] == sorted(set(engine.progress[uid])), "each step forward is told once"
+
+
+def let_go(engine: ToyEngine) -> None:
+    """Drop the answers, whose last ones hold their requests' caches."""
+    engine.responses.clear()
+    engine.pool.check_integrity()
+
+
+def test_requests_together_are_answered_as_alone() -> None:
+    pool = make_pool()
+    engine = ToyEngine(pool)
+    prompts = [prompt_of(length, seed=length) for length in LENGTHS]
+    uids = [engine.add(prompt, max_tokens=6 + i) for i, prompt in enumerate(prompts)]
+    engine.run()
+    for i, (uid, prompt) in enumerate(zip(uids, prompts, strict=True)):
+        assert_answered(engine, uid, prompt, 6 + i)
+    assert max(engine.model.call_sizes) >= 5, "they decode together"
+    assert not engine.failures and not engine.step()
+    let_go(engine)
+    assert pool.stats().live_blocks == 0
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_no_more_requests_run_than_may(most: int) -> None:
+    engine = ToyEngine(make_pool(), completion_batch_size=most)
+    prompts = [prompt_of(length, seed=length) for length in LENGTHS]
+    uids = [engine.add(prompt, max_tokens=5) for prompt in prompts]
+    engine.run()
+    for uid, prompt in zip(uids, prompts, strict=True):
+        assert_answered(engine, uid, prompt, 5)
+    assert max(engine.model.call_sizes) == most
+
+
+def test_requests_join_while_others_run() -> None:
+    engine = ToyEngine(make_pool())
+    first = engine.add(prompt_of(9), max_tokens=20)
+    for _ in range(8):
+        engine.step()
+    assert 0 < len(engine.tokens(first)) < 20
+    second = engine.add(prompt_of(30, seed=1), max_tokens=4)
+    engine.run()
+    assert_answered(engine, first, prompt_of(9), 20)
+    assert_answered(engine, second, prompt_of(30, seed=1), 4)
+
+
+def test_a_stop_ends_a_request_with_the_token_that_it_came_with() -> None:
+    engine = ToyEngine(make_pool())
+    tokens = answer(prompt_of(5), 12)
+    stop = next(token for i, token in enumerate(tokens) if i > 3 and token not in tokens[:i])
+    stopped = engine.add(prompt_of(5), max_tokens=12, stops_at=lambda token: token == stop)
+    other = engine.add(prompt_of(7), max_tokens=12)
+    engine.run()
+    assert engine.tokens(stopped) == tokens[: tokens.index(stop) + 1]
+    assert engine.responses[stopped][-1].finish_reason == "stop"
+    assert_answered(engine, other, prompt_of(7), 12)
+
+
+# Memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_pool_has_the_youngest_make_room_and_no_token_comes_twice() -> None:
+    pool = make_pool(num_blocks=14)
+    engine = ToyEngine(pool)
+    prompts = [prompt_of(length, seed=length) for length in (12, 10, 8)]
+    uids = [engine.add(prompt, max_tokens=20) for prompt in prompts]
+    engine.run()
+    for uid, prompt in zip(uids, prompts, strict=True):
+        assert_answered(engine, uid, prompt, 20)
+    assert pool.stats().preemptions == engine.engine.scheduler.preemptions > 0
+    assert not engine.failures
+    let_go(engine)
+    assert pool.stats().live_blocks == 0
+
+
+MOST = 9 * BLOCK_SIZE - 1  # a token is computed ahead of the one that is delivered
+
+
+@pytest.mark.parametrize("num_tokens", [MOST, MOST + 1])
+def test_what_the_whole_budget_could_not_hold_is_refused_and_what_it_just_holds_runs(num_tokens: int) -> None:
+    pool = make_pool(num_blocks=10)  # one of them nobody's
+    engine = ToyEngine(pool)
+    prompt = prompt_of(num_tokens)
+    if num_tokens > MOST:
+        with pytest.raises(RequestTooLargeError):
+            engine.add(prompt, max_tokens=1)
+        assert not engine.step()
+    else:
+        uid = engine.add(prompt, max_tokens=1)
+        engine.run()
+        assert_answered(engine, uid, prompt, 1)
+    small = engine.add(prompt_of(3), max_tokens=3)
+    engine.run()
+    assert engine.tokens(small) == answer(prompt_of(3), 3)
+
+
+def test_a_finished_requests_cache_is_given_up_for_others() -> None:
+    pool = make_pool(num_blocks=10)
+    engine = ToyEngine(pool)
+    first = engine.add(prompt_of(20), max_tokens=4)
+    engine.run()
+    last = engine.responses[first][-1]
+    assert last.row is not None and pool.stats().live_blocks > 0
+    second = engine.add(prompt_of(24, seed=1), max_tokens=4)
+    engine.run()
+    assert last.row is None, "nobody had looked at it"
+    assert_answered(engine, second, prompt_of(24, seed=1), 4)
+
+
+# Prefixes ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_prefix_that_was_computed_is_not_computed_again() -> None:
+    pool = make_pool()
+    tree = RadixTree(pool)
+    engine = ToyEngine(pool, prefixes=SharedPrefixes(tree))
+    prompt = prompt_of(22)
+    first = engine.add(prompt, max_tokens=6)
+    engine.run()
+    computed = engine.engine.computed_prompt_tokens
+    later = [*prompt, *answer(prompt, 6), 1, 2, 3]
+    second = engine.add(later, max_tokens=6)
+    engine.run()
+    assert_answered(engine, first, prompt, 6)
+    assert_answered(engine, second, later, 6)
+    num_cached = engine.responses[second][0].num_cached
+    assert num_cached >= len(prompt) + 6 - 1  # the last token may not have been computed
+    assert engine.engine.computed_prompt_tokens - computed == len(later) - num_cached
+    tree.check_integrity()
+
+
+def test_a_given_cache_is_gone_on_from_and_stays_as_it_is() -> None:
+    pool = make_pool()
+    engine = ToyEngine(pool)
+    prompt = prompt_of(10)
+    first = engine.add(prompt, max_tokens=5)
+    engine.run()
+    row = engine.responses[first][-1].row
+    assert row is not None and row.caches is not None
+    given, known = row.caches, list(engine.responses[first][-1].all_tokens or ())
+    held = given[0].offset
+    known = known[:held]
+    uids = [engine.add([7, seed], caches=given, history=known, max_tokens=5) for seed in (1, 2)]
+    engine.run()
+    for uid, seed in zip(uids, (1, 2), strict=True):
+        assert engine.tokens(uid) == answer([*known, 7, seed], 5)
+        assert engine.responses[uid][-1].all_tokens == [*known, 7, seed, *engine.tokens(uid)]
+    assert given[0].offset == held
+    pool.check_integrity()
+
+
+# Requests that go -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 6])
+def test_a_request_that_is_removed_holds_nothing_and_says_nothing(num_steps: int) -> None:
+    pool = make_pool()
+    engine = ToyEngine(pool)
+    gone = engine.add(prompt_of(20), max_tokens=30)
+    stays = engine.add(prompt_of(6, seed=1), max_tokens=12)
+    for _ in range(num_steps):
+        engine.step()
+    engine.engine.remove([gone, 77])
+    said = len(engine.responses[gone])
+    engine.run()
+    assert len(engine.responses[gone]) == said
+    assert_answered(engine, stays, prompt_of(6, seed=1), 12)
+    let_go(engine)
+    assert pool.stats().live_blocks == 0
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_what_a_request_that_is_ended_has_computed_is_found_by_others(finished: bool) -> None:
+    """All of it where it has finished; whole blocks where it was cancelled."""
+    pool = make_pool()
+    engine = ToyEngine(pool, prefixes=SharedPrefixes(RadixTree(pool)))
+    prompt = prompt_of(18)
+    uid = engine.add(prompt, max_tokens=30)
+    while len(engine.tokens(uid)) < 5:
+        engine.step()
+    engine.engine.remove([uid], finished=finished)
+    later = [*prompt, *answer(prompt, 20)]
+    second = engine.add(later, max_tokens=2)
+    engine.run()
+    found = engine.responses[second][0].num_cached
+    assert found >= (len(prompt) + 5 if finished else (len(prompt) + 5) // BLOCK_SIZE * BLOCK_SIZE)
+    assert engine.tokens(second) == answer(later, 2)
+
+
+def test_an_extracted_cache_is_a_copy_that_others_do_not_change() -> None:
+    pool = make_pool()
+    engine = ToyEngine(pool)
+    prompt = prompt_of(6)
+    uid = engine.add(prompt, max_tokens=20)
+    while len(engine.tokens(uid)) < 4:
+        engine.step()
+    caches, tokens = engine.engine.extract(uid)
+    assert tokens == [*prompt, *answer(prompt, 20)][: len(tokens)] and caches[0].offset == len(tokens)
+    engine.run()
+    assert_answered(engine, uid, prompt, 20)
+    again = engine.add([5], caches=copy.deepcopy(caches), history=tokens, max_tokens=6)
+    engine.run()
+    assert engine.tokens(again) == answer([*tokens, 5], 6)
+
+
+# Failures ---------------------------------------------------------------------------------------------------------
+
+
+def raising(*_: Any) -> Any:
+    raise ValueError("out of luck")
+
+
+def after(calls: int, then: Any) -> Any:
+    """A sampler, or a matcher, that goes wrong after so many calls."""
+    left = [calls]
+
+    def called(value: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            return then(value)
+        return greedy(value) if isinstance(value, mx.array) else False
+
+    return called
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampler": after(0, raising)},
+        {"sampler": after(3, raising)},
+        {"stops_at": after(3, raising)},
+        {"processors": [raising]},
+    ],
+    ids=["sampler at first", "sampler later", "matcher", "processor"],
+)
+def test_a_request_that_fails_is_told_once_and_the_others_go_on(options: dict[str, Any]) -> None:
+    pool = make_pool()
+    engine = ToyEngine(pool)
+    before = engine.add(prompt_of(9), max_tokens=10)
+    bad = engine.add(prompt_of(12, seed=1), max_tokens=10, **options)
+    later = engine.add(prompt_of(14, seed=2), max_tokens=10)
+    engine.run()
+    assert set(engine.failures) == {bad}
+    assert "out of luck" in str(engine.failures[bad])
+    assert engine.tokens(bad) == answer(prompt_of(12, seed=1), 10)[: len(engine.tokens(bad))]
+    assert_answered(engine, before, prompt_of(9), 10)
+    assert_answered(engine, later, prompt_of(14, seed=2), 10)
+    let_go(engine)
+    assert pool.stats().live_blocks == 0
+
+
+@pytest.mark.parametrize("where", ["prompt", "answer"])
+def test_a_model_call_that_fails_for_one_row_fails_that_row_alone(where: str) -> None:
+    engine = ToyEngine(make_pool())
+    prompts = [[0, 0, 0], [1, 2, 3], [4, 5]]
+    answers = [answer(prompt, 10) for prompt in prompts]
+    said = prompts[1][1] if where == "prompt" else next(t for t in answers[1] if t not in answers[0] + answers[2])
+    others = {token for i in (0, 2) for token in (*prompts[i], *answers[i])}
+    assert said not in others, "the poison would hit others"
+    engine.model.poison = said
+    uids = [engine.add(prompt, max_tokens=10) for prompt in prompts]
+    engine.run()
+    assert set(engine.failures) == {uids[1]} and "poisoned" in str(engine.failures[uids[1]])
+    for i in (0, 2):
+        assert_answered(engine, uids[i], prompts[i], 10)
+    engine.pool.check_integrity()
+
+
+def test_a_failure_of_a_request_that_was_removed_is_not_told() -> None:
+    engine = ToyEngine(make_pool())
+    bad = engine.add(prompt_of(4), max_tokens=4, sampler=raising)
+    engine.engine.next()  # its prompt
+    engine.engine.remove([bad])
+    engine.run()
+    assert not engine.failures
+
+
+# Its end ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_is_dropped_goes_at_once_with_all_it_holds() -> None:
+    pool = make_pool()
+    with without_collector():
+        engine = ToyEngine(pool)
+        engine.add(prompt_of(20), max_tokens=20)
+        engine.add(prompt_of(8), max_tokens=20)
+        for _ in range(5):
+            engine.step()
+        assert pool.stats().live_blocks > 0
+        gone = weakref.ref(engine.engine)
+        del engine
+        assert gone() is None
+    assert pool.stats().live_blocks == 0
+    caches = caches_of(pool)
+    assert caches[0].offset == 0

@@ -1,0 +1,175 @@
+"""PoolBudget: what it lets through can be appended, whatever comes first; what it refuses could not."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged.errors import PoolExhaustedError
+from mlx_paged.kv.block_table import BlockTable
+from mlx_paged.kv.budget import Append, PoolBudget
+from mlx_paged.kv.group import LayerGroup
+from mlx_paged.kv.pool import BlockPool
+from tests.support.pools import BLOCK_BYTES, kv
+
+SIZE, CHUNK = 4, 6
+WINDOWS = [(None,), (9,), (None, 9), (1, None)]
+
+
+def pool_of(windows: Sequence[int | None], num_blocks: int) -> BlockPool:
+    """One layer in each group; a budget of so many blocks, null blocks included."""
+    groups = [LayerGroup((layer,), window, f"group {layer}") for layer, window in enumerate(windows)]
+    pool = BlockPool(groups, block_size=SIZE, memory_budget=num_blocks * BLOCK_BYTES)
+    for layer in range(len(windows)):
+        pool.set_geometry(layer, *kv(0, 1), batch=1)
+    return pool
+
+
+def new_tables(pool: BlockPool) -> list[BlockTable]:
+    return [pool.new_table(group) for group in range(len(pool.groups))]
+
+
+def extend(pool: BlockPool, tables: Sequence[BlockTable], num_tokens: int) -> None:
+    for layer, table in enumerate(tables):
+        pool.append_tokens(table, num_tokens)
+        x = mx.full((1, 2, num_tokens, 8), float(table.length))
+        pool.write_prefill(table, layer, x, x)
+
+
+def lengths_that_are_held(budget: PoolBudget) -> int:
+    """The longest sequence that the budget holds."""
+    return next(n for n in itertools.count(1) if not budget.holds(n + 1))
+
+
+def extend_until_full(pool: BlockPool, most: int) -> int:
+    """How long a sequence can get in an empty pool, a chunk at a time."""
+    tables = new_tables(pool)
+    while tables[0].length < most:
+        try:
+            extend(pool, tables, min(CHUNK, most - tables[0].length))
+        except PoolExhaustedError:
+            break
+    return tables[0].length
+
+
+@pytest.mark.parametrize("num_blocks", [4, 7, 12])
+def test_without_a_window_holds_is_what_the_pool_can_take_to_the_token(num_blocks: int) -> None:
+    budget = PoolBudget(pool_of((None,), num_blocks), chunk=CHUNK)
+    assert lengths_that_are_held(budget) == (num_blocks - 1) * SIZE
+    pool = pool_of((None,), num_blocks)
+    tables = new_tables(pool)
+    extend(pool, tables, (num_blocks - 1) * SIZE)
+    with pytest.raises(PoolExhaustedError):
+        extend(pool, tables, 1)
+
+
+@pytest.mark.parametrize("windows", WINDOWS, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 17, 90])
+def test_a_sequence_that_the_least_budget_holds_runs_in_it_and_not_in_half(
+    windows: tuple[int | None, ...], num_tokens: int
+) -> None:
+    least = PoolBudget(pool_of(windows, 1000), chunk=CHUNK).bytes_for(num_tokens)
+    assert least % BLOCK_BYTES == 0
+    for num_blocks, is_held in ((least // BLOCK_BYTES, True), (least // BLOCK_BYTES - 1, False)):
+        pool = pool_of(windows, num_blocks)
+        assert PoolBudget(pool, chunk=CHUNK).holds(num_tokens) is is_held
+        if is_held:
+            assert extend_until_full(pool, num_tokens) == num_tokens
+    if num_tokens > SIZE:
+        assert (
+            extend_until_full(pool_of(windows, least // BLOCK_BYTES // 2 + len(windows) - 1), num_tokens) < num_tokens
+        )
+
+
+def test_behind_a_window_any_length_is_held_once_the_window_and_a_chunk_are() -> None:
+    budget = PoolBudget(pool_of((9,), 6), chunk=CHUNK)
+    assert budget.holds(100_000) and budget.bytes_for(100_000) == budget.bytes_for(1000)
+    assert not PoolBudget(pool_of((9,), 4), chunk=CHUNK).holds(100_000)
+
+
+@pytest.mark.parametrize("windows", WINDOWS, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_fits_can_be_appended_in_any_order(windows: tuple[int | None, ...], seed: int) -> None:
+    """Sequences with shared and partial last blocks. What does not fit cannot be appended either, where there is no
+    window and nothing is shared: the last one that writes to a shared block need not copy it."""
+    rng = np.random.default_rng(seed)
+    pool = pool_of(windows, sum(17 if window is None else 10 for window in windows))
+    budget = PoolBudget(pool, chunk=CHUNK)
+    sequences = [new_tables(pool) for _ in range(4)]
+    fitted = refused = 0
+    for _ in range(150):
+        growth = [int(rng.integers(1, CHUNK + 1)) if rng.random() < 0.3 else 1 for _ in sequences]
+        fits = budget.fits(list(zip(sequences, growth, strict=True)))
+        fitted, refused = fitted + fits, refused + (not fits)
+        order = rng.permutation(len(sequences))
+        is_exact = windows == (None,) and pool.stats().shared_blocks == 0
+        try:
+            for index in order:
+                extend(pool, sequences[index], growth[index])
+            assert fits or not is_exact, "refused, although there was room"
+        except PoolExhaustedError:
+            assert not fits
+        if not fits:
+            index = int(rng.integers(len(sequences)))
+            for table in sequences[index]:
+                pool.release_table(table)
+            other = sequences[index - 1]
+            sequences[index] = new_tables(pool) if rng.random() < 0.5 else [pool.fork(table) for table in other]
+        pool.check_integrity()
+    assert fitted > 20 and refused > 5
+
+
+def test_a_forked_append_counts_the_copy_of_the_block_that_it_begins_in() -> None:
+    pool = pool_of((None,), 5)  # one is nobody's, two are held, two are left
+    budget = PoolBudget(pool, chunk=CHUNK)
+    tables = new_tables(pool)
+    extend(pool, tables, 6)
+    assert budget.fits([Append(tables, 10)])
+    assert budget.fits([Append(tables, 6, forked=True)]) and not budget.fits([Append(tables, 7, forked=True)])
+    fork = [pool.fork(table) for table in tables]
+    extend(pool, fork, 6)
+    with pytest.raises(PoolExhaustedError):
+        extend(pool, fork, 1)
+    assert tables[0].length == 6
+
+
+def test_asking_changes_nothing_that_can_be_seen() -> None:
+    pool = pool_of((None, None), 40)
+    budget = PoolBudget(pool, chunk=CHUNK)
+    tables = new_tables(pool)
+    extend(pool, tables, 13)
+    before = pool.stats(), [list(table.block_ids) for table in tables]
+    assert budget.fits([(tables, 5), (None, 20)]) and not budget.fits([(tables, 400)])
+    assert budget.holds(30) and not budget.holds(4000) and budget.fits_blocks(3)
+    budget.exhausted(tables, 400)
+    assert (pool.stats(), [list(table.block_ids) for table in tables]) == before
+
+
+def test_what_a_window_is_going_to_release_is_released_where_that_makes_room() -> None:
+    pool = pool_of((5,), 6)  # five of them somebody's
+    budget = PoolBudget(pool, chunk=16)
+    tables = new_tables(pool)
+    extend(pool, tables, 16)
+    assert not budget.fits_blocks(2)
+    assert budget.fits([(tables, 4), (None, 12)])
+    assert pool.stats().live_blocks < 4, "blocks that no token sees any more"
+    extend(pool, tables, 4)
+    extend(pool, new_tables(pool), 12)
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, None)], ids=["one group", "two"])
+def test_the_error_names_what_the_append_would_name(windows: tuple[None, ...]) -> None:
+    pool = pool_of(windows, 3 * len(windows))
+    tables = new_tables(pool)
+    extend(pool, tables, 5)
+    error = PoolBudget(pool, chunk=CHUNK).exhausted(tables, 9)
+    assert error.blocks_needed == 2 * len(windows) and error.bytes_needed == error.blocks_needed * BLOCK_BYTES
+    assert (error.budget_bytes, error.bytes_reserved) == (pool.memory_budget, pool.stats().bytes_reserved)
+    if len(windows) == 1:
+        with pytest.raises(PoolExhaustedError) as caught:
+            pool.append_tokens(tables[0], 9)
+        assert vars(caught.value) == vars(error)

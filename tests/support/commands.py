@@ -1,0 +1,146 @@
+"""Commands and scripts as processes of their own, without the imports of each: a warm interpreter forks for them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import mlx.core as mx
+
+ROOT = Path(__file__).parents[2]
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+# A process that knows a GPU, or macOS's frameworks, must not fork.
+FORKS = sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu)
+
+
+class Process(Protocol):
+    """What tests use of :class:`subprocess.Popen`."""
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+    def kill(self) -> None: ...
+
+
+class WarmProcess:
+    """A command that a warm interpreter runs in a fork of itself."""
+
+    def __init__(self, pid: int, status: IO[bytes]) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._status = status
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._status], [], [], 0)[0]:
+            self.returncode = int(self._status.readline())
+            self._status.close()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None and not select.select([self._status], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+@functools.cache
+def _interpreter() -> socket.socket:
+    """Where this process asks its warm interpreter, which ends with it."""
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a message is never cut
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.warm_interpreter", str(theirs.fileno())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        cwd=ROOT,
+        env={**os.environ, **OFFLINE},
+        pass_fds=[theirs.fileno()],
+    )
+    theirs.close()
+
+    def end() -> None:
+        ours.close()
+        process.wait(30)
+
+    atexit.register(end)
+    return ours
+
+
+def start(
+    program: str | Path,
+    *args: object,
+    stdin: IO[Any] | None = None,
+    stdout: IO[Any],
+    stderr: IO[Any],
+    cwd: Path | None = None,
+    cold: bool = False,
+    **env: str,
+) -> Process:
+    """``python -m program args``, or ``python program args`` of a script, on files.
+
+    Args:
+        env: variables beside those of this process.
+        cold: in a new interpreter, as users start it. The others differ in what they need not import.
+    """
+    arguments, where = [str(arg) for arg in args], str(cwd or Path.cwd())
+    variables = {**os.environ, **OFFLINE, **env}
+    with open(os.devnull) as nothing:
+        if cold or not FORKS:
+            named = [str(program)] if isinstance(program, Path) else ["-m", program]
+            command = [sys.executable, *named, *arguments]
+            return subprocess.Popen(
+                command, stdin=stdin or nothing, stdout=stdout, stderr=stderr, cwd=where, env=variables
+            )
+        task = json.dumps({"program": str(program), "args": arguments, "env": variables, "cwd": where}).encode()
+        read, write = os.pipe()
+        fds = [(stdin or nothing).fileno(), stdout.fileno(), stderr.fileno(), write]
+        socket.send_fds(_interpreter(), [task], fds)
+    os.close(write)
+    status = os.fdopen(read, "rb", buffering=0)
+    pid = status.readline()
+    assert pid, "the warm interpreter has ended"
+    return WarmProcess(int(pid), status)
+
+
+def run(
+    program: str | Path,
+    *args: object,
+    input: str = "",
+    cwd: Path | None = None,
+    timeout: float = 300,
+    cold: bool = False,
+    **env: str,
+) -> subprocess.CompletedProcess[str]:
+    """The command's exit status and what it wrote, when it is over."""
+    with contextlib.ExitStack() as files:
+        stdin, out, err = (files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3))
+        stdin.write(input)
+        stdin.seek(0)
+        process = start(program, *args, stdin=stdin, stdout=out, stderr=err, cwd=cwd, cold=cold, **env)
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(30)
+            raise
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess([str(program), *map(str, args)], code, out.read(), err.read())

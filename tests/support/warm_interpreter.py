@@ -1,0 +1,92 @@
+"""An interpreter that has imported what commands import, and forks for each of them: ``python -m
+tests.support.warm_interpreter FD``. See :mod:`tests.support.commands`, which talks to it through the socket FD."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+from typing import Any
+
+# What takes most of a command's start. No module that is run, and nothing that starts MLX's threads.
+PRELOADED = (
+    "mlx_lm",
+    "mlx_lm.generate",
+    "mlx_lm.server",
+    "mlx_lm.models.gemma3_text",
+    "mlx_lm.models.llama",
+    "mlx_lm.models.mamba",
+    "mlx_lm.models.qwen3",
+    "mlx_paged.cli.doctor",
+    "mlx_paged.cli.generate",
+    "mlx_paged.cli.server",
+    "mlx_paged.patches",
+    "mlx_paged.patches.server",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.tokenization_utils_tokenizers",
+)
+
+
+def next_task(requests: socket.socket) -> dict[str, Any] | None:
+    """Returns in a process that is to run the task, its standard streams in place; None when nobody asks any more."""
+    while True:
+        message, fds, _, _ = socket.recv_fds(requests, 1 << 20, 4)
+        if not message:
+            return None
+        if os.fork() == 0:
+            status = fds[3]
+            pid = os.fork()
+            if pid == 0:
+                for target, fd in enumerate(fds[:3]):
+                    os.dup2(fd, target)
+                os.closerange(3, max(*fds, requests.fileno()) + 1)
+                requests.detach()
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                return json.loads(message)
+            os.write(status, f"{pid}\n".encode())
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            os.write(status, f"{code}\n".encode())
+            os._exit(0)
+        for fd in fds:
+            os.close(fd)
+        while any(_ended()):  # keepers of commands that are over
+            pass
+
+
+def _ended() -> tuple[int, int]:
+    try:
+        return os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return 0, 0
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the tests is theirs
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.freeze()
+    task = next_task(requests)
+    if task is None:
+        return
+    gc.unfreeze()
+    os.environ.clear()
+    os.environ.update(task["env"])
+    os.chdir(task["cwd"])
+    program = task["program"]
+    sys.argv = [program, *task["args"]]
+    if program.endswith(".py"):
+        sys.path[0] = os.path.dirname(program)
+        runpy.run_path(program, run_name="__main__")
+    else:
+        sys.path[0] = task["cwd"]
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
