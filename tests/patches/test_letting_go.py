@@ -15,10 +15,11 @@ from mlx_lm.models import cache as upstream
 
 import mlx_paged
 from mlx_paged import PagedConfig, PoolExhaustedError, RequestFailedError
-from mlx_paged.patches.generate import PagedBatchGenerator
-from mlx_paged.patches.prefix_cache import PagedPromptCache
-from mlx_paged.patches.served_batch import AnswerQueue, Served, ServedBatch
-from mlx_paged.serve.server_stats import ServerStats
+from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
+from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
+from mlx_paged.patches.server.answer_queue import AnswerQueue
+from mlx_paged.patches.server.served_batch import Served, ServedBatch
+from mlx_paged.serve.report.server_stats import ServerStats
 from scripts import model_configs
 from tests.patches.test_parity import PlainTokenizer
 from tests.support.batch_runs import generator, kv_budget

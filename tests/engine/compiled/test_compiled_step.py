@@ -18,7 +18,7 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine.compiled import compiled_step
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.patches import compiled
+from mlx_paged.patches.models import compiled
 from tests.support.batch_runs import Outcome, Spec, generator, run_all
 from tests.support.builders import KINDS, build, greedy, prompt_of
 from tests.support.fake_kernels import FakeKernels, fake_kernels
