@@ -12,6 +12,7 @@ import mlx.core as mx
 from ..attention import dispatch
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
+from ..kv.scoring import Scoring
 from ..kv.storage.in_place import InPlaceStorage
 from ..kv.turn import in_turn
 
@@ -102,32 +103,25 @@ class LazyKV:
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        *,
-        scale: float,
-        mask: mx.array | str | None,
-        sinks: mx.array | None,
+        scoring: Scoring,
     ) -> mx.array:
         """Attention of ``[B, n_q_heads, n, head_dim]``, the last n tokens of each table; ``keys`` and ``values`` are
         the arrays themselves. Only where :meth:`serves` says so."""
         rows = self._rows()
         assert rows is not None
-        window = None if mask is None else rows.window_of(mask)
-        if self._batched:
-            mask = None
+        if scoring.mask is not None:
+            window = rows.window_of(scoring.mask)
+            scoring = scoring._replace(mask=None if self._batched else scoring.mask, window=window)
         pool, layer, tables, num_tokens = rows.pool, self.layer, rows.tables_of(self.layer), queries.shape[2]
         if num_tokens == 1 and self._append is not None and self._rewind(pool, to_write=True):
             step = pool.layer(layer).step(tables, 1)
-            return dispatch.append_attention(
-                queries, *self._append, pool, layer, tables, step, scale=scale, mask=mask, window=window, sinks=sinks
-            )
+            return dispatch.append_attention(queries, *self._append, pool, layer, tables, step, scoring)
         is_fresh = not self._batched and tables[0].num_visible == num_tokens
         if not is_fresh:  # else the arrays are all there is to attend over, and are used
             self._rewind(pool, to_write=False)
         if not self._batched:
-            return dispatch.prefill_attention(
-                queries, keys, values, pool, layer, tables[0], scale=scale, mask=mask, window=window, sinks=sinks
-            )
-        return dispatch.paged_attention(queries, pool, layer, tables, scale=scale, window=window, sinks=sinks)
+            return dispatch.prefill_attention(queries, keys, values, pool, layer, tables[0], scoring)
+        return dispatch.paged_attention(queries, pool, layer, tables, scoring)
 
     def _rewind(self, pool: BlockPool, *, to_write: bool) -> bool:
         """Forget the gather, and with ``to_write`` the write before it; False if other kernels came since."""

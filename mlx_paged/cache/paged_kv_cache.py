@@ -14,6 +14,7 @@ from ..errors import GeometryError, PromptCacheError
 from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
+from ..kv.scoring import Scoring
 from ..kv.step import Step
 from ..kv.storage.base import QueryHeads
 from ..kv.turn import MovedError, in_turn
@@ -99,11 +100,7 @@ class PagedKVCache:
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        *,
-        scale: float,
-        mask: mx.array | str | None,
-        softcap: float | None = None,
-        sinks: mx.array | None = None,
+        scoring: Scoring,
     ) -> mx.array:
         """Write the next tokens and attend from them: what an attention layer does between projection and output.
 
@@ -111,27 +108,19 @@ class PagedKVCache:
             queries: ``[1, n_q_heads, n_new, head_dim]``, rotated.
             keys: ``[1, n_kv_heads, n_new, head_dim]``, rotated.
             values: ``[1, n_kv_heads, n_new, v_head_dim]``.
-            scale: factor on the scores.
-            mask: what :meth:`make_mask` gave, or another.
-            softcap, sinks: as for :func:`.attention.dispatch.paged_attention`.
+            scoring: its mask is what :meth:`make_mask` gave, or another.
 
         Returns:
             ``[1, n_q_heads, n_new, v_head_dim]``.
         """
-        heads = QueryHeads(queries.shape[1], softcap is not None, sinks is not None)
-        tables, step, keys, values = self._reserve(keys, values, heads)
+        tables, step, keys, values = self._reserve(keys, values, scoring.heads(queries.shape[1]))
         pool, layer = self.sequence.pool, self.layer
-        window = None if mask is None else self.sequence.window_of(mask)
+        if scoring.mask is not None:
+            scoring = scoring._replace(window=self.sequence.window_of(scoring.mask))
         if step.num_tokens == 1:
-            return dispatch.append_attention(
-                queries, keys, values, pool, layer, tables, step,
-                scale=scale, mask=mask, window=window, softcap=softcap, sinks=sinks,
-            )  # fmt: skip
+            return dispatch.append_attention(queries, keys, values, pool, layer, tables, step, scoring)
         self._kv.write_step(tables, step, keys, values)
-        return dispatch.prefill_attention(
-            queries, keys, values, pool, layer, tables[0],
-            scale=scale, mask=mask, window=window, softcap=softcap, sinks=sinks, step=step,
-        )  # fmt: skip
+        return dispatch.prefill_attention(queries, keys, values, pool, layer, tables[0], scoring, step)
 
     @in_turn
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

@@ -12,7 +12,7 @@ from ...cache.composites import leaves, with_leaves
 from ...cache.paged_kv_cache import PagedKVCache
 from ...engine.request import sequence_of
 from ...errors import GeometryError
-from ...kv.storage.base import QueryHeads
+from ...kv.scoring import Scoring
 from .layer_cache import PagedLayerCache
 from .probe import probe_layers
 
@@ -20,8 +20,8 @@ from .probe import probe_layers
 class ProbeCache(PagedLayerCache):
     """Notes the geometry of the keys and values an attention layer makes, and writes nothing."""
 
-    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, **options: Any) -> mx.array:
-        heads = QueryHeads(queries.shape[1], options.get("softcap") is not None, options.get("sinks") is not None)
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring) -> mx.array:
+        heads = scoring.heads(queries.shape[1])
         try:
             self.pool.set_geometry(self.layer, keys, values, batch=1, heads=heads)
         except GeometryError:

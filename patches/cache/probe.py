@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ...attention import gather
 from ...cache.composites import leaves, with_leaves
 from ...cache.lazy_kv import LazyKV, hand_out
 from ...errors import GeometryError
+from ...kv.scoring import Scoring
 from ...kv.storage.base import Geometry, QueryHeads
 
 PROBE_ROWS = 3
@@ -78,20 +80,11 @@ class _ProbeFetched(LazyKV):
     def serves(self, queries: mx.array, mask: mx.array | str | None) -> bool:
         return True
 
-    def attend(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        scale: float,
-        mask: mx.array | str | None,
-        sinks: mx.array | None,
-    ) -> mx.array:
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring) -> mx.array:
         probe = self._probe()
         if probe is not None:
-            probe.heads = QueryHeads(queries.shape[1], False, sinks is not None)
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+            probe.heads = scoring.heads(queries.shape[1])
+        return gather.attention(queries, keys, values, scoring)
 
 
 def probe_layers(model: Any, caches: Sequence[Any], candidates: Sequence[int]) -> dict[int, Probed]:

@@ -11,6 +11,7 @@ import mlx.nn as nn
 from ...cache.batch_cache import PagedBatchKVCache
 from ...engine.compiled.compiled_step import StepLayer
 from ...engine.compiled.narrow_layers import projected
+from ...kv.scoring import Scoring
 from ..cache.layer_cache import PagedLayerCache
 
 AttentionCall = Callable[..., mx.array]
@@ -39,7 +40,7 @@ def paged_call(
         offset = cache.offset  # of a batch: an array, one offset per row
         queries = self.rope(queries, offset=offset)
         keys = self.rope(keys, offset=offset)
-        return cache.attend(queries, keys, values, scale=self.scale, mask=mask, softcap=softcap(self))
+        return cache.attend(queries, keys, values, Scoring(self.scale, mask, softcap=softcap(self)))
 
     def adapt(original: AttentionCall) -> AttentionCall:
         def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:

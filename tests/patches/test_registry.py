@@ -109,7 +109,7 @@ def test_missing_upstream_symbol_is_skipped(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_kernel_on_is_refused_where_there_is_none_and_nothing_is_patched() -> None:
     with pytest.raises(KernelUnavailableError, match="kernel=on"):
-        mlx_paged.apply_patches(PagedConfig(use_native_paged_kernel=True))
+        mlx_paged.apply_patches(PagedConfig(kernel="on"))
     assert not mlx_paged.patches.is_applied()
 
 

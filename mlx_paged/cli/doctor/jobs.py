@@ -22,6 +22,7 @@ from ...kernels.ops import variants_of
 from ...kernels.timing import dense_seconds, launch_seconds
 from ...kv.group import LayerGroup
 from ...kv.pool import BlockPool
+from ...kv.scoring import Scoring
 from ...kv.storage.base import QueryHeads
 from ...kv.storage.choice import storage_choice
 from .report import Row
@@ -147,11 +148,7 @@ def dispatch_of(shape: Shape, config: PagedConfig) -> tuple[Dispatch, float]:
     heads = QueryHeads(_KV_HEADS * shape.gqa, shape.softcap, shape.sinks)
     mx.random.seed(0)
     sinks = mx.random.normal((heads.num_q_heads,)).astype(shape.dtype) if shape.sinks else None
-    options: dict[str, Any] = {
-        "scale": shape.head_dim**-0.5,
-        "softcap": 10.0 if shape.softcap else None,
-        "sinks": sinks,
-    }
+    scoring = Scoring(shape.head_dim**-0.5, softcap=10.0 if shape.softcap else None, sinks=sinks)
     q = mx.random.normal((len(lengths), heads.num_q_heads, 1, shape.head_dim)).astype(shape.dtype)
     tables, expected = [], []
     for row, length in enumerate(lengths):
@@ -160,9 +157,9 @@ def dispatch_of(shape: Shape, config: PagedConfig) -> tuple[Dispatch, float]:
         tables.append(pool.new_table())
         pool.append_tokens(tables[-1], length)
         pool.write_prefill(tables[-1], 0, k, v)
-        dense = [x.astype(mx.float32) for x in (q[row : row + 1], k, v)]
-        expected.append(gather.attention(*dense, mask=None, **options))
-    got = paged_attention(q, pool, 0, tables, **options)
+        one, k, v = (x.astype(mx.float32) for x in (q[row : row + 1], k, v))
+        expected.append(gather.attention(one, k, v, scoring))
+    got = paged_attention(q, pool, 0, tables, scoring)
     choice = last_dispatch()
     assert choice is not None
     error: Any = mx.sqrt(mx.square(got.astype(mx.float32) - mx.concatenate(expected)).mean()).item()

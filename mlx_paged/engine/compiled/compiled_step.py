@@ -16,6 +16,7 @@ from ...cache.paged_kv_cache import PagedKVCache
 from ...cache.sequence import SequenceTables
 from ...kv.block_table import BlockTable
 from ...kv.pool import BlockPool
+from ...kv.scoring import Scoring
 from ...kv.step import rounded_up, table_width
 from ...kv.storage.in_place import InPlaceStorage, TracedBlocks
 from .model_state import ModelState, StateNotKnown, substituted
@@ -106,21 +107,15 @@ class StepLayer:
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        *,
-        scale: float,
-        mask: mx.array | str | None,
-        softcap: float | None = None,
-        sinks: mx.array | None = None,
+        scoring: Scoring,
     ) -> mx.array:
         """As :meth:`PagedKVCache.attend`, for one new token per row, in the kernel."""
-        if mask is not None or queries.shape[2] != 1:
+        if scoring.mask is not None or queries.shape[2] != 1:
             raise NotCompilable("the model's attention takes more than one token, or a mask")
         if not keys.dtype == values.dtype == queries.dtype == self.blocks.dtype:
             raise NotCompilable("keys of another dtype than the blocks")
         self.attended += 1
-        return self.blocks.decode(
-            queries, self._visible, (keys, values), scale=scale, window=self.window, softcap=softcap, sinks=sinks
-        )
+        return self.blocks.decode(queries, self._visible, (keys, values), scoring._replace(window=self.window))
 
 
 class CompiledStep:

@@ -230,7 +230,7 @@ def test_a_model_that_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.Monke
 
 def test_functional_pools_are_left_alone(calls: list[int]) -> None:
     model = build("llama")
-    mlx_paged.apply_patches(PagedConfig(use_native_paged_kernel=False))
+    mlx_paged.apply_patches(PagedConfig(kernel="off"))
     greedy(model, prompt_of(9), 5)
     assert calls == []
 

@@ -29,7 +29,7 @@ LAUNCHES = Counter({GROUPED: 3, ADDED: 2 * 3, GATED: 3, PLAIN: 1})
 @pytest.fixture
 def products(kernels: Any) -> Iterator[list[tuple[str, int]]]:
     """Body and rows of each product that went to the kernel, or to its stand-in."""
-    mlx_paged.apply_patches(PagedConfig(block_size=16, use_native_paged_kernel=True))
+    mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
     taken: list[tuple[str, int]] = []
     launch = narrow_matmul._launch
 

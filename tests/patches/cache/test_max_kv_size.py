@@ -208,7 +208,7 @@ def test_a_cache_of_another_bound_is_refused() -> None:
 def test_a_kernel_demanded_is_an_error_before_anything_is_changed(kind: str) -> None:
     model = model_of(kind)
     with fake_kernels():
-        mlx_paged.apply_patches(PagedConfig(block_size=8, use_native_paged_kernel=True))
+        mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
         with pytest.raises(KernelUnavailableError, match=r"kernel=on, but .*pinned"):
             greedy(model, prompt_of(9), 4, max_kv_size=SIZE)
         pool = mlx_paged.pool_of(model)

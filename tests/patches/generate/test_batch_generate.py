@@ -501,7 +501,7 @@ def test_in_place_pools_and_kernels_give_each_row_its_solo_tokens(kind: str, num
     lengths = (1, 90, 33, 8, 50, 130)
     expected = [greedy(model, prompt_of(n, seed=n), 24) for n in lengths]
     budget = None if num_blocks is None else 2 * kv_budget(model, num_blocks, 8)
-    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=budget, use_native_paged_kernel=True))
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=budget, kernel="on"))
     gen = generator(model, prefill_step_size=48)
     uids = gen.insert([prompt_of(n, seed=n).tolist() for n in lengths], [24] * len(lengths))
     outcomes = {uid: Outcome() for uid in uids}
