@@ -114,7 +114,7 @@ compile-metal: $(DEV_STAMP)
 	$(PY) scripts/compile_metal.py $(METAL)
 
 test-models: $(DEV_STAMP)
-	$(PY) -m pytest -n $(PYTEST_JOBS) -m models $(PYTEST_ARGS) tests/patches/test_models.py
+	$(PY) -m pytest -n $(PYTEST_JOBS) -m models $(PYTEST_ARGS) tests/patches/models/test_models.py
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

@@ -5,22 +5,23 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .warn import FallThroughWarning
+from ..warn import FallThroughWarning
 
 if TYPE_CHECKING:
-    from .cache import PagedLayerCache, adopt_prompt_cache
-    from .pools import pool_of
+    from .cache.adoption import adopt_prompt_cache
+    from .cache.layer_cache import PagedLayerCache
+    from .cache.pools import pool_of
     from .registry import PatchReport, apply_patches, is_applied, remove_patches
 
 # Imported when they are asked for: a version of mlx-lm may lack a name they need, and apply_patches() works without.
 # The registry is a command, too: Python warns of a module that is imported before it is run as one.
 _MODULES = {
-    "PagedLayerCache": "cache",
+    "PagedLayerCache": "cache.layer_cache",
     "PatchReport": "registry",
-    "adopt_prompt_cache": "cache",
+    "adopt_prompt_cache": "cache.adoption",
     "apply_patches": "registry",
     "is_applied": "registry",
-    "pool_of": "pools",
+    "pool_of": "cache.pools",
     "remove_patches": "registry",
 }
 

@@ -27,8 +27,8 @@ class Patch(NamedTuple):
         module: upstream module.
         name: a function of the module, or ``Class.method``.
         fingerprint: of the upstream source the replacement was written for (see :func:`fingerprint`).
-        adapter: ``module.function`` of this package, from the original to its replacement. Imported when the patch is
-            applied: what it imports may be missing in this version of mlx-lm.
+        adapter: ``folder.module.function`` of this package, from the original to its replacement. Imported when the
+            patch is applied: what it imports may be missing in this version of mlx-lm.
         adapts_attention: the symbol is the ``__call__`` of an attention class, whose layers then need no seam.
     """
 
@@ -77,26 +77,26 @@ def _has_adapter(layer: Any) -> bool:
 
 
 def _patches() -> list[Patch]:
-    models = "mlx_lm.models"
+    models, attention = "mlx_lm.models", "Attention.__call__"
     return [
-        Patch(f"{models}.base", "scaled_dot_product_attention", "a13838be6e6c5293", "seam.adapt"),
-        Patch(f"{models}.llama", "Attention.__call__", "75a76f7de7eb3586", "llama.adapt", adapts_attention=True),
-        Patch(f"{models}.qwen3", "Attention.__call__", "f4d9ba397a109135", "qwen3.adapt", adapts_attention=True),
-        Patch(f"{models}.gemma2", "Attention.__call__", "4adbbc3cde1384bc", "gemma2.adapt", adapts_attention=True),
-        Patch(f"{models}.gemma3_text", "Attention.__call__", "e9ebcce92c86c40c", "gemma3.adapt", adapts_attention=True),
-        Patch(f"{models}.llama", "MLP.__call__", "ec6fbfefb1f0b4c0", "transformer_block.adapt_mlp"),
-        Patch(f"{models}.qwen3", "MLP.__call__", "ec6fbfefb1f0b4c0", "transformer_block.adapt_mlp"),
-        Patch(f"{models}.gemma3_text", "MLP.__call__", "40fa7af8e58d245e", "gemma3.adapt_mlp"),
-        Patch(f"{models}.llama", "TransformerBlock.__call__", "4614a766e7f00ade", "transformer_block.adapt"),
-        Patch(f"{models}.qwen3", "TransformerBlock.__call__", "4614a766e7f00ade", "transformer_block.adapt"),
-        Patch(f"{models}.llama", "Model.__call__", "7d7a49eb8d846b96", "compiled.adapt"),
-        Patch(f"{models}.qwen3", "Model.__call__", "7d7a49eb8d846b96", "compiled.adapt"),
-        Patch(f"{models}.gemma3_text", "Model.__call__", "20512fe9e10dacf7", "compiled.adapt"),
-        Patch(f"{models}.cache", "make_prompt_cache", "bffc8beb07ff5037", "cache.make_prompt_cache_patch"),
-        Patch(f"{models}.cache", "save_prompt_cache", "5b558636d4e25be6", "cache.save_prompt_cache_patch"),
-        Patch("mlx_lm.generate", "BatchGenerator", "fb1a2ed5f7ece4b2", "generate.adapt"),
-        Patch("mlx_lm.generate", "generate_step", "640f5f80cac74587", "steps.adapt"),
-        Patch("mlx_lm.generate", "speculative_generate_step", "c508203c7dac4b66", "speculative.adapt"),
+        Patch(f"{models}.base", "scaled_dot_product_attention", "a13838be6e6c5293", "models.seam.adapt"),
+        Patch(f"{models}.llama", attention, "75a76f7de7eb3586", "models.llama.adapt", adapts_attention=True),
+        Patch(f"{models}.qwen3", attention, "f4d9ba397a109135", "models.qwen3.adapt", adapts_attention=True),
+        Patch(f"{models}.gemma2", attention, "4adbbc3cde1384bc", "models.gemma2.adapt", adapts_attention=True),
+        Patch(f"{models}.gemma3_text", attention, "e9ebcce92c86c40c", "models.gemma3.adapt", adapts_attention=True),
+        Patch(f"{models}.llama", "MLP.__call__", "ec6fbfefb1f0b4c0", "models.transformer_block.adapt_mlp"),
+        Patch(f"{models}.qwen3", "MLP.__call__", "ec6fbfefb1f0b4c0", "models.transformer_block.adapt_mlp"),
+        Patch(f"{models}.gemma3_text", "MLP.__call__", "40fa7af8e58d245e", "models.gemma3.adapt_mlp"),
+        Patch(f"{models}.llama", "TransformerBlock.__call__", "4614a766e7f00ade", "models.transformer_block.adapt"),
+        Patch(f"{models}.qwen3", "TransformerBlock.__call__", "4614a766e7f00ade", "models.transformer_block.adapt"),
+        Patch(f"{models}.llama", "Model.__call__", "7d7a49eb8d846b96", "models.compiled.adapt"),
+        Patch(f"{models}.qwen3", "Model.__call__", "7d7a49eb8d846b96", "models.compiled.adapt"),
+        Patch(f"{models}.gemma3_text", "Model.__call__", "20512fe9e10dacf7", "models.compiled.adapt"),
+        Patch(f"{models}.cache", "make_prompt_cache", "bffc8beb07ff5037", "cache.prompt_cache.make_prompt_cache_patch"),
+        Patch(f"{models}.cache", "save_prompt_cache", "5b558636d4e25be6", "cache.prompt_cache.save_prompt_cache_patch"),
+        Patch("mlx_lm.generate", "BatchGenerator", "fb1a2ed5f7ece4b2", "generate.batch_generator.adapt"),
+        Patch("mlx_lm.generate", "generate_step", "640f5f80cac74587", "generate.steps.adapt"),
+        Patch("mlx_lm.generate", "speculative_generate_step", "c508203c7dac4b66", "generate.speculative.adapt"),
     ]
 
 
@@ -157,7 +157,7 @@ def apply_patches(config: PagedConfig | None = None, *, strict: bool = False) ->
             warnings.warn(f"mlx_paged: {target} is not patched: {reason}; mlx-lm's own code runs", stacklevel=2)
         for patch, (original, replacement) in found.items():
             _install(patch, original, replacement)
-        _call_if_loaded("cache", "mask_rows", False)
+        _call_if_loaded("cache.layer_cache", "mask_rows", False)
         _config = config
         return report
 
@@ -171,7 +171,7 @@ def remove_patches() -> None:
         >>> remove_patches()  # mlx-lm is as it was
     """
     with _lock:
-        _call_if_loaded("steps", "unguard")
+        _call_if_loaded("cache.turns", "unguard")
         for patch, original in _originals.items():
             owner, attribute = _owner(patch)
             if isinstance(owner, type):
@@ -181,9 +181,11 @@ def remove_patches() -> None:
         _originals.clear()
         _replacements.clear()
         _adapted.clear()
-        _call_if_loaded("cache", "mask_rows", True)  # batches that live on are read by mlx-lm's attention from now on
-        _call_if_loaded("pools", "forget_pools")
-        _call_if_loaded("layout", "forget_layouts")
+        _call_if_loaded(
+            "cache.layer_cache", "mask_rows", True
+        )  # batches that live on are read by mlx-lm's attention from now on
+        _call_if_loaded("cache.pools", "forget_pools")
+        _call_if_loaded("cache.layout", "forget_layouts")
 
 
 def _call_if_loaded(module: str, function: str, *args: Any) -> None:
@@ -217,7 +219,7 @@ def _inspect(patch: Patch) -> tuple[str | None, Any]:
 
 
 def _replacement_of(patch: Patch, original: Any) -> Any:
-    module, _, name = patch.adapter.partition(".")
+    module, _, name = patch.adapter.rpartition(".")
     adapt = getattr(importlib.import_module(f".{module}", __package__), name)
     if patch.name == "make_prompt_cache":
         return adapt(original, config=lambda: _config, adapted=_has_adapter)
@@ -285,7 +287,7 @@ def known_fingerprints() -> dict[str, str]:
     """
     known = {patch.target: patch.fingerprint for patch in _patches()}
     try:
-        server = importlib.import_module(".server", __package__)
+        server = importlib.import_module(".server.replacements", __package__)
     except (ImportError, AttributeError) as error:
         raise PatchError(f"mlx_lm.server lacks a name that its adapter needs: {error}") from None
     return known | {f"mlx_lm.server.{name}": value for name, value in server.KNOWN.items()}

@@ -41,7 +41,7 @@ def main() -> None:
             begin = time.perf_counter()
             moved = sum(block_id > count // 2 for block_id in kept) * group.bytes_per_block / 1e9
             with pool.lock:
-                pool._shrink(0, count // 2 + 1)
+                pool.memory.shrink(0, count // 2 + 1)
             mx.eval([pool.fence(layer) for layer in range(args.layers)])
             best = min(best, time.perf_counter() - begin)
             pool.check_integrity()

@@ -78,7 +78,7 @@ class Server:
 
             self.cache = LRUPromptCache(10)
         elif side == "shared":
-            from mlx_paged.patches.prefix_cache import PagedPromptCache
+            from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 
             self.cache = PagedPromptCache(None)
             options["prefixes"] = self.cache.shared_prefixes(KEY, mlx_paged.pool_of(model))

@@ -21,8 +21,7 @@ if __name__ == "__main__":
 from mlx_lm.generate import generate_step  # noqa: E402
 
 import mlx_paged  # noqa: E402
-from mlx_paged import PagedConfig, PagedKVCache  # noqa: E402
-from mlx_paged.patches import warn  # noqa: E402
+from mlx_paged import PagedConfig, PagedKVCache, warn  # noqa: E402
 from scripts import model_configs  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
@@ -158,7 +157,7 @@ def row_of(
 
 
 def attention_of(model: Any) -> str:
-    from mlx_paged.patches.layout import layout_of
+    from mlx_paged.patches.cache.layout import layout_of
 
     layout = layout_of(model)
     if layout is None or not layout.groups:

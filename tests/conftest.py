@@ -14,10 +14,10 @@ import pytest
 from hypothesis import settings
 
 import mlx_paged
-from mlx_paged.engine import compiled_step
+from mlx_paged.engine.compiled import compiled_step
 from mlx_paged.kernels import ops as gpu_kernels
 from mlx_paged.patches import registry
-from mlx_paged.patches.warn import forget_warnings
+from mlx_paged.warn import forget_warnings
 from tests.support.fake_kernels import FakeKernels, fake_kernels
 
 # The same examples in every run; HYPOTHESIS_PROFILE=default draws new ones, as "make test-slow" does.

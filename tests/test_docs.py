@@ -25,7 +25,7 @@ def anchors(page: Path) -> set[str]:
 
 @cache
 def sources() -> str:
-    files = [*ROOT.glob("mlx_paged/**/*.py"), *ROOT.glob("patches/*.py")]
+    files = [*ROOT.glob("mlx_paged/**/*.py"), *ROOT.glob("patches/**/*.py")]
     return "\n".join(file.read_text() for file in files)
 
 

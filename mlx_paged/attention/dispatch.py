@@ -15,8 +15,8 @@ from ..kernels.launch_shape import MAX_QUERY_LENGTH
 from ..kv.block_table import BlockTable
 from ..kv.group import BlockGroup
 from ..kv.pool import BlockPool
+from ..kv.scoring import Scoring
 from ..kv.step import Step
-from ..kv.storage.base import QueryHeads
 from ..kv.storage.choice import kernel_decline
 from ..kv.storage.in_place import InPlaceStorage
 from . import gather
@@ -84,12 +84,7 @@ def prefill_attention(
     pool: BlockPool,
     layer: int,
     table: BlockTable,
-    *,
-    scale: float,
-    mask: mx.array | str | None = "causal",
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: mx.array | None = None,
+    scoring: Scoring,
     step: Step | None = None,
 ) -> mx.array:
     """Attention of several new tokens of one sequence, whose k and v are already written to the pool.
@@ -99,24 +94,21 @@ def prefill_attention(
         k: the new keys ``[1, n_kv_heads, n_new, k_head_dim]``, as written.
         v: the new values ``[1, n_kv_heads, n_new, v_head_dim]``.
         pool, layer, table: where they were written.
-        scale: factor on the scores.
-        mask: as for ``mx.fast.scaled_dot_product_attention``, over the visible keys (prefix and new ones).
-        window, softcap, sinks, step: as for :func:`paged_attention`.
+        scoring: its mask is over the visible keys (prefix and new ones).
+        step: as for :func:`paged_attention`.
 
     Returns:
         ``[1, n_q_heads, n_new, v_head_dim]``.
     """
     fresh = table.num_visible == q.shape[2]
     if fresh and prepares_plans():
-        group = pool.groups[pool.group_of(layer)]
-        fresh = _decline(q, group, table.length, mask, window, softcap is not None, sinks is not None) is not None
+        group = pool.layer(layer).group
+        fresh = _decline(q, group, table.length, scoring) is not None
     if fresh:
         _record(_FRESH)
-        k, v = pool.after_writes(layer, k, v)
-        return gather.attention(q, k, v, scale=scale, mask=mask, softcap=softcap, sinks=sinks)
-    return paged_attention(
-        q, pool, layer, [table], scale=scale, mask=mask, window=window, softcap=softcap, sinks=sinks, step=step
-    )
+        k, v = pool.layer(layer).after_writes(k, v)
+        return gather.attention(q, k, v, scoring)
+    return paged_attention(q, pool, layer, [table], scoring, step)
 
 
 def paged_attention(
@@ -124,12 +116,7 @@ def paged_attention(
     pool: BlockPool,
     layer: int,
     tables: Sequence[BlockTable],
-    *,
-    scale: float,
-    mask: mx.array | str | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: mx.array | None = None,
+    scoring: Scoring,
     step: Step | None = None,
 ) -> mx.array:
     """Attention of the newest tokens of each sequence over its visible tokens, themselves included.
@@ -139,12 +126,7 @@ def paged_attention(
         pool: holds the keys and values, those of the new tokens included.
         layer: model layer.
         tables: B block tables of the layer's group.
-        scale: factor on the scores.
-        mask: over the visible tokens, as for ``mx.fast.scaled_dot_product_attention``. None and "causal" are causal.
-        window: the mask says no more than causality and a sliding window of this many tokens. An array without it
-            cannot be told to the kernel.
-        softcap: scores become ``softcap * tanh(score / softcap)``.
-        sinks: one more logit per query head in the softmax, ``[n_q_heads]``.
+        scoring: its mask is over the visible tokens.
         step: of these tables and tokens, if the caller has it.
 
     Returns:
@@ -153,19 +135,19 @@ def paged_attention(
     Raises:
         GeometryError: the queries are not one row per table.
     """
-    return _attend(q, pool, layer, tables, step, None, scale, mask, window, softcap, sinks)
+    return _attend(q, pool, layer, tables, step, None, scoring)
 
 
-def takes_rows(q: mx.array, pool: BlockPool, layer: int, longest: int, *, softcap: bool, sinks: bool) -> bool:
+def takes_rows(q: mx.array, pool: BlockPool, layer: int, longest: int, scoring: Scoring) -> bool:
     """Whether kernels serve several new tokens of each of B sequences together.
 
     Args:
         q: ``[B, n_q_heads, n_new, head_dim]``.
         pool, layer: where their keys and values are going to be.
         longest: tokens of the longest sequence, the new ones included.
-        softcap, sinks: whether attention has them.
+        scoring: without a mask.
     """
-    return _decline(q, pool.groups[pool.group_of(layer)], longest, None, None, softcap, sinks) is None
+    return _decline(q, pool.layer(layer).group, longest, scoring) is None
 
 
 def ragged_attention(
@@ -176,40 +158,35 @@ def ragged_attention(
     layer: int,
     tables: Sequence[BlockTable],
     counts: Sequence[int],
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: mx.array | None = None,
+    scoring: Scoring,
 ) -> mx.array:
     """Write a few new tokens of each of B sequences and attend from them, by kernels, each in one launch for all.
     Only where :func:`takes_rows` says so.
 
     Args:
         q: ``[B, n_q_heads, n_new, head_dim]``.
-        k, v: ``[B, n_kv_heads, n_new, head_dim]``, accepted by :meth:`BlockPool.set_geometry`.
+        k, v: ``[B, n_kv_heads, n_new, head_dim]``, accepted by :meth:`PoolLayer.set_geometry`.
         pool, layer, tables: where to write; the positions are reserved.
         counts: real tokens of each row, at least one; the rest is padding on the right.
-        scale, softcap, sinks: as for :func:`paged_attention`.
+        scoring: without a mask.
 
     Returns:
         ``[B, n_q_heads, n_new, v_head_dim]``, zeros at padding.
     """
-    step = pool.step(layer, tables, q.shape[2], counts)
-    pool.write_step(tables, layer, step, k, v)
-    group = pool.groups[pool.group_of(layer)]
-    window = group.spec.window
-    storage = cast(InPlaceStorage, pool.storage(layer))
+    kv = pool.layer(layer)
+    step = kv.step(tables, q.shape[2], counts)
+    kv.write_step(tables, step, k, v)
+    group, window = kv.group, kv.window
+    storage = cast(InPlaceStorage, kv.storage)
     try:
-        out = storage.decode(q, tables, step, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        out = storage.decode(q, tables, step, scoring._replace(window=window))
     except KernelUnavailable as error:
-        _record(Dispatch("gather", _note_decline(group, q, softcap, sinks, error)))
+        _record(Dispatch("gather", _note_decline(group, q, scoring, error)))
         outputs = []
         for row, (table, count) in enumerate(zip(tables, counts, strict=True)):
             mask = causal_mask(count, table.num_visible - count, window)
             one = q[row : row + 1, :, :count]
-            out = gather.gather_attention(
-                one, pool, layer, [table], scale=scale, mask=mask, softcap=softcap, sinks=sinks
-            )
+            out = gather.gather_attention(one, pool, layer, [table], scoring._replace(mask=mask))
             outputs.append(mx.pad(out, [(0, 0), (0, 0), (0, q.shape[2] - count), (0, 0)]))
         return mx.concatenate(outputs)
     _record(_KERNEL_FEW)
@@ -224,26 +201,21 @@ def append_attention(
     layer: int,
     tables: Sequence[BlockTable],
     step: Step,
-    *,
-    scale: float,
-    mask: mx.array | str | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: mx.array | None = None,
+    scoring: Scoring,
 ) -> mx.array:
     """Write one new token per sequence and attend from it; one kernel does both where there is one.
 
     Args:
         q: ``[B, n_q_heads, 1, head_dim]``.
-        k, v: ``[B, n_kv_heads, 1, head_dim]``, accepted by :meth:`BlockPool.set_geometry`.
+        k, v: ``[B, n_kv_heads, 1, head_dim]``, accepted by :meth:`PoolLayer.set_geometry`.
         pool, layer, tables: where to write; the positions are reserved.
         step: of these tables, one token each.
-        scale, mask, window, softcap, sinks: as for :func:`paged_attention`.
+        scoring: as for :func:`paged_attention`.
 
     Returns:
         ``[B, n_q_heads, 1, v_head_dim]``.
     """
-    return _attend(q, pool, layer, tables, step, (k, v), scale, mask, window, softcap, sinks)
+    return _attend(q, pool, layer, tables, step, (k, v), scoring)
 
 
 def _attend(
@@ -253,49 +225,38 @@ def _attend(
     tables: Sequence[BlockTable],
     step: Step | None,
     append: tuple[mx.array, mx.array] | None,
-    scale: float,
-    mask: mx.array | str | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: mx.array | None,
+    scoring: Scoring,
 ) -> mx.array:
     """By the kernel or over gathered arrays; ``append``: keys and values of the step that are not written yet."""
     if q.ndim != 4 or q.shape[0] != len(tables):
         raise GeometryError(f"queries {q.shape} for {len(tables)} sequence(s)")
-    group = pool.groups[pool.group_of(layer)]
+    kv = pool.layer(layer)
+    group = kv.group
     longest = max(table.length for table in tables) if q.shape[2] > MAX_QUERY_LENGTH else 0
-    declined = _decline(q, group, longest, mask, window, softcap is not None, sinks is not None)
+    declined = _decline(q, group, longest, scoring)
     if declined is None:
         q_len = q.shape[2]
-        seen = group.spec.window
-        if seen is None or (window is not None and window < seen):
-            seen = window
-        storage = cast(InPlaceStorage, pool.storage(layer))
+        seen = kv.window
+        if seen is None or (scoring.window is not None and scoring.window < seen):
+            seen = scoring.window
+        storage = cast(InPlaceStorage, kv.storage)
         try:
             out = storage.decode(
-                q, tables, step or pool.step(layer, tables, q_len),
-                scale=scale, window=seen, softcap=softcap, sinks=sinks, append=append,
+                q, tables, step or kv.step(tables, q_len),
+                scoring._replace(window=seen), append=append,
             )  # fmt: skip
             _record(_KERNEL_ONE if q_len == 1 else _KERNEL_FEW)
             return out
         except KernelUnavailable as error:  # raised before anything of the layer was launched
-            declined = _note_decline(group, q, softcap, sinks, error)
+            declined = _note_decline(group, q, scoring, error)
     if append is not None:
         assert step is not None
-        pool.write_step(tables, layer, step, *append)
+        kv.write_step(tables, step, *append)
     _record(Dispatch("gather", declined))
-    return gather.gather_attention(q, pool, layer, tables, scale=scale, mask=mask, softcap=softcap, sinks=sinks)
+    return gather.gather_attention(q, pool, layer, tables, scoring)
 
 
-def _decline(
-    q: mx.array,
-    group: BlockGroup,
-    longest: int,
-    mask: mx.array | str | None,
-    window: int | None,
-    softcap: bool,
-    sinks: bool,
-) -> str | None:
+def _decline(q: mx.array, group: BlockGroup, longest: int, scoring: Scoring) -> str | None:
     """Why the kernel cannot serve this call, or None."""
     _, num_q_heads, q_len, head_dim = q.shape
     if q_len > MAX_QUERY_LENGTH and not (
@@ -304,22 +265,20 @@ def _decline(
         return "several new tokens after a prefix"
     if not group.in_place:
         return group.storage_reason
-    if window is None and mask is not None and not isinstance(mask, str):
+    if scoring.window is None and isinstance(scoring.mask, mx.array):
         return "a mask that is not causality and a window"
     geometry = group.geometry
     assert geometry is not None
     if q.dtype != geometry.dtype or head_dim != geometry.k_head_dim:
         return f"queries of {q.dtype} x {head_dim} over keys of {geometry.dtype} x {geometry.k_head_dim}"
-    key = (num_q_heads, softcap, sinks)
-    if key not in group.declined:
-        group.declined[key] = kernel_decline(geometry, group.block_size, QueryHeads(*key))
-    return group.declined[key]
+    heads = scoring.heads(num_q_heads)
+    if heads not in group.declined:
+        group.declined[heads] = kernel_decline(geometry, group.block_size, heads)
+    return group.declined[heads]
 
 
-def _note_decline(
-    group: BlockGroup, q: mx.array, softcap: float | None, sinks: mx.array | None, error: KernelUnavailable
-) -> str:
+def _note_decline(group: BlockGroup, q: mx.array, scoring: Scoring, error: KernelUnavailable) -> str:
     """Why the kernel serves these queries no more: a text that this call needed first does not work."""
     reason = f"the kernel is off: {error}"
-    group.declined[q.shape[1], softcap is not None, sinks is not None] = reason
+    group.declined[scoring.heads(q.shape[1])] = reason
     return reason

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
+from ..kv.scoring import Scoring
 from .masks import causal_mask
 
 
@@ -31,16 +32,13 @@ def attention(
     q: mx.array,
     k: mx.array,
     v: mx.array,
-    *,
-    scale: float,
-    mask: mx.array | str | None,
-    softcap: float | None = None,
-    sinks: mx.array | None = None,
+    scoring: Scoring,
 ) -> mx.array:
     """MLX's attention, of q ``[B, n_q_heads, q_len, head_dim]`` over k, v ``[B, n_kv_heads, n, head_dim]``.
 
     With a soft cap, which MLX's does not have, it is spelled out: scores ``softcap * tanh(q k^T scale / softcap)``.
     """
+    scale, mask, _, softcap, sinks = scoring
     if softcap is None:
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
     batch, n_q_heads, q_len, _ = q.shape
@@ -66,20 +64,14 @@ def gather_attention(
     pool: BlockPool,
     layer: int,
     tables: Sequence[BlockTable],
-    *,
-    scale: float,
-    mask: mx.array | str | None,
-    softcap: float | None = None,
-    sinks: mx.array | None = None,
+    scoring: Scoring,
 ) -> mx.array:
     """Attention of the last tokens of each sequence over all its visible tokens, one SDPA call per sequence.
 
     Args:
         q: ``[B, n_q_heads, q_len, head_dim]``; the queries are the last ``q_len`` tokens of each sequence.
         pool, layer, tables: where the keys and values lie, those of the queries included.
-        scale: factor on the scores.
-        mask: as for ``mx.fast.scaled_dot_product_attention``.
-        softcap, sinks: as for :func:`attention`.
+        scoring: its mask is over the visible tokens.
 
     Returns:
         ``[B, n_q_heads, q_len, v_head_dim]``.
@@ -89,8 +81,8 @@ def gather_attention(
         rotation = ring_rotation(table, pool.groups[table.group].spec.window) if q.shape[2] == 1 else 0
         k, v = pool.gather_visible(table, layer, rotation=rotation, copy=False)
         row_q = q[row : row + 1] if len(tables) > 1 else q
-        outputs.append(attention(row_q, k, v, scale=scale, mask=mask, softcap=softcap, sinks=sinks))
+        outputs.append(attention(row_q, k, v, scoring))
     output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     if q.shape[2] == 1:  # a prefill's result may never be asked for: waiting for it would compute it
-        pool.note_read(layer, output)
+        pool.layer(layer).note_read(output)
     return output

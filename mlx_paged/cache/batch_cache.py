@@ -11,7 +11,9 @@ import mlx.core as mx
 from ..attention import dispatch, gather
 from ..errors import GeometryError, PromptCacheError
 from ..kv.block_table import BlockTable
+from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
+from ..kv.scoring import Scoring
 from ..kv.step import Step
 from ..kv.storage.base import QueryHeads
 from ..kv.turn import in_turn
@@ -53,9 +55,13 @@ class PagedBatchKVCache:
         return self._unpadded is not None
 
     @property
+    def _kv(self) -> PoolLayer:
+        return self.batch.pool.layer(self.layer)
+
+    @property
     def window(self) -> int | None:
         """Sliding window in tokens, or None."""
-        return self.pool.groups[self.pool.group_of(self.layer)].spec.window
+        return self._kv.window
 
     @property
     def offset(self) -> mx.array:
@@ -73,11 +79,7 @@ class PagedBatchKVCache:
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        *,
-        scale: float,
-        mask: mx.array | str | None,
-        softcap: float | None = None,
-        sinks: mx.array | None = None,
+        scoring: Scoring,
     ) -> mx.array:
         """Write the next tokens of every row and attend from them.
 
@@ -85,10 +87,8 @@ class PagedBatchKVCache:
             queries: ``[B, n_q_heads, n_new, head_dim]``, rotated.
             keys: ``[B, n_kv_heads, n_new, head_dim]``, rotated.
             values: ``[B, n_kv_heads, n_new, v_head_dim]``.
-            scale: factor on the scores.
-            mask: what :meth:`make_mask` gave: each row is masked by its own length. With another array mask, over what
-                :meth:`update_and_fetch` returns, the blocks are gathered.
-            softcap, sinks: as for :func:`.attention.dispatch.paged_attention`.
+            scoring: its mask is what :meth:`make_mask` gave: each row is masked by its own length. With another array
+                mask, over what :meth:`update_and_fetch` returns, the blocks are gathered.
 
         Returns:
             ``[B, n_q_heads, n_new, v_head_dim]``; zeros at padding.
@@ -99,26 +99,25 @@ class PagedBatchKVCache:
         """
         if queries.shape[0] != len(self.batch):
             raise GeometryError(f"queries {queries.shape} for {len(self.batch)} sequence(s)")
-        if isinstance(mask, mx.array) and self.batch.window_of(mask) is None:
+        if isinstance(scoring.mask, mx.array) and self.batch.window_of(scoring.mask) is None:
             keys, values = self.update_and_fetch(keys, values)
-            return gather.attention(queries, keys, values, scale=scale, mask=mask, softcap=softcap, sinks=sinks)
+            return gather.attention(queries, keys, values, scoring)
+        scoring = scoring._replace(mask=None)
         if queries.shape[2] > 1 or self._unpadded is not None:
-            return self._attend_rows(queries, keys, values, scale=scale, softcap=softcap, sinks=sinks)
-        heads = QueryHeads(queries.shape[1], softcap is not None, sinks is not None)
-        keys, values = self._accepted(keys, values, heads)
+            return self._attend_rows(queries, keys, values, scoring)
+        keys, values = self._accepted(keys, values, scoring.heads(queries.shape[1]))
         tables = self.batch.take(self.layer)
-        step = self.pool.step(self.layer, tables, 1)
-        return dispatch.append_attention(
-            queries, keys, values, self.pool, self.layer, tables, step, scale=scale, softcap=softcap, sinks=sinks
-        )
+        step = self._kv.step(tables, 1)
+        return dispatch.append_attention(queries, keys, values, self.pool, self.layer, tables, step, scoring)
 
     def _accepted(self, keys: mx.array, values: mx.array, heads: QueryHeads | None) -> tuple[mx.array, mx.array]:
         """The keys and values, in the pool's dtype. Raises GeometryError if they do not fit otherwise."""
+        kv = self._kv
         try:
-            self.pool.set_geometry(self.layer, keys, values, batch=len(self.batch), heads=heads)
+            kv.set_geometry(keys, values, batch=len(self.batch), heads=heads)
         except GeometryError:
-            keys, values = self.pool.fitted(self.layer, keys, values)
-            self.pool.set_geometry(self.layer, keys, values, batch=len(self.batch), heads=heads)
+            keys, values = kv.fitted(keys, values)
+            kv.set_geometry(keys, values, batch=len(self.batch), heads=heads)
         return keys, values
 
     def _attend_rows(
@@ -126,23 +125,17 @@ class PagedBatchKVCache:
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        *,
-        scale: float,
-        softcap: float | None,
-        sinks: mx.array | None,
+        scoring: Scoring,
     ) -> mx.array:
         width = queries.shape[2]
         counts = self._take_counts(width)
         if min(counts) > 0:
             pool, layer, rows = self.pool, self.layer, self.batch.rows
-            heads = QueryHeads(queries.shape[1], softcap is not None, sinks is not None)
-            keys, values = self._accepted(keys, values, heads)
+            keys, values = self._accepted(keys, values, scoring.heads(queries.shape[1]))
             longest = max(row.offsets[layer] + count for row, count in zip(rows, counts, strict=True))
-            if dispatch.takes_rows(queries, pool, layer, longest, softcap=heads.softcap, sinks=heads.sinks):
+            if dispatch.takes_rows(queries, pool, layer, longest, scoring):
                 tables = [row.reserve(layer, count) for row, count in zip(rows, counts, strict=True)]
-                return dispatch.ragged_attention(
-                    queries, keys, values, pool, layer, tables, counts, scale=scale, softcap=softcap, sinks=sinks
-                )
+                return dispatch.ragged_attention(queries, keys, values, pool, layer, tables, counts, scoring)
         outputs = []
         for index, count in enumerate(counts):
             if count == 0:
@@ -151,7 +144,7 @@ class PagedBatchKVCache:
             row = self._row(index)
             q, k, v = (x[index : index + 1, :, :count] for x in (queries, keys, values))
             mask = row.make_mask(count, window_size=self.window)
-            output = row.attend(q, k, v, scale=scale, mask=mask, softcap=softcap, sinks=sinks)
+            output = row.attend(q, k, v, scoring._replace(mask=mask))
             outputs.append(mx.pad(output, [(0, 0), (0, 0), (0, width - count), (0, 0)]) if count < width else output)
         return mx.concatenate(outputs)
 
@@ -174,9 +167,10 @@ class PagedBatchKVCache:
                     self._row(index).update(keys[index : index + 1, :, :count], values[index : index + 1, :, :count])
             return columns.read(pool, layer, [row.table(layer) for row in self.batch.rows])
         tables = self.batch.take(layer)
-        step = pool.step(layer, tables, 1)
-        before = pool.fence(layer) if pool.groups[pool.group_of(layer)].in_place else None
-        pool.write_step(tables, layer, step, keys, values)
+        kv = self._kv
+        step = kv.step(tables, 1)
+        before = kv.fence() if kv.in_place else None
+        kv.write_step(tables, step, keys, values)
         return self._fetch(columns, tables, step, (keys, values), before)
 
     @in_turn
@@ -188,7 +182,7 @@ class PagedBatchKVCache:
         tables = [row.table(self.layer) for row in self.batch.rows]
         if columns.width > 1 or columns.is_padded:
             return columns.read(self.pool, self.layer, tables)
-        return self._fetch(columns, tables, self.pool.step(self.layer, tables, 1), None, None)
+        return self._fetch(columns, tables, self._kv.step(tables, 1), None, None)
 
     def _fetch(
         self,
@@ -198,16 +192,15 @@ class PagedBatchKVCache:
         append: tuple[mx.array, mx.array] | None,
         before: mx.array | None,
     ) -> tuple[mx.array, mx.array]:
-        pool, layer = self.pool, self.layer
-        in_place = pool.groups[pool.group_of(layer)].in_place
-        written = pool.fence(layer) if in_place else None
-        fetched = columns.read(pool, layer, tables, step)
+        kv = self._kv
+        written = kv.fence() if kv.in_place else None
+        fetched = columns.read(self.pool, self.layer, tables, step)
         fences = None
         if written is not None:
-            fences = Fences(written if before is None else before, written, pool.fence(layer))
+            fences = Fences(written if before is None else before, written, kv.fence())
         elif append is not None:
-            fetched = pool.watch_read(layer, *fetched)
-        hand_out(*fetched, LazyKV(self.batch, layer, append, fences, batched=True))
+            fetched = kv.watch_read(*fetched)
+        hand_out(*fetched, LazyKV(self.batch, self.layer, append, fences, batched=True))
         return fetched
 
     def _columns(self, width: int) -> LeftPadding:
@@ -291,7 +284,7 @@ class PagedBatchKVCache:
     @property
     def state(self) -> tuple[Any, ...]:
         """As :attr:`PagedKVCache.state`: an array that is ready when this layer's writes are, and the cache itself."""
-        return (self.pool.fence(self.layer), self)
+        return (self._kv.fence(), self)
 
     @state.setter
     def state(self, value: tuple[Any, ...]) -> None:

@@ -11,8 +11,8 @@ import mlx.core as mx
 
 from ..attention import dispatch
 from ..kv.block_table import BlockTable
-from ..kv.group import BlockGroup
 from ..kv.pool import BlockPool
+from ..kv.scoring import Scoring
 from ..kv.storage.in_place import InPlaceStorage
 from ..kv.turn import in_turn
 
@@ -71,7 +71,7 @@ class LazyKV:
         self._append = append
         self._fences = fences
         self._batched = batched
-        self._epoch = self._group_of(rows.pool).epoch
+        self._epoch = rows.pool.layer(layer).group.epoch
         self.thread = get_ident()  # which alone can compute the arrays
 
     @property
@@ -80,9 +80,6 @@ class LazyKV:
         pool = self._pool()
         assert pool is not None
         return pool
-
-    def _group_of(self, pool: BlockPool) -> BlockGroup:
-        return pool.groups[pool.group_of(self.layer)]
 
     def is_of(self, pool: BlockPool, layer: int) -> bool:
         """Whether the arrays were gathered from a layer of this pool."""
@@ -93,7 +90,7 @@ class LazyKV:
         rows = self._rows()
         if rows is None or queries.ndim != 4 or queries.shape[0] != len(rows.tables_of(self.layer)):
             return False
-        if self._group_of(rows.pool).epoch != self._epoch:
+        if rows.pool.layer(self.layer).group.epoch != self._epoch:
             return False  # tokens were written or dropped since: the arrays are not what the blocks hold
         if self._batched:  # a mask of another kind holds for the arrays only
             return queries.shape[2] == 1 and (mask is None or rows.window_of(mask) is not None)
@@ -106,36 +103,29 @@ class LazyKV:
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        *,
-        scale: float,
-        mask: mx.array | str | None,
-        sinks: mx.array | None,
+        scoring: Scoring,
     ) -> mx.array:
         """Attention of ``[B, n_q_heads, n, head_dim]``, the last n tokens of each table; ``keys`` and ``values`` are
         the arrays themselves. Only where :meth:`serves` says so."""
         rows = self._rows()
         assert rows is not None
-        window = None if mask is None else rows.window_of(mask)
-        if self._batched:
-            mask = None
+        if scoring.mask is not None:
+            window = rows.window_of(scoring.mask)
+            scoring = scoring._replace(mask=None if self._batched else scoring.mask, window=window)
         pool, layer, tables, num_tokens = rows.pool, self.layer, rows.tables_of(self.layer), queries.shape[2]
         if num_tokens == 1 and self._append is not None and self._rewind(pool, to_write=True):
-            step = pool.step(layer, tables, 1)
-            return dispatch.append_attention(
-                queries, *self._append, pool, layer, tables, step, scale=scale, mask=mask, window=window, sinks=sinks
-            )
+            step = pool.layer(layer).step(tables, 1)
+            return dispatch.append_attention(queries, *self._append, pool, layer, tables, step, scoring)
         is_fresh = not self._batched and tables[0].num_visible == num_tokens
         if not is_fresh:  # else the arrays are all there is to attend over, and are used
             self._rewind(pool, to_write=False)
         if not self._batched:
-            return dispatch.prefill_attention(
-                queries, keys, values, pool, layer, tables[0], scale=scale, mask=mask, window=window, sinks=sinks
-            )
-        return dispatch.paged_attention(queries, pool, layer, tables, scale=scale, window=window, sinks=sinks)
+            return dispatch.prefill_attention(queries, keys, values, pool, layer, tables[0], scoring)
+        return dispatch.paged_attention(queries, pool, layer, tables, scoring)
 
     def _rewind(self, pool: BlockPool, *, to_write: bool) -> bool:
         """Forget the gather, and with ``to_write`` the write before it; False if other kernels came since."""
-        storage = pool.storage(self.layer)
+        storage = pool.layer(self.layer).storage
         if self._fences is None or not isinstance(storage, InPlaceStorage):
             return False
         before, written, gathered = self._fences

@@ -91,7 +91,7 @@ class LeftPadding:
         Args:
             step: of these tables, one token each, if that is what was written: keeps what all layers share.
         """
-        spec = pool.groups[pool.group_of(layer)].spec
+        spec = pool.layer(layer).spec
         key = ("columns", self.longest)
         known = None if step is None else step.launches.get(key)
         if known is None:
@@ -110,6 +110,6 @@ class LeftPadding:
             if step is not None:
                 step.launches[key] = known
         block_ids, positions, held = known
-        k, v = pool.storage(layer).read_rows(block_ids, positions)
+        k, v = pool.layer(layer).storage.read_rows(block_ids, positions)
         # Not merely masked: a stale NaN times a weight of zero is NaN.
         return mx.where(held, k, mx.zeros((), k.dtype)), mx.where(held, v, mx.zeros((), v.dtype))

@@ -12,7 +12,9 @@ from ..attention.gather import ring_rotation
 from ..attention.masks import causal_mask
 from ..errors import GeometryError, PromptCacheError
 from ..kv.block_table import BlockTable
+from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
+from ..kv.scoring import Scoring
 from ..kv.step import Step
 from ..kv.storage.base import QueryHeads
 from ..kv.turn import MovedError, in_turn
@@ -41,18 +43,22 @@ class PagedKVCache:
         return self.sequence.pool
 
     @property
+    def _kv(self) -> PoolLayer:
+        return self.sequence.pool.layer(self.layer)
+
+    @property
     def table(self) -> BlockTable:
         return self.sequence.table(self.layer)
 
     @property
     def window(self) -> int | None:
         """Sliding window in tokens, or None."""
-        return self.pool.groups[self.pool.group_of(self.layer)].spec.window
+        return self._kv.window
 
     @property
     def pinned(self) -> int:
         """Tokens at the start that stay visible behind the window."""
-        return self.pool.groups[self.pool.group_of(self.layer)].spec.pinned
+        return self._kv.spec.pinned
 
     @property
     def offset(self) -> int:
@@ -69,24 +75,24 @@ class PagedKVCache:
             GeometryError, PoolExhaustedError, KernelUnavailableError: before anything is changed.
         """
         tables, step, keys, values = self._reserve(keys, values, None)
-        self.sequence.pool.write_step(tables, self.layer, step, keys, values)
+        self._kv.write_step(tables, step, keys, values)
 
     def _reserve(
         self, keys: mx.array, values: mx.array, heads: QueryHeads | None
     ) -> tuple[list[BlockTable], Step, mx.array, mx.array]:
         """Positions for the next tokens, and these in the pool's dtype; the first call of a group chooses its storage
         by the queries' ``heads``."""
-        pool, layer = self.sequence.pool, self.layer
+        kv = self._kv
         try:
-            pool.set_geometry(layer, keys, values, batch=1, heads=heads)
+            kv.set_geometry(keys, values, batch=1, heads=heads)
         except GeometryError:
             if self.sequence.move(keys.dtype):  # such as a model's after set_dtype()
                 raise MovedError from None
-            keys, values = pool.fitted(layer, keys, values)
-            pool.set_geometry(layer, keys, values, batch=1, heads=heads)
+            keys, values = kv.fitted(keys, values)
+            kv.set_geometry(keys, values, batch=1, heads=heads)
         num_tokens = keys.shape[2]
-        tables = [self.sequence.reserve(layer, num_tokens)]
-        return tables, pool.step(layer, tables, num_tokens), keys, values
+        tables = [self.sequence.reserve(self.layer, num_tokens)]
+        return tables, kv.step(tables, num_tokens), keys, values
 
     @in_turn
     def attend(
@@ -94,11 +100,7 @@ class PagedKVCache:
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        *,
-        scale: float,
-        mask: mx.array | str | None,
-        softcap: float | None = None,
-        sinks: mx.array | None = None,
+        scoring: Scoring,
     ) -> mx.array:
         """Write the next tokens and attend from them: what an attention layer does between projection and output.
 
@@ -106,27 +108,19 @@ class PagedKVCache:
             queries: ``[1, n_q_heads, n_new, head_dim]``, rotated.
             keys: ``[1, n_kv_heads, n_new, head_dim]``, rotated.
             values: ``[1, n_kv_heads, n_new, v_head_dim]``.
-            scale: factor on the scores.
-            mask: what :meth:`make_mask` gave, or another.
-            softcap, sinks: as for :func:`.attention.dispatch.paged_attention`.
+            scoring: its mask is what :meth:`make_mask` gave, or another.
 
         Returns:
             ``[1, n_q_heads, n_new, v_head_dim]``.
         """
-        heads = QueryHeads(queries.shape[1], softcap is not None, sinks is not None)
-        tables, step, keys, values = self._reserve(keys, values, heads)
+        tables, step, keys, values = self._reserve(keys, values, scoring.heads(queries.shape[1]))
         pool, layer = self.sequence.pool, self.layer
-        window = None if mask is None else self.sequence.window_of(mask)
+        if scoring.mask is not None:
+            scoring = scoring._replace(window=self.sequence.window_of(scoring.mask))
         if step.num_tokens == 1:
-            return dispatch.append_attention(
-                queries, keys, values, pool, layer, tables, step,
-                scale=scale, mask=mask, window=window, softcap=softcap, sinks=sinks,
-            )  # fmt: skip
-        pool.write_step(tables, layer, step, keys, values)
-        return dispatch.prefill_attention(
-            queries, keys, values, pool, layer, tables[0],
-            scale=scale, mask=mask, window=window, softcap=softcap, sinks=sinks, step=step,
-        )  # fmt: skip
+            return dispatch.append_attention(queries, keys, values, pool, layer, tables, step, scoring)
+        self._kv.write_step(tables, step, keys, values)
+        return dispatch.prefill_attention(queries, keys, values, pool, layer, tables[0], scoring, step)
 
     @in_turn
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -135,14 +129,14 @@ class PagedKVCache:
         Given to the attention function of mlx-lm that :mod:`.patches.seam` replaces, they are recognised and nothing is
         gathered. A copy even where the blocks are consecutive: who reads it is not known here.
         """
-        pool, layer = self.sequence.pool, self.layer
-        settle(pool, layer)
+        settle(self.pool, self.layer)
         tables, step, keys, values = self._reserve(keys, values, None)
-        before = pool.fence(layer) if self._in_place else None
-        pool.write_step(tables, layer, step, keys, values)
+        kv = self._kv
+        before = kv.fence() if kv.in_place else None
+        kv.write_step(tables, step, keys, values)
         table = tables[0]
         if table.num_visible == step.num_tokens:
-            hand_out(keys, values, LazyKV(self.sequence, layer))
+            hand_out(keys, values, LazyKV(self.sequence, self.layer))
             return keys, values
         return self._fetch(tables, (keys, values) if step.num_tokens == 1 else None, before)
 
@@ -152,23 +146,19 @@ class PagedKVCache:
         another layer wrote; recognised as those of :meth:`update_and_fetch` are."""
         return self._fetch([self.table], None, None)
 
-    @property
-    def _in_place(self) -> bool:
-        return self.pool.groups[self.pool.group_of(self.layer)].in_place
-
     def _fetch(
         self, tables: list[BlockTable], append: tuple[mx.array, mx.array] | None, before: mx.array | None
     ) -> tuple[mx.array, mx.array]:
-        pool, layer, table = self.sequence.pool, self.layer, tables[0]
-        written = pool.fence(layer) if self._in_place else None
+        kv, table = self._kv, tables[0]
+        written = kv.fence() if kv.in_place else None
         # After several new tokens mlx-lm's order is by position, and so is this (see ring_rotation).
-        keys, values = pool.gather_visible(table, layer, rotation=ring_rotation(table, self.window))
+        keys, values = kv.gather_visible(table, rotation=ring_rotation(table, self.window))
         fences = None
         if written is not None:
-            fences = Fences(written if before is None else before, written, pool.fence(layer))
+            fences = Fences(written if before is None else before, written, kv.fence())
         elif append is not None:
-            keys, values = pool.watch_read(layer, keys, values)
-        hand_out(keys, values, LazyKV(self.sequence, layer, append, fences))
+            keys, values = kv.watch_read(keys, values)
+        hand_out(keys, values, LazyKV(self.sequence, self.layer, append, fences))
         return keys, values
 
     @in_turn
@@ -185,7 +175,7 @@ class PagedKVCache:
             PromptCacheError: the cache is not empty, or tokens the layer still needs are missing.
             GeometryError, PoolExhaustedError: before anything is changed.
         """
-        start, spec = offset - keys.shape[2], self.pool.groups[self.pool.group_of(self.layer)].spec
+        start, spec = offset - keys.shape[2], self._kv.spec
         head = spec.pinned if start > 0 else 0
         start += head
         if self.offset or start < 0 or start > spec.first_kept(offset):
@@ -194,7 +184,8 @@ class PagedKVCache:
                 f"{self.offset}" + (f" with window {self.window}" if self.window else "")
             )
         mx.eval(keys, values)  # they may come from this very pool: reading and writing it in one graph copies it
-        self.pool.set_geometry(self.layer, keys, values, batch=1)
+        kv = self._kv
+        kv.set_geometry(keys, values, batch=1)
         table = self.table
         if table.length == 0:
             table = self.pool.new_table(table.group, start=start)
@@ -204,10 +195,10 @@ class PagedKVCache:
             raise PromptCacheError(f"layer {self.layer} ends at {offset}, the layers before it at {table.length}")
         self.sequence.offsets[self.layer] = offset
         if head:
-            self.pool.write_pinned(table, self.layer, keys[:, :, :head], values[:, :, :head])
+            kv.write_pinned(table, keys[:, :, :head], values[:, :, :head])
             keys, values = keys[:, :, head:], values[:, :, head:]
-        self.pool.write_prefill(table, self.layer, keys, values)
-        mx.eval(self.pool.fence(self.layer))  # layer by layer, so that one layer's keys are held twice, not all
+        kv.write([table], keys, values)
+        mx.eval(kv.fence())  # layer by layer, so that one layer's keys are held twice, not all
 
     # mlx-lm's protocol ----------------------------------------------------------------------------------------
 
@@ -215,7 +206,7 @@ class PagedKVCache:
     def state(self) -> tuple[Any, ...]:
         """What mlx-lm evaluates between prefill chunks: an array that is ready when this layer's writes are, and the
         cache itself. No keys are gathered for it; see :meth:`keys_and_values`."""
-        return (self.pool.fence(self.layer), self)
+        return (self._kv.fence(), self)
 
     @state.setter
     def state(self, value: tuple[Any, ...]) -> None:
@@ -223,7 +214,7 @@ class PagedKVCache:
         if len(value) == 2 and isinstance(value[1], PagedKVCache):
             source = value[1]
             if source.offset:
-                k, v = source.pool.gather_visible(source.table, source.layer)
+                k, v = source._kv.gather_visible(source.table)
                 self.load(k, v, source.offset)
                 self.table.ring_origin = source.table.ring_origin
         elif len(value) == 3 and isinstance(value[0], mx.array):
@@ -242,7 +233,7 @@ class PagedKVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of this layer in the blocks this sequence holds; shared blocks count in each sequence."""
-        group = self.pool.groups[self.table.group]
+        group = self._kv.group
         return self.table.num_blocks * group.bytes_per_block // len(group.spec.layers)
 
     def size(self) -> int:

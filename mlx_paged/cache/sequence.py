@@ -64,7 +64,7 @@ class SequenceTables:
             )
         if missing:
             if len(self.tables) > 1 and table.blocks_for(missing):
-                self.pool.make_room([table, *(other for other in self.tables if other is not table)], missing)
+                self.pool.ensure_free_for([table, *(other for other in self.tables if other is not table)], missing)
             self.pool.append_tokens(table, missing)
         self.offsets[layer] += num_tokens
         return table

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from ..errors import ConfigError, PromptsFileError, RequestFailedError
 from ..model_folder import tell_if_unbounded
-from ..serve.stopped_tokens import StoppedTokens
+from ..serve.stops.stopped_tokens import StoppedTokens
 from .progress import BatchProgress
 from .prompts_file import Prompt, Results, read_prompts
 from .sampling import Sampling
@@ -182,7 +182,7 @@ class BatchRun:
 
     def run(self, model: Any) -> None:
         """Until every prompt has a result."""
-        from ..patches.pools import known_pool
+        from ..patches.cache.pools import known_pool
 
         progress = BatchProgress(self.stream)
         num_tokens, begin = 0, time.monotonic()

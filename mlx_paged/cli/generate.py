@@ -117,7 +117,7 @@ def _generate_step(
 
 def _print_stats(models: Sequence[Any]) -> None:
     from ..attention.dispatch import dispatch_counts
-    from ..patches.pools import known_pool
+    from ..patches.cache.pools import known_pool
 
     for name, model in zip(("KV cache", "KV cache of the draft model"), models, strict=False):
         pool = known_pool(model)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, wait
 from typing import TextIO
 
 from ..kv.stats import PagedCacheStats
@@ -103,18 +101,36 @@ class BatchProgress:
             self._out.flush()
 
 
-def wait_for(futures: Sequence[Future[None]], stream: TextIO) -> None:
-    """Wait for kernels that are compiled elsewhere, with a bar where ``stream`` is a terminal. Says nothing of those
-    that failed."""
-    begin = time.monotonic()
-    missing = set(futures)
-    while missing := wait(missing, timeout=SHOW_EVERY_SECONDS).not_done:
-        if stream.isatty():
-            done = len(futures) - len(missing)
-            filled = WIDTH * done // len(futures)
-            text = f"compiling [{'#' * filled}{'.' * (WIDTH - filled)}] {done}/{len(futures)}"
-            stream.write(f"\r{ERASE_LINE}{text}, {time.monotonic() - begin:.0f} s")
-            stream.flush()
-    if stream.isatty():
-        stream.write(f"\r{ERASE_LINE}")
-        stream.flush()
+class Bar:
+    """A bar for things that are done elsewhere; silent where the stream is no terminal. To be used in a ``with`` block,
+    which takes it away.
+
+    Args:
+        stream: where it is drawn.
+        what: is being done.
+        total: how many things.
+    """
+
+    SECONDS = SHOW_EVERY_SECONDS
+
+    def __init__(self, stream: TextIO, what: str, total: int) -> None:
+        self._out = stream if stream.isatty() else None
+        self._what = what
+        self._total = total
+        self._begin = time.monotonic()
+
+    def show(self, done: int) -> None:
+        """Draw it: so many are done."""
+        if self._out is not None:
+            filled = WIDTH * done // self._total
+            text = f"{self._what} [{'#' * filled}{'.' * (WIDTH - filled)}] {done}/{self._total}"
+            self._out.write(f"\r{ERASE_LINE}{text}, {time.monotonic() - self._begin:.0f} s")
+            self._out.flush()
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._out is not None:
+            self._out.write(f"\r{ERASE_LINE}")
+            self._out.flush()

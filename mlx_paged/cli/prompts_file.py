@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from ..errors import PromptsFileError
-from ..serve.request_body import RequestRefused, check_parameters, invalid, load_object
+from ..serve.refusal import RequestRefused, invalid
+from ..serve.request_body import check_parameters, load_object
 
 JOURNAL_SUFFIX = ".partial"
 KEYS = frozenset({"prompt", "messages", "id", "max_tokens", "max_completion_tokens", "n"})

@@ -56,7 +56,7 @@ def prepare(args: argparse.Namespace) -> None:
     patches.apply_patches(PagedConfig.from_env().with_arguments(args))
     raise_cpu_cache_limit()
     if ServerParser.shares:
-        from ..patches import server as adapter
+        from ..patches.server import replacements as adapter
 
         adapter.configure(config)
     elif config.api_keys:
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.argv = [sys.argv[0], *argv]
     start_error: Callable[[], Exception | None] = lambda: None  # noqa: E731
     try:
-        from ..patches.server import replacements, start_error
+        from ..patches.server.replacements import replacements, start_error
 
         names = replacements(upstream)
     except (ImportError, AttributeError) as error:  # a name that it needs is missing in this version of mlx-lm

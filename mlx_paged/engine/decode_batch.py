@@ -13,14 +13,15 @@ from ..cache.batch_tables import BatchTables, FailedRow
 from ..cache.composites import leaves, with_leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..kv.pool import BlockPool
-from .row import Row, Sampler, StepLogits
+from .request import Request
+from .step_logits import Sampler, StepLogits
 from .upstream import Upstream
 
 
 class Delivery(NamedTuple):
     """A token that a step brought to the caller's side; ``logits`` is where its log-probabilities are."""
 
-    row: Row
+    row: Request
     token: int
     logits: tuple[StepLogits, int]
 
@@ -42,9 +43,9 @@ class DecodeBatch:
     def __init__(self, model: Any, upstream: Upstream) -> None:
         self.model = model
         self.upstream = upstream
-        self.rows: list[Row] = []
-        self.members: set[Row] = set()
-        self.failed: list[tuple[Row, Exception]] = []
+        self.rows: list[Request] = []
+        self.members: set[Request] = set()
+        self.failed: list[tuple[Request, Exception]] = []
         self._inputs: mx.array | None = None  # next token of each row, not delivered yet, [B]
         self._tables: BatchTables | None = None
         # One per layer, parts of composite ones by themselves; paged ones are made anew when the members change.
@@ -61,7 +62,7 @@ class DecodeBatch:
 
     # Members --------------------------------------------------------------------------------------------------
 
-    def join(self, rows: Sequence[Row]) -> None:
+    def add(self, rows: Sequence[Request]) -> None:
         """Rows whose prompt is computed up to its last token."""
         if not rows:
             return
@@ -76,7 +77,7 @@ class DecodeBatch:
         self.rows = [*self.rows, *rows]
         self.members.update(rows)
 
-    def _merge(self, rows: Sequence[Row]) -> None:
+    def _merge(self, rows: Sequence[Request]) -> None:
         """Take the rows' states into the batch's."""
         self._settle()
         caches = [leaves(row.caches) for row in rows if row.caches is not None]
@@ -90,7 +91,7 @@ class DecodeBatch:
                 if theirs is not None:
                     mine.extend(theirs)
 
-    def leave(self, rows: Sequence[Row], *, keep_caches: bool = True) -> None:
+    def remove(self, rows: Sequence[Request], *, keep_caches: bool = True) -> None:
         """Take rows out. With ``keep_caches`` their own caches hold all they computed: block tables are just let go,
         states of other layers are copied, so that nothing of the batch lives on in them.
 
@@ -119,7 +120,7 @@ class DecodeBatch:
         self.rows = [self.rows[index] for index in keep]
         self.members -= leaving
 
-    def disband(self) -> list[Row]:
+    def disband(self) -> list[Request]:
         """Take all rows out, to compute them again as after :meth:`suspend`, and touch no cache: for when the batch's
         own are in an unknown state. Returns the rows."""
         rows = self.rows
@@ -140,7 +141,7 @@ class DecodeBatch:
             self._caches = [None if _is_paged(cache) else cache for cache in self._caches]
         self._changed = True
 
-    def _extract_states(self, index: int, row: Row) -> None:
+    def _extract_states(self, index: int, row: Request) -> None:
         assert row.caches is not None
         parts = leaves(row.caches)
         for place, cache in enumerate(self._caches):
@@ -148,7 +149,7 @@ class DecodeBatch:
                 parts[place] = _extract(cache, index, self.upstream.state_cache)
         row.caches = with_leaves(row.caches, parts)
 
-    def fork(self, row: Row) -> list[Any]:
+    def fork(self, row: Request) -> list[Any]:
         """A copy of the row's caches: references to its blocks, copies of other states."""
         if self._tables is not None:
             self._tables.settle()
@@ -164,14 +165,14 @@ class DecodeBatch:
                 forked.append(_extract(self._caches[place], index, self.upstream.state_cache))
         return with_leaves(row.caches, forked)
 
-    def suspend(self, row: Row) -> None:
+    def suspend(self, row: Request) -> None:
         """Take a row out to compute it again later: remember the token that was not delivered yet."""
         assert self._inputs is not None
         index = self.rows.index(row)
         self._remember(row, index, _as_ints(self._inputs[index : index + 1])[0])
-        self.leave([row], keep_caches=False)
+        self.remove([row], keep_caches=False)
 
-    def _remember(self, row: Row, index: int, token: int) -> None:
+    def _remember(self, row: Request, index: int, token: int) -> None:
         """Keep the token that was computed for a row and not delivered yet."""
         if row.logits is not None:
             row.undelivered = token
@@ -239,7 +240,7 @@ class DecodeBatch:
             return logits
         broken = [(self.rows[index], part) for index, part in found.items() if isinstance(part, Exception)]
         self.failed += broken
-        self.leave([row for row, _ in broken], keep_caches=False)
+        self.remove([row for row, _ in broken], keep_caches=False)
         self._settle()
         parts = [part for part in found.values() if not isinstance(part, Exception)]
         return mx.concatenate(parts) if parts else None

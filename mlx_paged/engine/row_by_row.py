@@ -13,7 +13,7 @@ from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..errors import without_frames
 from .decode_batch import DecodeBatch
-from .row import Row
+from .request import Request
 
 
 class RowByRowBatch(DecodeBatch):
@@ -24,14 +24,14 @@ class RowByRowBatch(DecodeBatch):
 
     kind = "one by one"
 
-    def _merge(self, rows: Sequence[Row]) -> None:
+    def _merge(self, rows: Sequence[Request]) -> None:
         self._collect([*self.rows, *rows])
 
-    def _collect(self, rows: Sequence[Row]) -> None:
+    def _collect(self, rows: Sequence[Request]) -> None:
         """What is to be computed with each step beside the logits, and counted: the caches without blocks."""
         self._caches = [c for row in rows for c in leaves(row.caches or []) if not isinstance(c, PagedKVCache)]
 
-    def leave(self, rows: Sequence[Row], *, keep_caches: bool = True) -> None:
+    def remove(self, rows: Sequence[Request], *, keep_caches: bool = True) -> None:
         leaving = self.members.intersection(rows)
         if not leaving:
             return
@@ -45,7 +45,7 @@ class RowByRowBatch(DecodeBatch):
         self.members -= leaving
         self._collect(self.rows)
 
-    def fork(self, row: Row) -> list[Any]:
+    def fork(self, row: Request) -> list[Any]:
         assert row.caches is not None
         memo: dict[int, Any] = {}
         return [copy.deepcopy(cache, memo) for cache in row.caches]
@@ -73,12 +73,12 @@ class RowByRowBatch(DecodeBatch):
     def _forward(self) -> mx.array | None:
         assert self._inputs is not None
         found: list[mx.array] = []
-        broken: list[tuple[Row, Exception]] = []
+        broken: list[tuple[Request, Exception]] = []
         for index, row in enumerate(self.rows):
             try:
                 found.append(self.model(self._inputs[index : index + 1, None], cache=row.caches)[:, -1, :])
             except Exception as error:
                 broken.append((row, error))
         self.failed += broken
-        self.leave([row for row, _ in broken], keep_caches=False)
+        self.remove([row for row, _ in broken], keep_caches=False)
         return mx.concatenate(found) if found else None

@@ -1,6 +1,7 @@
-"""Scheduler: which requests run, wait, or make room, step by step. Knows lengths and an order, no model and no tensor.
+"""Scheduler: which requests run, wait, or are preempted, step by step. Knows lengths and an order, no model and no
+tensor.
 
-Of a set of requests the older one always goes first, and only younger ones make room for it; so the oldest always
+Of a set of requests the older one always goes first, and only younger ones are preempted for it; so the oldest always
 advances, and every request finishes. The same calls give the same decisions on every rank.
 """
 
@@ -8,47 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..errors import RequestTooLargeError
 
-
-class Request:
-    """One sequence to be computed. Positions count from the start of its cache.
-
-    Attributes:
-        uid: the caller's name for it; younger requests have larger ones.
-        length: tokens in its cache now.
-        goal: tokens that must be in its cache before it decodes (all of the prompt but the last token).
-        kept: tokens in a cache that came with the request: they stay when it makes room.
-        boundaries: positions where a chunk must end, ascending.
-        origin: where the grid of chunks begins.
-    """
-
-    __slots__ = ("boundaries", "goal", "kept", "length", "origin", "uid")
-
-    def __init__(self, uid: int, *, goal: int, kept: int = 0, boundaries: Sequence[int] = (), origin: int = 0) -> None:
-        self.uid = uid
-        self.length = self.kept = kept
-        self.goal = goal
-        self.boundaries = deque(boundaries)
-        self.origin = origin
-
-    def chunk(self, most: int | None, grid: int | None = None) -> int:
-        """Length of its next chunk: to the next boundary, multiple of ``grid`` after ``origin`` or the goal, ``most``
-        tokens at most."""
-        while self.boundaries and self.boundaries[0] <= self.length:
-            self.boundaries.popleft()
-        end = min(self.boundaries[0], self.goal) if self.boundaries else self.goal
-        if grid is not None:
-            end = min(end, self.length + grid - (self.length - self.origin) % grid)
-        return end - self.length if most is None else min(most, end - self.length)
-
-    def __repr__(self) -> str:
-        return f"Request(uid={self.uid}, length={self.length}, goal={self.goal})"
+if TYPE_CHECKING:  # of a request, only lengths are read and written here
+    from .request import Request
 
 
-Growth = Sequence[tuple[Request, int]]
+Growth = Sequence[tuple["Request", int]]
 
 
 class Memory(Protocol):
@@ -59,7 +28,7 @@ class Memory(Protocol):
         """Whether one sequence of so many tokens fits when nothing else is held."""
 
     def fits(self, growth: Growth) -> bool:
-        """Whether all these requests can grow by so many tokens, cached prefixes that nobody uses given up for it."""
+        """Whether all these requests can grow by so many tokens, prefixes that nobody uses being evicted for it."""
 
     def must_wait(self, request: Request) -> bool:
         """Whether a request that could start is better off later, when one that runs has computed their common
@@ -88,7 +57,7 @@ class ScheduledStep(NamedTuple):
     Attributes:
         decode: requests that take one token each, oldest first.
         chunks: parts of prompts, oldest request first, at most one for each request.
-        failed: requests given up, with the reason. The scheduler has forgotten them.
+        failed: requests that cannot go on, with the reason. The scheduler has forgotten them.
     """
 
     decode: list[Request]
@@ -108,7 +77,7 @@ class Scheduler:
         grid: cut prompts at multiples of so many tokens. The oldest prompt gets a whole chunk then, whatever decoding
             has taken.
         headroom: tokens a running request must be able to grow by when another one is admitted, so that what is
-            admitted does not have to make room again at once.
+            admitted is not preempted again at once.
     """
 
     def __init__(
@@ -137,7 +106,7 @@ class Scheduler:
     @property
     def is_prefilling(self) -> bool:
         """Whether some running request's prompt is not computed yet."""
-        return any(request.length < request.goal for request in self.running)
+        return any(not request.is_prefilled for request in self.running)
 
     # Requests -------------------------------------------------------------------------------------------------
 
@@ -162,10 +131,10 @@ class Scheduler:
         request.length += num_tokens
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's memory and queue it again. What it had computed becomes its new goal."""
+        """Take a running request's memory and queue it again. What it had computed becomes prefilled again."""
         self.running.remove(request)
         self.memory.release(request)
-        request.goal = max(request.goal, request.length)
+        request.prefill_end = max(request.prefill_end, request.length)
         request.length = request.kept
         # Everyone waiting is younger than everyone running, except those preempted before.
         position = next((i for i, other in enumerate(self.waiting) if other.uid > request.uid), len(self.waiting))
@@ -175,11 +144,11 @@ class Scheduler:
     # Planning -------------------------------------------------------------------------------------------------
 
     def plan(self) -> ScheduledStep:
-        """Decide the next step. Requests that must make room have been released and queued when this returns."""
+        """Decide the next step. Requests that are preempted have been released and queued when this returns."""
         failed: list[tuple[Request, Exception]] = []
         while True:
-            decode = [(request, 1) for request in self.running if request.length >= request.goal]
-            if not decode or self._make_room(decode, self.running[0], failed):
+            decode = [(request, 1) for request in self.running if request.is_prefilled]
+            if not decode or self._fits_after_preempting(decode, self.running[0], failed):
                 break
         # What a failed request held is released after the plan: the next one counts with it.
         chunks = [] if failed else self._plan_chunks(decode, failed)
@@ -190,7 +159,7 @@ class Scheduler:
         )
 
     def _alive(self, growth: Growth) -> list[tuple[Request, int]]:
-        """The part of the growth whose requests have not been preempted or given up meanwhile."""
+        """The part of the growth whose requests have not been preempted and have not failed meanwhile."""
         running = set(self.running)
         return [(request, num_tokens) for request, num_tokens in growth if request in running]
 
@@ -202,7 +171,9 @@ class Scheduler:
         self.preempt(youngest)
         return True
 
-    def _make_room(self, growth: Growth, beneficiary: Request, failed: list[tuple[Request, Exception]]) -> bool:
+    def _fits_after_preempting(
+        self, growth: Growth, beneficiary: Request, failed: list[tuple[Request, Exception]]
+    ) -> bool:
         """True if the growth fits; else the youngest has been preempted, or the only one has failed."""
         if not self.memory.fits(growth):
             if not self.preempt_for(beneficiary):
@@ -221,16 +192,16 @@ class Scheduler:
         chunks: list[Chunk] = []
         index = 0
         while budget > 0:
-            prefilling = [request for request in self.running if request.length < request.goal]
+            prefilling = [request for request in self.running if not request.is_prefilled]
             if index < len(prefilling):
                 request = prefilling[index]
             elif (admitted := self._admit(len(prefilling), failed)) is None:
                 break
             else:
                 request = admitted
-                if request.length >= request.goal:
+                if request.is_prefilled:
                     continue  # decodes from the next step on
-            num_tokens = request.chunk(budget if self.grid is None else None, self.grid)
+            num_tokens = request.chunk_length(budget if self.grid is None else None, self.grid)
             if chunks and num_tokens > budget:
                 break
             if not self._fits_chunk(planned, request, num_tokens, failed):
@@ -244,7 +215,7 @@ class Scheduler:
     def _fits_chunk(
         self, planned: Growth, request: Request, num_tokens: int, failed: list[tuple[Request, Exception]]
     ) -> bool:
-        """Whether the chunk can be computed in this step, after the younger ones have made room for it."""
+        """Whether the chunk can be computed in this step, after younger ones have been preempted for it."""
         while not self.memory.fits([*self._alive(planned), (request, num_tokens)]):
             if self.preempt_for(request):
                 continue
@@ -259,18 +230,18 @@ class Scheduler:
             return None
         request = self.waiting[0]
         # Room for all of its prompt and a token more, beyond what those running are going to need.
-        growth = [(other, max(other.goal - other.length + 1, self.headroom)) for other in self.running]
-        growth.append((request, request.goal - request.length + 1))
+        growth = [(other, max(other.prefill_end - other.length + 1, self.headroom)) for other in self.running]
+        growth.append((request, request.prefill_end - request.length + 1))
         if not self.memory.fits(growth):
             if not self.running:
-                self._fail(request, request.goal - request.length + 1, failed)
+                self._fail(request, request.prefill_end - request.length + 1, failed)
             return None
         if self.memory.must_wait(request):
             return None
         self.waiting.popleft()
         self.running.append(request)
         self.memory.admit(request)
-        growth[-1] = (request, request.goal - request.length + 1)
+        growth[-1] = (request, request.prefill_end - request.length + 1)
         if len(self.running) > 1 and not self.memory.fits(growth):
             self.preempt(request)  # what it has found cached is no longer there for those that it was counted for
             return None

@@ -16,10 +16,10 @@ class TokenResponse(Protocol):
     finish_reason: str | None
     all_tokens: list[int] | None
 
-    def attach(self, row: Any) -> None:
-        """The finished request's row, whose cache is this response's from now on."""
+    def attach(self, request: Any) -> None:
+        """The finished request, whose cache is this response's from now on."""
 
-    def give_up(self) -> bool:
+    def drop_cache(self) -> bool:
         """Release that cache unless somebody has read it. Returns whether it was released."""
 
 

@@ -132,7 +132,7 @@ def build_kernel(body: str, constants: Constants) -> Callable[..., list[mx.array
     # MLX handles the whole text at every call: give it no more than the compiler needs.
     header, source = (_condense(text) for text in kernel_source(body, dialect, constants))
     inputs, outputs, strided = SIGNATURES[body]
-    # MLX keeps compiled CUDA kernels on disk under their name alone, so the name has to follow the text.
+    # MLX keeps compiled kernels under their name alone, some versions on disk too, so the name has to follow the text.
     name = f"{body}_{hashlib.sha256((header + source).encode()).hexdigest()[:16]}"
     known = dict(constants)
     if "GROUPS" in known:

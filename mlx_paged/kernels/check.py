@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 import warnings
 from collections.abc import Callable
@@ -97,7 +98,8 @@ def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
     width = -(-max(used) // _TABLE_WIDTH) * _TABLE_WIDTH
     key = mx.random.key(seed)
     keys = mx.random.split(key, 5)
-    order: Any = (mx.random.permutation(sum(used), key=keys[0]) + 1).tolist()
+    # By Python here and below: what MLX's indexing by arrays needs, it would have to compile on CUDA.
+    order = random.Random(seed).sample(range(1, sum(used) + 1), sum(used))
     tables, slots = [], []
     for n, blocks in zip(contexts, used, strict=True):
         ids, order = order[:blocks], order[blocks:]
@@ -122,10 +124,11 @@ def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "variant": variant}
     out, fence = kernels.paged_decode(q, k_pool, v_pool, fence, *visible, **options)
     # Once more, with the newest tokens taken out of the pool and given to the call.
-    newest = mx.array([sum(contexts[: b + 1]) - 1 for b in range(batch)], mx.int32)
+    newest = [sum(contexts[: b + 1]) - 1 for b in range(batch)]
     no_k, no_v = (mx.full((batch, *x.shape[1:]), float("nan"), dtype) for x in (k, v))
-    fence = kernels.write_slots(k_pool, v_pool, fence, no_k, no_v, mx.array(slots, mx.int32)[newest])
-    append = (k[newest][:, :, None], v[newest][:, :, None])
+    fence = kernels.write_slots(k_pool, v_pool, fence, no_k, no_v, mx.array([slots[i] for i in newest], mx.int32))
+    new_k, new_v = (mx.stack([x[i] for i in newest])[:, :, None] for x in (k, v))
+    append = new_k, new_v
     again, fence = kernels.paged_decode(q, k_pool, v_pool, fence, *visible, append=append, **options)
     if not mx.array_equal(out.astype(mx.float32), again.astype(mx.float32)).item():
         raise RuntimeError("the result differs when the newest tokens come with the call")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .build import Constants, gpu_cores
-from .launch_shape import LaunchShape, Variant, count_partitions, run_length, shape_for, unsupported
+from .build import Constants
+from .launch_shape import LaunchShape, Variant, run_length, unsupported
 from .trial import MANY, Text, few_of
 
 
@@ -56,20 +55,6 @@ def spec_of(
         few = few_of(variant.backend, stats=rows * n_q_heads * n_partitions * 2, ends=rows, sinks=sinks)
         texts.append(Text("merge_partitions", spec.merge_constants, few))
     return spec._replace(texts=tuple(texts))
-
-
-def texts_of(variant: Variant, reach: int) -> tuple[Text, ...]:
-    """The texts of a decode step of 9 sequences, one query each, that see up to so many tokens."""
-    launch_shape = shape_for(variant, gpu_cores())
-    return spec_of(variant, launch_shape, 9, 8 * variant.gqa, 1, count_partitions(reach, launch_shape)).texts
-
-
-def pool_texts(variant: Variant) -> Iterator[Text]:
-    """The texts that write, read and copy blocks of a variant's pool."""
-    constants = pool_constants_of(variant.dtype, variant.head_dim, variant.value_dim, variant.block_size)
-    yield Text("write_slots", (*constants, ("S", mx.int32)))
-    yield Text("gather_blocks", constants)
-    yield Text("copy_blocks", constants)
 
 
 def _decode_spec(

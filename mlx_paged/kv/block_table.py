@@ -97,6 +97,11 @@ class BlockTable:
         """Blocks that ``num_tokens`` more tokens need beyond those the table has."""
         return max(0, -(-(self.length + num_tokens) // self.block_size) - len(self.block_ids))
 
+    def behind(self, start: int) -> slice:
+        """Which entries of ``block_ids`` are released when ``logical_start`` becomes ``start``."""
+        first = max(self.logical_start // self.block_size, self.num_pinned_blocks)
+        return slice(first, max(first, start // self.block_size))
+
     def tail_segments(self, num_tokens: int) -> list[Segment]:
         """How the last ``num_tokens`` positions lie in blocks: partial first, runs of whole blocks, partial last."""
         cached = self._index_cache.get(("segments", self.length, num_tokens))

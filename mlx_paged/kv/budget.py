@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from ..errors import PoolExhaustedError
 from .block_table import BlockTable
-from .group import LayerGroup
 from .pool import BlockPool
 
 
@@ -62,12 +61,12 @@ class PoolBudget:
         return needed
 
     def fits_blocks(self, num_blocks: int) -> bool:
-        """Whether so many blocks of each group can be had without moving or giving up any: enough for a token of as
+        """Whether so many blocks of each group can be had without moving or evicting any: enough for a token of as
         many sequences."""
         self.pool.collect()
         groups = self.pool.groups
         missing = sum(max(0, num_blocks - group.allocator.num_free) * group.bytes_per_block for group in groups)
-        return missing <= self.pool.unreserved_bytes
+        return missing <= self.pool.memory.unreserved_bytes
 
     def fits(self, growth: Growth) -> bool:
         """Whether all these appends fit together, in any order. If it comes to that, what they are going to release
@@ -79,13 +78,13 @@ class PoolBudget:
     def _fits(self, growth: Sequence[Append]) -> bool:
         groups = enumerate(self.pool.groups)
         needed = sum(self._blocks_of(index, growth) * group.bytes_per_block for index, group in groups)
-        unheld = self.pool.unheld_bytes
-        return needed <= unheld or needed <= unheld + self.pool.reclaimable_bytes()
+        unheld = self.pool.memory.unheld_bytes
+        return needed <= unheld or needed <= unheld + self.pool.memory.reclaimable_bytes
 
     def _slide(self, growth: Sequence[Append]) -> bool:
         return self.pool.slide(table for each in growth if each.tables and not each.forked for table in each.tables)
 
-    def make_room(self, soon: Growth, in_all: Callable[[], Growth]) -> None:
+    def grow_for(self, soon: Growth, in_all: Callable[[], Growth]) -> None:
         """Grow the pool where what is appended soon needs it, and by no more than is going to be appended in all."""
         listed = [Append(*each) for each in soon]
         self._slide(listed)
@@ -93,7 +92,7 @@ class PoolBudget:
         needed = [self._blocks_of(index, listed) for index in range(len(groups))]
         if any(count > group.allocator.num_free for count, group in zip(needed, groups, strict=True)):
             everything = [Append(*each) for each in in_all()]
-            self.pool.make_free(needed, [self._blocks_of(index, everything) for index in range(len(groups))])
+            self.pool.ensure_free(needed, [self._blocks_of(index, everything) for index in range(len(groups))])
 
     def _blocks_of(self, index: int, growth: Iterable[Append]) -> int:
         """Blocks of a group that all these appends take."""
@@ -101,44 +100,12 @@ class PoolBudget:
 
     def exhausted(self, tables: Sequence[BlockTable] | None, num_tokens: int) -> PoolExhaustedError:
         """The error for an append that does not fit."""
-        needs = [
-            (group, self._blocks(index, Append(tables, num_tokens))) for index, group in enumerate(self.pool.groups)
-        ]
-        return PoolExhaustedError(
-            blocks_needed=sum(blocks for _, blocks in needs),
-            bytes_needed=sum(blocks * group.bytes_per_block for group, blocks in needs),
-            budget_bytes=self.pool.memory_budget,
-            bytes_reserved=sum(group.bytes_reserved for group in self.pool.groups),
-        )
+        groups = self.pool.groups
+        needs = [self._blocks(index, Append(tables, num_tokens)) for index in range(len(groups))]
+        num_bytes = sum(blocks * group.bytes_per_block for blocks, group in zip(needs, groups, strict=True))
+        return self.pool.memory.exhausted(sum(needs), num_bytes)
 
     def _blocks(self, index: int, append: Append) -> int:
-        """Blocks of a group that an append takes, beyond those the sequence has: the most at any time until its end."""
-        spec = self.pool.groups[index].spec
         table = append.tables[index] if append.tables else None
-        if table is None:
-            return self._most_held(spec, 0, append.num_tokens)
-        if append.forked:
-            missing = table.blocks_for(append.num_tokens) + bool(table.length % self.pool.block_size)
-            return min(missing, self._most_held(spec, table.length, append.num_tokens))
-        if spec.window is None or append.num_tokens <= self.chunk:
-            return self.pool.blocks_to_append(table, append.num_tokens)
-        held = table.num_blocks - _behind(table, spec.first_kept(table.length) // self.pool.block_size)
-        more = max(0, self._most_held(spec, table.length, append.num_tokens) - held)
-        return max(more, table.blocks_for(self.chunk)) + self.pool.has_shared_tail(table)
-
-    def _most_held(self, spec: LayerGroup, length: int, num_tokens: int) -> int:
-        """Most blocks a sequence of ``length`` tokens holds while so many are appended."""
-        size = self.pool.block_size
-        end = -(-(length + num_tokens) // size)
-        if spec.window is None:
-            return end
-        # What the next token sees and a chunk: so many tokens in a row, wherever they begin in a block.
-        in_a_row = spec.window - 1 + min(num_tokens, self.chunk)
-        widest = min(end - spec.first_kept(length) // size, (in_a_row + size - 2) // size + 1)
-        return min(end, widest + -(-spec.pinned // size))
-
-
-def _behind(table: BlockTable, start: int) -> int:
-    """Blocks held before index ``start``: the next append gives them back."""
-    first = max(table.logical_start // table.block_size, table.num_pinned_blocks)
-    return sum(block_id != 0 for block_id in table.block_ids[first:start])
+        group = self.pool.groups[index]
+        return group.blocks_to_append(table, append.num_tokens, chunk=self.chunk, forked=append.forked)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..errors import ConfigError, GeometryError
-from .allocator import BlockAllocator
+from .allocator import NULL_BLOCK, BlockAllocator
 from .block_table import BlockTable
 from .step import DeviceTables, Step, step_key
 from .storage.base import Geometry, QueryHeads, Storage
@@ -66,6 +66,16 @@ class LayerGroup(NamedTuple):
         start = 0 if self.window is None else length - self.window + 1
         return start + self.pinned if start > 0 else 0
 
+    def most_blocks(self, length: int, num_tokens: int, chunk: int, block_size: int) -> int:
+        """Most blocks a sequence of ``length`` tokens holds while so many are appended, ``chunk`` at a time."""
+        end = -(-(length + num_tokens) // block_size)
+        if self.window is None:
+            return end
+        # What the next token sees and a chunk: so many tokens in a row, wherever they begin in a block.
+        in_a_row = self.window - 1 + min(num_tokens, chunk)
+        widest = min(end - self.first_kept(length) // block_size, (in_a_row + block_size - 2) // block_size + 1)
+        return min(end, widest + -(-self.pinned // block_size))
+
     def ring_origin(self, length: int) -> int:
         """``BlockTable.ring_origin`` after several tokens at once, up to ``length``."""
         if self.window is None or length < self.window:
@@ -119,6 +129,66 @@ class BlockGroup:
             return step, False
         self._step = Step(tables, num_tokens, self.epoch, self.allocator.num_blocks, self._device_tables, counts)
         return self._step, True
+
+    # Blocks of tables -----------------------------------------------------------------------------------------
+
+    def tail_references(self, table: BlockTable) -> int:
+        """How often the block that the table's next token goes into is held; 0 if there is none yet. If others hold it,
+        too, it is copied first."""
+        tail = table.length // self.block_size
+        return self.allocator.refcount(table.block_ids[tail]) if tail < len(table.block_ids) else 0
+
+    def blocks_to_append(
+        self, table: BlockTable | None, num_tokens: int, *, chunk: int | None = None, forked: bool = False
+    ) -> int:
+        """Blocks that an append takes beyond those the table has, which :meth:`slide` has been called for: the most at
+        any time until its end.
+
+        Args:
+            table: that the tokens are appended to; None: one that holds nothing yet.
+            num_tokens: to append.
+            chunk: most of them at a time: between, blocks behind a window are released. None: all at once.
+            forked: the table stays as it is, and a fork of it takes the tokens.
+        """
+        chunk = num_tokens if chunk is None else chunk
+        if table is None:
+            return self.spec.most_blocks(0, num_tokens, chunk, self.block_size)
+        if forked:
+            missing = table.blocks_for(num_tokens) + bool(table.length % self.block_size)
+            return min(missing, self.spec.most_blocks(table.length, num_tokens, chunk, self.block_size))
+        missing = table.blocks_for(num_tokens)
+        if self.spec.window is not None and num_tokens > chunk:
+            behind = table.block_ids[table.behind(self.spec.first_kept(table.length))]
+            held = table.num_blocks - len(behind) + behind.count(NULL_BLOCK)
+            most = self.spec.most_blocks(table.length, num_tokens, chunk, self.block_size)
+            missing = max(0, most - held, table.blocks_for(chunk))
+        return missing + (self.tail_references(table) > 1)
+
+    def slide(self, table: BlockTable) -> bool:
+        """Release the blocks that the table's next token does not see. Returns whether it sees less than before."""
+        start = self.spec.first_kept(table.length)
+        if start <= table.logical_start:
+            return False
+        behind = table.behind(start)
+        gone = table.block_ids[behind]
+        if gone:
+            self.allocator.release(gone)
+            table.block_ids[behind] = [NULL_BLOCK] * len(gone)
+            table.forget_indices()
+        table.logical_start = start
+        return True
+
+    def copy_on_write(self, table: BlockTable, index: int, target: int) -> None:
+        """Copy the table's block at ``index`` to ``target`` in every layer, which takes its place."""
+        source = table.block_ids[index]
+        for storage in self.storages:
+            storage.copy_blocks([source], [target])
+        self.allocator.release([source])
+        table.block_ids[index] = target
+        table.forget_indices()
+        self.touch()
+
+    # Tensors --------------------------------------------------------------------------------------------------
 
     @property
     def bytes_per_block(self) -> int:

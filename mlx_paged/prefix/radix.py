@@ -289,8 +289,6 @@ class RadixTree:
         with self._changing():
             return evict_blocks(self, group, num_blocks)
 
-    reclaim = evict
-
     def evict_bytes(self, num_bytes: int) -> int:
         """Give up least recently used leaves until ``num_bytes`` bytes of blocks are free. Returns bytes freed."""
         with self.pool.lock:

@@ -6,8 +6,9 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from http import HTTPStatus
 from typing import Any
+
+from .refusal import RequestRefused, invalid
 
 MAX_BODY_BYTES = 64 << 20
 MAX_VALUES = 1 << 18  # in a body: parsing takes memory and the interpreter for each
@@ -17,34 +18,6 @@ MAX_STOP_CHARACTERS = 16_000  # of all stop strings together
 MAX_SALT_LENGTH = 1000
 MAX_PENALTY = 1e4
 MAX_CONTEXT = 1 << 20
-
-
-class RequestRefused(Exception):
-    """A request that is not served. The server answers with ``status`` and a JSON body that says why.
-
-    Attributes:
-        status: of HTTP.
-        kind: for programs, as in OpenAI's ``error.type``.
-        param: the parameter at fault, if one is.
-        retry_after: seconds after which it may be served, if it may.
-    """
-
-    def __init__(
-        self, status: int, message: str, *, kind: str = "", param: str | None = None, retry_after: int | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status = HTTPStatus(status)
-        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
-        self.param = param
-        self.retry_after = retry_after
-
-    def body(self) -> dict[str, Any]:
-        """As OpenAI's API words errors."""
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": int(self.status)}}
-
-
-def invalid(message: str, param: str | None = None) -> RequestRefused:
-    return RequestRefused(400, message, param=param)
 
 
 def parse_body(raw: bytes, path: str) -> dict[str, Any]:

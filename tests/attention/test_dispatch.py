@@ -24,6 +24,7 @@ from mlx_paged.errors import GeometryError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.scoring import Scoring
 
 HEADS, Q_HEADS, DIM, VDIM, SCALE = 2, 6, 16, 8, 0.25
 
@@ -78,7 +79,7 @@ def test_each_path_is_recorded_with_its_reason_and_counted() -> None:
     cache = PagedKVCache(SequenceTables(BlockPool([LayerGroup((0,))], block_size=4)), 0)
 
     def step(seed: int, n: int) -> None:
-        cache.attend(noise(seed, 1, Q_HEADS, n, DIM), *kv(seed, n), scale=SCALE, mask=cache.make_mask(n))
+        cache.attend(noise(seed, 1, Q_HEADS, n, DIM), *kv(seed, n), Scoring(SCALE, cache.make_mask(n)))
 
     step(1, 5)
     cold = last_dispatch()
@@ -95,7 +96,7 @@ def test_each_path_is_recorded_with_its_reason_and_counted() -> None:
 
 def test_counts_are_a_copy_and_reset_clears_them() -> None:
     pool, tables, _ = pool_with([3])
-    paged_attention(noise(1, 1, Q_HEADS, 1, DIM), pool, 0, tables, scale=SCALE)
+    paged_attention(noise(1, 1, Q_HEADS, 1, DIM), pool, 0, tables, Scoring(SCALE))
     counts = dispatch_counts()
     counts.clear()
     assert sum(dispatch_counts().values()) == 1
@@ -119,7 +120,7 @@ def test_the_package_gives_the_same_functions() -> None:
 def test_a_ragged_batch_equals_each_sequence_alone(lengths: list[int], dtype: mx.Dtype) -> None:
     pool, tables, dense = pool_with(lengths, dtype)
     q = noise(99, len(lengths), Q_HEADS, 1, DIM, dtype=dtype)
-    got = paged_attention(q, pool, 0, tables, scale=SCALE)
+    got = paged_attention(q, pool, 0, tables, Scoring(SCALE))
     assert got.shape == (len(lengths), Q_HEADS, 1, VDIM)
     for row, (k, v) in enumerate(dense):
         expected = mx.fast.scaled_dot_product_attention(q[row : row + 1], k, v, scale=SCALE)
@@ -130,8 +131,8 @@ def test_a_ragged_batch_equals_each_sequence_alone(lengths: list[int], dtype: mx
 def test_rows_follow_the_order_of_tables() -> None:
     pool, tables, _ = pool_with([5, 9, 2])
     q = noise(99, 3, Q_HEADS, 1, DIM)
-    forward = paged_attention(q, pool, 0, tables, scale=SCALE)
-    backward = paged_attention(q[::-1], pool, 0, tables[::-1], scale=SCALE)
+    forward = paged_attention(q, pool, 0, tables, Scoring(SCALE))
+    backward = paged_attention(q[::-1], pool, 0, tables[::-1], Scoring(SCALE))
     assert_equal(backward[::-1], forward)
 
 
@@ -139,7 +140,7 @@ def test_rows_follow_the_order_of_tables() -> None:
 def test_queries_and_tables_must_be_equally_many(rows: int) -> None:
     pool, tables, _ = pool_with([5, 9])
     with pytest.raises(GeometryError):
-        paged_attention(noise(99, rows, Q_HEADS, 1, DIM), pool, 0, tables, scale=SCALE)
+        paged_attention(noise(99, rows, Q_HEADS, 1, DIM), pool, 0, tables, Scoring(SCALE))
 
 
 def test_a_batch_of_forks_decodes_as_dense() -> None:
@@ -158,7 +159,7 @@ def test_a_batch_of_forks_decodes_as_dense() -> None:
             for row in range(3)
         ]
         q = noise(20 + step, 3, Q_HEADS, 1, DIM)
-        got = paged_attention(q, pool, 0, tables, scale=SCALE)
+        got = paged_attention(q, pool, 0, tables, Scoring(SCALE))
         for row in range(3):
             assert_equal(
                 got[row : row + 1], mx.fast.scaled_dot_product_attention(q[row : row + 1], *dense[row], scale=SCALE)
@@ -170,7 +171,7 @@ def test_decode_takes_a_mask_over_the_visible_tokens() -> None:
     pool, tables, [(k, v)] = pool_with([11])
     q = noise(99, 1, Q_HEADS, 1, DIM)
     mask = mx.arange(11) >= 6
-    got = paged_attention(q, pool, 0, tables, scale=SCALE, mask=mask)
+    got = paged_attention(q, pool, 0, tables, Scoring(SCALE, mask))
     assert_equal(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=SCALE, mask=mask))
     np.testing.assert_allclose(
         np.array(got),
@@ -186,7 +187,7 @@ def test_prefill_equals_dense_with_and_without_a_prefix(prefix: int, mask: str |
     pool, tables, [(k, v)] = pool_with([prefix + n])
     q = noise(99, 1, Q_HEADS, n, DIM)
     given = causal_mask(n, prefix, 3) if mask == "array" else mask
-    got = prefill_attention(q, k[:, :, prefix:], v[:, :, prefix:], pool, 0, tables[0], scale=SCALE, mask=given)
+    got = prefill_attention(q, k[:, :, prefix:], v[:, :, prefix:], pool, 0, tables[0], Scoring(SCALE, given))
     assert_equal(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=SCALE, mask=given))
     dispatch = last_dispatch()
     assert dispatch is not None and dispatch.path == ("gather" if prefix else "prefill")
@@ -196,7 +197,7 @@ def test_prefill_without_a_prefix_reads_nothing_from_the_pool(monkeypatch: pytes
     pool, tables, [(k, v)] = pool_with([5])
     monkeypatch.setattr(pool, "gather_visible", None)
     q = noise(99, 1, Q_HEADS, 5, DIM)
-    got = prefill_attention(q, k, v, pool, 0, tables[0], scale=SCALE)
+    got = prefill_attention(q, k, v, pool, 0, tables[0], Scoring(SCALE, "causal"))
     assert_equal(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=SCALE, mask="causal"))
 
 
@@ -231,7 +232,7 @@ def test_gather_attention_in_a_window_group_sees_the_window_only() -> None:
         pool.append_tokens(table, 1)
         pool.write_decode([table], 0, k[:, :, n - 1 :], v[:, :, n - 1 :])
     q = noise(99, 2, Q_HEADS, 1, DIM)
-    got = gather_attention(q, pool, 0, tables, scale=SCALE, mask=None)
+    got = gather_attention(q, pool, 0, tables, Scoring(SCALE))
     for row, (k, v) in enumerate(parts):
         expected = mx.fast.scaled_dot_product_attention(
             q[row : row + 1], k[:, :, -window:], v[:, :, -window:], scale=SCALE

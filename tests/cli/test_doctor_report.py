@@ -17,11 +17,11 @@ import pytest
 from mlx_paged import PagedConfig
 from mlx_paged.cli.doctor import checks as doctor_checks
 from mlx_paged.cli.doctor import doctor
+from mlx_paged.cli.doctor import jobs as doctor_jobs
 from mlx_paged.cli.doctor import threads as doctor_threads
 from mlx_paged.cli.doctor.models import DEMO_FOLDER, demo_folder
 from mlx_paged.cli.doctor.process import Outcome, run_program
-from mlx_paged.cli.doctor.report import Report
-from mlx_paged.cli.doctor.row import Row
+from mlx_paged.cli.doctor.report import Report, Row
 from mlx_paged.cli.doctor.shapes import POPULAR, Shape, popular_shapes
 from mlx_paged.errors import ConfigError
 from mlx_paged.kernels import build as kernel_build
@@ -77,11 +77,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Callable[[Variant
     def variants(dtype: mx.Dtype, dim: int, value_dim: int, heads: int, kv: int, block: int, *extras: bool) -> tuple:
         return (Variant("paged_decode", "metal", dtype, dim, value_dim, heads // kv, block, *extras),)
 
-    monkeypatch.setattr(doctor, "device_decline", lambda: None)
-    monkeypatch.setattr(doctor, "variants_of", variants)
-    monkeypatch.setattr(doctor, "self_check", lambda variant: entries["check"](variant))
-    monkeypatch.setattr(doctor, "launch_seconds", lambda variant: 12e-6)
-    monkeypatch.setattr(doctor, "dense_seconds", lambda variant: None if variant.softcap else 16e-6)
+    for module in (doctor, doctor_jobs):
+        monkeypatch.setattr(module, "device_decline", lambda: None)
+    monkeypatch.setattr(doctor_jobs, "variants_of", variants)
+    monkeypatch.setattr(doctor_jobs, "self_check", lambda variant: entries["check"](variant))
+    monkeypatch.setattr(doctor_jobs, "launch_seconds", lambda variant: 12e-6)
+    monkeypatch.setattr(doctor_jobs, "dense_seconds", lambda variant: None if variant.softcap else 16e-6)
     monkeypatch.setattr("mlx_paged.kernels.availability.device_decline", lambda: "MLX has no GPU here")
     monkeypatch.setattr(doctor_checks, "CHECKS", ())
     yield entries

@@ -110,7 +110,7 @@ class Driver:
 
     def poison(self, uid: int) -> bool:
         """From now on the model raises whenever it meets this request."""
-        row = self.gen._engine.rows.get(uid)
+        row = self.gen._engine.requests.get(uid)
         if row is None or row.caches is None:
             return False
         FaultyModel.poisoned.add(row.sequence)
@@ -168,8 +168,8 @@ class Driver:
         if "allocate" in self.pool.__dict__:
             return  # a fault waits to happen
         self.pool.check_integrity()
-        rows = self.gen._engine.rows.values()
-        held = sum(-(-row.request.length // BLOCK) for row in rows if row.caches is not None)
+        rows = self.gen._engine.requests.values()
+        held = sum(-(-row.length // BLOCK) for row in rows if row.caches is not None)
         stats = self.pool.stats()
         # A block that the failed step had reserved goes when its row does.
         assert stats.live_blocks == held
@@ -181,7 +181,7 @@ class Driver:
             pass
         assert not self.expected, "requests are left over"
         assert self.pool.stats().live_blocks == 0
-        assert not self.gen._engine.rows and not len(self.gen._engine.scheduler)
+        assert not self.gen._engine.requests and not len(self.gen._engine.scheduler)
 
 
 class GeneratorMachine(RuleBasedStateMachine):

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged.engine.decode_batch import DecodeBatch
-from mlx_paged.engine.row import Row
+from mlx_paged.engine.request import Request
 from mlx_paged.errors import PoolExhaustedError
 from mlx_paged.kv.pool import BlockPool
 from tests.support.toy_engine import (
@@ -20,7 +20,7 @@ from tests.support.toy_engine import (
     caches_of,
     greedy,
     make_pool,
-    make_row,
+    make_request,
     prompt_of,
 )
 
@@ -33,21 +33,21 @@ class Batch:
         self.batch = DecodeBatch(self.model, UPSTREAM)
         self.tokens: dict[int, list[int]] = {}
 
-    def row(self, uid: int, prompt: list[int], **options: Any) -> Row:
+    def row(self, uid: int, prompt: list[int], **options: Any) -> Request:
         """A row whose prompt is computed up to its last token."""
-        row = make_row(uid, prompt, caches_of(self.pool), max_tokens=100, **options)
+        row = make_request(uid, prompt, caches_of(self.pool), max_tokens=100, **options)
         self.compute(row, prompt[:-1])
         self.tokens[uid] = []
         return row
 
-    def compute(self, row: Row, tokens: list[int]) -> None:
+    def compute(self, row: Request, tokens: list[int]) -> None:
         row.caches = caches_of(self.pool)
         if tokens:
             self.model(mx.array([tokens], mx.uint32), cache=row.caches)
-        row.request.length = len(tokens)
+        row.length = len(tokens)
 
-    def join(self, *rows: Row) -> None:
-        self.batch.join(rows)
+    def join(self, *rows: Request) -> None:
+        self.batch.add(rows)
 
     def step(self, num_steps: int = 1) -> None:
         for _ in range(num_steps):
@@ -57,7 +57,7 @@ class Batch:
                 self.tokens[row.uid].append(token)
             for row in rows:
                 if row in self.batch.members:
-                    row.request.length += 1
+                    row.length += 1
 
 
 @pytest.fixture
@@ -84,13 +84,13 @@ def test_rows_join_and_leave_between_steps(batch: Batch) -> None:
     batch.step(4)
     batch.join(rows[2])
     batch.step(3)
-    batch.batch.leave([rows[0]])
+    batch.batch.remove([rows[0]])
     assert batch.batch.rows == [rows[1], rows[2]] and len(batch.batch) == 2
     batch.join(rows[3])
     batch.step(3)
     expected = {0: 6, 1: 9, 2: 5, 3: 2}
     assert batch.tokens == {uid: answer(PROMPTS[uid], count) for uid, count in expected.items()}
-    batch.batch.leave(rows)
+    batch.batch.remove(rows)
     assert not batch.batch.rows and not batch.batch.members
     batch.pool.check_integrity()
 
@@ -100,7 +100,7 @@ def test_who_leaves_takes_along_all_that_was_computed(batch: Batch) -> None:
     batch.join(*rows)
     batch.step(5)
     row = rows[1]
-    batch.batch.leave([row])
+    batch.batch.remove([row])
     # Of the five tokens that were sampled the last one is not delivered, nor in the cache.
     assert row.caches is not None and row.caches[0].offset == len(PROMPTS[1]) - 1 + 5
     assert row.cached_tokens() == [*PROMPTS[1], *answer(PROMPTS[1], 4)]
@@ -202,7 +202,7 @@ def test_a_row_whose_sampler_or_processor_raises_is_named(batch: Batch, part: di
     batch.step()
     assert [(row, str(error)) for row, error in batch.batch.failed] == [(bad, "out of luck")]
     batch.batch.failed.clear()
-    batch.batch.leave([bad], keep_caches=False)
+    batch.batch.remove([bad], keep_caches=False)
     batch.step(5)
     assert batch.tokens[0] == answer(PROMPTS[1], 5) and batch.tokens[2] == answer(PROMPTS[3], 5)
 
@@ -232,7 +232,7 @@ def test_a_step_for_which_there_is_no_block_names_the_row_and_appends_for_nobody
     failed = batch.batch.reserve()
     assert failed is not None and isinstance(failed.error, PoolExhaustedError)
     assert batch.batch.rows[failed.row] is rows[0], "both need a block, and the first one's is missing first"
-    batch.batch.leave([rows[1]], keep_caches=False)
+    batch.batch.remove([rows[1]], keep_caches=False)
     rows[1].release()
     batch.step(4)
     assert batch.tokens[0] == answer(prompts[0], 4)

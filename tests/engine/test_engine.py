@@ -121,16 +121,16 @@ def test_what_the_whole_budget_could_not_hold_is_refused_and_what_it_just_holds_
     assert engine.tokens(small) == answer(prompt_of(3), 3)
 
 
-def test_a_finished_requests_cache_is_given_up_for_others() -> None:
+def test_a_finished_requests_cache_is_dropped_for_others() -> None:
     pool = make_pool(num_blocks=10)
     engine = ToyEngine(pool)
     first = engine.add(prompt_of(20), max_tokens=4)
     engine.run()
     last = engine.responses[first][-1]
-    assert last.row is not None and pool.stats().live_blocks > 0
+    assert last.request is not None and pool.stats().live_blocks > 0
     second = engine.add(prompt_of(24, seed=1), max_tokens=4)
     engine.run()
-    assert last.row is None, "nobody had looked at it"
+    assert last.request is None, "nobody had looked at it"
     assert_answered(engine, second, prompt_of(24, seed=1), 4)
 
 
@@ -162,7 +162,7 @@ def test_a_given_cache_is_gone_on_from_and_stays_as_it_is() -> None:
     prompt = prompt_of(10)
     first = engine.add(prompt, max_tokens=5)
     engine.run()
-    row = engine.responses[first][-1].row
+    row = engine.responses[first][-1].request
     assert row is not None and row.caches is not None
     given, known = row.caches, list(engine.responses[first][-1].all_tokens or ())
     held = given[0].offset

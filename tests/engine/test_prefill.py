@@ -14,7 +14,8 @@ from mlx_lm.models import llama
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.attention import dispatch
-from mlx_paged.engine.prefill import MOST_TOKENS, RowChunk, calls_of
+from mlx_paged.engine.prefill import MOST_TOKENS, calls_of
+from mlx_paged.engine.scheduler import Chunk
 from mlx_paged.errors import RequestFailedError
 from tests.support.batch_runs import Outcome, collect, generator, run_all
 from tests.support.builders import WINDOW, build, greedy, prompt_of
@@ -55,8 +56,8 @@ def clean_prompt(length: int, seed: int) -> list[int]:
     return prompt.tolist()  # type: ignore[no-any-return]
 
 
-def chunk(length: int, alone: bool = False) -> RowChunk:
-    return RowChunk(SimpleNamespace(alone=alone), length)  # type: ignore[arg-type]
+def chunk(length: int, alone: bool = False) -> Chunk:
+    return Chunk(SimpleNamespace(alone=alone), length)  # type: ignore[arg-type]
 
 
 def test_calls_share_what_is_short_and_pad_little() -> None:
@@ -75,7 +76,7 @@ def test_short_prompts_come_in_few_calls_and_give_solo_tokens(
     lengths = (2, 40, 64, 9, 33, 17, 3, WINDOW + 11, 25, 1, 58)
     expected = [greedy(model, prompt_of(n, seed=n), 12) for n in lengths]
     calls = Calls(model, monkeypatch)
-    mlx_paged.apply_patches(PagedConfig(block_size=16, use_native_paged_kernel=True))
+    mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
     gen = generator(model, completion_batch_size=16, prefill_batch_size=16)
     uids = gen.insert([prompt_of(n, seed=n).tolist() for n in lengths], [12] * len(lengths))
     outcomes = {uid: Outcome() for uid in uids}
@@ -105,7 +106,7 @@ def test_second_turns_share_calls_too() -> None:
         cache = stock_cache.make_prompt_cache(model)
         tokens, _ = greedy(model, mx.array(first), 6, prompt_cache=cache)
         expected.append((tokens, greedy(model, mx.array(second), 8, prompt_cache=cache)[0]))
-    mlx_paged.apply_patches(PagedConfig(block_size=16, use_native_paged_kernel=True))
+    mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
     gen = generator(model, prefill_step_size=64)
     uids = gen.insert(firsts, [6] * 3)
     outcomes = {uid: Outcome() for uid in uids}
@@ -128,7 +129,7 @@ def test_a_model_that_raises_for_one_of_them_fails_that_one_only(monkeypatch: py
     prompts = [clean_prompt(n, seed=n) for n in (12, 30, 45, 20)]
     expected = [greedy(model, mx.array(prompt), 6)[0] for prompt in prompts]
     calls = Calls(model, monkeypatch)
-    mlx_paged.apply_patches(PagedConfig(block_size=16, use_native_paged_kernel=True))
+    mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
     gen = generator(model, prefill_batch_size=8)
     bad = clean_prompt(25, seed=3)
     bad[5] = POISON

@@ -7,8 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mlx_paged.engine.scheduler import Growth, Request, ScheduledStep, Scheduler
+from mlx_paged.engine.request import Request
+from mlx_paged.engine.scheduler import Growth, ScheduledStep, Scheduler
 from mlx_paged.errors import PoolExhaustedError, RequestTooLargeError
+from tests.support.requests import request_of
 
 BLOCK = 4
 
@@ -55,7 +57,7 @@ class FakeMemory:
 
 
 class CachingMemory(FakeMemory):
-    """Holds prefixes, too: those that nobody uses are given up for whoever needs room.
+    """Holds prefixes, too: those that nobody uses are evicted for whoever needs room.
 
     Attributes:
         cached: tokens that a request finds when it starts, by uid.
@@ -90,7 +92,7 @@ class Driver:
 
     def insert(self, prompt: int, extra: int, boundaries: tuple[int, ...] = ()) -> Request:
         self.scheduler.check(prompt)
-        request = Request(self.next_uid, goal=prompt - 1, boundaries=boundaries)
+        request = request_of(self.next_uid, prompt, boundaries)
         self.next_uid += 1
         self.requests[request.uid], self.left[request.uid] = request, extra
         self.scheduler.add(request)
@@ -104,7 +106,7 @@ class Driver:
             del self.requests[request.uid]
             self.failed.append(request.uid)
         for request in plan.decode:
-            assert request.length >= request.goal
+            assert request.length >= request.prefill_end
             self.memory.append(request, 1)
             self.scheduler.advance(request, 1)
             self.left[request.uid] -= 1
@@ -112,7 +114,7 @@ class Driver:
                 self.cancel(request.uid)
                 self.finished.append(request.uid)
         for request, num_tokens in plan.chunks:
-            assert 0 < num_tokens <= request.goal - request.length
+            assert 0 < num_tokens <= request.prefill_end - request.length
             self.memory.append(request, num_tokens)
             self.scheduler.advance(request, num_tokens)
         return plan
@@ -174,7 +176,7 @@ def test_chunks_end_at_boundaries_and_one_per_request_and_step() -> None:
     driver = Driver(100, token_budget=10)
     request = driver.insert(prompt=20, extra=1, boundaries=(3, 12))
     lengths = []
-    while request.length < request.goal:
+    while request.length < request.prefill_end:
         driver.step()
         lengths.append(request.length)
     assert lengths == [3, 12, 19]
@@ -230,7 +232,7 @@ def test_resumed_request_computes_all_it_had_and_goes_on() -> None:
     while not driver.memory.released:
         driver.step()
     assert driver.memory.released == [second.uid]
-    assert (second.length, second.goal) == (0, 8)
+    assert (second.length, second.prefill_end) == (0, 8)
     driver.run()
     assert driver.finished == [first.uid, second.uid]
 

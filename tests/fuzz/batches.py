@@ -19,9 +19,10 @@ from mlx_paged import PagedConfig
 from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.patches import registry
-from mlx_paged.patches.generate import PagedBatchGenerator
-from mlx_paged.patches.prefix_cache import PagedPromptCache
-from mlx_paged.patches.topology import fresh_caches, probe_geometry
+from mlx_paged.patches.cache.geometry import probe_geometry
+from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
+from mlx_paged.patches.cache.prompt_cache import factory_of
+from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.spill import SpillStore
 from mlx_paged.prefix.store import NoPrefixStore
@@ -154,7 +155,7 @@ def patched(case: Case) -> Iterator[tuple[BlockPool | None, Any, PagedPromptCach
         if case.budget_slack is not None and (budget := _least_budget(case)) is not None:
             registry.remove_patches()
             mlx_paged.apply_patches(PagedConfig(block_size=case.block_size, kv_cache_memory=budget))
-        caches = fresh_caches(model_of(case.family), case.max_kv_size)
+        caches = factory_of(model_of(case.family), case.max_kv_size)()
         pool = mlx_paged.pool_of(model_of(case.family))
         if case.prefixes == "none":
             yield pool, None, None
@@ -176,7 +177,7 @@ def patched(case: Case) -> Iterator[tuple[BlockPool | None, Any, PagedPromptCach
 def _least_budget(case: Case) -> int | None:
     """Bytes that hold the longest request alone, and the case's slack; None if no layer is paged."""
     model = model_of(case.family)
-    caches = fresh_caches(model, case.max_kv_size)
+    caches = factory_of(model, case.max_kv_size)()
     pool = mlx_paged.pool_of(model)
     if pool is None:
         return None

@@ -15,7 +15,6 @@ from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import trial as kernel_trial
 from mlx_paged.kernels.build import KernelUnavailable
 from mlx_paged.kernels.check import SelfCheck, self_check
-from mlx_paged.kernels.decode_spec import pool_texts
 from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.trial import Text, failure_of, few_of
 from mlx_paged.kv.storage.base import Geometry, QueryHeads
@@ -24,6 +23,7 @@ from mlx_paged.kv.storage.functional import FunctionalStorage
 from mlx_paged.kv.storage.in_place import InPlaceStorage
 from tests.support.broken_texts import Launched
 from tests.support.fake_kernels import fake_kernels
+from tests.support.pool_texts import pool_texts
 
 VARIANT = Variant("paged_decode", "metal", mx.bfloat16, 64, 64, 4, 32)
 WRITE_SLOTS = kernels.write_slots

@@ -159,7 +159,7 @@ def test_growth_keeps_the_blocks_also_if_it_fails_half_way(monkeypatch: pytest.M
     for count in (40, 70, 1):
         twin.append(0, count)
     pool = twin.pools[0]
-    storage, known, extended, calls = pool.storage(2), pool.stats().total_blocks, in_place._resized, 0
+    storage, known, extended, calls = pool.layer(2).storage, pool.stats().total_blocks, in_place._resized, 0
 
     def fail_in_the_second_layer(blocks: mx.array, num_blocks: int) -> mx.array:
         nonlocal calls
@@ -216,7 +216,7 @@ def test_every_kernel_takes_part_and_gets_the_latest_fence() -> None:
         twin.step([0, 1])
         twin.check()
         assert fake.calls["write_slots"] and fake.calls["gather_blocks"] and fake.calls["copy_blocks"]
-        storage = twin.pools[0].storage(0)
+        storage = twin.pools[0].layer(0).storage
         keys = storage._InPlaceStorage__keys
         with pytest.raises(AssertionError, match="old fence"):
             fake.copy_blocks(keys, keys, mx.zeros((1,), mx.uint32), [1], [2])

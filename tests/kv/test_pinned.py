@@ -19,7 +19,7 @@ from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.storage.choice import storage_choice
-from mlx_paged.patches.cache import PagedLayerCache
+from mlx_paged.patches.cache.layer_cache import PagedLayerCache
 from mlx_paged.prefix import detached as prefix
 from mlx_paged.prefix.radix import RadixTree
 from tests.cache.test_cache import HEADS, KD, VD, assert_same, kv, noise

@@ -154,7 +154,7 @@ def test_whoever_holds_moved_blocks_finds_them(in_place: bool) -> None:
             versions = [tables[index].version for tables in sequences]
             size = group.allocator.num_live + 1
             with pool.lock:
-                pool._shrink(index, size)
+                pool.memory.shrink(index, size)
             assert group.allocator.num_blocks == size and group.allocator.num_free == 0
             assert all(a < tables[index].version for a, tables in zip(versions, sequences, strict=True))
             assert lists[index] == sequences[1][index].block_ids
@@ -187,7 +187,7 @@ def test_a_move_that_fails_leaves_every_layer_usable(
     pool = make_pool(in_place=in_place)
     sequences, tree = scattered(pool)
     evaluate, calls, active = mx.eval, 0, False
-    original = getattr(type(pool.storage(0)), verb)
+    original = getattr(type(pool.layer(0).storage), verb)
 
     def evaluated(*arrays: Any) -> None:
         nonlocal calls
@@ -206,11 +206,11 @@ def test_a_move_that_fails_leaves_every_layer_usable(
 
     with monkeypatch.context() as patch:
         patch.setattr(mx, "eval", evaluated)
-        patch.setattr(type(pool.storage(0)), verb, watched)
+        patch.setattr(type(pool.layer(0).storage), verb, watched)
         for index, group in enumerate(pool.groups):
             if calls < failing:
                 try:
-                    pool._shrink(index, group.allocator.num_live + 1)
+                    pool.memory.shrink(index, group.allocator.num_live + 1)
                 except RuntimeError as error:
                     assert str(error) == "out of memory"
     assert calls == failing or (verb == "copy_blocks" and in_place)  # a kernel evaluates nothing there
@@ -287,10 +287,10 @@ def test_blocks_that_the_same_append_frees_count_as_free() -> None:
             extend(pool, tables, 16, 0)
         freed = sum(tables[1].num_blocks for tables in sequences)
         for index, group in enumerate(pool.groups):  # nothing is left but what is in use
-            pool._shrink(index, group.allocator.num_live + 1)
-        pool.memory_budget = pool.stats().bytes_reserved
+            pool.memory.shrink(index, group.allocator.num_live + 1)
+        pool.memory.budget = pool.stats().bytes_reserved
         # Each appends two blocks a group, and frees one in the window group.
-        pool.memory_budget += rows * (2 * pool.groups[0].bytes_per_block + pool.groups[1].bytes_per_block)
+        pool.memory.budget += rows * (2 * pool.groups[0].bytes_per_block + pool.groups[1].bytes_per_block)
         assert budget.fits([(tables, 16) for tables in sequences])
         assert not budget.fits([(tables, 17) for tables in sequences])
         assert sum(tables[1].num_blocks for tables in sequences) < freed
@@ -358,7 +358,7 @@ def test_a_lone_sequence_that_begins_with_a_cached_prefix_can_always_go_on(seed:
         pool = make_pool(window=window)
         tree = RadixTree(pool)
         budget = PoolBudget(pool, chunk=chunk)
-        pool.memory_budget = budget.bytes_for(longest)
+        pool.memory.budget = budget.bytes_for(longest)
         assert budget.holds(longest) and not budget.holds(longest + SIZE)
         for number in range(10):
             common = int(rng.integers(longest // 2, longest))  # with all others

@@ -212,7 +212,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.collect()
         allocator = self.pool.groups[group].allocator
         if (size := allocator.num_live + 1 + spare) < allocator.num_blocks:
-            self.pool._shrink(group, size)
+            self.pool.memory.shrink(group, size)
             assert (allocator.num_blocks, allocator.num_free) == (size, spare)
 
     @rule()

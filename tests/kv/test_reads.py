@@ -34,7 +34,7 @@ def test_a_watched_read_is_there_after_the_wait(pool: BlockPool) -> None:
     write(pool, table, LENGTH)
     mx.synchronize()
     before = mx.get_active_memory()
-    keys, values = pool.watch_read(1, *pool.gather_visible(table, 1))
+    keys, values = pool.layer(1).watch_read(*pool.gather_visible(table, 1))
     assert mx.get_active_memory() - before < SLACK  # nothing is computed for being watched
     pool.groups[0].wait_for_reads(1)
     assert mx.get_active_memory() - before >= keys.nbytes + values.nbytes
@@ -47,7 +47,7 @@ def test_a_watched_read_is_not_kept(pool: BlockPool, used: str) -> None:
     write(pool, table, LENGTH)
     mx.synchronize()
     before = mx.get_active_memory()
-    keys, values = pool.watch_read(1, *pool.gather_visible(table, 1))
+    keys, values = pool.layer(1).watch_read(*pool.gather_visible(table, 1))
     total = (keys if used == "keys" else values).sum()
     mx.eval(total)
     del keys, values
@@ -57,5 +57,5 @@ def test_a_watched_read_is_not_kept(pool: BlockPool, used: str) -> None:
 
 def test_only_the_last_layers_reads_are_watched(pool: BlockPool) -> None:
     keys, values = mx.zeros((1, HEADS, 3, DIM)), mx.ones((1, HEADS, 3, DIM))
-    assert pool.watch_read(0, keys, values) == (keys, values)
+    assert pool.layer(0).watch_read(keys, values) == (keys, values)
     assert pool.groups[0]._last_read is None

@@ -15,10 +15,11 @@ from mlx_lm.models import cache as upstream
 
 import mlx_paged
 from mlx_paged import PagedConfig, PoolExhaustedError, RequestFailedError
-from mlx_paged.patches.generate import PagedBatchGenerator
-from mlx_paged.patches.prefix_cache import PagedPromptCache
-from mlx_paged.patches.served_batch import AnswerQueue, Served, ServedBatch
-from mlx_paged.serve.server_stats import ServerStats
+from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
+from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
+from mlx_paged.patches.server.answer_queue import AnswerQueue
+from mlx_paged.patches.server.served_batch import Served, ServedBatch
+from mlx_paged.serve.report.server_stats import ServerStats
 from scripts import model_configs
 from tests.patches.test_parity import PlainTokenizer
 from tests.support.batch_runs import generator, kv_budget
@@ -69,7 +70,7 @@ def test_a_dropped_generator_frees_its_blocks_and_rows_at_once(model: Any) -> No
     for _ in range(4):
         gen.next()
     assert live_blocks(model) > 0
-    gone = [weakref.ref(each) for each in (gen._engine, gen._engine.scheduler, *gen._engine.rows.values())]
+    gone = [weakref.ref(each) for each in (gen._engine, gen._engine.scheduler, *gen._engine.requests.values())]
     del gen
     assert live_blocks(model) == 0
     assert [ref() for ref in gone] == [None] * 4

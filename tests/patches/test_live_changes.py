@@ -13,7 +13,7 @@ from mlx_lm.models import cache as upstream
 
 import mlx_paged
 from mlx_paged import PagedConfig, PromptCacheError, pool_of
-from mlx_paged.patches.generate import PagedBatchGenerator
+from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from tests.support.bounded import build_qwen2
 from tests.support.builders import build, greedy, prompt_of
 from tests.support.fake_kernels import fake_kernels

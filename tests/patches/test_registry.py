@@ -109,7 +109,7 @@ def test_missing_upstream_symbol_is_skipped(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_kernel_on_is_refused_where_there_is_none_and_nothing_is_patched() -> None:
     with pytest.raises(KernelUnavailableError, match="kernel=on"):
-        mlx_paged.apply_patches(PagedConfig(use_native_paged_kernel=True))
+        mlx_paged.apply_patches(PagedConfig(kernel="on"))
     assert not mlx_paged.patches.is_applied()
 
 
@@ -205,7 +205,7 @@ def test_a_patch_says_that_it_adapts_attention_whatever_the_class_is_called(monk
 
     def patch(kind: type, *, adapts_attention: bool) -> registry.Patch:
         known = registry.fingerprint(kind.__call__)
-        return registry.Patch(__name__, f"{kind.__name__}.__call__", known, "llama.adapt", adapts_attention)
+        return registry.Patch(__name__, f"{kind.__name__}.__call__", known, "models.llama.adapt", adapts_attention)
 
     patches = [patch(SelfAttention, adapts_attention=True), patch(Attention, adapts_attention=False)]
     monkeypatch.setattr(registry, "_patches", lambda: patches)

@@ -13,7 +13,7 @@ from mlx_lm.models import cache as upstream
 import mlx_paged
 from mlx_paged import BlockStateError, PagedConfig, TrimError
 from mlx_paged.cache.sequence import SequenceTables
-from mlx_paged.patches.cache import PagedLayerCache
+from mlx_paged.patches.cache.layer_cache import PagedLayerCache
 from mlx_paged.prefix.detached import adopt, adopt_longest, detach, donate, sequence_over
 from mlx_paged.prefix.prefix_cache import DetachedPrefix
 from mlx_paged.prefix.radix import RadixTree

@@ -341,7 +341,7 @@ def test_in_place_pools_spill_restore_and_share_too(tmp_path: Path) -> None:
             pool = BlockPool(groups, block_size=8, choose_storage=storage_choice(True))
             for layer in (0, 1):
                 pool.set_geometry(layer, mx.zeros((1, 2, 1, 64)), mx.zeros((1, 2, 1, 80)), batch=1, heads=QueryHeads(4))
-            assert isinstance(pool.storage(0), InPlaceStorage)
+            assert isinstance(pool.layer(0).storage, InPlaceStorage)
             return pool
 
         def written(pool: BlockPool, tables: list[Any], count: int) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_paged.patches.response_generator import PagedResponseGenerator
-from mlx_paged.patches.server import NoPromptCache
-from mlx_paged.serve.request_body import RequestRefused
+from mlx_paged.patches.server.replacements import NoPromptCache
+from mlx_paged.patches.server.response_generator import PagedResponseGenerator
+from mlx_paged.serve.refusal import RequestRefused
 from tests.support import commands
 from tests.support.server_process import Answer, ServerProcess
 from tests.support.tiny_model import make_tiny_model

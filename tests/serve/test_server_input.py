@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mlx_paged.serve import request_body
-from mlx_paged.serve.request_body import RequestRefused, parse_body
+from mlx_paged.serve.refusal import RequestRefused
+from mlx_paged.serve.request_body import parse_body
 from tests.support.server_process import ServerProcess
 from tests.support.tiny_model import make_tiny_model
 

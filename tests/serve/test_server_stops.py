@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import server as upstream
 
-from mlx_paged.patches.prefix_cache import PagedPromptCache
-from mlx_paged.patches.response_generator import PagedResponseGenerator
-from mlx_paged.serve.request_body import RequestRefused
-from tests.serve.test_stop_strings import cut_of
+from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
+from mlx_paged.patches.server.response_generator import PagedResponseGenerator
+from mlx_paged.serve.refusal import RequestRefused
+from tests.serve.stops.test_stop_strings import cut_of
 from tests.support.server_process import ServerProcess
 from tests.support.tiny_model import make_tiny_model
 
@@ -239,7 +239,7 @@ def test_where_mlx_lms_own_batches_compute(own_batches: OwnBatches) -> None:
     assert complete("b: ", 20, []) == ("7" * 20, 20, 0)
     found = [complete(f"{name}: " + "7" * 20 + " and", 1, [])[2] for name in "ab"]
     assert found[0] == found[1] >= 20
-    batch = own_batches.generator.batch
+    batch = own_batches.generator._batch
     assert batch is not None and not batch.generator.shares_prefixes and not batch.served
 
 

@@ -16,9 +16,10 @@ import mlx.nn as nn
 
 from mlx_paged import config
 from mlx_paged.attention import dispatch, gather
-from mlx_paged.engine import compiled_step
+from mlx_paged.engine.compiled import compiled_step
 from mlx_paged.kernels import availability, narrow_matmul
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kv.scoring import Scoring
 from mlx_paged.kv.storage import choice
 from mlx_paged.kv.storage.base import Geometry, QueryHeads
 
@@ -126,7 +127,7 @@ class FakeKernels:
                         for pool in (k_pool, v_pool)
                     )
                     one = q[b : b + 1, :, i : i + 1]
-                    columns.append(gather.attention(one, k, v, scale=scale, mask=None, softcap=softcap, sinks=sinks))
+                    columns.append(gather.attention(one, k, v, Scoring(scale, None, softcap=softcap, sinks=sinks)))
                 outputs.append(mx.concatenate(columns, axis=2))
             return mx.concatenate(outputs), self._pass("paged_decode", k_pool, v_pool, fence)
 

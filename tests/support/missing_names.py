@@ -19,7 +19,7 @@ PATCHES = Path(__file__).parents[2] / "patches"
 def upstream_names() -> list[str]:
     """``module:name`` of whatever of mlx-lm's the adapters import, and ``module:`` of each module."""
     found: set[str] = set()
-    for path in PATCHES.glob("*.py"):
+    for path in PATCHES.rglob("*.py"):
         tree = ast.parse(path.read_text())
         modules: dict[str, str] = {}  # by what they are called here
         for node in ast.walk(tree):

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.kv.block_store import UNLIMITED
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
-from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.pool import UNLIMITED, BlockPool
 
 BYTES_PER_TOKEN = 3 * 4
 

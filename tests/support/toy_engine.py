@@ -13,11 +13,12 @@ from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.engine.decode_batch import DecodeBatch
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.row import Row
+from mlx_paged.engine.request import Request
 from mlx_paged.engine.upstream import Upstream
 from mlx_paged.errors import RequestFailedError
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.scoring import Scoring
 from mlx_paged.prefix.store import PrefixStore
 
 VOCAB = 24
@@ -65,7 +66,7 @@ class ToyModel:
         values = (names * (1 + positions[..., None] / 16))[:, None]
         queries = mx.zeros_like(values)
         mask = "causal" if num_new > 1 else None
-        history = cache[0].attend(queries, values, values, scale=1.0, mask=mask)[:, 0]
+        history = cache[0].attend(queries, values, values, Scoring(1.0, mask))[:, 0]
         return history @ mx.array(OF_ALL) + names @ mx.array(OF_LAST)
 
 
@@ -76,13 +77,13 @@ class ToyResponse:
         self.uid, self.token, self.finish_reason, self.num_cached = uid, token, finish_reason, num_cached
         self.logits = logits
         self.all_tokens: list[int] | None = None
-        self.row: Row | None = None
+        self.request: Request | None = None
 
-    def attach(self, row: Row) -> None:
-        self.row = row
+    def attach(self, request: Request) -> None:
+        self.request = request
 
-    def give_up(self) -> bool:
-        row, self.row = self.row, None
+    def drop_cache(self) -> bool:
+        row, self.request = self.request, None
         if row is not None:
             row.release()
         return row is not None
@@ -125,7 +126,7 @@ def caches_of(pool: BlockPool) -> list[PagedKVCache]:
     return [PagedKVCache(SequenceTables(pool), 0)]
 
 
-def make_row(
+def make_request(
     uid: int,
     prompt: Sequence[int],
     caches: list[Any],
@@ -135,8 +136,8 @@ def make_row(
     sampler: Callable[[mx.array], mx.array] = greedy,
     processors: Sequence[Callable[..., mx.array]] = (),
     stops_at: Callable[[int], bool] = lambda token: False,
-) -> Row:
-    return Row(
+) -> Request:
+    return Request(
         uid,
         [list(prompt)],
         max_tokens=max_tokens,
@@ -171,7 +172,7 @@ class ToyEngine:
     def add(self, prompt: Sequence[int], *, caches: list[Any] | None = None, **options: Any) -> int:
         """Check and queue a request. Returns its uid."""
         uid = len(self.responses)
-        row = make_row(uid, prompt, caches_of(self.pool) if caches is None else caches, **options)
+        row = make_request(uid, prompt, caches_of(self.pool) if caches is None else caches, **options)
         self.engine.check(row)
         self.responses[uid], self.progress[uid] = [], []
         self.engine.add(row)

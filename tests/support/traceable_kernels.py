@@ -9,7 +9,7 @@ from unittest import mock
 
 import mlx.core as mx
 
-from mlx_paged.engine import compiled_step
+from mlx_paged.engine.compiled import compiled_step
 from mlx_paged.kernels import ops as kernels
 from tests.support.fake_kernels import FakeKernels, fake_kernels
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 from ...kernels import ops as kernels
 from ...kernels.launch_shape import MAX_QUERY_LENGTH
 from ..block_table import BlockTable
+from ..scoring import Scoring
 from ..step import Step
 from .base import Geometry
 from .split import join_queries, split_queries, split_visible
@@ -55,11 +56,8 @@ class InPlaceStorage:
         q: mx.array,
         tables: Sequence[BlockTable],
         step: Step,
+        scoring: Scoring,
         *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: mx.array | None = None,
         append: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
         """The fused kernel over this layer's blocks.
@@ -67,10 +65,7 @@ class InPlaceStorage:
         Args:
             q: ``[B, n_q_heads, q_len, head_dim]``: the step's positions.
             tables, step: of the B sequences.
-            scale: factor on the scores.
-            window: no query sees more tokens than this.
-            softcap: scores become ``softcap * tanh(score / softcap)``.
-            sinks: one logit per query head.
+            scoring: no query sees more tokens than its window; there is no mask.
             append: keys and values of the step's positions (q_len 1), for the same kernel to write first.
 
         Returns:
@@ -80,7 +75,7 @@ class InPlaceStorage:
             KernelUnavailable: no kernel works for these shapes. Nothing has been launched, and :meth:`write` and
                 :meth:`read_visible` go on from here.
         """
-        q_len = q.shape[2]
+        q_len, (scale, _, window, softcap, sinks) = q.shape[2], scoring
         key = (q.shape[1], scale, window, softcap, sinks is None, append is None)
         launch = step.launches.get(key)
         if launch is None:
@@ -204,13 +199,10 @@ class TracedBlocks:
         q: mx.array,
         visible: tuple[mx.array, mx.array, mx.array],
         append: tuple[mx.array, mx.array],
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: mx.array | None,
+        scoring: Scoring,
     ) -> mx.array:
         """As :meth:`InPlaceStorage.decode`, for one token per row."""
+        scale, _, window, softcap, sinks = scoring
         launch = kernels.prepare_decode(
             self.__keys, self.__values, visible, n_q_heads=q.shape[1],
             scale=scale, softcap=softcap, sinks=sinks is not None, max_visible=window, append=True,

@@ -1,0 +1,314 @@
+"""CompiledStep: one decode step of a whole model as a compiled function over in-place blocks."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import mlx.core as mx
+
+from ...attention import dispatch
+from ...cache.batch_cache import PagedBatchKVCache
+from ...cache.batch_tables import BatchTables
+from ...cache.paged_kv_cache import PagedKVCache
+from ...cache.sequence import SequenceTables
+from ...kv.block_table import BlockTable
+from ...kv.pool import BlockPool
+from ...kv.scoring import Scoring
+from ...kv.step import rounded_up, table_width
+from ...kv.storage.in_place import InPlaceStorage, TracedBlocks
+from .model_state import ModelState, StateNotKnown, substituted
+from .narrow_layers import narrow_layers
+
+# From the model, tokens [B, 1] and the layers' caches to logits [B, 1, vocab].
+Forward = Callable[[Any, mx.array, Sequence[Any]], mx.array]
+
+
+MOST_FAILURES = 3
+# Steps of the same shapes that run uncompiled first, in a row or not: a trace takes as long as some steps save, and
+# while prompts join or requests finish, many shapes come that are not seen again.
+PATIENCE = 4
+PATIENCE_PADDED = 32  # where a step of larger shapes serves meanwhile
+ANY_ROWS = 32  # a step may be padded to so many rows, or to twice as many as it has
+MOST_TRACES = 256  # kept, the latest used ones
+MOST_COUNTED = 4096  # shapes whose steps are counted; then all counts are forgotten
+compile_function: Callable[[Any], Any] = mx.compile
+
+
+class NotCompilable(Exception):
+    """The model does something in a decode step that the compiled step has no answer to."""
+
+
+class GroupArrays(NamedTuple):
+    """What the layers of a group share in a step.
+
+    Attributes:
+        visible: block tables, ends and starts, of :meth:`Step.visible`.
+        offsets: position of each row's new token, int32 ``[B]``.
+    """
+
+    visible: tuple[mx.array, mx.array, mx.array]
+    offsets: mx.array
+
+
+class StepShapes(NamedTuple):
+    """What a trace of a step is made for.
+
+    Attributes:
+        num_rows: of the batch.
+        widths: of each group's block tables.
+        sizes: blocks of each group.
+    """
+
+    num_rows: int
+    widths: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, num_rows: int, pool: BlockPool, tables: Sequence[Sequence[BlockTable]]) -> StepShapes:
+        """The smallest for so many rows with these tables, one list for each group."""
+        sizes = tuple(group.allocator.num_blocks for group in pool.groups)
+        return cls(padded_rows(num_rows), tuple(map(table_width, tables)), sizes)
+
+    def can_hold(self, other: StepShapes) -> bool:
+        """Whether a step of the other's shapes can be padded to these. One sequence alone never is."""
+        return (
+            1 < other.num_rows <= self.num_rows <= max(ANY_ROWS, 2 * other.num_rows)
+            and self.sizes == other.sizes
+            and all(mine >= theirs for mine, theirs in zip(self.widths, other.widths, strict=True))
+        )
+
+
+def padded_rows(num_rows: int) -> int:
+    """Rows of the compiled step for so many: some more, which see nothing and write nothing, so that a batch that gains
+    and loses rows comes back to few shapes."""
+    return num_rows if num_rows <= 2 else rounded_up(num_rows, 4)
+
+
+class StepLayer:
+    """What an attention layer sees of its cache while a decode step is traced."""
+
+    def __init__(self, blocks: TracedBlocks, arrays: GroupArrays, window: int | None) -> None:
+        self.blocks = blocks
+        self.offset = arrays.offsets
+        self.window = window
+        self._visible = arrays.visible
+        self.attended = 0
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
+        """None: rows are masked by their own lengths and the layer's window."""
+        if N != 1 or return_array or (window_size is not None and (self.window is None or window_size < self.window)):
+            raise NotCompilable("the model asks for a mask of its own")
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scoring: Scoring,
+    ) -> mx.array:
+        """As :meth:`PagedKVCache.attend`, for one new token per row, in the kernel."""
+        if scoring.mask is not None or queries.shape[2] != 1:
+            raise NotCompilable("the model's attention takes more than one token, or a mask")
+        if not keys.dtype == values.dtype == queries.dtype == self.blocks.dtype:
+            raise NotCompilable("keys of another dtype than the blocks")
+        self.attended += 1
+        return self.blocks.decode(queries, self._visible, (keys, values), scoring._replace(window=self.window))
+
+
+class CompiledStep:
+    """Runs decode steps of one model over one pool as a compiled function.
+
+    In a decode step the host, not the GPU, is what takes time at small batches: building the graph of the same few
+    hundred operations anew for each token. Compiled, it is built once per shape of the batch and of its block tables.
+
+    Batches are padded to a few sizes. A step is taken only if every layer's cache is paged, in place, and its last step
+    ran in the kernel. Weights are inputs of the function, so replaced or updated ones are seen. All else that a trace
+    reads of the model is compared before every step (:class:`ModelState`); once it is not what it was, the traces are
+    dropped, and that step runs uncompiled.
+
+    Args:
+        pool: of the caches.
+        forward: the model's own step.
+    """
+
+    def __init__(self, pool: BlockPool, forward: Forward) -> None:
+        self.failure: str | None = None  # why no step is compiled any more
+        self._forward = forward
+        self._windows = [pool.layer(layer).window for layer in self._layers_of(pool)]
+        self._groups = [pool.group_of(layer) for layer in self._layers_of(pool)]
+        self._model: Any = None
+        self._state: ModelState | None = None  # what all traces have read
+        self._failures = 0  # in a row
+        # By the shapes of a step, latest used last. One function each: MLX compares a call with every trace of its own.
+        self._functions: OrderedDict[StepShapes, Callable[..., Any]] = OrderedDict()
+        self._uncompiled: Counter[StepShapes] = Counter()
+
+    @staticmethod
+    def _layers_of(pool: BlockPool) -> list[int]:
+        return sorted(layer for group in pool.groups for layer in group.spec.layers)
+
+    def __call__(self, model: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None:
+        """Take the step: positions are reserved, keys and values written.
+
+        Args:
+            model: the same at every call.
+            tokens: ``[B, 1]``.
+            caches: one per layer, of one sequence or of one batch.
+
+        Returns:
+            Logits ``[B, 1, vocab]``; None if this step is not one for it, and nothing has been done.
+
+        Raises:
+            PoolExhaustedError: as the step itself would.
+        """
+        rows = _rows_of(caches)
+        if self.failure is not None or rows is None or len(rows) != tokens.shape[0]:
+            return None
+        pool = rows.pool
+        storages = [pool.layer(cache.layer).storage for cache in caches] if pool.groups[0].storages else []
+        if not storages or not all(isinstance(s, InPlaceStorage) and s.decoded_by_kernel for s in storages):
+            return None
+        arrays = []
+        tables = rows.take(caches)
+        try:
+            shapes = self._shapes_for(StepShapes.of(len(rows), pool, tables))
+            if shapes is None:
+                rows.untake()
+                return None
+            weights = self._weights_of(model)
+            if weights is None:
+                rows.untake()
+                return None
+            for group, own, width in zip(pool.groups, tables, shapes.widths, strict=True):
+                step = pool.layer(group.spec.layers[0]).step(own, 1)
+                visible = step.visible(own, group.spec.window, (shapes.num_rows, width))
+                arrays.append(GroupArrays(visible, step.offsets(shapes.num_rows)))
+            missing = shapes.num_rows - len(rows)
+            if missing:
+                tokens = mx.concatenate([tokens, mx.zeros((missing, 1), tokens.dtype)])
+            self._model = model
+            function = self._functions[shapes]
+            logits = InPlaceStorage.run(function, storages, weights, tokens, arrays)  # type: ignore[arg-type]
+        except Exception as error:
+            # The step runs uncompiled now. Whatever went wrong may be of this step alone: a model that fails there too
+            # says so itself.
+            rows.untake()
+            self._failures += 1
+            if isinstance(error, NotCompilable | StateNotKnown) or self._failures == MOST_FAILURES:
+                self.failure = f"{type(error).__name__}: {error}"
+            return None
+        finally:
+            self._model = None
+        self._failures = 0
+        dispatch.record_compiled(len(caches))
+        return logits[: len(rows)] if missing else logits
+
+    def _weights_of(self, model: Any) -> list[mx.array] | None:
+        """The model's arrays; None if it is not what it was when it was traced, and no trace is left.
+
+        Raises:
+            StateNotKnown: that cannot be told of this model.
+        """
+        if self._state is None:
+            self._state = ModelState(model)
+        weights = self._state.arrays_of(model)
+        if weights is None:
+            self._state = None
+            self._functions.clear()
+            self._uncompiled.clear()
+        return weights
+
+    def _shapes_for(self, own: StepShapes) -> StepShapes | None:
+        """Of the compiled step to take: of these shapes, or larger ones; None as long as there is none."""
+        if own in self._functions:
+            self._functions.move_to_end(own)
+            return own
+        larger = min((shapes for shapes in self._functions if shapes.can_hold(own)), default=None)
+        if len(self._uncompiled) >= MOST_COUNTED:
+            self._uncompiled.clear()
+        self._uncompiled[own] += 1
+        if self._uncompiled[own] <= (PATIENCE if larger is None else PATIENCE_PADDED):
+            if larger is not None:
+                self._functions.move_to_end(larger)
+            return larger
+        if len(self._functions) == MOST_TRACES:
+            self._functions.popitem(last=False)
+        trace = weakref.WeakMethod(self._trace)  # what is compiled is kept here, and must not keep this in turn
+        self._functions[own] = compile_function(lambda *inputs: cast(Any, trace())(*inputs))
+        return own
+
+    def _trace(
+        self, tensors: Sequence[Any], weights: Sequence[mx.array], tokens: mx.array, arrays: Sequence[Sequence[Any]]
+    ) -> tuple[mx.array, list[mx.array]]:
+        groups = [GroupArrays(tuple(visible), offsets) for visible, offsets in arrays]
+        blocks = [TracedBlocks(tuple(own)) for own in tensors]
+        layers = [
+            StepLayer(own, groups[group], window)
+            for own, group, window in zip(blocks, self._groups, self._windows, strict=True)
+        ]
+        with substituted(self._model, weights), narrow_layers(self._model, tokens.shape[0]):
+            logits = self._forward(self._model, tokens, layers)
+        if any(layer.attended != 1 for layer in layers):
+            raise NotCompilable("not every layer attends once")
+        if self._state is None or self._state.arrays_of(self._model) is None:
+            raise NotCompilable("the model changes its own attributes in a step")
+        return logits, [own.fence() for own in blocks]
+
+
+class _Sequence:
+    """The caches of one sequence's layers, as a batch of one."""
+
+    def __init__(self, sequence: SequenceTables) -> None:
+        self.sequence = sequence
+        self.pool = sequence.pool
+
+    def __len__(self) -> int:
+        return 1
+
+    def take(self, caches: Sequence[Any]) -> list[list[BlockTable]]:
+        for cache in caches:
+            self.sequence.reserve(cache.layer, 1)
+        return [[table] for table in self.sequence.tables]
+
+    def untake(self) -> None:
+        for layer in self.sequence.offsets:
+            self.sequence.offsets[layer] -= 1  # the position stays reserved, for the layers to take again
+
+
+class _Batch:
+    """The caches of a batch's layers."""
+
+    def __init__(self, batch: BatchTables) -> None:
+        self.batch = batch
+        self.pool = batch.pool
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def take(self, caches: Sequence[Any]) -> list[list[BlockTable]]:
+        for cache in caches:
+            self.batch.take(cache.layer)
+        return self.batch.tables
+
+    def untake(self) -> None:
+        self.batch.untake()
+
+
+def _rows_of(caches: Sequence[Any]) -> _Sequence | _Batch | None:
+    """The rows these caches belong to, if they are all paged, of the same rows, and cover the pool's layers."""
+    first = caches[0] if caches else None
+    if isinstance(first, PagedKVCache):
+        sequence = first.sequence
+        layers = len(sequence.offsets)
+        if len(caches) == layers and all(isinstance(c, PagedKVCache) and c.sequence is sequence for c in caches):
+            return _Sequence(sequence)
+    elif isinstance(first, PagedBatchKVCache):
+        batch = first.batch
+        if len(caches) == batch.num_layers and all(
+            isinstance(c, PagedBatchKVCache) and c.batch is batch and not c.is_padded for c in caches
+        ):
+            return _Batch(batch)
+    return None

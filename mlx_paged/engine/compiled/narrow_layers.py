@@ -1,0 +1,103 @@
+"""Linear layers of a model that multiply few rows in one kernel launch, for as long as a step is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ...kernels import narrow_matmul
+
+
+class NarrowLinear(nn.Linear):
+    """A linear layer; see :func:`narrow_matmul.products`."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        weight, bias = self["weight"], self.get("bias")
+        if not narrow_matmul.covers(x, [weight], bias):
+            return super().__call__(x)
+        return narrow_matmul.products(x, [weight], bias)[0]
+
+
+class NarrowEmbedding(nn.Embedding):
+    """An embedding whose weight is the output layer's as well."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        weight = self["weight"]
+        if not narrow_matmul.covers(x, [weight]):
+            return super().as_linear(x)
+        return narrow_matmul.products(x, [weight])[0]
+
+
+def projected(layers: Sequence[nn.Module], x: mx.array, heads: Sequence[int] | None = None) -> list[mx.array]:
+    """``layer(x)`` of each layer, in one kernel launch if they are narrow ones.
+
+    Args:
+        layers: not more than three.
+        x: ``[B, L, hidden]``; L is 1 with ``heads``.
+        heads: of each layer's result, which has the shape ``[B, n_heads, 1, head_dim]`` then.
+    """
+    weights = _weights_of(layers)
+    if weights is None or not narrow_matmul.covers(x, weights):
+        results = [layer(x) for layer in layers]
+        if heads is not None:
+            results = [y.reshape(x.shape[0], n, 1, -1) for y, n in zip(results, heads, strict=True)]
+        return results
+    # Given their shapes at once: in a decode step each operation that only gives another one counts as well.
+    shapes = None
+    if heads is not None:
+        shapes = [(x.shape[0], n, 1, w.shape[0] // n) for w, n in zip(weights, heads, strict=True)]
+    return narrow_matmul.products(x, weights, shapes=shapes)
+
+
+def added(layer: nn.Module, x: mx.array, residual: mx.array) -> mx.array:
+    """``residual + layer(x)``, in one kernel launch if the layer is a narrow one.
+
+    Args:
+        layer: from the values of a row of x to those of a row of the residual.
+        x: in any shape, rows one after the other, such as ``[B, n_heads, 1, head_dim]``.
+        residual: ``[B, L, width]``.
+    """
+    weights = _weights_of([layer])
+    if weights is not None and narrow_matmul.covers_sum(x, weights[0], residual):
+        return narrow_matmul.product_sum(x, weights[0], residual)
+    product: mx.array = layer(x.reshape(*residual.shape[:-1], -1))
+    return residual + product
+
+
+def gated(gate: nn.Module, up: nn.Module, x: mx.array) -> mx.array | None:
+    """``silu(gate(x)) * up(x)`` in one kernel launch; None if these are not narrow layers."""
+    weights = _weights_of([gate, up])
+    if weights is None or not narrow_matmul.covers_gated(x, *weights):
+        return None
+    return narrow_matmul.gated_product(x, *weights)
+
+
+def _weights_of(layers: Sequence[nn.Module]) -> list[mx.array] | None:
+    """None if these are not narrow layers without biases."""
+    if any(type(layer) is not NarrowLinear or "bias" in layer for layer in layers):
+        return None
+    return [layer["weight"] for layer in layers]
+
+
+_NARROW: dict[type, type] = {nn.Linear: NarrowLinear, nn.Embedding: NarrowEmbedding}
+
+
+@contextmanager
+def narrow_layers(model: Any, num_rows: int) -> Iterator[None]:
+    """Within, the model's own linear layers and embeddings (not classes derived from them) are narrow ones."""
+    changed: list[tuple[nn.Module, type]] = []
+    try:
+        if isinstance(model, nn.Module) and narrow_matmul.MIN_ROWS <= num_rows <= narrow_matmul.MAX_ROWS:
+            for module in model.modules():
+                original = type(module)
+                if original in _NARROW:
+                    changed.append((module, original))
+                    object.__setattr__(module, "__class__", _NARROW[original])
+        yield
+    finally:
+        for module, original in changed:
+            object.__setattr__(module, "__class__", original)

@@ -1,0 +1,167 @@
+"""Request: one sequence to be computed, from insertion to its last token."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ..cache.composites import leaves
+from ..cache.paged_kv_cache import PagedKVCache
+from ..cache.sequence import SequenceTables
+from ..kv.block_table import BlockTable
+from .step_logits import Sampler, StepLogits
+
+
+class Request:
+    """A request, its tokens and where they are cached. Positions count from the start of its cache, which holds
+    ``history + source[: length - kept]``.
+
+    Args:
+        uid: the caller's name for it; younger requests have larger ones.
+        segments: of the prompt; a chunk ends where one does.
+        max_tokens: to generate.
+        caches: one per layer, empty or with what came with the request.
+        history: the tokens in them, as far as the caller told them.
+        sampler, processors, matcher: of mlx-lm, or like its own.
+        salt: only requests with the same one share prefixes.
+
+    Attributes:
+        length: tokens in its cache now.
+        prefill_end: tokens that must be in its cache before it decodes: all of the prompt but the last one, and after
+            a preemption all that was computed.
+        kept: tokens in the cache that came with the request: they stay when it is preempted.
+        boundaries: positions where a chunk must end, ascending.
+        origin: where the grid of chunks begins.
+        source: tokens computed here: the prompt, then what was generated and delivered.
+        prompt_length: of the prompt.
+        given: the cache that came with the request, never written to; None if there was none.
+        caches: one per layer while the request runs, else None.
+        num_cached: tokens it found computed when it first started; None before.
+        num_reported: tokens of the prompt whose progress was reported.
+        num_generated: tokens delivered.
+        undelivered: the next token and where its log-probabilities are, when neither is in a batch; see ``logits``.
+        logits: step and row that the next token was sampled from; None as long as nothing was sampled.
+        context: its tokens, for its processors; None outside of a batch or without any.
+        alone: its prompt is computed in calls of its own, because one with others failed.
+        common: tokens that its own and those of other requests, by uid, begin with alike, where they differ after them.
+    """
+
+    def __init__(
+        self,
+        uid: int,
+        segments: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        caches: Sequence[Any],
+        history: Sequence[int],
+        sampler: Sampler,
+        processors: Sequence[Callable[..., mx.array]],
+        matcher: Any,
+        salt: Hashable = None,
+    ) -> None:
+        self.uid = uid
+        self.salt = salt
+        self.history = list(history)
+        self.given = list(caches) if any(not cache.empty() for cache in caches) else None
+        sequence = sequence_of(caches)
+        if self.given is None:
+            self.kept = 0
+        else:
+            self.kept = len(self.history) if sequence is None else sequence.tables[0].length
+        self.length = self.kept
+        self.source = [token for segment in segments for token in segment]
+        self.prompt_length = len(self.source)
+        self.prefill_end = self.kept + self.prompt_length - 1
+        ends = [self.kept]
+        for segment in segments[:-1]:
+            ends.append(ends[-1] + len(segment))
+        self.boundaries = deque(ends[1:])
+        self.segment_ends = frozenset(ends[1:])
+        # Where tokens are pinned, chunks must be those of a run alone, which begins at the cache that was given.
+        pins_tokens = sequence is not None and sequence.pool.pins_tokens
+        self.origin = self.kept if pins_tokens else 0
+        self.max_tokens = max_tokens
+        self.sampler = sampler
+        self.processors = processors
+        self.matcher = matcher
+        self.caches: list[Any] | None = None
+        self.num_cached: int | None = None
+        self.num_reported = 0
+        self.num_generated = 0
+        self.undelivered: int | None = None
+        self.logits: tuple[StepLogits, int] | None = None
+        self.context: Any = None
+        self.alone = False
+        self.common: dict[int, int] = {}
+        self._known: tuple[list[Any] | None, SequenceTables | None] = (None, None)  # caches, and the tables behind them
+
+    def __repr__(self) -> str:
+        return f"Request(uid={self.uid}, length={self.length}, prefill_end={self.prefill_end})"
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether it decodes."""
+        return self.length >= self.prefill_end
+
+    def chunk_length(self, most: int | None, grid: int | None = None) -> int:
+        """Of its next chunk: to the next boundary, multiple of ``grid`` after ``origin`` or the end of the prefill,
+        ``most`` tokens at most."""
+        while self.boundaries and self.boundaries[0] <= self.length:
+            self.boundaries.popleft()
+        end = min(self.boundaries[0], self.prefill_end) if self.boundaries else self.prefill_end
+        if grid is not None:
+            end = min(end, self.length + grid - (self.length - self.origin) % grid)
+        return end - self.length if most is None else min(most, end - self.length)
+
+    @property
+    def sequence(self) -> SequenceTables | None:
+        """The block tables it holds, those of the cache it came with included."""
+        caches = self.caches if self.caches is not None else self.given
+        if self._known[0] is not caches:  # asked for in every step
+            self._known = (caches, sequence_of(caches or ()))
+        return self._known[1]
+
+    @property
+    def tables(self) -> list[BlockTable] | None:
+        """The tables of :attr:`sequence`."""
+        return None if self.sequence is None else self.sequence.tables
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens that are still to be put into its cache if it generates as many as it may, and the one computed
+        ahead of them."""
+        return self.kept + self.prompt_length + self.max_tokens - self.length
+
+    def cached_tokens(self) -> list[int]:
+        """The tokens in its cache."""
+        return self.history + self.source[: self.length - self.kept]
+
+    def next_tokens(self, num_tokens: int) -> list[int]:
+        """The next tokens to compute. The block tables learn which of them had been decoded before."""
+        start = self.length - self.kept
+        if self.sequence is not None:
+            self.sequence.decoded = range(self.kept + self.prompt_length - 1, self.prefill_end)
+        return self.source[start : start + num_tokens]
+
+    def next_input(self) -> int:
+        """The token it decodes next: one sampled before it made room, or the last of its prompt."""
+        if self.undelivered is not None:
+            return self.undelivered
+        return self.source[-1]
+
+    def release(self) -> None:
+        """Give back the blocks that it holds beyond the cache it came with."""
+        # Let go first: whatever happens below, tables that nobody holds give their blocks back.
+        caches, self.caches, self._known = self.caches, None, (None, None)
+        sequence = sequence_of(caches or ())
+        if sequence is not None:
+            for table in sequence.tables:
+                sequence.pool.release_table(table)
+
+
+def sequence_of(caches: Sequence[Any]) -> SequenceTables | None:
+    """The block tables behind a prompt cache, or None if no layer is paged."""
+    return next((cache.sequence for cache in leaves(caches) if isinstance(cache, PagedKVCache)), None)

@@ -1,0 +1,130 @@
+"""Holders: who holds a pool's blocks: tables, tables that were just dropped, and prefix caches."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from ..errors import BlockStateError
+from .block_table import BlockTable
+from .group import BlockGroup
+
+
+class BlockHolder(Protocol):
+    """What a pool asks of a cache over its blocks (see BlockPool.add_holder). Called under the pool's lock.
+
+    Attributes:
+        evictions: blocks this holder has freed so far, to make room, by age or by a limit.
+        hit_tokens: tokens that sequences took from it instead of computing them.
+    """
+
+    evictions: int
+    hit_tokens: int
+
+    def held(self, group: int) -> Iterable[Sequence[int]]:
+        """The group's blocks it holds, each as often as it holds a reference to it."""
+        ...
+
+    def reclaimable(self, group: int) -> int:
+        """Blocks of the group that :meth:`evict` could free now."""
+        ...
+
+    def evict(self, group: int, num_blocks: int) -> int:
+        """Drop references so that ``num_blocks`` blocks of the group become free. Returns how many did."""
+        ...
+
+    def renumber(self, group: int, moves: Mapping[int, int]) -> None:
+        """Blocks of the group have other ids now; the references to them stay the same."""
+        ...
+
+
+class Holders:
+    """Everyone who holds blocks of some groups. Keeps none of them alive.
+
+    Used under the pool's lock, but for :meth:`abandon` and :meth:`collect`.
+    """
+
+    def __init__(self, groups: Sequence[BlockGroup], lock: threading.RLock) -> None:
+        self.owner = object()  # of all the tables
+        self._groups = groups
+        self._lock = lock
+        self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
+        # By identity, the lists of block ids of all tables that have not given them back, with their group: also of
+        # those that are just being dropped, in whatever thread.
+        self._lists: dict[int, tuple[int, list[int]]] = {}
+        # Tables dropped by their owner put their blocks here from whatever thread collects them.
+        self._abandoned: deque[tuple[int, list[int]]] = deque()
+        self._caches: list[weakref.ref[BlockHolder]] = []
+
+    # Tables ---------------------------------------------------------------------------------------------------
+
+    def add_table(self, table: BlockTable) -> BlockTable:
+        """Know the table until it is removed; if it is dropped instead, its blocks come back by themselves."""
+        table.owner = self.owner
+        self._tables.add(table)
+        self._lists[id(table.block_ids)] = (table.group, table.block_ids)
+        finalizer = weakref.finalize(table, self._abandoned.append, (table.group, table.block_ids))
+        finalizer.atexit = False
+        return table
+
+    def remove_table(self, table: BlockTable) -> None:
+        self._tables.discard(table)
+        self._lists.pop(id(table.block_ids), None)
+
+    def check(self, table: BlockTable) -> None:
+        """Raise BlockStateError unless the table is one of these and in use."""
+        if table.released or table.owner is not self.owner:
+            raise BlockStateError("table used after release, or of another pool")
+
+    def tables(self) -> list[BlockTable]:
+        return list(self._tables)
+
+    def abandon(self, group: int, block_ids: list[int]) -> None:
+        """Drop one reference of each block, soon; for finalizers, which may run anywhere in this very class."""
+        self._abandoned.append((group, block_ids))
+
+    def collect(self) -> None:
+        """Release what was abandoned; for whoever is going to count free blocks."""
+        if not self._abandoned:
+            return
+        with self._lock:
+            while self._abandoned:
+                group, block_ids = self._abandoned[0]
+                self._groups[group].allocator.release(block_ids)
+                self._abandoned.popleft()  # not before: whoever fails in between is followed by another
+                self._lists.pop(id(block_ids), None)
+
+    # Prefix caches --------------------------------------------------------------------------------------------
+
+    def add_cache(self, cache: BlockHolder) -> None:
+        self._caches = [*(ref for ref in self._caches if ref() is not None), weakref.ref(cache)]
+
+    def caches(self) -> list[BlockHolder]:
+        return [cache for ref in self._caches if (cache := ref()) is not None]
+
+    def reclaimable(self, group: int) -> int:
+        """Blocks of the group that prefix caches could free now."""
+        return sum(cache.reclaimable(group) for cache in self.caches())
+
+    def evict(self, group: int, num_blocks: int) -> None:
+        """Have the prefix caches free ``num_blocks`` blocks, or as many as they can."""
+        for cache in self.caches():
+            if num_blocks > 0:
+                num_blocks -= cache.evict(group, num_blocks)
+
+    # All ------------------------------------------------------------------------------------------------------
+
+    def renumber(self, group: int, moves: Mapping[int, int]) -> None:
+        """Blocks of the group have other ids now: tell whoever holds them."""
+        for cache in self.caches():
+            cache.renumber(group, moves)
+        others = [entry for entry in list(self._abandoned) if id(entry[1]) not in self._lists]
+        for own, block_ids in [*self._lists.values(), *others]:
+            if own == group:
+                block_ids[:] = [moves.get(block_id, block_id) for block_id in block_ids]
+        for table in self.tables():
+            if table.group == group:
+                table.forget_indices()

@@ -1,0 +1,208 @@
+"""PoolLayer: one model layer's keys and values in a pool: written into the blocks of tables, and read from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ..errors import BlockStateError, GeometryError
+from .block_table import BlockTable
+from .group import BlockGroup
+from .memory import PoolMemory
+from .step import DeviceTables, Step
+from .storage.base import QueryHeads, Storage
+
+
+class PoolLayer:
+    """A layer of a pool, as :meth:`BlockPool.layer` gives it.
+
+    Args:
+        number: of the layer in the model.
+        group: it belongs to.
+        group_index: of the group in the pool.
+        position: of the layer in the group.
+        memory: of the pool.
+    """
+
+    __slots__ = ("group", "group_index", "holders", "memory", "number", "position", "spec", "turn", "window")
+
+    def __init__(self, number: int, group: BlockGroup, group_index: int, position: int, memory: PoolMemory) -> None:
+        self.number = number
+        self.group = group
+        self.group_index = group_index
+        self.position = position
+        self.memory = memory
+        self.holders, self.turn = memory.holders, memory.turn
+        self.spec, self.window = group.spec, group.spec.window
+
+    @property
+    def in_place(self) -> bool:
+        """Whether its blocks are written in place and read by kernels only."""
+        return self.group.in_place
+
+    @property
+    def storage(self) -> Storage:
+        """The layer's storage, to be read or written. Raises BlockStateError before the first write to its group."""
+        if not self.group.storages:
+            raise BlockStateError("nothing has been written to this table")
+        self.turn.is_dirty = True
+        return self.group.storages[self.position]
+
+    # Geometry -------------------------------------------------------------------------------------------------
+
+    def set_geometry(self, k: mx.array, v: mx.array, *, batch: int, heads: QueryHeads | None = None) -> BlockGroup:
+        """Fix the geometry and storage of the layer's group by its first keys and values; later calls only validate.
+
+        Args:
+            k, v: keys and values about to be written.
+            batch: sequences they must hold.
+            heads: the queries that will attend over them, for the choice of a kernel.
+
+        Returns:
+            The layer's group.
+
+        Raises:
+            GeometryError: rank, number of sequences, heads, head dimension or dtype are not as they must be.
+            PoolExhaustedError: not even the blocks handed out so far fit the budget.
+            KernelUnavailableError: a kernel is demanded and there is none for this geometry.
+        """
+        group = self.group
+        geometry = group.validate(k, v, batch)
+        if group.geometry is None:
+            with self.turn:
+                self.holders.collect()
+                self.memory.fix_geometry(group, geometry, heads)
+        return group
+
+    def fitted(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+        """Keys and values in the dtype that the layer holds, as mlx-lm's caches take them; as they are if it is not
+        known yet."""
+        geometry = self.group.geometry
+        if geometry is None or not mx.issubdtype(k.dtype, mx.floating) or k.dtype != v.dtype:
+            return k, v
+        return k.astype(geometry.dtype), v.astype(geometry.dtype)
+
+    # Writing --------------------------------------------------------------------------------------------------
+
+    def step(self, tables: Sequence[BlockTable], num_tokens: int, counts: Sequence[int] | None = None) -> Step:
+        """The tables' last ``num_tokens`` positions: checked, and made for the device, once for all layers of a group.
+
+        Args:
+            tables: one per sequence, of the layer's group.
+            num_tokens: new tokens of each sequence.
+            counts: real ones among them, at least one each; the rest is padding on the right.
+
+        Raises:
+            GeometryError: the layer is not of the tables' group, or fewer tokens are reserved.
+            BlockStateError: a table was released, or a block of those positions is shared.
+        """
+        self.holders.collect()
+        step, is_new = self.group.step(tables, num_tokens, counts)
+        if is_new:
+            try:
+                for index, table in enumerate(tables):
+                    self._check_positions(table, num_tokens if counts is None else counts[index])
+            except Exception:
+                self.group.touch()
+                raise
+        return step
+
+    def _check(self, table: BlockTable) -> None:
+        self.holders.check(table)
+        if table.group != self.group_index:
+            raise GeometryError(f"layer {self.number} is not of the table's group {table.group}")
+
+    def _check_positions(self, table: BlockTable, num_tokens: int) -> None:
+        self._check(table)
+        if num_tokens > table.length:
+            raise GeometryError(f"{num_tokens} tokens to write, only {table.length} reserved: append_tokens first")
+        refcount = self.group.allocator.refcount
+        for block_id in table.block_ids[(table.length - num_tokens) // table.block_size :]:
+            if refcount(block_id) != 1:
+                raise BlockStateError(f"block {block_id} is to be written but held {refcount(block_id)} times")
+
+    def write(self, tables: Sequence[BlockTable], k: mx.array, v: mx.array) -> None:
+        """Write keys and values of the last n reserved tokens of each of B sequences, as they are (no cast).
+
+        Args:
+            tables: B tables of the layer's group, each with at least n tokens.
+            k: ``[B, n_kv_heads, n, k_head_dim]``.
+            v: ``[B, n_kv_heads, n, v_head_dim]``.
+
+        Raises:
+            GeometryError, BlockStateError, PoolExhaustedError: before anything is written.
+        """
+        with self.turn:
+            self.group.validate(k, v, len(tables))
+            step = self.step(tables, k.shape[2])
+            self.set_geometry(k, v, batch=len(tables))
+            self.write_step(tables, step, k, v)
+
+    def write_step(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
+        """:meth:`write` for k and v that :meth:`set_geometry` has accepted, and a step of :meth:`step`; in a turn."""
+        group, position = self.group, self.position
+        if self.turn.is_newcomer:  # what it cannot compute, such as lazy weights of another thread, is not let in
+            mx.eval(k, v)
+        self.turn.is_dirty = True
+        if not group.in_place:
+            group.wait_for_reads(position)
+        group.storages[position].write(tables, step, k, v)
+        group.pace(position, step.num_tokens)
+
+    def write_pinned(self, table: BlockTable, k: mx.array, v: mx.array) -> None:
+        """Write the pinned tokens of a table made by :meth:`BlockPool.new_table` with a ``start``: k and v
+        ``[1, n_kv_heads, pinned, head_dim]``, accepted by :meth:`set_geometry`."""
+        self._check(table)
+        # Writing goes to the end of a table: one that ends there, over the same blocks, and known to nobody else.
+        head = BlockTable(table.group, table.block_size)
+        head.block_ids.extend(table.block_ids[: table.num_pinned_blocks])
+        head.length = table.pinned
+        group = self.group
+        if any(group.allocator.refcount(block_id) != 1 for block_id in head.block_ids):
+            raise BlockStateError(f"pinned blocks {head.block_ids} are to be written but shared")
+        with self.turn:
+            step = Step([head], head.length, group.epoch, group.allocator.num_blocks, DeviceTables())
+            self.write_step([head], step, k, v)
+
+    # Reading --------------------------------------------------------------------------------------------------
+
+    def gather_visible(self, table: BlockTable, *, rotation: int = 0, copy: bool = True) -> tuple[mx.array, mx.array]:
+        """Keys and values of positions ``logical_start .. length - 1``, after those of pinned tokens (lazy).
+
+        Args:
+            table: the sequence's table.
+            rotation: start the order at this visible token, pinned ones not counted, and wrap around (0: by position).
+            copy: False allows a view of the pool where the blocks are consecutive. Drop it, and whatever was computed
+                from it unevaluated, before the next write: a view held makes that write copy the pool.
+
+        Returns:
+            K ``[1, n_kv_heads, n, k_head_dim]``, V ``[1, n_kv_heads, n, v_head_dim]``.
+
+        Raises:
+            BlockStateError: the table was released, or nothing was written yet.
+            GeometryError: the layer is not of the table's group.
+        """
+        self._check(table)
+        if self.group.geometry is None or not table.num_visible:
+            raise BlockStateError("nothing has been written to this table")
+        with self.turn:
+            return self.storage.read_visible(table, rotation=rotation, copy=copy)
+
+    def fence(self) -> mx.array:
+        """A small array that is ready when all writes to the layer so far are; empty before the first write."""
+        return self.storage.fence() if self.group.storages else mx.zeros((0,))
+
+    def after_writes(self, k: mx.array, v: mx.array) -> list[mx.array]:
+        """k and v, ready only when the layer's writes are. Without it MLX may leave the writes of all layers to the
+        end of a prefill, and every layer's new keys and values live until then."""
+        return self.storage.after_writes(k, v)
+
+    def note_read(self, *results: mx.array) -> None:
+        """Tell the pool what was computed from the layer's blocks in this step (see BlockGroup.wait_for_reads)."""
+        self.group.note_read(self.position, *results)
+
+    def watch_read(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """The same keys and values, read from the layer's blocks in this step, for whoever computes with them; what is
+        remembered of them does not keep them (see BlockGroup.wait_for_reads)."""
+        return self.group.watch_read(self.position, keys, values)

@@ -1,0 +1,192 @@
+"""PoolMemory: the budget of bytes that the tensors of a pool's groups share (docs/adr/0012)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import mlx.core as mx
+
+from ..errors import ConfigError, PoolExhaustedError
+from .group import BlockGroup
+from .holders import Holders
+from .storage.base import Geometry, QueryHeads
+from .turn import Turn
+
+# Free blocks of other groups are taken before cached ones are evicted where they are this part of the pool or more:
+# taking them copies those groups' tensors.
+WORTH_MOVING = 8
+
+
+class PoolMemory:
+    """Makes the tensors of groups larger and smaller. The budget is the pool's: a group that must grow takes what is
+    not reserved; then what is free in other groups, whose tensors are made smaller; and of prefix caches what it needs.
+
+    All methods but the properties are for the thread whose turn it is, after :meth:`Holders.collect`.
+
+    Args:
+        groups: that share it.
+        budget: most bytes their tensors may take.
+        holders: of their blocks.
+        turn: of the pool.
+
+    Raises:
+        ConfigError: the budget is not positive.
+    """
+
+    def __init__(self, groups: Sequence[BlockGroup], budget: int, holders: Holders, turn: Turn) -> None:
+        if budget <= 0:
+            raise ConfigError(f"the memory budget must be positive, not {budget} bytes")
+        self.groups = groups
+        self.budget = budget
+        self.shrinks = 0  # how often a group's tensors were made smaller
+        self.holders = holders
+        self.turn = turn
+
+    @property
+    def unheld_bytes(self) -> int:
+        """Bytes of the budget that no held block takes: any group can have them."""
+        return self.budget - sum(g.bytes_per_block * (g.allocator.num_live + 1) for g in self.groups)
+
+    @property
+    def unreserved_bytes(self) -> int:
+        """Bytes of the budget that no tensor takes."""
+        return self.budget - sum(group.bytes_reserved for group in self.groups)
+
+    @property
+    def reclaimable_bytes(self) -> int:
+        """Bytes of held blocks that prefix caches could free."""
+        return sum(self.holders.reclaimable(i) * group.bytes_per_block for i, group in enumerate(self.groups))
+
+    # Growing --------------------------------------------------------------------------------------------------
+
+    def fix_geometry(self, group: BlockGroup, geometry: Geometry, heads: QueryHeads | None) -> None:
+        """See :meth:`BlockGroup.set_geometry`. Raises PoolExhaustedError if the blocks handed out so far do not fit."""
+        group.allocator.shrink()
+        per_block = group.block_size * geometry.bytes_per_token() * len(group.spec.layers)
+        known = group.allocator.num_blocks
+        if known * per_block > self.unreserved_bytes:
+            # The null block is nobody's need.
+            raise self.exhausted(known - 1, (known - 1) * per_block, apart=per_block)
+        self.turn.is_dirty = True
+        group.set_geometry(geometry, heads)
+
+    def ensure_free(self, counts: Sequence[int], most: Sequence[int] | None = None) -> None:
+        """Have so many blocks of each group free, growing tensors within the budget; with ``most`` so that no more than
+        that many are free then. None of them is taken for another group. Does nothing for a group whose blocks do not
+        fit: allocating them says so."""
+        for index, group in enumerate(self.groups):
+            if counts[index] > group.allocator.num_free:
+                with suppress(PoolExhaustedError):
+                    self.grow(group, counts[index], None if most is None else most[index], counts)
+
+    def grow(self, group: BlockGroup, count: int, most: int | None = None, kept: Sequence[int] | None = None) -> None:
+        """Have ``count`` blocks of the group free, if need be at the cost of others' free blocks beyond ``kept``.
+
+        Raises:
+            PoolExhaustedError: they do not fit; nothing was changed.
+        """
+        allocator, per_block = group.allocator, group.bytes_per_block
+        target = group.growth(count, self.budget)
+        if most is not None:
+            target = min(target, allocator.num_blocks - allocator.num_free + max(count, most))
+        if group.geometry is not None:
+            if (count - allocator.num_free) * per_block > self.unreserved_bytes:
+                step = (target - allocator.num_blocks) * per_block
+                self._make_way(group, count, step, kept or [0] * len(self.groups))
+            missing = count - allocator.num_free
+            if missing <= 0:
+                return
+            # Beyond the need, at most half of what is left: another group may need the rest.
+            target = min(target, allocator.num_blocks + max(missing, self.unreserved_bytes // per_block // 2))
+        self.turn.is_dirty = True
+        group.grow(target)
+
+    def _make_way(self, group: BlockGroup, count: int, step: int, kept: Sequence[int]) -> None:
+        """Have bytes unreserved for what is missing of ``count`` free blocks, or free blocks that were cached.
+
+        Args:
+            group: that grows.
+            count: free blocks it must have.
+            step: bytes it would like to grow by: taken at once where other groups must give them, since each time their
+                tensors are copied.
+            kept: free blocks of each group that are not to be taken.
+
+        Raises:
+            PoolExhaustedError: there is not so much; nothing was evicted.
+        """
+        own = self.groups.index(group)
+        others = [index for index in range(len(self.groups)) if index != own]
+
+        def short() -> int:
+            return (count - group.allocator.num_free) * group.bytes_per_block - self.unreserved_bytes
+
+        def spare() -> int:
+            return sum(self._spare(index, kept) * self.groups[index].bytes_per_block for index in others)
+
+        def too_few() -> PoolExhaustedError:
+            missing = count - group.allocator.num_free
+            return self.exhausted(missing, missing * group.bytes_per_block)
+
+        cached, elsewhere = self.holders.reclaimable(own) * group.bytes_per_block, 0
+        if short() > spare() + cached:
+            elsewhere = sum(self.holders.reclaimable(i) * self.groups[i].bytes_per_block for i in others)
+            if short() > spare() + cached + elsewhere:
+                raise too_few()
+        if spare() * WORTH_MOVING >= self.budget - self.unreserved_bytes:
+            self._take(others, max(short(), min(step - self.unreserved_bytes, spare() // 2)), kept)
+        if short() > 0 and cached:
+            self.holders.evict(own, -(-short() // group.bytes_per_block))
+        if short() > 0:
+            wanted = max(short(), min(step - self.unreserved_bytes, (spare() + elsewhere) // 2))
+            for index in others:
+                if elsewhere and wanted > spare():
+                    self.holders.evict(index, -(-(wanted - spare()) // self.groups[index].bytes_per_block))
+            self._take(others, wanted, kept)
+        if short() > 0:  # caches freed less than they said
+            raise too_few()
+
+    def exhausted(self, blocks: int, num_bytes: int, apart: int = 0) -> PoolExhaustedError:
+        """The error for so many blocks that do not fit; ``apart``: bytes reserved that are not counted here."""
+        return PoolExhaustedError(
+            blocks_needed=blocks,
+            bytes_needed=num_bytes,
+            budget_bytes=self.budget,
+            bytes_reserved=self.budget - self.unreserved_bytes + apart,
+        )
+
+    # Shrinking ------------------------------------------------------------------------------------------------
+
+    def _spare(self, group: int, kept: Sequence[int]) -> int:
+        """Free blocks of a group that others may have."""
+        return max(0, self.groups[group].allocator.num_free - kept[group])
+
+    def _take(self, groups: Sequence[int], num_bytes: int, kept: Sequence[int]) -> None:
+        """Make the tensors of groups smaller by so many bytes, or by all they can spare; the largest part first."""
+        for index in sorted(groups, key=lambda i: -self._spare(i, kept) * self.groups[i].bytes_per_block):
+            group = self.groups[index]
+            if num_bytes <= 0 or not group.bytes_per_block:
+                continue
+            blocks = min(self._spare(index, kept), -(-num_bytes // group.bytes_per_block))
+            if blocks:
+                self.shrink(index, group.allocator.num_blocks - blocks)
+                num_bytes -= blocks * group.bytes_per_block
+
+    def shrink(self, index: int, num_blocks: int) -> None:
+        """Move the blocks held from id ``num_blocks`` on into free ones before it, and make the tensors smaller."""
+        group = self.groups[index]
+        moves = group.allocator.moves(num_blocks)
+        self.turn.is_dirty = True
+        group.move(moves)
+        self.holders.renumber(index, moves)
+        self.shrinks += 1
+        group.renumber(moves, num_blocks)
+
+    def return_unused(self) -> None:
+        """Give memory of free blocks back to the system, but for one growth step of each group."""
+        for index, group in enumerate(self.groups):
+            if group.geometry is not None:
+                size = group.idle_size(self.budget)
+                if size < group.allocator.num_blocks:
+                    self.shrink(index, size)
+        mx.clear_cache()

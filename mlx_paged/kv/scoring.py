@@ -1,0 +1,33 @@
+"""Scoring: how attention turns scores into weights."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .storage.base import QueryHeads
+
+
+class Scoring(NamedTuple):
+    """What attention is given besides queries, keys and values.
+
+    Attributes:
+        scale: factor on the scores.
+        mask: over the visible keys, as for ``mx.fast.scaled_dot_product_attention``. Of several new tokens, None and
+            "causal" are causal where blocks are read; over arrays, None masks nothing.
+        window: the mask says no more than causality and a sliding window of this many tokens. An array without it
+            cannot be told to a kernel.
+        softcap: scores become ``softcap * tanh(score / softcap)``.
+        sinks: one more logit per query head in the softmax, ``[n_q_heads]``.
+    """
+
+    scale: float
+    mask: mx.array | str | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: mx.array | None = None
+
+    def heads(self, num_q_heads: int) -> QueryHeads:
+        """For the choice of a kernel."""
+        return QueryHeads(num_q_heads, self.softcap is not None, self.sinks is not None)

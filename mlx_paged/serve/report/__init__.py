@@ -1,0 +1,1 @@
+"""What a server says of itself: figures, blocks, metrics and the cache page."""

@@ -1,0 +1,47 @@
+"""server_report(): what ``/v1/cache/stats`` says of a running server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...attention.dispatch import dispatch_counts
+from ...kv.pool import BlockPool
+from .block_map import block_map
+from .server_stats import ServerStats
+
+
+def server_report(
+    stats: ServerStats,
+    pool: BlockPool | None,
+    sequences: Sequence[dict[str, Any]],
+    num_waiting: int,
+    prefix_cache: dict[str, Any] | None,
+    *,
+    with_blocks: bool = False,
+) -> dict[str, Any]:
+    """Figures of the server, its pool and its prefix cache. May be called by any thread.
+
+    Args:
+        stats: of the server.
+        pool: of the present model.
+        sequences: how far each request of the batch is.
+        num_waiting: requests that have not started.
+        prefix_cache: figures of it.
+        with_blocks: also the state of every block, and the sequences.
+    """
+    report: dict[str, Any] = {
+        "server": stats.as_dict(),
+        "running": {"running": sum(not each["waiting"] for each in sequences), "waiting": num_waiting},
+        "pool": None if pool is None else pool.stats().as_dict(),
+        "prefix_cache": prefix_cache,
+        "dispatch": [
+            {"path": choice.path, "reason": choice.reason, "count": count}
+            for choice, count in dispatch_counts().items()
+        ],
+    }
+    if with_blocks:
+        runs = [] if pool is None else zip(pool.groups, block_map(pool), strict=True)
+        report["sequences"] = sequences
+        report["blocks"] = [{"group": group.spec.name, "runs": of_group} for group, of_group in runs]
+    return report

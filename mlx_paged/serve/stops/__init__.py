@@ -1,0 +1,1 @@
+"""Stop strings: where an answer's text ends."""

@@ -1,0 +1,351 @@
+"""PagedPromptCache: mlx-lm's ``LRUPromptCache`` over a RadixTree, so that prefixes are shared and never copied."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
+
+from ...cache.sequence import SequenceTables
+from ...errors import PoolExhaustedError
+from ...kv.pool import BlockPool
+from ...prefix.detached import SharedPrefixes, donate, sequence_over
+from ...prefix.radix import RadixTree
+from ...prefix.radix_node import RadixNode
+from ...prefix.spill import SpillStore
+from ...prefix.store import Salted, salted
+from .layer_cache import PagedLayerCache
+
+# A prompt cache may be of several models, target and draft: (pool, class of each layer's cache) of each, in order.
+_Kinds = tuple[type[PagedLayerCache], ...]
+_Layout = list[tuple[weakref.ref[BlockPool], _Kinds]]
+MAX_OTHERS = 10  # as in mlx-lm: nothing else bounds what is copied
+
+
+class PagedPromptCache:
+    """Stands in for mlx-lm's ``LRUPromptCache``, with these differences:
+
+    - paged caches go in and come out by reference: nothing is copied, and blocks shared by prefixes count once;
+    - the longest common prefix is found to the token, also behind sliding windows where the window is still held;
+    - at least one token is always left to compute, where mlx-lm returns an empty remainder;
+    - an entry is a prefix that is no other's beginning, so entries that a longer one contains are not counted.
+
+    Caches that are not paged, or that pin tokens, are kept whole by an ``LRUPromptCache`` of mlx-lm's inside.
+    The key of a model names its weights, as in mlx-lm: weights that are changed in place need another key.
+
+    Args:
+        max_size: most entries, paged and others each. None: as many paged ones as fit, and 10 others.
+        max_bytes: most bytes of blocks held.
+        ttl: seconds after which an unused prefix is given up.
+        spill: where prefixes that are given up go, and come back from.
+        identify: what names a model on disk, across restarts (see ``model_identity``): asked once each time
+            it is loaded. Without it nothing is spilled.
+    """
+
+    def __init__(
+        self,
+        max_size: int | None = 10,
+        max_bytes: int = 1 << 63,
+        *,
+        ttl: float | None = None,
+        spill: SpillStore | None = None,
+        identify: Callable[[Hashable], str | None] = lambda model: None,
+    ) -> None:
+        self.max_size, self.max_bytes, self.ttl = max_size, max_bytes, ttl
+        self.spill, self.identify = spill, identify
+        self.others = LRUPromptCache(MAX_OTHERS if max_size is None else max_size, max_bytes)
+        self._kinds: list[str] = list(self.others.stats_by_type())
+        self._trees: weakref.WeakKeyDictionary[BlockPool, RadixTree] = weakref.WeakKeyDictionary()
+        self._layouts: dict[Hashable, _Layout] = {}
+        self._salt: Hashable = None
+        self._saved: weakref.WeakKeyDictionary[BlockPool, int] = weakref.WeakKeyDictionary()
+        # Of what is in a pool: a model loaded again under its name has another pool, and may be another model.
+        self._identities: weakref.WeakKeyDictionary[BlockPool, str] = weakref.WeakKeyDictionary()
+
+    def tree_of(self, pool: BlockPool) -> RadixTree:
+        """The pool's tree, for whoever else shares prefixes of it. Salts are ``(model, number)``: the key the caches
+        were inserted under, and 0 for a model's own caches (1 for its draft model's); and :class:`Salted` ones of
+        these."""
+        tree = self._trees.get(pool)
+        if tree is None:
+            tree = self._trees[pool] = RadixTree(pool, ttl=self.ttl, on_evict=self._spill_to_disk(pool))
+        return tree
+
+    def shared_prefixes(self, model: Hashable, pool: BlockPool) -> SharedPrefixes:
+        """The prefixes of a model's own caches as the store of a batch. What a batch leaves there is bounded by the
+        pool's budget and the time to live; the next :meth:`insert_cache` or :meth:`trim_to` counts it too."""
+        restore = None if self.spill is None else partial(self._restore, model)
+        self._note_identity(model, [pool])
+        return SharedPrefixes(self.tree_of(pool), (model, 0), restore)
+
+    @contextmanager
+    def salted(self, salt: Hashable) -> Iterator[None]:
+        """For the time of a ``with`` block, what is fetched and inserted is that of requests with this salt alone."""
+        before, self._salt = self._salt, salt
+        try:
+            yield
+        finally:
+            self._salt = before
+
+    def learn_layout(self, model: Hashable, caches: Sequence[Any]) -> None:
+        """Know which pools a model's caches lie in, from a list of them: needed for what is on disk only."""
+        sequences = _sequences(caches)
+        if sequences:
+            kinds = {id(s): tuple(type(c) for c in caches if c.sequence is s) for s in sequences}
+            self._layouts[model] = [(weakref.ref(s.pool), kinds[id(s)]) for s in sequences]
+            self._note_identity(model, [sequence.pool for sequence in sequences])
+
+    def _note_identity(self, model: Hashable, pools: Sequence[BlockPool]) -> None:
+        """Remember what the blocks of a model's pools are of, as long as these are there."""
+        if self.spill is not None and any(pool not in self._identities for pool in pools):
+            identity = self.identify(model)
+            if identity is not None:
+                self._identities.update(dict.fromkeys(pools, identity))
+
+    def forget_unloaded(self) -> None:
+        """Another model has been loaded: give up the caches that are not paged, which do not go with their model. Under
+        the same name, it need not be the same."""
+        self.others.trim_to(n_sequences=0)
+
+    def tidy(self, is_wanted: Callable[[], bool] = lambda: False) -> None:
+        """For idle moments: give up what has expired, and write what is not on disk yet, so that it outlives a crash.
+
+        Args:
+            is_wanted: asked between prefixes; once it is true, the rest is left for another time. Prefixes are taken
+                in random order, so that short moments reach all of them in the end.
+        """
+        for tree in list(self._trees.values()):
+            tree.expire()
+            save = self._spill_to_disk(tree.pool)
+            if save is None or self._saved.get(tree.pool) == tree.uses:
+                continue
+            uses = tree.uses
+            nodes = list(tree.nodes())
+            random.shuffle(nodes)
+            for node in nodes:
+                if is_wanted():
+                    return
+                save(tree.salt_of(node), node)
+            self._saved[tree.pool] = uses
+
+    # mlx-lm's interface ---------------------------------------------------------------------------------------
+
+    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+        """A cache with the longest known prefix of ``tokens``, the caller's to go on with, and the tokens it lacks."""
+        pools = self._pools(model)
+        length = self._common_length(model, pools, tokens)
+        if not length:
+            return self._fetch_other(model, tokens)
+        caches: list[Any] = []
+        for number, (pool, kinds) in enumerate(pools):
+            _, tables = self.tree_of(pool).adopt(tokens[: length + 1], self._key(model, number))
+            sequence = sequence_over(pool, tables)
+            caches += [kind(sequence, layer) for layer, kind in enumerate(kinds)]
+        return caches, tokens[length:]
+
+    def insert_cache(
+        self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
+    ) -> None:
+        """Remember that ``prompt_cache`` holds ``tokens``. It stays the caller's, who may go on with it."""
+        sequences = _sequences(prompt_cache)
+        if not sequences:
+            self.others.insert_cache(salted(model, self._salt), tokens, prompt_cache, cache_type=cache_type)
+            return
+        self.learn_layout(model, prompt_cache)
+        for number, sequence in enumerate(sequences):
+            donate(self.tree_of(sequence.pool), tokens, sequence, self._key(model, number), label=cache_type)
+        self._trim(self.max_size, self.max_bytes, newest=(model, tokens))
+
+    def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
+        """Give entries up, least recently used ones of the most dispensable type first, down to these numbers."""
+        self._trim(
+            None if n_sequences is None else max(0, n_sequences), 1 << 63 if n_bytes is None else max(0, n_bytes)
+        )
+        self.others.trim_to(
+            n_sequences=None if n_sequences is None else max(0, n_sequences - self._num_paged()),
+            n_bytes=None if n_bytes is None else max(0, n_bytes - self._paged_bytes()),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self._paged_bytes() + int(self.others.nbytes)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of all trees: runs of tokens between places where prefixes part."""
+        total = 0
+        for tree in list(self._trees.values()):
+            with tree.pool.lock:
+                total += sum(1 for _ in tree.nodes())
+        return total
+
+    def stats_by_type(self) -> dict[str, dict[str, int]]:
+        """Entries and bytes by type; a block shared by several counts for the type of the first node that has it."""
+        result: dict[str, dict[str, int]] = self.others.stats_by_type()
+        for tree in list(self._trees.values()):
+            with tree.pool.lock:
+                seen: list[set[int]] = [{0} for _ in tree.pool.groups]
+                for node in tree.nodes():
+                    kind = result[self._kind(node)]
+                    kind["n_sequences"] += self._counts(tree, node)
+                    for known, group, blocks in zip(seen, tree.pool.groups, node.blocks, strict=True):
+                        new = set(blocks) - known
+                        known |= new
+                        kind["n_bytes"] += len(new) * group.bytes_per_block
+        return result
+
+    def figures(self) -> dict[str, Any]:
+        """What ``/v1/cache/stats`` says of it."""
+        return {
+            "entries": len(self),
+            "bytes": self.nbytes,
+            "nodes": self.num_nodes,
+            "by_type": self.stats_by_type(),
+            "on_disk": None if self.spill is None else {"blocks": len(self.spill), "bytes": self.spill.nbytes},
+        }
+
+    def __len__(self) -> int:
+        return self._num_paged() + len(self.others)
+
+    def close(self) -> None:
+        """Give everything up; with a spill store, to disk."""
+        for tree in list(self._trees.values()):
+            tree.clear()
+        self.others.trim_to(n_sequences=0)
+
+    # Inside ---------------------------------------------------------------------------------------------------
+
+    def _pools(self, model: Any) -> list[tuple[BlockPool, _Kinds]]:
+        layout = self._layouts.get(model, [])
+        pools = [(pool, kinds) for ref, kinds in layout if (pool := ref()) is not None]
+        if len(pools) < len(layout):
+            del self._layouts[model]  # the model was unloaded, and its blocks with it
+            return []
+        return pools
+
+    def _key(self, model: Any, number: int) -> Hashable:
+        """The tree's salt for what is fetched and inserted now."""
+        return salted((model, number), self._salt)
+
+    def _restore(self, model: Any, tokens: Sequence[int], salt: Hashable = None) -> None:
+        """Bring back from disk what extends the prefixes in memory."""
+        if self.spill is None:
+            return
+        for number, (pool, _) in enumerate(self._pools(model)):
+            identity = self._identities.get(pool)
+            if identity is None:
+                continue
+            try:
+                key = salted((model, number), salt)
+                self.spill.restore(self.tree_of(pool), list(tokens), key, _on_disk(identity, number, salt))
+            except PoolExhaustedError:
+                return  # what is in the tree has to do
+
+    def _common_length(self, model: Any, pools: list[tuple[BlockPool, _Kinds]], tokens: list[int]) -> int:
+        """The longest prefix that all of a model's pools can serve."""
+        self._restore(model, tokens, self._salt)
+        length = len(tokens) - 1 if pools else 0
+        while length > 0:
+            lengths = [
+                self.tree_of(pool).match(tokens[: length + 1], self._key(model, number)).length
+                for number, (pool, _) in enumerate(pools)
+            ]
+            if min(lengths) == length:
+                break
+            length = min(lengths)
+        return max(0, length)
+
+    def _fetch_other(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+        model = salted(model, self._salt)
+        cache, rest = self.others.fetch_nearest_cache(model, tokens)
+        if cache is None or rest:
+            return cache, rest
+        if can_trim_prompt_cache(cache):
+            trim_prompt_cache(cache, 1)
+            return cache, tokens[-1:]
+        cache, rest = self.others.fetch_nearest_cache(model, tokens[:-1])
+        return cache, rest + tokens[-1:]
+
+    def _spill_to_disk(self, pool: BlockPool) -> Callable[[Hashable, RadixNode], None] | None:
+        if self.spill is None:
+            return None
+        spill, identities, pool_ref = self.spill, self._identities, weakref.ref(pool)
+
+        def on_evict(salt: Any, node: RadixNode) -> None:
+            of_request = None
+            if isinstance(salt, Salted):
+                salt, of_request = salt
+            _, number = salt
+            alive = pool_ref()
+            identity = None if alive is None else identities.get(alive)
+            if identity is not None and alive is not None:
+                spill.save(alive, node, _on_disk(identity, number, of_request))
+
+        return on_evict
+
+    def _trim(self, max_size: int | None, max_bytes: int, newest: tuple[Any, list[int]] | None = None) -> None:
+        keep = None
+        if newest is not None:
+            pools = self._pools(newest[0])
+            keep = self.tree_of(pools[0][0]).match([*newest[1], -1], self._key(newest[0], 0)).node if pools else None
+        while (max_size is not None and self._num_paged() > max_size) or self._paged_bytes() > max_bytes:
+            victim = self._next_victim(keep)
+            if victim is None:
+                return
+            tree, node = victim
+            tree.remove(node)
+
+    def _next_victim(self, keep: RadixNode | None) -> tuple[RadixTree, RadixNode] | None:
+        """mlx-lm's order: a type gives an entry if it has at least as many as the next, else the next type is asked."""
+        by_kind: dict[str, list[tuple[RadixTree, RadixNode]]] = {kind: [] for kind in self._kinds}
+        for tree in self._trees.values():
+            for node in tree.leaves():
+                if node is not keep:
+                    by_kind[self._kind(node)].append((tree, node))
+        for kind, following in zip(self._kinds, [*self._kinds[1:], None], strict=True):
+            if by_kind[kind] and (following is None or len(by_kind[kind]) >= len(by_kind[following])):
+                return min(by_kind[kind], key=lambda each: each[1].used_at)
+        # None has as many as the next: those before the last that has any are passed over.
+        return next((min(by_kind[k], key=lambda each: each[1].used_at) for k in self._kinds[::-1] if by_kind[k]), None)
+
+    def _kind(self, node: RadixNode) -> str:
+        return node.label if isinstance(node.label, str) and node.label in self._kinds else self._kinds[0]
+
+    def _counts(self, tree: RadixTree, node: RadixNode) -> bool:
+        """Whether the node is an entry; a draft model's prefixes belong to its target's entries."""
+        salt: Any = tree.salt_of(node)
+        key: Any = salt.base if isinstance(salt, Salted) else salt
+        return not node.children and key[1] == 0
+
+    def _num_paged(self) -> int:
+        total = 0
+        for tree in list(self._trees.values()):
+            with tree.pool.lock:
+                total += sum(self._counts(tree, node) for node in tree.nodes())
+        return total
+
+    def _paged_bytes(self) -> int:
+        return sum(tree.nbytes for tree in list(self._trees.values()))
+
+
+def _on_disk(identity: str, number: int, salt: Hashable) -> str:
+    """What a model's prefixes are found under on disk; those of requests with a salt apart from the others."""
+    return f"{identity}/{number}" if salt is None else f"{identity}/{number}/{salt}"
+
+
+def _sequences(caches: Sequence[Any]) -> list[SequenceTables]:
+    """The sequences that a prompt cache is made of, or none unless every layer of each is there, paged, and can be
+    shared by prefix."""
+    if not caches or not all(isinstance(cache, PagedLayerCache) and not cache.pool.pins_tokens for cache in caches):
+        return []
+    sequences: list[SequenceTables] = []
+    for cache in caches:
+        if not sequences or cache.sequence is not sequences[-1]:
+            sequences.append(cache.sequence)
+    expected = [(id(s), layer) for s in sequences for layer in range(len(s.offsets))]
+    return sequences if [(id(c.sequence), c.layer) for c in caches] == expected else []

@@ -1,0 +1,107 @@
+"""One block pool per model and paging layout."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import cache as stock_cache
+
+from ...config import PagedConfig
+from ...kv.pool import BlockPool
+from ...kv.storage.choice import storage_choice
+from .layout import PagedLayout, first_keys
+
+_lock = threading.RLock()
+# By id, because modules are dicts and cannot be hashed; an entry goes when its model does.
+_pools: dict[int, tuple[weakref.ref[Any], PagedConfig, PagedLayout, BlockPool]] = {}
+# Also those a model used before, as long as somebody holds one: with and without max_kv_size it has two.
+_in_use: weakref.WeakValueDictionary[tuple[int, PagedConfig, PagedLayout, mx.Dtype | None], BlockPool] = (
+    weakref.WeakValueDictionary()
+)
+
+
+def pool_for(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dtype | None = None) -> BlockPool:
+    """The model's pool; a new one if there is none yet for these groups and this configuration.
+
+    Args:
+        dtype: of the keys, where it is not what it was when the layout or the present pool was made. The pool for it is
+            the model's from then on.
+
+    Raises:
+        KernelUnavailableError: the configuration demands a kernel and there is none for the model's attention.
+    """
+    with _lock:
+        entry = _pools.get(id(model))
+        if entry is not None and entry[0]() is model and entry[1:3] == (config, layout) and _holds(entry[3], dtype):
+            return entry[3]
+        key = id(model)
+        if entry is None or entry[0]() is not model:
+            _forget(key)
+        pool = _in_use.get((key, config, layout, dtype)) or _new_pool(layout, config, dtype)
+        _in_use[key, config, layout, dtype] = pool
+        _pools[key] = (weakref.ref(model, lambda _: _forget(key)), config, layout, pool)
+        return pool
+
+
+def _holds(pool: BlockPool, dtype: mx.Dtype | None) -> bool:
+    return dtype is None or any(group.geometry is not None and group.geometry.dtype == dtype for group in pool.groups)
+
+
+def _new_pool(layout: PagedLayout, config: PagedConfig, dtype: mx.Dtype | None = None) -> BlockPool:
+    pool = BlockPool(
+        layout.groups,
+        block_size=config.block_size,
+        memory_budget=max(1, config.memory_budget()),
+        choose_storage=storage_choice(config.kernel),
+    )
+    for group, (geometry, heads) in zip(layout.groups, layout.geometries, strict=False):
+        if dtype is not None:
+            geometry = geometry._replace(dtype=dtype)
+        pool.set_geometry(group.layers[0], *first_keys(geometry), batch=1, heads=heads)
+    return pool
+
+
+def _forget(model: int) -> None:
+    _pools.pop(model, None)
+    for key in [key for key in _in_use if key[0] == model]:
+        _in_use.pop(key, None)
+
+
+def known_pool(model: Any) -> BlockPool | None:
+    """The block pool that the model's latest prompt cache lies in, or None if there is none yet. Makes nothing."""
+    entry = _pools.get(id(model))
+    return entry[3] if entry is not None and entry[0]() is model else None
+
+
+def pool_of(model: Any) -> BlockPool | None:
+    """The block pool of a model: where its latest prompt cache lies, or if it had none yet, where its next one will.
+
+    Example:
+        >>> model, tokenizer = mlx_lm.load("path/to/model")
+        >>> pool_of(model).stats().free_blocks
+
+    Args:
+        model: as loaded by mlx-lm.
+
+    Returns:
+        The pool, or None if nothing of the model is paged: the patches are not applied, or no layer has a cache that
+        blocks can stand in for (one warning has said why).
+
+    Raises:
+        KernelUnavailableError: the configuration demands a kernel and there is none for the model's attention.
+    """
+    pool = known_pool(model)
+    if pool is None and hasattr(model, "layers"):
+        stock_cache.make_prompt_cache(model)  # the patch makes the pool
+        pool = known_pool(model)
+    return pool
+
+
+def forget_pools() -> None:
+    """Let the registry drop its pools; caches in use keep theirs alive."""
+    with _lock:
+        _pools.clear()
+        _in_use.clear()

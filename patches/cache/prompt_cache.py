@@ -1,0 +1,119 @@
+"""What replaces names of mlx_lm/models/cache.py: paged prompt caches, and their way to and from mlx-lm's own."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from ...cache.composites import leaves, with_leaves
+from ...cache.sequence import SequenceTables
+from ...config import PagedConfig
+from ...kv.pool import BlockPool
+from ...warn import warn_once
+from .layer_cache import PagedLayerCache, SeamLayerCache
+from .layout import PagedLayout, can_be_paged, layout_for, name_of
+from .pools import pool_for
+from .turns import guard
+
+
+class CacheFactory:
+    """Makes prompt caches of one model in one pool, whatever is configured later.
+
+    Args:
+        stock: makes mlx-lm's own caches.
+        model: the model; None if nothing is paged.
+        layout: which layers are.
+        config: of the pool.
+    """
+
+    def __init__(
+        self,
+        stock: Callable[[], list[Any]],
+        model: Any = None,
+        layout: PagedLayout | None = None,
+        config: PagedConfig | None = None,
+    ) -> None:
+        self._stock = stock
+        self._layout = layout
+        self.pool: BlockPool | None = None
+        self._elsewhere: Callable[[mx.Dtype], BlockPool | None] | None = None
+        if layout is not None and config is not None and layout.groups:
+            self.pool = pool_for(model, layout, config)
+            known = weakref.ref(model)
+
+            def elsewhere(dtype: mx.Dtype) -> BlockPool | None:
+                model = known()
+                return None if model is None else pool_for(model, layout, config, dtype)
+
+            self._elsewhere = elsewhere
+
+    def __call__(self) -> list[Any]:
+        """A fresh prompt cache."""
+        caches = self._stock()
+        if self.pool is None or self._layout is None:
+            return caches
+        parts = leaves(caches)
+        sequence = SequenceTables(self.pool, self._elsewhere)
+        kind = PagedLayerCache if self._layout.adapted else SeamLayerCache
+        for layer in self._layout.layers:
+            parts[layer] = kind(sequence, layer)
+        return with_leaves(caches, parts)
+
+    def settle_in(self, pool: BlockPool | None) -> None:
+        """Make all caches in this pool from now on: they stay there."""
+        self.pool, self._elsewhere = pool, None
+
+
+def factory_of(model: Any, max_kv_size: int | None) -> CacheFactory:
+    """What makes the model's prompt caches, as it is configured now."""
+    make = make_prompt_cache  # by name, so that where there is none this module cannot be imported
+    if hasattr(make, "factory"):
+        factory: CacheFactory = make.factory(model, max_kv_size)
+        return factory
+    return CacheFactory(functools.partial(make, model, max_kv_size))
+
+
+def make_prompt_cache_patch(
+    original: Callable[..., list[Any]], config: Callable[[], PagedConfig], adapted: Callable[[Any], bool]
+) -> Callable[..., list[Any]]:
+    """Replacement of ``make_prompt_cache``: paged caches where a layer's stock cache can be paged."""
+
+    def factory(model: Any, max_kv_size: int | None = None) -> CacheFactory:
+        caches = original(model, max_kv_size)
+        layers = list(getattr(model, "layers", []))
+        has_adapters = (
+            len(layers) == len(caches)
+            and all(can_be_paged(cache) for cache in caches)
+            and all(adapted(layer) for layer in layers)
+        )
+        parts = leaves(caches)
+        layout = layout_for(model, parts, original(model, max_kv_size), has_adapters)
+        for reason in layout.reasons:
+            warn_once(f"not paged in models of type {name_of(model)}: {reason}; mlx-lm's own cache is used")
+        if layout.groups:
+            guard(model)
+        return CacheFactory(functools.partial(original, model, max_kv_size), model, layout, config())
+
+    @functools.wraps(original)
+    def replacement(model: Any, max_kv_size: int | None = None) -> list[Any]:
+        return factory(model, max_kv_size)()
+
+    replacement.factory = factory  # type: ignore[attr-defined]
+    return replacement
+
+
+def save_prompt_cache_patch(original: Callable[..., None]) -> Callable[..., None]:
+    """Replacement of ``save_prompt_cache``: paged caches are saved in mlx-lm's own format."""
+
+    def save_prompt_cache(file_name: str, cache: list[Any], metadata: dict[str, str] | None = None) -> None:
+        stock = with_leaves(cache, [c.to_stock() if isinstance(c, PagedLayerCache) else c for c in leaves(cache)])
+        # mlx-lm saves a plain cache with its spare room; what is saved here has none, and loads the same.
+        original(file_name, stock, metadata or {})
+
+    save_prompt_cache.__doc__ = original.__doc__
+    return save_prompt_cache

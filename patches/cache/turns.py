@@ -1,0 +1,62 @@
+"""How calls of a model take turns at its pool (see kv/turn.py)."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from typing import Any
+
+from ...cache.batch_cache import PagedBatchKVCache
+from ...cache.composites import leaves
+from ...cache.paged_kv_cache import PagedKVCache
+from ...kv.pool import BlockPool
+
+_guarded: weakref.WeakSet[type] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def guard(model: Any) -> None:
+    """Make each call of the model over a pool one turn. Otherwise each layer's part of it is one, which is as right,
+    but has MLX compute every layer by itself."""
+    kind = type(model)
+    if kind in _guarded:
+        return
+    with _lock:
+        original = kind.__dict__.get("__call__")
+        inherited = kind.__call__
+        if hasattr(inherited, "guarded"):
+            return
+
+        @functools.wraps(inherited)
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+            pool = _pool_of(kwargs.get("cache") or next((arg for arg in args if isinstance(arg, list)), None))
+            if pool is None:
+                return inherited(self, *args, **kwargs)
+            with pool.turn:
+                return inherited(self, *args, **kwargs)
+
+        __call__.guarded = original  # type: ignore[attr-defined]
+        setattr(kind, "__call__", __call__)  # noqa: B010
+        _guarded.add(kind)
+
+
+def unguard() -> None:
+    """Put the calls of all models back."""
+    with _lock:
+        for kind in list(_guarded):
+            original = kind.__dict__["__call__"].guarded
+            if original is None:
+                del kind.__call__
+            else:
+                setattr(kind, "__call__", original)  # noqa: B010
+        _guarded.clear()
+
+
+def _pool_of(caches: Any) -> BlockPool | None:
+    if not isinstance(caches, list):
+        return None
+    first = caches[0] if caches else None
+    if isinstance(first, PagedKVCache | PagedBatchKVCache):
+        return first.pool
+    return next((c.pool for c in leaves(caches) if isinstance(c, PagedKVCache | PagedBatchKVCache)), None)

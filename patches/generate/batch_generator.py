@@ -1,0 +1,244 @@
+"""What replaces names of mlx_lm/generate.py: the batch generator, on block tables."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import KVCache
+
+from ...cache.composites import leaves, with_leaves
+from ...cache.paged_kv_cache import PagedKVCache
+from ...engine.decode_batch import DecodeBatch
+from ...engine.engine import Engine
+from ...engine.request import Request, sequence_of
+from ...engine.row_by_row import RowByRowBatch
+from ...kv.turn import Stepwise
+from ...prefix.store import PrefixStore
+from ...warn import warn_once
+from ..cache.adoption import check_given
+from ..cache.geometry import probe_geometry
+from ..cache.layer_cache import PagedLayerCache
+from ..cache.layout import name_of, pinned_in, why_one_by_one
+from ..cache.prompt_cache import factory_of
+from .response import Response
+from .upstream import UPSTREAM
+
+
+class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
+    """mlx-lm's BatchGenerator, whose batches live in the model's block pool.
+
+    The interface is mlx-lm's. Beyond it:
+
+    - A request that does not fit the pool at present waits; if a running one needs a block and there is none, the
+      youngest makes room and is computed again later, without delivering anything twice.
+    - ``insert`` raises RequestTooLargeError for a request that the whole budget could not hold.
+    - ``next`` raises RequestFailedError, once, for a request that failed; the others go on with the next call.
+    - ``finish`` ends a request early and leaves what it computed to the prefix cache.
+
+    A prompt cache of plain, unpaged layers only runs in mlx-lm's own machinery.
+    """
+
+    _uid_count: int
+
+    def __init__(self, model: Any, *, prefixes: PrefixStore | None = None, **options: Any) -> None:
+        self._old_wired_limit = None  # close() needs it, whatever happens below
+        self._factory = factory_of(model, options.get("max_kv_size"))  # what was configured holds for all its requests
+        fresh = self._factory()
+        super().__init__(model, **options)
+        self._engine: Engine | None = None
+        if is_batched_here(fresh):
+            with mx.stream(self._stream):
+                probe_geometry(model, fresh)
+                sequence = sequence_of(fresh)
+                self._factory.settle_in(None if sequence is None else sequence.pool)
+                self._engine = Engine(
+                    decode_batch(model, self._factory()),
+                    self._counters,
+                    prefill_step_size=self.prefill_step_size,
+                    completion_batch_size=self.completion_batch_size,
+                    prefill_batch_size=self.prefill_batch_size,
+                    prefixes=prefixes,
+                    factory=self._factory,
+                )
+
+    def insert_segments(
+        self,
+        segments: list[list[list[int]]],
+        max_tokens: list[int] | None = None,
+        caches: list[list[Any]] | None = None,
+        all_tokens: list[list[int]] | None = None,
+        samplers: list[Any] | None = None,
+        logits_processors: list[Any] | None = None,
+        stop_sequences: list[Any] | None = None,
+        *,
+        salts: Sequence[Hashable] | None = None,
+    ) -> list[int]:
+        """Queue requests, as in mlx-lm. Only requests with the same salt (of ``salts``, one each) share prefixes.
+
+        Raises:
+            RequestTooLargeError: one could never run; PromptCacheError: a cache handed in is not the model's.
+            Nothing has been queued then.
+        """
+        options = (all_tokens, samplers, logits_processors, stop_sequences)
+        if self._engine is None:
+            return list(super().insert_segments(segments, max_tokens, caches, *options))
+        with mx.stream(self._stream):
+            fresh = self._factory()
+            if caches is not None:
+                caches = [
+                    None if given is None else check_given(self.model, given, fresh, self._factory) for given in caches
+                ]
+        before: int = self._uid_count
+        uids = super().insert_segments(segments, max_tokens, caches, *options)
+        requests: list[Request] = []
+        while self._unprocessed_sequences:
+            uid, parts, most, cache, history, sampler, processors, stops = self._unprocessed_sequences.popleft()
+            requests.append(
+                Request(
+                    uid,
+                    parts,
+                    max_tokens=most,
+                    caches=cache,
+                    history=history,
+                    sampler=sampler,
+                    processors=processors,
+                    matcher=stops.matcher(),
+                    salt=None if salts is None else salts[len(requests)],
+                )
+            )
+        try:
+            for request in requests:
+                self._engine.check(request)
+        except Exception:
+            self._uid_count = before
+            raise
+        for request in requests:
+            self._engine.add(request)
+        return list(uids)
+
+    def extract_cache(self, uids: Any) -> dict[int, tuple[list[Any], list[int]]]:
+        """Caches of unfinished requests, and the tokens in them; references to the same blocks."""
+        engine = self._engine
+        if engine is None:
+            return dict(super().extract_cache(uids))
+        with mx.stream(self._stream):
+            return {uid: engine.extract(uid) for uid in uids if uid in engine.requests}
+
+    def remove(self, uids: Any, return_prompt_caches: bool = False) -> dict[int, tuple[list[Any], list[int]]]:
+        """Cancel requests and release what they hold."""
+        if self._engine is None:
+            return dict(super().remove(uids, return_prompt_caches))
+        caches = self.extract_cache(uids) if return_prompt_caches else {}
+        with mx.stream(self._stream):
+            self._engine.remove(list(dict.fromkeys(uids)))
+        return caches
+
+    def finish(self, uids: Sequence[int]) -> None:
+        """End requests of which no more tokens are wanted: :meth:`remove`, but what they have computed stays in the
+        prefix cache as after a stop token."""
+        if self._engine is None:
+            super().remove(uids)
+            return
+        with mx.stream(self._stream):
+            self._engine.remove(list(dict.fromkeys(uids)), finished=True)
+
+    @property
+    def prompt_cache_nbytes(self) -> int:
+        """Bytes of the blocks and states that unfinished requests hold."""
+        if self._engine is None:
+            return int(super().prompt_cache_nbytes)
+        return self._engine.nbytes
+
+    @property
+    def preemptions(self) -> int:
+        """How often a request had to make room."""
+        return 0 if self._engine is None else self._engine.scheduler.preemptions
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether requests find their own prefixes (``prefixes``), so that they need not come with a cache."""
+        return self._engine is not None and self._engine.sharing is not None
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether prefixes are only found at the ends of segments and chunks, where a window or a state was kept."""
+        return self._engine is not None and self._engine.sharing is not None and self._engine.sharing.has_windows
+
+    @property
+    def counts_prompt_tokens(self) -> bool:
+        """Whether ``computed_prompt_tokens`` counts."""
+        return self._engine is not None
+
+    @property
+    def computed_prompt_tokens(self) -> int:
+        """Tokens of prompts computed, again after a preemption included; what was found cached is not."""
+        return 0 if self._engine is None else self._engine.computed_prompt_tokens
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not started."""
+        return len(self._unprocessed_sequences) if self._engine is None else len(self._engine.scheduler.waiting)
+
+    def progress(self) -> list[dict[str, Any]]:
+        """How far each unfinished request is. May be called by any thread, and is only about right then."""
+        if self._engine is None:
+            return []
+        return [
+            {
+                "uid": request.uid,
+                "waiting": request.caches is None,
+                "prompt_tokens": request.kept + request.prompt_length,
+                "cached_tokens": request.num_cached or 0,
+                "tokens": request.length,
+                "generated_tokens": request.num_generated,
+            }
+            for request in list(self._engine.requests.values())
+        ]
+
+    def next(self) -> tuple[list[Any], list[Any]]:
+        """Responses of prompts and of generated tokens; both empty when nothing is left to do."""
+        if self._engine is None:
+            return tuple(super().next())  # type: ignore[return-value]
+        with mx.stream(self._stream), Stepwise():
+            return self._engine.next()
+
+    def next_generated(self) -> list[Any]:
+        """Generated tokens; empty when nothing is left to do."""
+        if self._engine is None:
+            return list(super().next_generated())
+        while True:
+            prompts, generated = self.next()
+            if generated or not prompts:
+                return list(generated)
+
+
+def is_batched_here(fresh: Sequence[Any]) -> bool:
+    """Whether the batch runs in this package's engine: always but for plain caches alone, which stay with mlx-lm. Its
+    padded prefill corrupts states in models that do not mask it, and its batches forget which tokens are kept."""
+    return not all(type(cache) is KVCache for cache in fresh)
+
+
+def decode_batch(model: Any, fresh: Sequence[Any]) -> DecodeBatch:
+    """A batch for rows of the model: in one call where its attention allows it, else one row after the other."""
+    kept = next((cache for cache in leaves(fresh) if not isinstance(cache, PagedKVCache) and pinned_in(cache)), None)
+    if kept is not None:
+        why: str | None = f"{type(kept).__name__} forgets in a batch which tokens it keeps (max_kv_size)"
+    else:
+        stock = [c.to_stock() if isinstance(c, PagedLayerCache) else c for c in leaves(fresh)]
+        why = why_one_by_one(model, with_leaves(fresh, stock))
+    if why is None:
+        return DecodeBatch(model, UPSTREAM)
+    warn_once(f"rows of a batch are computed one by one in models of type {name_of(model)}: {why}")
+    return RowByRowBatch(model, UPSTREAM)
+
+
+def adapt(original: type) -> type:
+    """The replacement of ``BatchGenerator``."""
+    assert original is BatchGenerator
+    return PagedBatchGenerator
+
+
+__all__ = ["PagedBatchGenerator", "Response", "adapt"]

@@ -1,0 +1,99 @@
+"""Response: one generated token, as mlx-lm's GenerationBatch reports it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import GenerationBatch
+
+from ...engine.request import Request
+from ...engine.step_logits import StepLogits
+from ...errors import PromptCacheError
+
+
+class Response(GenerationBatch.Response):  # type: ignore[misc]
+    """A token of a request; a dataclass with the fields of mlx-lm's, which can be set and replaced as there.
+
+    Log-probabilities are computed when they are read. The cache of a finished request keeps that request's blocks, and
+    no others, for as long as the response or the cache is kept; until somebody has read ``prompt_cache``, requests
+    that need the blocks may take them.
+
+    Args:
+        logprobs: of the token's step, ``[vocab]``, or where they are to be had from: a step and a row of it.
+
+    Attributes:
+        num_cached: tokens of the prompt that were found in a prefix cache. Not a field: 0 in what
+            ``dataclasses.replace`` makes.
+    """
+
+    def __init__(
+        self,
+        uid: int,
+        token: int,
+        logprobs: mx.array | tuple[StepLogits, int],
+        finish_reason: str | None,
+        prompt_cache: list[Any] | None = None,
+        all_tokens: list[int] | None = None,
+        *,
+        num_cached: int = 0,
+    ) -> None:
+        self.uid = uid
+        self.token = token
+        self.finish_reason = finish_reason
+        self.num_cached = num_cached
+        self.all_tokens = all_tokens
+        self._logprobs = logprobs
+        self._request: Request | None = None
+        self._prompt_cache = prompt_cache
+        self._claimed = self._is_dropped = False
+
+    @property
+    def logprobs(self) -> mx.array:
+        """Log-probabilities ``[vocab]`` the token was sampled from."""
+        if isinstance(self._logprobs, mx.array):
+            return self._logprobs
+        step, index = self._logprobs
+        return step.row(index)
+
+    @logprobs.setter
+    def logprobs(self, value: mx.array) -> None:
+        self._logprobs = value
+
+    @property
+    def prompt_cache(self) -> list[Any] | None:
+        """The caches of all layers, if this is the request's last token. Setting it lets go of them.
+
+        Raises:
+            PromptCacheError: the blocks were needed before anybody read this.
+        """
+        if self._is_dropped:
+            raise PromptCacheError(
+                f"the cache of request {self.uid} was given up for requests that needed its blocks: "
+                "read prompt_cache before the next call of the generator"
+            )
+        if self._request is None:
+            return self._prompt_cache
+        self._claimed = True
+        return self._request.caches
+
+    @prompt_cache.setter
+    def prompt_cache(self, value: list[Any] | None) -> None:
+        self._request, self._prompt_cache, self._is_dropped = None, value, False
+
+    def attach(self, request: Request) -> None:
+        """The finished request, which is this response's from now on."""
+        self._request = request
+
+    def drop_cache(self) -> bool:
+        """Release the cache unless somebody has read it. Returns whether it was released."""
+        if self._request is None or self._claimed:
+            return False
+        request, self._request, self._is_dropped = self._request, None, True
+        with suppress(Exception):  # the request has ended; its tables give their blocks back when they are dropped
+            request.release()
+        return True
+
+    def __repr__(self) -> str:
+        return f"Response(uid={self.uid}, token={self.token}, finish_reason={self.finish_reason!r})"

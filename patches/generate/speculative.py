@@ -1,0 +1,56 @@
+"""What replaces speculative_generate_step: a prompt cache of two models is parted where the first one's ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, SupportsIndex
+
+from mlx_lm.models.cache import make_prompt_cache
+
+from ...errors import PromptCacheError
+from . import steps
+
+
+class TwoCaches(list[Any]):
+    """The caches of a model and its draft model. mlx-lm parts them at the model's number of layers, but a model whose
+    layers share keys has fewer caches; cut there, this list is cut where the model's caches end.
+
+    Args:
+        caches: of both models.
+        num_layers: where mlx-lm cuts.
+        num_caches: of the first model.
+    """
+
+    def __init__(self, caches: Sequence[Any], num_layers: int, num_caches: int) -> None:
+        super().__init__(caches)
+        self._parts = {
+            (None, num_layers): slice(None, num_caches),
+            (num_layers, None): slice(num_caches, None),
+        }
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Any:
+        if isinstance(index, slice):
+            index = self._parts.get((index.start, index.stop), index)
+        return super().__getitem__(index)
+
+
+def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """The replacement of ``speculative_generate_step``."""
+    original = steps.adapt(original)
+
+    def speculative_generate_step(
+        prompt: Any, model: Any, draft_model: Any, *arguments: Any, prompt_cache: Any = None, **options: Any
+    ) -> Iterator[Any]:
+        if prompt_cache is not None:
+            num_layers, num_caches = len(model.layers), len(make_prompt_cache(model))
+            if num_caches != num_layers:
+                expected = num_caches + len(make_prompt_cache(draft_model))
+                if len(prompt_cache) != expected:
+                    raise PromptCacheError(
+                        f"the prompt cache has {len(prompt_cache)} parts, the model and its draft model {expected}"
+                    )
+                prompt_cache = TwoCaches(prompt_cache, num_layers, num_caches)
+        return original(prompt, model, draft_model, *arguments, prompt_cache=prompt_cache, **options)
+
+    speculative_generate_step.__doc__ = original.__doc__
+    return speculative_generate_step

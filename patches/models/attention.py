@@ -1,0 +1,83 @@
+"""Shared by the attention adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ...cache.batch_cache import PagedBatchKVCache
+from ...engine.compiled.compiled_step import StepLayer
+from ...engine.compiled.narrow_layers import projected
+from ...kv.scoring import Scoring
+from ..cache.layer_cache import PagedLayerCache
+
+AttentionCall = Callable[..., mx.array]
+Norm = Callable[[mx.array], mx.array]
+
+
+def paged_call(
+    project: Callable[[Any, mx.array], list[mx.array]],
+    softcap: Callable[[Any], float | None] = lambda module: None,
+) -> Callable[..., AttentionCall]:
+    """Makes the adapter of an attention module whose projections are ``project``.
+
+    Args:
+        project: from the module and x ``[B, L, hidden]`` to queries ``[B, n_q_heads, L, head_dim]``, keys and values
+            ``[B, n_kv_heads, L, head_dim]``, before rotation.
+        softcap: from the module to its cap on the scores.
+
+    Returns:
+        A function from upstream's ``__call__`` to its replacement, which takes the paged path for a paged cache and
+        upstream's for any other. On the replacement, ``before_output`` is what it does before ``o_proj``, which takes
+        heads last.
+    """
+
+    def attended(self: Any, x: mx.array, mask: mx.array | str | None, cache: Any) -> mx.array:
+        queries, keys, values = project(self, x)
+        offset = cache.offset  # of a batch: an array, one offset per row
+        queries = self.rope(queries, offset=offset)
+        keys = self.rope(keys, offset=offset)
+        return cache.attend(queries, keys, values, Scoring(self.scale, mask, softcap=softcap(self)))
+
+    def adapt(original: AttentionCall) -> AttentionCall:
+        def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
+            if not takes(cache, x.shape[0]):
+                return original(self, x, mask, cache)
+            return self.o_proj(heads_last(attended(self, x, mask, cache)))
+
+        __call__.before_output = attended  # type: ignore[attr-defined]
+        return __call__
+
+    return adapt
+
+
+def takes(cache: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCache | StepLayer]:
+    """Whether the paged path serves ``batch`` rows with this cache."""
+    if isinstance(cache, PagedLayerCache):
+        return cache.takes(batch)
+    return isinstance(cache, PagedBatchKVCache | StepLayer)
+
+
+def project_heads(
+    x: mx.array, layers: Sequence[nn.Module], heads: Sequence[int], norms: Sequence[Norm | None] = (None,) * 3
+) -> list[mx.array]:
+    """Projections of x ``[B, L, hidden]`` by these layers, as ``[B, n_heads, L, head_dim]``, each head normalised.
+
+    One operation less for one token, where the order of elements is the same: in a decode step the host counts.
+    """
+    batch, length = x.shape[:2]
+    if length == 1:
+        parts = projected(layers, x, heads)
+    else:
+        parts = [layer(x).reshape(batch, length, n, -1) for layer, n in zip(layers, heads, strict=True)]
+    parts = [part if norm is None else norm(part) for part, norm in zip(parts, norms, strict=True)]
+    return parts if length == 1 else [part.transpose(0, 2, 1, 3) for part in parts]
+
+
+def heads_last(x: mx.array) -> mx.array:
+    """``[B, n_heads, L, head_dim]`` to ``[B, L, n_heads * head_dim]``."""
+    batch, _, length, _ = x.shape
+    return (x if length == 1 else x.transpose(0, 2, 1, 3)).reshape(batch, length, -1)

@@ -1,0 +1,51 @@
+"""The transformer block of Llama and Qwen3 and its MLP: in a compiled decode step, activation and additions to the
+residual are part of the products before them, where a kernel does both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.activations import swiglu
+
+from ...engine.compiled.compiled_step import StepLayer
+from ...engine.compiled.narrow_layers import added, gated
+
+ModuleCall = Callable[..., mx.array]
+
+
+def adapt_mlp(original: ModuleCall) -> ModuleCall:
+    """From upstream's ``MLP.__call__`` to its replacement; on it, ``before_output`` is what it does before
+    ``down_proj``."""
+
+    def activated(self: Any, x: mx.array) -> mx.array:
+        product = gated(self.gate_proj, self.up_proj, x)
+        if product is None:
+            product = swiglu(self.gate_proj(x), self.up_proj(x))
+        return product
+
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        return self.down_proj(activated(self, x))
+
+    __call__.before_output = activated  # type: ignore[attr-defined]
+    return __call__
+
+
+def adapt(original: ModuleCall) -> ModuleCall:
+    """From upstream's ``TransformerBlock.__call__`` to one whose output layers add the residual, while a step is traced
+    and if attention and MLP are the adapted ones."""
+
+    def __call__(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any | None = None) -> mx.array:
+        attention, mlp = self.self_attn, self.mlp
+        attended, activated = _before_output(attention), _before_output(mlp)
+        if not isinstance(cache, StepLayer) or attended is None or activated is None:
+            return original(self, x, mask, cache)
+        h = added(attention.o_proj, attended(attention, self.input_layernorm(x), mask, cache), x)
+        return added(mlp.down_proj, activated(mlp, self.post_attention_layernorm(h)), h)
+
+    return __call__
+
+
+def _before_output(module: Any) -> ModuleCall | None:
+    return getattr(type(module).__call__, "before_output", None)

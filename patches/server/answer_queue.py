@@ -1,0 +1,60 @@
+"""AnswerQueue: what goes to one client of the server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from queue import Queue
+from typing import Any
+
+from mlx_lm import server as upstream
+
+from ...errors import without_frames
+from ...serve.stops.stopped_answer import StoppedAnswer
+
+
+class AnswerQueue(Queue[Any]):
+    """What goes to one client, in order: the context, progress and tokens, and None or an error at the end.
+
+    Args:
+        stop_strings: the answer ends before the first of them.
+
+    Attributes:
+        cancelled: the client has gone; set by its thread.
+        ctx: the request's GenerationContext once it has one.
+        is_alone: the request is served alone: putting its progress raises once the client has gone, which ends it.
+        counts_prompt: whether somebody else counts the prompt tokens computed for it.
+    """
+
+    def __init__(self, stop_strings: Iterable[str] = ()) -> None:
+        super().__init__()
+        self.cancelled = False
+        self.is_alone = False
+        self.counts_prompt = True
+        self.ctx: Any = None
+        stop_strings = tuple(stop_strings)
+        self._answer = StoppedAnswer(stop_strings) if stop_strings else None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended the answer: what it gets beyond that is dropped."""
+        return self._answer is not None and self._answer.is_stopped
+
+    @property
+    def is_wanted(self) -> bool:
+        return not (self.cancelled or (self.ctx is not None and self.ctx._should_stop))
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        if isinstance(item, upstream.GenerationContext):
+            self.ctx = item
+        elif self.is_alone and self.cancelled and isinstance(item, tuple):
+            raise InterruptedError("the client has gone")
+        elif self._answer is not None and isinstance(item, upstream.Response):
+            if self.is_stopped:
+                return
+            item = self._answer.take(item)
+            if self.is_stopped:
+                self.ctx.num_shown = self._answer.num_shown
+                self.ctx.stop()  # ends mlx-lm's own loop, where the request is served alone
+        if isinstance(item, Exception):  # its frames hold this queue, and often the batch and its model
+            item = without_frames(item)
+        super().put(item, block, timeout)

@@ -1,0 +1,130 @@
+"""What replaces names of mlx_lm/server.py: the prompt cache, the computing thread and the HTTP handler."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+from mlx_lm.generate import TextStateMachine as StockTextStateMachine
+
+from ...prefix.spill import SpillStore
+from ...serve.identities import Identities, LoadedConfigs
+from ...serve.model_names import ModelNames
+from ...serve.prompt_maker import PromptMaker
+from ...serve.server_config import ServerConfig
+from ...serve.stops.stopped_answer import LastText
+from ..cache.lru_prompt_cache import PagedPromptCache
+from ..registry import fingerprint
+from .handler import PagedAPIHandler, Server
+from .prompt_job import PROCESS, make_prompt
+from .response_generator import PagedResponseGenerator
+
+# Upstream's code that the subclasses here lean on.
+KNOWN = {
+    "ResponseGenerator": "aee1d7c01c8126e7",
+    "APIHandler": "a66091f4d0265f80",
+    "TextStateMachine": "5a534080da8f152d",
+    "_run_http_server": "3eb4368eeee268de",
+    "run": "1f26d0701397089d",
+}
+_config = ServerConfig()
+_generator: PagedResponseGenerator | None = None
+
+
+def configure(config: ServerConfig) -> None:
+    """Set the options for servers made from now on."""
+    global _config
+    _config = config
+
+
+def start_error() -> Exception | None:
+    """Why the server that ran could not be started, if so."""
+    return None if _generator is None else _generator.start_error
+
+
+class NoPromptCache:
+    """Stands in for mlx-lm's ``LRUPromptCache`` and keeps nothing."""
+
+    nbytes = 0
+
+    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[None, list[int]]:
+        return None, tokens
+
+    def insert_cache(self, model: Any, tokens: list[int], prompt_cache: Any, *, cache_type: str = "assistant") -> None:
+        return None
+
+    def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
+        return None
+
+    def stats_by_type(self) -> dict[str, dict[str, int]]:
+        return {}
+
+    def __len__(self) -> int:
+        return 0
+
+
+def make_prompt_cache_store(max_size: int | None) -> Any:
+    """Replacement of ``LRUPromptCache`` in the server: as the options say."""
+    config = _config
+    if not config.prefix_cache:
+        return NoPromptCache()
+    spill = None
+    if config.prefix_cache_dir is not None:
+        spill = SpillStore(config.prefix_cache_dir, max_bytes=config.prefix_cache_dir_bytes)
+    return PagedPromptCache(max_size, ttl=config.prefix_cache_ttl, spill=spill)
+
+
+def make_response_generator(model_provider: Any, prompt_cache: Any) -> PagedResponseGenerator:
+    """Replacement of ``ResponseGenerator``."""
+    if isinstance(prompt_cache, PagedPromptCache) and prompt_cache.spill is not None:
+        prompt_cache.identify = Identities(model_provider)
+    names = ModelNames(model_provider.cli_args.model, _config.served_model_names)
+    names.teach(model_provider)
+    prompts = PromptMaker(make_prompt, PROCESS, allow_template=_config.allow_chat_template_override)
+    if not model_provider.is_distributed:
+        prompts.start()  # while the model is loaded
+    global _generator
+    _generator = PagedResponseGenerator(model_provider, prompt_cache, prompts=prompts, config=_config)
+    return _generator
+
+
+class TextStateMachine(StockTextStateMachine):  # type: ignore[misc]
+    """mlx-lm's, which parts an answer into reasoning, tool calls and content; at a LastText it gives back what it held
+    as the possible beginning of a marker."""
+
+    @staticmethod
+    def split(state: Any, text: str) -> tuple[Any, list[tuple[Any, str]]]:
+        state, segments = StockTextStateMachine.split(state, text)
+        if isinstance(text, LastText):
+            state, held, name = StockTextStateMachine.flush(state)
+            segments.append((name, held))
+        return state, segments
+
+
+def replacements(module: Any) -> dict[str, Any]:
+    """Names of ``mlx_lm.server`` and what to put in their place; empty, with a warning, if it is not the one known."""
+    changed = [name for name, known in KNOWN.items() if not _is_known(module, name, known)]
+    if changed:
+        warnings.warn(
+            f"mlx_paged: mlx_lm.server ({', '.join(changed)}) is not the one this adapter was written for: its own "
+            "code runs, without shared prefixes, /metrics and /cache",
+            stacklevel=2,
+        )
+        return {}
+    return {
+        "LRUPromptCache": make_prompt_cache_store,
+        "ResponseGenerator": make_response_generator,
+        "load": LoadedConfigs.noting(module.load),
+        "_run_http_server": functools.partial(
+            module._run_http_server, server_class=Server, handler_class=PagedAPIHandler
+        ),
+        "TextStateMachine": TextStateMachine,
+    }
+
+
+def _is_known(module: Any, name: str, known: str) -> bool:
+    try:
+        return fingerprint(getattr(module, name)) == known
+    except (AttributeError, OSError, TypeError):
+        return False

@@ -1,0 +1,399 @@
+"""PagedResponseGenerator: mlx-lm's ResponseGenerator, whose batches share prefixes and survive what fails."""
+
+from __future__ import annotations
+
+import _thread
+import gc
+import logging
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from queue import Empty
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm import server as upstream
+from mlx_lm.models import cache as stock_cache
+
+from ...serve.capacity import announce, answer_tokens, capacity, check_capacity
+from ...serve.prompt_maker import PromptMaker, PromptSetup
+from ...serve.prompt_messages import PromptJob
+from ...serve.refusal import RequestRefused, invalid, refusal_of
+from ...serve.report.server_report import server_report
+from ...serve.report.server_stats import ServerStats
+from ...serve.server_config import ServerConfig
+from ..cache.geometry import probe_geometry
+from ..cache.lru_prompt_cache import PagedPromptCache
+from ..cache.pools import known_pool, pool_of
+from .answer_queue import AnswerQueue
+from .model_switch import Candidate, ModelKey
+from .prepared_request import PreparedRequest, RenderedTokenizer, check_sampling
+from .prompt_job import PROCESS, make_prompt
+from .served_batch import ServedBatch
+from .tidying import Tidying
+
+POLL_SECONDS = 0.25  # between looks at whether a client is still there
+IDLE_SECONDS = 0.1
+MAX_WAITING = 1024  # requests; each takes a thread
+
+
+class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
+    """One thread computes all requests: those that can be batched together, others alone, in the order they came.
+
+    A process of several (distributed) ranks runs mlx-lm's own loop instead, which keeps the ranks in step.
+
+    Args:
+        model_provider: mlx-lm's.
+        prompt_cache: of all models.
+        stats: of the server.
+        prompts: makes the prompts.
+        config: of the server.
+
+    Attributes:
+        start_error: why the server's own model cannot be served, if so; the server ends then.
+    """
+
+    def __init__(
+        self,
+        model_provider: Any,
+        prompt_cache: Any,
+        stats: ServerStats | None = None,
+        prompts: PromptMaker | None = None,
+        config: ServerConfig | None = None,
+    ) -> None:
+        self.stats = stats or ServerStats()
+        self.prompts = prompts or PromptMaker(make_prompt, PROCESS)
+        self.config = config or ServerConfig()
+        self.start_error: Exception | None = None
+        self._setup: PromptSetup | None = None  # of the present model
+        self._has_started = False
+        self._batch: ServedBatch | None = None
+        self._pending: deque[tuple[AnswerQueue, Any, Any]] = deque()
+        self._stream: Any = None
+        self._tidying = Tidying()
+        super().__init__(model_provider, prompt_cache)  # starts the thread
+
+    # Clients' threads -----------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        request: Any,
+        generation_args: Any,
+        progress_callback: Callable[[int, int], None] | None = None,
+        client_is_gone: Callable[[], bool] = lambda: False,
+        salt: str | None = None,
+    ) -> tuple[Any, Iterator[Any]]:
+        """The request's context, and its answers as they come. Its prompt is made before it is queued.
+
+        Raises (both the call and the iterator):
+            RequestRefused: the request is not, or no longer, served.
+            ConnectionAbortedError: the client has gone; what the request holds is freed.
+        """
+        if not self.generation_available():
+            raise RequestRefused(503, "the generation thread has died: see the server's log")
+        if self.num_waiting >= MAX_WAITING:
+            raise RequestRefused(429, f"{MAX_WAITING} requests are waiting", kind="overloaded", retry_after=5)
+        queue = AnswerQueue(() if self._is_distributed else generation_args.stop_words)
+        request = PreparedRequest(**vars(request), salt=salt)
+        if self._is_distributed:
+            if salt is not None:
+                raise RequestRefused(501, "several ranks share all prefixes: no cache_salt, and one API key at most")
+        else:
+            request.made = self._make_prompt(queue, request, generation_args, client_is_gone)
+        self.requests.put((queue, request, generation_args))
+        return self._receive(queue, client_is_gone), self._answers(queue, progress_callback, client_is_gone)
+
+    def _make_prompt(
+        self, queue: AnswerQueue, request: PreparedRequest, args: Any, client_is_gone: Callable[[], bool]
+    ) -> Any:
+        setup = self._setup
+        if setup is None or setup.key != self._key_of(args.model):
+            self.requests.put((queue, None, args))  # the model first; a later turn may have to load it once more
+            setup = self._receive(queue, client_is_gone)
+        most = setup.capacity
+        return self.prompts.make(
+            setup,
+            request,
+            args.chat_template_kwargs,
+            None if most is None else most - 1,
+            has_images=any(upstream._image_parts(request.messages)),
+            client_is_gone=client_is_gone,
+        )
+
+    def _receive(self, queue: AnswerQueue, client_is_gone: Callable[[], bool]) -> Any:
+        while True:
+            if client_is_gone():
+                queue.cancelled = True
+                raise ConnectionAbortedError("the client has gone")
+            try:
+                item = queue.get(timeout=POLL_SECONDS)
+            except Empty:
+                if not self.generation_available():
+                    raise RequestRefused(503, "the generation thread has died: see the server's log") from None
+                continue
+            if isinstance(item, Exception):
+                raise refusal_of(item)
+            return item
+
+    def _answers(
+        self,
+        queue: AnswerQueue,
+        progress_callback: Callable[[int, int], None] | None,
+        client_is_gone: Callable[[], bool],
+    ) -> Iterator[Any]:
+        is_first = True
+        try:
+            while (item := self._receive(queue, client_is_gone)) is not None:
+                if isinstance(item, tuple):
+                    if progress_callback is not None:
+                        progress_callback(*item)
+                    continue
+                if is_first:
+                    num_tokens, num_cached = len(queue.ctx.prompt), max(0, queue.ctx.prompt_cache_count)
+                    self.stats.count_prompt(num_tokens, num_cached)
+                    if queue.counts_prompt:
+                        self.stats.count_computed(num_tokens - num_cached)
+                    is_first = False
+                self.stats.count_generated(1)
+                yield item
+        finally:
+            queue.cancelled = True
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not been looked at, and those that wait in the batch."""
+        batch = self._batch
+        waiting = 0 if batch is None else batch.generator.num_waiting
+        return int(self.requests.qsize()) + len(self._pending) + waiting + self.prompts.num_waiting
+
+    @property
+    def state(self) -> str:
+        """``loading``, ``ready`` or ``failed``."""
+        if not self.generation_available() or self.start_error is not None:
+            return "failed"
+        return "ready" if self._has_started else "loading"
+
+    def report(self, *, with_blocks: bool = False) -> dict[str, Any]:
+        """What ``/v1/cache/stats`` says."""
+        model, batch = self.model_provider.model, self._batch
+        cache = getattr(self, "prompt_cache", None)  # gone when the server shuts down
+        return server_report(
+            self.stats,
+            None if model is None else known_pool(model),
+            [] if batch is None else batch.generator.progress(),
+            self.num_waiting,
+            cache.figures() if isinstance(cache, PagedPromptCache) else None,
+            with_blocks=with_blocks,
+        )
+
+    # The computing thread -------------------------------------------------------------------------------------
+
+    def _generate(self) -> None:
+        if self._is_distributed:
+            super()._generate()
+            return
+        self._stream = mx.default_stream(mx.default_device())
+        try:
+            self._load_default()
+            while not self._stop and self.start_error is None:
+                try:
+                    self._turn()
+                except Exception as error:
+                    logging.exception("a step failed; its requests are given up")
+                    self._close_batch(error)
+        finally:
+            self._close_batch(RequestRefused(503, "the server is shutting down", retry_after=5))
+            for queue, *_ in self._pending:
+                queue.put(RequestRefused(503, "the server is shutting down", retry_after=5))
+            if isinstance(self.prompt_cache, PagedPromptCache):
+                self.prompt_cache.close()  # to disk, if there is a folder for it
+            # In this thread, as mlx-lm does: arrays go where they were made.
+            self._setup = None
+            self.model_provider.reset()
+            del self.prompt_cache
+            gc.collect()
+
+    def _load_default(self) -> None:
+        """Load the model that the command line names. If it cannot be served, the process is asked to end."""
+        provider = self.model_provider
+        try:
+            provider.load_default()
+            if provider.model is not None:
+                self._learn_layout()
+                check_capacity(pool_of(provider.model), self.cli_args.prefill_step_size)
+                if self._setup is not None:
+                    self.prompts.learn(self._setup)
+        except Exception as error:
+            if self._stop:
+                return
+            logging.error("the model %s cannot be served: %s", self.cli_args.model, error)
+            self.start_error = error
+            _thread.interrupt_main(signal.SIGTERM)
+            return
+        self._has_started = True
+        if provider.model is not None:
+            self._announce()
+
+    def _turn(self) -> None:
+        self._take_requests()
+        while self._pending and self._start(*self._pending[0]):
+            self._pending.popleft()
+        if self._batch is not None:
+            self._batch.step()
+        self._tidying.while_busy(self.prompt_cache)
+
+    def _take_requests(self) -> None:
+        """Everything that has come; if there is nothing to do, wait for it a little, and tidy up."""
+        if not self._pending and (self._batch is None or not self._batch.served):
+            try:
+                self._pending.append(self.requests.get(timeout=IDLE_SECONDS))
+            except Empty:
+                models = (self.model_provider.model, self.model_provider.draft_model)
+                self._tidying.while_idle(self.prompt_cache, models, lambda: not self.requests.empty() or self._stop)
+        while True:
+            try:
+                self._pending.append(self.requests.get_nowait())
+            except Empty:
+                break
+        if self._pending or (self._batch is not None and self._batch.served):
+            self._tidying.note_work()
+        gone = [item for item in self._pending if not item[0].is_wanted]
+        for item in gone:
+            self._pending.remove(item)
+
+    def _start(self, queue: AnswerQueue, request: Any, args: Any) -> bool:
+        """Begin a request, or answer it at once. False if it has to wait until the batch is done."""
+        busy = self._batch is not None and bool(self._batch.served)
+        try:
+            if self._key_of(args.model) != self.model_provider.model_key:
+                if busy:
+                    return False
+                self._load_model(args.model)
+            if request is None:  # only the model was wanted, to make the prompt with
+                if self._setup is None:
+                    self._learn_layout()
+                queue.put(self._setup)
+                return True
+            if not self._is_batchable(args) or any(upstream._image_parts(request.messages)):
+                if not busy:
+                    queue.is_alone = True
+                    self._serve_single((queue, request, args), self._stream)
+                return not busy
+            if self._batch is None:
+                provider = self.model_provider
+                self._batch = ServedBatch(
+                    self,
+                    provider.model,
+                    provider.tokenizer,
+                    provider.model_key,
+                    self.prompt_cache,
+                    self.stats,
+                    self._stream,
+                )
+            self._batch.insert(queue, request, args)
+        except Exception as error:
+            queue.put(error)
+        return True
+
+    def _serve_single(self, request: Any, stream: Any) -> None:
+        cache = self.prompt_cache
+        with cache.salted(request[1].salt) if isinstance(cache, PagedPromptCache) else nullcontext():
+            super()._serve_single(request, stream)
+
+    def _key_of(self, wanted: Any) -> ModelKey:
+        """What mlx-lm's model provider is going to call this model."""
+        provider = self.model_provider
+        return (
+            provider._model_map.get(wanted.model, wanted.model),
+            provider._adapter_map.get(wanted.model, wanted.adapter),
+            provider._draft_model_map.get(wanted.draft, wanted.draft),
+        )
+
+    def _load_model(self, wanted: Any) -> None:
+        """Load another model, in the present one's place. One that cannot be loaded leaves everything as it is.
+
+        Raises:
+            RequestRefused: 404, it cannot be loaded. Why, the log says: a client is not told what there is on disk.
+        """
+        try:
+            candidate = Candidate(self.model_provider, self._key_of(wanted))
+            if isinstance(self.prompt_cache, PagedPromptCache):
+                self.prompt_cache.tidy()  # the model's prefixes go with it
+            self._close_batch(None)
+            self._setup = None  # until the new one's is known
+            candidate.take_over()
+        except Exception as error:
+            logging.warning("the model %r cannot be loaded: %s: %s", wanted.model, type(error).__name__, error)
+            message = f"the model {wanted.model} cannot be loaded, or is not what the request needs"
+            raise RequestRefused(404, message, kind="not_found", param="model") from None
+        self._learn_layout()
+        self._announce()
+
+    def _learn_layout(self) -> None:
+        """Make the model's pool known, so that prefixes on disk are found, and its tokenizer, to make prompts with."""
+        provider = self.model_provider
+        caches = stock_cache.make_prompt_cache(provider.model)
+        probe_geometry(provider.model, caches)
+        if provider.draft_model is not None:
+            caches += stock_cache.make_prompt_cache(provider.draft_model)
+        if isinstance(self.prompt_cache, PagedPromptCache):
+            self.prompt_cache.forget_unloaded()
+            self.prompt_cache.learn_layout(provider.model_key, caches)
+            if (pool := known_pool(provider.model)) is not None:
+                self.prompt_cache.tree_of(pool)  # with it a request takes more of the budget, whose size is told now
+        self._setup = PromptSetup(
+            provider.model_key,
+            provider.tokenizer,
+            self.cli_args.chat_template_args,
+            has_processor=provider.processor is not None,
+            capacity=capacity(pool_of(provider.model), self.cli_args.prefill_step_size),
+        )
+
+    def _announce(self) -> None:
+        provider = self.model_provider
+        announce(provider.model_key[0], pool_of(provider.model), self.cli_args.prefill_step_size)
+
+    def _close_batch(self, error: Exception | None) -> None:
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            if error is not None:
+                batch.fail_all(error)
+            batch.close()
+
+    def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        """mlx-lm's, from a prompt made before, and with what mlx-lm takes for granted checked; ``args.max_tokens`` is
+        cut to what the budget can hold.
+
+        Raises:
+            RequestRefused: 400, the request cannot be served; RequestTooLargeError: it could never be held.
+        """
+        made = request.made
+        if made is None:  # of several ranks, each makes it itself
+            has_images = self.model_provider.processor is not None and any(upstream._image_parts(request.messages))
+            job = PromptJob(request, args.chat_template_kwargs, None, self.prompts.allow_template, has_images)
+            made = make_prompt(tokenizer, self.cli_args.chat_template_args, job)
+        if made.text is None:
+            result = (made.tokens, made.segments, made.segment_types, made.initial_state, None)
+        else:
+            try:
+                result = super()._tokenize(RenderedTokenizer(tokenizer, made.text), request, args)
+            except Exception as error:
+                message = f"the prompt cannot be made: {type(error).__name__}: {error}"
+                raise invalid(message, "messages") from error
+        model, chunk = self.model_provider.model, self.cli_args.prefill_step_size
+        check_sampling(args, tokenizer, model)
+        args.max_tokens = answer_tokens(pool_of(model), chunk, len(result[0]), args.max_tokens)
+        return result
+
+    def _make_state_machine(self, model_key: Any, tokenizer: Any, stop_words: list[str]) -> Any:
+        """mlx-lm's, without stop strings: the AnswerQueue looks for them in the text. Where ranks are kept in step they
+        are compared as tokens, as in mlx-lm."""
+        return super()._make_state_machine(model_key, tokenizer, stop_words if self._is_distributed else [])
+
+    def stop_and_join(self) -> None:
+        begin = time.monotonic()
+        self.prompts.close()
+        super().stop_and_join()
+        logging.info("stopped after %.1f s", time.monotonic() - begin)

@@ -1,0 +1,44 @@
+"""Tidying: what a server does for its prefixes and its memory when it has nothing else to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..cache.lru_prompt_cache import PagedPromptCache
+from ..cache.pools import known_pool
+
+TIDY_EVERY_SECONDS, TIDY_SECONDS = 30, 0.1
+RETURN_MEMORY_SECONDS = 5  # without work, until pools give memory back
+
+
+class Tidying:
+    """For the thread that computes. Keeps neither the prompt cache nor the models."""
+
+    def __init__(self) -> None:
+        self._tidied = time.monotonic()
+        self._worked_at: float | None = None  # None: memory has been given back since
+
+    def note_work(self) -> None:
+        """There is something to do."""
+        self._worked_at = time.monotonic()
+
+    def while_idle(self, prompt_cache: Any, models: Iterable[Any], is_wanted: Callable[[], bool]) -> None:
+        """Until a request comes."""
+        self._tidied = time.monotonic()
+        if isinstance(prompt_cache, PagedPromptCache):
+            prompt_cache.tidy(is_wanted)
+        if self._worked_at is not None and self._tidied - self._worked_at >= RETURN_MEMORY_SECONDS:
+            self._worked_at = None
+            for model in models:
+                pool = None if model is None else known_pool(model)
+                if pool is not None:
+                    pool.return_memory()
+
+    def while_busy(self, prompt_cache: Any) -> None:
+        """A little now and then, for a server that is never idle."""
+        now = time.monotonic()
+        if now - self._tidied > TIDY_EVERY_SECONDS and isinstance(prompt_cache, PagedPromptCache):
+            prompt_cache.tidy(lambda: time.monotonic() - now > TIDY_SECONDS)
+            self._tidied = time.monotonic()

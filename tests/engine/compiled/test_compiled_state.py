@@ -1,0 +1,325 @@
+"""Compiled steps see whatever changes in a model between two steps, not only its weights: by mx.compile itself."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tuner.lora import LoRALinear
+from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.engine.compiled import compiled_step
+from mlx_paged.engine.compiled.model_state import ModelState, StateNotKnown, members_of, substituted
+from mlx_paged.patches.models import compiled
+from tests.support.builders import build, greedy, prompt_of
+from tests.support.traceable_kernels import traceable_kernels
+
+ON = {"use_native_paged_kernel": True}
+
+
+@pytest.fixture(params=["stand-ins", pytest.param("gpu", marks=pytest.mark.gpu)])
+def traced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every step but a pool's first is compiled, by mx.compile."""
+    if request.param != "gpu" and mx.default_device() == mx.Device(mx.gpu):
+        pytest.skip("the kernels themselves run here")
+    monkeypatch.setattr(compiled_step, "PATIENCE", 0)
+    with nullcontext() if request.param == "gpu" else traceable_kernels():
+        yield
+
+
+class Hooked(nn.Linear):
+    """A layer whose result depends on its mode, and on a function it is given."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__(*inner.weight.shape[::-1], bias=False)
+        self.weight = inner.weight
+        self.hook: Any = None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = super().__call__(x)
+        if self.hook is not None:
+            y = self.hook(y)
+        return 2 * y if self.training else y
+
+
+class Negated(nn.Linear):
+    def __call__(self, x: mx.array) -> mx.array:
+        return -super().__call__(x)
+
+
+def add_adapter(model: Any, scale: float) -> None:
+    keys = ["self_attn.q_proj", "self_attn.v_proj"]
+    linear_to_lora_layers(model, 3, {"rank": 4, "scale": scale, "dropout": 0.0, "keys": keys})
+    mx.random.seed(3)
+    for module in model.modules():
+        if isinstance(module, LoRALinear):
+            module.lora_b = mx.random.normal(module.lora_b.shape) * 0.05
+    model.eval()
+
+
+def adapted() -> Any:
+    """A model with a LoRA adapter and a layer that depends on its mode."""
+    model = build("llama", head_dim=64)
+    add_adapter(model, 20.0)
+    mlp = model.layers[2].mlp
+    mlp.down_proj = Hooked(mlp.down_proj)
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+def rescale(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, LoRALinear):
+            module.scale = 0.0
+
+
+def other_adapter(model: Any) -> None:
+    remove_lora_layers(model)
+    add_adapter(model, 2.0)
+
+
+def other_ropes(model: Any) -> None:
+    for layer in model.layers:
+        layer.self_attn.rope = nn.RoPE(64, base=3.0)
+
+
+def other_rope_base(model: Any) -> None:
+    for layer in model.layers:
+        layer.self_attn.rope.base = 3.0
+
+
+def other_eps(model: Any) -> None:
+    model.model.norm.eps = 10.0
+
+
+def other_attention_scale(model: Any) -> None:
+    for layer in model.layers:
+        layer.self_attn.scale *= 30
+
+
+def other_arguments(model: Any) -> None:
+    model.model.embed_tokens.weight = model.model.embed_tokens.weight * 3
+    model.args.tie_word_embeddings = True
+
+
+def other_class(model: Any) -> None:
+    model.layers[1].mlp.down_proj.__class__ = Negated
+
+
+def training_mode(model: Any) -> None:
+    model.train()
+
+
+def hook(model: Any) -> None:
+    model.layers[2].mlp.down_proj.hook = lambda y: -y
+
+
+def quantized(model: Any) -> None:
+    nn.quantize(model, 32, 4, class_predicate=lambda name, module: type(module) is nn.Linear and "mlp" in name)
+
+
+def swapped_layers(model: Any) -> None:
+    layers = model.model.layers
+    layers[0].mlp, layers[1].mlp = layers[1].mlp, layers[0].mlp
+
+
+def replaced_list(model: Any) -> None:
+    model.model.layers = [build("llama", seed=9, head_dim=64).layers[0], *model.layers[1:]]
+
+
+def new_weights(model: Any) -> None:
+    model.update({"lm_head": {"weight": model.lm_head.weight * -2}})
+
+
+CHANGES: list[Callable[[Any], None]] = [
+    rescale, other_adapter, remove_lora_layers, other_ropes, other_rope_base, other_eps, other_attention_scale,
+    other_arguments, other_class, training_mode, hook, quantized, swapped_layers, replaced_list, new_weights,
+]  # fmt: skip
+
+
+def logits_around(model: Any, change: Callable[[Any], None], *, steps: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    """Of the last step before a change in the middle of a generation, and of the step after it."""
+    cache = make_prompt_cache(model)
+    mx.eval(model(prompt_of(40)[None], cache=cache))
+    token = mx.array([[5]], mx.uint32)
+    before = [model(token, cache=cache) for _ in range(steps)][-1]
+    mx.eval(before)
+    change(model)
+    after = model(token, cache=cache)
+    mx.eval(after)
+    return np.array(before[0, -1]), np.array(after[0, -1])
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_between_two_steps_is_seen_by_the_next(change: Callable[[Any], None]) -> None:
+    # The stand-in stores nothing in a compiled step: so the change comes after the first one.
+    expected = logits_around(adapted(), change, steps=1)
+    unchanged = logits_around(adapted(), lambda model: None, steps=1)
+    effect = np.abs(expected[1] - unchanged[1]).max()
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+    model = adapted()
+    for _ in range(3):  # the first step of all is not compiled
+        again = logits_around(model, lambda model: None, steps=1)
+    step = compiled.step_of(mlx_paged.pool_of(model), None)
+    assert step._functions and step.failure is None
+    np.testing.assert_allclose(again[0], unchanged[0], atol=2e-3)
+    got = logits_around(model, change, steps=1)
+    assert effect > 0.02
+    np.testing.assert_allclose(got[0], expected[0], atol=2e-3)
+    np.testing.assert_allclose(got[1], expected[1], atol=2e-3)
+    logits_around(model, lambda model: None)
+    assert step._functions and step.failure is None  # the changed model has been traced
+
+
+@pytest.mark.usefixtures("traced")
+def test_what_does_not_change_costs_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces: list[int] = []
+    original = compiled_step.CompiledStep._trace
+
+    def trace(self: Any, *args: Any) -> Any:
+        traces.append(1)
+        return original(self, *args)
+
+    monkeypatch.setattr(compiled_step.CompiledStep, "_trace", trace)
+    model = adapted()
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+    for _ in range(4):
+        logits_around(model, lambda model: None)
+    assert len(traces) == 1
+    for change in (new_weights, lambda model: model.freeze(), lambda model: model.unfreeze()):
+        logits_around(model, change)
+    assert len(traces) == 1
+    rescale(model)
+    logits_around(model, lambda model: None)
+    logits_around(model, lambda model: None)
+    assert len(traces) == 2
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_model_that_counts_its_calls_is_not_compiled() -> None:
+    class Counting(nn.Linear):
+        calls = 0
+
+        def __call__(self, x: mx.array) -> mx.array:
+            self.calls += 1
+            return super().__call__(x)
+
+    def counting() -> Any:
+        model = build("llama", head_dim=64)
+        model.layers[0].mlp.down_proj.__class__ = Counting
+        return model
+
+    tokens = greedy(counting(), prompt_of(20), 20)[0]
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+    with pytest.warns(mlx_paged.FallThroughWarning, match="changes its own attributes in a step"):
+        model = counting()
+        assert greedy(model, prompt_of(20), 20)[0] == tokens
+    assert compiled.step_of(mlx_paged.pool_of(model), None).failure is not None
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_model_with_hidden_arrays_is_not_compiled() -> None:
+    model, prompt = build("llama", head_dim=64), prompt_of(20)
+    tokens = greedy(model, prompt, 12)[0]
+    vars(model.layers[0].mlp)["bias"] = mx.zeros(3)
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+    with pytest.warns(mlx_paged.FallThroughWarning, match="StateNotKnown: array in a plain attribute"):
+        assert greedy(model, prompt, 12)[0] == tokens
+
+
+# ModelState itself ----------------------------------------------------------------------------------------------------
+
+
+def test_nothing_that_is_replaced_is_kept_alive() -> None:
+    model = build("llama")
+    state = ModelState(model)
+    layer, array = model.layers[0].mlp.down_proj, model.lm_head.weight
+    assert len(state.arrays_of(model)) == len(tree_flatten(model.parameters()))
+    gone = [weakref.ref(layer), weakref.ref(array), weakref.ref(model.layers[1])]
+    gc.disable()
+    try:
+        model.layers[0].mlp.down_proj = nn.Linear(160, 96)
+        model.lm_head.weight = array * 2
+        model.model.layers = model.layers[:1]
+        del layer, array
+        assert [ref() for ref in gone] == [None] * 3
+        gone = [weakref.ref(module) for module in model.modules()]
+        del model
+        assert {ref() for ref in gone} == {None}
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.model.layers.append(nn.ReLU()),
+        lambda m: m["options"]["scales"].append(2),
+        lambda m: m["options"].update(depth=4),
+        lambda m: m.update_modules({"extra": nn.RoPE(4)}),
+        lambda m: m.layers[0].__setitem__("extra", nn.ReLU()),
+        lambda m: m.notes.lines.append("b"),
+        lambda m: setattr(m.notes, "more", 1),
+        lambda m: m.args.rope_scaling.update(factor=8.0),
+        lambda m: m.pop("options"),
+        lambda m: delattr(m.notes, "lines"),
+        lambda m: setattr(m, "shape", (1, 3)),
+        lambda m: m.layers[0].__dict__.update(num_attention_heads=5),
+    ],
+)
+def test_what_is_changed_in_place_is_seen(change: Callable[[Any], None]) -> None:
+    class Notes:
+        def __init__(self) -> None:
+            self.lines = ["a"]
+
+    model = build("llama", rope_scaling={"type": "linear", "factor": 4.0})
+    model.options = {"depth": 3, "scales": [1, 2.0]}
+    model.shape = (1, 2)
+    model.notes = Notes()
+    model.extra = nn.RoPE(4)
+    state = ModelState(model)
+    assert state.arrays_of(model) is not None is not state.arrays_of(model)
+    change(model)
+    assert state.arrays_of(model) is None
+    assert ModelState(model).arrays_of(model) is not None
+
+
+def test_arrays_where_they_cannot_be_followed_are_refused() -> None:
+    for hide in (
+        lambda m: vars(m).update(hidden=mx.zeros(2)),
+        lambda m: vars(m).update(hidden=[nn.ReLU()]),
+        lambda m: m.__setitem__("pair", (mx.zeros(2), 1)),
+        lambda m: setattr(m, "hook", nn.RoPE(4).__call__),
+        lambda m: setattr(m, "hook", functools.partial(mx.add, mx.zeros(2))),
+    ):
+        model = nn.Linear(2, 2)
+        hide(model)
+        with pytest.raises(StateNotKnown):
+            ModelState(model)
+
+
+def test_other_arrays_are_put_in_and_taken_out_again() -> None:
+    """Layers that are held twice, and the same array in two places, included."""
+    model = build("llama")
+    model.again = model.layers[0]
+    model.lm_head.weight = model.model.embed_tokens.weight
+    before = [member.value for member in members_of(model)]
+    arrays = ModelState(model).arrays_of(model)
+    with pytest.raises(KeyboardInterrupt), substituted(model, [x + 1 for x in arrays]):
+        assert not any(a is b for a, b in zip(arrays, ModelState(model).arrays_of(model), strict=True))
+        raise KeyboardInterrupt
+    assert all(a is member.value for a, member in zip(before, members_of(model), strict=True))

@@ -1,0 +1,396 @@
+"""CompiledStep: when it runs, what it leaves alone, and that it sees the model as it is at every step."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.engine.compiled import compiled_step
+from mlx_paged.kernels import ops as kernels
+from mlx_paged.patches.models import compiled
+from tests.support.batch_runs import Outcome, Spec, generator, run_all
+from tests.support.builders import KINDS, build, greedy, prompt_of
+from tests.support.fake_kernels import FakeKernels, fake_kernels
+from tests.support.without_collector import without_collector
+
+ON = {"use_native_paged_kernel": True}
+pytestmark = pytest.mark.usefixtures("no_fall_through")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The batch size of each compiled step taken."""
+    taken: list[int] = []
+    monkeypatch.setattr(compiled_step, "PATIENCE", 0)
+    original = compiled_step.CompiledStep.__call__
+
+    def count(self: Any, model: Any, tokens: mx.array, caches: Any) -> mx.array | None:
+        logits = original(self, model, tokens, caches)
+        if logits is not None:
+            taken.append(tokens.shape[0])
+        return logits
+
+    monkeypatch.setattr(compiled_step.CompiledStep, "__call__", count)
+    return taken
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_step_but_the_first_is_compiled(kind: str, calls: list[int]) -> None:
+    model, prompt = build(kind, head_dim=64), prompt_of(70)
+    tokens, logprobs = greedy(model, prompt, 50)
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+    got, got_logprobs = greedy(model, prompt, 50)
+    assert got == tokens
+    np.testing.assert_allclose(got_logprobs, logprobs, atol=5e-3)
+    assert calls == [1] * 50  # the step that is one ahead included, the first one not
+    counts = mlx_paged.dispatch_counts()
+    assert sum(n for c, n in counts.items() if c.path == "kernel") == 51 * len(model.layers)
+    mlx_paged.pool_of(model).check_integrity()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_shapes_that_come_seldom_are_not_compiled(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+    monkeypatch.setattr(compiled_step, "PATIENCE", 8)
+    model, prompt = build("llama", head_dim=64), prompt_of(70)
+    tokens = greedy(model, prompt, 30)[0]
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+    assert greedy(model, prompt, 30)[0] == tokens
+    # 31 steps: the first chooses the kernel, the next 8 are waited for. The pool is as large as it gets here.
+    assert calls == [1] * (31 - 1 - 8)
+    assert greedy(model, prompt, 30)[0] == tokens
+    assert calls == [1] * (31 - 1 - 8 + 31)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_traces_are_dropped_before_there_are_too_many(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+    monkeypatch.setattr(compiled_step, "MOST_TRACES", 2)
+    made: list[Any] = []
+    compile_function = compiled_step.compile_function
+    monkeypatch.setattr(compiled_step, "compile_function", lambda f: made.append(f) or compile_function(f))
+    model = build("llama", head_dim=64, num_hidden_layers=1)
+    tokens = greedy(model, prompt_of(110), 300)[0]  # the table grows past 16 blocks of 8 again and again
+    mlx_paged.apply_patches(PagedConfig(block_size=8, **ON))
+    assert greedy(model, prompt_of(110), 300)[0] == tokens
+    assert len(made) > 2
+    assert len(calls) == 300
+    step = compiled.step_of(mlx_paged.pool_of(model), None)
+    assert len(step._functions) == 2
+
+
+def test_few_sizes_of_batches() -> None:
+    assert [compiled_step.padded_rows(n) for n in (1, 2, 3, 4, 5, 8, 17, 31, 32, 33, 64, 65, 100, 128)] == [
+        1, 2, 4, 4, 8, 8, 20, 32, 32, 40, 64, 80, 112, 128
+    ]  # fmt: skip
+    assert len({compiled_step.padded_rows(n) for n in range(1, 1025)}) < 32
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_are_padded(monkeypatch: pytest.MonkeyPatch, calls: list[int], kind: str) -> None:
+    specs = [Spec(5 + 16 * row, 10 + 4 * row, seed=row) for row in range(5)]
+    model = build(kind, head_dim=64)
+    expected = [greedy(model, prompt_of(spec.length, seed=spec.seed), spec.num_tokens)[0] for spec in specs]
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+    traced: set[int] = set()
+    attend = compiled_step.StepLayer.attend
+
+    def count(self: Any, queries: mx.array, *args: Any, **options: Any) -> mx.array:
+        traced.add(queries.shape[0])
+        return attend(self, queries, *args, **options)
+
+    monkeypatch.setattr(compiled_step.StepLayer, "attend", count)
+    batch = generator(model, completion_batch_size=8)
+    uids = batch.insert([spec.prompt for spec in specs], [spec.num_tokens for spec in specs])
+    outcomes = {uid: Outcome() for uid in uids}
+    run_all(batch, outcomes)
+    assert [outcome.tokens for outcome in outcomes.values()] == expected
+    assert {3, 5} <= set(calls) and {1, 8} <= traced <= {1, 2, 4, 8}
+    mlx_paged.pool_of(model).check_integrity()
+
+
+def step_of_a_pool() -> tuple[Any, Any]:
+    """A pool in use, and a compiled step over it that has taken none."""
+    model = build("llama", head_dim=64)
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+    greedy(model, prompt_of(9), 2)
+    pool = mlx_paged.pool_of(model)
+    return pool, compiled_step.CompiledStep(pool, lambda *args: args[1])
+
+
+@pytest.mark.usefixtures("kernels")
+def test_shapes_that_come_back_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches that lose and gain rows: steps of a size count, also with other sizes between them."""
+    monkeypatch.setattr(compiled_step, "PATIENCE", 3)
+    monkeypatch.setattr(compiled_step, "MOST_TRACES", 2)
+    pool, step = step_of_a_pool()
+
+    def find(size: int) -> Any:
+        found = step._shapes_for(compiled_step.StepShapes.of(size, pool, [[pool.new_table()] * size]))
+        return found and found.num_rows
+
+    monkeypatch.setattr(compiled_step, "ANY_ROWS", 0)
+    for _ in range(3):
+        assert find(4) is None and find(16) is None
+    assert find(4) == 4 and find(16) == 16 and find(4) == 4
+    assert [find(40) for _ in range(4)] == [None] * 3 + [40]
+    assert len(step._functions) == 2 and find(4) == 4  # 16 was used the longest ago
+    monkeypatch.setattr(compiled_step, "MOST_COUNTED", len(step._uncompiled))
+    assert find(100) is None and list(step._uncompiled.values()) == [1]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_larger_steps_serve_until_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_step, "PATIENCE", 2)
+    monkeypatch.setattr(compiled_step, "PATIENCE_PADDED", 3)
+    pool, step = step_of_a_pool()
+    long = pool.new_table()
+    pool.append_tokens(long, 17 * 16)
+
+    def find(size: int, table: Any = None) -> Any:
+        found = step._shapes_for(compiled_step.StepShapes.of(size, pool, [[table or pool.new_table()] * size]))
+        return found and (found.num_rows, found.widths)
+
+    assert [find(24, long) for _ in range(3)] == [None, None, (24, (32,))]
+    assert [find(8) for _ in range(4)] == [(24, (32,))] * 3 + [(8, (0,))]
+    assert find(5) == (8, (0,)) and find(4) == (8, (0,)) and find(12) == (24, (32,))
+    assert find(1) is None and find(28) is None  # alone: stock's own steps; 28: too many
+    pool.append_tokens(long, 16 * pool.groups[0].allocator.num_blocks)
+    assert find(8) is None  # the pool has grown
+
+
+@pytest.mark.usefixtures("kernels")
+def test_weights_are_as_before_and_changed_ones_are_seen(calls: list[int]) -> None:
+    model, prompt = build("llama", head_dim=64), prompt_of(20)
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+    before = dict(tree_flatten(model.parameters()))
+    first = greedy(model, prompt, 12)[0]
+    after = dict(tree_flatten(model.parameters()))
+    assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
+    other = build("llama", seed=5, head_dim=64)
+    model.update(other.parameters())
+    steps = len(calls)
+    changed = greedy(model, prompt, 12)[0]
+    assert len(calls) > steps
+    mlx_paged.remove_patches()
+    assert changed == greedy(other, prompt, 12)[0] != first
+
+
+@pytest.mark.usefixtures("kernels")
+def test_layers_are_replaced(calls: list[int]) -> None:
+    """As a LoRA adapter does: another module in the place of one."""
+    import mlx.nn as nn
+
+    class Doubled(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def __call__(self, x: mx.array) -> mx.array:
+            return 2 * self.inner(x)
+
+    model, prompt = build("llama", head_dim=64), prompt_of(20)
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+    greedy(model, prompt, 8)
+    model.layers[1].mlp.down_proj = Doubled(model.layers[1].mlp.down_proj)
+    got = greedy(model, prompt, 12)[0]
+    assert calls
+    mlx_paged.remove_patches()
+    assert got == greedy(model, prompt, 12)[0]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_model_that_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+    model, prompt = build("llama", head_dim=64), prompt_of(20)
+    tokens = greedy(model, prompt, 12)[0]
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise compiled_step.NotCompilable("no")
+
+    monkeypatch.setattr(compiled_step.StepLayer, "attend", refuse)
+    with pytest.warns(mlx_paged.FallThroughWarning, match="are not compiled: NotCompilable: no"):
+        assert greedy(model, prompt, 12)[0] == tokens
+    assert greedy(model, prompt, 12)[0] == tokens  # not tried again
+    assert calls == []
+    assert mlx_paged.last_dispatch().path == "kernel"
+    mlx_paged.pool_of(model).check_integrity()
+
+
+def test_functional_pools_are_left_alone(calls: list[int]) -> None:
+    model = build("llama")
+    mlx_paged.apply_patches(PagedConfig(kernel="off"))
+    greedy(model, prompt_of(9), 5)
+    assert calls == []
+
+
+@pytest.mark.usefixtures("kernels")
+def test_an_exhausted_pool_raises_and_stays_usable(calls: list[int]) -> None:
+    model, prompt = build("llama", head_dim=64), prompt_of(60)
+    per_block = 16 * 2 * 2 * 64 * 4 * len(model.layers)
+    mlx_paged.apply_patches(PagedConfig(block_size=16, kv_cache_memory=6 * per_block, **ON))
+    cache = make_prompt_cache(model)
+    tokens: list[int] = []
+    with pytest.raises(mlx_paged.PoolExhaustedError):
+        for token, _ in generate_step(prompt, model, max_tokens=100, prompt_cache=cache):
+            tokens.append(token)
+    assert len(calls) > 5
+    mlx_paged.pool_of(model).check_integrity()
+    del cache
+    gc.collect()
+    assert greedy(model, prompt, 15)[0] == tokens[:15]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_traces_and_the_weights_they_were_made_with_go_with_the_model(calls: list[int]) -> None:
+    def run() -> weakref.ref[Any]:
+        model = build("llama", head_dim=64)
+        mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+        greedy(model, prompt_of(9), 5)
+        return weakref.ref(compiled._steps[mlx_paged.pool_of(model)])
+
+    with without_collector():
+        step = run()
+        assert calls
+        assert step() is None
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_model_is_not_kept_alive() -> None:
+    model = build("llama", head_dim=64)
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+    greedy(model, prompt_of(9), 5)
+    gone = weakref.ref(model)
+    pools = len(compiled._steps)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert len(compiled._steps) < pools
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_model_that_fails_once_is_compiled_again(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+    # A trace that fails has called no kernel; the stand-ins, which are not traced, lose count of the fences.
+    monkeypatch.setattr(FakeKernels, "_pass", lambda self, kernel, keys, values, fence: fence + 1)
+    model, prompt = build("llama", head_dim=64), prompt_of(20)
+    tokens = greedy(model, prompt, 30)[0]
+    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+    greedy(model, prompt, 3)
+    down = type(model.layers[1].mlp.down_proj)
+    original, left = down.__call__, [2]
+
+    def fails(self: Any, x: mx.array) -> mx.array:
+        if self is model.layers[1].mlp.down_proj and x.shape[1] == 1 and left[0]:
+            left[0] -= 1
+            raise RuntimeError("once in the compiled step, once in the plain one")
+        return original(self, x)
+
+    cache = make_prompt_cache(model)
+    steps = generate_step(prompt, model, max_tokens=30, prompt_cache=cache)
+    got = [next(steps)[0] for _ in range(10)]
+    taken = len(calls)
+    monkeypatch.setattr(down, "__call__", fails)
+    other = make_prompt_cache(model)
+    model(prompt[None, :-1], cache=other)
+    step = compiled.step_of(other[0].pool, None)
+    step._functions.clear()  # to be traced again
+    step._state = None
+    with pytest.raises(RuntimeError, match="once"):
+        model(prompt[None, -1:], cache=other)
+    assert left == [0]
+    got += [token for token, _ in steps]
+    assert got == tokens
+    assert len(calls) >= taken + 20
+    mlx_paged.pool_of(model).check_integrity()
+
+
+def test_with_mlx_compile_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in without memory for the kernel, so that it can be traced: shapes, weights and fences go through."""
+    traced = []
+
+    def prepare_decode(
+        k_pool: mx.array, v_pool: mx.array, visible: Any, *, append: bool = False, **options: Any
+    ) -> Any:
+        def launch(q: mx.array, k_pool: mx.array, v_pool: mx.array, fence: mx.array, sinks: Any, *new: mx.array) -> Any:
+            traced.append(visible[0].shape)
+            tables, ends, starts = visible
+            seen = (ends - starts).astype(q.dtype).reshape(-1, 1, 1, 1) + tables.sum() * 0
+            return q * seen + (new[0] + new[1]).sum(1, keepdims=True), fence + 1
+
+        return launch
+
+    with fake_kernels(), monkeypatch.context() as patch:
+        patch.setattr(FakeKernels, "_pass", lambda self, kernel, keys, values, fence: fence + 1)
+        patch.setattr(kernels, "prepare_decode", prepare_decode)
+        patch.setattr(compiled_step, "PATIENCE", 0)
+        model = build("llama", head_dim=64)
+        mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+        prompt = prompt_of(20)
+        eager = greedy(model, prompt, 40)[0]
+        pool_calls = len(traced)
+        assert pool_calls == 41 * 3  # every step runs in Python, compiled or not
+        mlx_paged.remove_patches()
+        patch.setattr(compiled_step, "compile_function", mx.compile)
+        mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+        traced.clear()
+        assert greedy(model, prompt, 40)[0] == eager
+        assert len(traced) == 2 * 3  # the first step, and one trace
+        model.update(build("llama", seed=5, head_dim=64).parameters())
+        traced.clear()
+        changed = greedy(model, prompt, 40)[0]
+        assert traced == []  # the same shapes: no new trace
+        assert changed != eager
+
+
+def test_another_thread_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled on one thread, run on another: streams of MLX belong to a thread."""
+
+    def prepare_decode(k_pool: mx.array, v_pool: mx.array, visible: Any, **options: Any) -> Any:
+        def launch(q: mx.array, k_pool: mx.array, v_pool: mx.array, fence: mx.array, sinks: Any, *new: mx.array) -> Any:
+            return q + (new[0] + new[1]).sum(1, keepdims=True), fence + 1
+
+        return launch
+
+    with fake_kernels(), monkeypatch.context() as patch:
+        patch.setattr(FakeKernels, "_pass", lambda self, kernel, keys, values, fence: fence + 1)
+        patch.setattr(kernels, "prepare_decode", prepare_decode)
+        patch.setattr(compiled_step, "PATIENCE", 0)
+        patch.setattr(compiled_step, "compile_function", mx.compile)
+        model, prompt = build("llama", head_dim=64), prompt_of(20)
+        mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
+
+        def run(stream: Any) -> list[int]:
+            cache, tokens = make_prompt_cache(model), []
+            with mx.stream(stream):
+                logits = model(prompt[None], cache=cache)
+                for _ in range(12):
+                    token = mx.argmax(logits[:, -1], axis=-1)
+                    tokens.append(int(token.item()))
+                    logits = model(token[None], cache=cache)
+                mx.eval(logits, [c.state[0] for c in cache])  # the stand-in's fences are no siblings of its results
+            return tokens
+
+        first = run(mx.new_stream(mx.default_device()))
+        results: list[Any] = []
+
+        def work() -> None:
+            try:
+                results.append(run(mx.new_stream(mx.default_device())))
+            except Exception as error:
+                results.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert results == [first]

@@ -1,0 +1,211 @@
+"""Products of few rows in compiled decode steps: which layers, which batches, and that the model is left as it was."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models import llama
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.engine.compiled import compiled_step
+from mlx_paged.engine.compiled.narrow_layers import NarrowLinear, added, gated, narrow_layers, projected
+from mlx_paged.kernels import narrow_matmul
+from mlx_paged.kernels.narrow_matmul import ADDED, BIASED, GATED, GROUPED, PLAIN
+from tests.support.batch_runs import mlx_lm_generate
+from tests.support.builders import build, prompt_of
+
+NUM_TOKENS = 12
+# Of three layers; the output layer of the second model is its embedding.
+LAUNCHES = Counter({GROUPED: 3, ADDED: 2 * 3, GATED: 3, PLAIN: 1})
+
+
+@pytest.fixture
+def products(kernels: Any) -> Iterator[list[tuple[str, int]]]:
+    """Body and rows of each product that went to the kernel, or to its stand-in."""
+    mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
+    taken: list[tuple[str, int]] = []
+    launch = narrow_matmul._launch
+
+    def count(body: str, x: mx.array, *args: Any) -> list[mx.array]:
+        taken.append((body, x.shape[0]))
+        return launch(body, x, *args)
+
+    # Not by monkeypatch, which may outlive the stand-ins.
+    with mock.patch.object(narrow_matmul, "_launch", count), mock.patch.object(compiled_step, "PATIENCE", 0):
+        if kernels is None:
+            for body in narrow_matmul.BODIES:
+                for tile in narrow_matmul.TILES:
+                    # Its self-check counts as well.
+                    assert narrow_matmul.works(body, mx.bfloat16, tile, narrow_matmul.CHECKED_DIMS)
+            taken.clear()
+        yield taken
+
+
+def model_of(kind: str, dtype: mx.Dtype) -> Any:
+    model = build(kind, head_dim=64)
+    model.set_dtype(dtype)
+    mx.eval(model.parameters())
+    return model
+
+
+def batch(model: Any, num_rows: int) -> list[list[int]]:
+    """Tokens of requests of different lengths."""
+    generator = mlx_lm_generate.BatchGenerator(model, completion_batch_size=num_rows)
+    prompts = [prompt_of(5 + 7 * row % 40, seed=row).tolist() for row in range(num_rows)]
+    uids = generator.insert(prompts, [NUM_TOKENS] * num_rows)
+    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+    finished = 0
+    while finished < num_rows:
+        for response in generator.next()[1]:
+            tokens[response.uid].append(response.token)
+            finished += response.finish_reason is not None
+    return [tokens[uid] for uid in uids]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_every_product_of_a_compiled_step_is_a_launch(kind: str, products: list[tuple[str, int]], kernels: Any) -> None:
+    model = model_of(kind, mx.bfloat16)
+    got = batch(model, 5)
+    assert {num_rows for _, num_rows in products} == {8}  # padded
+    steps = len(products) // LAUNCHES.total()
+    assert steps >= (1 if kernels is None else NUM_TOKENS - 2)  # on a GPU a step is traced once
+    assert Counter(body for body, _ in products) == Counter({body: n * steps for body, n in LAUNCHES.items()})
+    counted = len(products)
+    with mock.patch.object(narrow_matmul, "works", lambda *choice: False):
+        plain = batch(model, 5)
+    assert len(products) == counted or kernels is None  # traces of before are used again
+    if kernels is not None:
+        assert got == plain
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("num_rows", "dtype"), [(1, mx.bfloat16), (narrow_matmul.MAX_ROWS + 1, mx.bfloat16), (3, mx.float32)]
+)
+def test_other_batches_are_left_to_mlx(num_rows: int, dtype: mx.Dtype, products: list[tuple[str, int]]) -> None:
+    assert len(batch(model_of("llama", dtype), num_rows)) == num_rows
+    assert num_rows not in [rows for _, rows in products]  # batches of fewer rows on the way to it are another matter
+
+
+def test_layers_of_other_classes_are_left_alone(products: list[tuple[str, int]], kernels: Any) -> None:
+    class Doubled(nn.Linear):
+        def __call__(self, x: mx.array) -> mx.array:
+            return 2 * super().__call__(x)
+
+    model = model_of("llama", mx.bfloat16)
+    for layer, name in ((model.layers[0].self_attn, "o_proj"), (model.layers[1].mlp, "gate_proj")):
+        weight = layer[name].weight
+        layer[name] = Doubled(*weight.shape[::-1], bias=False)
+        layer[name].weight = weight
+    nn.quantize(model.layers[2].self_attn, group_size=32, bits=8)
+    got = batch(model, 3)
+    # Without the first layer's o_proj, with the second's up_proj alone, without the third's attention.
+    expected = LAUNCHES - Counter({ADDED: 2, GATED: 1, GROUPED: 1}) + Counter({PLAIN: 1})
+    bodies = Counter(body for body, _ in products)
+    steps = bodies[GATED] // expected[GATED]
+    assert steps and bodies == Counter({body: n * steps for body, n in expected.items()})
+    if kernels is not None:
+        with mock.patch.object(narrow_matmul, "works", lambda *choice: False):
+            assert batch(model, 3) == got
+
+
+def test_blocks_with_parts_of_another_kind_are_left_to_upstream(products: list[tuple[str, int]], kernels: Any) -> None:
+    class OtherMLP(llama.MLP):
+        def __call__(self, x: mx.array) -> mx.array:
+            return -super().__call__(x)
+
+    plain = batch(model_of("llama", mx.bfloat16), 3)
+    model = model_of("llama", mx.bfloat16)
+    model.layers[1].mlp.__class__ = OtherMLP
+    products.clear()
+    got = batch(model, 3)
+    bodies = Counter(body for body, _ in products)
+    # Both residual additions of that block are MLX's.
+    assert bodies[ADDED] / bodies[GROUPED] == 4 / 3 and bodies[GATED] == bodies[GROUPED]
+    if kernels is not None:
+        assert got != plain
+        with mock.patch.object(narrow_matmul, "works", lambda *choice: False):
+            assert batch(model, 3) == got
+
+
+def test_classes_are_restored() -> None:
+    model = build("qwen3")
+    classes = [type(module) for module in model.modules()]
+    with narrow_layers(model, 4):
+        assert sum(isinstance(module, NarrowLinear) for module in model.modules()) == 3 * 7
+    assert [type(module) for module in model.modules()] == classes
+    with pytest.raises(RuntimeError, match="while"), narrow_layers(model, 4):
+        raise RuntimeError("while tracing")
+    assert [type(module) for module in model.modules()] == classes
+    with narrow_layers(model, 1):
+        assert [type(module) for module in model.modules()] == classes
+    with narrow_layers(lambda tokens: tokens, 4):  # not a module
+        pass
+
+
+def test_biases_are_added(products: list[tuple[str, int]]) -> None:
+    mx.random.seed(0)
+    layer = nn.Linear(64, 24)
+    layer.set_dtype(mx.bfloat16)
+    x = mx.random.normal((6, 1, 64)).astype(mx.bfloat16)
+    with narrow_layers(layer, 6):
+        got = layer(x)
+    assert products == [(BIASED, 6)]
+    assert got.shape == (6, 1, 24) and mx.allclose(got, layer(x), atol=2e-2).item()
+
+
+def model_and_x(*widths: int, bias: bool = False) -> tuple[nn.Sequential, mx.array]:
+    mx.random.seed(0)
+    model = nn.Sequential(*(nn.Linear(64, width, bias=bias) for width in widths))
+    model.set_dtype(mx.bfloat16)
+    return model, mx.random.normal((6, 1, 64)).astype(mx.bfloat16)
+
+
+def close(got: mx.array, expected: mx.array) -> bool:
+    return got.shape == expected.shape and mx.allclose(got, expected, atol=5e-2).item()
+
+
+@pytest.mark.parametrize(("bias", "launches"), [(False, [(GROUPED, 6)]), (True, [(BIASED, 6)] * 3)])
+def test_layers_multiply_together_in_the_shape_of_heads(
+    bias: bool, launches: list[tuple[str, int]], products: list[tuple[str, int]]
+) -> None:
+    model, x = model_and_x(96, 32, 32, bias=bias)
+    expected = [layer(x).reshape(6, n, 1, 32) for layer, n in zip(model.layers, (3, 1, 1), strict=True)]
+    assert all(map(close, projected(model.layers, x, (3, 1, 1)), expected)) and products == []
+    with narrow_layers(model, 6):
+        assert all(map(close, projected(model.layers, x, (3, 1, 1)), expected)) and products == launches
+        assert [y.shape for y in projected(model.layers, x)] == [(6, 1, 96), (6, 1, 32), (6, 1, 32)]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_residual_is_added(bias: bool, products: list[tuple[str, int]]) -> None:
+    model, x = model_and_x(24, bias=bias)
+    (layer,) = model.layers
+    residual = mx.random.normal((6, 1, 24)).astype(mx.bfloat16)
+    expected, heads = residual + layer(x), x.reshape(6, 2, 1, 32)
+    assert close(added(layer, heads, residual), expected) and products == []
+    with narrow_layers(model, 6):
+        assert close(added(layer, heads, residual), expected)
+        assert products == [(BIASED if bias else ADDED, 6)]
+        with pytest.raises(ValueError):
+            added(layer, heads[..., :31], residual)
+
+
+@pytest.mark.parametrize(("widths", "bias"), [((40, 40), False), ((40, 40), True), ((40, 1), False)])
+def test_a_gate_is_applied(widths: tuple[int, int], bias: bool, products: list[tuple[str, int]]) -> None:
+    model, x = model_and_x(*widths, bias=bias)
+    gate, up = model.layers
+    assert gated(gate, up, x) is None
+    with narrow_layers(model, 6):
+        got = gated(gate, up, x)
+    if bias or widths[1] == 1:
+        assert got is None and products == []
+    else:
+        assert got is not None and close(got, nn.silu(gate(x)) * up(x)) and products == [(GATED, 6)]

@@ -1,0 +1,309 @@
+"""Requests of one burst share a prefix: it is computed once and stored once, and the answers are those of solo runs."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.engine.sharing.prefix_sharing import common_length
+from mlx_paged.errors import RequestTooLargeError
+from mlx_paged.kv.budget import PoolBudget
+from mlx_paged.patches.cache.geometry import probe_geometry
+from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
+from mlx_paged.prefix.detached import SharedPrefixes
+from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import NoPrefixStore
+from tests.support.batch_runs import kv_budget, mlx_lm_generate, model_of
+from tests.support.builders import KINDS, WINDOW, build, greedy, prompt_of
+from tests.support.fake_kernels import fake_kernels
+from tests.support.recurrent import RECURRENT
+
+BLOCK = 8
+
+
+def blocks_of(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size)
+
+
+@functools.cache
+def solo(kind: str, prompt: tuple[int, ...], new: int) -> list[int]:
+    """Stock mlx-lm's tokens."""
+    assert not mlx_paged.patches.is_applied()
+    return greedy(model_of(kind), mx.array(prompt), new)[0]
+
+
+def burst(prompts: list[list[int]], kind: str, *, new: int, block_size: int, **options: Any) -> tuple[Any, Any]:
+    """The generator after all requests have finished, checked against solo runs; and the pool."""
+    model = model_of(kind)
+    expected = [solo(kind, tuple(prompt), new) for prompt in prompts]
+    mlx_paged.apply_patches(PagedConfig(block_size=block_size))
+    pool = mlx_lm_generate.make_prompt_cache(model)[0].pool
+    tree = RadixTree(pool)
+    gen = PagedBatchGenerator(model, prefixes=SharedPrefixes(tree), **options)
+    uids = gen.insert(prompts, [new] * len(prompts))
+    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+    cached: dict[int, int] = {}
+    left = len(uids)
+    while left:
+        for response in gen.next()[1]:
+            tokens[response.uid].append(response.token)
+            cached[response.uid] = response.num_cached
+            left -= response.finish_reason is not None
+    assert [tokens[uid] for uid in uids] == expected
+    del response  # the last one holds its request's blocks
+    gc.collect()
+    tree.check_integrity()
+    pool.check_integrity()
+    assert pool.stats().live_blocks == pool.stats().cached_blocks
+    gen.tree, gen.num_cached = tree, [cached[uid] for uid in uids]
+    return gen, pool
+
+
+@pytest.mark.parametrize("length, requests", [(500, 8), pytest.param(2000, 32, marks=pytest.mark.slow)])
+def test_a_burst_computes_and_stores_its_system_prompt_once(length: int, requests: int) -> None:
+    """On a small random model: the demo model takes hours for 32 requests over 2,000 tokens."""
+    system = prompt_of(length, seed=1).tolist()
+    prompts = [system + prompt_of(20, seed=10 + n).tolist() for n in range(requests)]
+    new = 6
+    gen, pool = burst(prompts, "llama", new=new, block_size=32)
+    unique = length + 20 * requests
+    assert gen._engine.computed_prompt_tokens <= 1.05 * unique
+    assert gen.num_cached[0] == 0
+    assert all(length <= cached <= length + 2 for cached in gen.num_cached[1:])  # random tokens may agree, too
+    # The whole shared blocks once; and for each request a copy of their partial tail and what its own tokens fill.
+    own = blocks_of(length % 32 + 20 + new, 32)
+    assert pool.stats().peak_live_blocks <= length // 32 + requests * own + 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bursts_of_every_kind_share_and_answer_as_alone(kind: str) -> None:
+    """Sliding windows are crossed by the prompt. Chunks are smaller than the shared prefix."""
+    system = prompt_of(101, seed=1).tolist()
+    prompts = [system + prompt_of(5 + n, seed=10 + n).tolist() for n in range(5)] + [prompt_of(30, seed=2).tolist()]
+    gen, _ = burst(prompts, kind, new=5, block_size=BLOCK, prefill_step_size=40)
+    own = sum(5 + n for n in range(5)) + 30
+    # Behind a window, what was computed is found up to a whole block of what the first request left.
+    slack = 0 if kind in ("llama", "qwen3") else 4 * BLOCK
+    assert gen._engine.computed_prompt_tokens <= 101 + own + slack
+    assert gen.num_cached[0] == gen.num_cached[5] == 0
+    assert all(101 - slack <= cached <= 101 for cached in gen.num_cached[1:5])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_prompt_again_computes_at_most_a_block(kind: str) -> None:
+    prompt = prompt_of(100, seed=3).tolist()
+    gen, _ = burst([prompt] * 4, kind, new=24, block_size=BLOCK)
+    assert gen.num_cached[0] == 0
+    assert all(cached >= 99 - BLOCK for cached in gen.num_cached[1:])
+
+
+def test_sharers_of_a_partial_tail_do_not_see_each_others_tokens() -> None:
+    """The tail block of a running request is shared while both write on; burst() compares with solo runs."""
+    system = prompt_of(2 * BLOCK + 3, seed=4).tolist()
+    prompts = [[*system, 7], [*system, 9], [*system, 7, 1], system]
+    _, pool = burst(prompts, "llama", new=20, block_size=BLOCK)
+    assert pool.stats().cow_forks > 0
+
+
+def test_a_cancelled_request_leaves_whole_blocks() -> None:
+    model = model_of("llama")
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+    pool = mlx_lm_generate.make_prompt_cache(model)[0].pool
+    tree = RadixTree(pool)
+    gen = PagedBatchGenerator(model, prefixes=SharedPrefixes(tree))
+    prompt = prompt_of(30, seed=5).tolist()
+    (uid,) = gen.insert([prompt], [50])
+    while not gen.next()[1]:
+        pass
+    gen.remove([uid])
+    gc.collect()
+    assert tree.match([*prompt, 1]).length in (24, 30)
+    assert pool.stats().live_blocks == pool.stats().cached_blocks > 0
+    pool.check_integrity()
+
+
+def test_common_length() -> None:
+    assert common_length([], [1]) == 0
+    assert common_length([1, 2, 3], [1, 2, 4]) == 2
+    assert common_length([1, 2], [1, 2, 4]) == 2
+    assert common_length([2], [1]) == 0
+
+
+def test_blocks_of_a_dropped_response_count_as_free() -> None:
+    """A finished request's blocks go back when its last response is dropped, and the next one may need them."""
+    model = model_of("llama")
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK, kv_cache_memory=kv_budget(model, 40, BLOCK)))
+    pool = mlx_lm_generate.make_prompt_cache(model)[0].pool
+    gen = PagedBatchGenerator(model, prefixes=SharedPrefixes(RadixTree(pool)))
+    for number in range(3):
+        gen.insert([[number, *prompt_of(200, seed=number).tolist()]], [20])
+        while any(gen.next()):
+            pass
+    assert pool.stats().evictions > 0
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_models_with_states_share_at_ends(kind: str) -> None:
+    """What the prompts have in common is cut off as a chunk, and the states at its end go to the others."""
+    system = prompt_of(101, seed=1).tolist()
+    prompts = [system + prompt_of(5 + n, seed=10 + n).tolist() for n in range(5)] + [prompt_of(30, seed=2).tolist()]
+    expected = [greedy(model_of(kind), mx.array(prompt), 5)[0] for prompt in prompts]
+    gen = state_burst(kind, prompts, expected)
+    assert gen._engine.computed_prompt_tokens <= 101 + sum(5 + n for n in range(5)) + 30
+    assert gen.num_cached == [0, 101, 101, 101, 101, 0]
+    # A chat goes on from the end of its answer.
+    again = [*prompts[0], *expected[0], *prompt_of(9, seed=9).tolist()]
+    mlx_paged.remove_patches()
+    later = greedy(model_of(kind), mx.array(again), 5)[0]
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+    gen.insert([again], [5])
+    tokens = []
+    while any(answer := gen.next()):
+        tokens += [response.token for response in answer[1]]
+        cached = max([response.num_cached for response in answer[1]], default=0)
+    assert tokens == later and cached >= len(prompts[0]) + 4
+
+
+def state_burst(kind: str, prompts: list[list[int]], expected: list[list[int]]) -> Any:
+    model = model_of(kind)
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+    gen = PagedBatchGenerator(model, prefixes=NoPrefixStore(), prefill_step_size=64)
+    uids = gen.insert(prompts, [5] * len(prompts))
+    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+    cached: dict[int, int] = {}
+    while any(answer := gen.next()):
+        for response in answer[1]:
+            tokens[response.uid].append(response.token)
+            cached[response.uid] = response.num_cached
+    assert [tokens[uid] for uid in uids] == expected
+    gen.num_cached = [cached[uid] for uid in uids]
+    return gen
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_bursts_share_in_place_pools(kind: str) -> None:
+    """Blocks that kernels write in place (stand-ins here) are shared while their owner writes on."""
+    with fake_kernels():
+        model = build(kind, head_dim=64)
+        system = prompt_of(101, seed=1).tolist()
+        prompts = [system + prompt_of(5 + n, seed=10 + n).tolist() for n in range(4)]
+        expected = [greedy(model, mx.array(prompt), 12)[0] for prompt in prompts]
+        mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+        pool = mlx_lm_generate.make_prompt_cache(model)[0].pool
+        tree = RadixTree(pool)
+        gen = PagedBatchGenerator(model, prefixes=SharedPrefixes(tree), prefill_step_size=64)
+        uids = gen.insert(prompts, [12] * len(prompts))
+        tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+        while any(answer := gen.next()):
+            for response in answer[1]:
+                tokens[response.uid].append(response.token)
+        assert [tokens[uid] for uid in uids] == expected
+        assert all(group.in_place for group in pool.groups) and pool.stats().prefix_hit_tokens >= 3 * 64
+        pool.check_integrity()
+        tree.check_integrity()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sharing_request_has_the_bits_of_a_cold_one_cut_at_the_same_token(kind: str) -> None:
+    model = model_of(kind)
+    system, suffix = prompt_of(2 * WINDOW + 5, seed=6).tolist(), prompt_of(9, seed=7).tolist()
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+
+    def run(prefixes: Any, *requests: list[list[int]]) -> list[np.ndarray]:
+        gen = PagedBatchGenerator(model, prefixes=prefixes)
+        logprobs: list[np.ndarray] = []
+        for segments in requests:
+            gen.insert_segments([segments], [6])
+            logprobs.clear()
+            while any(answer := gen.next()):
+                logprobs += [np.array(response.logprobs) for response in answer[1]]
+        return logprobs
+
+    cold = run(None, [system, suffix])
+    pool = mlx_lm_generate.make_prompt_cache(model)[0].pool
+    tree = RadixTree(pool)  # held: what it counted goes with it
+    warm = run(SharedPrefixes(tree), [system, [1, 2, 3]], [[*system, *suffix]])
+    assert pool.stats().prefix_hit_tokens == len(system)
+    np.testing.assert_array_equal(np.stack(cold), np.stack(warm))
+    anyhow = run(None, [[*system, *suffix]])  # cut nowhere
+    assert np.abs(np.stack(anyhow) - np.stack(warm)).max() < 1e-4
+
+
+class Tight:
+    """A generator with a prefix cache, in the least budget that holds a sequence of so many tokens."""
+
+    def __init__(self, kind: str, num_tokens: int, block_size: int = BLOCK, step_size: int = 2 * BLOCK) -> None:
+        model = model_of(kind)
+        mlx_paged.apply_patches(PagedConfig(block_size=block_size))
+        caches = mlx_lm_generate.make_prompt_cache(model)
+        probe_geometry(model, caches)
+        self.pool = caches[0].pool
+        self.tree = RadixTree(self.pool)
+        self.pool.memory.budget = PoolBudget(self.pool, chunk=step_size).bytes_for(num_tokens)
+        self.gen = PagedBatchGenerator(model, prefixes=SharedPrefixes(self.tree), prefill_step_size=step_size)
+
+    def run(self, prompts: list[list[int]], num_tokens: list[int]) -> tuple[list[list[int]], list[int]]:
+        """The requests' tokens, and how many of each prompt were cached when its last token came."""
+        tokens: dict[int, list[int]] = {uid: [] for uid in self.gen.insert(prompts, num_tokens)}
+        cached = dict.fromkeys(tokens, 0)
+        while generated := self.gen.next_generated():  # a request that failed raises
+            for response in generated:
+                tokens[response.uid].append(response.token)
+                cached[response.uid] = response.num_cached
+        self.tree.check_integrity()
+        self.pool.check_integrity()
+        return list(tokens.values()), list(cached.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length, block_size", [(100, 128), (100, 32), (96, 8), (250, 32)])
+def test_the_longest_request_that_the_budget_holds_uses_all_of_a_known_prefix(
+    kind: str, length: int, block_size: int
+) -> None:
+    """The copy of a block shared in part is counted: there is room for it, and no token is computed again."""
+    prompt, new = prompt_of(length, seed=3).tolist(), 4
+    expected = greedy(model_of(kind), mx.array(prompt), new)[0]
+    tight = Tight(kind, length + new, block_size, step_size=64)
+    for attempt in range(3):
+        tokens, cached = tight.run([prompt], [new])
+        assert tokens == [expected]
+        if kind in ("llama", "qwen3"):
+            assert cached == [length - 1 if attempt else 0]
+    with pytest.raises(RequestTooLargeError):
+        tight.gen.insert([prompt_of(length + new + block_size, seed=4).tolist()], [1])
+
+
+def test_a_request_that_has_grown_to_the_end_of_the_budget_starts_again_behind_a_block_shared_in_part() -> None:
+    """It has made room for the older one, which takes the last block and leaves all that it has computed to the cache.
+    For the copy of the block in which both part there is room: what is behind it in the cache goes."""
+    for common, own in [(19, 2), (17, 1), (20, 2), (16, 2)]:
+        mlx_paged.remove_patches()
+        system = prompt_of(common, seed=1).tolist()
+        prompts = [system + prompt_of(own, seed=10 + n).tolist() for n in range(2)]
+        fill = 4 * BLOCK - common - own  # a block more than is held for certain
+        expected = [greedy(model_of("llama"), mx.array(prompt), fill)[0] for prompt in prompts]
+        tight = Tight("llama", 3 * BLOCK)
+        tokens, _ = tight.run(prompts, [fill, fill])
+        assert tokens == expected
+        assert tight.gen.preemptions > 0
+
+
+def test_a_prefix_that_was_lost_before_anything_was_computed_behind_it_is_not_reported() -> None:
+    prompt = prompt_of(3 * BLOCK, seed=1).tolist()
+    tight = Tight("llama", 20 * BLOCK)
+    tight.run([prompt], [1])
+    (uid,) = tight.gen.insert([[*prompt, 7]], [2])
+    engine = tight.gen._engine
+    engine.scheduler.plan()
+    assert engine.requests[uid].num_cached == len(prompt)
+    engine.scheduler.preempt(engine.requests[uid])
+    tight.tree.clear()
+    generated = iter(tight.gen.next_generated, [])
+    assert [response.num_cached for responses in generated for response in responses] == [0, 0]

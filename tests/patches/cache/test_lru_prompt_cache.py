@@ -1,0 +1,346 @@
+"""PagedPromptCache against mlx-lm's LRUPromptCache: the same calls, more found, nothing copied."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import cache as upstream
+from mlx_lm.models.cache import KVCache, LRUPromptCache, RotatingKVCache
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
+from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
+from mlx_paged.prefix.detached import SharedPrefixes
+from mlx_paged.prefix.identity import model_identity
+from mlx_paged.prefix.spill import SpillStore
+from tests.support.builders import KINDS, WINDOW, build, prompt_of
+
+BLOCK = 8
+KEY = ("model", None, None)
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest) -> Any:
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+    return build(getattr(request, "param", "llama"))
+
+
+def forward(model: Any, tokens: list[int], caches: list[Any]) -> np.ndarray:
+    logits = model(mx.array(tokens)[None], cache=caches)
+    mx.eval(logits, [c.state[0] for c in caches])
+    return np.array(logits[0, -1])
+
+
+def serve(
+    model: Any, store: Any, tokens: list[int], num_new: int, key: Any = KEY, **kind: str
+) -> tuple[list[int], int]:
+    """Answer a prompt as the server does. Returns all tokens, and how many of the prompt had to be computed."""
+    caches, rest = store.fetch_nearest_cache(key, tokens)
+    if caches is None:
+        caches = upstream.make_prompt_cache(model)
+    assert tokens[len(tokens) - len(rest) :] == rest and rest
+    row, out = forward(model, rest, caches), list(tokens)
+    for _ in range(num_new):
+        out.append(int(row.argmax()))
+        row = forward(model, out[-1:], caches)
+    store.insert_cache(key, out, caches, **kind)
+    return out, len(rest)
+
+
+@pytest.mark.parametrize("model", KINDS, indirect=True)
+def test_ten_turns_compute_only_their_new_tokens(model: Any) -> None:
+    """Windows are crossed in the second turn. The answers are those of computing every turn anew."""
+    store, pool = PagedPromptCache(), None
+    history: list[int] = []
+    for turn in range(10):
+        user = prompt_of(13 + turn, seed=turn).tolist()
+        prompt = history + user
+        history, computed = serve(model, store, prompt, 6)
+        assert computed == len(user), turn
+        cold = upstream.make_prompt_cache(model)
+        row, tokens = forward(model, prompt, cold), []
+        for _ in range(6):
+            tokens.append(int(row.argmax()))
+            row = forward(model, tokens[-1:], cold)
+        assert history[len(prompt) :] == tokens
+        pool = mlx_paged.pool_of(model)
+        assert pool is not None
+        pool.check_integrity()
+        store.tree_of(pool).check_integrity()
+        assert len(store) == 1
+    assert len(history) > 4 * WINDOW and pool is not None
+    del cold
+    gc.collect()
+    stats = pool.stats()
+    assert stats.live_blocks == stats.cached_blocks
+    global_blocks = store.tree_of(pool).held(0) if pool.groups[0].spec.window is None else store.tree_of(pool).held(1)
+    assert len({b for ids in global_blocks for b in ids}) == -(-len(history) // BLOCK)  # nothing is held twice
+    assert stats.prefix_hit_tokens > 0
+
+
+def test_stock_gives_up_behind_the_window_and_leaves_nothing_to_compute(model: Any) -> None:
+    """What the drop-in does better: pins mlx-lm's behaviour, so that a change there is noticed."""
+    mlx_paged.remove_patches()
+    stock, gemma = LRUPromptCache(), build("gemma3")
+    tokens = prompt_of(WINDOW + 30).tolist()
+    cache = upstream.make_prompt_cache(gemma)
+    forward(gemma, tokens, cache)
+    stock.insert_cache(KEY, tokens, cache)
+    assert stock.fetch_nearest_cache(KEY, [*tokens[:-1], 0])[0] is None
+    assert stock.fetch_nearest_cache(KEY, tokens)[1] == []
+
+
+def test_common_prefixes_are_found_to_the_token_and_stored_once(model: Any) -> None:
+    store, stock = PagedPromptCache(), LRUPromptCache()
+    system = prompt_of(5 * BLOCK + 3, seed=1).tolist()
+    prompts = [system + prompt_of(9, seed=10 + n).tolist() for n in range(6)]
+    for number, prompt in enumerate(prompts):
+        _, computed = serve(model, store, prompt, 2)
+        assert computed == (len(prompt) if number == 0 else 9)
+    pool = mlx_paged.pool_of(model)
+    assert pool is not None
+    mlx_paged.remove_patches()
+    for prompt in prompts:
+        serve(model, stock, prompt, 2)
+    assert len(store) == len(stock) == 6
+    gc.collect()
+    # Five whole blocks, the shared tail, and for each prompt its copy of the tail and one block more.
+    assert pool.stats().live_blocks == 5 + 6 * 2 and store.nbytes == pool.stats().bytes_in_use < stock.nbytes / 2
+    assert store.stats_by_type()["assistant"] == {"n_sequences": 6, "n_bytes": store.nbytes}
+    store.close()
+    assert (len(store), store.nbytes, pool.stats().live_blocks) == (0, 0, 0)
+
+
+def test_same_answers_as_stock_for_trimmable_caches(model: Any) -> None:
+    """Random prompts over two tokens: whatever mlx-lm finds, so does the drop-in, but for the token it leaves."""
+    store, stock = PagedPromptCache(max_size=None), LRUPromptCache(max_size=1000)
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        tokens = rng.integers(1, 3, rng.integers(1, 12)).tolist()
+        found, rest = store.fetch_nearest_cache(KEY, tokens)
+        stock_found, stock_rest = stock.fetch_nearest_cache(KEY, tokens)
+        assert len(rest) <= max(1, len(stock_rest)) and rest == tokens[len(tokens) - len(rest) :] and rest
+        assert (found is None) == (len(rest) == len(tokens))
+        if stock_found is not None and 0 < len(stock_rest) < len(tokens):
+            assert found is not None and found[0].offset == len(tokens) - len(rest)
+        caches = upstream.make_prompt_cache(model)
+        forward(model, tokens, caches)
+        store.insert_cache(KEY, tokens, caches)
+        stock.insert_cache(KEY, tokens, copy.deepcopy(caches))
+    assert len(store) <= len(stock)
+
+
+def test_one_token_prefix(model: Any) -> None:
+    store = PagedPromptCache()
+    serve(model, store, [5], 0)
+    assert store.fetch_nearest_cache(KEY, [5])[0] is None
+    caches, rest = store.fetch_nearest_cache(KEY, [5, 6])
+    assert caches is not None and caches[0].offset == 1 and rest == [6]
+
+
+def test_keys_are_apart(model: Any) -> None:
+    store = PagedPromptCache()
+    tokens = prompt_of(20).tolist()
+    serve(model, store, tokens, 0)
+    for other in (("model", "adapter", None), ("other", None, None)):
+        assert store.fetch_nearest_cache(other, [*tokens, 1]) == (None, [*tokens, 1])
+
+
+def test_fetched_caches_are_the_callers_own(model: Any) -> None:
+    store = PagedPromptCache()
+    tokens = prompt_of(20).tolist()
+    serve(model, store, tokens, 0)
+    first, second = (store.fetch_nearest_cache(KEY, [*tokens, 1])[0] for _ in range(2))
+    expected = forward(model, [1], second)
+    forward(model, [7, 8, 9], first)
+    np.testing.assert_array_equal(forward(model, [1], store.fetch_nearest_cache(KEY, [*tokens, 1])[0]), expected)
+    assert upstream.can_trim_prompt_cache(first) and upstream.trim_prompt_cache(first, 5) == 5
+    assert first[0].offset == 18 and store.fetch_nearest_cache(KEY, [*tokens, 1])[1] == [1]
+
+
+def test_entries_beyond_the_limits_go_least_recently_used_first(model: Any) -> None:
+    store = PagedPromptCache(max_size=3)
+    prompts = [[n, *prompt_of(17, seed=n).tolist()] for n in range(5)]
+    for prompt in prompts[:3]:
+        serve(model, store, prompt, 0)
+    store.fetch_nearest_cache(KEY, [*prompts[0], 1])
+    serve(model, store, prompts[3], 0)
+    found = [store.fetch_nearest_cache(KEY, [*prompt, 1])[0] is not None for prompt in prompts]
+    assert found == [True, False, True, True, False]
+    store.trim_to(n_sequences=2)
+    assert len(store) == 2
+    store.trim_to(n_bytes=store.nbytes - 1)
+    assert len(store) == 1
+    store.trim_to(n_bytes=-5)
+    assert len(store) == store.nbytes == 0
+    small = PagedPromptCache(max_bytes=1)
+    serve(model, small, prompts[0], 0)
+    assert len(small) == 1  # as it alone is over the limit, it stays until the next comes
+    serve(model, small, prompts[1], 0)
+    assert small.fetch_nearest_cache(KEY, [*prompts[0], 1])[0] is None
+
+
+def test_types_are_given_up_in_the_order_of_stock(model: Any) -> None:
+    store, stock = PagedPromptCache(), LRUPromptCache()
+    kinds = ["system", "assistant", "user", "assistant", "assistant", "user", "system"]
+    for number, kind in enumerate(kinds):
+        caches = upstream.make_prompt_cache(model)
+        tokens = [number, *prompt_of(9, seed=number).tolist()]
+        forward(model, tokens, caches)
+        for each in (store, stock):
+            each.insert_cache(KEY, tokens, caches, cache_type=kind)
+    for left in range(len(kinds) - 1, -1, -1):
+        assert {k: v["n_sequences"] for k, v in store.stats_by_type().items()} == {
+            k: v["n_sequences"] for k, v in stock.stats_by_type().items()
+        }
+        store.trim_to(n_sequences=left)
+        stock.trim_to(n_sequences=left)
+    assert len(store) == len(stock) == 0
+
+
+def test_caches_that_are_not_paged_are_kept_by_stock(model: Any) -> None:
+    mlx_paged.remove_patches()
+    store = PagedPromptCache()
+    tokens = prompt_of(20).tolist()
+    serve(model, store, tokens, 0)
+    assert len(store) == 1 and store.nbytes == store.others.nbytes > 0
+    caches, rest = store.fetch_nearest_cache(KEY, tokens)
+    assert type(caches[0]) is KVCache and caches[0].offset == 19 and rest == tokens[-1:]
+    ring = [RotatingKVCache(max_size=4)]
+    ring[0].update_and_fetch(mx.zeros((1, 1, 9, 4)), mx.zeros((1, 1, 9, 4)))
+    store.insert_cache("ring", tokens[:9], ring)
+    assert store.fetch_nearest_cache("ring", tokens[:9]) == (None, tokens[:9])  # cannot be cut: computed anew
+    caches, rest = store.fetch_nearest_cache("ring", tokens)
+    assert caches[0].offset == 9 and rest == tokens[9:]
+    store.trim_to(n_sequences=0)
+    assert len(store) == store.nbytes == 0
+
+
+def test_a_draft_models_caches_come_along(model: Any) -> None:
+    draft, store = build("gemma3", seed=1), PagedPromptCache()
+    tokens = prompt_of(30).tolist()
+    target_caches, draft_caches = (upstream.make_prompt_cache(m) for m in (model, draft))
+    forward(model, tokens, target_caches)
+    forward(draft, tokens[:28], draft_caches)  # behind by a few, as after a rejected draft
+    store.insert_cache(KEY, tokens, target_caches + draft_caches)
+    assert len(store) == 1
+    caches, rest = store.fetch_nearest_cache(KEY, [*tokens, 1])
+    assert len(caches) == len(target_caches) + len(draft_caches)
+    assert {c.offset for c in caches} == {28} and rest == [*tokens[28:], 1]
+    assert caches[0].pool is mlx_paged.pool_of(model) and caches[-1].pool is mlx_paged.pool_of(draft)
+
+
+def test_a_batch_shares_prefixes_with_the_prompt_cache(model: Any) -> None:
+    store, pool = PagedPromptCache(max_size=None), upstream.make_prompt_cache(model)[0].pool
+    system = prompt_of(5 * BLOCK + 3, seed=1).tolist()
+    prompts = [system + prompt_of(7, seed=n).tolist() for n in range(3)]
+
+    def answers(prefixes: SharedPrefixes | None) -> list[list[int]]:
+        batch = PagedBatchGenerator(model, prefixes=prefixes)
+        tokens: dict[int, list[int]] = {uid: [] for uid in batch.insert(prompts, [5] * len(prompts))}
+        left = len(tokens)
+        while left:
+            for response in batch.next()[1]:
+                tokens[response.uid].append(response.token)
+                left -= response.finish_reason is not None
+        batch.close()
+        return list(tokens.values())
+
+    expected = answers(None)
+    serve(model, store, system, 0)
+    assert answers(store.shared_prefixes(KEY, pool)) == expected
+    assert pool.stats().prefix_hit_tokens == len(prompts) * len(system)
+    assert answers(store.shared_prefixes(KEY, pool)) == expected
+    assert pool.stats().prefix_hit_tokens == len(prompts) * len(system) + sum(len(prompt) - 1 for prompt in prompts)
+    caches, rest = store.fetch_nearest_cache(KEY, [*prompts[0], *expected[0], 1])
+    assert caches is not None and len(rest) <= 2  # the last token sampled may not have been computed
+    store.tree_of(pool).check_integrity()
+    pool.check_integrity()
+
+
+def test_a_model_that_is_unloaded_takes_its_blocks_along() -> None:
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+    store, model = PagedPromptCache(), build("llama")
+    serve(model, store, prompt_of(20).tolist(), 0)
+    assert len(store) == 1
+    del model
+    gc.collect()
+    assert len(store) == store.nbytes == 0
+    assert store.fetch_nearest_cache(KEY, [1, 2]) == (None, [1, 2])
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3"], indirect=True)
+def test_prefixes_come_back_after_a_restart(model: Any, tmp_path: Path) -> None:
+    prompt = prompt_of(2 * WINDOW + 5).tolist()
+
+    def new_store(model: Any) -> PagedPromptCache:
+        return PagedPromptCache(spill=SpillStore(tmp_path), identify=lambda key: model_identity(model))
+
+    store = new_store(model)
+    tokens, _ = serve(model, store, prompt, 3)
+    expected = forward(model, [1, 2, 3], store.fetch_nearest_cache(KEY, [*tokens, 1, 2, 3])[0])
+    store.close()
+    mlx_paged.patches.cache.pools.forget_pools()
+    gc.collect()
+
+    store = new_store(model)
+    store.learn_layout(KEY, upstream.make_prompt_cache(model))
+    caches, rest = store.fetch_nearest_cache(KEY, [*tokens, 1, 2, 3])
+    assert rest == [1, 2, 3]
+    np.testing.assert_array_equal(forward(model, [1, 2, 3], caches), expected)
+    caches[0].pool.check_integrity()
+    other = build("llama", seed=9)
+    assert model_identity(other) != model_identity(model) == model_identity(model)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"rope_theta": 1e6}, {"rope_scaling": {"type": "linear", "factor": 4.0}}, {"rms_norm_eps": 1e-2}]
+)
+def test_prefixes_of_another_configuration_stay_on_disk(changes: dict[str, Any], tmp_path: Path) -> None:
+    """The same weights in the same folder, and config.json was edited: their keys are others."""
+    prompt = prompt_of(100).tolist()
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+
+    def served(model: Any) -> list[int]:
+        """Tokens left to compute of the prompt, in a new process."""
+        mlx_paged.patches.cache.pools.forget_pools()
+        store = PagedPromptCache(spill=SpillStore(tmp_path), identify=lambda key: model_identity(model))
+        store.learn_layout(KEY, upstream.make_prompt_cache(model))
+        rest = store.fetch_nearest_cache(KEY, [*prompt, 1])[1]
+        serve(model, store, prompt, 0)
+        store.close()
+        return rest
+
+    assert served(build("llama")) == [*prompt, 1]
+    assert served(build("llama")) == [1]
+    assert served(build("llama", **changes)) == [*prompt, 1]
+
+
+def test_a_pool_keeps_the_identity_it_began_with(tmp_path: Path) -> None:
+    """A model is loaded under a name while blocks of the one before it are still there, and are given up."""
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+    loaded = [build("llama"), build("llama", seed=9)]
+    asked: list[int] = []
+
+    def identify(key: Any) -> str:
+        asked.append(1)
+        return model_identity(loaded[-1])
+
+    store = PagedPromptCache(spill=SpillStore(tmp_path), identify=identify)
+    new = loaded.pop()
+    old, prompt = loaded[0], prompt_of(40).tolist()
+    serve(old, store, prompt, 0)
+    serve(old, store, prompt_of(20, seed=1).tolist(), 0)
+    assert len(asked) == 1  # once for each time it is loaded
+    loaded.append(new)
+    store.learn_layout(KEY, upstream.make_prompt_cache(new))
+    assert len(asked) == 2
+    store.close()  # what is of the old model goes to disk, as that
+    assert store.fetch_nearest_cache(KEY, [*prompt, 1]) == (None, [*prompt, 1])

@@ -1,0 +1,548 @@
+"""The batch generator under the patches: each row against stock mlx-lm's run of that request alone."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import ArraysCache, ConcatenateKVCache, KVCache, make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.errors import PromptCacheError, RequestTooLargeError
+from mlx_paged.prefix.detached import SharedPrefixes
+from mlx_paged.prefix.radix import RadixTree
+from tests.support.batch_runs import (
+    Outcome,
+    Spec,
+    check,
+    collect,
+    generator,
+    kv_budget,
+    make_solos,
+    mlx_lm_generate,
+    model_of,
+    run_all,
+    solo,
+)
+from tests.support.builders import KINDS, WINDOW, build, greedy, prompt_of
+from tests.support.fake_kernels import fake_kernels
+from tests.support.recurrent import RECURRENT
+
+# Around blocks, chunks and windows; 17 rows of 1 to 700 tokens.
+LENGTHS = (1, 700, 2, 33, 8, 40, 7, 300, 64, 1, 41, 129, 39, 16, 80, 5, 250)
+
+
+def specs_of(count: int, num_tokens: int = 12) -> list[Spec]:
+    return [Spec(length, num_tokens + index % 5, seed=index) for index, length in enumerate(LENGTHS[:count])]
+
+
+def insert(gen: Any, specs: list[Spec], outcomes: dict[int, Outcome]) -> list[int]:
+    uids = gen.insert([spec.prompt for spec in specs], [spec.num_tokens for spec in specs])
+    outcomes.update((uid, Outcome()) for uid in uids)
+    return uids
+
+
+def run_batch(kind: str, specs: list[Spec], config: PagedConfig | None = None, **options: Any) -> Any:
+    """All requests at once; each is compared with its solo run. Returns the generator."""
+    make_solos(kind, specs)
+    mlx_paged.apply_patches(config or PagedConfig(block_size=8))
+    gen = generator(model_of(kind), **options)
+    outcomes: dict[int, Outcome] = {}
+    uids = insert(gen, specs, outcomes)
+    run_all(gen, outcomes)
+    for uid, spec in zip(uids, specs, strict=True):
+        check(kind, spec, outcomes[uid])
+    return gen
+
+
+def check_released(kind: str) -> None:
+    gc.collect()
+    pool = mlx_paged.pool_of(model_of(kind))
+    pool.check_integrity()
+    assert pool.stats().live_blocks == 0
+
+
+@pytest.mark.usefixtures("no_fall_through")
+@pytest.mark.parametrize("count", [1, 2, 17])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_equal_their_solo_runs(kind: str, count: int) -> None:
+    run_batch(kind, specs_of(count), prefill_step_size=128)
+    assert mlx_paged.last_dispatch().path == "gather"
+    check_released(kind)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_fall_through")
+@pytest.mark.parametrize("count", range(1, 18))
+@pytest.mark.parametrize("block_size", [8, 32, 128])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_batch_size(kind: str, block_size: int, count: int) -> None:
+    run_batch(kind, specs_of(count, 40), PagedConfig(block_size=block_size), prefill_step_size=96)
+    check_released(kind)
+
+
+@pytest.mark.usefixtures("no_fall_through")
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
+def test_joining_and_finishing_at_random(kind: str) -> None:
+    rng = random.Random(kind)
+    specs = [Spec(rng.choice((1, 9, 32, 77, 150)), rng.randint(1, 30), seed=n) for n in range(12)]
+    make_solos(kind, specs)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    gen = generator(model_of(kind), completion_batch_size=5, prefill_batch_size=2, prefill_step_size=50)
+    outcomes: dict[int, Outcome] = {}
+    waiting, uids = list(specs), []
+    while waiting or any(outcome.reason is None for outcome in outcomes.values()):
+        if waiting and rng.random() < 0.4:
+            uids += insert(gen, [waiting.pop(0)], outcomes)
+        collect(outcomes, *gen.next())
+    for uid, spec in zip(uids, specs, strict=True):
+        check(kind, spec, outcomes[uid])
+    check_released(kind)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_live_blocks_are_those_of_the_sequences(kind: str) -> None:
+    specs = specs_of(7)
+    make_solos(kind, specs)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    gen = generator(model_of(kind), completion_batch_size=4, prefill_batch_size=4, prefill_step_size=64)
+    insert(gen, specs, {})
+    pool = mlx_paged.pool_of(model_of(kind))
+    while any(gen.next()):
+        blocks = _blocks_of_the_rows(gen, pool)
+        # A window is moved when the next token is appended: until then the tail of the last chunk is held as well.
+        live, slack = pool.stats().live_blocks, 0 if kind == "llama" else 4 * -(-64 // 8)
+        assert blocks <= live <= blocks + slack
+        pool.check_integrity()
+
+
+def _blocks_of_the_rows(gen: Any, pool: mlx_paged.BlockPool) -> int:
+    lengths = [row.length for row in gen._engine.requests.values() if row.caches is not None]
+    windows = [group.spec.window for group in pool.groups]
+    starts = [(n, 0 if window is None else max(0, n - window)) for n in lengths for window in windows]
+    return sum(-(-n // pool.block_size) - start // pool.block_size for n, start in starts)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_preempted_requests_deliver_their_solo_tokens_once(kind: str) -> None:
+    model = model_of(kind)
+    specs = [Spec(length, 40, seed=length) for length in (30, 25, 20, 15)]
+    config = PagedConfig(block_size=8, kv_cache_memory=kv_budget(model, 22, 8))
+    gen = run_batch(kind, specs, config, prefill_step_size=16)
+    assert gen.preemptions >= 2
+    assert mlx_paged.pool_of(model).stats().preemptions == gen.preemptions
+    check_released(kind)
+
+
+def test_preemption_with_sliding_windows() -> None:
+    model = model_of("gemma3")
+    specs = [Spec(length, 50, seed=length) for length in (60, 45, 50, 15)]
+    groups = 2
+    gen = run_batch("gemma3", specs, PagedConfig(block_size=8, kv_cache_memory=kv_budget(model, 22 * groups // 2, 8)))
+    assert gen.preemptions >= 1
+    check_released("gemma3")
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_states_are_not_padded(kind: str) -> None:
+    with pytest.warns(mlx_paged.FallThroughWarning):
+        run_batch(kind, specs_of(9, 6), prefill_step_size=100)
+
+
+def test_stock_pads_recurrent_states() -> None:
+    """The defect the test above guards against, so that it is known to look in the right place."""
+    specs = specs_of(4, 4)
+    make_solos("mamba", specs)
+    gen = generator(model_of("mamba"))
+    outcomes: dict[int, Outcome] = {}
+    uids = insert(gen, specs, outcomes)
+    run_all(gen, outcomes)
+    with pytest.raises(AssertionError):
+        for uid, spec in zip(uids, specs, strict=True):
+            check("mamba", spec, outcomes[uid])
+
+
+# Arguments -----------------------------------------------------------------------------------------------------
+
+
+def test_too_large_a_request_is_refused_before_anything_changes() -> None:
+    model = model_of("llama")
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=kv_budget(model, 10, 8)))
+    gen = generator(model)
+    with pytest.raises(RequestTooLargeError, match="80 tokens"):
+        gen.insert([prompt_of(5).tolist(), prompt_of(80).tolist()])
+    assert gen.next() == ([], [])
+    assert gen.insert([prompt_of(5).tolist()], [2]) == [0]
+    assert sum(len(generated) for _, generated in iter(gen.next, ([], []))) == 2
+
+
+def test_segments_end_chunks_and_their_caches_can_be_extracted() -> None:
+    model, prompt = model_of("llama"), prompt_of(60).tolist()
+    spec = Spec(60, 8)
+    make_solos("llama", [spec])
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    gen = generator(model, prefill_step_size=25)
+    (uid,) = gen.insert_segments([[prompt[:30], prompt[30:41], prompt[41:]]], [8])
+    outcomes = {uid: Outcome()}
+    at_ends = []
+    while True:
+        prompts, generated = gen.next()
+        if not prompts and not generated:
+            break
+        collect(outcomes, prompts, generated)
+        for response in prompts:
+            if response.end_of_segment and not response.end_of_prompt:
+                cache, tokens = gen.extract_cache([uid])[uid]
+                assert tokens == prompt[: response.progress[0]]
+                assert cache[0].offset == response.progress[0]
+                at_ends.append((response.progress[0], cache))
+    assert [end for end, _ in at_ends] == [30, 41, 59]
+    assert outcomes[uid].progress == [(25, 60), (30, 60), (41, 60), (59, 60), (60, 60)]
+    check("llama", spec, outcomes[uid])
+    for end, cache in at_ends:
+        (again,) = gen.insert([prompt[end:]], [8], caches=[cache], all_tokens=[prompt[:end]])
+        outcomes = {again: Outcome()}
+        run_all(gen, outcomes)
+        assert outcomes[again].tokens == solo("llama", spec)[0]
+        assert outcomes[again].all_tokens == prompt + solo("llama", spec)[0]
+        assert cache[0].offset == end, "a cache handed in is not written to"
+    del at_ends, cache
+    check_released("llama")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("paged", [True, False])
+def test_caches_handed_in_go_on_where_they_end(kind: str, paged: bool) -> None:
+    model, spec = model_of(kind), Spec(70, 10)
+    make_solos(kind, [spec])
+    stock = make_prompt_cache(model)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    cache = mlx_lm_generate.make_prompt_cache(model) if paged else stock
+    if paged:
+        model(prompt_of(70)[None, :53], cache=cache)
+    else:
+        mlx_paged.remove_patches()
+        model(prompt_of(70)[None, :53], cache=cache)
+        mlx_paged.apply_patches(PagedConfig(block_size=8))
+    gen = generator(model)
+    uids = gen.insert([spec.prompt[53:], spec.prompt], [10, 10], caches=[cache, None])
+    outcomes = {uid: Outcome() for uid in uids}
+    run_all(gen, outcomes)
+    for uid in uids:
+        assert outcomes[uid].tokens == solo(kind, spec)[0]
+    assert cache[0].offset == 53
+
+
+def test_given_cache_survives_preemption() -> None:
+    """Without the tokens behind it, it cannot be computed again: it is kept, only what was added makes room."""
+    model, first, second = model_of("llama"), Spec(30, 40, seed=1), Spec(60, 40, seed=2)
+    make_solos("llama", [first, second])
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=kv_budget(model, 20, 8)))
+    cache = mlx_lm_generate.make_prompt_cache(model)
+    model(mx.array(second.prompt)[None, :50], cache=cache)
+    gen = generator(model)
+    uids = gen.insert([first.prompt, second.prompt[50:]], [40, 40], caches=[None, cache])
+    del cache
+    outcomes = {uid: Outcome() for uid in uids}
+    run_all(gen, outcomes)
+    assert gen.preemptions > 0
+    assert [outcomes[uid].tokens for uid in uids] == [solo("llama", first)[0], solo("llama", second)[0]]
+    check_released("llama")
+
+
+def test_unusable_caches_are_named_and_nothing_is_inserted() -> None:
+    model, other = model_of("llama"), model_of("qwen3")
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    gen = generator(model)
+    good = mlx_lm_generate.make_prompt_cache(model)
+    foreign = mlx_lm_generate.make_prompt_cache(other)
+    model(prompt_of(9)[None], cache=good)
+    mixed = [*good[:2], ConcatenateKVCache()]
+    for bad, message in (
+        (good[:2], "2 layers"),
+        (foreign, "another model"),
+        (mixed, r"layer 2 \(model.layers.2\).*ConcatenateKVCache"),
+        ([ArraysCache(2) for _ in range(3)], r"layer 0 \(model.layers.0\).*ArraysCache"),
+    ):
+        with pytest.raises(PromptCacheError, match=message):
+            gen.insert([[1, 2], [3, 4]], [2, 2], caches=[good, bad])
+        assert gen.next() == ([], [])
+    assert gen.insert([[1, 2]], [2], caches=[good]) == [0]
+
+
+def test_caches_that_have_no_form_for_batches_are_computed_one_by_one() -> None:
+    class Odd(type(model_of("llama"))):
+        def make_cache(self) -> list[Any]:
+            return [KVCache(), ConcatenateKVCache(), KVCache()]
+
+    specs = [Spec(20, 6), Spec(5, 9, 1)]
+    make_solos("llama", specs)
+    odd = Odd(model_of("llama").args)
+    odd.update(model_of("llama").parameters())
+    mlx_paged.apply_patches()
+    with pytest.warns(mlx_paged.FallThroughWarning, match="one by one"):
+        gen = generator(odd)
+    outcomes: dict[int, Outcome] = {}
+    uids = insert(gen, specs, outcomes)
+    run_all(gen, outcomes)
+    for uid, spec in zip(uids, specs, strict=True):
+        check("llama", spec, outcomes[uid])
+    gen.close()
+
+
+def test_bad_arguments_raise_as_in_mlx_lm() -> None:
+    mlx_paged.apply_patches()
+    gen = generator(model_of("llama"))
+    for args in ([[[]]], [[[1]], [0]], [[[1], [2]], [3]]):
+        with pytest.raises(ValueError):
+            gen.insert(*args)
+        assert gen.next() == ([], [])
+
+
+# Options ---------------------------------------------------------------------------------------------------------
+
+
+def test_samplers_processors_and_stop_sequences_are_each_rows_own() -> None:
+    model = model_of("llama")
+    specs = [Spec(20, 24, seed=n) for n in range(5)]
+    make_solos("llama", specs)
+    stop = solo("llama", specs[4])[0][5:7]
+    processors = [None, None, make_logits_processors(repetition_penalty=1.5, repetition_context_size=8), None, None]
+    least = lambda logprobs: mx.argmin(logprobs, axis=-1)  # noqa: E731
+    greedy = make_sampler(temp=0.0)
+    samplers = [None, least, None, greedy, None]
+    machines = [mlx_lm_generate.StopSequences()] * 4 + [mlx_lm_generate.StopSequences([stop])]
+
+    def run() -> list[tuple[list[int], str | None]]:
+        gen = generator(model)
+        options = {"samplers": samplers, "logits_processors": processors, "stop_sequences": machines}
+        uids = gen.insert([s.prompt for s in specs], [24] * 5, **options)
+        outcomes = {uid: Outcome() for uid in uids}
+        run_all(gen, outcomes)
+        return [(outcomes[uid].tokens, outcomes[uid].reason) for uid in uids]
+
+    expected = run()
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    got = run()
+    assert got == expected
+    assert got[4][1] == "stop" and len(got[4][0]) < 24
+    assert got[0][0] == solo("llama", specs[0])[0] == got[0][0]
+    # The same in a pool that makes rows wait and come back.
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=kv_budget(model, 17, 8)))
+    assert run() == expected
+    assert mlx_paged.pool_of(model).stats().preemptions > 0
+
+
+def test_remove_releases_and_returns_caches() -> None:
+    model = model_of("llama")
+    specs = [Spec(20, 10, seed=n) for n in range(4)]
+    make_solos("llama", specs)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    gen = generator(model, completion_batch_size=3, prefill_batch_size=3, prefill_step_size=30)
+    outcomes: dict[int, Outcome] = {}
+    uids = insert(gen, specs, outcomes)
+    assert gen.prompt_cache_nbytes == 0
+    for _ in range(3):
+        collect(outcomes, *gen.next())
+    assert gen.prompt_cache_nbytes > 0
+    caches = gen.remove([uids[0], uids[1], uids[3], 99], return_prompt_caches=True)
+    assert sorted(caches) == [uids[0], uids[1], uids[3]]
+    for index in (0, 1, 3):
+        cache, tokens = caches[uids[index]]
+        assert cache[0].offset == len(tokens)
+        assert tokens == (specs[index].prompt + solo("llama", specs[index])[0])[: len(tokens)]
+    run_all(gen, outcomes)
+    check("llama", specs[2], outcomes[uids[2]])
+    del caches, cache
+    check_released("llama")
+
+
+def test_finished_caches_keep_one_row_until_dropped_and_can_go_on() -> None:
+    model, specs = model_of("llama"), [Spec(20, 4, seed=1), Spec(33, 4, seed=2)]
+    longer = [Spec(20, 12, seed=1), Spec(33, 12, seed=2)]
+    make_solos("llama", specs + longer)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    gen = generator(model)
+    uids = gen.insert([s.prompt for s in specs], [4, 4])
+    finished = {r.uid: r for _, generated in iter(gen.next, ([], [])) for r in generated if r.finish_reason}
+    pool = mlx_paged.pool_of(model)
+    assert pool.stats().live_blocks == 3 + 5
+    assert pool.stats().cow_forks == 0
+    cache = finished.pop(uids[0]).prompt_cache
+    finished.clear()
+    gc.collect()
+    assert pool.stats().live_blocks == 3
+    tokens = solo("llama", longer[0])[0]
+    (uid,) = gen.insert([tokens[3:4]], [8], caches=[_without_last(cache)])
+    outcomes = {uid: Outcome()}
+    run_all(gen, outcomes)
+    assert outcomes[uid].tokens == tokens[4:]
+
+
+def _without_last(cache: list[Any]) -> list[Any]:
+    for layer in cache:
+        layer.trim(1)
+    return cache
+
+
+def test_a_finished_cache_that_nobody_read_makes_room() -> None:
+    model, specs = model_of("llama"), [Spec(60, 2, seed=1), Spec(60, 2, seed=2)]
+    make_solos("llama", specs)
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=kv_budget(model, 12, 8)))
+    gen = generator(model)
+    gen.insert([s.prompt for s in specs], [2, 2])
+    kept = [r for _, generated in iter(gen.next, ([], [])) for r in generated]
+    assert [r.token for r in kept] == [t for s in specs for t in solo("llama", s)[0]]
+    with pytest.raises(PromptCacheError, match="given up"):
+        _ = kept[1].prompt_cache
+    assert kept[3].prompt_cache[0].offset == 62
+
+
+def test_batch_generate_equals_stock(capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.patches.test_parity import PlainTokenizer
+
+    model, tokenizer = model_of("llama"), PlainTokenizer()
+    prompts = [prompt_of(n, seed=n).tolist() for n in (3, 40, 17)]
+    options = {"max_tokens": [9, 5, 7], "return_prompt_caches": True, "return_token_ids": True}
+
+    def run() -> Any:
+        return mlx_lm_generate.batch_generate(model, tokenizer, prompts, return_logprobs=True, verbose=True, **options)
+
+    expected = run()
+    mlx_paged.apply_patches()
+    got = run()
+    assert (got.texts, got.token_ids) == (expected.texts, expected.token_ids)
+    np.testing.assert_allclose(np.concatenate(got.logprobs), np.concatenate(expected.logprobs), atol=1e-4)
+    assert got.stats.prompt_tokens == sum(len(p) - 1 for p in prompts)
+    assert got.stats.generation_tokens == expected.stats.generation_tokens == 21
+    assert got.stats.prompt_time > 0 and got.stats.decode_time > 0
+    assert [cache[0].offset for cache in got.caches] == [12, 45, 24]
+    assert "Finished processing 3/3" in capsys.readouterr().out
+
+
+def test_the_patch_replaces_the_class_where_it_was_imported_and_goes_again() -> None:
+    import mlx_lm.server
+
+    original = mlx_lm_generate.BatchGenerator
+    mlx_paged.apply_patches()
+    replaced = mlx_lm_generate.BatchGenerator
+    assert replaced is not original and issubclass(replaced, original)
+    assert mlx_lm.server.BatchGenerator is replaced
+    mlx_paged.remove_patches()
+    assert mlx_lm_generate.BatchGenerator is original is mlx_lm.server.BatchGenerator
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "llama-sliding", "gemma3"])
+def test_the_pool_does_not_grow_beyond_what_its_requests_can_need(kind: str, in_place: bool) -> None:
+    lengths, num_tokens = (200, 5, 60, 90, 40), 20
+    with fake_kernels() if in_place else contextlib.nullcontext():
+        mlx_paged.apply_patches(PagedConfig(block_size=8))
+        model = build(kind, head_dim=64)
+        gen = generator(model, completion_batch_size=4)
+        uids = gen.insert([prompt_of(n, seed=n).tolist() for n in lengths], [num_tokens] * len(lengths))
+        run_all(gen, {uid: Outcome() for uid in uids})
+        pool = mlx_paged.pool_of(model)
+        assert all(group.in_place == in_place for group in pool.groups)
+        most = sum(-(-(n + num_tokens) // 8) for n in lengths)
+        assert all(group.allocator.num_blocks - 1 <= most for group in pool.groups)
+        total = pool.stats().total_blocks
+        # Another that may generate without end: as ever, with some room.
+        nearly_all = max(group.allocator.num_blocks for group in pool.groups) * 8 - 16
+        uids = gen.insert([prompt_of(nearly_all).tolist()], [1 << 40])
+        while pool.stats().total_blocks == total:
+            gen.next()
+        assert pool.stats().total_blocks > total + 1
+        gen.remove(uids)
+        pool.check_integrity()
+
+
+def test_many_steps_leave_no_chain_of_graph_nodes(tmp_path) -> None:
+    for kind in ("gemma3", "falcon_h1"):
+        mlx_paged.apply_patches(PagedConfig(block_size=8))
+        model = model_of(kind)
+        gen = generator(model)
+        gen.insert([prompt_of(n).tolist() for n in (1, 5, WINDOW)], [400] * 3)
+        for _ in range(80):
+            gen.next()
+        batch = gen._engine.batch
+        held = [x for cache in batch._caches for x in _arrays(cache)] + [batch._inputs]
+        mx.export_to_dot(str(tmp_path / "graph.dot"), *held)
+        nodes = (tmp_path / "graph.dot").read_text().count("shape=rectangle")
+        assert nodes <= 4 * len(model.layers), f"{kind}: {nodes} nodes"
+        mlx_paged.remove_patches()
+
+
+def _arrays(cache: Any) -> list[mx.array]:
+    found = []
+    for leaf in getattr(cache, "caches", (cache,)):
+        for value in (*getattr(leaf, "cache", ()), *leaf.__dict__.values(), getattr(leaf, "offset", None)):
+            if isinstance(value, mx.array):
+                found.append(value)
+        if hasattr(leaf, "pool"):
+            found += [x for x in leaf.pool.layer(leaf.layer).storage.__dict__.values() if isinstance(x, mx.array)]
+    return found
+
+
+# In place, through the kernel ------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("kernels", "no_fall_through")
+@pytest.mark.parametrize("num_blocks", [None, 40])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_in_place_pools_and_kernels_give_each_row_its_solo_tokens(kind: str, num_blocks: int | None) -> None:
+    model = build(kind, head_dim=64)
+    lengths = (1, 90, 33, 8, 50, 130)
+    expected = [greedy(model, prompt_of(n, seed=n), 24) for n in lengths]
+    budget = None if num_blocks is None else 2 * kv_budget(model, num_blocks, 8)
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=budget, kernel="on"))
+    gen = generator(model, prefill_step_size=48)
+    uids = gen.insert([prompt_of(n, seed=n).tolist() for n in lengths], [24] * len(lengths))
+    outcomes = {uid: Outcome() for uid in uids}
+    run_all(gen, outcomes)
+    for uid, (tokens, logprobs) in zip(uids, expected, strict=True):
+        assert outcomes[uid].tokens == tokens
+        assert np.abs(np.stack(outcomes[uid].logprobs) - logprobs).max() < 5e-3
+    assert "kernel" in {choice.path for choice in mlx_paged.dispatch_counts()}
+    assert mlx_paged.last_dispatch().path == "kernel"
+    pool = mlx_paged.pool_of(model)
+    assert all(group.in_place for group in pool.groups)
+    pool.check_integrity()
+    assert pool.stats().live_blocks == 0
+
+
+# Prefixes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("num_blocks", [None, 20])
+def test_prefixes_are_adopted_and_donated_and_make_room(kind: str, num_blocks: int | None) -> None:
+    model = model_of(kind)
+    specs = [Spec(60, 8, seed=1), Spec(60, 20, seed=1), Spec(37, 8, seed=2), Spec(1, 4, seed=3), Spec(60, 8, seed=1)]
+    make_solos(kind, specs)
+    budget = None if num_blocks is None else kv_budget(model, num_blocks * (1 if kind == "llama" else 2), 8)
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=budget))
+    pool = mlx_lm_generate.make_prompt_cache(model)[0].pool
+    store = SharedPrefixes(RadixTree(pool))
+    gen = generator(model, prefixes=store, completion_batch_size=3, prefill_batch_size=3)
+    for part in (specs[:1], specs[1:]):
+        outcomes: dict[int, Outcome] = {}
+        insert(gen, part, outcomes)
+        run_all(gen, outcomes)
+        for outcome, spec in zip(outcomes.values(), part, strict=True):
+            assert outcome.tokens == solo(kind, spec)[0]
+            assert np.abs(np.stack(outcome.logprobs) - solo(kind, spec)[1]).max() < 1e-4
+            assert outcome.all_tokens == spec.prompt + outcome.tokens
+        pool.check_integrity()
+    stats = pool.stats()
+    if kind == "llama":  # behind a window, a prefix shorter than what was donated may be held no more
+        assert stats.prefix_hit_tokens >= 2 * 59
+        assert num_blocks is None or stats.evictions > 0
+    assert stats.live_blocks == stats.cached_blocks > 0

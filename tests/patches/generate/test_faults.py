@@ -1,0 +1,263 @@
+"""Faults at every call that a part of a request's life makes: the request fails, and nothing else does."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.engine import sharing, snapshots
+from mlx_paged.errors import RequestFailedError
+from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
+from mlx_paged.prefix.detached import SharedPrefixes
+from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import NoPrefixStore
+from tests.support.batch_runs import kv_budget, mlx_lm_generate
+from tests.support.builders import build, greedy, prompt_of
+from tests.support.recurrent import build_recurrent
+
+BLOCK = 8
+ROOT = Path(mlx_paged.__file__).parent
+WATCHED = {str(path) for folder in ("kv", "cache", "prefix") for path in (ROOT / folder).rglob("*.py")}
+WATCHED |= {sharing.__file__, snapshots.__file__}
+
+
+class Injected(RuntimeError):
+    """The fault."""
+
+
+class Faults:
+    """Counts the calls into the watched files that are made inside of watched methods, and raises at one of them.
+
+    Attributes:
+        paths: without a fault, the first and the last call by each chain of callers.
+    """
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at = at
+        self.calls = 0
+        self.paths: dict[tuple[str, ...], tuple[int, int]] = {}
+        self.where = ""
+        self.is_after_the_end = False  # raised in giving up what a finished request had left
+
+    def watch(self, owner: Any, name: str) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        @functools.wraps(original)
+        def watched(*args: Any, **options: Any) -> Any:
+            with self._counting():
+                return original(*args, **options)
+
+        setattr(owner, name, watched)
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        if self.where or sys.getprofile() is not None:  # raised already, or inside of another watched method
+            yield
+            return
+        sys.setprofile(self._profile)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def _profile(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        # A lambda may be the callback of a weak reference, where nothing can be raised.
+        # A generator is also "called" to be closed, where Python drops what it raises.
+        if event != "call" or code.co_filename not in WATCHED or code.co_name in ("<lambda>", "<genexpr>"):
+            return
+        self.calls += 1
+        if self.at is None:
+            chain: list[str] = []
+            caller: FrameType | None = frame
+            while caller is not None and caller.f_code.co_name != "watched":
+                chain.append(caller.f_code.co_qualname)
+                caller = caller.f_back
+            first, _ = self.paths.setdefault(tuple(chain), (self.calls, self.calls))
+            self.paths[tuple(chain)] = (first, self.calls)
+        if self.calls == self.at:
+            self.where = f"{Path(code.co_filename).name}:{code.co_qualname}"
+            above: FrameType | None = frame
+            while above is not None:
+                self.is_after_the_end |= above.f_code.co_qualname == "Response.drop_cache"
+                above = above.f_back
+            raise Injected(self.where)
+
+
+@functools.cache
+def model_of(kind: str) -> Any:
+    """As small as its kind allows: what is counted here is calls."""
+    return build_recurrent(kind) if kind in ("falcon_h1", "qwen3_next", "mamba") else build(kind)
+
+
+SYSTEM = prompt_of(3 * BLOCK + 3, seed=1).tolist()
+PROMPTS = [SYSTEM + prompt_of(5 + n, seed=10 + n).tolist() for n in range(3)] + [prompt_of(30, seed=2).tolist()]
+
+
+@functools.cache
+def solos(kind: str, new: int) -> list[list[int]]:
+    return [greedy(model_of(kind), mx.array(prompt), new)[0] for prompt in PROMPTS]
+
+
+class Scene:
+    """A generator over a pool of its own, with or without a prefix cache, and with or without caches handed in."""
+
+    def __init__(self, kind: str, prefixes: bool, given: bool, num_blocks: int | None = None, new: int = 4) -> None:
+        self.new, self.expected = new, solos(kind, new)
+        model = model_of(kind)
+        budget = None if num_blocks is None else kv_budget(model, num_blocks, BLOCK)
+        mlx_paged.apply_patches(PagedConfig(block_size=BLOCK, kv_cache_memory=budget))
+        self.pool = mlx_paged.pool_of(model)
+        if self.pool is None:
+            mlx_lm_generate.make_prompt_cache(model)
+            self.pool = mlx_paged.pool_of(model)
+        caches = mlx_lm_generate.make_prompt_cache(model)
+        all_paged = all(hasattr(cache, "sequence") for cache in caches)
+        self.tree = RadixTree(self.pool) if prefixes and all_paged else None
+        store: Any = SharedPrefixes(self.tree) if self.tree is not None else NoPrefixStore() if prefixes else None
+        self.gen = PagedBatchGenerator(model, prefixes=store, prefill_step_size=16, completion_batch_size=3)
+        self.caches: list[Any] | None = None
+        if given:
+            model(mx.array(SYSTEM)[None], cache=caches)
+            mx.eval([cache.state for cache in caches])
+            self.caches = caches
+
+    def run(self) -> list[RequestFailedError]:
+        """All requests to their ends; the failures."""
+        shared = len(SYSTEM)
+        if self.caches is None:
+            uids = self.gen.insert(PROMPTS, [self.new] * len(PROMPTS))
+        else:
+            tails = [prompt[shared:] if prompt[:shared] == SYSTEM else prompt for prompt in PROMPTS]
+            caches = [self.caches if prompt[:shared] == SYSTEM else None for prompt in PROMPTS]
+            told = [SYSTEM if cache is not None else [] for cache in caches]
+            uids = self.gen.insert(tails, [self.new] * len(PROMPTS), caches=caches, all_tokens=told)
+        tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+        failures: dict[int, RequestFailedError] = {}
+        while True:
+            try:
+                prompts, generated = self.gen.next()
+            except RequestFailedError as error:
+                assert error.uid not in failures
+                failures[error.uid] = error
+                continue
+            if not prompts and not generated:
+                break
+            response = None
+            for response in generated:
+                assert response.uid not in failures
+                tokens[response.uid].append(response.token)
+            del prompts, generated, response  # with the caches of finished requests
+        for uid, expected in zip(uids, self.expected, strict=True):
+            got = tokens[uid]
+            assert got == (expected[: len(got)] if uid in failures else expected)
+            assert uid not in failures or len(got) < self.new  # a request ends in one way
+        return list(failures.values())
+
+    def check(self) -> None:
+        gc.collect()  # an error's frames may hold tables; that they let go by themselves is tested elsewhere
+        engine = self.gen._engine
+        assert not engine.requests and not len(engine.scheduler) and not engine.batch.rows and not engine._noted
+        self.pool.collect()
+        self.pool.check_integrity()
+        held = 0
+        if self.caches is not None:
+            sequence = next(cache.sequence for cache in self.caches if hasattr(cache, "sequence"))
+            held = sum(table.num_blocks for table in sequence.tables)
+        if self.tree is not None:
+            self.tree.check_integrity()
+        snapshots = engine.sharing if self.tree is None else None
+        if snapshots is not None:
+            assert not snapshots._latest
+            while snapshots.evict():
+                pass
+            self.pool.collect()
+        stats = self.pool.stats()
+        assert stats.live_blocks == stats.cached_blocks + held, stats
+
+
+# Parts of a request's life, by the engine's methods that are theirs.
+PARTS = {
+    "admission": ["admit", "must_wait", "fits"],
+    "making room": ["release"],
+    "joining": ["_join", "_reserve"],
+    "finishing": ["_deliver", "_remove_from_batch", "_finish"],
+    "inserting a chunk": ["sharing.insert_chunk"],
+}
+SCENES = {
+    "plain": ("llama", False, False),
+    "plain, prefixes": ("llama", True, False),
+    "plain, caches given": ("llama", False, True),
+    "plain, prefixes, tight": ("llama", True, False, 13, 30),
+    "windows": ("gemma3", False, False),
+    "windows, prefixes": ("llama-sliding", True, False),
+    "windows, prefixes, caches given": ("llama-sliding", True, True),
+    "hybrid": ("falcon_h1", False, False),
+    "hybrid, snapshots": ("qwen3_next", True, False),
+    "hybrid, caches given": ("qwen3_next", False, True),
+}
+CASES = [(scene, "admission") for scene in SCENES]
+CASES += [("plain, prefixes, tight", "making room"), ("plain, prefixes", "joining"), ("hybrid, snapshots", "joining")]
+CASES += [("windows, prefixes", "finishing"), ("hybrid, snapshots", "finishing")]
+CASES += [("windows, prefixes", "inserting a chunk")]
+SAMPLE = 3  # faults of a case outside of the exhaustive run
+
+
+def watched(scene: Scene, part: str, at: int | None = None) -> Faults:
+    faults = Faults(at)
+    for name in PARTS[part]:
+        owner, _, method = f"_engine.{name}".rpartition(".")
+        faults.watch(operator.attrgetter(owner)(scene.gen), method)
+    return faults
+
+
+def with_fault(scene_name: str, part: str, at: int) -> None:
+    mlx_paged.remove_patches()
+    scene = Scene(*SCENES[scene_name])
+    faults = watched(scene, part, at)
+    failures = scene.run()
+    assert faults.where, "the calls of two runs differ"
+    assert len(failures) <= 1, [str(failure) for failure in failures]
+    assert all(isinstance(failure.__cause__, Injected) for failure in failures)
+    assert failures or part != "admission" or faults.is_after_the_end, f"{faults.where} was swallowed"
+    del failures
+    scene.check()
+    assert not scene.run(), "the state is of no use any more"
+    scene.check()
+
+
+def calls_of(scene_name: str, part: str) -> list[int]:
+    """The calls to raise at: of each chain of callers the first and the last."""
+    mlx_paged.remove_patches()
+    scene = Scene(*SCENES[scene_name])
+    faults = watched(scene, part)
+    assert not scene.run()
+    scene.check()
+    assert faults.calls > 0, "the scene has no such part"
+    return sorted({call for ends in faults.paths.values() for call in ends})
+
+
+@pytest.mark.parametrize("scene, part", CASES)
+def test_a_fault_in_a_part_of_one_requests_life_is_that_requests_failure(scene: str, part: str) -> None:
+    calls = calls_of(scene, part)
+    for index in range(SAMPLE):
+        with_fault(scene, part, calls[index * (len(calls) - 1) // (SAMPLE - 1)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scene, part", CASES)
+def test_a_fault_at_every_call_of_a_part_of_one_requests_life(scene: str, part: str) -> None:
+    for at in calls_of(scene, part):
+        with_fault(scene, part, at)

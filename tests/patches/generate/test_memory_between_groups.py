@@ -1,0 +1,254 @@
+"""What the batch generator accepts runs, whatever came before, in budgets from barely enough to ample; and when nothing
+is left to do, memory goes back."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.engine import engine
+from mlx_paged.errors import RequestTooLargeError
+from mlx_paged.kv.budget import PoolBudget
+from mlx_paged.kv.pool import BlockPool
+from mlx_paged.patches import registry
+from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
+from mlx_paged.patches.cache.prompt_cache import factory_of
+from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
+from mlx_paged.patches.server import tidying
+from mlx_paged.prefix.spill import SpillStore
+from tests.support.builders import build, greedy, prompt_of
+from tests.support.fake_kernels import fake_kernels
+
+CHUNK, SIZE = 32, 8
+
+
+@functools.cache
+def model_of(kind: str) -> Any:
+    """Small, with a sliding window of 24 tokens in two layers of three."""
+    if kind == "gemma3":
+        return build("gemma3", num_hidden_layers=3, sliding_window=24)
+    layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    return build("llama-sliding", num_hidden_layers=3, layer_types=layers, sliding_window=24)
+
+
+@functools.cache
+def solo(kind: str, length: int, seed: int) -> list[int]:
+    assert not mlx_paged.patches.is_applied()
+    return greedy(model_of(kind), prompt_of(length, seed), 24)[0]
+
+
+class Run:
+    """A generator over a pool with a budget of so many blocks of one layer."""
+
+    def __init__(self, kind: str, layer_blocks: int, *, cached: bool, spill: SpillStore | None = None, rows: int = 6):
+        registry.remove_patches()  # with its pool
+        layer_block = SIZE * 2 * 2 * 32 * 4
+        mlx_paged.apply_patches(PagedConfig(block_size=SIZE, kv_cache_memory=layer_blocks * layer_block))
+        self.cached, self.model = cached, model_of(kind)
+        caches = factory_of(self.model, None)()
+        pool = mlx_paged.pool_of(self.model)
+        assert pool is not None
+        self.pool: BlockPool = pool
+        self.prompts = PagedPromptCache(None, spill=spill, identify=lambda key: "weights" if spill else None)
+        self.prompts.learn_layout("key", caches)
+        prefixes = self.prompts.shared_prefixes("key", pool) if cached else None
+        self.gen = PagedBatchGenerator(
+            self.model,
+            prefixes=prefixes,
+            completion_batch_size=rows,
+            prefill_batch_size=rows,
+            prefill_step_size=CHUNK,
+        )
+        self.expected: dict[int, list[int]] = {}
+        self.got: dict[int, list[int]] = {}
+
+    def insert(self, length: int, num_tokens: int, seed: int, expected: list[int] | None = None) -> None:
+        (uid,) = self.gen.insert([prompt_of(length, seed).tolist()], [num_tokens])
+        if expected is not None:
+            self.expected[uid] = expected[:num_tokens]
+        self.got[uid] = []
+
+    def step(self) -> bool:
+        prompts, generated = self.gen.next()  # a request that failed raises
+        for response in generated:
+            self.got[response.uid].append(response.token)
+        assert self.pool.stats().bytes_reserved <= self.pool.memory_budget
+        return bool(prompts or generated)
+
+    def finish(self) -> None:
+        while self.step():
+            pass
+        for uid, expected in self.expected.items():
+            assert self.got[uid] == expected
+        self.pool.check_integrity()
+        if self.cached:
+            self.prompts.tree_of(self.pool).check_integrity()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_long_prompt_runs_after_a_burst_of_short_ones(cached: bool) -> None:
+    """The burst fills the window group's tensors; the long prompt needs the memory in the global group."""
+    for rounds in range(2):
+        run = Run("gemma3", 260, cached=cached, rows=24)
+        budget = PoolBudget(run.pool, chunk=CHUNK)
+        longest = max(n for n in range(1, 2000, 7) if budget.holds(n + 4))
+        for seed in range(24):
+            run.insert(30, 8, seed)
+        run.finish()
+        if rounds:
+            assert run.pool.groups[0].bytes_reserved > run.pool.memory_budget // 3
+        for seed in (100, 101):
+            run.insert(longest, 4, seed)
+            run.finish()
+        for seed in range(24):
+            run.insert(30, 8, seed)
+        run.finish()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("kind", ["gemma3", "llama-sliding"])
+def test_the_longest_prompt_that_is_accepted_runs(kind: str, cached: bool) -> None:
+    """In a fresh pool and at once again: with the prefix cache its own prefix takes memory of both groups."""
+    for layer_blocks in (40, 61, 90):
+        run = Run(kind, layer_blocks, cached=cached)
+        lengths = []
+        for length in range(8, 2000, 8):
+            try:
+                run.insert(length, 2, length)
+            except RequestTooLargeError:
+                break
+            lengths.append(length)
+            run.gen.remove(list(run.got))
+        assert lengths and lengths[-1] < 8 * layer_blocks
+        for length in (lengths[-1], lengths[-1], lengths[len(lengths) // 2], lengths[-1] - 3):
+            run.insert(length, 2, length)
+            run.finish()
+            run.insert(length, 2, 7)
+            run.finish()
+
+
+def test_a_cache_that_came_with_a_request_counts_as_well() -> None:
+    """It stays as it is, and what is computed goes on behind a copy: refused at once where both do not fit."""
+    for layer_blocks, accepted in ((50, False), (64, True)):
+        run = Run("gemma3", layer_blocks, cached=False)
+        caches = make_prompt_cache(run.model)
+        tokens = prompt_of(100, seed=1)
+        for start in range(0, 100, CHUNK):
+            run.model(tokens[None, start : start + CHUNK], cache=caches)
+        if accepted:
+            run.gen.insert([prompt_of(140, seed=2).tolist()], [3], caches=[caches])
+            assert sum(len(generated) for _, generated in iter(run.gen.next, ([], []))) == 3
+        else:
+            with pytest.raises(RequestTooLargeError):
+                run.gen.insert([prompt_of(140, seed=2).tolist()], [3], caches=[caches])
+            assert run.gen.next() == ([], [])
+
+
+LENGTHS = (1, 8, 23, 31, 40, 64, 97, 150)
+
+
+def random_history(kind: str, seed: int, *, in_place: bool, tmp_path: Any) -> int:
+    """Requests at random, some cancelled, some sharing prefixes. Returns how often memory moved."""
+    rng = random.Random(seed)
+    registry.remove_patches()
+    pairs = [(length, number) for number in range(2) for length in LENGTHS]  # prompts of a number begin alike
+    solos = {pair: solo(kind, *pair) for pair in pairs}
+    cached = rng.random() < 0.7
+    spill = SpillStore(tmp_path / str(seed)) if cached and rng.random() < 0.3 else None
+    with fake_kernels() if in_place else contextlib.nullcontext():
+        probe = PoolBudget(Run(kind, 1 << 20, cached=cached).pool, chunk=CHUNK)
+        layer_block = SIZE * 2 * 2 * 32 * 4
+        least = 1
+        probe.pool.memory.budget = layer_block
+        while not probe.holds(LENGTHS[-1] + 25):
+            least += 1
+            probe.pool.memory.budget = least * layer_block
+        del probe
+        run = Run(kind, least + rng.choice([0, 1, 3, 10, 40, 200]), cached=cached, spill=spill, rows=rng.randint(1, 8))
+        for _ in range(rng.randint(3, 5)):
+            burst = rng.sample(pairs, rng.randint(1, 8))
+            for length, number in burst:
+                run.insert(length, rng.randint(1, 24), number, solos[length, number])
+            for _ in range(rng.choice([0, 5, 10_000])):
+                if not run.step():
+                    break
+                if rng.random() < 0.02 and run.expected:
+                    uid = rng.choice(list(run.expected))
+                    run.gen.remove([uid])
+                    del run.expected[uid]
+            if rng.random() < 0.3:
+                run.pool.return_memory()  # between steps, while requests run, too
+            if rng.random() < 0.3:
+                run.prompts.tidy()
+        run.finish()
+        assert all(group.in_place == in_place for group in run.pool.groups)
+        return run.pool.stats().shrinks
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("kind", ["gemma3", "llama-sliding"])
+def test_random_histories_run_and_equal_solo_runs(kind: str, in_place: bool, tmp_path: Any) -> None:
+    assert sum(random_history(kind, seed, in_place=in_place, tmp_path=tmp_path) for seed in range(5)) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma3", "llama-sliding"])
+def test_many_random_histories(kind: str, tmp_path: Any) -> None:
+    for seed in range(5, 300):
+        random_history(kind, seed, in_place=seed % 5 == 0, tmp_path=tmp_path)
+
+
+# Idle -------------------------------------------------------------------------------------------------------------
+
+
+def settled_bytes(pool: BlockPool) -> int:
+    """Live and cached blocks, and one growth step."""
+    return sum(g.bytes_per_block * g.idle_size(pool.memory_budget) for g in pool.groups)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_an_idle_generator_gives_memory_back(cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("gemma3", 40_000, cached=cached, rows=16)
+    for seed in range(4):
+        run.insert(100, 4, seed)
+    run.finish()
+    for group in range(2):
+        run.pool.release(group, run.pool.allocate(group, 500))
+    reserved = run.pool.stats().bytes_reserved
+    run.step()
+    assert run.pool.stats().bytes_reserved == reserved  # not before some seconds have gone by
+    monkeypatch.setattr(engine, "IDLE_SECONDS", 0)
+    active = mx.get_active_memory()
+    run.step()
+    stats = run.pool.stats()
+    assert stats.bytes_in_use <= stats.bytes_reserved <= settled_bytes(run.pool)
+    if not cached:
+        assert stats.bytes_reserved < reserved // 4
+        assert active - mx.get_active_memory() > reserved // 2
+    expected = run.pool.stats().shrinks
+    run.step()
+    assert run.pool.stats().shrinks == expected
+    run.insert(100, 4, 3)
+    run.finish()
+
+
+def test_an_idle_server_gives_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("gemma3", 40_000, cached=False)
+    run.insert(300, 4, 0)
+    run.finish()
+    run.pool.release(0, run.pool.allocate(0, 600))
+    reserved = run.pool.stats().bytes_reserved
+    server = tidying.Tidying()
+    for worked_ago, given_back in ((1, False), (6, True)):
+        server._worked_at = tidying.time.monotonic() - worked_ago
+        server.while_idle(None, (run.model, None), lambda: True)
+        assert (run.pool.stats().bytes_reserved < reserved) == given_back
+    assert server._worked_at is None

@@ -1,0 +1,144 @@
+"""A kernel text that only a later step needs and that does not compile: every request goes on, over gathered blocks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step, speculative_generate_step
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.attention import dispatch
+from mlx_paged.engine.compiled import compiled_step
+from mlx_paged.kernels.trial import Text
+from tests.support.batch_runs import Outcome, generator, run_all
+from tests.support.broken_texts import Launched, broken_texts
+from tests.support.builders import build, perturbed, prompt_of
+from tests.support.fake_kernels import fake_kernels
+from tests.support.traceable_kernels import traceable_kernels
+
+pytestmark = pytest.mark.usefixtures("no_fall_through")
+KINDS = ["llama", "llama-sliding", "gemma3"]
+MODELS = {kind: build(kind, head_dim=64) for kind in KINDS}
+
+
+@pytest.fixture(autouse=True)
+def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "prepares_plans", lambda: False)
+
+
+def many_rows(text: Text) -> bool:
+    return text.body == "paged_decode" and "ends" not in text.few
+
+
+def several_partitions(text: Text) -> bool:
+    return dict(text.constants).get("SINGLE") is False
+
+
+def merge(text: Text) -> bool:
+    return text.body == "merge_partitions"
+
+
+def solo(model: Any, prompt: mx.array, count: int) -> list[int]:
+    return [token for token, _ in generate_step(prompt, model, max_tokens=count)]
+
+
+@contextmanager
+def one_text_broken(model: Any, is_broken: Callable[[Text], bool], **config: Any) -> Iterator[Launched]:
+    """Paged, over stand-ins. At the end: the text was met, one warning was given, the dispatch says why blocks were
+    gathered since then, and no block is held."""
+    with fake_kernels(), broken_texts(is_broken) as launched, warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        mlx_paged.apply_patches(PagedConfig(block_size=8, **config))
+        yield launched
+        assert sum(map(is_broken, launched.texts)) == 1, "it was tried once, and never launched in a step"
+        off = [str(warning.message) for warning in given if " is off: " in str(warning.message)]
+        assert len(off) == 1 and "it does not compile" in off[0]
+        choices = mlx_paged.dispatch_counts()
+        assert any(choice.path == "gather" and "it does not compile" in choice.reason for choice in choices)
+        assert any(choice.path == "kernel" for choice in choices)
+        pool = mlx_paged.pool_of(model)
+        assert any(why for group in pool.groups for why in group.declined.values())
+        pool.check_integrity()
+        assert pool.stats().live_blocks == 0
+        mlx_paged.remove_patches()
+
+
+@pytest.mark.parametrize("is_broken", [several_partitions, merge])
+@pytest.mark.parametrize(("kind", "patience"), [("llama", 0), ("gemma3", 10**6)])
+def test_a_generation_whose_table_grows_goes_on(
+    monkeypatch: pytest.MonkeyPatch, kind: str, patience: int, is_broken: Callable[[Text], bool]
+) -> None:
+    """With compiled steps and without; 16 blocks of 8 are one partition, more of them are several."""
+    monkeypatch.setattr(compiled_step, "PATIENCE", patience)
+    model, prompt = MODELS[kind], prompt_of(110)
+    stock = solo(model, prompt, 40)
+    with one_text_broken(model, is_broken, kernel="on"):
+        assert solo(model, prompt, 40) == stock
+
+
+@pytest.mark.parametrize(("kind", "patience"), [("llama", 0), ("llama-sliding", 10**6), ("gemma3", 10**6)])
+def test_a_batch_that_gets_more_rows_goes_on(monkeypatch: pytest.MonkeyPatch, kind: str, patience: int) -> None:
+    monkeypatch.setattr(compiled_step, "PATIENCE", patience)
+    model = MODELS[kind]
+    prompts = [prompt_of(5 + 9 * row, seed=row) for row in range(9)]
+    stock = [solo(model, prompt, 20) for prompt in prompts]
+    with one_text_broken(model, many_rows):
+        gen = generator(model)
+        outcomes: dict[int, Outcome] = {}
+        for part in (prompts[:3], prompts[3:]):
+            uids = gen.insert([prompt.tolist() for prompt in part], [20] * len(part))
+            outcomes.update((uid, Outcome()) for uid in uids)
+            for _ in range(6):
+                _, generated = gen.next()
+                for response in generated:
+                    outcomes[response.uid].tokens.append(response.token)
+        run_all(gen, outcomes)
+        assert [outcome.tokens for outcome in outcomes.values()] == stock
+        assert all(outcome.reason == "length" for outcome in outcomes.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_few_tokens_of_several_rows_go_on(kind: str) -> None:
+    """Rows of a batch get different numbers of tokens in one launch; its text is the first that does not compile."""
+    model = MODELS[kind]
+    prompts = [prompt_of(length, seed=length) for length in (3, 5, 7, 8)]
+    stock = [solo(model, prompt, 12) for prompt in prompts]
+    with one_text_broken(model, many_rows):
+        assert solo(model, prompts[0], 12) == stock[0]
+        gen = generator(model)
+        outcomes = {uid: Outcome() for uid in gen.insert([prompt.tolist() for prompt in prompts], [12] * 4)}
+        run_all(gen, outcomes)
+        assert [outcome.tokens for outcome in outcomes.values()] == stock
+
+
+def test_a_verification_of_drafts_goes_on() -> None:
+    model, draft, prompt = MODELS["llama"], perturbed("llama", 0.02, head_dim=64), prompt_of(60)
+
+    def run() -> list[int]:
+        return [t for t, _, _ in speculative_generate_step(prompt, model, draft, num_draft_tokens=7, max_tokens=40)]
+
+    stock = run()
+    with one_text_broken(model, many_rows):
+        assert run() == stock
+
+
+def test_a_text_is_tried_while_mlx_traces_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled step has 4 rows more than the batch, and so a text of its own."""
+    monkeypatch.setattr(compiled_step, "PATIENCE", 0)
+    monkeypatch.setattr(compiled_step, "padded_rows", lambda num_rows: num_rows + 8)
+    model, prompt = MODELS["llama"], prompt_of(20)
+    stock = solo(model, prompt, 12)
+    for is_broken in (many_rows, lambda text: False):
+        with traceable_kernels(), broken_texts(is_broken) as launched, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mlx_paged.apply_patches(PagedConfig(block_size=8))
+            got = solo(model, prompt, 12)
+            assert any(many_rows(text) for text in launched.texts)
+            assert got == stock if is_broken is many_rows else got[:2] == stock[:2]
+            mlx_paged.remove_patches()

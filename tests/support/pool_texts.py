@@ -1,0 +1,19 @@
+"""The texts that a pool in place cannot do without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+
+from mlx_paged.kernels.decode_spec import pool_constants_of
+from mlx_paged.kernels.launch_shape import Variant
+from mlx_paged.kernels.trial import Text
+
+
+def pool_texts(variant: Variant) -> Iterator[Text]:
+    """The texts that write, read and copy blocks of a variant's pool."""
+    constants = pool_constants_of(variant.dtype, variant.head_dim, variant.value_dim, variant.block_size)
+    yield Text("write_slots", (*constants, ("S", mx.int32)))
+    yield Text("gather_blocks", constants)
+    yield Text("copy_blocks", constants)

@@ -1,0 +1,18 @@
+"""Requests without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import mlx.core as mx
+
+from mlx_paged.engine.request import Request
+
+
+def request_of(uid: int, prompt_length: int, boundaries: Sequence[int] = ()) -> Request:
+    """A request for a prompt of so many tokens, whose segments end at these positions and at its end."""
+    segments = [[1] * (end - begin) for begin, end in pairwise([0, *boundaries, prompt_length])]
+    return Request(
+        uid, segments, max_tokens=8, caches=[], history=[], sampler=mx.argmax, processors=[], matcher=None
+    )  # fmt: skip
