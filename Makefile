@@ -7,7 +7,7 @@ PYTEST_ARGS ?= -ra
 # What the doctor of "make check-gpu" finds, and the kernels' texts of "make compile-metal".
 REPORT ?= out/doctor.json
 METAL ?= out/metal
-# One MLX process uses about one core on a CPU.
+# One MLX process uses about one core on a CPU. Each gets a run of neighbouring tests, which share models and servers.
 PYTEST_JOBS ?= 2
 BENCH ?= scripts/bench.py
 BENCH_ARGS ?= --random llama-135m --synthetic-context --out out/bench
@@ -96,11 +96,11 @@ demo: $(STAMP)
 
 test: $(DEV_STAMP)
 	@$(PY) scripts/demo_model.py >/dev/null
-	$(PY) -m pytest -n $(PYTEST_JOBS) -m "not slow" $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(PYTEST_JOBS) --dist worksteal --durations 10 -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(DEV_STAMP)
 	@$(PY) scripts/demo_model.py >/dev/null
-	HYPOTHESIS_PROFILE=default $(PY) -m pytest -n $(PYTEST_JOBS) -m slow $(PYTEST_ARGS)
+	HYPOTHESIS_PROFILE=default $(PY) -m pytest -n $(PYTEST_JOBS) --dist worksteal -m slow $(PYTEST_ARGS)
 
 # Not "pytest -n": one process at a time has the GPU.
 check-gpu: $(DEV_STAMP)

@@ -259,7 +259,7 @@ class GeneratorMachine(RuleBasedStateMachine):
 
 TestGeneratorMachine = GeneratorMachine.TestCase
 TestGeneratorMachine.settings = settings(
-    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=12, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -270,22 +270,27 @@ def test_many_random_histories() -> None:
     machine().runTest()
 
 
+NUM_STEPS = [250, pytest.param(1000, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("num_steps", NUM_STEPS)
 @pytest.mark.parametrize("num_blocks", [FEWEST_BLOCKS, 24, 80])
-def test_1000_random_steps(num_blocks: int) -> None:
-    random_steps(num_blocks)
+def test_random_steps(num_blocks: int, num_steps: int) -> None:
+    random_steps(num_blocks, num_steps)
 
 
+@pytest.mark.parametrize("num_steps", NUM_STEPS)
 @pytest.mark.parametrize("num_blocks", [FEWEST_BLOCKS, 80])
-def test_1000_random_steps_in_place(num_blocks: int) -> None:
+def test_random_steps_in_place(num_blocks: int, num_steps: int) -> None:
     with fake_kernels() as fake:
-        random_steps(num_blocks)
-    assert fake.calls["append"] > 1000
+        random_steps(num_blocks, num_steps)
+    assert fake.calls["append"] > num_steps
 
 
-def random_steps(num_blocks: int) -> None:
+def random_steps(num_blocks: int, num_steps: int) -> None:
     rng = random.Random(num_blocks)
     driver = Driver(num_blocks, completion_batch_size=8, prefill_batch_size=3, prefill_step_size=20)
-    for _ in range(1000):
+    for _ in range(num_steps):
         chance = rng.random()
         if chance < 0.15 and len(driver.active) < 12:
             driver.insert(rng.randrange(len(PROMPTS)), rng.randint(1, MOST))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.fuzz import conversations
 
-SAMPLE = 20
+SAMPLE = 12
 SWEEP, SHARE = 500, 50  # conversations, and how many of them are one test
 
 

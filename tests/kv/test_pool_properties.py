@@ -294,7 +294,7 @@ COMMON: dict[str, Any] = {
 
 
 def test_random_histories() -> None:
-    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=150, stateful_step_count=30, **COMMON))
+    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=50, stateful_step_count=30, **COMMON))
 
 
 class InPlacePoolMachine(PoolMachine):
@@ -304,7 +304,7 @@ class InPlacePoolMachine(PoolMachine):
 def test_random_histories_in_place() -> None:
     with fake_kernels():
         run_state_machine_as_test(
-            InPlacePoolMachine, settings=settings(max_examples=25, stateful_step_count=30, **COMMON)
+            InPlacePoolMachine, settings=settings(max_examples=15, stateful_step_count=30, **COMMON)
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -221,5 +222,7 @@ COMMON: dict[str, Any] = {
 }
 
 
-def test_random_prefixes() -> None:
-    run_state_machine_as_test(TreeMachine, settings=settings(max_examples=200, stateful_step_count=30, **COMMON))
+@pytest.mark.parametrize("num_examples", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_random_prefixes(num_examples: int) -> None:
+    sizes = {"max_examples": num_examples, "stateful_step_count": 30}
+    run_state_machine_as_test(TreeMachine, settings=settings(**sizes, **COMMON))

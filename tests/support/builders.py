@@ -32,7 +32,7 @@ def build(kind: str, seed: int = 0, **changes: Any) -> Any:
         args = {**COMMON, **HEADS, "model_type": "qwen3", "num_hidden_layers": 3, "max_position_embeddings": 4096}
         model = qwen3.Model(qwen3.ModelArgs(**{**args, "tie_word_embeddings": True, "rope_theta": 1e4, **changes}))
     else:
-        args = {**COMMON, **HEADS, "model_type": "gemma3_text", "num_hidden_layers": 7, "query_pre_attn_scalar": 32}
+        args = {**COMMON, **HEADS, "model_type": "gemma3_text", "num_hidden_layers": 4, "query_pre_attn_scalar": 32}
         args = {**args, "sliding_window": WINDOW, "sliding_window_pattern": 3}
         model = gemma3_text.Model(gemma3_text.ModelArgs(**{**args, **changes}))
     model.eval()

@@ -79,10 +79,10 @@ def test_traces_are_dropped_before_there_are_too_many(monkeypatch: pytest.Monkey
     made: list[Any] = []
     compile_function = compiled_step.compile_function
     monkeypatch.setattr(compiled_step, "compile_function", lambda f: made.append(f) or compile_function(f))
-    model = build("llama", head_dim=64)
-    tokens = greedy(model, prompt_of(70), 300)[0]  # the table grows past 16 blocks of 8 again and again
+    model = build("llama", head_dim=64, num_hidden_layers=1)
+    tokens = greedy(model, prompt_of(110), 300)[0]  # the table grows past 16 blocks of 8 again and again
     mlx_paged.apply_patches(PagedConfig(block_size=8, **ON))
-    assert greedy(model, prompt_of(70), 300)[0] == tokens
+    assert greedy(model, prompt_of(110), 300)[0] == tokens
     assert len(made) > 2
     assert len(calls) == 300
     step = compiled.step_of(mlx_paged.pool_of(model), None)

@@ -27,6 +27,9 @@ from tests.support.threads import in_thread, start, together
 KINDS = ("llama", "gemma3", "qwen2")  # one group, two groups, the seam
 PROMPTS = [prompt_of(length, seed=length) for length in (40, 33, 70, 21)]
 TOKENS = 12
+# Which storage the blocks have, and which model.
+CASES = [("functional", kind) for kind in KINDS] + [("in place", "llama")]
+CASES += [pytest.param("in place", kind, marks=pytest.mark.slow) for kind in KINDS[1:]]
 
 
 @functools.cache
@@ -43,7 +46,7 @@ def solo(kind: str) -> list[list[int]]:
     return [greedy(model_of(kind), prompt, TOKENS)[0] for prompt in PROMPTS]
 
 
-@pytest.fixture(params=["functional", "in place"])
+@pytest.fixture
 def patched(request: pytest.FixtureRequest) -> Iterator[None]:
     for kind in KINDS:
         solo(kind)
@@ -72,8 +75,8 @@ def fail_at(call: int) -> Any:
     return processor
 
 
+@pytest.mark.parametrize(("patched", "kind"), CASES, indirect=["patched"])
 @pytest.mark.usefixtures("patched")
-@pytest.mark.parametrize("kind", KINDS)
 class TestFailedWork:
     def assert_usable(self, kind: str) -> None:
         assert generated(kind, 1) == solo(kind)[1]
@@ -132,8 +135,8 @@ class TestFailedWork:
         self.assert_usable(kind)
 
 
+@pytest.mark.parametrize(("patched", "kind"), CASES, indirect=["patched"])
 @pytest.mark.usefixtures("patched")
-@pytest.mark.parametrize("kind", KINDS)
 class TestAtTheSameTime:
     def test_four_threads_generate(self, kind: str) -> None:
         def work(index: int) -> list[list[int]]:
@@ -181,8 +184,8 @@ class TestAtTheSameTime:
         assert left + right == solo(kind)
 
 
+@pytest.mark.parametrize(("patched", "kind"), CASES, indirect=["patched"])
 @pytest.mark.usefixtures("patched")
-@pytest.mark.parametrize("kind", KINDS)
 class TestHandedOver:
     def test_a_generator_goes_on_in_another_thread(self, kind: str) -> None:
         steps = _steps(kind, 0)

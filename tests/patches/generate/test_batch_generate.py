@@ -442,7 +442,7 @@ def test_the_patch_replaces_the_class_where_it_was_imported_and_goes_again() -> 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "llama-sliding", "gemma3"])
 def test_the_pool_does_not_grow_beyond_what_its_requests_can_need(kind: str, in_place: bool) -> None:
-    lengths, num_tokens = (700, 5, 130, 300, 64), 30
+    lengths, num_tokens = (200, 5, 60, 90, 40), 20
     with fake_kernels() if in_place else contextlib.nullcontext():
         mlx_paged.apply_patches(PagedConfig(block_size=8))
         model = build(kind, head_dim=64)
@@ -455,7 +455,8 @@ def test_the_pool_does_not_grow_beyond_what_its_requests_can_need(kind: str, in_
         assert all(group.allocator.num_blocks - 1 <= most for group in pool.groups)
         total = pool.stats().total_blocks
         # Another that may generate without end: as ever, with some room.
-        uids = gen.insert([prompt_of(1300).tolist()], [1 << 40])
+        nearly_all = max(group.allocator.num_blocks for group in pool.groups) * 8 - 16
+        uids = gen.insert([prompt_of(nearly_all).tolist()], [1 << 40])
         while pool.stats().total_blocks == total:
             gen.next()
         assert pool.stats().total_blocks > total + 1
@@ -463,13 +464,13 @@ def test_the_pool_does_not_grow_beyond_what_its_requests_can_need(kind: str, in_
         pool.check_integrity()
 
 
-def test_200_steps_leave_no_chain_of_graph_nodes(tmp_path) -> None:
+def test_many_steps_leave_no_chain_of_graph_nodes(tmp_path) -> None:
     for kind in ("gemma3", "falcon_h1"):
         mlx_paged.apply_patches(PagedConfig(block_size=8))
         model = model_of(kind)
         gen = generator(model)
         gen.insert([prompt_of(n).tolist() for n in (1, 5, WINDOW)], [400] * 3)
-        for _ in range(200):
+        for _ in range(80):
             gen.next()
         batch = gen._engine.batch
         held = [x for cache in batch._caches for x in _arrays(cache)] + [batch._inputs]

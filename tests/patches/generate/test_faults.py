@@ -212,7 +212,7 @@ CASES = [(scene, "admission") for scene in SCENES]
 CASES += [("plain, prefixes, tight", "making room"), ("plain, prefixes", "joining"), ("hybrid, snapshots", "joining")]
 CASES += [("windows, prefixes", "finishing"), ("hybrid, snapshots", "finishing")]
 CASES += [("windows, prefixes", "inserting a chunk")]
-SAMPLE = 4  # faults of a case outside of the exhaustive run
+SAMPLE = 3  # faults of a case outside of the exhaustive run
 
 
 def watched(scene: Scene, part: str, at: int | None = None) -> Faults:
