@@ -149,7 +149,7 @@ def hand_out(keys: mx.array, values: mx.array, fetched: LazyKV) -> None:
     registry[key] = (weakref.ref(keys, forget), weakref.ref(values), fetched)
 
 
-def settle(pool: BlockPool, layer: int) -> None:
+def compute_rewound(pool: BlockPool, layer: int) -> None:
     """Before a layer's next tokens: compute arrays that somebody still holds although attention took their blocks.
     Outside the chain of fences their gather is not ordered before what is written next."""
     for keys, values, fetched in list(_handed_out.values()):

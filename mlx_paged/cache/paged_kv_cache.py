@@ -18,7 +18,7 @@ from ..kv.scoring import Scoring
 from ..kv.step import Step
 from ..kv.storage.base import QueryHeads
 from ..kv.turn import MovedError, in_turn
-from .lazy_kv import Fences, LazyKV, hand_out, settle
+from .lazy_kv import Fences, LazyKV, compute_rewound, hand_out
 from .sequence import SequenceTables
 
 
@@ -129,7 +129,7 @@ class PagedKVCache:
         Given to the attention function of mlx-lm that :mod:`.patches.seam` replaces, they are recognised and nothing is
         gathered. A copy even where the blocks are consecutive: who reads it is not known here.
         """
-        settle(self.pool, self.layer)
+        compute_rewound(self.pool, self.layer)
         tables, step, keys, values = self._reserve(keys, values, None)
         kv = self._kv
         before = kv.fence() if kv.in_place else None

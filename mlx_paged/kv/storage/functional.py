@@ -73,13 +73,13 @@ class FunctionalStorage:
         start, end = table.logical_start, table.length
         first, last = start // size, -(-end // size)
         block_ids = table.block_ids[first:last]
-        if not copy and _consecutive(table, first, last):
+        if not copy and table.is_consecutive(first, last):
             k, v = self.view_blocks(block_ids[0], len(block_ids))
         else:
             key = ("blocks", first, last, self.num_blocks)
-            index = table._index_cache.get(key)
-            if not isinstance(index, mx.array):
-                index = table._index_cache[key] = self.block_index(block_ids)
+            index = table.indices.get(key)
+            if index is None:
+                index = table.indices[key] = self.block_index(block_ids)
             k, v = self.gather_blocks(index)
         skip = start - first * size
         return k[:, :, skip : skip + end - start], v[:, :, skip : skip + end - start]
@@ -185,25 +185,16 @@ def _runs(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int
     return runs
 
 
-def _consecutive(table: BlockTable, first: int, last: int) -> bool:
-    key = ("consecutive", first, last)
-    known = table._index_cache.get(key)
-    if known is None:
-        ids = table.block_ids
-        known = table._index_cache[key] = all(ids[i + 1] == ids[i] + 1 for i in range(first, last - 1))
-    return bool(known)
-
-
 def _rotated_index(table: BlockTable, storage: FunctionalStorage, rotation: int) -> mx.array:
     start, end, size = table.logical_start, table.length, table.block_size
     key = ("rotated", start, end, rotation, storage.num_blocks)
-    index = table._index_cache.get(key)
-    if not isinstance(index, mx.array):
+    index = table.indices.get(key)
+    if index is None:
         table.forget_indices()  # one such index per step: the one before is of no use any more
         runs = (0, table.num_head), (start + rotation, end), (start, start + rotation)
         positions = mx.concatenate([mx.arange(*run, dtype=mx.int32) for run in runs if run[0] < run[1]])
         first = 0 if table.num_head else start // size
         block_ids = mx.array(table.block_ids[first:], dtype=mx.int32)
         index = storage.slot_index(block_ids[positions // size - first], positions % size)
-        table._index_cache[key] = index
+        table.indices[key] = index
     return index

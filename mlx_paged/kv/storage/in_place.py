@@ -46,9 +46,9 @@ class InPlaceStorage:
         return int(self.__keys.shape[0])
 
     def write(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
-        launch = step.launches.get("write")
+        launch = step.write_launch
         if launch is None:
-            launch = step.launches["write"] = kernels.prepare_write(self.__keys, self.__values, step.slots(tables))
+            launch = step.write_launch = kernels.prepare_write(self.__keys, self.__values, step.slots(tables))
         self.__fence = launch(self.__keys, self.__values, self.__fence, k, v)
 
     def decode(
@@ -77,11 +77,11 @@ class InPlaceStorage:
         """
         q_len, (scale, _, window, softcap, sinks) = q.shape[2], scoring
         key = (q.shape[1], scale, window, softcap, sinks is None, append is None)
-        launch = step.launches.get(key)
+        launch = step.decode_launches.get(key)
         if launch is None:
             visible = step.visible(tables, window)
             self.decoded_by_kernel = False  # until one that works is known
-            launch = step.launches[key] = kernels.prepare_decode(
+            launch = step.decode_launches[key] = kernels.prepare_decode(
                 self.__keys, self.__values, visible if q_len <= MAX_QUERY_LENGTH else split_visible(visible),
                 n_q_heads=q.shape[1], scale=scale, softcap=softcap, sinks=sinks is not None, max_visible=window,
                 append=append is not None,
@@ -117,9 +117,9 @@ class InPlaceStorage:
         size = table.block_size
         first, last = table.logical_start // size, -(-table.length // size)
         key = ("ids", first, last)
-        ids = table._index_cache.get(key)
-        if not isinstance(ids, mx.array):
-            ids = table._index_cache[key] = mx.array(table.block_ids[first:last], mx.int32)
+        ids = table.indices.get(key)
+        if ids is None:
+            ids = table.indices[key] = mx.array(table.block_ids[first:last], mx.int32)
         start = table.logical_start - first * size
         k, v = self._gather(ids, start, table.length - table.logical_start)
         if rotation:
