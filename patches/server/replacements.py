@@ -7,9 +7,10 @@ import warnings
 from typing import Any
 
 from mlx_lm.generate import TextStateMachine as StockTextStateMachine
+from mlx_lm.models.cache import LRUPromptCache
 
 from ...prefix.spill import SpillStore
-from ...serve.identities import Identities, LoadedConfigs
+from ...serve.identities import Identities, noting_configs
 from ...serve.model_names import ModelNames
 from ...serve.prompt_maker import PromptMaker
 from ...serve.server_config import ServerConfig
@@ -43,32 +44,11 @@ def start_error() -> Exception | None:
     return None if _generator is None else _generator.start_error
 
 
-class NoPromptCache:
-    """Stands in for mlx-lm's ``LRUPromptCache`` and keeps nothing."""
-
-    nbytes = 0
-
-    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[None, list[int]]:
-        return None, tokens
-
-    def insert_cache(self, model: Any, tokens: list[int], prompt_cache: Any, *, cache_type: str = "assistant") -> None:
-        return None
-
-    def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
-        return None
-
-    def stats_by_type(self) -> dict[str, dict[str, int]]:
-        return {}
-
-    def __len__(self) -> int:
-        return 0
-
-
 def make_prompt_cache_store(max_size: int | None) -> Any:
     """Replacement of ``LRUPromptCache`` in the server: as the options say."""
     config = _config
     if not config.prefix_cache:
-        return NoPromptCache()
+        return LRUPromptCache(max_size=0)  # which keeps nothing
     spill = None
     if config.prefix_cache_dir is not None:
         spill = SpillStore(config.prefix_cache_dir, max_bytes=config.prefix_cache_dir_bytes)
@@ -115,7 +95,7 @@ def replacements(module: Any) -> dict[str, Any]:
     return {
         "LRUPromptCache": make_prompt_cache_store,
         "ResponseGenerator": make_response_generator,
-        "load": LoadedConfigs.noting(module.load),
+        "load": noting_configs(module.load),
         "_run_http_server": functools.partial(
             module._run_http_server, server_class=Server, handler_class=PagedAPIHandler
         ),

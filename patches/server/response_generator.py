@@ -47,7 +47,6 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
     Args:
         model_provider: mlx-lm's.
         prompt_cache: of all models.
-        stats: of the server.
         prompts: makes the prompts.
         config: of the server.
 
@@ -59,11 +58,10 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         self,
         model_provider: Any,
         prompt_cache: Any,
-        stats: ServerStats | None = None,
         prompts: PromptMaker | None = None,
         config: ServerConfig | None = None,
     ) -> None:
-        self.stats = stats or ServerStats()
+        self.stats = ServerStats()
         self.prompts = prompts or PromptMaker(make_prompt, PROCESS)
         self.config = config or ServerConfig()
         self.start_error: Exception | None = None
