@@ -6,7 +6,7 @@ import copy
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from ..by_model import ByModel
@@ -20,7 +20,7 @@ class Identities:
     def __init__(self, model_provider: Any) -> None:
         self.provider = model_provider
 
-    def __call__(self, key: Any) -> str | None:
+    def __call__(self, key: Hashable) -> str | None:
         """The identity of the models that are loaded now, target and draft; None if these are not the key's, or if it
         cannot be told."""
         provider = self.provider

@@ -6,6 +6,7 @@ import functools
 import warnings
 from typing import Any
 
+from mlx_lm import server as upstream
 from mlx_lm.generate import TextStateMachine as StockTextStateMachine
 from mlx_lm.models.cache import LRUPromptCache
 
@@ -15,7 +16,7 @@ from ...serve.model_names import ModelNames
 from ...serve.prompt_maker import PromptMaker
 from ...serve.server_config import ServerConfig
 from ...serve.stops.stopped_answer import LastText
-from ..cache.lru_prompt_cache import PagedPromptCache
+from ..cache.lru_prompt_cache import PagedPromptCache, PromptStore
 from ..registry import fingerprint
 from .handler import PagedAPIHandler, Server
 from .prompt_job import PROCESS, make_prompt
@@ -44,7 +45,7 @@ def start_error() -> Exception | None:
     return None if _generator is None else _generator.start_error
 
 
-def make_prompt_cache_store(max_size: int | None) -> Any:
+def make_prompt_cache_store(max_size: int | None) -> PromptStore:
     """Replacement of ``LRUPromptCache`` in the server: as the options say."""
     config = _config
     if not config.prefix_cache:
@@ -55,7 +56,9 @@ def make_prompt_cache_store(max_size: int | None) -> Any:
     return PagedPromptCache(max_size, ttl=config.prefix_cache_ttl, spill=spill)
 
 
-def make_response_generator(model_provider: Any, prompt_cache: Any) -> PagedResponseGenerator:
+def make_response_generator(
+    model_provider: upstream.ModelProvider, prompt_cache: PromptStore
+) -> PagedResponseGenerator:
     """Replacement of ``ResponseGenerator``."""
     if isinstance(prompt_cache, PagedPromptCache) and prompt_cache.spill is not None:
         prompt_cache.identify = Identities(model_provider)
