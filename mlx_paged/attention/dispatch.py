@@ -15,10 +15,10 @@ from ..kernels.launch_shape import MAX_QUERY_LENGTH
 from ..kv.block_table import BlockTable
 from ..kv.group import BlockGroup
 from ..kv.pool import BlockPool
-from ..kv.scoring import Scoring
 from ..kv.step import Step
 from ..kv.storage.choice import kernel_decline
 from ..kv.storage.in_place import InPlaceStorage
+from ..kv.storage.scoring import Scoring
 from . import gather
 from .masks import causal_mask
 

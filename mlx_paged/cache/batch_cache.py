@@ -13,9 +13,9 @@ from ..errors import GeometryError, PromptCacheError
 from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
-from ..kv.scoring import Scoring
 from ..kv.step import Step
 from ..kv.storage.base import QueryHeads
+from ..kv.storage.scoring import Scoring
 from ..kv.turn import in_turn
 from .batch_tables import BatchTables, OncePerBatch
 from .lazy_kv import Fences, LazyKV, compute_rewound, hand_out

@@ -12,8 +12,8 @@ import mlx.core as mx
 from ..attention import dispatch
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
-from ..kv.scoring import Scoring
 from ..kv.storage.in_place import InPlaceStorage
+from ..kv.storage.scoring import Scoring
 from ..kv.turn import in_turn
 
 

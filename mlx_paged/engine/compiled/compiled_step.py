@@ -16,9 +16,9 @@ from ...cache.paged_kv_cache import PagedKVCache
 from ...cache.sequence import SequenceTables
 from ...kv.block_table import BlockTable
 from ...kv.pool import BlockPool
-from ...kv.scoring import Scoring
 from ...kv.step import rounded_up, table_width
 from ...kv.storage.in_place import InPlaceStorage, TracedBlocks
+from ...kv.storage.scoring import Scoring
 from .model_state import ModelState, StateNotKnown, substituted
 from .narrow_layers import narrow_layers
 

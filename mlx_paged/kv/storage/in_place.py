@@ -10,9 +10,9 @@ import mlx.core as mx
 from ...kernels import ops as kernels
 from ...kernels.launch_shape import MAX_QUERY_LENGTH
 from ..block_table import BlockTable
-from ..scoring import Scoring
 from ..step import Step
 from .base import Geometry
+from .scoring import Scoring
 from .split import join_queries, split_queries, split_visible
 
 

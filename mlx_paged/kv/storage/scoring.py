@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .storage.base import QueryHeads
+from .base import QueryHeads
 
 
 class Scoring(NamedTuple):
