@@ -12,7 +12,6 @@ import mlx.core as mx
 from ..attention import dispatch
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
-from ..kv.storage.in_place import InPlaceStorage
 from ..kv.storage.scoring import Scoring
 from ..kv.turn import in_turn
 
@@ -126,7 +125,7 @@ class LazyKV:
     def _rewind(self, pool: BlockPool, *, to_write: bool) -> bool:
         """Forget the gather, and with ``to_write`` the write before it; False if other kernels came since."""
         storage = pool.layer(self.layer).storage
-        if self._fences is None or not isinstance(storage, InPlaceStorage):
+        if self._fences is None:
             return False
         before, written, gathered = self._fences
         self.is_rewound = storage.rewind(before if to_write else written, gathered)

@@ -15,8 +15,7 @@ from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
 from ..kv.step import Step
-from ..kv.storage.base import QueryHeads
-from ..kv.storage.scoring import Scoring
+from ..kv.storage.scoring import QueryHeads, Scoring
 from ..kv.turn import MovedError, in_turn
 from .lazy_kv import Fences, LazyKV, compute_rewound, hand_out
 from .sequence import SequenceTables

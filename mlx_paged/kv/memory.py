@@ -10,7 +10,8 @@ import mlx.core as mx
 from ..errors import ConfigError, PoolExhaustedError
 from .group import BlockGroup
 from .holders import Holders
-from .storage.base import Geometry, QueryHeads
+from .storage.base import Geometry
+from .storage.scoring import QueryHeads
 from .turn import Turn
 
 # Free blocks of other groups are taken before cached ones are evicted where they are this part of the pool or more:

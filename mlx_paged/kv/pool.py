@@ -16,7 +16,7 @@ from .holders import BlockHolder, Holders
 from .layer import PoolLayer
 from .memory import PoolMemory
 from .stats import PagedCacheStats, check_group, count
-from .storage.base import QueryHeads
+from .storage.scoring import QueryHeads
 from .turn import Turn
 
 UNLIMITED = 1 << 62

@@ -13,7 +13,8 @@ from ...by_model import ByModel
 from ...cache.composites import leaves
 from ...errors import GeometryError
 from ...kv.group import LayerGroup
-from ...kv.storage.base import Geometry, QueryHeads
+from ...kv.storage.base import Geometry
+from ...kv.storage.scoring import QueryHeads
 from .probe import probe_layers, probe_rows
 
 

@@ -169,7 +169,7 @@ class CompiledStep:
             return None
         pool = rows.pool
         storages = [pool.layer(cache.layer).storage for cache in caches] if pool.groups[0].storages else []
-        if not storages or not all(isinstance(s, InPlaceStorage) and s.decoded_by_kernel for s in storages):
+        if not storages or not all(storage.decoded_by_kernel for storage in storages):
             return None
         arrays = []
         tables = rows.take(caches)

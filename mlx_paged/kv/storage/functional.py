@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from ...kernels.build import KernelUnavailable
 from ..block_table import BlockTable, Segment
 from ..step import Step
 from .base import Geometry
+from .scoring import Scoring
 
 
 class FunctionalStorage:
@@ -23,7 +25,7 @@ class FunctionalStorage:
     pool.
     """
 
-    in_place = False
+    in_place = decoded_by_kernel = False
 
     def __init__(self, geometry: Geometry, block_size: int, num_blocks: int) -> None:
         self.geometry = geometry
@@ -44,6 +46,20 @@ class FunctionalStorage:
         for row, table in enumerate(tables):
             part_k, part_v = (k, v) if len(tables) == 1 else (k[row : row + 1], v[row : row + 1])
             self.write_segments(table.tail_segments(step.num_tokens), part_k, part_v)
+
+    def decode(
+        self,
+        q: mx.array,
+        tables: Sequence[BlockTable],
+        step: Step,
+        scoring: Scoring,
+        *,
+        append: tuple[mx.array, mx.array] | None = None,
+    ) -> mx.array:
+        raise KernelUnavailable("the blocks are not written in place")
+
+    def rewind(self, to: mx.array, latest: mx.array) -> bool:
+        return False
 
     def write_segments(self, segments: Sequence[Segment], k: mx.array, v: mx.array) -> None:
         """Write tokens of k, v ``[1, n_kv_heads, n, head_dim]``: one slice update per segment.

@@ -33,7 +33,7 @@ class InPlaceStorage:
         self.block_size = block_size
         self.__keys, self.__values = self._new_blocks(num_blocks)
         self.__fence = kernels.new_fence()
-        self.decoded_by_kernel = False  # whether :meth:`decode` has served this layer
+        self.decoded_by_kernel = False
 
     def _new_blocks(self, num_blocks: int) -> tuple[mx.array, mx.array]:
         heads, k_dim, v_dim, dtype = self.geometry
@@ -60,21 +60,6 @@ class InPlaceStorage:
         *,
         append: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
-        """The fused kernel over this layer's blocks.
-
-        Args:
-            q: ``[B, n_q_heads, q_len, head_dim]``: the step's positions.
-            tables, step: of the B sequences.
-            scoring: no query sees more tokens than its window; there is no mask.
-            append: keys and values of the step's positions (q_len 1), for the same kernel to write first.
-
-        Returns:
-            ``[B, n_q_heads, q_len, v_head_dim]``.
-
-        Raises:
-            KernelUnavailable: no kernel works for these shapes. Nothing has been launched, and :meth:`write` and
-                :meth:`read_visible` go on from here.
-        """
         q_len, (scale, _, window, softcap, sinks) = q.shape[2], scoring
         key = (q.shape[1], scale, window, softcap, sinks is None, append is None)
         launch = step.decode_launches.get(key)
@@ -160,8 +145,6 @@ class InPlaceStorage:
         self.__fence = kernels.new_fence()  # what was not computed has not written
 
     def rewind(self, to: mx.array, latest: mx.array) -> bool:
-        """Forget the kernels called since the fence was ``to``, whose results are not going to be used or, of a write,
-        are going to be written again. False, and nothing is forgotten, unless ``latest`` is the fence now."""
         if self.__fence is not latest:
             return False
         self.__fence = to
