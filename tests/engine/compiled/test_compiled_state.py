@@ -26,7 +26,7 @@ from mlx_paged.patches.models import compiled
 from tests.support.builders import build, greedy, prompt_of
 from tests.support.traceable_kernels import traceable_kernels
 
-ON = {"use_native_paged_kernel": True}
+ON = {"kernel": "on"}
 
 
 @pytest.fixture(params=["stand-ins", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -24,7 +24,7 @@ from tests.support.builders import KINDS, build, greedy, prompt_of
 from tests.support.fake_kernels import FakeKernels, fake_kernels
 from tests.support.without_collector import without_collector
 
-ON = {"use_native_paged_kernel": True}
+ON = {"kernel": "on"}
 pytestmark = pytest.mark.usefixtures("no_fall_through")
 
 

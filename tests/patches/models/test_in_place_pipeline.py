@@ -14,7 +14,7 @@ from mlx_paged import PagedConfig
 from tests.support.builders import VOCAB, build, prompt_of
 
 pytestmark = pytest.mark.usefixtures("no_fall_through")
-ON = {"use_native_paged_kernel": True}
+ON = {"kernel": "on"}
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_large_pool_is_decoded_in_place() -> None:
     prompt = prompt_of(300)
 
     def run(use_kernel: bool) -> tuple[list[int], list[int], int]:
-        mlx_paged.apply_patches(PagedConfig(use_native_paged_kernel=use_kernel))
+        mlx_paged.apply_patches(PagedConfig(kernel="on" if use_kernel else "off"))
         cache = make_prompt_cache(model)
         tokens, active = [], []
         for step, (token, _) in enumerate(generate_step(prompt, model, max_tokens=201, prompt_cache=cache)):

@@ -18,7 +18,7 @@ from mlx_paged.kv.step import DeviceTables, Step
 from tests.support.builders import KINDS, WINDOW, build, greedy, perturbed, prompt_of, rms
 
 pytestmark = pytest.mark.usefixtures("no_fall_through")
-ON = {"use_native_paged_kernel": True}
+ON = {"kernel": "on"}
 MODELS = {kind: build(kind, head_dim=64) for kind in KINDS}
 
 
@@ -150,7 +150,7 @@ def test_softcap_and_sinks_agree_with_the_fallback(softcap: float | None, sinks:
     logits = mx.array(rng.standard_normal(6).astype(np.float32)) if sinks else None
     outputs = []
     for use_kernel in (True, False):
-        mlx_paged.apply_patches(PagedConfig(block_size=16, use_native_paged_kernel=use_kernel))
+        mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on" if use_kernel else "off"))
         cache = make_prompt_cache(MODELS["llama"])
         rng = np.random.default_rng(2)
         for n in (50, tokens):

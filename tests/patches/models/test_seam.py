@@ -28,7 +28,7 @@ from tests.support.builders import build, greedy, prompt_of, rms
 from tests.support.fake_kernels import fake_kernels
 from tests.support.without_collector import without_collector
 
-ON = {"use_native_paged_kernel": True}
+ON = {"kernel": "on"}
 
 
 def prompt(length: int, seed: int = 0) -> mx.array:
@@ -189,7 +189,7 @@ def test_nothing_is_remembered_of_arrays_that_are_gone(model: Any) -> None:
 def test_arrays_that_were_handed_out_keep_neither_blocks_nor_pool(use_kernel: bool) -> None:
     with fake_kernels() as kernels, without_collector():
         model = model_configs.build("qwen2")
-        mlx_paged.apply_patches(PagedConfig(block_size=8, use_native_paged_kernel=use_kernel))
+        mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on" if use_kernel else "off"))
         rows = [fresh(model) for _ in range(2)]
         taken = [
             step for row in rows for layers in zip(*[steps(cache, 3) for cache in row], strict=True) for step in layers
