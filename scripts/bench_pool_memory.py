@@ -12,8 +12,8 @@ import mlx.core as mx
 
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.storage.base import QueryHeads
 from mlx_paged.kv.storage.choice import storage_choice
+from mlx_paged.kv.storage.scoring import QueryHeads
 
 
 def main() -> None:

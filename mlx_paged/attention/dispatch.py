@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -15,10 +15,9 @@ from ..kernels.launch_shape import MAX_QUERY_LENGTH
 from ..kv.block_table import BlockTable
 from ..kv.group import BlockGroup
 from ..kv.pool import BlockPool
-from ..kv.scoring import Scoring
 from ..kv.step import Step
 from ..kv.storage.choice import kernel_decline
-from ..kv.storage.in_place import InPlaceStorage
+from ..kv.storage.scoring import Scoring
 from . import gather
 from .masks import causal_mask
 
@@ -177,9 +176,8 @@ def ragged_attention(
     step = kv.step(tables, q.shape[2], counts)
     kv.write_step(tables, step, k, v)
     group, window = kv.group, kv.window
-    storage = cast(InPlaceStorage, kv.storage)
     try:
-        out = storage.decode(q, tables, step, scoring._replace(window=window))
+        out = kv.storage.decode(q, tables, step, scoring._replace(window=window))
     except KernelUnavailable as error:
         _record(Dispatch("gather", _note_decline(group, q, scoring, error)))
         outputs = []
@@ -239,12 +237,9 @@ def _attend(
         seen = kv.window
         if seen is None or (scoring.window is not None and scoring.window < seen):
             seen = scoring.window
-        storage = cast(InPlaceStorage, kv.storage)
         try:
-            out = storage.decode(
-                q, tables, step or kv.step(tables, q_len),
-                scoring._replace(window=seen), append=append,
-            )  # fmt: skip
+            step_now = step or kv.step(tables, q_len)
+            out = kv.storage.decode(q, tables, step_now, scoring._replace(window=seen), append=append)
             _record(_KERNEL_ONE if q_len == 1 else _KERNEL_FEW)
             return out
         except KernelUnavailable as error:  # raised before anything of the layer was launched

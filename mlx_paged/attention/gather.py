@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
-from ..kv.scoring import Scoring
+from ..kv.storage.scoring import Scoring
 from .masks import causal_mask
 
 

@@ -13,12 +13,11 @@ from ..errors import GeometryError, PromptCacheError
 from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
-from ..kv.scoring import Scoring
 from ..kv.step import Step
-from ..kv.storage.base import QueryHeads
+from ..kv.storage.scoring import QueryHeads, Scoring
 from ..kv.turn import in_turn
 from .batch_tables import BatchTables, OncePerBatch
-from .lazy_kv import Fences, LazyKV, hand_out, settle
+from .lazy_kv import Fences, LazyKV, compute_rewound, hand_out
 from .left_padding import LeftPadding
 from .paged_kv_cache import PagedKVCache
 
@@ -158,7 +157,7 @@ class PagedBatchKVCache:
         if keys.shape[0] != len(self.batch):
             raise GeometryError(f"keys {keys.shape} for {len(self.batch)} sequence(s)")
         pool, layer, width = self.pool, self.layer, keys.shape[2]
-        settle(pool, layer)
+        compute_rewound(pool, layer)
         columns = self._latest = self._columns(width)
         keys, values = self._accepted(keys, values, None)
         if width > 1 or self._unpadded is not None:

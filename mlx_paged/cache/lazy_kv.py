@@ -12,8 +12,7 @@ import mlx.core as mx
 from ..attention import dispatch
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
-from ..kv.scoring import Scoring
-from ..kv.storage.in_place import InPlaceStorage
+from ..kv.storage.scoring import Scoring
 from ..kv.turn import in_turn
 
 
@@ -126,7 +125,7 @@ class LazyKV:
     def _rewind(self, pool: BlockPool, *, to_write: bool) -> bool:
         """Forget the gather, and with ``to_write`` the write before it; False if other kernels came since."""
         storage = pool.layer(self.layer).storage
-        if self._fences is None or not isinstance(storage, InPlaceStorage):
+        if self._fences is None:
             return False
         before, written, gathered = self._fences
         self.is_rewound = storage.rewind(before if to_write else written, gathered)
@@ -149,7 +148,7 @@ def hand_out(keys: mx.array, values: mx.array, fetched: LazyKV) -> None:
     registry[key] = (weakref.ref(keys, forget), weakref.ref(values), fetched)
 
 
-def settle(pool: BlockPool, layer: int) -> None:
+def compute_rewound(pool: BlockPool, layer: int) -> None:
     """Before a layer's next tokens: compute arrays that somebody still holds although attention took their blocks.
     Outside the chain of fences their gather is not ordered before what is written next."""
     for keys, values, fetched in list(_handed_out.values()):

@@ -92,8 +92,7 @@ class LeftPadding:
             step: of these tables, one token each, if that is what was written: keeps what all layers share.
         """
         spec = pool.layer(layer).spec
-        key = ("columns", self.longest)
-        known = None if step is None else step.launches.get(key)
+        known = None if step is None else step.columns.get(self.longest)
         if known is None:
             if step is not None:
                 block_ids = step.visible(tables, spec.window)[0]
@@ -108,7 +107,7 @@ class LeftPadding:
                 held = held | ((positions >= 0) & (positions < mx.minimum(ends, spec.pinned)))
             known = block_ids, mx.where(held, positions, 0), held[:, None, :, None]
             if step is not None:
-                step.launches[key] = known
+                step.columns[self.longest] = known
         block_ids, positions, held = known
         k, v = pool.layer(layer).storage.read_rows(block_ids, positions)
         # Not merely masked: a stale NaN times a weight of zero is NaN.

@@ -14,11 +14,10 @@ from ..errors import GeometryError, PromptCacheError
 from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
-from ..kv.scoring import Scoring
 from ..kv.step import Step
-from ..kv.storage.base import QueryHeads
+from ..kv.storage.scoring import QueryHeads, Scoring
 from ..kv.turn import MovedError, in_turn
-from .lazy_kv import Fences, LazyKV, hand_out, settle
+from .lazy_kv import Fences, LazyKV, compute_rewound, hand_out
 from .sequence import SequenceTables
 
 
@@ -129,7 +128,7 @@ class PagedKVCache:
         Given to the attention function of mlx-lm that :mod:`.patches.seam` replaces, they are recognised and nothing is
         gathered. A copy even where the blocks are consecutive: who reads it is not known here.
         """
-        settle(self.pool, self.layer)
+        compute_rewound(self.pool, self.layer)
         tables, step, keys, values = self._reserve(keys, values, None)
         kv = self._kv
         before = kv.fence() if kv.in_place else None

@@ -84,11 +84,6 @@ def checked(variant: Variant) -> SelfCheck:
     return result if off is None or not result.ok else result._replace(ok=False, reason=off)
 
 
-def first_working(variants: tuple[Variant, ...]) -> Variant | None:
-    """The first of some variants (kernels.decode_variants) that passes, or None."""
-    return next((v for v in variants if checked(v).ok), None)
-
-
 def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
     """RMS between the variant and float32 attention. Raises RuntimeError if bytes went astray."""
     block, dtype = variant.block_size, variant.dtype

@@ -92,11 +92,6 @@ def switch_off(variant: Variant, reason: str) -> None:
     _switched_off[variant] = reason
 
 
-def switched_off() -> dict[Variant, str]:
-    """Variants that are off, with the reason of each."""
-    return dict(_switched_off)
-
-
 def why_off(variant: Variant) -> str | None:
     """Why a variant is off, or None."""
     return _switched_off.get(variant)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import count
 from typing import NamedTuple
 
+import mlx.core as mx
+
 from .allocator import NULL_BLOCK
 
 _uids = count()
@@ -41,14 +43,17 @@ class BlockTable:
         uid: no other table of the process has it.
         owner: known to the pool that made it; None of a table that no pool looks after.
         version: rises whenever ``block_ids`` changes.
+        indices: arrays that a storage has made of ``block_ids``, by what they are, for all layers of a step.
     """
 
     __slots__ = (
         "__weakref__",
-        "_index_cache",
+        "_consecutive",
+        "_segments",
         "block_ids",
         "block_size",
         "group",
+        "indices",
         "length",
         "logical_start",
         "owner",
@@ -71,7 +76,9 @@ class BlockTable:
         self.uid = next(_uids)
         self.owner: object | None = None
         self.version = 0
-        self._index_cache: dict[object, object] = {}
+        self.indices: dict[tuple[str | int, ...], mx.array] = {}
+        self._segments: dict[tuple[int, int], list[Segment]] = {}
+        self._consecutive: dict[tuple[int, int], bool] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -90,7 +97,7 @@ class BlockTable:
 
     @property
     def num_pinned_blocks(self) -> int:
-        """Entries at the start of ``block_ids`` that are never given up."""
+        """Entries at the start of ``block_ids`` that are never released."""
         return -(-self.pinned // self.block_size)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -104,8 +111,8 @@ class BlockTable:
 
     def tail_segments(self, num_tokens: int) -> list[Segment]:
         """How the last ``num_tokens`` positions lie in blocks: partial first, runs of whole blocks, partial last."""
-        cached = self._index_cache.get(("segments", self.length, num_tokens))
-        if isinstance(cached, list):
+        cached = self._segments.get((self.length, num_tokens))
+        if cached is not None:
             return cached
         size = self.block_size
         position, end = self.length - num_tokens, self.length
@@ -127,13 +134,23 @@ class BlockTable:
             else:
                 segments.append(Segment(block_id, 1, offset, count, position - start))
             position += count
-        self._index_cache[("segments", self.length, num_tokens)] = segments
+        self._segments[self.length, num_tokens] = segments
         return segments
 
+    def is_consecutive(self, first: int, last: int) -> bool:
+        """Whether ``block_ids[first:last]`` follow one another."""
+        known = self._consecutive.get((first, last))
+        if known is None:
+            ids = self.block_ids
+            known = self._consecutive[first, last] = all(ids[i + 1] == ids[i] + 1 for i in range(first, last - 1))
+        return known
+
     def forget_indices(self) -> None:
-        """Drop cached device indices; called whenever ``block_ids`` changes."""
+        """Drop what was made of ``block_ids``; called whenever ``block_ids`` changes."""
         self.version += 1
-        self._index_cache.clear()
+        self.indices.clear()
+        self._segments.clear()
+        self._consecutive.clear()
 
     def __repr__(self) -> str:
         return (

@@ -92,7 +92,7 @@ class PoolBudget:
         needed = [self._blocks_of(index, listed) for index in range(len(groups))]
         if any(count > group.allocator.num_free for count, group in zip(needed, groups, strict=True)):
             everything = [Append(*each) for each in in_all()]
-            self.pool.ensure_free(needed, [self._blocks_of(index, everything) for index in range(len(groups))])
+            self.pool.memory.ensure_free(needed, [self._blocks_of(index, everything) for index in range(len(groups))])
 
     def _blocks_of(self, index: int, growth: Iterable[Append]) -> int:
         """Blocks of a group that all these appends take."""

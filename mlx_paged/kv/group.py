@@ -11,8 +11,9 @@ from ..errors import ConfigError, GeometryError
 from .allocator import NULL_BLOCK, BlockAllocator
 from .block_table import BlockTable
 from .step import DeviceTables, Step, step_key
-from .storage.base import Geometry, QueryHeads, Storage
+from .storage.base import Geometry, Storage
 from .storage.functional import FunctionalStorage
+from .storage.scoring import QueryHeads
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 128
 # Doubling a large pool would reserve up to twice what is in use; see docs/adr/0001.

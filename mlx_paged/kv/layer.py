@@ -11,7 +11,8 @@ from .block_table import BlockTable
 from .group import BlockGroup
 from .memory import PoolMemory
 from .step import DeviceTables, Step
-from .storage.base import QueryHeads, Storage
+from .storage.base import Storage
+from .storage.scoring import QueryHeads
 
 
 class PoolLayer:

@@ -10,7 +10,8 @@ import mlx.core as mx
 from ..errors import ConfigError, PoolExhaustedError
 from .group import BlockGroup
 from .holders import Holders
-from .storage.base import Geometry, QueryHeads
+from .storage.base import Geometry
+from .storage.scoring import QueryHeads
 from .turn import Turn
 
 # Free blocks of other groups are taken before cached ones are evicted where they are this part of the pool or more:
@@ -22,7 +23,8 @@ class PoolMemory:
     """Makes the tensors of groups larger and smaller. The budget is the pool's: a group that must grow takes what is
     not reserved; then what is free in other groups, whose tensors are made smaller; and of prefix caches what it needs.
 
-    All methods but the properties are for the thread whose turn it is, after :meth:`Holders.collect`.
+    :meth:`grow`, :meth:`shrink` and :meth:`fix_geometry` are for the thread whose turn it is, after
+    :meth:`Holders.collect`.
 
     Args:
         groups: that share it.
@@ -75,10 +77,12 @@ class PoolMemory:
         """Have so many blocks of each group free, growing tensors within the budget; with ``most`` so that no more than
         that many are free then. None of them is taken for another group. Does nothing for a group whose blocks do not
         fit: allocating them says so."""
-        for index, group in enumerate(self.groups):
-            if counts[index] > group.allocator.num_free:
-                with suppress(PoolExhaustedError):
-                    self.grow(group, counts[index], None if most is None else most[index], counts)
+        with self.turn:
+            self.holders.collect()
+            for index, group in enumerate(self.groups):
+                if counts[index] > group.allocator.num_free:
+                    with suppress(PoolExhaustedError):
+                        self.grow(group, counts[index], None if most is None else most[index], counts)
 
     def grow(self, group: BlockGroup, count: int, most: int | None = None, kept: Sequence[int] | None = None) -> None:
         """Have ``count`` blocks of the group free, if need be at the cost of others' free blocks beyond ``kept``.
@@ -183,10 +187,12 @@ class PoolMemory:
         group.renumber(moves, num_blocks)
 
     def return_unused(self) -> None:
-        """Give memory of free blocks back to the system, but for one growth step of each group."""
-        for index, group in enumerate(self.groups):
-            if group.geometry is not None:
-                size = group.idle_size(self.budget)
-                if size < group.allocator.num_blocks:
-                    self.shrink(index, size)
-        mx.clear_cache()
+        """See :meth:`BlockPool.return_memory`."""
+        with self.turn:
+            self.holders.collect()
+            for index, group in enumerate(self.groups):
+                if group.geometry is not None:
+                    size = group.idle_size(self.budget)
+                    if size < group.allocator.num_blocks:
+                        self.shrink(index, size)
+            mx.clear_cache()

@@ -16,7 +16,7 @@ from .holders import BlockHolder, Holders
 from .layer import PoolLayer
 from .memory import PoolMemory
 from .stats import PagedCacheStats, check_group, count
-from .storage.base import QueryHeads
+from .storage.scoring import QueryHeads
 from .turn import Turn
 
 UNLIMITED = 1 << 62
@@ -126,19 +126,11 @@ class BlockPool:
         """The prefix caches over this pool that are alive."""
         return self._holders.caches()
 
-    def ensure_free(self, counts: Sequence[int], most: Sequence[int] | None = None) -> None:
-        """See :meth:`PoolMemory.ensure_free`."""
-        with self.turn:
-            self._holders.collect()
-            self.memory.ensure_free(counts, most)
-
     def return_memory(self) -> None:
         """Give memory of free blocks back to the system, but for one growth step of each group. For the thread that
         computes, between steps, when nothing has needed it for a while: blocks are moved together, tensors copied.
         """
-        with self.turn:
-            self._holders.collect()
-            self.memory.return_unused()
+        self.memory.return_unused()
 
     # Tables ---------------------------------------------------------------------------------------------------
 
@@ -276,7 +268,7 @@ class BlockPool:
         counts = [0] * len(self.groups)
         for table in level:
             counts[table.group] = self._group(table).blocks_to_append(table, num_tokens)
-        self.ensure_free(counts)
+        self.memory.ensure_free(counts)
 
     def copy_on_write_block(self, table: BlockTable, index: int) -> int:
         """Give the table a block of its own at ``index`` if the present one is shared.

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from ..kernels.ops import DecodeLaunch, WriteLaunch
 from .block_table import BlockTable
+
+# Number of query heads, scale, window, softcap, whether there are no sinks, whether nothing is appended.
+DecodeKey = tuple[int, float, int | None, float | None, bool, bool]
+ThreeArrays = tuple[mx.array, mx.array, mx.array]
 
 _MAX_INT32 = (1 << 31) - 1
 
@@ -51,7 +55,9 @@ class Step:
     Attributes:
         key: the tables' uids, ``num_tokens`` and ``counts``.
         epoch: state of the group this was made in; a step of another epoch must not be used.
-        launches: kernel launches prepared for this step, for all layers.
+        write_launch, decode_launches: kernel launches prepared for this step, for all layers; of decoding by what the
+            layers ask for.
+        columns: what all layers read of rows padded to a length, by that length: blocks, positions and which are held.
     """
 
     def __init__(
@@ -67,14 +73,16 @@ class Step:
         self.epoch = epoch
         self.num_tokens = num_tokens
         self.counts = counts
-        self.launches: dict[Any, Any] = {}
+        self.write_launch: WriteLaunch | None = None
+        self.decode_launches: dict[DecodeKey, DecodeLaunch] = {}
+        self.columns: dict[int, ThreeArrays] = {}
         self._device_tables = device_tables
         self._lengths = np.array([table.length for table in tables], np.int32)
         size = tables[0].block_size
         self._wide = num_blocks * size > _MAX_INT32
         self._rows: tuple[mx.array, mx.array] | None = None
         self._slots: mx.array | None = None
-        self._visible: dict[Any, tuple[mx.array, mx.array, mx.array]] = {}  # by window and shape
+        self._visible: dict[tuple[int | None, tuple[int, int] | None], ThreeArrays] = {}  # by window and shape
 
     def rows(self, tables: Sequence[BlockTable]) -> tuple[mx.array, mx.array]:
         """Block id and offset in the block, int32 ``[B]`` each, of the newest token of each table."""
@@ -107,7 +115,7 @@ class Step:
 
     def visible(
         self, tables: Sequence[BlockTable], window: int | None, shape: tuple[int, int] | None = None
-    ) -> tuple[mx.array, mx.array, mx.array]:
+    ) -> ThreeArrays:
         """What each new token sees: block tables ``[B, max_blocks]``, and as int32 ``[B, num_tokens]`` the end
         (exclusive: its own position + 1) and the start of its visible positions. With ``shape``, block tables of that
         shape. Padding sees nothing, and neither do the rows that the shape adds."""

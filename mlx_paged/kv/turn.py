@@ -95,18 +95,18 @@ class Turn:
                     # A thread that ends while its work is computed would end the process. And MLX holds on to what it
                     # is asked for until that is computed: the next write would copy functional blocks.
                     is_main = threading.current_thread() is threading.main_thread()
-                    self._settle(wait=not is_main or not all(group.in_place for group in self._groups))
+                    self._compute(wait=not is_main or not all(group.in_place for group in self._groups))
         finally:
             self._depth -= 1
             self._lock.release()
 
-    def settle(self, *, wait: bool) -> None:
+    def compute(self, *, wait: bool) -> None:
         """Have what the thread left here computed; with ``wait`` it is done on return."""
         with self._lock:
             if self._pending == get_ident():
-                self._settle(wait=wait)
+                self._compute(wait=wait)
 
-    def _settle(self, *, wait: bool) -> None:
+    def _compute(self, *, wait: bool) -> None:
         arrays = [array for group in self._groups for array in group.latest()]
         try:
             mx.async_eval(arrays)  # finds nothing to do if they are being computed
@@ -137,7 +137,7 @@ class Stepwise:
         if _thread.steps == 0 and _thread.pending:
             pending, _thread.pending = _thread.pending, []
             for turn in pending:
-                turn.settle(wait=kind is not None)
+                turn.compute(wait=kind is not None)
 
 
 class _HasPool(Protocol):

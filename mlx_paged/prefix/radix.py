@@ -1,11 +1,9 @@
-"""RadixTree: token prefix -> blocks of one pool, each prefix stored once, the least recently used given up first."""
+"""RadixTree: token prefix -> blocks of one pool, each prefix stored once, the least recently used evicted first."""
 
 from __future__ import annotations
 
-import operator
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -14,11 +12,11 @@ from ..errors import BlockStateError, ConfigError
 from ..kv.allocator import NULL_BLOCK
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
-from .eviction import evict_blocks
-from .insertion import add_leaf, heal, improves, replace_tail
-from .prefix_cache import table_over
+from .eviction import least_recently_used, shortest_tail
+from .held_blocks import HeldBlocks
+from .insertion import add_leaf, check_tables, improves, refill, replace_tail, split
 from .radix_node import RadixNode, part_nodes
-from .radix_path import check_tree, path_blocks, servable_length
+from .radix_path import check_tree, path_blocks, servable_length, table_over
 
 
 class MatchResult(NamedTuple):
@@ -55,16 +53,16 @@ class RadixTree:
     Every method is atomic under the pool's lock. The tree retains each block once per node that holds it, so what it
     holds outlives the sequences that computed it, and the pool asks it for blocks before an allocation fails.
 
-    In a group with a sliding window, a prefix can be served where the window before its end is held; inner nodes may
-    have given up that group's blocks, and a later insertion of the same tokens brings them back.
+    In a group with a sliding window, a prefix can be served where the window before its end is held; that
+    group's blocks may have been evicted from inner nodes, and a later insertion of the same tokens brings them back.
 
     Args:
         pool: kept weakly: a cache must not keep a model's memory alive.
         max_entries: most leaves (prefixes that are no other's beginning).
         max_bytes: most bytes of blocks held, shared ones counted once.
-        ttl: seconds after which a prefix that nobody used is given up.
+        ttl: seconds after which a prefix that nobody used is evicted.
         clock: the time, in seconds.
-        on_evict: called with a prefix' salt and a node before any of the node's blocks are given up.
+        on_evict: called with a prefix' salt and a node before any of the node's blocks are evicted.
     """
 
     def __init__(
@@ -79,27 +77,21 @@ class RadixTree:
     ) -> None:
         if pool.pins_tokens:
             raise ConfigError("keys of a pool that pins tokens depend on how prompts were cut, so are not shared")
-        self._pool = weakref.ref(pool)
-        self.block_size = pool.block_size
-        self.windows = [group.spec.window for group in pool.groups]
+        self._held = HeldBlocks(pool)
+        self.block_size, self.windows = self._held.block_size, self._held.windows
         self.max_entries, self.max_bytes, self.ttl = max_entries, max_bytes, ttl
         self.clock, self.on_evict = clock, on_evict
         self.evictions = self.hit_tokens = 0
         self._roots: dict[Hashable, RadixNode] = {}
-        self._held: list[Counter[int]] = [Counter() for _ in pool.groups]  # references by block
         self._tick = 0
         self._next_expiry = 0.0
         pool.add_holder(self)
-        weakref.finalize(self, _abandon, self._pool, self._held).atexit = False
         weakref.finalize(self, part_nodes, self._roots).atexit = False
 
     @property
     def pool(self) -> BlockPool:
         """Raises BlockStateError if the pool is gone."""
-        pool = self._pool()
-        if pool is None:
-            raise BlockStateError("the tree's pool is gone")
-        return pool
+        return self._held.pool
 
     # Looking up -----------------------------------------------------------------------------------------------
 
@@ -176,8 +168,8 @@ class RadixTree:
         Raises:
             ValueError: the tables do not hold the tokens. Nothing was changed.
         """
-        run = tuple(tokens)
-        self._check_tables(run, tables)
+        run, held = tuple(tokens), self._held
+        check_tables(self.windows, run, tables)
         with self._changing():
             self.expire()
             node = self._roots[salt] = self._root(salt)
@@ -185,33 +177,22 @@ class RadixTree:
             while position < len(run):
                 child = node.children.get(run[position])
                 if child is None:
-                    new_blocks += replace_tail(self, node, tables) + add_leaf(self, node, run, tables)
+                    new_blocks += replace_tail(held, node, tables) + add_leaf(held, node, run, tables)
                     new_tokens = len(run) - position
                     child, position = node.children[run[position]], len(run)
                 else:
                     common = child.common_length(run, position, len(run))
                     position += common
-                    if common < len(child.tokens) and (position < len(run) or improves(self, child, tables, position)):
-                        child = self._split(child, common)
+                    if common < len(child.tokens) and (position < len(run) or improves(held, child, tables, position)):
+                        child = split(held, child, common)
                     if child.end == position:
-                        new_blocks += heal(self, child, tables)
+                        new_blocks += refill(held, child, tables)
                 self._touch(child)
                 node = child
             if label is not None and node.end == len(run):
                 node.label = label
             self._keep_limits(node)
             return InsertResult(new_tokens, new_blocks, node)
-
-    def _check_tables(self, tokens: tuple[int, ...], tables: Sequence[BlockTable]) -> None:
-        if not tokens:
-            raise ValueError("a prefix has at least one token")
-        if [table.group for table in tables] != list(range(len(self.windows))):
-            raise ValueError("one table per group of the pool, in order")
-        for table, window in zip(tables, self.windows, strict=True):
-            if table.released or table.length < len(tokens):
-                raise ValueError(f"{table} does not hold {len(tokens)} tokens")
-            if window is None and table.logical_start:
-                raise ValueError(f"{table} does not hold its first tokens")
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -221,19 +202,9 @@ class RadixTree:
                 yield
             except Exception:
                 self._roots = {salt: root for salt, root in self._roots.items() if root.children}
-                for group, held in enumerate(self._held):
-                    blocks = Counter(b for node in self.nodes() for b in node.blocks[group] if b != NULL_BLOCK)
-                    missing, surplus = blocks - held, held - blocks
-                    self.hold_blocks(group, list(missing.elements()))
-                    self.unhold_blocks(group, list(surplus.elements()))
+                for group in range(len(self.windows)):
+                    self._held.reset(group, [b for node in self.nodes() for b in node.blocks[group]])
                 raise
-
-    def _split(self, node: RadixNode, at: int) -> RadixNode:
-        upper = node.split(at, self.block_size)
-        if upper.end % self.block_size:
-            for group, blocks in enumerate(upper.blocks):
-                self.hold_blocks(group, blocks[-1:])
-        return upper
 
     # In use ---------------------------------------------------------------------------------------------------
 
@@ -241,11 +212,11 @@ class RadixTree:
         """Keep the node and its ancestors until :meth:`unlock`; locks add up.
 
         Raises:
-            BlockStateError: the node has been given up meanwhile: match again.
+            BlockStateError: the node has been evicted meanwhile: match again.
         """
         with self.pool.lock:
             path = node.path()
-            if any(each.parent is None or each.parent.children.get(each.tokens[0]) is not each for each in path):
+            if not all(each.is_attached for each in path):
                 raise BlockStateError(f"{node} is no longer in the tree")
             for each in path:
                 each.locks += 1
@@ -268,16 +239,13 @@ class RadixTree:
         self._tick += 1
         node.tick, node.used_at = self._tick, self.clock()
 
-    # Giving up ------------------------------------------------------------------------------------------------
+    # Evicting -------------------------------------------------------------------------------------------------
 
     def reclaimable(self, group: int) -> int:
         """Blocks of the group that would be free if every unlocked node went."""
         with self.pool.lock:
-            held, refcount = self._held[group], self.pool.groups[group].allocator.refcount
-            # Asked for in every step while the pool is full, and of all blocks: no Python code for each of them.
-            cached = sum(map(operator.eq, map(refcount, held), held.values()))
-            locked = {b for node in self.nodes() if node.locks for b in node.blocks[group] if b != NULL_BLOCK}
-            return cached - sum(refcount(b) == held[b] for b in locked)
+            locked = (b for node in self.nodes() if node.locks for b in node.blocks[group])
+            return self._held.num_cached(group, without=locked)
 
     def evict(self, group: int, num_blocks: int) -> int:
         """Free blocks of a group: of the least recently used leaves, and in a group with a window also of inner nodes,
@@ -287,10 +255,35 @@ class RadixTree:
             Blocks that became free: ``num_blocks`` or more, or fewer if there are no more to be had.
         """
         with self._changing():
-            return evict_blocks(self, group, num_blocks)
+            freed = 0
+            # Nodes whose blocks are all in use elsewhere go only in the second round, where they stand before others.
+            for only_useful in (True, False):
+                if freed >= num_blocks:
+                    break
+                target = num_blocks if only_useful else min(num_blocks, freed + self.reclaimable(group))
+                for node in least_recently_used(self._held, group, self.nodes()):
+                    if freed >= target:
+                        break
+                    if not only_useful or self._held.num_unshared(group, node.blocks[group]):
+                        freed += self._evict_from(node, group, target - freed)
+            return freed
+
+    def _evict_from(self, node: RadixNode, group: int, num_blocks: int) -> int:
+        """Free ``num_blocks`` blocks of the group at this node, or what it has. Returns how many became free."""
+        if node.children:
+            # An inner node of a window group: prefixes that end beyond its window need only what comes after it.
+            self._notify(node)
+            gone, node.blocks[group] = node.blocks[group], [NULL_BLOCK] * len(node.blocks[group])
+            node.valid_from[group] = node.end
+            return self._drop(group, gone)
+        index = shortest_tail(self._held, node, group, num_blocks)
+        if index is None:
+            return self._remove(node)[group]
+        self._notify(node)
+        return [self._drop(each, blocks) for each, blocks in enumerate(node.cut(index, self.block_size))][group]
 
     def evict_bytes(self, num_bytes: int) -> int:
-        """Give up least recently used leaves until ``num_bytes`` bytes of blocks are free. Returns bytes freed."""
+        """Evict least recently used leaves until ``num_bytes`` bytes of blocks are free. Returns bytes freed."""
         with self.pool.lock:
             before, freed = self.nbytes, 0
             while freed < num_bytes and (leaves := self.leaves()):
@@ -299,29 +292,44 @@ class RadixTree:
             return freed
 
     def remove(self, node: RadixNode) -> None:
-        """Give a leaf up. Raises BlockStateError if it is locked or not a leaf of this tree."""
+        """Evict a leaf. Raises BlockStateError if it is locked or not a leaf of this tree."""
         with self._changing():
-            parent = node.parent
-            if parent is None or node.children or node.locks or parent.children.get(node.tokens[0]) is not node:
-                raise BlockStateError(f"{node} is not an unlocked leaf")
-            self.notify(node)
-            del parent.children[node.tokens[0]]
-            for group, blocks in enumerate(node.blocks):
-                self.drop_blocks(group, blocks)
-            if self.ttl is not None:
-                self._next_expiry = min(self._next_expiry, parent.used_at + self.ttl)
-            if parent.is_root and not parent.children:
-                self._roots.pop(parent.label, None)
+            self._remove(node)
+
+    def _remove(self, node: RadixNode) -> list[int]:
+        """Evict a leaf. Returns how many blocks of each group became free."""
+        parent = node.parent
+        if parent is None or node.children or node.locks or not node.is_attached:
+            raise BlockStateError(f"{node} is not an unlocked leaf")
+        self._notify(node)
+        del parent.children[node.tokens[0]]
+        freed = [self._drop(group, blocks) for group, blocks in enumerate(node.blocks)]
+        if self.ttl is not None:
+            self._next_expiry = min(self._next_expiry, parent.used_at + self.ttl)
+        if parent.is_root and not parent.children:
+            self._roots.pop(parent.label, None)
+        return freed
+
+    def _notify(self, node: RadixNode) -> None:
+        """To be called before blocks of the node are evicted."""
+        if self.on_evict is not None:
+            self.on_evict(self.salt_of(node), node)
+
+    def _drop(self, group: int, block_ids: Sequence[int]) -> int:
+        """Drop one reference of each block. Returns how many became free: the evictions."""
+        freed = self._held.drop(group, block_ids)
+        self.evictions += freed
+        return freed
 
     def clear(self) -> None:
-        """Give every unlocked node up, the least recently used ones first."""
+        """Evict every unlocked node, the least recently used ones first."""
         with self.pool.lock:
             while leaves := self.leaves():
                 for leaf in leaves:
                     self.remove(leaf)
 
     def expire(self) -> None:
-        """Give up what has not been used for the time to live. Costs nothing as long as nothing can be due."""
+        """Evict what has not been used for the time to live. Costs nothing as long as nothing can be due."""
         if self.ttl is None or self.clock() < self._next_expiry:
             return
         with self.pool.lock:
@@ -343,11 +351,6 @@ class RadixTree:
         if self.max_entries is not None and len(self) > self.max_entries:
             return True
         return self.max_bytes is not None and self.nbytes > self.max_bytes
-
-    def notify(self, node: RadixNode) -> None:
-        """To be called before blocks of the node are given up."""
-        if self.on_evict is not None:
-            self.on_evict(self.salt_of(node), node)
 
     # Accounts -------------------------------------------------------------------------------------------------
 
@@ -375,55 +378,19 @@ class RadixTree:
     @property
     def nbytes(self) -> int:
         """Bytes of the blocks held, each counted once."""
-        return sum(len(held) * group.bytes_per_block for held, group in zip(self._held, self.pool.groups, strict=True))
+        return self._held.nbytes
 
     def check_integrity(self) -> None:
         """Raise BlockStateError unless nodes, blocks, locks and references agree. See also the pool's."""
         with self.pool.lock:
-            check_tree(self._roots, self.block_size, self._held)
+            check_tree(self._roots, self.block_size, self._held.counts)
 
     def held(self, group: int) -> list[list[int]]:
-        return [list(self._held[group].elements())]
+        return [list(self._held.counts[group].elements())]
 
     def renumber(self, group: int, moves: Mapping[int, int]) -> None:
         """For the pool, which has moved blocks: they have other ids now."""
         with self.pool.lock:
             for node in self.nodes():
                 node.blocks[group][:] = [moves.get(b, b) for b in node.blocks[group]]
-            held = self._held[group]  # changed in place: the finalizer has it, too
-            counts = [(moves.get(b, b), n) for b, n in held.items()]
-            held.clear()
-            held.update(dict(counts))
-
-    def references(self, group: int, block_id: int) -> int:
-        """How many of the tree's nodes hold a block."""
-        return self._held[group][block_id]
-
-    def hold_blocks(self, group: int, block_ids: Sequence[int]) -> None:
-        ids = [b for b in block_ids if b != NULL_BLOCK]
-        self.pool.retain(group, ids)
-        self._held[group].update(ids)
-
-    def drop_blocks(self, group: int, block_ids: Sequence[int]) -> int:
-        """Drop one reference of each block. Returns how many became free: the evictions."""
-        freed = self.unhold_blocks(group, block_ids)
-        self.evictions += freed
-        return freed
-
-    def unhold_blocks(self, group: int, block_ids: Sequence[int]) -> int:
-        ids = [b for b in block_ids if b != NULL_BLOCK]
-        allocator, held = self.pool.groups[group].allocator, self._held[group]
-        freed = sum(allocator.refcount(b) == 1 for b in ids)
-        self.pool.release(group, ids)
-        for block_id in ids:
-            held[block_id] -= 1
-            if not held[block_id]:
-                del held[block_id]
-        return freed
-
-
-def _abandon(pool: weakref.ref[BlockPool], held: list[Counter[int]]) -> None:
-    """Give back what a tree held that its owner dropped."""
-    if (alive := pool()) is not None:
-        for group, blocks in enumerate(held):
-            alive.abandon(group, list(blocks.elements()))
+            self._held.renumber(group, moves)

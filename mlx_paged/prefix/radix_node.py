@@ -64,6 +64,11 @@ class RadixNode:
     def is_root(self) -> bool:
         return self.parent is None
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether the node hangs on its parent: it is not a root, and was not removed."""
+        return self.parent is not None and self.parent.children.get(self.tokens[0]) is self
+
     def path(self) -> list[RadixNode]:
         """The nodes from below the root down to this one."""
         nodes: list[RadixNode] = []
@@ -112,6 +117,14 @@ class RadixNode:
         self.tokens, self.start, self.parent = self.tokens[at:], cut, upper_node
         self.blocks, self.valid_from = lower_blocks, lower_valid_from
         return upper_node
+
+    def cut(self, index: int, block_size: int) -> list[list[int]]:
+        """Forget the blocks from the ``index``-th one on, and the tokens in them. Returns these blocks, per group."""
+        self.tokens = self.tokens[: (self.start // block_size + index) * block_size - self.start]
+        tails = [blocks[index:] for blocks in self.blocks]
+        for blocks in self.blocks:
+            del blocks[index:]
+        return tails
 
     def common_length(self, tokens: Sequence[int], position: int, limit: int) -> int:
         """How many of the node's tokens equal ``tokens[position:limit]``."""

@@ -1,4 +1,4 @@
-"""What the nodes along a path can serve, and whether a whole tree's nodes agree. Pure functions over RadixNodes."""
+"""What the nodes along a path can serve, tables over it, and whether a whole tree's nodes agree."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from ..errors import BlockStateError
 from ..kv.allocator import NULL_BLOCK
+from ..kv.block_table import BlockTable
+from ..kv.pool import BlockPool
 from .radix_node import RadixNode
 
 Windows = Sequence[int | None]
@@ -58,6 +60,28 @@ def path_blocks(path: Sequence[RadixNode], length: int, windows: Windows, block_
             del ids[behind:]  # nothing is visible: the block that the next token falls into is its own
         result.append(ids)
     return tuple(result)
+
+
+def table_over(pool: BlockPool, group: int, block_ids: Sequence[int], length: int) -> BlockTable:
+    """A table over blocks that others hold too, with a reference of its own on each, as a prefill cut at ``length``
+    would have left it.
+
+    Args:
+        pool: the blocks' pool.
+        group: index of their group.
+        block_ids: by absolute position, ``ceil(length / block_size)`` of them; null behind the group's window, but for
+            pinned tokens. With a window of one token, only whole blocks.
+        length: tokens they hold.
+    """
+    spec = pool.groups[group].spec
+    with pool.lock:
+        table = pool.new_table(group)
+        pool.retain(group, block_ids)
+        table.block_ids.extend(block_ids)
+        table.length = length
+        table.logical_start, table.ring_origin = spec.first_kept(length), spec.ring_origin(length)
+        table.forget_indices()
+        return table
 
 
 def check_tree(roots: Mapping[Hashable, RadixNode], block_size: int, held: Sequence[Counter[int]]) -> None:

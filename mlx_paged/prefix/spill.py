@@ -11,9 +11,9 @@ import mlx.core as mx
 from ..errors import PoolExhaustedError
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
-from .prefix_cache import table_over
 from .radix import RadixTree
 from .radix_node import RadixNode
+from .radix_path import table_over
 from .spill_folder import FORMAT, BlockGeometry, SpilledBlock, SpillFolder
 
 

@@ -22,7 +22,7 @@ def salted(base: Hashable, salt: Hashable) -> Hashable:
 
 
 class PrefixStore(Protocol):
-    """What a batch asks of a prefix cache. Its blocks are given up by the pool itself (see BlockHolder).
+    """What a batch asks of a prefix cache. The pool itself asks it to evict blocks (see BlockHolder).
 
     Prefixes of different salts are apart: what was donated under one is not found under another.
     """

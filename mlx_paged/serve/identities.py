@@ -6,10 +6,10 @@ import copy
 import functools
 import logging
 import time
-import weakref
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Hashable
+from typing import Any
 
+from ..by_model import ByModel
 from ..prefix.identity import digest_of, model_identity
 
 
@@ -20,7 +20,7 @@ class Identities:
     def __init__(self, model_provider: Any) -> None:
         self.provider = model_provider
 
-    def __call__(self, key: Any) -> str | None:
+    def __call__(self, key: Hashable) -> str | None:
         """The identity of the models that are loaded now, target and draft; None if these are not the key's, or if it
         cannot be told."""
         provider = self.provider
@@ -29,7 +29,7 @@ class Identities:
         begin = time.monotonic()
         models = [model for model in (provider.model, provider.draft_model) if model is not None]
         try:
-            identity = digest_of(model_identity(model, LoadedConfigs.of(model)) for model in models)
+            identity = digest_of(model_identity(model, loaded_configs.get(model)) for model in models)
         except OSError as error:
             logging.warning("prefixes on disk are not used: the code of the model cannot be read: %s", error)
             return None
@@ -37,26 +37,17 @@ class Identities:
         return identity
 
 
-class LoadedConfigs:
-    """The config.json that each model was loaded with: the file may be another one by the time somebody asks."""
+# The config.json that each model was loaded with: the file may be another one by the time somebody asks.
+loaded_configs: ByModel[dict[str, Any]] = ByModel()
 
-    _configs: ClassVar[dict[int, tuple[weakref.ref[Any], Any]]] = {}  # by id: modules cannot be hashed
 
-    @classmethod
-    def of(cls, model: Any) -> Any:
-        """None if it is not known."""
-        entry = cls._configs.get(id(model))
-        return entry[1] if entry is not None and entry[0]() is model else None
+def noting_configs(load: Callable[..., Any]) -> Callable[..., Any]:
+    """mlx-lm's ``load``, which notes the configuration of what it loads."""
 
-    @classmethod
-    def noting(cls, load: Callable[..., Any]) -> Callable[..., Any]:
-        """mlx-lm's ``load``, which notes the configuration of what it loads."""
+    @functools.wraps(load)
+    def noting_load(*args: Any, return_config: bool = False, **kwargs: Any) -> Any:
+        model, tokenizer, config = load(*args, return_config=True, **kwargs)
+        loaded_configs.put(model, copy.deepcopy(config))
+        return (model, tokenizer, config) if return_config else (model, tokenizer)
 
-        @functools.wraps(load)
-        def noting_load(*args: Any, return_config: bool = False, **kwargs: Any) -> Any:
-            model, tokenizer, config = load(*args, return_config=True, **kwargs)
-            key = id(model)
-            cls._configs[key] = (weakref.ref(model, lambda _: cls._configs.pop(key, None)), copy.deepcopy(config))
-            return (model, tokenizer, config) if return_config else (model, tokenizer)
-
-        return noting_load
+    return noting_load

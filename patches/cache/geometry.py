@@ -12,7 +12,7 @@ from ...cache.composites import leaves, with_leaves
 from ...cache.paged_kv_cache import PagedKVCache
 from ...engine.request import sequence_of
 from ...errors import GeometryError
-from ...kv.scoring import Scoring
+from ...kv.storage.scoring import Scoring
 from .layer_cache import PagedLayerCache
 from .probe import probe_layers
 

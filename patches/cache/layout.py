@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from ...by_model import ByModel
 from ...cache.composites import leaves
 from ...errors import GeometryError
 from ...kv.group import LayerGroup
-from ...kv.storage.base import Geometry, QueryHeads
+from ...kv.storage.base import Geometry
+from ...kv.storage.scoring import QueryHeads
 from .probe import probe_layers, probe_rows
 
 
@@ -47,9 +48,8 @@ PADDING_MATTERS = {
 }
 
 _lock = threading.RLock()
-# By id, because modules are dicts and cannot be hashed; an entry goes when its model does. A model's layouts by the
-# kinds of its caches (max_kv_size), the latest one last.
-_layouts: dict[int, tuple[weakref.ref[Any], dict[tuple[Any, ...], PagedLayout]]] = {}
+# A model's layouts by the kinds of its caches (max_kv_size), the latest one last.
+_layouts: ByModel[dict[tuple[Hashable, ...], PagedLayout]] = ByModel()
 MAX_LAYOUTS = 8
 
 
@@ -63,11 +63,9 @@ def layout_for(model: Any, stock: Sequence[Any], spare: Sequence[Any], adapted: 
     """
     key = (adapted, *[_kind(cache) for cache in stock])
     with _lock:
-        number = id(model)
-        entry = _layouts.get(number)
-        if entry is None or entry[0]() is not model:
-            entry = _layouts[number] = (weakref.ref(model, lambda _: _layouts.pop(number, None)), {})
-        layouts = entry[1]
+        layouts = _layouts.get(model)
+        if layouts is None:
+            layouts = _layouts.put(model, {})
         layout = layouts.pop(key, None) or (_adapter_layout(stock) if adapted else _seam_layout(model, stock, spare))
         layouts[key] = layout
         while len(layouts) > MAX_LAYOUTS:
@@ -96,8 +94,8 @@ def why_one_by_one(model: Any, fresh: Sequence[Any]) -> str | None:
 
 def layout_of(model: Any) -> PagedLayout | None:
     """The layout made for the model last, or None if there is none yet."""
-    entry = _layouts.get(id(model))
-    return next(reversed(entry[1].values()), None) if entry is not None and entry[0]() is model else None
+    layouts = _layouts.get(model)
+    return None if layouts is None else next(reversed(layouts.values()), None)
 
 
 def name_of(model: Any) -> str:
@@ -127,7 +125,7 @@ def window_of(cache: Any) -> int | None:
     return int(cache.max_size) if isinstance(cache, RotatingKVCache) else None
 
 
-def _kind(cache: Any) -> tuple[Any, ...]:
+def _kind(cache: Any) -> Hashable:
     return (type(cache), getattr(cache, "max_size", None), getattr(cache, "keep", None))
 
 

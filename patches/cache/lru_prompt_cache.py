@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
@@ -135,7 +135,7 @@ class PagedPromptCache:
 
     # mlx-lm's interface ---------------------------------------------------------------------------------------
 
-    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+    def fetch_nearest_cache(self, model: Hashable, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
         """A cache with the longest known prefix of ``tokens``, the caller's to go on with, and the tokens it lacks."""
         pools = self._pools(model)
         length = self._common_length(model, pools, tokens)
@@ -149,7 +149,7 @@ class PagedPromptCache:
         return caches, tokens[length:]
 
     def insert_cache(
-        self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
+        self, model: Hashable, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
     ) -> None:
         """Remember that ``prompt_cache`` holds ``tokens``. It stays the caller's, who may go on with it."""
         sequences = _sequences(prompt_cache)
@@ -220,7 +220,7 @@ class PagedPromptCache:
 
     # Inside ---------------------------------------------------------------------------------------------------
 
-    def _pools(self, model: Any) -> list[tuple[BlockPool, _Kinds]]:
+    def _pools(self, model: Hashable) -> list[tuple[BlockPool, _Kinds]]:
         layout = self._layouts.get(model, [])
         pools = [(pool, kinds) for ref, kinds in layout if (pool := ref()) is not None]
         if len(pools) < len(layout):
@@ -228,11 +228,11 @@ class PagedPromptCache:
             return []
         return pools
 
-    def _key(self, model: Any, number: int) -> Hashable:
+    def _key(self, model: Hashable, number: int) -> Hashable:
         """The tree's salt for what is fetched and inserted now."""
         return salted((model, number), self._salt)
 
-    def _restore(self, model: Any, tokens: Sequence[int], salt: Hashable = None) -> None:
+    def _restore(self, model: Hashable, tokens: Sequence[int], salt: Hashable = None) -> None:
         """Bring back from disk what extends the prefixes in memory."""
         if self.spill is None:
             return
@@ -246,7 +246,7 @@ class PagedPromptCache:
             except PoolExhaustedError:
                 return  # what is in the tree has to do
 
-    def _common_length(self, model: Any, pools: list[tuple[BlockPool, _Kinds]], tokens: list[int]) -> int:
+    def _common_length(self, model: Hashable, pools: list[tuple[BlockPool, _Kinds]], tokens: list[int]) -> int:
         """The longest prefix that all of a model's pools can serve."""
         self._restore(model, tokens, self._salt)
         length = len(tokens) - 1 if pools else 0
@@ -260,7 +260,7 @@ class PagedPromptCache:
             length = min(lengths)
         return max(0, length)
 
-    def _fetch_other(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+    def _fetch_other(self, model: Hashable, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
         model = salted(model, self._salt)
         cache, rest = self.others.fetch_nearest_cache(model, tokens)
         if cache is None or rest:
@@ -288,7 +288,7 @@ class PagedPromptCache:
 
         return on_evict
 
-    def _trim(self, max_size: int | None, max_bytes: int, newest: tuple[Any, list[int]] | None = None) -> None:
+    def _trim(self, max_size: int | None, max_bytes: int, newest: tuple[Hashable, list[int]] | None = None) -> None:
         keep = None
         if newest is not None:
             pools = self._pools(newest[0])
@@ -331,6 +331,15 @@ class PagedPromptCache:
 
     def _paged_bytes(self) -> int:
         return sum(tree.nbytes for tree in list(self._trees.values()))
+
+
+# A server's prompt cache: mlx-lm's where nothing is to be kept.
+PromptStore: TypeAlias = PagedPromptCache | LRUPromptCache
+
+
+def salted_store(store: PromptStore, salt: Hashable) -> AbstractContextManager[None]:
+    """For the time of a ``with`` block, the prefixes of requests with this salt alone."""
+    return store.salted(salt) if isinstance(store, PagedPromptCache) else nullcontext()
 
 
 def _on_disk(identity: str, number: int, salt: Hashable) -> str:

@@ -9,18 +9,31 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as stock_cache
 
+from ...by_model import ByModel
 from ...config import PagedConfig
 from ...kv.pool import BlockPool
 from ...kv.storage.choice import storage_choice
 from .layout import PagedLayout, first_keys
 
 _lock = threading.RLock()
-# By id, because modules are dicts and cannot be hashed; an entry goes when its model does.
-_pools: dict[int, tuple[weakref.ref[Any], PagedConfig, PagedLayout, BlockPool]] = {}
-# Also those a model used before, as long as somebody holds one: with and without max_kv_size it has two.
-_in_use: weakref.WeakValueDictionary[tuple[int, PagedConfig, PagedLayout, mx.Dtype | None], BlockPool] = (
-    weakref.WeakValueDictionary()
-)
+
+
+class _Pools:
+    """Of one model.
+
+    Attributes:
+        latest: the pool that its latest prompt cache lies in, and what that was made for.
+        in_use: also those before, as long as somebody holds one: with and without max_kv_size it has two.
+    """
+
+    def __init__(self) -> None:
+        self.latest: tuple[PagedConfig, PagedLayout, BlockPool] | None = None
+        self.in_use: weakref.WeakValueDictionary[tuple[PagedConfig, PagedLayout, mx.Dtype | None], BlockPool] = (
+            weakref.WeakValueDictionary()
+        )
+
+
+_pools: ByModel[_Pools] = ByModel()
 
 
 def pool_for(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dtype | None = None) -> BlockPool:
@@ -34,15 +47,14 @@ def pool_for(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dty
         KernelUnavailableError: the configuration demands a kernel and there is none for the model's attention.
     """
     with _lock:
-        entry = _pools.get(id(model))
-        if entry is not None and entry[0]() is model and entry[1:3] == (config, layout) and _holds(entry[3], dtype):
-            return entry[3]
-        key = id(model)
-        if entry is None or entry[0]() is not model:
-            _forget(key)
-        pool = _in_use.get((key, config, layout, dtype)) or _new_pool(layout, config, dtype)
-        _in_use[key, config, layout, dtype] = pool
-        _pools[key] = (weakref.ref(model, lambda _: _forget(key)), config, layout, pool)
+        pools = _pools.get(model)
+        if pools is None:
+            pools = _pools.put(model, _Pools())
+        if pools.latest is not None and pools.latest[:2] == (config, layout) and _holds(pools.latest[2], dtype):
+            return pools.latest[2]
+        pool = pools.in_use.get((config, layout, dtype)) or _new_pool(layout, config, dtype)
+        pools.in_use[config, layout, dtype] = pool
+        pools.latest = (config, layout, pool)
         return pool
 
 
@@ -64,16 +76,10 @@ def _new_pool(layout: PagedLayout, config: PagedConfig, dtype: mx.Dtype | None =
     return pool
 
 
-def _forget(model: int) -> None:
-    _pools.pop(model, None)
-    for key in [key for key in _in_use if key[0] == model]:
-        _in_use.pop(key, None)
-
-
 def known_pool(model: Any) -> BlockPool | None:
     """The block pool that the model's latest prompt cache lies in, or None if there is none yet. Makes nothing."""
-    entry = _pools.get(id(model))
-    return entry[3] if entry is not None and entry[0]() is model else None
+    pools = _pools.get(model)
+    return None if pools is None or pools.latest is None else pools.latest[2]
 
 
 def pool_of(model: Any) -> BlockPool | None:
@@ -104,4 +110,3 @@ def forget_pools() -> None:
     """Let the registry drop its pools; caches in use keep theirs alive."""
     with _lock:
         _pools.clear()
-        _in_use.clear()

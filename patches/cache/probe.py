@@ -12,8 +12,8 @@ from ...attention import gather
 from ...cache.composites import leaves, with_leaves
 from ...cache.lazy_kv import LazyKV, hand_out
 from ...errors import GeometryError
-from ...kv.scoring import Scoring
-from ...kv.storage.base import Geometry, QueryHeads
+from ...kv.storage.base import Geometry
+from ...kv.storage.scoring import QueryHeads, Scoring
 
 PROBE_ROWS = 3
 

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from ...cache.batch_cache import PagedBatchKVCache
 from ...engine.compiled.compiled_step import StepLayer
 from ...engine.compiled.narrow_layers import projected
-from ...kv.scoring import Scoring
+from ...kv.storage.scoring import Scoring
 from ..cache.layer_cache import PagedLayerCache
 
 AttentionCall = Callable[..., mx.array]

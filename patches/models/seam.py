@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...cache.lazy_kv import lazy_kv_of
-from ...kv.scoring import Scoring
+from ...kv.storage.scoring import Scoring
 
 
 def adapt(original: Callable[..., mx.array]) -> Callable[..., mx.array]:

@@ -17,6 +17,7 @@ from ...serve.model_names import ModelNames
 from ...serve.refusal import RequestRefused, invalid
 from ...serve.report import cache_page, metrics
 from ...serve.request_body import MAX_BODY_BYTES, parse_body
+from .prepared_request import has_images
 from .response_generator import PagedResponseGenerator
 
 SOCKET_SECONDS = 60  # without a byte from or to a client, after which it is taken to be gone
@@ -145,7 +146,7 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
             self.rfile = stream
 
     def handle_chat_completions(self) -> Any:
-        if self.generator.model_provider.processor is None and any(upstream._image_parts(self.body["messages"])):
+        if self.generator.model_provider.processor is None and has_images(self.body["messages"]):
             # Before mlx-lm fetches them from wherever they are said to be.
             raise Aborted(invalid("this model takes text only", "messages"))
         return self._checked(super().handle_chat_completions)

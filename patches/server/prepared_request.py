@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.nn as nn
 from mlx_lm import server as upstream
 
 from ...serve.prompt_messages import MadePrompt
@@ -40,7 +41,12 @@ class RenderedTokenizer:
         return self._text
 
 
-def check_sampling(args: Any, tokenizer: Any, model: Any) -> None:
+def has_images(messages: list[Any] | None) -> bool:
+    """Whether some part of a chat is an image."""
+    return any(upstream._image_parts(messages))
+
+
+def check_sampling(args: upstream.GenerationArguments, tokenizer: Any, model: nn.Module) -> None:
     """Check what mlx-lm takes for granted in a request's sampling options; ``top_k`` is cut to what there is.
 
     Args:

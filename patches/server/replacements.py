@@ -6,15 +6,17 @@ import functools
 import warnings
 from typing import Any
 
+from mlx_lm import server as upstream
 from mlx_lm.generate import TextStateMachine as StockTextStateMachine
+from mlx_lm.models.cache import LRUPromptCache
 
 from ...prefix.spill import SpillStore
-from ...serve.identities import Identities, LoadedConfigs
+from ...serve.identities import Identities, noting_configs
 from ...serve.model_names import ModelNames
 from ...serve.prompt_maker import PromptMaker
 from ...serve.server_config import ServerConfig
 from ...serve.stops.stopped_answer import LastText
-from ..cache.lru_prompt_cache import PagedPromptCache
+from ..cache.lru_prompt_cache import PagedPromptCache, PromptStore
 from ..registry import fingerprint
 from .handler import PagedAPIHandler, Server
 from .prompt_job import PROCESS, make_prompt
@@ -43,39 +45,20 @@ def start_error() -> Exception | None:
     return None if _generator is None else _generator.start_error
 
 
-class NoPromptCache:
-    """Stands in for mlx-lm's ``LRUPromptCache`` and keeps nothing."""
-
-    nbytes = 0
-
-    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[None, list[int]]:
-        return None, tokens
-
-    def insert_cache(self, model: Any, tokens: list[int], prompt_cache: Any, *, cache_type: str = "assistant") -> None:
-        return None
-
-    def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
-        return None
-
-    def stats_by_type(self) -> dict[str, dict[str, int]]:
-        return {}
-
-    def __len__(self) -> int:
-        return 0
-
-
-def make_prompt_cache_store(max_size: int | None) -> Any:
+def make_prompt_cache_store(max_size: int | None) -> PromptStore:
     """Replacement of ``LRUPromptCache`` in the server: as the options say."""
     config = _config
     if not config.prefix_cache:
-        return NoPromptCache()
+        return LRUPromptCache(max_size=0)  # which keeps nothing
     spill = None
     if config.prefix_cache_dir is not None:
         spill = SpillStore(config.prefix_cache_dir, max_bytes=config.prefix_cache_dir_bytes)
     return PagedPromptCache(max_size, ttl=config.prefix_cache_ttl, spill=spill)
 
 
-def make_response_generator(model_provider: Any, prompt_cache: Any) -> PagedResponseGenerator:
+def make_response_generator(
+    model_provider: upstream.ModelProvider, prompt_cache: PromptStore
+) -> PagedResponseGenerator:
     """Replacement of ``ResponseGenerator``."""
     if isinstance(prompt_cache, PagedPromptCache) and prompt_cache.spill is not None:
         prompt_cache.identify = Identities(model_provider)
@@ -115,7 +98,7 @@ def replacements(module: Any) -> dict[str, Any]:
     return {
         "LRUPromptCache": make_prompt_cache_store,
         "ResponseGenerator": make_response_generator,
-        "load": LoadedConfigs.noting(module.load),
+        "load": noting_configs(module.load),
         "_run_http_server": functools.partial(
             module._run_http_server, server_class=Server, handler_class=PagedAPIHandler
         ),

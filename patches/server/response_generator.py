@@ -9,7 +9,6 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from queue import Empty
 from typing import Any
 
@@ -19,17 +18,17 @@ from mlx_lm.models import cache as stock_cache
 
 from ...serve.capacity import announce, answer_tokens, capacity, check_capacity
 from ...serve.prompt_maker import PromptMaker, PromptSetup
-from ...serve.prompt_messages import PromptJob
+from ...serve.prompt_messages import MadePrompt, PromptJob
 from ...serve.refusal import RequestRefused, invalid, refusal_of
 from ...serve.report.server_report import server_report
 from ...serve.report.server_stats import ServerStats
 from ...serve.server_config import ServerConfig
 from ..cache.geometry import probe_geometry
-from ..cache.lru_prompt_cache import PagedPromptCache
+from ..cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
 from ..cache.pools import known_pool, pool_of
 from .answer_queue import AnswerQueue
 from .model_switch import Candidate, ModelKey
-from .prepared_request import PreparedRequest, RenderedTokenizer, check_sampling
+from .prepared_request import PreparedRequest, RenderedTokenizer, check_sampling, has_images
 from .prompt_job import PROCESS, make_prompt
 from .served_batch import ServedBatch
 from .tidying import Tidying
@@ -37,6 +36,7 @@ from .tidying import Tidying
 POLL_SECONDS = 0.25  # between looks at whether a client is still there
 IDLE_SECONDS = 0.1
 MAX_WAITING = 1024  # requests; each takes a thread
+Tokenized = tuple[list[int], list[list[int]], list[str], str, Any]  # as in mlx-lm; the last one is of images
 
 
 class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
@@ -47,7 +47,6 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
     Args:
         model_provider: mlx-lm's.
         prompt_cache: of all models.
-        stats: of the server.
         prompts: makes the prompts.
         config: of the server.
 
@@ -58,20 +57,19 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
     def __init__(
         self,
         model_provider: Any,
-        prompt_cache: Any,
-        stats: ServerStats | None = None,
+        prompt_cache: PromptStore,
         prompts: PromptMaker | None = None,
         config: ServerConfig | None = None,
     ) -> None:
-        self.stats = stats or ServerStats()
+        self.stats = ServerStats()
         self.prompts = prompts or PromptMaker(make_prompt, PROCESS)
         self.config = config or ServerConfig()
         self.start_error: Exception | None = None
         self._setup: PromptSetup | None = None  # of the present model
         self._has_started = False
         self._batch: ServedBatch | None = None
-        self._pending: deque[tuple[AnswerQueue, Any, Any]] = deque()
-        self._stream: Any = None
+        self._pending: deque[tuple[AnswerQueue, PreparedRequest | None, upstream.GenerationArguments]] = deque()
+        self._stream: Any = None  # the thread's
         self._tidying = Tidying()
         super().__init__(model_provider, prompt_cache)  # starts the thread
 
@@ -79,12 +77,12 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
 
     def generate(
         self,
-        request: Any,
-        generation_args: Any,
+        request: upstream.CompletionRequest,
+        generation_args: upstream.GenerationArguments,
         progress_callback: Callable[[int, int], None] | None = None,
         client_is_gone: Callable[[], bool] = lambda: False,
         salt: str | None = None,
-    ) -> tuple[Any, Iterator[Any]]:
+    ) -> tuple[upstream.GenerationContext, Iterator[upstream.Response]]:
         """The request's context, and its answers as they come. Its prompt is made before it is queued.
 
         Raises (both the call and the iterator):
@@ -107,7 +105,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
 
     def _make_prompt(
         self, queue: AnswerQueue, request: PreparedRequest, args: Any, client_is_gone: Callable[[], bool]
-    ) -> Any:
+    ) -> MadePrompt:
         setup = self._setup
         if setup is None or setup.key != self._key_of(args.model):
             self.requests.put((queue, None, args))  # the model first; a later turn may have to load it once more
@@ -118,7 +116,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
             request,
             args.chat_template_kwargs,
             None if most is None else most - 1,
-            has_images=any(upstream._image_parts(request.messages)),
+            has_images=has_images(request.messages),
             client_is_gone=client_is_gone,
         )
 
@@ -142,7 +140,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         queue: AnswerQueue,
         progress_callback: Callable[[int, int], None] | None,
         client_is_gone: Callable[[], bool],
-    ) -> Iterator[Any]:
+    ) -> Iterator[upstream.Response]:
         is_first = True
         try:
             while (item := self._receive(queue, client_is_gone)) is not None:
@@ -263,7 +261,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         for item in gone:
             self._pending.remove(item)
 
-    def _start(self, queue: AnswerQueue, request: Any, args: Any) -> bool:
+    def _start(self, queue: AnswerQueue, request: PreparedRequest | None, args: Any) -> bool:
         """Begin a request, or answer it at once. False if it has to wait until the batch is done."""
         busy = self._batch is not None and bool(self._batch.served)
         try:
@@ -276,7 +274,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
                     self._learn_layout()
                 queue.put(self._setup)
                 return True
-            if not self._is_batchable(args) or any(upstream._image_parts(request.messages)):
+            if not self._is_batchable(args) or has_images(request.messages):
                 if not busy:
                     queue.is_alone = True
                     self._serve_single((queue, request, args), self._stream)
@@ -298,11 +296,10 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         return True
 
     def _serve_single(self, request: Any, stream: Any) -> None:
-        cache = self.prompt_cache
-        with cache.salted(request[1].salt) if isinstance(cache, PagedPromptCache) else nullcontext():
+        with salted_store(self.prompt_cache, request[1].salt):
             super()._serve_single(request, stream)
 
-    def _key_of(self, wanted: Any) -> ModelKey:
+    def _key_of(self, wanted: upstream.ModelDescription) -> ModelKey:
         """What mlx-lm's model provider is going to call this model."""
         provider = self.model_provider
         return (
@@ -311,7 +308,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
             provider._draft_model_map.get(wanted.draft, wanted.draft),
         )
 
-    def _load_model(self, wanted: Any) -> None:
+    def _load_model(self, wanted: upstream.ModelDescription) -> None:
         """Load another model, in the present one's place. One that cannot be loaded leaves everything as it is.
 
         Raises:
@@ -362,7 +359,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
                 batch.fail_all(error)
             batch.close()
 
-    def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+    def _tokenize(self, tokenizer: Any, request: PreparedRequest, args: Any) -> Tokenized:
         """mlx-lm's, from a prompt made before, and with what mlx-lm takes for granted checked; ``args.max_tokens`` is
         cut to what the budget can hold.
 
@@ -371,8 +368,8 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         """
         made = request.made
         if made is None:  # of several ranks, each makes it itself
-            has_images = self.model_provider.processor is not None and any(upstream._image_parts(request.messages))
-            job = PromptJob(request, args.chat_template_kwargs, None, self.prompts.allow_template, has_images)
+            renders_only = self.model_provider.processor is not None and has_images(request.messages)
+            job = PromptJob(request, args.chat_template_kwargs, None, self.prompts.allow_template, renders_only)
             made = make_prompt(tokenizer, self.cli_args.chat_template_args, job)
         if made.text is None:
             result = (made.tokens, made.segments, made.segment_types, made.initial_state, None)
@@ -387,7 +384,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         args.max_tokens = answer_tokens(pool_of(model), chunk, len(result[0]), args.max_tokens)
         return result
 
-    def _make_state_machine(self, model_key: Any, tokenizer: Any, stop_words: list[str]) -> Any:
+    def _make_state_machine(self, model_key: ModelKey, tokenizer: Any, stop_words: list[str]) -> Any:
         """mlx-lm's, without stop strings: the AnswerQueue looks for them in the text. Where ranks are kept in step they
         are compared as tokens, as in mlx-lm."""
         return super()._make_state_machine(model_key, tokenizer, stop_words if self._is_distributed else [])

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm import server as upstream
+from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 
 from ...errors import PoolExhaustedError, RequestFailedError
 from ...prefix.store import NoPrefixStore, PrefixStore
 from ...serve.report.server_stats import ServerStats
-from ..cache.lru_prompt_cache import PagedPromptCache
+from ..cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
 from ..cache.pools import pool_of
 from ..generate.batch_generator import PagedBatchGenerator
 from .answer_queue import AnswerQueue
+from .model_switch import ModelKey
+from .prepared_request import PreparedRequest
+
+if TYPE_CHECKING:
+    from .response_generator import PagedResponseGenerator
 
 
 class Served(NamedTuple):
     """A request that runs or waits in the batch."""
 
     queue: AnswerQueue
-    ctx: Any
+    ctx: upstream.GenerationContext
     detokenizer: Any
     segment_types: list[str]
     top_logprobs: int
@@ -39,7 +46,14 @@ class ServedBatch:
     """
 
     def __init__(
-        self, owner: Any, model: Any, tokenizer: Any, key: Any, prompt_cache: Any, stats: ServerStats, stream: Any
+        self,
+        owner: PagedResponseGenerator,
+        model: nn.Module,
+        tokenizer: Any,
+        key: ModelKey,
+        prompt_cache: PromptStore,
+        stats: ServerStats,
+        stream: mx.Stream,
     ) -> None:
         self.owner, self.tokenizer, self.key = owner, tokenizer, key
         self.prompt_cache, self.stats = prompt_cache, stats
@@ -59,7 +73,7 @@ class ServedBatch:
         )
         self._num_computed = 0
 
-    def insert(self, queue: AnswerQueue, request: Any, args: Any) -> None:
+    def insert(self, queue: AnswerQueue, request: PreparedRequest, args: upstream.GenerationArguments) -> None:
         """Queue a request; its context goes to the client.
 
         Raises:
@@ -73,7 +87,7 @@ class ServedBatch:
             if not self.generator.has_windows:  # any prefix can be served to the token: no need to stop anywhere
                 segments, segment_types = [prompt], ["assistant"]
         else:
-            with self._salted(request.salt):
+            with salted_store(self.prompt_cache, request.salt):
                 caches, rest = self.prompt_cache.fetch_nearest_cache(self.key, prompt)
             num_cached = len(prompt) - len(rest)
             segments, segment_types = _without(segments, segment_types, num_cached)
@@ -158,7 +172,7 @@ class ServedBatch:
 
     # Inside ---------------------------------------------------------------------------------------------------
 
-    def _deliver(self, response: Any) -> None:
+    def _deliver(self, response: GenerationBatch.Response) -> None:
         served = self.served[response.uid]
         detokenizer = served.detokenizer
         if self.generator.shares_prefixes:
@@ -180,7 +194,7 @@ class ServedBatch:
             del self.served[response.uid]
             served.queue.put(None)
 
-    def _keep(self, response: Any) -> None:
+    def _keep(self, response: GenerationBatch.Response) -> None:
         """An answer is at its end: what its request holds stays in the prompt cache, and is free otherwise."""
         generator, uid = self.generator, response.uid
         is_running = response.finish_reason is None  # a stop string was found: the generator knows tokens only
@@ -192,11 +206,11 @@ class ServedBatch:
             finished = generator.remove([uid], return_prompt_caches=True)
         else:
             finished = {uid: (response.prompt_cache, response.all_tokens)}
-        with self._salted(self.served[uid].salt):
+        with salted_store(self.prompt_cache, self.served[uid].salt):
             for caches, tokens in finished.values():
                 self.prompt_cache.insert_cache(self.key, tokens[:], caches, cache_type="assistant")
 
-    def _save_segments(self, prompts: list[Any]) -> None:
+    def _save_segments(self, prompts: list[PromptProcessingBatch.Response]) -> None:
         ends = [
             response.uid
             for response in prompts
@@ -207,16 +221,13 @@ class ServedBatch:
         ]
         for uid in ends:
             try:
-                with self._salted(self.served[uid].salt):
+                with salted_store(self.prompt_cache, self.served[uid].salt):
                     for caches, tokens in self.generator.extract_cache([uid]).values():
                         kind = self.served[uid].segment_types.pop()
                         self.prompt_cache.insert_cache(self.key, tokens[:], caches, cache_type=kind)
             except Exception as error:
                 self.generator.remove([uid])
                 self._fail(uid, error)
-
-    def _salted(self, salt: str | None) -> AbstractContextManager[None]:
-        return self.prompt_cache.salted(salt) if isinstance(self.prompt_cache, PagedPromptCache) else nullcontext()
 
     def _trim(self) -> None:
         """Keep the prompt cache within the limits that the command line gave."""

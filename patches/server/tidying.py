@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
-from ..cache.lru_prompt_cache import PagedPromptCache
+import mlx.nn as nn
+
+from ..cache.lru_prompt_cache import PagedPromptCache, PromptStore
 from ..cache.pools import known_pool
 
 TIDY_EVERY_SECONDS, TIDY_SECONDS = 30, 0.1
@@ -24,7 +25,9 @@ class Tidying:
         """There is something to do."""
         self._worked_at = time.monotonic()
 
-    def while_idle(self, prompt_cache: Any, models: Iterable[Any], is_wanted: Callable[[], bool]) -> None:
+    def while_idle(
+        self, prompt_cache: PromptStore, models: Iterable[nn.Module | None], is_wanted: Callable[[], bool]
+    ) -> None:
         """Until a request comes."""
         self._tidied = time.monotonic()
         if isinstance(prompt_cache, PagedPromptCache):
@@ -36,7 +39,7 @@ class Tidying:
                 if pool is not None:
                     pool.return_memory()
 
-    def while_busy(self, prompt_cache: Any) -> None:
+    def while_busy(self, prompt_cache: PromptStore) -> None:
         """A little now and then, for a server that is never idle."""
         now = time.monotonic()
         if now - self._tidied > TIDY_EVERY_SECONDS and isinstance(prompt_cache, PagedPromptCache):

@@ -24,7 +24,7 @@ from mlx_paged.errors import GeometryError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.scoring import Scoring
+from mlx_paged.kv.storage.scoring import Scoring
 
 HEADS, Q_HEADS, DIM, VDIM, SCALE = 2, 6, 16, 8, 0.25
 

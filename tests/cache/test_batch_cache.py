@@ -12,7 +12,7 @@ from mlx_paged import BlockPool, LayerGroup, PagedKVCache, PoolExhaustedError, S
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.cache.batch_tables import BatchTables, OncePerBatch
 from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
-from mlx_paged.kv.scoring import Scoring
+from mlx_paged.kv.storage.scoring import Scoring
 
 HEADS, KV_HEADS, DIM, BLOCK, WINDOW = 4, 2, 16, 8, 20
 LAYERS = 3  # 0 and 2 global, 1 sliding

@@ -19,7 +19,7 @@ from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import BlockStateError, GeometryError, PoolExhaustedError, PromptCacheError, TrimError
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.scoring import Scoring
+from mlx_paged.kv.storage.scoring import Scoring
 from mlx_paged.patches.cache.layer_cache import PagedLayerCache
 
 HEADS, KD, VD = 2, 8, 4

@@ -17,10 +17,11 @@ from mlx_paged.kernels.build import KernelUnavailable
 from mlx_paged.kernels.check import SelfCheck, self_check
 from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.trial import Text, failure_of, few_of
-from mlx_paged.kv.storage.base import Geometry, QueryHeads
+from mlx_paged.kv.storage.base import Geometry
 from mlx_paged.kv.storage.choice import storage_choice
 from mlx_paged.kv.storage.functional import FunctionalStorage
 from mlx_paged.kv.storage.in_place import InPlaceStorage
+from mlx_paged.kv.storage.scoring import QueryHeads
 from tests.support.broken_texts import Launched
 from tests.support.fake_kernels import fake_kernels
 from tests.support.pool_texts import pool_texts

@@ -12,7 +12,7 @@ from mlx_paged.attention.dispatch import paged_attention
 from mlx_paged.errors import BlockStateError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.scoring import Scoring
+from mlx_paged.kv.storage.scoring import Scoring
 from tests.support.pools import DTYPES, assert_holds, bits, joined, kv, noise, pool_of, put
 
 

@@ -11,7 +11,7 @@ import pytest
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.scoring import Scoring
+from mlx_paged.kv.storage.scoring import Scoring
 from tests.support.pools import kv, noise, pool_of
 
 FEW_MB = 6 << 20

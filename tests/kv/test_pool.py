@@ -15,7 +15,7 @@ from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import ConfigError, TrimError
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.scoring import Scoring
+from mlx_paged.kv.storage.scoring import Scoring
 from tests.support.pools import DTYPES, Watched, assert_holds, joined, kv, noise, pool_of, put, scatter_free_blocks
 
 # Round trips ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
-from mlx_paged.serve.identities import Identities, LoadedConfigs
+from mlx_paged.serve.identities import Identities, loaded_configs, noting_configs
 from tests.support.builders import build, perturbed
 
 KEY = ("model", None, None)
@@ -41,7 +41,7 @@ def test_nothing_is_remembered_under_a_name() -> None:
 
 def test_the_configuration_as_it_was_loaded_counts() -> None:
     config = {"rope_scaling": None}
-    load = LoadedConfigs.noting(lambda name, return_config: (build("llama"), "tokenizer", config))
+    load = noting_configs(lambda name, return_config: (build("llama"), "tokenizer", config))
     model, tokenizer = load("name")
     assert tokenizer == "tokenizer" and load("name", return_config=True)[2] is config
     first = Identities(provider(model))(KEY)
@@ -51,12 +51,12 @@ def test_the_configuration_as_it_was_loaded_counts() -> None:
 
 
 def test_a_configuration_goes_with_its_model() -> None:
-    model, _ = LoadedConfigs.noting(lambda name, return_config: (build("llama"), "tokenizer", {}))("name")
-    gone, known = weakref.ref(model), len(LoadedConfigs._configs)
+    model, _ = noting_configs(lambda name, return_config: (build("llama"), "tokenizer", {}))("name")
+    gone, known = weakref.ref(model), len(loaded_configs)
     gc.disable()
     try:
         del model
-        assert gone() is None and len(LoadedConfigs._configs) < known
+        assert gone() is None and len(loaded_configs) < known
     finally:
         gc.enable()
 

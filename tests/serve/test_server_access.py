@@ -14,8 +14,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import LRUPromptCache
 
-from mlx_paged.patches.server.replacements import NoPromptCache
 from mlx_paged.patches.server.response_generator import PagedResponseGenerator
 from mlx_paged.serve.refusal import RequestRefused
 from tests.support import commands
@@ -358,7 +358,7 @@ def test_a_thread_that_cannot_load_its_model_has_failed() -> None:
         def reset(self) -> None:
             pass
 
-    generator = PagedResponseGenerator(Provider(), NoPromptCache())
+    generator = PagedResponseGenerator(Provider(), LRUPromptCache(max_size=0))
     assert generator.state == "loading"
     may_load.set()
     generator.join()

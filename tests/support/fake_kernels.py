@@ -19,9 +19,9 @@ from mlx_paged.attention import dispatch, gather
 from mlx_paged.engine.compiled import compiled_step
 from mlx_paged.kernels import availability, narrow_matmul
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kv.scoring import Scoring
 from mlx_paged.kv.storage import choice
-from mlx_paged.kv.storage.base import Geometry, QueryHeads
+from mlx_paged.kv.storage.base import Geometry
+from mlx_paged.kv.storage.scoring import QueryHeads, Scoring
 
 
 class FakeKernels:

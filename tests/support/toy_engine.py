@@ -18,7 +18,7 @@ from mlx_paged.engine.upstream import Upstream
 from mlx_paged.errors import RequestFailedError
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.scoring import Scoring
+from mlx_paged.kv.storage.scoring import Scoring
 from mlx_paged.prefix.store import PrefixStore
 
 VOCAB = 24

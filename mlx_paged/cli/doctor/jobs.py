@@ -22,9 +22,8 @@ from ...kernels.ops import variants_of
 from ...kernels.timing import dense_seconds, launch_seconds
 from ...kv.group import LayerGroup
 from ...kv.pool import BlockPool
-from ...kv.scoring import Scoring
-from ...kv.storage.base import QueryHeads
 from ...kv.storage.choice import storage_choice
+from ...kv.storage.scoring import QueryHeads, Scoring
 from .report import Row
 from .shapes import POPULAR_DTYPE, Shape, all_shapes, models_of, popular_shapes
 

@@ -16,9 +16,9 @@ from ...cache.paged_kv_cache import PagedKVCache
 from ...cache.sequence import SequenceTables
 from ...kv.block_table import BlockTable
 from ...kv.pool import BlockPool
-from ...kv.scoring import Scoring
 from ...kv.step import rounded_up, table_width
 from ...kv.storage.in_place import InPlaceStorage, TracedBlocks
+from ...kv.storage.scoring import Scoring
 from .model_state import ModelState, StateNotKnown, substituted
 from .narrow_layers import narrow_layers
 
@@ -169,7 +169,7 @@ class CompiledStep:
             return None
         pool = rows.pool
         storages = [pool.layer(cache.layer).storage for cache in caches] if pool.groups[0].storages else []
-        if not storages or not all(isinstance(s, InPlaceStorage) and s.decoded_by_kernel for s in storages):
+        if not storages or not all(storage.decoded_by_kernel for storage in storages):
             return None
         arrays = []
         tables = rows.take(caches)

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from ..block_table import BlockTable
 from ..step import Step
+from .scoring import Scoring
 
 
 class Geometry(NamedTuple):
@@ -29,20 +30,14 @@ class Geometry(NamedTuple):
         return self.num_kv_heads * (self.k_head_dim + self.v_head_dim) * self.dtype.size
 
 
-class QueryHeads(NamedTuple):
-    """What attends over a layer, as far as it matters for the choice of a kernel."""
-
-    num_q_heads: int
-    softcap: bool = False
-    sinks: bool = False
-
-
 class Storage(Protocol):
     """One layer's blocks. A pool asks for its form once per group, at the first keys and values, and keeps it."""
 
     geometry: Geometry
     in_place: bool
     """Whether blocks are written in place, ordered by a fence; only kernels may read them."""
+    decoded_by_kernel: bool
+    """Whether :meth:`decode` served the layer last."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -63,6 +58,35 @@ class Storage(Protocol):
 
         ``block_ids``: int32 ``[B, max_blocks]``, by absolute position; every position must lie in them.
         """
+
+    def decode(
+        self,
+        q: mx.array,
+        tables: Sequence[BlockTable],
+        step: Step,
+        scoring: Scoring,
+        *,
+        append: tuple[mx.array, mx.array] | None = None,
+    ) -> mx.array:
+        """The fused kernel over this layer's blocks.
+
+        Args:
+            q: ``[B, n_q_heads, q_len, head_dim]``: the step's positions.
+            tables, step: of the B sequences.
+            scoring: no query sees more tokens than its window; there is no mask.
+            append: keys and values of the step's positions (q_len 1), for the same kernel to write first.
+
+        Returns:
+            ``[B, n_q_heads, q_len, v_head_dim]``.
+
+        Raises:
+            KernelUnavailable: no kernel works for these shapes, or blocks of this form. Nothing has been launched, and
+                :meth:`write` and :meth:`read_visible` go on from here.
+        """
+
+    def rewind(self, to: mx.array, latest: mx.array) -> bool:
+        """Forget the kernels called since the fence was ``to``, whose results are not going to be used or, of a write,
+        are going to be written again. False, and nothing is forgotten, unless ``latest`` is the fence now."""
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy blocks onto others; none is in both, and none twice in ``targets``."""

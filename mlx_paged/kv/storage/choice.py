@@ -8,9 +8,10 @@ from ...kernels import ops as kernels
 from ...kernels.check import checked
 from ...kernels.launch_shape import unsupported
 from ..group import ChooseStorage, StorageChoice
-from .base import Geometry, QueryHeads
+from .base import Geometry
 from .functional import FunctionalStorage
 from .in_place import InPlaceStorage
+from .scoring import QueryHeads
 
 
 def kernel_decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from ...kernels.build import KernelUnavailable
 from ..block_table import BlockTable, Segment
 from ..step import Step
 from .base import Geometry
+from .scoring import Scoring
 
 
 class FunctionalStorage:
@@ -23,7 +25,7 @@ class FunctionalStorage:
     pool.
     """
 
-    in_place = False
+    in_place = decoded_by_kernel = False
 
     def __init__(self, geometry: Geometry, block_size: int, num_blocks: int) -> None:
         self.geometry = geometry
@@ -44,6 +46,20 @@ class FunctionalStorage:
         for row, table in enumerate(tables):
             part_k, part_v = (k, v) if len(tables) == 1 else (k[row : row + 1], v[row : row + 1])
             self.write_segments(table.tail_segments(step.num_tokens), part_k, part_v)
+
+    def decode(
+        self,
+        q: mx.array,
+        tables: Sequence[BlockTable],
+        step: Step,
+        scoring: Scoring,
+        *,
+        append: tuple[mx.array, mx.array] | None = None,
+    ) -> mx.array:
+        raise KernelUnavailable("the blocks are not written in place")
+
+    def rewind(self, to: mx.array, latest: mx.array) -> bool:
+        return False
 
     def write_segments(self, segments: Sequence[Segment], k: mx.array, v: mx.array) -> None:
         """Write tokens of k, v ``[1, n_kv_heads, n, head_dim]``: one slice update per segment.
@@ -73,13 +89,13 @@ class FunctionalStorage:
         start, end = table.logical_start, table.length
         first, last = start // size, -(-end // size)
         block_ids = table.block_ids[first:last]
-        if not copy and _consecutive(table, first, last):
+        if not copy and table.is_consecutive(first, last):
             k, v = self.view_blocks(block_ids[0], len(block_ids))
         else:
             key = ("blocks", first, last, self.num_blocks)
-            index = table._index_cache.get(key)
-            if not isinstance(index, mx.array):
-                index = table._index_cache[key] = self.block_index(block_ids)
+            index = table.indices.get(key)
+            if index is None:
+                index = table.indices[key] = self.block_index(block_ids)
             k, v = self.gather_blocks(index)
         skip = start - first * size
         return k[:, :, skip : skip + end - start], v[:, :, skip : skip + end - start]
@@ -185,25 +201,16 @@ def _runs(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int
     return runs
 
 
-def _consecutive(table: BlockTable, first: int, last: int) -> bool:
-    key = ("consecutive", first, last)
-    known = table._index_cache.get(key)
-    if known is None:
-        ids = table.block_ids
-        known = table._index_cache[key] = all(ids[i + 1] == ids[i] + 1 for i in range(first, last - 1))
-    return bool(known)
-
-
 def _rotated_index(table: BlockTable, storage: FunctionalStorage, rotation: int) -> mx.array:
     start, end, size = table.logical_start, table.length, table.block_size
     key = ("rotated", start, end, rotation, storage.num_blocks)
-    index = table._index_cache.get(key)
-    if not isinstance(index, mx.array):
+    index = table.indices.get(key)
+    if index is None:
         table.forget_indices()  # one such index per step: the one before is of no use any more
         runs = (0, table.num_head), (start + rotation, end), (start, start + rotation)
         positions = mx.concatenate([mx.arange(*run, dtype=mx.int32) for run in runs if run[0] < run[1]])
         first = 0 if table.num_head else start // size
         block_ids = mx.array(table.block_ids[first:], dtype=mx.int32)
         index = storage.slot_index(block_ids[positions // size - first], positions % size)
-        table._index_cache[key] = index
+        table.indices[key] = index
     return index

@@ -10,9 +10,9 @@ import mlx.core as mx
 from ...kernels import ops as kernels
 from ...kernels.launch_shape import MAX_QUERY_LENGTH
 from ..block_table import BlockTable
-from ..scoring import Scoring
 from ..step import Step
 from .base import Geometry
+from .scoring import Scoring
 from .split import join_queries, split_queries, split_visible
 
 
@@ -33,7 +33,7 @@ class InPlaceStorage:
         self.block_size = block_size
         self.__keys, self.__values = self._new_blocks(num_blocks)
         self.__fence = kernels.new_fence()
-        self.decoded_by_kernel = False  # whether :meth:`decode` has served this layer
+        self.decoded_by_kernel = False
 
     def _new_blocks(self, num_blocks: int) -> tuple[mx.array, mx.array]:
         heads, k_dim, v_dim, dtype = self.geometry
@@ -46,9 +46,9 @@ class InPlaceStorage:
         return int(self.__keys.shape[0])
 
     def write(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
-        launch = step.launches.get("write")
+        launch = step.write_launch
         if launch is None:
-            launch = step.launches["write"] = kernels.prepare_write(self.__keys, self.__values, step.slots(tables))
+            launch = step.write_launch = kernels.prepare_write(self.__keys, self.__values, step.slots(tables))
         self.__fence = launch(self.__keys, self.__values, self.__fence, k, v)
 
     def decode(
@@ -60,28 +60,13 @@ class InPlaceStorage:
         *,
         append: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
-        """The fused kernel over this layer's blocks.
-
-        Args:
-            q: ``[B, n_q_heads, q_len, head_dim]``: the step's positions.
-            tables, step: of the B sequences.
-            scoring: no query sees more tokens than its window; there is no mask.
-            append: keys and values of the step's positions (q_len 1), for the same kernel to write first.
-
-        Returns:
-            ``[B, n_q_heads, q_len, v_head_dim]``.
-
-        Raises:
-            KernelUnavailable: no kernel works for these shapes. Nothing has been launched, and :meth:`write` and
-                :meth:`read_visible` go on from here.
-        """
         q_len, (scale, _, window, softcap, sinks) = q.shape[2], scoring
         key = (q.shape[1], scale, window, softcap, sinks is None, append is None)
-        launch = step.launches.get(key)
+        launch = step.decode_launches.get(key)
         if launch is None:
             visible = step.visible(tables, window)
             self.decoded_by_kernel = False  # until one that works is known
-            launch = step.launches[key] = kernels.prepare_decode(
+            launch = step.decode_launches[key] = kernels.prepare_decode(
                 self.__keys, self.__values, visible if q_len <= MAX_QUERY_LENGTH else split_visible(visible),
                 n_q_heads=q.shape[1], scale=scale, softcap=softcap, sinks=sinks is not None, max_visible=window,
                 append=append is not None,
@@ -117,9 +102,9 @@ class InPlaceStorage:
         size = table.block_size
         first, last = table.logical_start // size, -(-table.length // size)
         key = ("ids", first, last)
-        ids = table._index_cache.get(key)
-        if not isinstance(ids, mx.array):
-            ids = table._index_cache[key] = mx.array(table.block_ids[first:last], mx.int32)
+        ids = table.indices.get(key)
+        if ids is None:
+            ids = table.indices[key] = mx.array(table.block_ids[first:last], mx.int32)
         start = table.logical_start - first * size
         k, v = self._gather(ids, start, table.length - table.logical_start)
         if rotation:
@@ -160,8 +145,6 @@ class InPlaceStorage:
         self.__fence = kernels.new_fence()  # what was not computed has not written
 
     def rewind(self, to: mx.array, latest: mx.array) -> bool:
-        """Forget the kernels called since the fence was ``to``, whose results are not going to be used or, of a write,
-        are going to be written again. False, and nothing is forgotten, unless ``latest`` is the fence now."""
         if self.__fence is not latest:
             return False
         self.__fence = to

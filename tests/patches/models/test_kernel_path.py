@@ -13,8 +13,8 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 import mlx_paged
 from mlx_paged import KernelUnavailableError, PagedConfig
 from mlx_paged.attention import dispatch
-from mlx_paged.kv.scoring import Scoring
 from mlx_paged.kv.step import DeviceTables, Step
+from mlx_paged.kv.storage.scoring import Scoring
 from tests.support.builders import KINDS, WINDOW, build, greedy, perturbed, prompt_of, rms
 
 pytestmark = pytest.mark.usefixtures("no_fall_through")

@@ -6,7 +6,13 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .storage.base import QueryHeads
+
+class QueryHeads(NamedTuple):
+    """What attends over a layer, as far as it matters for the choice of a kernel."""
+
+    num_q_heads: int
+    softcap: bool = False
+    sinks: bool = False
 
 
 class Scoring(NamedTuple):

@@ -1,0 +1,77 @@
+"""PoolLayer: a layer of a pool, and what it refuses."""
+
+from __future__ import annotations
+
+import weakref
+
+import mlx.core as mx
+import pytest
+
+from mlx_paged.errors import BlockStateError, GeometryError
+from mlx_paged.kv.group import LayerGroup
+from mlx_paged.kv.pool import BlockPool
+from tests.support.pools import bits, kv
+
+
+def two_groups() -> BlockPool:
+    return BlockPool([LayerGroup((0, 2)), LayerGroup((1, 3), 6, "window")], block_size=4)
+
+
+def test_a_layer_knows_its_group_and_its_place() -> None:
+    pool = two_groups()
+    for number, (index, position, window) in {0: (0, 0, None), 2: (0, 1, None), 1: (1, 0, 6), 3: (1, 1, 6)}.items():
+        layer = pool.layer(number)
+        assert (layer.number, layer.group_index, layer.position, layer.window) == (number, index, position, window)
+        assert layer.group is pool.groups[index] and layer.spec is layer.group.spec and layer.in_place is False
+        assert pool.group_of(number) == index
+    with pytest.raises(KeyError):
+        pool.layer(4)
+
+
+def test_what_one_layer_writes_is_not_in_another() -> None:
+    pool = two_groups()
+    table = pool.new_table(1)
+    pool.append_tokens(table, 5)
+    parts = {number: kv(number, 5) for number in (1, 3)}
+    for number, (k, v) in parts.items():
+        pool.layer(number).write([table], k, v)
+    for number, part in parts.items():
+        got = pool.layer(number).gather_visible(table)
+        assert all((bits(x) == bits(y)).all() for x, y in zip(got, part, strict=True))
+    assert pool.layer(3).storage is not pool.layer(1).storage
+
+
+def test_tables_of_other_groups_and_pools_are_refused_before_anything_is_changed() -> None:
+    pool, other = two_groups(), two_groups()
+    k, v = kv(0, 3)
+    layer = pool.layer(0)
+    with pytest.raises(BlockStateError, match="nothing has been written"):
+        layer.storage  # noqa: B018
+    assert layer.fence().size == 0
+    for table, error in ((pool.new_table(1), GeometryError), (other.new_table(0), BlockStateError)):
+        (other if table.owner is not pool.new_table().owner else pool).append_tokens(table, 3)
+        for use in (lambda t: layer.write([t], k, v), layer.gather_visible, lambda t: layer.step([t], 3)):
+            with pytest.raises(error):
+                use(table)
+    assert layer.group.geometry is None and not layer.group.storages
+    own = pool.new_table()
+    pool.append_tokens(own, 3)
+    layer.write([own], k, v)
+    assert (bits(layer.gather_visible(own)[0]) == bits(k)).all()
+
+
+def test_keys_are_fitted_to_the_dtype_that_the_layer_holds() -> None:
+    layer = two_groups().layer(0)
+    k, v = kv(0, 1)
+    assert layer.fitted(k, v) == (k, v), "nothing is known yet"
+    layer.set_geometry(k.astype(mx.bfloat16), v.astype(mx.bfloat16), batch=1)
+    assert [x.dtype for x in layer.fitted(k, v)] == [mx.bfloat16, mx.bfloat16]
+    whole = k.astype(mx.int32), v.astype(mx.int32)
+    assert layer.fitted(*whole) == whole
+
+
+def test_a_layer_does_not_keep_its_pool() -> None:
+    pool = two_groups()
+    layer, gone = pool.layer(0), weakref.ref(pool)
+    del pool
+    assert gone() is None and layer.window is None

@@ -1,0 +1,35 @@
+"""What is kept of a model goes with it, and is never taken for another's."""
+
+from __future__ import annotations
+
+import mlx.nn as nn
+
+from mlx_paged.by_model import ByModel
+from tests.support.without_collector import without_collector
+
+
+def test_a_value_is_its_models_and_goes_with_it() -> None:
+    values: ByModel[list[int]] = ByModel()
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert values.get(first) is None
+    assert values.put(first, [1]) is values.get(first)
+    values.put(first, [2])
+    assert values.get(first) == [2] and values.get(second) is None and len(values) == 1
+    with without_collector():
+        del first
+        assert len(values) == 0
+    values.put(second, [3])
+    values.clear()
+    assert values.get(second) is None
+    values.put(second, [4])
+    with without_collector():
+        del second
+        assert len(values) == 0
+
+
+def test_a_model_in_the_place_of_a_dead_one_has_nothing() -> None:
+    values: ByModel[int] = ByModel()
+    model = nn.Linear(2, 2)
+    values.put(model, 1)
+    values._entries[id(other := nn.Linear(2, 2))] = values._entries[id(model)]
+    assert values.get(other) is None and values.get(model) == 1
