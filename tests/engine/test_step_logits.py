@@ -25,14 +25,14 @@ def test_logprobs_are_normalised_logits_whoever_asks_first() -> None:
         np.testing.assert_allclose(np.array(step.logprobs()), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(("dtype", "first"), [(mx.float32, 7), (mx.float16, 0), (mx.bfloat16, 0)])
-def test_the_first_of_a_ranking_is_the_first_of_the_logprobs(dtype: mx.Dtype, first: int) -> None:
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_the_first_of_a_ranking_is_the_first_of_the_logprobs(dtype: mx.Dtype) -> None:
     """In 16 bits, logits that differ may be the same log-probability: the first of these counts."""
     logits = mx.ones((1, 50), dtype)
     logits[0, 7] = 1 + mx.finfo(dtype).eps
     assert mx.argmax(logits).item() == 7
-    assert mx.argmax(StepLogits(logits).logprobs()).item() == first
-    assert mx.argmax(StepLogits(logits).ranking()).item() == first
+    assert mx.argmax(StepLogits(logits).logprobs()).item() == 0
+    assert mx.argmax(StepLogits(logits).ranking()).item() == 0
 
 
 @pytest.mark.parametrize("is_normalised", [False, True])

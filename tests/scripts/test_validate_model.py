@@ -35,7 +35,7 @@ sys.argv = ["validate_model.py"] + sys.argv[1:]
 sys.path.insert(0, {str(SCRIPT.parent)!r})
 from mlx_paged.attention import gather
 original = gather.attention
-gather.attention = lambda q, k, v, **options: original(q, k, v[:, :, ::-1] * 1.0, **options)
+gather.attention = lambda q, k, v, scoring: original(q, k, v[:, :, ::-1] * 1.0, scoring)
 runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 """
     result = run(*SMALL, code=code)

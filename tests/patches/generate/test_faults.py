@@ -17,7 +17,7 @@ import pytest
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.engine import sharing, snapshots
+from mlx_paged.engine.sharing import prefix_sharing, snapshots
 from mlx_paged.errors import RequestFailedError
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.detached import SharedPrefixes
@@ -30,7 +30,7 @@ from tests.support.recurrent import build_recurrent
 BLOCK = 8
 ROOT = Path(mlx_paged.__file__).parent
 WATCHED = {str(path) for folder in ("kv", "cache", "prefix") for path in (ROOT / folder).rglob("*.py")}
-WATCHED |= {sharing.__file__, snapshots.__file__}
+WATCHED |= {prefix_sharing.__file__, snapshots.__file__}
 
 
 class Injected(RuntimeError):
