@@ -14,7 +14,7 @@ from mlx_lm import server as upstream
 
 from ...serve.connection import Aborted, Connection
 from ...serve.model_names import ModelNames
-from ...serve.refusal import RequestRefused, invalid
+from ...serve.refusal import RequestRefused, invalid, refusal_of
 from ...serve.report import cache_page, metrics
 from ...serve.request_body import MAX_BODY_BYTES, parse_body
 from .prepared_request import has_images
@@ -75,20 +75,18 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
             logging.info("the client has gone")
             self.close_connection = True
             return "cancelled"
-        if not isinstance(error, RequestRefused):
-            logging.error("a request failed", exc_info=error)
-            error = RequestRefused(500, f"{type(error).__name__}: {error}")
+        refusal = refusal_of(error)
         self.close_connection = True
         self._headers_buffer: list[bytes] = []  # upstream may have begun an answer that was not sent
         try:
             if self.has_answered:
-                self.wfile.write(f"data: {json.dumps(error.body())}\n\n".encode())
+                self.wfile.write(f"data: {json.dumps(refusal.body())}\n\n".encode())
             else:
-                retry = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
-                self._send(error.status, json.dumps(error.body()).encode(), "application/json", **retry)
+                retry = {} if refusal.retry_after is None else {"Retry-After": str(refusal.retry_after)}
+                self._send(refusal.status, json.dumps(refusal.body()).encode(), "application/json", **retry)
         except OSError:
             return "cancelled"
-        return "failed" if error.status >= 500 else "refused"
+        return "failed" if refusal.status >= 500 else "refused"
 
     def log_message(self, format: str, *args: Any) -> None:
         polled = getattr(self, "path", "").partition("?")[0] in POLLED and self.command in ("GET", "HEAD")
