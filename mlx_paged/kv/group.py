@@ -170,9 +170,9 @@ class BlockGroup:
         start = self.spec.first_kept(table.length)
         if start <= table.logical_start:
             return False
-        behind = table.behind(start)
-        gone = table.block_ids[behind]
-        if gone:
+        if start // self.block_size > table.logical_start // self.block_size:  # not in most decode steps
+            behind = table.behind(start)
+            gone = table.block_ids[behind]
             self.allocator.release(gone)
             table.block_ids[behind] = [NULL_BLOCK] * len(gone)
             table.forget_indices()
