@@ -30,7 +30,8 @@ class StepLogits:
 
     def ranking(self) -> mx.array:
         """``[B, vocab]``, whose largest in a row is the token that mlx-lm chooses. That is the first of the largest
-        log-probabilities as they are rounded: in 16 bits, logits that differ can have the same (docs/adr/0015)."""
+        log-probabilities as they are rounded: in 16 bits, logits that differ can have the same. In float32 it is the
+        largest logit but for two within some 1e-6, and nothing is normalised for them (docs/adr/0015)."""
         return self._values if self._values.dtype == mx.float32 else self.logprobs()
 
     def kept(self, index: int) -> StepLogits:
