@@ -18,7 +18,7 @@ from mlx_paged.engine.compiled import compiled_step
 from mlx_paged.kernels import ops as gpu_kernels
 from mlx_paged.patches import registry
 from mlx_paged.warn import forget_warnings
-from tests.support.fake_kernels import FakeKernels, fake_kernels
+from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 
 # The same examples in every run; HYPOTHESIS_PROFILE=default draws new ones, as "make test-slow" does.
 settings.register_profile("fixed", derandomize=True, database=None)

@@ -14,7 +14,7 @@ from mlx_lm import load
 import mlx_paged
 from mlx_paged import PagedConfig
 from tests.cli.test_command_line import save_model
-from tests.support.builders import build
+from tests.support.models.builders import build
 
 PACKAGE = Path(mlx_paged.__file__).parent
 PATCHES = ("adopt_prompt_cache", "apply_patches", "is_applied", "pool_of", "remove_patches")

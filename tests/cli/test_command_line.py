@@ -17,9 +17,9 @@ from mlx_lm.generate import setup_arg_parser
 
 from mlx_paged.cli.generate import extend_parser
 from tests.patches.test_parity import _backing_tokenizer
-from tests.support import commands
-from tests.support.builders import COMMON, HEADS, build
-from tests.support.terminal import on_a_terminal
+from tests.support.models.builders import COMMON, HEADS, build
+from tests.support.processes import commands
+from tests.support.processes.terminal import on_a_terminal
 
 PROMPT = " ".join(f"w{(7 * i) % 300}" for i in range(60))
 

@@ -27,8 +27,8 @@ from mlx_paged.cli.prompts_file import Counts, Prompt, Results, read_prompts
 from mlx_paged.cli.sampling import Sampling
 from mlx_paged.errors import PromptsFileError
 from tests.cli.test_command_line import save_model
-from tests.support import commands
-from tests.support.terminal import on_a_terminal
+from tests.support.processes import commands
+from tests.support.processes.terminal import on_a_terminal
 
 # Reading -----------------------------------------------------------------------------------------------------------
 

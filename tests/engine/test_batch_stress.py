@@ -19,9 +19,9 @@ from mlx_paged import PagedConfig, PoolExhaustedError, SequenceTables
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.errors import RequestFailedError, RequestTooLargeError
 from mlx_paged.patches import registry
-from tests.support.batch_runs import generator
-from tests.support.builders import greedy, prompt_of
-from tests.support.fake_kernels import fake_kernels
+from tests.support.kernels.fake_kernels import fake_kernels
+from tests.support.models.batch_runs import generator
+from tests.support.models.builders import greedy, prompt_of
 
 VOCAB, BLOCK, MOST = 64, 8, 30
 PROMPTS = (1, 3, 8, 9, 17, 31, 50)

@@ -11,7 +11,7 @@ from mlx_paged.engine.decode_batch import DecodeBatch
 from mlx_paged.engine.request import Request
 from mlx_paged.errors import PoolExhaustedError
 from mlx_paged.kv.pool import BlockPool
-from tests.support.toy_engine import (
+from tests.support.models.toy_engine import (
     BLOCK_SIZE,
     UPSTREAM,
     VOCAB,

@@ -12,7 +12,7 @@ import pytest
 from mlx_paged.errors import RequestTooLargeError
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
-from tests.support.toy_engine import BLOCK_SIZE, ToyEngine, answer, caches_of, greedy, make_pool, prompt_of
+from tests.support.models.toy_engine import BLOCK_SIZE, ToyEngine, answer, caches_of, greedy, make_pool, prompt_of
 from tests.support.without_collector import without_collector
 
 LENGTHS = (1, 5, 23, 40, 3, 16, 17)

@@ -17,8 +17,8 @@ from mlx_paged.attention import dispatch
 from mlx_paged.engine.prefill import MOST_TOKENS, calls_of
 from mlx_paged.engine.scheduler import Chunk
 from mlx_paged.errors import RequestFailedError
-from tests.support.batch_runs import Outcome, collect, generator, run_all
-from tests.support.builders import WINDOW, build, greedy, prompt_of
+from tests.support.models.batch_runs import Outcome, collect, generator, run_all
+from tests.support.models.builders import WINDOW, build, greedy, prompt_of
 
 POISON = 7
 TOLERANCE = 5e-3

@@ -10,8 +10,8 @@ import pytest
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.engine.request import Request, sequence_of
 from mlx_paged.kv.pool import BlockPool
+from tests.support.models.toy_engine import ToyModel, caches_of, greedy, make_pool, make_request, prompt_of
 from tests.support.requests import request_of
-from tests.support.toy_engine import ToyModel, caches_of, greedy, make_pool, make_request, prompt_of
 
 
 def chunks_of(request: Request, most: int | None, grid: int | None = None) -> list[int]:

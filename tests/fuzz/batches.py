@@ -27,7 +27,7 @@ from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.spill import SpillStore
 from mlx_paged.prefix.store import NoPrefixStore
 from tests.fuzz.cases import Case, Request, model_of
-from tests.support.fake_kernels import fake_kernels
+from tests.support.kernels.fake_kernels import fake_kernels
 
 mlx_lm_generate = importlib.import_module("mlx_lm.generate")
 AMPLE = 1 << 26

@@ -13,7 +13,7 @@ import numpy as np
 from mlx_lm.sample_utils import greedy_sampler, make_logits_processors
 
 from scripts import model_configs
-from tests.support import builders
+from tests.support.models import builders
 
 SEAM = (
     "qwen2", "phi3", "cohere2", "olmo3", "gemma2", "gpt_oss", "mixtral", "qwen3_moe", "deepseek_v3", "gemma3n",

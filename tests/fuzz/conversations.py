@@ -18,8 +18,8 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.patches import registry
 from tests.fuzz.cases import model_of, vocabulary
-from tests.support import builders
-from tests.support.fake_kernels import fake_kernels
+from tests.support.kernels.fake_kernels import fake_kernels
+from tests.support.models import builders
 
 mlx_lm_generate = importlib.import_module("mlx_lm.generate")
 SEAM = ("qwen2", "phi3", "olmo3", "gemma2", "gpt_oss", "deepseek_v3", "smollm3", "gemma3n", "mimo_v2_flash")

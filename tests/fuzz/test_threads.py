@@ -14,7 +14,7 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.patches import registry
 from tests.fuzz.cases import model_of, vocabulary
-from tests.support import builders
+from tests.support.models import builders
 
 mlx_lm_generate = importlib.import_module("mlx_lm.generate")
 FAMILIES = (*builders.KINDS, "qwen2", "gpt_oss", "deepseek_v3", "mamba", "qwen3_next")

@@ -13,7 +13,7 @@ import pytest
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import self_check
 from mlx_paged.kernels.launch_shape import Variant
-from tests.support.fake_kernels import FakeKernels, fake_kernels
+from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 
 VARIANT = Variant("paged_decode", "metal", mx.float32, 64, 64, 2, 16)
 WRITE_SLOTS = kernels.write_slots

@@ -22,9 +22,9 @@ from mlx_paged.kv.storage.choice import storage_choice
 from mlx_paged.kv.storage.functional import FunctionalStorage
 from mlx_paged.kv.storage.in_place import InPlaceStorage
 from mlx_paged.kv.storage.scoring import QueryHeads
-from tests.support.broken_texts import Launched
-from tests.support.fake_kernels import fake_kernels
-from tests.support.pool_texts import pool_texts
+from tests.support.kernels.broken_texts import Launched
+from tests.support.kernels.fake_kernels import fake_kernels
+from tests.support.kernels.pool_texts import pool_texts
 
 VARIANT = Variant("paged_decode", "metal", mx.bfloat16, 64, 64, 4, 32)
 WRITE_SLOTS = kernels.write_slots

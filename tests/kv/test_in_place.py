@@ -18,7 +18,7 @@ from mlx_paged.kv.storage import in_place
 from mlx_paged.kv.storage.choice import storage_choice
 from mlx_paged.kv.storage.in_place import InPlaceStorage
 from mlx_paged.kv.storage.scoring import QueryHeads
-from tests.support.fake_kernels import fake_kernels
+from tests.support.kernels.fake_kernels import fake_kernels
 
 HEADS, KD, VD, SIZE, WINDOW = 2, 64, 80, 8, 20
 GROUPS = [LayerGroup((0, 2)), LayerGroup((1,), WINDOW, "window")]

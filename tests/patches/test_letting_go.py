@@ -22,8 +22,8 @@ from mlx_paged.patches.server.served_batch import Served, ServedBatch
 from mlx_paged.serve.report.server_stats import ServerStats
 from scripts import model_configs
 from tests.patches.test_parity import PlainTokenizer
-from tests.support.batch_runs import generator, kv_budget
-from tests.support.builders import build, greedy, perturbed, prompt_of
+from tests.support.models.batch_runs import generator, kv_budget
+from tests.support.models.builders import build, greedy, perturbed, prompt_of
 from tests.support.without_collector import without_collector
 
 BLOCK = 16

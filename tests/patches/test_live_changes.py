@@ -14,9 +14,9 @@ from mlx_lm.models import cache as upstream
 import mlx_paged
 from mlx_paged import PagedConfig, PromptCacheError, pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from tests.support.bounded import build_qwen2
-from tests.support.builders import build, greedy, prompt_of
-from tests.support.fake_kernels import fake_kernels
+from tests.support.kernels.fake_kernels import fake_kernels
+from tests.support.models.builders import build, greedy, prompt_of
+from tests.support.processes.bounded import build_qwen2
 
 KINDS = ("llama", "gemma3", "qwen2")  # one group, two groups, the seam
 PROMPTS = [prompt_of(length, seed=length) for length in (40, 33, 70, 21)]

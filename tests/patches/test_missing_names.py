@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.missing_names import upstream_names
+from tests.support.models.missing_names import upstream_names
 
 NAMES = upstream_names()
 
@@ -18,7 +18,7 @@ NAMES = upstream_names()
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Any]:
     """By missing name; see missing_names.py."""
-    command = [sys.executable, "-m", "tests.support.missing_names"]
+    command = [sys.executable, "-m", "tests.support.models.missing_names"]
     root = Path(__file__).parents[2]
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 0, ended.stderr[-3000:]

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from tests.support.builders import COMMON, HEADS, KINDS, WINDOW, build, greedy, perturbed, prompt_of, rms
+from tests.support.models.builders import COMMON, HEADS, KINDS, WINDOW, build, greedy, perturbed, prompt_of, rms
 
 LENGTHS = (1, 31, 32, 33, 257)
 BLOCK_SIZES = (8, 16, 32, 128)

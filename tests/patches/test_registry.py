@@ -16,7 +16,7 @@ import pytest
 import mlx_paged
 from mlx_paged import KernelUnavailableError, PagedConfig, PatchError
 from mlx_paged.patches import registry
-from tests.support.builders import build, greedy, prompt_of
+from tests.support.models.builders import build, greedy, prompt_of
 
 MODULES = ("generate", "chat", "cache_prompt", "evaluate", "models.cache")
 

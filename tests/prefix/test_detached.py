@@ -16,7 +16,7 @@ from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.patches.cache.layer_cache import PagedLayerCache
 from mlx_paged.prefix.detached import DetachedPrefix, adopt, adopt_longest, detach, donate, sequence_over
 from mlx_paged.prefix.radix import RadixTree
-from tests.support.builders import KINDS, WINDOW, build, prompt_of
+from tests.support.models.builders import KINDS, WINDOW, build, prompt_of
 from tests.support.prefixes import check_contents, compute, make_pool, new_tables, release
 
 BLOCK = 8

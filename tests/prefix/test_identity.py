@@ -19,7 +19,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_paged.prefix import identity
 from mlx_paged.prefix.identity import model_identity
-from tests.support.builders import build
+from tests.support.models.builders import build
 
 
 def adapted() -> Any:

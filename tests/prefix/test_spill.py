@@ -24,7 +24,7 @@ from mlx_paged.prefix import spill_folder
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.spill import SpillStore
 from mlx_paged.prefix.spill_folder import SpillWarning
-from tests.support.fake_kernels import fake_kernels
+from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.prefixes import check_contents, compute, make_pool, new_tables, release
 
 WINDOWS = [(None,), (None, 6), (5, None, 1)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import commands
+from tests.support.processes import commands
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_batch.py"
 

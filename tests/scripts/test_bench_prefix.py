@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.support import commands
+from tests.support.processes import commands
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_prefix.py"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import commands
+from tests.support.processes import commands
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "validate_model.py"
 SMALL = ["--random", "tiny", "--contexts", "40,100", "--tokens", "6", "--chunk", "32"]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mlx_paged.serve.identities import Identities, loaded_configs, noting_configs
-from tests.support.builders import build, perturbed
+from tests.support.models.builders import build, perturbed
 
 KEY = ("model", None, None)
 

@@ -17,9 +17,9 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support import commands
-from tests.support.server_process import ServerProcess
-from tests.support.tiny_model import make_tiny_model
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.processes import commands
+from tests.support.processes.server_process import ServerProcess
 
 pytestmark = pytest.mark.demo_model
 

@@ -18,9 +18,9 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from mlx_paged.patches.server.response_generator import PagedResponseGenerator
 from mlx_paged.serve.refusal import RequestRefused
-from tests.support import commands
-from tests.support.server_process import Answer, ServerProcess
-from tests.support.tiny_model import make_tiny_model
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.processes import commands
+from tests.support.processes.server_process import Answer, ServerProcess
 
 pytestmark = pytest.mark.demo_model
 

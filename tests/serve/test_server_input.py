@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from mlx_paged.serve import request_body
 from mlx_paged.serve.refusal import RequestRefused
 from mlx_paged.serve.request_body import parse_body
-from tests.support.server_process import ServerProcess
-from tests.support.tiny_model import make_tiny_model
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.processes.server_process import ServerProcess
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 2}

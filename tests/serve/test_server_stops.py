@@ -21,8 +21,8 @@ from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.server.response_generator import PagedResponseGenerator
 from mlx_paged.serve.refusal import RequestRefused
 from tests.serve.stops.test_stop_strings import cut_of
-from tests.support.server_process import ServerProcess
-from tests.support.tiny_model import make_tiny_model
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.processes.server_process import ServerProcess
 
 pytestmark = pytest.mark.demo_model
 

@@ -23,8 +23,8 @@ from mlx_paged import PagedConfig
 from mlx_paged.engine.compiled import compiled_step
 from mlx_paged.engine.compiled.model_state import ModelState, StateNotKnown, members_of, substituted
 from mlx_paged.patches.models import compiled
-from tests.support.builders import build, greedy, prompt_of
-from tests.support.traceable_kernels import traceable_kernels
+from tests.support.kernels.traceable_kernels import traceable_kernels
+from tests.support.models.builders import build, greedy, prompt_of
 
 ON = {"kernel": "on"}
 

@@ -19,9 +19,9 @@ from mlx_paged import PagedConfig
 from mlx_paged.engine.compiled import compiled_step
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.patches.models import compiled
-from tests.support.batch_runs import Outcome, Spec, generator, run_all
-from tests.support.builders import KINDS, build, greedy, prompt_of
-from tests.support.fake_kernels import FakeKernels, fake_kernels
+from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
+from tests.support.models.batch_runs import Outcome, Spec, generator, run_all
+from tests.support.models.builders import KINDS, build, greedy, prompt_of
 from tests.support.without_collector import without_collector
 
 ON = {"kernel": "on"}

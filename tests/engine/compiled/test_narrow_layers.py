@@ -18,8 +18,8 @@ from mlx_paged.engine.compiled import compiled_step
 from mlx_paged.engine.compiled.narrow_layers import NarrowLinear, added, gated, narrow_layers, projected
 from mlx_paged.kernels import narrow_matmul
 from mlx_paged.kernels.narrow_matmul import ADDED, BIASED, GATED, GROUPED, PLAIN
-from tests.support.batch_runs import mlx_lm_generate
-from tests.support.builders import build, prompt_of
+from tests.support.models.batch_runs import mlx_lm_generate
+from tests.support.models.builders import build, prompt_of
 
 NUM_TOKENS = 12
 # Of three layers; the output layer of the second model is its embedding.

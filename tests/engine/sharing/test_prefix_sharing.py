@@ -20,10 +20,10 @@ from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import NoPrefixStore
-from tests.support.batch_runs import kv_budget, mlx_lm_generate, model_of
-from tests.support.builders import KINDS, WINDOW, build, greedy, prompt_of
-from tests.support.fake_kernels import fake_kernels
-from tests.support.recurrent import RECURRENT
+from tests.support.kernels.fake_kernels import fake_kernels
+from tests.support.models.batch_runs import kv_budget, mlx_lm_generate, model_of
+from tests.support.models.builders import KINDS, WINDOW, build, greedy, prompt_of
+from tests.support.models.recurrent import RECURRENT
 
 BLOCK = 8
 

@@ -14,8 +14,8 @@ import mlx_paged
 from mlx_paged import FallThroughWarning, GeometryError, PagedConfig, PagedKVCache, PoolExhaustedError
 from mlx_paged.patches.cache.layout import layout_of, why_one_by_one
 from tests.patches.test_parity import PlainTokenizer
-from tests.support.batch_runs import generator
-from tests.support.builders import COMMON, build, greedy, prompt_of, rms
+from tests.support.models.batch_runs import generator
+from tests.support.models.builders import COMMON, build, greedy, prompt_of, rms
 
 
 def fall_throughs(call) -> tuple[object, list[str]]:

@@ -20,7 +20,7 @@ from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.identity import model_identity
 from mlx_paged.prefix.spill import SpillStore
-from tests.support.builders import KINDS, WINDOW, build, prompt_of
+from tests.support.models.builders import KINDS, WINDOW, build, prompt_of
 
 BLOCK = 8
 KEY = ("model", None, None)

@@ -15,8 +15,10 @@ from mlx_lm.models import cache as upstream
 import mlx_paged
 from mlx_paged import KernelUnavailableError, PagedConfig, PagedKVCache, PromptCacheError
 from mlx_paged.patches.cache import layout as layouts
-from tests.support.batch_runs import Outcome, collect, generator
-from tests.support.bounded import (
+from tests.support.kernels.fake_kernels import fake_kernels
+from tests.support.models.batch_runs import Outcome, collect, generator
+from tests.support.models.builders import build, greedy, prompt_of, rms
+from tests.support.processes.bounded import (
     KINDS,
     PINNED,
     SIZE,
@@ -27,8 +29,6 @@ from tests.support.bounded import (
     model_of,
     solo,
 )
-from tests.support.builders import build, greedy, prompt_of, rms
-from tests.support.fake_kernels import fake_kernels
 
 pytestmark = pytest.mark.usefixtures("no_fall_through")
 

@@ -15,9 +15,18 @@ from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
 from scripts import model_configs
-from tests.support.batch_runs import Outcome, collect, generator, kv_budget, run_all
-from tests.support.bounded import KINDS, SIZE, STEP, assert_gathered, blocks_at_most, conversation, model_of, solo
-from tests.support.builders import COMMON, HEADS, greedy, prompt_of, rms
+from tests.support.models.batch_runs import Outcome, collect, generator, kv_budget, run_all
+from tests.support.models.builders import COMMON, HEADS, greedy, prompt_of, rms
+from tests.support.processes.bounded import (
+    KINDS,
+    SIZE,
+    STEP,
+    assert_gathered,
+    blocks_at_most,
+    conversation,
+    model_of,
+    solo,
+)
 
 pytestmark = pytest.mark.usefixtures("no_fall_through")
 

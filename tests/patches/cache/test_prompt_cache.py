@@ -12,7 +12,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 import mlx_paged
 from mlx_paged import PagedConfig, PagedKVCache, PoolExhaustedError, PromptCacheError
-from tests.support.builders import KINDS, WINDOW, build, greedy, prompt_of, rms
+from tests.support.models.builders import KINDS, WINDOW, build, greedy, prompt_of, rms
 
 # Below, at and past the window; after prefill only, and after decode steps that turned mlx-lm's ring.
 HISTORIES = [(5, 0), (WINDOW - 1, 0), (WINDOW, 0), (WINDOW + 1, 3), (90, 0), (90, 1), (90, 17), (3, WINDOW + 9)]

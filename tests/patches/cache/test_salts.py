@@ -18,9 +18,9 @@ from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.spill import SpillStore
 from mlx_paged.prefix.store import NoPrefixStore
-from tests.support.batch_runs import mlx_lm_generate, model_of
-from tests.support.builders import KINDS, WINDOW, build, greedy, prompt_of
-from tests.support.recurrent import RECURRENT
+from tests.support.models.batch_runs import mlx_lm_generate, model_of
+from tests.support.models.builders import KINDS, WINDOW, build, greedy, prompt_of
+from tests.support.models.recurrent import RECURRENT
 
 BLOCK = 8
 KEY = ("model", None, None)

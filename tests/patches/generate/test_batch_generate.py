@@ -18,7 +18,8 @@ from mlx_paged import PagedConfig
 from mlx_paged.errors import PromptCacheError, RequestTooLargeError
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
-from tests.support.batch_runs import (
+from tests.support.kernels.fake_kernels import fake_kernels
+from tests.support.models.batch_runs import (
     Outcome,
     Spec,
     check,
@@ -31,9 +32,8 @@ from tests.support.batch_runs import (
     run_all,
     solo,
 )
-from tests.support.builders import KINDS, WINDOW, build, greedy, prompt_of
-from tests.support.fake_kernels import fake_kernels
-from tests.support.recurrent import RECURRENT
+from tests.support.models.builders import KINDS, WINDOW, build, greedy, prompt_of
+from tests.support.models.recurrent import RECURRENT
 
 # Around blocks, chunks and windows; 17 rows of 1 to 700 tokens.
 LENGTHS = (1, 700, 2, 33, 8, 40, 7, 300, 64, 1, 41, 129, 39, 16, 80, 5, 250)

@@ -23,9 +23,9 @@ from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import NoPrefixStore
-from tests.support.batch_runs import kv_budget, mlx_lm_generate
-from tests.support.builders import build, greedy, prompt_of
-from tests.support.recurrent import build_recurrent
+from tests.support.models.batch_runs import kv_budget, mlx_lm_generate
+from tests.support.models.builders import build, greedy, prompt_of
+from tests.support.models.recurrent import build_recurrent
 
 BLOCK = 8
 ROOT = Path(mlx_paged.__file__).parent

@@ -13,9 +13,9 @@ from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import NoPrefixStore
-from tests.support.batch_runs import Outcome, Spec, collect, make_solos, mlx_lm_generate, model_of, run_all, solo
-from tests.support.builders import prompt_of
-from tests.support.recurrent import RECURRENT
+from tests.support.models.batch_runs import Outcome, Spec, collect, make_solos, mlx_lm_generate, model_of, run_all, solo
+from tests.support.models.builders import prompt_of
+from tests.support.models.recurrent import RECURRENT
 
 BLOCK = 8
 

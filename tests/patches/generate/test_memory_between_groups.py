@@ -24,8 +24,8 @@ from mlx_paged.patches.cache.prompt_cache import factory_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.patches.server import tidying
 from mlx_paged.prefix.spill import SpillStore
-from tests.support.builders import build, greedy, prompt_of
-from tests.support.fake_kernels import fake_kernels
+from tests.support.kernels.fake_kernels import fake_kernels
+from tests.support.models.builders import build, greedy, prompt_of
 
 CHUNK, SIZE = 32, 8
 

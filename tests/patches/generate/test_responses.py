@@ -12,8 +12,8 @@ import pytest
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.errors import PromptCacheError
-from tests.support.batch_runs import generator, model_of
-from tests.support.builders import prompt_of
+from tests.support.models.batch_runs import generator, model_of
+from tests.support.models.builders import prompt_of
 
 
 def last_response(gen: Any, length: int = 20) -> Any:

@@ -13,8 +13,8 @@ import mlx_paged
 from mlx_paged import PagedConfig, PromptCacheError
 from mlx_paged.patches.generate.speculative import TwoCaches
 from scripts import model_configs
-from tests.support.batch_runs import mlx_lm_generate
-from tests.support.builders import prompt_of
+from tests.support.models.batch_runs import mlx_lm_generate
+from tests.support.models.builders import prompt_of
 
 SHARED = ["gemma3n", "afm7", "gemma4_text"]
 

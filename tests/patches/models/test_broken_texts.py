@@ -16,11 +16,11 @@ from mlx_paged import PagedConfig
 from mlx_paged.attention import dispatch
 from mlx_paged.engine.compiled import compiled_step
 from mlx_paged.kernels.trial import Text
-from tests.support.batch_runs import Outcome, generator, run_all
-from tests.support.broken_texts import Launched, broken_texts
-from tests.support.builders import build, perturbed, prompt_of
-from tests.support.fake_kernels import fake_kernels
-from tests.support.traceable_kernels import traceable_kernels
+from tests.support.kernels.broken_texts import Launched, broken_texts
+from tests.support.kernels.fake_kernels import fake_kernels
+from tests.support.kernels.traceable_kernels import traceable_kernels
+from tests.support.models.batch_runs import Outcome, generator, run_all
+from tests.support.models.builders import build, perturbed, prompt_of
 
 pytestmark = pytest.mark.usefixtures("no_fall_through")
 KINDS = ["llama", "llama-sliding", "gemma3"]

@@ -30,10 +30,10 @@ from scripts import model_configs
 from scripts.model_configs import CHUNK, WINDOW
 from scripts.model_matrix import lines_of_page
 from tests.patches.test_parity import PlainTokenizer
-from tests.support.batch_runs import generator
-from tests.support.builders import greedy, rms
-from tests.support.builders import prompt_of as random_prompt
-from tests.support.server_process import ServerProcess
+from tests.support.models.batch_runs import generator
+from tests.support.models.builders import greedy, rms
+from tests.support.models.builders import prompt_of as random_prompt
+from tests.support.processes.server_process import ServerProcess
 
 MODELS = {
     "global": "qwen3",

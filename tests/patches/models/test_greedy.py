@@ -11,8 +11,8 @@ from mlx_lm.sample_utils import greedy_sampler
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine.step_logits import StepLogits, normalised
-from tests.support.batch_runs import generator
-from tests.support.builders import build, greedy, prompt_of
+from tests.support.models.batch_runs import generator
+from tests.support.models.builders import build, greedy, prompt_of
 
 NEW = 24
 

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from tests.support.builders import VOCAB, build, prompt_of
+from tests.support.models.builders import VOCAB, build, prompt_of
 
 pytestmark = pytest.mark.usefixtures("no_fall_through")
 ON = {"kernel": "on"}

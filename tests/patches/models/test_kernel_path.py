@@ -15,7 +15,7 @@ from mlx_paged import KernelUnavailableError, PagedConfig
 from mlx_paged.attention import dispatch
 from mlx_paged.kv.step import DeviceTables, Step
 from mlx_paged.kv.storage.scoring import Scoring
-from tests.support.builders import KINDS, WINDOW, build, greedy, perturbed, prompt_of, rms
+from tests.support.models.builders import KINDS, WINDOW, build, greedy, perturbed, prompt_of, rms
 
 pytestmark = pytest.mark.usefixtures("no_fall_through")
 ON = {"kernel": "on"}

@@ -14,8 +14,8 @@ from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
 from scripts import model_configs
 from scripts.model_matrix import Row, examine, line_of, lines_of_page
-from tests.support.batch_runs import Outcome, generator, run_all
-from tests.support.builders import greedy, prompt_of
+from tests.support.models.batch_runs import Outcome, generator, run_all
+from tests.support.models.builders import greedy, prompt_of
 
 # One of each kind of attention and of state.
 SAMPLE = (

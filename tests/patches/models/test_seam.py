@@ -24,8 +24,8 @@ from mlx_paged.cache.composites import leaves
 from mlx_paged.patches.models import seam
 from scripts import model_configs
 from scripts.model_matrix import batched
-from tests.support.builders import build, greedy, prompt_of, rms
-from tests.support.fake_kernels import fake_kernels
+from tests.support.kernels.fake_kernels import fake_kernels
+from tests.support.models.builders import build, greedy, prompt_of, rms
 from tests.support.without_collector import without_collector
 
 ON = {"kernel": "on"}

@@ -11,7 +11,7 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from scripts import model_configs
 from scripts.model_matrix import alone, batched
-from tests.support.builders import greedy, prompt_of, rms
+from tests.support.models.builders import greedy, prompt_of, rms
 
 # Global, sliding windows, windows with sinks, keys shared between layers, and attention beside states.
 NAMES = ["qwen2", "exaone4", "gpt_oss", "gemma3n", "falcon_h1"]

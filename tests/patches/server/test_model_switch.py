@@ -21,7 +21,7 @@ from mlx_paged.patches.server import model_switch
 from mlx_paged.patches.server.model_switch import Candidate
 from mlx_paged.patches.server.prepared_request import RenderedTokenizer
 from mlx_paged.serve.model_names import ModelNames
-from tests.support.tiny_model import make_tiny_model
+from tests.support.models.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.demo_model
 

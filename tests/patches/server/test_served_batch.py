@@ -14,7 +14,7 @@ from mlx_paged import PagedConfig
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.patches.server.answer_queue import AnswerQueue
 from mlx_paged.patches.server.served_batch import Served, ServedBatch
-from tests.support.builders import build, prompt_of
+from tests.support.models.builders import build, prompt_of
 
 
 class BrokenCache:

@@ -15,8 +15,8 @@ from mlx_paged import BlockPool, LayerGroup
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.serve.report import cache_page
 from mlx_paged.serve.report.block_map import STATES, block_map
-from tests.support.server_process import ServerProcess
-from tests.support.tiny_model import make_tiny_model
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.processes.server_process import ServerProcess
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = [

@@ -18,7 +18,7 @@ from typing import IO, Any, Protocol
 
 import mlx.core as mx
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 # A process that knows a GPU, or macOS's frameworks, must not fork.
 FORKS = sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu)
@@ -67,7 +67,7 @@ def _interpreter() -> socket.socket:
     """Where this process asks its warm interpreter, which ends with it."""
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a message is never cut
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.warm_interpreter", str(theirs.fileno())],
+        [sys.executable, "-m", "tests.support.processes.warm_interpreter", str(theirs.fileno())],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         cwd=ROOT,

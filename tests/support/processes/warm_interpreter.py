@@ -1,5 +1,8 @@
-"""An interpreter that has imported what commands import, and forks for each of them: ``python -m
-tests.support.warm_interpreter FD``. See :mod:`tests.support.commands`, which talks to it through the socket FD."""
+"""An interpreter that has imported what commands import, and forks for each of them.
+
+``python -m tests.support.processes.warm_interpreter FD``; :mod:`tests.support.processes.commands` talks to it through
+the socket FD.
+"""
 
 from __future__ import annotations
 

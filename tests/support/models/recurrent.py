@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import falcon_h1, mamba, qwen3_next
 
-from tests.support.builders import VOCAB
+from tests.support.models.builders import VOCAB
 
 RECURRENT = ("mamba", "falcon_h1", "qwen3_next")
 

@@ -19,7 +19,7 @@ from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.storage.choice import storage_choice
 from mlx_paged.kv.storage.scoring import QueryHeads
 from mlx_paged.prefix.radix import RadixTree
-from tests.support.fake_kernels import fake_kernels
+from tests.support.kernels.fake_kernels import fake_kernels
 
 HEADS, DIM, SIZE, WINDOW = 2, 64, 8, 20
 LAYERS = ((0, 2), (1, 3, 4))  # of the global group and of the window group

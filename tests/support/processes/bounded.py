@@ -12,7 +12,7 @@ from mlx_lm.models import cache as upstream
 from mlx_lm.models import qwen2
 
 import mlx_paged
-from tests.support.builders import COMMON, build, greedy, prompt_of
+from tests.support.models.builders import COMMON, build, greedy, prompt_of
 
 KINDS = ("qwen3", "qwen2")  # an adapter, and the seam
 SIZE, STEP = 32, 16

@@ -12,7 +12,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.support.commands import start
+from tests.support.processes.commands import start
 
 START_SECONDS = 120
 

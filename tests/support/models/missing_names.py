@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-PATCHES = Path(__file__).parents[2] / "patches"
+PATCHES = Path(__file__).parents[3] / "patches"
 
 
 def upstream_names() -> list[str]:
@@ -149,7 +149,7 @@ def found(patch: Any) -> Any:
 
 
 if __name__ == "__main__":
-    from tests.support.builders import build, prompt_of
+    from tests.support.models.builders import build, prompt_of
 
     a_model, a_prompt = build("llama"), prompt_of(20)
     print(json.dumps({name: tried(name, a_model, a_prompt) for name in upstream_names()}))

@@ -26,7 +26,7 @@ from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.storage.choice import storage_choice
 from mlx_paged.kv.storage.scoring import QueryHeads
-from tests.support.fake_kernels import fake_kernels
+from tests.support.kernels.fake_kernels import fake_kernels
 
 LAYERS = ((0, 2), (1, 3))  # of the global group and of the window group
 HEADS, KD, VD = 2, 4, 2

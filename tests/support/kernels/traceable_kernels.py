@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from mlx_paged.engine.compiled import compiled_step
 from mlx_paged.kernels import ops as kernels
-from tests.support.fake_kernels import FakeKernels, fake_kernels
+from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 
 
 @contextmanager

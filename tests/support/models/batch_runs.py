@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import mlx_paged
-from tests.support.builders import KINDS, build, greedy, prompt_of
-from tests.support.recurrent import build_recurrent
+from tests.support.models.builders import KINDS, build, greedy, prompt_of
+from tests.support.models.recurrent import build_recurrent
 
 mlx_lm_generate = importlib.import_module("mlx_lm.generate")  # the name mlx_lm.generate is a function
 TOLERANCE = 1e-4
