@@ -67,7 +67,7 @@ def test_a_server_that_cannot_be_adapted_says_so_and_does_not_pretend_to_ask_for
     monkeypatch.setattr(upstream, "main", upstream_main)
     monkeypatch.setattr(server.ServerParser, "shares", True)
     monkeypatch.setattr(sys, "argv", ["server"])
-    monkeypatch.setitem(sys.modules, "mlx_paged.patches.server", None)
+    monkeypatch.setitem(sys.modules, "mlx_paged.patches.server.replacements", None)
     with pytest.warns(UserWarning, match="mlx_lm.server is not adapted"):
         server.main(["--no-prefix-cache"])
     assert ended == [0] and not server.ServerParser.shares
