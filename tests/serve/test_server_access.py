@@ -138,21 +138,6 @@ def test_arguments_of_the_renderer_are_refused(server: ServerProcess) -> None:
     assert server.post(CHAT, chat(chat_template_kwargs=brought), **KEY).json["usage"]["prompt_tokens"] < 5
 
 
-@pytest.mark.parametrize("stays", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_template_that_never_ends_holds_up_nobody(server: ServerProcess, stays: bool) -> None:
-    """Whether its client goes or stays for the end of the time that there is for a prompt."""
-    raw = json.dumps(chat(chat_template_kwargs={"chat_template": ENDLESS})).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nAuthorization: Bearer one\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
-    with socket.create_connection(("127.0.0.1", server.port), timeout=90) as client:
-        client.sendall(head + raw)
-        for _ in range(3):
-            assert server.post(CHAT, chat(), timeout=60, **KEY).status == 200
-        if stays:
-            answer = b"".join(iter(lambda: client.recv(65536), b""))
-            assert b" 400 " in answer[:20] and b"was not made within" in answer
-    server.wait_until(lambda: server.get("/v1/cache/stats", **KEY).json["running"]["waiting"] == 0)
-
-
 def test_others_get_their_tokens_while_a_huge_prompt_is_made(server: ServerProcess) -> None:
     huge: list[Answer] = []
     body = {"prompt": "a b c " * 200_000}  # as few characters as might fit the pool
@@ -366,3 +351,19 @@ def test_a_thread_that_cannot_load_its_model_has_failed() -> None:
     with pytest.raises(RequestRefused) as caught:
         generator.generate(None, None)
     assert caught.value.status == 503
+
+
+# The last one with this server: what never ends keeps its process busy for some seconds more, and others wait longer.
+@pytest.mark.parametrize("stays", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_template_that_never_ends_holds_up_nobody(server: ServerProcess, stays: bool) -> None:
+    """Whether its client goes or stays for the end of the time that there is for a prompt."""
+    raw = json.dumps(chat(chat_template_kwargs={"chat_template": ENDLESS})).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nAuthorization: Bearer one\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=90) as client:
+        client.sendall(head + raw)
+        for _ in range(3):
+            assert server.post(CHAT, chat(), timeout=60, **KEY).status == 200
+        if stays:
+            answer = b"".join(iter(lambda: client.recv(65536), b""))
+            assert b" 400 " in answer[:20] and b"was not made within" in answer
+    server.wait_until(lambda: server.get("/v1/cache/stats", **KEY).json["running"]["waiting"] == 0)
