@@ -13,7 +13,7 @@ from ..errors import PoolExhaustedError, without_frames
 from ..prefix.store import PrefixStore
 from .decode_batch import DecodeBatch, Delivery
 from .live_requests import LiveRequests
-from .prefill import Prefill, can_share_calls
+from .prefill import Prefill
 from .request import Request
 from .scheduler import Chunk
 from .upstream import TokenResponse
@@ -53,8 +53,7 @@ class Engine(LiveRequests):
         )
         self.counters = counters
         self.computed_prompt_tokens = 0
-        shares_calls = self.in_place and batch.kind == "together" and can_share_calls(factory())
-        self.prefill = Prefill(batch.model, in_place=self.in_place, shares_calls=shares_calls)
+        self.prefill = Prefill(batch.model, in_place=self.in_place, shares_calls=self.shares_calls)
         self._prefill_steps = 0
         self._worked_at: float | None = None  # None: memory has been given back since
 

@@ -15,7 +15,7 @@ from ..errors import RequestFailedError, RequestTooLargeError
 from ..kv.pool import BlockPool
 from ..prefix.store import PrefixStore
 from .decode_batch import DecodeBatch
-from .prefill import IN_PLACE_STEP_TOKENS
+from .prefill import IN_PLACE_STEP_TOKENS, can_share_calls
 from .request import Request, sequence_of
 from .request_budget import RequestBudget
 from .scheduler import Growth, Scheduler
@@ -61,6 +61,7 @@ class LiveRequests:
         self.pool: BlockPool | None = None if sequence is None else sequence.pool
         self.all_paged = all(isinstance(cache, PagedKVCache) for cache in fresh)
         self.in_place = self.all_paged and self.pool is not None and all(g.in_place for g in self.pool.groups)
+        self.shares_calls = self.in_place and batch.kind == "together" and can_share_calls(fresh)
         self.sharing: PrefixSharing | Snapshots | None = None
         self.budget: RequestBudget | None = None
         pins_tokens = self.pool is not None and self.pool.pins_tokens
