@@ -126,7 +126,7 @@ class Engine(LiveRequests):
         failed, self.batch.failed = {request: without_frames(error) for request, error in self.batch.failed}, []
         for request in requests:
             if request in self.batch.members:
-                self.scheduler.advance(request, 1)
+                request.length += 1
         responses = [response for delivery in deliveries if (response := self._deliver(delivery)) is not None]
         finished = [(self.requests[r.uid], r) for r in responses if r.finish_reason is not None]
         self._remove_from_batch([request for request, _ in finished])

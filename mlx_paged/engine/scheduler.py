@@ -126,10 +126,6 @@ class Scheduler:
         else:
             self.waiting.remove(request)
 
-    def advance(self, request: Request, num_tokens: int) -> None:
-        """So many more tokens of the request are in its cache."""
-        request.length += num_tokens
-
     def preempt(self, request: Request) -> None:
         """Take a running request's memory and queue it again. What it had computed becomes prefilled again."""
         self.running.remove(request)

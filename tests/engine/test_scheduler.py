@@ -108,7 +108,7 @@ class Driver:
         for request in plan.decode:
             assert request.length >= request.prefill_end
             self.memory.append(request, 1)
-            self.scheduler.advance(request, 1)
+            request.length += 1
             self.left[request.uid] -= 1
             if self.left[request.uid] == 0:
                 self.cancel(request.uid)
@@ -116,7 +116,7 @@ class Driver:
         for request, num_tokens in plan.chunks:
             assert 0 < num_tokens <= request.prefill_end - request.length
             self.memory.append(request, num_tokens)
-            self.scheduler.advance(request, num_tokens)
+            request.length += num_tokens
         return plan
 
     def cancel(self, uid: int) -> None:
