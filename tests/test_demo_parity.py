@@ -8,9 +8,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from mlx_lm import load
-from mlx_lm.generate import generate_step
+from mlx_lm.generate import BatchGenerator, generate_step
 
 import mlx_paged
+from mlx_paged.attention import dispatch
 
 SLOW = pytest.mark.slow  # on a CPU each token of prompt and answer takes some 0.1 to 0.4 s
 PROMPTS = {
@@ -54,3 +55,41 @@ def test_demo_model_gives_stocks_tokens(name: str, num_tokens: int, demo_model_f
     pool = mlx_paged.pool_of(model)
     pool.check_integrity()
     assert pool.stats().peak_live_blocks == -(-(prompt.size + num_tokens) // 32)
+
+
+@pytest.mark.gpu
+@pytest.mark.demo_model
+@pytest.mark.timeout(1200)
+def test_demo_model_gives_stocks_tokens_through_kernels(
+    demo_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In f32, three prompts alone and as a batch, in compiled steps."""
+    model, tokenizer = load(str(demo_model_folder))
+    model.set_dtype(mx.float32)
+    mx.eval(model.parameters())
+    prompts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": PROMPTS[name]}], add_generation_prompt=True)
+        for name in ("short", "two blocks", "several blocks")
+    ]
+    num_tokens = 200
+
+    def alone(prompt: list[int]) -> list[int]:
+        return [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=num_tokens)]
+
+    expected = [alone(prompt) for prompt in prompts]
+    mlx_paged.apply_patches()
+    compiled: list[int] = []
+    record = dispatch.record_compiled
+    monkeypatch.setattr(dispatch, "record_compiled", lambda layers: (compiled.append(layers), record(layers)))
+    assert [alone(prompt) for prompt in prompts] == expected
+    assert mlx_paged.last_dispatch().path == "kernel"
+    assert len(compiled) > 3 * num_tokens * 3 // 4
+    del compiled[:]
+    generator = BatchGenerator(model, max_tokens=num_tokens)
+    tokens: dict[int, list[int]] = {uid: [] for uid in generator.insert(prompts)}
+    while any(len(row) < num_tokens for row in tokens.values()):
+        for response in generator.next()[1]:
+            tokens[response.uid].append(response.token)
+    assert list(tokens.values()) == expected
+    assert len(compiled) > num_tokens // 2
+    generator.close()
