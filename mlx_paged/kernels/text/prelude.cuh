@@ -15,6 +15,7 @@ __device__ inline float exp2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+__device__ inline float divide(float a, float b) { return __fdividef(a, b); }
 }  // namespace fast
 namespace precise {
 __device__ inline float tanh(float x) { return ::tanhf(x); }
