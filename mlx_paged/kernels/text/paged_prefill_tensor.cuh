@@ -60,16 +60,18 @@ auto look_up = [&](int step) {
 auto load = [&](auto width, const T* head, T* target, int step, int ids) {
   constexpr int DIM = decltype(width)::value;
   constexpr int CHUNKS = DIM / 8;
-  const int stride = n_kv * (BS * DIM);  // of a block
+  constexpr bool EVEN = THREADS % CHUNKS == 0;  // then a thread's addresses differ by constants
+  const int stride = n_kv * (BS * DIM);         // of a block
   UNROLL
   for (int i = 0; i < KEYS * CHUNKS; i += THREADS) {
     const int item = i + thread_index;
-    const int token = item / CHUNKS;
+    const int token = EVEN ? i / CHUNKS + thread_index / CHUNKS : item / CHUNKS;
+    const int chunk = EVEN ? thread_index % CHUNKS : item % CHUNKS;
     const int slot = KEYS < BS ? step * KEYS % BS + token : token % BS;
     const int id = BLOCKS == 1 ? ids : simd_shuffle(ids, static_cast<ushort>(token / BS % BLOCKS));
     const bool live = static_cast<uint>(step * KEYS + token - lo) < static_cast<uint>(hi - lo);
     if (KEYS * CHUNKS % THREADS == 0 || item < KEYS * CHUNKS) {
-      copies.copy(target + token * (DIM + 8) + item % CHUNKS * 8, head + static_cast<int64_t>(id) * stride + (slot * DIM + item % CHUNKS * 8), live);
+      copies.copy(target + token * (DIM + 8) + chunk * 8, head + static_cast<int64_t>(id) * stride + (slot * DIM + chunk * 8), live);
     }
   }
 };
@@ -177,6 +179,7 @@ for (int step = first; step <= last; step++) {
       }
     }
   }
+  float shrink[RT * 2];
   UNROLL
   for (int i = 0; i < RT * 2; i++) {
     float top = m[i];
@@ -186,7 +189,7 @@ for (int step = first; step <= last; step++) {
     top = metal::max(top, simd_shuffle_xor(top, 2));
     // A row may see nothing yet: then the difference of its scores to the largest is not 0 but rounding.
     const float base = top == NOTHING ? 0.0f : top * gain;
-    const float shrink = metal::fast::exp2(metal::fma(m[i], gain, -base));
+    shrink[i] = metal::fast::exp2(metal::fma(m[i], gain, -base));
     m[i] = top;
     float sum = 0.0f;
     UNROLL
@@ -195,9 +198,15 @@ for (int step = first; step <= last; step++) {
       x = metal::fast::exp2(metal::fma(x, gain, -base));
       sum += x;
     }
-    l[i] = metal::fma(l[i], shrink, sum);
+    l[i] = metal::fma(l[i], shrink[i], sum);
+  }
+  // Most steps have no larger score than those before.
+  bool grown = false;
+  UNROLL
+  for (int i = 0; i < RT * 2; i++) grown = grown || shrink[i] != 1.0f;
+  if (simd_any(grown)) {
     UNROLL
-    for (int j = 0; j < DV / 4; j++) acc[i / 2][j / 2][i % 2 * 2 + j % 2] *= shrink;
+    for (int i = 0; i < RT * DV / 2; i++) acc[i / (DV / 2)][i / 4 % (DV / 8)][i % 4] *= shrink[i / (DV / 2) * 2 + i / 2 % 2];
   }
 
   const T* const value = stage + KEYS * KW + lane % 16 * VW + lane / 16 * 8;

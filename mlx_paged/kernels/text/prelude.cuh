@@ -42,6 +42,7 @@ __device__ inline float simd_max(float x) {
   for (int o = 16; o; o >>= 1) x = ::fmaxf(x, __shfl_xor_sync(0xffffffffu, x, o));
   return x;
 }
+__device__ inline bool simd_any(bool x) { return __any_sync(0xffffffffu, x); }
 
 // N elements of T loaded together; kept raw until they are used.
 template <class T, int N>
