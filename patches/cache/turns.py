@@ -9,11 +9,13 @@ from typing import Any
 
 from ...cache.batch_cache import PagedBatchKVCache
 from ...cache.composites import leaves
+from ...cache.packed_cache import PackedKVCache
 from ...cache.paged_kv_cache import PagedKVCache
 from ...kv.pool import BlockPool
 
 _guarded: weakref.WeakSet[type] = weakref.WeakSet()
 _lock = threading.Lock()
+_PAGED = PagedKVCache | PagedBatchKVCache | PackedKVCache
 
 
 def guard(model: Any) -> None:
@@ -57,6 +59,6 @@ def _pool_of(caches: Any) -> BlockPool | None:
     if not isinstance(caches, list):
         return None
     first = caches[0] if caches else None
-    if isinstance(first, PagedKVCache | PagedBatchKVCache):
+    if isinstance(first, _PAGED):
         return first.pool
-    return next((c.pool for c in leaves(caches) if isinstance(c, PagedKVCache | PagedBatchKVCache)), None)
+    return next((cache.pool for cache in leaves(caches) if isinstance(cache, _PAGED)), None)
