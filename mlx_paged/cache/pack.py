@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import mlx.core as mx
+import numpy as np
 
 from ..errors import BlockStateError
 from ..kv.block_table import BlockTable
@@ -47,10 +48,9 @@ class Pack:
         self._place = {layer: index for index, group in enumerate(self.pool.groups) for layer in group.spec.layers}
         self.written: set[int] = set()  # layers
         self._attended: Counter[int] = Counter()
-        firsts = [table.length - count for table, count in zip(self.tables[0], counts, strict=True)]
-        self._positions = mx.array(
-            [first + i for first, count in zip(firsts, counts, strict=True) for i in range(count)], mx.int32
-        )
+        ends = [table.length for table in self.tables[0]]
+        spans = [np.arange(end - count, end, dtype=np.int32) for end, count in zip(ends, counts, strict=True)]
+        self._positions = mx.array(np.concatenate(spans))
         self._behind: mx.array | None = None
         self._masks: dict[int, mx.array] = {}  # by the window they stand for
 

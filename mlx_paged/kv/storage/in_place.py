@@ -88,10 +88,15 @@ class InPlaceStorage:
         key = (q.shape[1], scale, window, softcap, sinks is not None)
         launch = step.prefill_launches.get(key)
         if launch is None:
-            launch = step.prefill_launches[key] = _prepare_prefill()(
-                self.__keys, self.__values, step.block_tables(tables), step.counts, [table.length for table in tables],
-                n_q_heads=q.shape[1], scale=scale, softcap=softcap, sinks=sinks is not None, window=window,
-            )  # fmt: skip
+            prepare = _prefill_kernel()
+            try:
+                launch = step.prefill_launches[key] = prepare(
+                    self.__keys, self.__values, step.block_tables(tables), step.counts,
+                    [table.length for table in tables], n_q_heads=q.shape[1],
+                    scale=scale, softcap=softcap, sinks=sinks is not None, window=window,
+                )  # fmt: skip
+            except ValueError as error:
+                raise KernelUnavailable(f"a shape that the kernel does not cover: {error}") from error
         out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks)
         return out
 
@@ -169,7 +174,7 @@ class InPlaceStorage:
         return True
 
 
-def _prepare_prefill() -> Callable[..., PrefillLaunch]:
+def _prefill_kernel() -> Callable[..., PrefillLaunch]:
     try:
         prefill = importlib.import_module("mlx_paged.kernels.prefill")
     except ImportError as error:
