@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from ..config import PagedConfig
 from ..errors import PatchError
+from ..kernels.build import backend
 
 
 class Patch(NamedTuple):
@@ -30,6 +31,7 @@ class Patch(NamedTuple):
         adapter: ``folder.module.function`` of this package, from the original to its replacement. Imported when the
             patch is applied: what it imports may be missing in this version of mlx-lm.
         adapts_attention: the symbol is the ``__call__`` of an attention class, whose layers then need no seam.
+        only_cuda: elsewhere the symbol is as good as its replacement, and stays.
     """
 
     module: str
@@ -37,6 +39,7 @@ class Patch(NamedTuple):
     fingerprint: str
     adapter: str
     adapts_attention: bool = False
+    only_cuda: bool = False
 
     @property
     def target(self) -> str:
@@ -77,7 +80,10 @@ def _has_adapter(layer: Any) -> bool:
 
 
 def _patches() -> list[Patch]:
+    """All there are, on whatever device."""
     models, attention = "mlx_lm.models", "Attention.__call__"
+    quantized, experts = "mlx.nn.layers.quantized", "QuantizedSwitchLinear.__call__"
+    linear, embedding = "QuantizedLinear.__call__", "QuantizedEmbedding.as_linear"
     return [
         Patch(f"{models}.base", "scaled_dot_product_attention", "a13838be6e6c5293", "models.seam.adapt"),
         Patch(f"{models}.llama", attention, "75a76f7de7eb3586", "models.llama.adapt", adapts_attention=True),
@@ -92,12 +98,20 @@ def _patches() -> list[Patch]:
         Patch(f"{models}.llama", "Model.__call__", "7d7a49eb8d846b96", "models.compiled.adapt"),
         Patch(f"{models}.qwen3", "Model.__call__", "7d7a49eb8d846b96", "models.compiled.adapt"),
         Patch(f"{models}.gemma3_text", "Model.__call__", "20512fe9e10dacf7", "models.compiled.adapt"),
+        Patch(f"{models}.switch_layers", experts, "ed21315c040a1498", "models.switch_layers.adapt", only_cuda=True),
+        Patch(quantized, linear, "5fab14e7eb47285d", "nn.quantized.adapt_linear", only_cuda=True),
+        Patch(quantized, embedding, "330736b7d2fb8ff0", "nn.quantized.adapt_as_linear", only_cuda=True),
         Patch(f"{models}.cache", "make_prompt_cache", "bffc8beb07ff5037", "cache.prompt_cache.make_prompt_cache_patch"),
         Patch(f"{models}.cache", "save_prompt_cache", "5b558636d4e25be6", "cache.prompt_cache.save_prompt_cache_patch"),
         Patch("mlx_lm.generate", "BatchGenerator", "fb1a2ed5f7ece4b2", "generate.batch_generator.adapt"),
         Patch("mlx_lm.generate", "generate_step", "640f5f80cac74587", "generate.steps.adapt"),
         Patch("mlx_lm.generate", "speculative_generate_step", "c508203c7dac4b66", "generate.speculative.adapt"),
     ]
+
+
+def _patches_here() -> list[Patch]:
+    """Those for this machine."""
+    return [patch for patch in _patches() if not patch.only_cuda or backend() == "cuda"]
 
 
 def is_applied() -> bool:
@@ -136,7 +150,7 @@ def apply_patches(config: PagedConfig | None = None, *, strict: bool = False) ->
         config.check_kernel()
         report = PatchReport()
         found: dict[Patch, tuple[Any, Any]] = {}
-        for patch in _patches():
+        for patch in _patches_here():
             known = next((old for old in _originals if old.target == patch.target), None)
             if known is not None:
                 report.applied.append(patch.target)

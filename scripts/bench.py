@@ -32,6 +32,7 @@ from bench_common import (
     PRESETS,
     SEED,
     BenchError,
+    add_quantization,
     load_model,
     machine,
     measure_append,
@@ -290,6 +291,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     model.add_argument("--model", metavar="PATH", help="folder of a model that mlx-lm loads")
     model.add_argument("--random", metavar="PRESET", choices=PRESETS, help=f"random weights: {', '.join(PRESETS)}")
     add("--dtype", choices=DTYPES, help="of weights and caches (default: the model's)")
+    add_quantization(parser)
     add("--contexts", type=_list_of(_positive), default=[1024, 4096, 16384], help="tokens, default 1024,4096,16384")
     add("--block-sizes", type=_list_of(parse_block_size), default=[16, 32, 128], help="default 16,32,128")
     add("--kernel", type=parse_kernel, default=None, help="fused kernel: auto (default), on or off")
@@ -325,7 +327,8 @@ def run(args: argparse.Namespace) -> None:
         report["settings"]["cpu_cache_limit_bytes"] = CPU_CACHE_LIMIT
         print(f"CPU: MLX may keep {CPU_CACHE_LIMIT >> 20} MiB of freed buffers, for both sides (its default is 32 MB).")
     if name:
-        model = load_model(args.model, args.dtype) if args.model else random_model(args.random, args.dtype)
+        how = (args.dtype, args.bits, args.group_size)
+        model = load_model(args.model, *how) if args.model else random_model(args.random, *how)
         generation = Generation(model, args)
         for context in args.contexts:
             print(f"measuring {name} at {context} tokens ...", file=sys.stderr, flush=True)
@@ -341,7 +344,8 @@ def run(args: argparse.Namespace) -> None:
     (args.out / "bench.json").write_text(json.dumps(report, indent=1) + "\n")
     print(f"\nwrote {args.out / 'bench.json'}")
     if report["generation"] and not args.no_plot:
-        title = f"{name}, {about['gpu'] or about['cpu']}, mlx {about['versions']['mlx']}"
+        bits = "" if args.bits is None else f", {args.bits} bits"
+        title = f"{name}{bits}, {about['gpu'] or about['cpu']}, mlx {about['versions']['mlx']}"
         reason = plot(report["generation"], args.out / "bench.png", title)
         print(reason or f"wrote {args.out / 'bench.png'}")
 

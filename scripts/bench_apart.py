@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from bench_common import DTYPES, PRESETS, load_model, machine, random_model
+from bench_common import DTYPES, PRESETS, add_quantization, load_model, machine, random_model
 
 import mlx_paged
 from mlx_paged import PagedConfig
@@ -29,6 +29,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--random", choices=sorted(PRESETS), default=None, help="a model of random weights")
     source.add_argument("--model", default=None, help="a model folder")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default=None)
+    add_quantization(parser)
 
 
 def add_pool_arguments(parser: argparse.ArgumentParser, name: str) -> None:
@@ -44,7 +45,13 @@ def chosen_model(args: argparse.Namespace) -> Any:
     """The model that the arguments name, in a process of its own: on a CPU, MLX may keep more of what is freed."""
     if not on_gpu():
         mx.set_cache_limit(CPU_CACHE_LIMIT)
-    return random_model(args.random, args.dtype) if args.random else load_model(args.model, args.dtype)
+    how = (args.dtype, args.bits, args.group_size)
+    return random_model(args.random, *how) if args.random else load_model(args.model, *how)
+
+
+def model_name(args: argparse.Namespace) -> str:
+    """What a figure calls that model."""
+    return f"{args.random or args.model}{'' if args.bits is None else f', {args.bits} bits'}"
 
 
 def on_gpu() -> bool:

@@ -37,6 +37,7 @@ from bench_apart import (
     add_pool_arguments,
     chosen_model,
     measure_apart,
+    model_name,
     on_gpu,
     patch_anew,
     write_results,
@@ -357,8 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     compare(results)
     print_results(results)
     if args.out is not None:
-        title = str(args.random or args.model)
-        problem = write_results(args.out, "batch", given, results, PANELS, "case", SIDES, title, rotation=30)
+        problem = write_results(args.out, "batch", given, results, PANELS, "case", SIDES, model_name(args), rotation=30)
         if problem:
             print(problem, file=sys.stderr)
     return 1 if any("error" in result for result in results) else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
@@ -14,7 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.models import gemma3_text, llama, qwen3
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models import gemma3_text, llama, qwen3, qwen3_moe
 
 from mlx_paged import BlockPool, LayerGroup
 from mlx_paged.config import free_memory
@@ -37,11 +40,14 @@ class Preset(NamedTuple):
         module: mlx-lm's module of the architecture.
         dtype: unless ``--dtype`` says otherwise.
         args: of the module's ModelArgs.
+        tied: Gemma 3's arguments do not say that the embedding is the output layer too; mlx-lm sees it from the
+            weights.
     """
 
     module: Any
     dtype: str
     args: dict[str, Any]
+    tied: bool = False
 
 
 def _shape(hidden: int, layers: int, heads: str, head_dim: int, intermediate: int, vocab: int) -> dict[str, Any]:
@@ -70,6 +76,34 @@ PRESETS = {
         {"model_type": "qwen3", "tie_word_embeddings": True, "rope_theta": 1e6}
         | _shape(1024, 28, "16/8", 128, 3072, 151936),
     ),
+    "llama-8b": Preset(
+        llama,
+        "bfloat16",
+        {"model_type": "llama", "tie_word_embeddings": False, "rope_theta": 5e5}
+        | _shape(4096, 32, "32/8", 128, 14336, 128256),
+    ),
+    "qwen3-4b": Preset(
+        qwen3,
+        "bfloat16",
+        {"model_type": "qwen3", "tie_word_embeddings": True, "rope_theta": 1e6}
+        | _shape(2560, 36, "32/8", 128, 9728, 151936),
+    ),
+    # The layers of Qwen3 30B-A3B, a third of them and half of its experts.
+    "qwen3-moe": Preset(
+        qwen3_moe,
+        "bfloat16",
+        {"model_type": "qwen3_moe", "tie_word_embeddings": False, "rope_theta": 1e6, "norm_topk_prob": True}
+        | {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+        | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+        | _shape(2048, 16, "32/4", 128, 6144, 151936),
+    ),
+    "gemma3-4b": Preset(
+        gemma3_text,
+        "bfloat16",
+        {"model_type": "gemma3_text", "sliding_window": 1024, "sliding_window_pattern": 6}
+        | _shape(2560, 34, "8/4", 256, 10240, 262208),
+        tied=True,
+    ),
     "gemma3-small": Preset(
         gemma3_text,
         "bfloat16",
@@ -79,18 +113,54 @@ PRESETS = {
 }
 
 
-def random_model(preset: str, dtype: str | None) -> Any:
-    """The preset's model with random weights, the same in every run."""
-    module, default, args = PRESETS[preset]
-    mx.random.seed(SEED)
+def add_quantization(parser: argparse.ArgumentParser) -> None:
+    """How the model's weights are quantised; see :func:`quantized`."""
+    parser.add_argument(
+        "--bits", type=int, choices=(2, 3, 4, 5, 6, 8), help="quantise the weights (default: as they are)"
+    )
+    parser.add_argument("--group-size", type=int, choices=(32, 64, 128), default=64, help="of --bits (default 64)")
+
+
+def quantized(model: Any, bits: int | None, group_size: int) -> Any:
+    """The model, with weights of so many bits where their rows can be divided into groups; None leaves it as it is.
+
+    Raises:
+        BenchError: it has no weight that can be quantised.
+    """
+    if bits is None:
+        return model
+
+    def fits(_: str, module: nn.Module) -> bool:
+        return hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size == 0
+
+    if not any(fits(name, module) for name, module in model.named_modules()):
+        raise BenchError(f"the model has no weights that can be quantised in groups of {group_size}")
+    nn.quantize(model, group_size, bits, class_predicate=fits)
+    return model
+
+
+def preset_model(preset: str) -> Any:
+    """The preset's model; its weights are lazy."""
+    module, _, args, tied = PRESETS[preset]
     model = module.Model(module.ModelArgs(**args))
-    model.set_dtype(DTYPES[dtype or default])
-    mx.eval(model.parameters())
+    if tied:
+        model.sanitize({})
+    return model
+
+
+def random_model(preset: str, dtype: str | None, bits: int | None = None, group_size: int = 64) -> Any:
+    """The preset's model with random weights, the same in every run; of so many bits, if that is said."""
+    mx.random.seed(SEED)
+    model = preset_model(preset)
+    model.set_dtype(DTYPES[dtype or PRESETS[preset].dtype])
+    quantized(model, bits, group_size)
+    for _, array in tree_flatten(model.parameters()):
+        mx.eval(array)  # one by one: each was larger before
     return model.eval()
 
 
-def load_model(path: str, dtype: str | None) -> Any:
-    """A model from a folder, as mlx-lm loads it."""
+def load_model(path: str, dtype: str | None, bits: int | None = None, group_size: int = 64) -> Any:
+    """A model from a folder, as mlx-lm loads it, and then with weights of so many bits, if that is said."""
     from mlx_lm.utils import load_model as load
 
     if not Path(path).is_dir():
@@ -98,7 +168,8 @@ def load_model(path: str, dtype: str | None) -> Any:
     model, _ = load(Path(path))
     if dtype:
         model.set_dtype(DTYPES[dtype])
-        mx.eval(model.parameters())
+    quantized(model, bits, group_size)
+    mx.eval(model.parameters())
     return model
 
 

@@ -35,6 +35,7 @@ from bench_apart import (
     add_pool_arguments,
     chosen_model,
     measure_apart,
+    model_name,
     on_gpu,
     patch_anew,
     write_results,
@@ -271,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print_results(results)
     if args.out is not None:
-        title = f"{args.sharers} requests, a prefix of {args.prefix} tokens: {args.random or args.model}"
+        title = f"{args.sharers} requests, a prefix of {args.prefix} tokens: {model_name(args)}"
         problem = write_results(args.out, "prefix", given, results, PANELS, "pattern", SIDES, title)
         if problem:
             print(problem, file=sys.stderr)

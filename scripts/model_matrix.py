@@ -39,7 +39,9 @@ class Row(NamedTuple):
         groups: of paged layers.
         attention: how paged layers attend: over blocks by an adapter or the seam, or over gathered arrays.
         batch: together, or one by one.
-        single, batched: RMS of the log-probabilities against stock's single run; None if tokens differ.
+        packs: whether chunks of several prompts go through the model as one pack.
+        single, batched, packed: RMS of the log-probabilities against stock's single run, alone, in a batch, and in one
+            whose prompts are packed; None if tokens differ.
         sharing: whether requests share prefixes: to the token, at the ends of chunks, or not.
         reasons: what is not paged and why.
     """
@@ -49,14 +51,17 @@ class Row(NamedTuple):
     groups: str = ""
     attention: str = ""
     batch: str = ""
+    packs: str = ""
     single: float | None = None
     batched: float | None = None
+    packed: float | None = None
     sharing: str = ""
     reasons: str = ""
 
     @property
     def agrees(self) -> bool:
-        return self.status == "not built" or all(x is not None and x <= LIMIT for x in (self.single, self.batched))
+        figures = [self.single, self.batched] + ([self.packed] if self.packs == "yes" else [])
+        return self.status == "not built" or all(x is not None and x <= LIMIT for x in figures)
 
 
 Run = tuple[list[int], np.ndarray]
@@ -75,11 +80,15 @@ def alone(model: Any, length: int, num_tokens: int, chunk: int = model_configs.C
     return tokens, np.stack(logprobs)
 
 
-def batched(model: Any, num_tokens: int, chunk: int = model_configs.CHUNK) -> tuple[list[Run], Any]:
-    """All prompts in one batch; and the generator."""
+def batched(
+    model: Any, num_tokens: int, chunk: int = model_configs.CHUNK, packs: bool | None = None
+) -> tuple[list[Run], Any]:
+    """All prompts in one batch, with ``packs`` in packs if the model allows it; and the generator."""
 
-    module = sys.modules["mlx_lm.generate"]
-    generator = module.BatchGenerator(model, max_tokens=num_tokens, prefill_step_size=chunk)
+    kind = type("Generator", (sys.modules["mlx_lm.generate"].BatchGenerator,), {"packs": packs})
+    generator = kind(model, max_tokens=num_tokens, prefill_step_size=chunk)
+    if packs and generator._engine is not None:
+        generator._engine.scheduler.burst_budget = len(PROMPTS) * chunk  # of each prompt a chunk in a step
     uids = generator.insert([prompt_of(length) for length in PROMPTS])
     found: dict[int, tuple[list[int], list[np.ndarray]]] = {uid: ([], []) for uid in uids}
     while responses := generator.next_generated():
@@ -117,7 +126,11 @@ def examine(name: str, num_tokens: int = 64) -> Row:
         try:
             single = difference([alone(model, length, num_tokens, chunk) for length in PROMPTS], expected)
             runs, generator = batched(model, num_tokens, chunk)
-            return row_of(name, model, single, difference(runs, expected), generator, caught)
+            together = difference(runs, expected)
+            mlx_paged.reset_dispatch_counts()
+            runs, packing = batched(model, num_tokens, chunk, packs=True)
+            packed = difference(runs, expected) if packs_of(packing) else None
+            return row_of(name, model, (single, together, packed), generator, packs_of(packing), caught)
         finally:
             mlx_paged.remove_patches()
 
@@ -128,8 +141,14 @@ def reason_of(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+def packs_of(generator: Any) -> bool:
+    """Whether prompts have just gone through the model as packs, and no layer would not have it."""
+    came = any(choice.path == "apart" for choice in mlx_paged.dispatch_counts())
+    return came and generator._engine.prefill.packs
+
+
 def row_of(
-    name: str, model: Any, single: float | None, together: float | None, generator: Any, caught: list[Any]
+    name: str, model: Any, figures: tuple[float | None, ...], generator: Any, packs: bool, caught: list[Any]
 ) -> Row:
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -151,7 +170,7 @@ def row_of(
     engine = generator._engine
     batch = "mlx-lm's" if engine is None else engine.batch.kind
     return Row(
-        name, status, ", ".join(groups), attention_of(model), batch, single, together,
+        name, status, ", ".join(groups), attention_of(model), batch, "yes" if packs else "no", *figures,
         "no" if engine is None else "yes" if engine.all_paged else "at ends", "; ".join(dict.fromkeys(reasons)),
     )  # fmt: skip
 
@@ -181,11 +200,12 @@ steps of {chunk}, blocks of {block}. `make test-models` repeats it.
 - **Attention**: over the blocks, which is the kernel on a GPU if it has the head size and MLX's attention elsewhere; or
   over arrays gathered from them, where the model computes with keys and values itself.
 - **Batch**: rows decode in one call, or one by one in models that cannot take rows of different lengths.
-- **Alone**, **batched**: RMS of the log-probabilities against stock's run, on a CPU. The tokens are equal.
+- **Packs**: on CUDA, chunks of several prompts go through the model in one call, as rows of one token; else one by one.
+- **Alone**, **batched**, **packed**: RMS of the log-probabilities against stock's run, on a CPU. The tokens are equal.
 - **Prefixes**: whether requests share what they have in common: to the token, or with states, at ends of chunks.
 
-| Module | Paged | Groups | Attention | Batch | Alone | Batched | Prefixes | What is not paged, and why |
-|---|---|---|---|---|---|---|---|---|
+| Module | Paged | Groups | Attention | Batch | Packs | Alone | Batched | Packed | Prefixes | What is not paged, and why |
+|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -209,8 +229,8 @@ def lines_of_page() -> dict[str, str]:
 
 
 def line_of(row: Row) -> str:
-    cells = [row.module, row.status, row.groups, row.attention, row.batch, figure(row, row.single)]
-    cells += [figure(row, row.batched), row.sharing, row.reasons]
+    cells = [row.module, row.status, row.groups, row.attention, row.batch, row.packs, figure(row, row.single)]
+    cells += [figure(row, row.batched), figure(row, row.packed) if row.packs == "yes" else "", row.sharing, row.reasons]
     return "| " + " | ".join(cell.replace("|", "\\|") or " " for cell in cells) + " |"
 
 

@@ -14,6 +14,8 @@ from ..kernels.build import KernelUnavailable
 from ..kernels.launch_shape import MAX_QUERY_LENGTH
 from ..kv.block_table import BlockTable
 from ..kv.group import BlockGroup
+from ..kv.layer import PoolLayer
+from ..kv.packed_step import PackedStep
 from ..kv.pool import BlockPool
 from ..kv.step import Step
 from ..kv.storage.choice import kernel_decline
@@ -32,7 +34,7 @@ class Dispatch(NamedTuple):
 
     Attributes:
         path: "prefill" (fresh keys and values only, nothing read from the pool), "kernel" (the fused kernel), "gather"
-            (gather-then-SDPA).
+            (gather-then-SDPA), "apart" (a pack, sequence by sequence: for each of them another path follows).
         reason: why this path.
     """
 
@@ -63,6 +65,7 @@ def reset_dispatch_counts() -> None:
 _FRESH = Dispatch("prefill", "no prefix: the new keys are all there is")
 _KERNEL_ONE = Dispatch("kernel", "one new token per sequence")
 _KERNEL_FEW = Dispatch("kernel", "a few new tokens per sequence")
+_KERNEL_PACK = Dispatch("kernel", "several sequences' new tokens")
 
 
 def _record(choice: Dispatch, times: int = 1) -> None:
@@ -216,6 +219,67 @@ def append_attention(
     return _attend(q, pool, layer, tables, step, (k, v), scoring)
 
 
+def packed_attention(
+    q: mx.array,
+    k: mx.array | None,
+    v: mx.array | None,
+    pool: BlockPool,
+    layer: int,
+    tables: Sequence[BlockTable],
+    step: PackedStep,
+    scoring: Scoring,
+) -> mx.array:
+    """Attention of several sequences' new tokens, T in all, which are written: in one kernel for all sequences, or for
+    one after the other as :func:`prefill_attention` does it.
+
+    Args:
+        q: ``[T, n_q_heads, 1, head_dim]``.
+        k, v: the new keys ``[T, n_kv_heads, 1, head_dim]`` and values, as written; None if they are not at hand.
+        pool, layer, tables: where they were written.
+        step: of these tables.
+        scoring: without a mask; a window of its own may be narrower than the layer's.
+
+    Returns:
+        ``[T, n_q_heads, 1, v_head_dim]``.
+    """
+    kv = pool.layer(layer)
+    scoring = scoring._replace(window=_seen(kv, scoring))
+    declined = _decline_packed(q, kv.group, scoring)
+    if declined is None:
+        try:
+            out = kv.storage.prefill(q, tables, step, scoring)
+            _record(_KERNEL_PACK)
+            return out
+        except KernelUnavailable as error:  # raised before anything was launched
+            declined = kv.group.packs_declined[scoring.heads(q.shape[1])] = str(error)
+    _record(Dispatch("apart", declined))
+    queries = step.split(q)
+    new = [None] * len(queries) if k is None or v is None else list(zip(step.split(k), step.split(v), strict=True))
+    outputs = []
+    for index, (one, table, pair) in enumerate(zip(queries, tables, new, strict=True)):
+        own = scoring._replace(mask=_mask_of(one.shape[2], table, scoring.window))
+        if pair is None:
+            outputs.append(paged_attention(one, pool, layer, [table], own, step.part(tables, index)))
+        else:
+            outputs.append(prefill_attention(one, *pair, pool, layer, table, own, step.part(tables, index)))
+    return step.join(outputs)
+
+
+def _mask_of(num_tokens: int, table: BlockTable, window: int | None) -> mx.array | str:
+    """For the table's last tokens over its visible ones."""
+    before = table.num_visible - num_tokens
+    if window is None or before + num_tokens <= window:
+        return "causal"
+    return causal_mask(num_tokens, before, window)
+
+
+def _seen(kv: PoolLayer, scoring: Scoring) -> int | None:
+    """Most tokens that a query sees: the layer's window, or a narrower one."""
+    if kv.window is None or (scoring.window is not None and scoring.window < kv.window):
+        return scoring.window
+    return kv.window
+
+
 def _attend(
     q: mx.array,
     pool: BlockPool,
@@ -234,12 +298,10 @@ def _attend(
     declined = _decline(q, group, longest, scoring)
     if declined is None:
         q_len = q.shape[2]
-        seen = kv.window
-        if seen is None or (scoring.window is not None and scoring.window < seen):
-            seen = scoring.window
+        seen = scoring._replace(window=_seen(kv, scoring))
         try:
             step_now = step or kv.step(tables, q_len)
-            out = kv.storage.decode(q, tables, step_now, scoring._replace(window=seen), append=append)
+            out = kv.storage.decode(q, tables, step_now, seen, append=append)
             _record(_KERNEL_ONE if q_len == 1 else _KERNEL_FEW)
             return out
         except KernelUnavailable as error:  # raised before anything of the layer was launched
@@ -251,9 +313,24 @@ def _attend(
     return gather.gather_attention(q, pool, layer, tables, scoring)
 
 
+def _decline_packed(q: mx.array, group: BlockGroup, scoring: Scoring) -> str | None:
+    """Why the kernel for several sequences' new tokens cannot serve this call, or None."""
+    if not group.in_place:
+        return group.storage_reason
+    return _decline_dtype(q, group) or group.packs_declined.get(scoring.heads(q.shape[1]))
+
+
+def _decline_dtype(q: mx.array, group: BlockGroup) -> str | None:
+    geometry = group.geometry
+    assert geometry is not None
+    if q.dtype != geometry.dtype or q.shape[3] != geometry.k_head_dim:
+        return f"queries of {q.dtype} x {q.shape[3]} over keys of {geometry.dtype} x {geometry.k_head_dim}"
+    return None
+
+
 def _decline(q: mx.array, group: BlockGroup, longest: int, scoring: Scoring) -> str | None:
     """Why the kernel cannot serve this call, or None."""
-    _, num_q_heads, q_len, head_dim = q.shape
+    _, num_q_heads, q_len, _ = q.shape
     if q_len > MAX_QUERY_LENGTH and not (
         q_len <= MOST_FEW_TOKENS and q_len * longest <= MOST_READS and prepares_plans()
     ):
@@ -262,11 +339,11 @@ def _decline(q: mx.array, group: BlockGroup, longest: int, scoring: Scoring) -> 
         return group.storage_reason
     if scoring.window is None and isinstance(scoring.mask, mx.array):
         return "a mask that is not causality and a window"
-    geometry = group.geometry
+    why = _decline_dtype(q, group)
+    if why is not None:
+        return why
+    geometry, heads = group.geometry, scoring.heads(num_q_heads)
     assert geometry is not None
-    if q.dtype != geometry.dtype or head_dim != geometry.k_head_dim:
-        return f"queries of {q.dtype} x {head_dim} over keys of {geometry.dtype} x {geometry.k_head_dim}"
-    heads = scoring.heads(num_q_heads)
     if heads not in group.declined:
         group.declined[heads] = kernel_decline(geometry, group.block_size, heads)
     return group.declined[heads]

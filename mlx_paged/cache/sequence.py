@@ -69,6 +69,24 @@ class SequenceTables:
         self.offsets[layer] += num_tokens
         return table
 
+    def reserve_all(self, num_tokens: int) -> None:
+        """Positions for the next tokens in all groups, for :meth:`reserve` or a pack to find.
+
+        Raises:
+            Exception: as :meth:`BlockPool.append_tokens`; nothing is reserved then.
+        """
+        if len(self.tables) > 1:
+            self.pool.ensure_free_for(self.tables, num_tokens)
+        done = []
+        try:
+            for table in self.tables:
+                self.pool.append_tokens(table, num_tokens)
+                done.append(table)
+        except Exception:
+            for table in done:
+                self.pool.trim(table, num_tokens)
+            raise
+
     def window_of(self, mask: mx.array | str | None) -> int | None:
         """The window of a mask made by :meth:`PagedKVCache.make_mask`; None for any other."""
         if mask is not None and not isinstance(mask, str):

@@ -29,7 +29,7 @@ class Engine(LiveRequests):
     Args:
         batch, prefixes, factory: as for :class:`LiveRequests`.
         counters: mlx-lm's counters of work done.
-        prefill_step_size, completion_batch_size, prefill_batch_size: as for :class:`LiveRequests`.
+        prefill_step_size, completion_batch_size, prefill_batch_size, packs: as for :class:`LiveRequests`.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class Engine(LiveRequests):
         prefill_batch_size: int,
         prefixes: PrefixStore | None = None,
         factory: Callable[[], list[Any]],
+        packs: bool | None = None,
     ) -> None:
         super().__init__(
             batch,
@@ -50,10 +51,11 @@ class Engine(LiveRequests):
             prefill_batch_size=prefill_batch_size,
             prefixes=prefixes,
             factory=factory,
+            packs=packs,
         )
         self.counters = counters
         self.computed_prompt_tokens = 0
-        self.prefill = Prefill(batch.model, in_place=self.in_place, shares_calls=self.shares_calls)
+        self.prefill = Prefill(batch.model, in_place=self.in_place, shares_calls=self.shares_calls, packs=self.packs)
         self._prefill_steps = 0
         self._worked_at: float | None = None  # None: memory has been given back since
 

@@ -12,10 +12,11 @@ from typing import Any
 from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..errors import RequestFailedError, RequestTooLargeError
+from ..kernels.availability import prepares_plans
 from ..kv.pool import BlockPool
 from ..prefix.store import PrefixStore
 from .decode_batch import DecodeBatch
-from .prefill import IN_PLACE_STEP_TOKENS, can_share_calls
+from .prefill import IN_PLACE_STEP_TOKENS, STEP_TOKENS, UPSTREAM_STEP_TOKENS, can_pack, can_share_calls
 from .request import Request, sequence_of
 from .request_budget import RequestBudget
 from .scheduler import Growth, Scheduler
@@ -38,6 +39,8 @@ class LiveRequests:
         prefill_batch_size: most of them whose prompt is being computed.
         prefixes: a prefix cache.
         factory: makes the requests' caches; all of them in one pool.
+        packs: chunks of several prompts go through the model as packs, if its caches allow it; None: where blocks are
+            written in place and MLX's attention prepares plans.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class LiveRequests:
         prefill_batch_size: int,
         prefixes: PrefixStore | None = None,
         factory: Callable[[], list[Any]],
+        packs: bool | None = None,
     ) -> None:
         self.batch = batch
         self.requests: dict[int, Request] = {}
@@ -62,22 +66,29 @@ class LiveRequests:
         self.all_paged = all(isinstance(cache, PagedKVCache) for cache in fresh)
         self.in_place = self.all_paged and self.pool is not None and all(g.in_place for g in self.pool.groups)
         self.shares_calls = self.in_place and batch.kind == "together" and can_share_calls(fresh)
+        if packs is None:
+            packs = self.in_place and prepares_plans()
+        self.packs = packs and self.all_paged and batch.kind == "together" and can_pack(fresh)
         self.sharing: PrefixSharing | Snapshots | None = None
         self.budget: RequestBudget | None = None
         pins_tokens = self.pool is not None and self.pool.pins_tokens
         if prefixes is not None and not pins_tokens:
             pool = self.pool if self.all_paged else None
             self.sharing = Snapshots(self.requests) if pool is None else PrefixSharing(prefixes, pool, self.requests)
+        chunk = min(prefill_step_size, STEP_TOKENS) if self.packs else prefill_step_size
         if self.pool is not None:
             cached = (lambda request: 0) if self.sharing is None else self.sharing.available
-            self.budget = RequestBudget(self.pool, chunk=prefill_step_size, cached=cached)
-        if self.in_place:
+            self.budget = RequestBudget(self.pool, chunk=chunk, cached=cached)
+        if self.in_place or self.packs:
             prefill_step_size = min(prefill_step_size, IN_PLACE_STEP_TOKENS)
         self.scheduler = Scheduler(
             weakref.proxy(self),  # its owner: an engine that is dropped goes at once, with what its requests hold
             token_budget=prefill_step_size,
+            # A step size that somebody has chosen bounds every step.
+            burst_budget=None if not self.packs else chunk if chunk < UPSTREAM_STEP_TOKENS else STEP_TOKENS,
+            chunk=chunk,
             # Where tokens are pinned, what a chunk's tokens see depends on where it begins.
-            grid=prefill_step_size if self.in_place or pins_tokens else None,
+            grid=prefill_step_size if self.in_place or self.packs or pins_tokens else None,
             max_running=completion_batch_size,
             max_prefilling=prefill_batch_size,
             headroom=1 if self.pool is None else self.pool.block_size,

@@ -7,8 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..by_model import ByModel
 from ..cache.composites import leaves, with_leaves
+from ..cache.pack import NotPackableError, Pack
+from ..cache.packed_cache import PackedKVCache
 from ..cache.paged_kv_cache import PagedKVCache
+from ..warn import warn_once
 from .decode_batch import batch_of
 from .request import Request
 from .scheduler import Chunk
@@ -16,23 +20,33 @@ from .scheduler import Chunk
 # Short chunks share a call: on a GPU, calls and not their few tokens take the time. A longer one keeps it busy by
 # itself, and others would have to be padded to it.
 MOST_TOKENS = 64
-# Prompt tokens a step on a GPU: less memory and shorter waits for decode than with longer chunks (docs/adr/0006).
+# Prompt tokens a step on a GPU, of packs while rows decode: less memory and shorter waits for decode than with longer
+# chunks (docs/adr/0006). Prompts are cut at its multiples.
 IN_PLACE_STEP_TOKENS = 512
+# Of packs while nothing decodes, and most of a burst while rows do (docs/adr/0023).
+STEP_TOKENS = 8192
+# What mlx-lm has where nobody has chosen a step size: most of one prompt in a step.
+UPSTREAM_STEP_TOKENS = 2048
+
+_not_packed: ByModel[str] = ByModel()  # why not, of models that packs turned out to be nothing for
 
 
 class Prefill:
-    """Computes chunks. Long ones alone: nothing is padded, and the fused causal attention needs no mask.
+    """Computes chunks. As packs where several share a call, which suits MLX on CUDA; a chunk alone, with nothing padded
+    and MLX's fused causal attention, else.
 
     Args:
         model: whose forward pass takes ``cache``, a list.
         in_place: the caches write blocks in place.
-        shares_calls: short chunks of several requests may go through the model together.
+        shares_calls: short chunks of several requests may go through the model together, padded.
+        packs: all chunks of a step go through the model together, as a pack.
     """
 
-    def __init__(self, model: Any, *, in_place: bool, shares_calls: bool) -> None:
+    def __init__(self, model: Any, *, in_place: bool, shares_calls: bool, packs: bool = False) -> None:
         self.model = model
         self.in_place = in_place
         self.shares_calls = shares_calls
+        self.packs = packs and _not_packed.get(model) is None
 
     def compute(
         self, chunks: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]
@@ -42,10 +56,11 @@ class Prefill:
         Args:
             on_failure: told of the chunks of a model call, and what it raised, before the next call.
         """
-        calls = calls_of(chunks, IN_PLACE_STEP_TOKENS) if self.shares_calls else [[chunk] for chunk in chunks]
         done: set[Request] = set()
-        for call in calls:
+        for call in self._calls(chunks):
             try:
+                if self.packs and len(call) > 1:
+                    call = self._reserved(call, on_failure)
                 self._call(call)
             except Exception as error:
                 on_failure(call, error)
@@ -63,14 +78,76 @@ class Prefill:
             return []
         return [request for request, _ in computed]
 
+    def _calls(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+        if self.packs:
+            return packs_of(chunks)
+        if self.shares_calls:
+            return calls_of(chunks, IN_PLACE_STEP_TOKENS)
+        return [[chunk] for chunk in chunks]
+
+    def _reserved(self, call: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]) -> list[Chunk]:
+        """Those of the chunks for which there is room, which is reserved."""
+        ready = []
+        for chunk in call:
+            sequence = chunk.request.sequence
+            assert sequence is not None
+            try:
+                sequence.reserve_all(chunk.num_tokens)
+            except Exception as error:
+                on_failure([chunk], error)
+            else:
+                ready.append(chunk)
+        return ready
+
     def _call(self, call: Sequence[Chunk]) -> None:
-        if len(call) > 1:
+        if len(call) > 1 and self.packs:
+            self._compute_pack(call)
+        elif len(call) > 1:
             compute_together(self.model, call)
-            return
-        request, num_tokens = call[0]
-        self.model(mx.array(request.next_tokens(num_tokens), mx.uint32)[None], cache=request.caches)
+        else:
+            for request, num_tokens in call:
+                self.model(mx.array(request.next_tokens(num_tokens), mx.uint32)[None], cache=request.caches)
         if not self.in_place:  # its reads must be over before the next one writes, or the pool is copied
-            mx.eval([cache.state for cache in request.caches or ()])
+            mx.eval([cache.state for request, _ in call for cache in request.caches or ()])
+
+    def _compute_pack(self, chunks: Sequence[Chunk]) -> None:
+        try:
+            compute_pack(self.model, chunks)
+        except NotPackableError as error:
+            self.packs = False
+            _not_packed.put(self.model, str(error))
+            warn_once(f"prompts go one by one through models of {type(self.model).__module__}: {error}")
+            raise
+
+
+def packs_of(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    """Which chunks are computed in one call: all but those that have failed with others."""
+    pack = [chunk for chunk in chunks if not chunk.request.alone]
+    alone = [[chunk] for chunk in chunks if chunk.request.alone]
+    return [pack, *alone] if pack else alone
+
+
+def can_pack(caches: Sequence[Any]) -> bool:
+    """Whether new tokens of several sequences can go through the model as rows of one token each, as far as its caches
+    tell: every layer must be paged, and see a sequence as one range of tokens."""
+    parts = leaves(caches)
+    return all(isinstance(cache, PagedKVCache) and not cache.pinned for cache in parts)
+
+
+def compute_pack(model: Any, chunks: Sequence[Chunk]) -> None:
+    """Build the call for all chunks, whose positions are reserved, as a pack.
+
+    Raises:
+        NotPackableError: the model cannot be called so.
+        Exception: whatever the model or the pool raises. Some layers may have written their tokens then.
+    """
+    sequences = [chunk.request.sequence for chunk in chunks]
+    pack = Pack([sequence for sequence in sequences if sequence is not None], [chunk.num_tokens for chunk in chunks])
+    tokens = [token for chunk in chunks for token in chunk.request.next_tokens(chunk.num_tokens)]
+    caches = chunks[0].request.caches or []
+    layers = [PackedKVCache(pack, cache.layer) for cache in leaves(caches)]
+    model(mx.array(tokens, mx.uint32)[:, None], cache=with_leaves(caches, layers))
+    pack.settle()
 
 
 def can_share_calls(caches: Sequence[Any]) -> bool:

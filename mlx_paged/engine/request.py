@@ -107,14 +107,17 @@ class Request:
         return self.length >= self.prefill_end
 
     def chunk_length(self, most: int | None, grid: int | None = None) -> int:
-        """Of its next chunk: to the next boundary, multiple of ``grid`` after ``origin`` or the end of the prefill,
-        ``most`` tokens at most."""
+        """Of its next chunk: to the next boundary or the end of the prefill, ``most`` tokens at most. What has to be
+        cut with ``grid`` is cut at the last of its multiples after ``origin`` that is not further, if need be at the
+        next one; without ``most``, always at the next one."""
         while self.boundaries and self.boundaries[0] <= self.length:
             self.boundaries.popleft()
         end = min(self.boundaries[0], self.prefill_end) if self.boundaries else self.prefill_end
-        if grid is not None:
-            end = min(end, self.length + grid - (self.length - self.origin) % grid)
-        return end - self.length if most is None else min(most, end - self.length)
+        left = end - self.length
+        if grid is not None and (most is None or left > most):
+            behind = (self.length - self.origin) % grid
+            most = max(1, (behind + (most or 0)) // grid) * grid - behind
+        return left if most is None else min(most, left)
 
     @property
     def sequence(self) -> SequenceTables | None:

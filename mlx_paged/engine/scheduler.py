@@ -17,6 +17,10 @@ if TYPE_CHECKING:  # of a request, only lengths are read and written here
     from .request import Request
 
 
+# While requests decode, a step computes this part of the prompts: a burst is worked off in few steps, and one prompt
+# hardly delays the next tokens.
+BURST_SHARE = 8
+
 Growth = Sequence[tuple["Request", int]]
 
 
@@ -72,10 +76,13 @@ class Scheduler:
         memory: holds the tokens.
         token_budget: tokens to compute in a step. Decoding requests take one each; what is left, and never less than
             a quarter, goes to prompts.
+        burst_budget: the same while nothing decodes, and at most while requests do: an eighth of the prompt tokens that
+            are still to be computed, if that is more than ``token_budget``. None: there is but one.
+        chunk: most tokens of one request in a step with ``burst_budget``.
         max_running: most requests that run at a time.
         max_prefilling: most of them whose prompt is being computed.
-        grid: cut prompts at multiples of so many tokens. The oldest prompt gets a whole chunk then, whatever decoding
-            has taken.
+        grid: cut prompts at multiples of so many tokens. The oldest prompt gets as much as to the next one, whatever
+            decoding has taken.
         headroom: tokens a running request must be able to grow by when another one is admitted, so that what is
             admitted is not preempted again at once.
     """
@@ -87,6 +94,8 @@ class Scheduler:
         token_budget: int,
         max_running: int,
         max_prefilling: int,
+        burst_budget: int | None = None,
+        chunk: int | None = None,
         grid: int | None = None,
         headroom: int = 1,
     ) -> None:
@@ -94,6 +103,8 @@ class Scheduler:
         self.token_budget = token_budget
         self.max_running = max_running
         self.max_prefilling = max_prefilling
+        self.burst_budget = burst_budget
+        self.chunk = chunk
         self.grid = grid
         self.headroom = headroom
         self.waiting: deque[Request] = deque()
@@ -183,7 +194,7 @@ class Scheduler:
         failed.append((request, error))
 
     def _plan_chunks(self, decode: Growth, failed: list[tuple[Request, Exception]]) -> list[Chunk]:
-        budget = max(self.token_budget - len(decode), self.token_budget // 4, 1)
+        budget = 1  # known when there is something to compute
         planned = list(decode)
         chunks: list[Chunk] = []
         index = 0
@@ -197,7 +208,9 @@ class Scheduler:
                 request = admitted
                 if request.is_prefilled:
                     continue  # decodes from the next step on
-            num_tokens = request.chunk_length(budget if self.grid is None else None, self.grid)
+            if not chunks:
+                budget = self._prompt_tokens(len(decode))
+            num_tokens = self._chunk_length(request, budget)
             if chunks and num_tokens > budget:
                 break
             if not self._fits_chunk(planned, request, num_tokens, failed):
@@ -207,6 +220,24 @@ class Scheduler:
             planned.append((request, num_tokens))
             chunks.append(Chunk(request, num_tokens))
         return chunks
+
+    def _prompt_tokens(self, num_decoding: int) -> int:
+        """Tokens of prompts to compute in a step in which so many requests decode."""
+        most = self.token_budget
+        if self.burst_budget is not None and num_decoding == 0:
+            most = self.burst_budget
+        elif self.burst_budget is not None:
+            missing = sum(max(0, request.prefill_end - request.length) for request in (*self.running, *self.waiting))
+            most = max(most, min(missing // BURST_SHARE, self.burst_budget))
+        return max(most - num_decoding, most // 4, 1)
+
+    def _chunk_length(self, request: Request, budget: int) -> int:
+        """Of a request's next chunk; more than the budget if not even the least of it fits."""
+        if self.grid is None:
+            return request.chunk_length(budget)
+        if self.burst_budget is None:
+            return request.chunk_length(None, self.grid)
+        return request.chunk_length(min(budget, self.chunk or budget), self.grid)
 
     def _fits_chunk(
         self, planned: Growth, request: Request, num_tokens: int, failed: list[tuple[Request, Exception]]

@@ -39,6 +39,7 @@ _FUSED = ([*_DECODE[0], "arrivals"], ["out", "partial", "fence_out"], False)
 SIGNATURES: dict[str, tuple[list[str], list[str], bool]] = {
     "paged_decode": _DECODE,
     "paged_decode_tensor": _FUSED,
+    "paged_prefill_tensor": (["q", *_POOL, "tables", "tiles", "params", "sinks"], ["out", "fence_out"], False),
     "merge_partitions": (["partial", "stats", "ends", "starts", "sinks"], ["out"], False),
     "write_slots": ([*_POOL, "k", "v", "slots"], ["fence_out"], True),
     "gather_blocks": ([*_POOL, "blocks", "span"], ["k_out", "v_out", "fence_out"], False),
@@ -53,6 +54,7 @@ _SINGLE = ("narrow_matmul", "narrow_matmul_bias", "narrow_matmul_add", "narrow_m
 # Files that the text of a body is made of, for those that are CUDA only.
 _CUDA_PARTS = {
     "paged_decode_tensor": ("paged_decode_tensor",),
+    "paged_prefill_tensor": ("paged_prefill_tensor",),
     "narrow_matmul_group": ("narrow_matmul_group", "narrow_matmul_tile"),
     **{body: ("narrow_matmul_single", body, "narrow_matmul_tile") for body in _SINGLE},
 }
@@ -141,6 +143,8 @@ def build_kernel(body: str, constants: Constants) -> Callable[..., list[mx.array
         header += f"#define {symbol} {bounds} {symbol}\n"
         source += f"#undef {symbol}\n"
     make: Any = mx.fast.metal_kernel if dialect == "metal" else mx.fast.cuda_kernel
+    # Only CUDA bodies have memory that is not declared in the text.
+    memory = {"shared_memory": known["SHARED"]} if "SHARED" in known else {}
     return make(
         name=name,
         input_names=inputs,
@@ -148,4 +152,5 @@ def build_kernel(body: str, constants: Constants) -> Callable[..., list[mx.array
         source=source,
         header=header,
         ensure_row_contiguous=not strided,
+        **memory,
     )

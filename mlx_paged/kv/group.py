@@ -10,6 +10,7 @@ import mlx.core as mx
 from ..errors import ConfigError, GeometryError
 from .allocator import NULL_BLOCK, BlockAllocator
 from .block_table import BlockTable
+from .packed_step import PackedStep, packed_key
 from .step import DeviceTables, Step, step_key
 from .storage.base import Geometry, Storage
 from .storage.functional import FunctionalStorage
@@ -113,10 +114,14 @@ class BlockGroup:
         self.resize_failed = False  # the latest one: some layers' tensors may have more blocks than there are ids
         # Why the kernel cannot serve a kind of queries, or None; by (n_q_heads, softcap, sinks).
         self.declined: dict[tuple[int, bool, bool], str | None] = {}
+        # Why no kernel attends for several sequences' new tokens; the same.
+        self.packs_declined: dict[tuple[int, bool, bool], str] = {}
         self.epoch = 0
         self._choose_storage = choose_storage
         self._device_tables = DeviceTables()
         self._step: Step | None = None
+        self._packed_tables = DeviceTables()  # of other tables than those that decode
+        self._packed_step: PackedStep | None = None
         self._last_read: tuple[mx.array, ...] | None = None
 
     def touch(self) -> None:
@@ -130,6 +135,15 @@ class BlockGroup:
             return step, False
         self._step = Step(tables, num_tokens, self.epoch, self.allocator.num_blocks, self._device_tables, counts)
         return self._step, True
+
+    def packed_step(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> tuple[PackedStep, bool]:
+        """The packed step of the tables' last ``counts`` positions, and whether it had to be made."""
+        step = self._packed_step
+        if step is not None and step.epoch == self.epoch and step.key == packed_key(tables, counts):
+            return step, False
+        step = PackedStep(tables, counts, self.epoch, self.allocator.num_blocks, self._packed_tables)
+        self._packed_step = step
+        return step, True
 
     # Blocks of tables -----------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from ..errors import BlockStateError, GeometryError
 from .block_table import BlockTable
 from .group import BlockGroup
 from .memory import PoolMemory
+from .packed_step import PackedStep
 from .step import DeviceTables, Step
 from .storage.base import Storage
 from .storage.scoring import QueryHeads
@@ -109,6 +110,19 @@ class PoolLayer:
                 raise
         return step
 
+    def packed_step(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> PackedStep:
+        """:meth:`step` of so many positions of each table, one table after the other and without padding."""
+        self.holders.collect()
+        step, is_new = self.group.packed_step(tables, counts)
+        if is_new:
+            try:
+                for table, count in zip(tables, counts, strict=True):
+                    self._check_positions(table, count)
+            except Exception:
+                self.group.touch()
+                raise
+        return step
+
     def _check(self, table: BlockTable) -> None:
         self.holders.check(table)
         if table.group != self.group_index:
@@ -142,14 +156,22 @@ class PoolLayer:
 
     def write_step(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
         """:meth:`write` for k and v that :meth:`set_geometry` has accepted, and a step of :meth:`step`; in a turn."""
-        group, position = self.group, self.position
+        self._before_write(k, v)
+        self.group.storages[self.position].write(tables, step, k, v)
+        self.group.pace(self.position, step.num_tokens)
+
+    def write_packed(self, tables: Sequence[BlockTable], step: PackedStep, k: mx.array, v: mx.array) -> None:
+        """:meth:`write_step` for the tokens of a packed step: k and v ``[T, n_kv_heads, 1, head_dim]``."""
+        self._before_write(k, v)
+        self.group.storages[self.position].write_packed(tables, step, k, v)
+        self.group.pace(self.position, step.num_tokens)
+
+    def _before_write(self, k: mx.array, v: mx.array) -> None:
         if self.turn.is_newcomer:  # what it cannot compute, such as lazy weights of another thread, is not let in
             mx.eval(k, v)
         self.turn.is_dirty = True
-        if not group.in_place:
-            group.wait_for_reads(position)
-        group.storages[position].write(tables, step, k, v)
-        group.pace(position, step.num_tokens)
+        if not self.group.in_place:
+            self.group.wait_for_reads(self.position)
 
     def write_pinned(self, table: BlockTable, k: mx.array, v: mx.array) -> None:
         """Write the pinned tokens of a table made by :meth:`BlockPool.new_table` with a ``start``: k and v

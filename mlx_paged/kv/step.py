@@ -99,13 +99,13 @@ class Step:
             if self.counts is not None:
                 padded = np.full((len(tables), self.num_tokens), -1, np.int64)
                 for row, (table, count) in enumerate(zip(tables, self.counts, strict=True)):
-                    padded[row, :count] = _tail_slots(table, count)
+                    padded[row, :count] = tail_slots(table, count)
                 slots = padded.reshape(-1)
             elif self.num_tokens == 1:
                 slots = np.array([table.block_ids[-1] for table in tables], np.int64) * size
                 slots += (self._lengths - 1) % size
             else:
-                slots = np.concatenate([_tail_slots(table, self.num_tokens) for table in tables])
+                slots = np.concatenate([tail_slots(table, self.num_tokens) for table in tables])
             self._slots = mx.array(slots if self._wide else slots.astype(np.int32))
         return self._slots
 
@@ -157,7 +157,8 @@ def step_key(tables: Sequence[BlockTable], num_tokens: int, counts: Sequence[int
     return (num_tokens, *[table.uid for table in tables], *(counts or ()))
 
 
-def _tail_slots(table: BlockTable, num_tokens: int) -> np.ndarray:
+def tail_slots(table: BlockTable, num_tokens: int) -> np.ndarray:
+    """Slots of a table's last positions, int64 ``[num_tokens]``."""
     size = table.block_size
     first = (table.length - num_tokens) // size
     positions = np.arange(table.length - num_tokens, table.length)

@@ -92,6 +92,16 @@ def why_one_by_one(model: Any, fresh: Sequence[Any]) -> str | None:
     return probe_rows(model, fresh)
 
 
+def reads_blocks_only(model: Any) -> bool:
+    """Whether the model's attention does nothing with keys and values but hand them to an attention function that is
+    replaced here: of a model with adapters, or one of mlx-lm's that was seen to do so in a probe."""
+    layout = layout_of(model)
+    if layout is None or not layout.groups:
+        return False
+    known = type(model).__module__.startswith("mlx_lm.models.")
+    return layout.adapted or (known and all(heads is not None for _, heads in layout.geometries))
+
+
 def layout_of(model: Any) -> PagedLayout | None:
     """The layout made for the model last, or None if there is none yet."""
     layouts = _layouts.get(model)

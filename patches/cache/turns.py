@@ -9,11 +9,14 @@ from typing import Any
 
 from ...cache.batch_cache import PagedBatchKVCache
 from ...cache.composites import leaves
+from ...cache.packed_cache import PackedKVCache
 from ...cache.paged_kv_cache import PagedKVCache
+from ...kernels.quantized_matmul import Dequantizing
 from ...kv.pool import BlockPool
 
 _guarded: weakref.WeakSet[type] = weakref.WeakSet()
 _lock = threading.Lock()
+_PAGED = PagedKVCache | PagedBatchKVCache | PackedKVCache
 
 
 def guard(model: Any) -> None:
@@ -33,7 +36,7 @@ def guard(model: Any) -> None:
             pool = _pool_of(kwargs.get("cache") or next((arg for arg in args if isinstance(arg, list)), None))
             if pool is None:
                 return inherited(self, *args, **kwargs)
-            with pool.turn:
+            with pool.turn, Dequantizing(allowed=all(group.in_place for group in pool.groups)):
                 return inherited(self, *args, **kwargs)
 
         __call__.guarded = original  # type: ignore[attr-defined]
@@ -57,6 +60,6 @@ def _pool_of(caches: Any) -> BlockPool | None:
     if not isinstance(caches, list):
         return None
     first = caches[0] if caches else None
-    if isinstance(first, PagedKVCache | PagedBatchKVCache):
+    if isinstance(first, _PAGED):
         return first.pool
-    return next((c.pool for c in leaves(caches) if isinstance(c, PagedKVCache | PagedBatchKVCache)), None)
+    return next((cache.pool for cache in leaves(caches) if isinstance(cache, _PAGED)), None)

@@ -21,7 +21,7 @@ from ...warn import warn_once
 from ..cache.adoption import check_given
 from ..cache.geometry import probe_geometry
 from ..cache.layer_cache import PagedLayerCache
-from ..cache.layout import name_of, pinned_in, why_one_by_one
+from ..cache.layout import name_of, pinned_in, reads_blocks_only, why_one_by_one
 from ..cache.prompt_cache import factory_of
 from .response import Response
 from .upstream import UPSTREAM
@@ -40,6 +40,9 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
 
     A prompt cache of plain, unpaged layers only runs in mlx-lm's own machinery.
     """
+
+    packs: bool | None = None
+    """Whether prompts of several requests go together through models that allow it; None: where it pays."""
 
     _uid_count: int
 
@@ -62,6 +65,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                     prefill_batch_size=self.prefill_batch_size,
                     prefixes=prefixes,
                     factory=self._factory,
+                    packs=self.packs if reads_blocks_only(model) else False,
                 )
 
     def insert_segments(

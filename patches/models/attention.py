@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...cache.batch_cache import PagedBatchKVCache
+from ...cache.packed_cache import PackedKVCache
 from ...engine.compiled.compiled_step import StepLayer
 from ...engine.compiled.narrow_layers import projected
 from ...kv.storage.scoring import Scoring
@@ -54,11 +55,11 @@ def paged_call(
     return adapt
 
 
-def takes(cache: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCache | StepLayer]:
+def takes(cache: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCache | PackedKVCache | StepLayer]:
     """Whether the paged path serves ``batch`` rows with this cache."""
     if isinstance(cache, PagedLayerCache):
         return cache.takes(batch)
-    return isinstance(cache, PagedBatchKVCache | StepLayer)
+    return isinstance(cache, PagedBatchKVCache | PackedKVCache | StepLayer)
 
 
 def project_heads(

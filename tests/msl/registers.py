@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from mlx_paged.kernels.build import SIGNATURES, Constants
 
 REGISTERS = 128
 _TYPES = kernel_build._TYPE_NAMES["cuda"]
-_INT_INPUTS = ("tables", "ends", "starts")
+_INT_INPUTS = ("tables", "ends", "starts", "tiles")
 _FLOAT_INPUTS = ("params", "sinks", "stats", "partial")
 _SHAPES = ("k_pool", "tables", "ends")
 _HEAD = """#include <cuda_bf16.h>
@@ -45,11 +44,11 @@ def compiler() -> str | None:
 
 
 @functools.cache
-def registers_of(body: str, constants: Constants, most: int = REGISTERS) -> Registers:
-    """Compile one instance of a body that both dialects share. Raises CalledProcessError if it does not compile."""
+def registers_of(body: str, constants: Constants, most: int | None = REGISTERS, arch: str = "sm_80") -> Registers:
+    """Compile one instance of a body for CUDA; ``most`` None: with the registers that its GROUPS leave a thread. Raises
+    RuntimeError if it does not compile."""
     known = dict(constants)
-    header = (resources.files("mlx_paged.kernels") / "text" / "prelude.cuh").read_text()
-    _, source = kernel_build.kernel_source(body, "cuda", constants)
+    header, source = kernel_build.kernel_source(body, "cuda", constants)
     inputs, outputs, _ = SIGNATURES[body]
     parameters = []
     for name in inputs:
@@ -59,16 +58,19 @@ def registers_of(body: str, constants: Constants, most: int = REGISTERS) -> Regi
     for name in outputs:
         kind = {"stats": "float", "fence_out": "uint32_t"}.get(name) or _TYPES[known.get("O", known["T"])]
         parameters.append(f"{kind}* {name}")
+    bounds = f"__launch_bounds__({32 * known['SG']}, {known['GROUPS']})" if "GROUPS" in known else ""
     text = (
         f"{_HEAD}{header}namespace mlx::core::cu {{\n"
-        f"__global__ void kernel({', '.join(parameters)}) {{\n{source}\n}}\n}}\n"
+        f"__global__ void {bounds} kernel({', '.join(parameters)}) {{\n{source}\n}}\n}}\n"
     )
     nvcc = compiler()
     assert nvcc is not None
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cu"
         file.write_text(text)
-        options = ["-arch=sm_80", "-std=c++17", "-cubin", f"-maxrregcount={most}", "-Xptxas", "-v", "-o", f"{file}bin"]
+        options = [f"-arch={arch}", "-std=c++17", "-cubin", "-Xptxas", "-v", "-o", f"{file}bin"]
+        if most is not None:
+            options.append(f"-maxrregcount={most}")
         run = subprocess.run([nvcc, *options, str(file)], capture_output=True, text=True, timeout=300, check=False)
     if run.returncode:
         raise RuntimeError(run.stderr[:4000])

@@ -43,3 +43,51 @@ MSL_NOSAN inline void mma(float (&d)[4], uint a0, uint a1, uint a2, uint a3, uin
     }
   }
 }
+template <class T>
+inline uint pack_rounded(float low, float high) { return pack(static_cast<T>(low), static_cast<T>(high)); }
+inline int opaque(int x) { return x; }
+template <int N>
+struct Number {
+  static constexpr int value = N;
+};
+#define SHARED_ARRAY(T, name, size) MSL_TG(T, name, [size])
+// ldmatrix as PTX describes it; the values are loaded by the lane that gets them, so that a race is seen.
+template <class T>
+inline uint4 matrices(const T* row, bool transposed, int op, int line) {
+  const auto rows = metal::msl_gather(row, op, line);
+  const uint lane = msl_rt::cur_lane();
+  uint words[4];
+  for (uint i = 0; i < 4; i++) {
+    const T* low = transposed ? rows.v[i * 8 + lane % 4 * 2] + lane / 4 : rows.v[i * 8 + lane / 4] + lane % 4 * 2;
+    const T* high = transposed ? rows.v[i * 8 + lane % 4 * 2 + 1] + lane / 4 : low + 1;
+    words[i] = pack(*low, *high);
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+template <class T>
+inline uint4 load_matrices(const T* row, int line = __builtin_LINE()) { return matrices(row, false, 31, line); }
+template <class T>
+inline uint4 load_transposed(const T* row, int line = __builtin_LINE()) { return matrices(row, true, 32, line); }
+// What is copied arrives when the thread waits; until then the target holds NaN.
+struct AsyncCopies {
+  static constexpr int MOST = 256;
+  struct Eight {
+    ushort bits[8];
+  };
+  Eight* targets[MOST];
+  const Eight* sources[MOST];
+  int count = 0;
+  template <class T>
+  void copy(T* target, const T* source, bool live) {
+    targets[count] = reinterpret_cast<Eight*>(target);
+    sources[count] = live ? reinterpret_cast<const Eight*>(source) : nullptr;
+    for (int i = 0; i < 8; i++) targets[count]->bits[i] = 0xffff;
+    count++;
+  }
+  void wait() {
+    for (int n = 0; n < count; n++) {
+      for (int i = 0; i < 8; i++) targets[n]->bits[i] = sources[n] ? sources[n]->bits[i] : 0;
+    }
+    count = 0;
+  }
+};

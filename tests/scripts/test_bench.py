@@ -10,7 +10,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
 
 from tests.support.processes import commands
 
@@ -176,3 +179,41 @@ def test_refusals_with_a_message(script: ModuleType, tmp_path: Path, capsys: pyt
     assert script.main(["--append", "--append-pools", "10K", "--out", str(tmp_path)]) == 1
     assert "too small" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("preset", "billions"),
+    [("llama-1b", 1.24), ("llama-8b", 8.03), ("qwen3-4b", 4.02), ("gemma3-4b", 3.88), ("qwen3-moe", 5.8)],
+)
+def test_presets_have_the_size_of_their_models(preset: str, billions: float, script: ModuleType) -> None:
+    model = sys.modules["bench_common"].preset_model(preset)
+    assert sum(array.size for _, array in tree_flatten(model.parameters())) / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_of_a_random_model_are_quantised(bits: int, script: ModuleType) -> None:
+    model = script.random_model("tiny", None, bits, 32)
+    layers = [module for _, module in model.named_modules() if isinstance(module, nn.QuantizedLinear)]
+    assert len(layers) == 2 * 7 and {(layer.bits, layer.group_size) for layer in layers} == {(bits, 32)}
+    assert isinstance(model.model.embed_tokens, nn.QuantizedEmbedding)
+    plain = script.random_model("tiny", None).layers[0].mlp.up_proj.weight
+    layer = model.layers[0].mlp.up_proj
+    got = mx.dequantize(layer.weight, layer.scales, layer.biases, 32, bits)
+    assert mx.abs(got - plain).max().item() < 0.15 * mx.abs(plain).max().item()
+
+
+def test_a_model_without_weights_to_quantise_is_refused(script: ModuleType) -> None:
+    with pytest.raises(script.BenchError, match="groups of 64"):
+        sys.modules["bench_common"].quantized(nn.Linear(40, 8), 4, 64)
+    model = nn.Sequential(nn.Linear(40, 8))
+    assert sys.modules["bench_common"].quantized(model, None, 64) is model
+
+
+def test_both_sides_run_with_quantised_weights(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--random", "tiny", "--bits", "4", "--contexts", "20", "--block-sizes", "16", "--decode-tokens", "2"]
+    assert script.main([*arguments, "--repeats", "1", "--no-plot", "--out", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "bench.json").read_text())
+    assert (report["settings"]["bits"], report["settings"]["group_size"]) == (4, 64)
+    assert "Greedy tokens: the same" in capsys.readouterr().out

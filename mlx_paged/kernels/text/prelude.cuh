@@ -15,6 +15,7 @@ __device__ inline float exp2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+__device__ inline float divide(float a, float b) { return __fdividef(a, b); }
 }  // namespace fast
 namespace precise {
 __device__ inline float tanh(float x) { return ::tanhf(x); }
@@ -41,6 +42,7 @@ __device__ inline float simd_max(float x) {
   for (int o = 16; o; o >>= 1) x = ::fmaxf(x, __shfl_xor_sync(0xffffffffu, x, o));
   return x;
 }
+__device__ inline bool simd_any(bool x) { return __any_sync(0xffffffffu, x); }
 
 // N elements of T loaded together; kept raw until they are used.
 template <class T, int N>

@@ -79,4 +79,54 @@ __device__ inline void mma(float (&d)[4], unsigned a0, unsigned a1, unsigned a2,
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
 }
+// Two values rounded to T, the first in the low half.
+template <class T>
+__device__ inline unsigned pack_rounded(float low, float high) {
+  unsigned x;
+  if constexpr (is_half<T>) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  }
+  return x;
+}
+__device__ inline unsigned shared_address(const void* address) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(address));
+}
+// Four 8 x 8 matrices of 16-bit values from shared memory: lanes 8i to 8i + 7 name the rows of the i-th, and a lane gets two
+// neighbours of row lane / 4, or of column lane / 4 with load_transposed.
+__device__ inline uint4 load_matrices(const void* row) {
+  uint4 x;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(shared_address(row)));
+  return x;
+}
+__device__ inline uint4 load_transposed(const void* row) {
+  uint4 x;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(shared_address(row)));
+  return x;
+}
+// Copies of 16 bytes from global to shared memory that go on while the thread does something else.
+struct AsyncCopies {
+  // Zeros, and nothing is read, if it is not live.
+  __device__ void copy(void* target, const void* source, bool live) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source), "r"(live ? 16 : 0));
+  }
+  // Until all that this thread began have arrived.
+  __device__ void wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+};
+// The same number, of which the compiler knows nothing: what is made from it is made anew, not kept in registers.
+__device__ inline int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+template <int N>
+struct Number {
+  static constexpr int value = N;
+};
 }  // namespace mlx::core::cu
+// The launch's shared memory, which may be more than an array in the text may have.
+#define SHARED_ARRAY(T, name, size) \
+  extern __shared__ __align__(16) unsigned char name##_bytes[]; \
+  T* const name = reinterpret_cast<T*>(name##_bytes)

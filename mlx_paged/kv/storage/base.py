@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import mlx.core as mx
 
 from ..block_table import BlockTable
+from ..packed_step import PackedStep
 from ..step import Step
 from .scoring import Scoring
 
@@ -44,6 +45,9 @@ class Storage(Protocol):
 
     def write(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
         """Write k, v ``[B, n_kv_heads, n, head_dim]``: the last n reserved tokens of B tables."""
+
+    def write_packed(self, tables: Sequence[BlockTable], step: PackedStep, k: mx.array, v: mx.array) -> None:
+        """Write k, v ``[T, n_kv_heads, 1, head_dim]``: the tokens of a packed step, table by table."""
 
     def read_visible(self, table: BlockTable, *, rotation: int, copy: bool) -> tuple[mx.array, mx.array]:
         """K ``[1, n_kv_heads, n, k_head_dim]`` and V of positions ``logical_start .. length - 1``, after those of
@@ -82,6 +86,21 @@ class Storage(Protocol):
         Raises:
             KernelUnavailable: no kernel works for these shapes, or blocks of this form. Nothing has been launched, and
                 :meth:`write` and :meth:`read_visible` go on from here.
+        """
+
+    def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: PackedStep, scoring: Scoring) -> mx.array:
+        """The fused kernel over this layer's blocks, for the tokens of a packed step, which are written.
+
+        Args:
+            q: ``[T, n_q_heads, 1, head_dim]``.
+            tables, step: of the B sequences.
+            scoring: no query sees more tokens than its window; there is no mask.
+
+        Returns:
+            ``[T, n_q_heads, 1, v_head_dim]``.
+
+        Raises:
+            KernelUnavailable: as :meth:`decode`.
         """
 
     def rewind(self, to: mx.array, latest: mx.array) -> bool:

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from ...kernels.build import KernelUnavailable
 from ..block_table import BlockTable, Segment
+from ..packed_step import PackedStep
 from ..step import Step
 from .base import Geometry
 from .scoring import Scoring
@@ -47,6 +48,10 @@ class FunctionalStorage:
             part_k, part_v = (k, v) if len(tables) == 1 else (k[row : row + 1], v[row : row + 1])
             self.write_segments(table.tail_segments(step.num_tokens), part_k, part_v)
 
+    def write_packed(self, tables: Sequence[BlockTable], step: PackedStep, k: mx.array, v: mx.array) -> None:
+        for table, count, part_k, part_v in zip(tables, step.counts, step.split(k), step.split(v), strict=True):
+            self.write_segments(table.tail_segments(count), part_k, part_v)
+
     def decode(
         self,
         q: mx.array,
@@ -56,6 +61,9 @@ class FunctionalStorage:
         *,
         append: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
+        raise KernelUnavailable("the blocks are not written in place")
+
+    def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: PackedStep, scoring: Scoring) -> mx.array:
         raise KernelUnavailable("the blocks are not written in place")
 
     def rewind(self, to: mx.array, latest: mx.array) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from ...kernels import ops as kernels
+from ...kernels.build import KernelUnavailable
 from ...kernels.launch_shape import MAX_QUERY_LENGTH
 from ..block_table import BlockTable
+from ..packed_step import PackedStep, PrefillLaunch
 from ..step import Step
 from .base import Geometry
 from .scoring import Scoring
@@ -45,11 +48,14 @@ class InPlaceStorage:
     def num_blocks(self) -> int:
         return int(self.__keys.shape[0])
 
-    def write(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
+    def write(self, tables: Sequence[BlockTable], step: Step | PackedStep, k: mx.array, v: mx.array) -> None:
         launch = step.write_launch
         if launch is None:
             launch = step.write_launch = kernels.prepare_write(self.__keys, self.__values, step.slots(tables))
         self.__fence = launch(self.__keys, self.__values, self.__fence, k, v)
+
+    def write_packed(self, tables: Sequence[BlockTable], step: PackedStep, k: mx.array, v: mx.array) -> None:
+        self.write(tables, step, k, v)
 
     def decode(
         self,
@@ -76,6 +82,23 @@ class InPlaceStorage:
         out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks, *(append or ()))
         self.decoded_by_kernel = True
         return out if q_len <= MAX_QUERY_LENGTH else join_queries(out, q_len)
+
+    def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: PackedStep, scoring: Scoring) -> mx.array:
+        scale, _, window, softcap, sinks = scoring
+        key = (q.shape[1], scale, window, softcap, sinks is not None)
+        launch = step.prefill_launches.get(key)
+        if launch is None:
+            prepare = _prefill_kernel()
+            try:
+                launch = step.prefill_launches[key] = prepare(
+                    self.__keys, self.__values, step.block_tables(tables), step.counts,
+                    [table.length for table in tables], n_q_heads=q.shape[1],
+                    scale=scale, softcap=softcap, sinks=sinks is not None, window=window,
+                )  # fmt: skip
+            except ValueError as error:
+                raise KernelUnavailable(f"a shape that the kernel does not cover: {error}") from error
+        out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks)
+        return out
 
     @staticmethod
     def run(
@@ -149,6 +172,15 @@ class InPlaceStorage:
             return False
         self.__fence = to
         return True
+
+
+def _prefill_kernel() -> Callable[..., PrefillLaunch]:
+    try:
+        prefill = importlib.import_module("mlx_paged.kernels.prefill")
+    except ImportError as error:
+        raise KernelUnavailable("there is no kernel for several sequences' new tokens") from error
+    prepare: Callable[..., PrefillLaunch] = prefill.prepare_prefill
+    return prepare
 
 
 def _resized(blocks: mx.array, num_blocks: int) -> mx.array:

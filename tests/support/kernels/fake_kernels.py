@@ -16,10 +16,11 @@ import mlx.nn as nn
 
 from mlx_paged import config
 from mlx_paged.attention import dispatch, gather
+from mlx_paged.attention.masks import causal_mask
 from mlx_paged.engine.compiled import compiled_step
 from mlx_paged.kernels import availability, narrow_matmul
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kv.storage import choice
+from mlx_paged.kv.storage import choice, in_place
 from mlx_paged.kv.storage.base import Geometry
 from mlx_paged.kv.storage.scoring import QueryHeads, Scoring
 
@@ -29,7 +30,7 @@ class FakeKernels:
 
     def __init__(self) -> None:
         self.calls = {"write_slots": 0, "paged_decode": 0, "gather_blocks": 0, "copy_blocks": 0, "append": 0}
-        self.calls["narrow_matmul"] = 0
+        self.calls["narrow_matmul"] = self.calls["paged_prefill"] = 0
         self.max_q_len = 0
         self.rewound = 0
         # Of each pool: its tensor, and the fences given out so far with the kernel that gave each.
@@ -133,6 +134,46 @@ class FakeKernels:
 
         return launch
 
+    def prepare_prefill(
+        self,
+        k_pool: mx.array,
+        v_pool: mx.array,
+        tables: mx.array,
+        counts: Sequence[int],
+        lengths: Sequence[int],
+        *,
+        n_q_heads: int,
+        scale: float,
+        softcap: float | None = None,
+        sinks: bool = False,
+        window: int | None = None,
+    ) -> Any:
+        assert tables.dtype == mx.int32 and tables.shape[0] == len(counts) == len(lengths)
+        rows, size = tables.tolist(), k_pool.shape[2]
+
+        def launch(
+            q: mx.array, k_pool: mx.array, v_pool: mx.array, fence: mx.array, sinks_of: mx.array | None = None
+        ) -> tuple[mx.array, mx.array]:
+            assert q.shape[:3] == (sum(counts), n_q_heads, 1) and q.dtype == k_pool.dtype
+            assert sinks == (sinks_of is not None)
+            outputs, first = [], 0
+            for row, count, length in zip(rows, counts, lengths, strict=True):
+                start = 0 if window is None else max(0, length - count + 1 - window)
+                ids = mx.array(row[start // size : -(-length // size)])
+                k, v = (
+                    pool[ids].transpose(1, 0, 2, 3).reshape(1, pool.shape[1], -1, pool.shape[3])
+                    for pool in (k_pool, v_pool)
+                )
+                k, v = (x[:, :, start % size : start % size + length - start] for x in (k, v))
+                mask = causal_mask(count, length - start - count, window)
+                one = q[first : first + count].swapaxes(0, 2)
+                out = gather.attention(one, k, v, Scoring(scale, mask, softcap=softcap, sinks=sinks_of))
+                outputs.append(out.swapaxes(0, 2))
+                first += count
+            return mx.concatenate(outputs), self._pass("paged_prefill", k_pool, v_pool, fence)
+
+        return launch
+
     def gather_blocks(
         self, k_pool: mx.array, v_pool: mx.array, fence: mx.array, block_ids: Any, start: int, length: int
     ) -> tuple[mx.array, mx.array, mx.array]:
@@ -191,6 +232,7 @@ def fake_kernels() -> Iterator[FakeKernels]:
         mock.patch.object(config, "device_decline", lambda: None),
         mock.patch.object(choice, "kernel_decline", decline),
         mock.patch.object(dispatch, "kernel_decline", decline),
+        mock.patch.object(in_place, "_prefill_kernel", lambda: fake.prepare_prefill),
         mock.patch.object(narrow_matmul, "works", lambda body, dtype, tile, dims: dtype in narrow_matmul.DTYPES),
         mock.patch.object(narrow_matmul, "_launch", fake.multiply),
     ):

@@ -1,0 +1,181 @@
+"""PackedKVCache: what one attention layer sees of a pack."""
+
+from __future__ import annotations
+
+import weakref
+from threading import get_ident
+
+import mlx.core as mx
+
+from ..attention import dispatch
+from ..errors import GeometryError, PromptCacheError
+from ..kv.layer import PoolLayer
+from ..kv.pool import BlockPool
+from ..kv.storage.scoring import QueryHeads, Scoring
+from ..kv.turn import in_turn
+from .lazy_kv import LazyKV, compute_rewound, hand_out
+from .pack import NotPackableError, Pack
+
+
+class PackedKVCache:
+    """What one attention layer sees of a pack: T rows of one token each. Of mlx-lm's cache protocol it has what a model
+    uses in a call.
+
+    Args:
+        pack: shared by the caches of all layers.
+        layer: index of the model layer.
+    """
+
+    def __init__(self, pack: Pack, layer: int) -> None:
+        self.pack = pack
+        self.layer = layer
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.pack.pool
+
+    @property
+    def _kv(self) -> PoolLayer:
+        return self.pack.pool.layer(self.layer)
+
+    @property
+    def window(self) -> int | None:
+        """Sliding window in tokens, or None."""
+        return self._kv.window
+
+    @property
+    def offset(self) -> mx.array:
+        """Position of each token's row; int32 ``[T]``."""
+        return self.pack.offsets(self.layer)
+
+    # Writing and reading --------------------------------------------------------------------------------------
+
+    @in_turn
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring) -> mx.array:
+        """Write the tokens' keys and values and attend from them.
+
+        Args:
+            queries: ``[T, n_q_heads, 1, head_dim]``, rotated.
+            keys: ``[T, n_kv_heads, 1, head_dim]``, rotated.
+            values: ``[T, n_kv_heads, 1, v_head_dim]``.
+            scoring: its mask is what :meth:`make_mask` gave.
+
+        Returns:
+            ``[T, n_q_heads, 1, v_head_dim]``.
+
+        Raises:
+            GeometryError: shapes differ from the pack, or dtypes from the pool.
+            NotPackableError: the mask is another.
+        """
+        if queries.shape[0] != len(self.pack) or queries.shape[2] != 1:
+            raise GeometryError(f"queries {queries.shape} for {len(self.pack)} token(s)")
+        scoring = known_mask(self.pack, scoring)
+        self._write(keys, values, scoring.heads(queries.shape[1]))
+        return attend_pack(self.pack, self.layer, queries, keys, values, scoring)
+
+    def _write(self, keys: mx.array, values: mx.array, heads: QueryHeads | None) -> None:
+        # Keys of another dtype than the pool's may have to go to another pool: each sequence finds out alone.
+        kv, pack = self._kv, self.pack
+        kv.set_geometry(keys, values, batch=len(pack), heads=heads)
+        if keys.shape[2] != 1:
+            raise GeometryError(f"keys {keys.shape} for {len(pack)} token(s)")
+        step = pack.step(self.layer)
+        pack.wrote(self.layer)
+        kv.write_packed(pack.tables_of(self.layer), step, keys, values)
+
+    @in_turn
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write the tokens' keys and values. What is returned is good for the attention function that replaces
+        mlx-lm's only, where it stands for all that the tokens see; :meth:`Pack.settle` raises if it is not used there.
+        """
+        compute_rewound(self.pool, self.layer)
+        self._write(keys, values, None)
+        hand_out(keys, values, PackedKV(self.pack, self.layer, is_new=True))
+        return keys, values
+
+    @in_turn
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """The same for a layer that attends to what another has written: stands for that, and holds nothing."""
+        if self.layer not in self.pack.written:
+            raise PromptCacheError(f"layer {self.layer} has written nothing yet")
+        geometry = self._kv.group.geometry
+        assert geometry is not None
+        heads, k_dim, v_dim, dtype = geometry
+        nothing = mx.zeros((), dtype)
+        keys, values = (mx.broadcast_to(nothing, (len(self.pack), heads, 1, dim)) for dim in (k_dim, v_dim))
+        hand_out(keys, values, PackedKV(self.pack, self.layer, is_new=False))
+        return keys, values
+
+    # mlx-lm's protocol ----------------------------------------------------------------------------------------
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
+        """Mask of one token of each row: None, as in a decode step, or for a window narrower than the layer's an array
+        that stands for it."""
+        if N != 1:
+            raise NotPackableError(f"a mask for {N} tokens of each row")
+        if window_size is None or (self.window is not None and self.window <= window_size):
+            return None
+        return self.pack.mask(window_size)
+
+    def size(self) -> int:
+        """Visible tokens of the longest sequence."""
+        longest = max(row.offsets[self.layer] for row in self.pack.rows)
+        return longest if self.window is None else min(longest, self.window)
+
+    def empty(self) -> bool:
+        return self.size() == 0
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(layer={self.layer}, tokens={len(self.pack)})"
+
+
+class PackedKV(LazyKV):
+    """How to attend from a pack's tokens, for a pair of arrays that only stands for what they see.
+
+    Args:
+        is_new: the arrays are the layer's new keys and values, else nothing at all.
+    """
+
+    def __init__(self, pack: Pack, layer: int, *, is_new: bool) -> None:
+        self.layer = layer
+        self.thread = get_ident()
+        self._is_new = is_new
+        self._pack = weakref.ref(pack)
+        self._pool = weakref.ref(pack.pool)
+
+    def serves(self, queries: mx.array, mask: mx.array | str | None) -> bool:
+        """True. Raises NotPackableError where nothing else could be done with the arrays either."""
+        pack = self._pack()
+        if pack is None or queries.ndim != 4 or queries.shape[0] != len(pack) or queries.shape[2] != 1:
+            raise NotPackableError(f"layer {self.layer} attends with queries of another shape, {queries.shape}")
+        known_mask(pack, Scoring(1.0, mask))
+        return True
+
+    @in_turn
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring) -> mx.array:
+        """As :meth:`PackedKVCache.attend`, of what is written. Only where :meth:`serves` says so."""
+        pack = self._pack()
+        assert pack is not None
+        scoring = known_mask(pack, scoring)
+        if not self._is_new:
+            return attend_pack(pack, self.layer, queries, None, None, scoring)
+        return attend_pack(pack, self.layer, queries, keys, values, scoring)
+
+
+def known_mask(pack: Pack, scoring: Scoring) -> Scoring:
+    """With the window that the mask stands for instead of it. Raises NotPackableError for a mask of the model's own."""
+    if scoring.mask is None:
+        return scoring
+    window = pack.window_of(scoring.mask)
+    if window is None:
+        raise NotPackableError("the model's attention makes a mask of its own")
+    return scoring._replace(mask=None, window=window)
+
+
+def attend_pack(
+    pack: Pack, layer: int, queries: mx.array, keys: mx.array | None, values: mx.array | None, scoring: Scoring
+) -> mx.array:
+    """Attention from the pack's tokens, which the layer has written; ``keys`` and ``values`` are they, or None."""
+    pack.attended(layer)
+    tables, step = pack.tables_of(layer), pack.step(layer)
+    return dispatch.packed_attention(queries, keys, values, pack.pool, layer, tables, step, scoring)

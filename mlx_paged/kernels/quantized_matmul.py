@@ -1,0 +1,151 @@
+"""Products with quantised weights on CUDA: as one product of all rows and, of many rows, with the weight dequantised.
+
+MLX multiplies ``[B, 1, depth]`` as B products of one row there, each of which reads the whole weight; and from some
+hundred rows on its products with quantised weights take longer than to dequantise the weight first (docs/adr/0024).
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+# From so many rows on a weight is dequantised first.
+DEQUANTIZED_ROWS = 256
+# The same for experts, with so many rows for each of them on average: all of a layer's are dequantised.
+DEQUANTIZED_ROWS_PER_EXPERT = 16
+MOST_BYTES = 512 << 20  # of one dequantised weight; larger ones stay as they are
+# Of dequantised weights that are needed before the host waits for those before them. MLX frees nothing that a launch
+# of its graph uses before that graph has run, and a GPU's host is a whole prompt ahead of it.
+BYTES_AHEAD = 256 << 20
+_DTYPES = (mx.bfloat16, mx.float16)  # float32 products may go through TF32 where quantised ones do not
+
+
+class _Pace:
+    """What bounds the dequantised weights of a model call.
+
+    Attributes:
+        num_bytes: of those since the last mark.
+        mark: what is being computed, and waited for at the next mark.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.mark: mx.array | None = None
+
+    def take(self, x: mx.array, num_bytes: int) -> bool:
+        """Make way for a weight of so many bytes that x is multiplied with. False where nothing can be computed yet,
+        as in a function that is being traced."""
+        if self.num_bytes and self.num_bytes + num_bytes > BYTES_AHEAD:
+            try:
+                mx.async_eval(x)
+            except ValueError:
+                return False
+            if self.mark is not None:
+                mx.eval(self.mark)
+            self.mark, self.num_bytes = x, 0
+        self.num_bytes += num_bytes
+        return True
+
+
+class _ThreadState(threading.local):
+    pace: _Pace | None = None  # of the model call that the thread is in
+
+
+_thread = _ThreadState()
+
+
+class Dequantizing:
+    """A section in which, in this thread, weights may be dequantised: a call of a model whose results are computed in
+    the order they are asked for, and are not differentiated (a gradient would keep all weights).
+
+    Args:
+        allowed: False for a section in which they are not.
+    """
+
+    def __init__(self, *, allowed: bool = True) -> None:
+        self._pace = _Pace() if allowed else None
+
+    def __enter__(self) -> None:
+        self._outer, _thread.pace = _thread.pace, self._pace
+
+    def __exit__(self, *_: object) -> None:
+        _thread.pace = self._outer
+
+
+def product(layer: nn.Module, x: mx.array) -> mx.array | None:
+    """``x @ w.T`` with a layer's quantised weight ``[width, depth]``.
+
+    Args:
+        layer: a ``QuantizedLinear`` or ``QuantizedEmbedding``.
+        x: ``[..., depth]``.
+
+    Returns:
+        ``[..., width]``, with the bits of MLX's product of all rows ``[N, depth]`` or, of many rows, of the dequantised
+        weight; None if that is what MLX does with x as it is.
+    """
+    depth = x.shape[-1]
+    num_rows = x.size // max(1, depth)
+    if num_rows >= DEQUANTIZED_ROWS:
+        weight = _dequantized(layer, x, layer["weight"].shape[0] * depth)
+        if weight is not None:
+            return x @ weight.T
+    if x.ndim < 3 or num_rows == x.shape[-2] or not num_rows:
+        return None
+    rows = mx.quantized_matmul(
+        x.reshape(num_rows, depth),
+        layer["weight"],
+        scales=layer["scales"],
+        biases=layer.get("biases"),
+        transpose=True,
+        group_size=layer.group_size,
+        bits=layer.bits,
+        mode=layer.mode,
+    )
+    return rows.reshape(*x.shape[:-1], -1)
+
+
+def sorted_experts_product(layer: Any, x: mx.array, indices: mx.array) -> mx.array | None:
+    """The product of each row with the weight of its expert.
+
+    Args:
+        layer: a ``QuantizedSwitchLinear``, with a weight ``[num_experts, width, depth]``.
+        x: ``[N, 1, depth]``.
+        indices: int ``[N]``, the expert of each row, in ascending order.
+
+    Returns:
+        ``[N, 1, width]``; None if the weights are not to be dequantised for that.
+    """
+    num_experts, width, _ = layer["weight"].shape
+    is_row_each = x.ndim == 3 and x.shape[1] == 1 and indices.ndim == 1 and x.shape[0] == indices.size
+    if not is_row_each or indices.size < DEQUANTIZED_ROWS_PER_EXPERT * num_experts or layer.global_scale is not None:
+        return None
+    weights = _dequantized(layer, x, num_experts * width * x.shape[-1])
+    if weights is None:
+        return None
+    return mx.gather_mm(x, weights.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=True)
+
+
+def _dequantized(layer: nn.Module, x: mx.array, size: int) -> mx.array | None:
+    """A layer's weight of so many values in x's dtype, for one product with x; None if it is not to be had."""
+    scales, biases = layer["scales"], layer.get("biases")
+    num_bytes = size * x.dtype.size
+    if (
+        _thread.pace is None
+        or x.dtype not in _DTYPES
+        or num_bytes > MOST_BYTES
+        or (biases is not None and scales.dtype != x.dtype)  # of both: what MLX would compute in is another one
+        or not _thread.pace.take(x, num_bytes)
+    ):
+        return None
+    return mx.dequantize(
+        layer["weight"],
+        scales=scales,
+        biases=biases,
+        group_size=layer.group_size,
+        bits=layer.bits,
+        mode=layer.mode,
+        dtype=x.dtype,
+    )

@@ -1,0 +1,1 @@
+"""Adapters of modules of mlx.nn."""

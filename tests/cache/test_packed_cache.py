@@ -1,0 +1,288 @@
+"""PackedKVCache: several sequences' new tokens as rows of one token. Each sequence against a cache of its own."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged import BlockPool, LayerGroup, PagedKVCache, PoolExhaustedError, SequenceTables
+from mlx_paged.attention.dispatch import Dispatch, dispatch_counts, reset_dispatch_counts
+from mlx_paged.cache.lazy_kv import lazy_kv_of
+from mlx_paged.cache.pack import NotPackableError, Pack
+from mlx_paged.cache.packed_cache import PackedKVCache
+from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
+from mlx_paged.kernels.build import KernelUnavailable
+from mlx_paged.kv.storage import in_place
+from mlx_paged.kv.storage.choice import storage_choice
+from mlx_paged.kv.storage.scoring import Scoring
+from tests.support.kernels.fake_kernels import fake_kernels
+
+HEADS, KV_HEADS, DIM, BLOCK, WINDOW = 4, 2, 16, 8, 20
+LAYERS = 3  # 0 and 2 global, 1 sliding
+SCALE = DIM**-0.5
+LENGTHS, COUNTS = (0, 5, 30, 16), (23, 1, 9, 40)
+TOKENS = sum(COUNTS)
+Parts = list[tuple[mx.array, mx.array, mx.array]]  # of each layer: queries, keys, values
+
+
+@pytest.fixture(params=["functional", "in place", "kernel"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Over functional blocks; over blocks in place, sequence by sequence, and in the kernel's stand-in."""
+    if request.param == "functional":
+        yield request.param
+        return
+    with fake_kernels():
+        if request.param == "in place":
+            monkeypatch.setattr(in_place, "_prefill_kernel", no_kernel)
+        yield request.param
+
+
+def no_kernel() -> None:
+    raise KernelUnavailable("not here")
+
+
+def pool_of(form: str = "functional", budget: int = 1 << 30) -> BlockPool:
+    groups = [LayerGroup((0, 2)), LayerGroup((1,), WINDOW, "window")]
+    return BlockPool(
+        groups, block_size=BLOCK, memory_budget=budget, choose_storage=storage_choice(form != "functional")
+    )
+
+
+def noise(seed: int, batch: int, width: int) -> Parts:
+    mx.random.seed(seed)
+    shapes = [(batch, heads, width, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return [tuple(mx.random.normal(shape) for shape in shapes) for _ in range(LAYERS)]  # type: ignore[misc]
+
+
+def sequences(pool: BlockPool, lengths: tuple[int, ...] = LENGTHS) -> list[SequenceTables]:
+    """Sequences that hold so many random tokens."""
+    rows = [SequenceTables(pool) for _ in lengths]
+    for seed, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        for layer, (_, k, v) in enumerate(noise(seed, 1, length) if length else ()):
+            PagedKVCache(row, layer).update(k, v)
+    mx.eval([pool.fence(layer) for layer in range(LAYERS)])
+    return rows
+
+
+def pack_of(rows: list[SequenceTables], counts: tuple[int, ...] = COUNTS) -> tuple[Pack, list[PackedKVCache]]:
+    for row, count in zip(rows, counts, strict=True):
+        row.reserve_all(count)
+    pack = Pack(rows, counts)
+    return pack, [PackedKVCache(pack, layer) for layer in range(LAYERS)]
+
+
+def solo(cache: PagedKVCache, q: mx.array, k: mx.array, v: mx.array, window: int | None = None) -> mx.array:
+    mask = cache.make_mask(q.shape[2], window_size=cache.window if window is None else window)
+    return cache.attend(q, k, v, Scoring(SCALE, mask))
+
+
+def expected_of(rows: list[SequenceTables], parts: Parts, layer: int, **options: int) -> list[mx.array]:
+    """Of each sequence, what a cache of its own gives for its tokens."""
+    outputs, first = [], 0
+    for row, count in zip(rows, COUNTS, strict=True):
+        q, k, v = (x[first : first + count].swapaxes(0, 2) for x in parts[layer])
+        outputs.append(solo(PagedKVCache(row, layer), q, k, v, **options))
+        first += count
+    mx.eval(outputs)
+    return outputs
+
+
+def assert_close(got: mx.array, expected: list[mx.array]) -> None:
+    whole = mx.concatenate([part.swapaxes(0, 2) for part in expected])
+    assert got.shape == whole.shape
+    assert mx.abs(got - whole).max().item() < 1e-5
+
+
+def positions() -> list[int]:
+    return [n + i for n, count in zip(LENGTHS, COUNTS, strict=True) for i in range(count)]
+
+
+# Attention ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_token_sees_what_it_would_see_alone(form: str) -> None:
+    pool = pool_of(form)
+    rows, others = sequences(pool), sequences(pool)
+    parts = noise(99, TOKENS, 1)
+    pack, caches = pack_of(rows)
+    reset_dispatch_counts()
+    for layer, cache in enumerate(caches):
+        q, k, v = parts[layer]
+        mask = cache.make_mask(1, window_size=cache.window)
+        assert mask is None and cache.offset.tolist() == positions()
+        got = cache.attend(q, k, v, Scoring(SCALE, mask))
+        mx.eval(got)
+        assert cache.offset.tolist() == [position + 1 for position in positions()]
+        assert_close(got, expected_of(others, parts, layer))
+    assert caches[0].offset is caches[1].offset, "one array for all layers"
+    pack.settle()
+    after = [n + count for n, count in zip(LENGTHS, COUNTS, strict=True)]
+    assert all([row.offsets[layer] for row in rows] == after for layer in range(LAYERS))
+    counts = dispatch_counts()
+    apart = sum(times for choice, times in counts.items() if choice.path == "apart")
+    together = counts.get(Dispatch("kernel", "several sequences' new tokens"), 0)
+    assert (apart, together) == ((0, LAYERS) if form == "kernel" else (LAYERS, 0))
+    for row, other in zip(rows, others, strict=True):  # and they go on alike, one by one
+        q, k, v = noise(7, 1, 1)[1]
+        assert mx.abs(solo(PagedKVCache(row, 1), q, k, v) - solo(PagedKVCache(other, 1), q, k, v)).max() < 1e-5
+    pool.check_integrity()
+
+
+def test_a_soft_cap_and_sinks(form: str) -> None:
+    pool = pool_of(form)
+    rows, others = sequences(pool), sequences(pool)
+    parts = noise(98, TOKENS, 1)
+    _, caches = pack_of(rows)
+    scoring = Scoring(SCALE, None, softcap=2.0, sinks=mx.random.normal((HEADS,)))
+    for layer, cache in enumerate(caches):
+        got = cache.attend(*parts[layer], scoring)
+        outputs, first = [], 0
+        for row, count in zip(others, COUNTS, strict=True):
+            q, k, v = (x[first : first + count].swapaxes(0, 2) for x in parts[layer])
+            own = PagedKVCache(row, layer)
+            mask = own.make_mask(count, window_size=own.window)
+            outputs.append(own.attend(q, k, v, scoring._replace(mask=mask)))
+            first += count
+        assert_close(got, outputs)
+
+
+def test_a_window_narrower_than_the_layers(form: str) -> None:
+    pool = pool_of(form)
+    rows, others = sequences(pool), sequences(pool)
+    parts = noise(97, TOKENS, 1)
+    pack, caches = pack_of(rows)
+    for layer in (0, 1):
+        mask = caches[layer].make_mask(1, window_size=6)
+        assert mask is caches[layer].make_mask(1, window_size=6) and pack.window_of(mask) == 6
+        got = caches[layer].attend(*parts[layer], Scoring(SCALE, mask))
+        assert_close(got, expected_of(others, parts, layer, window=6))
+    assert caches[1].make_mask(1, window_size=WINDOW + 1) is None, "the layer's own is the narrower one"
+
+
+def test_what_was_fetched_is_attended_to_and_by_other_layers_too(form: str) -> None:
+    pool = pool_of(form)
+    rows, others = sequences(pool), sequences(pool)
+    parts = noise(96, TOKENS, 1)
+    pack, caches = pack_of(rows)
+    for layer, cache in enumerate(caches):
+        q, k, v = parts[layer]
+        with pytest.raises(PromptCacheError, match="nothing yet"):
+            cache.keys_and_values()
+        fetched = cache.update_and_fetch(k, v)
+        expected = expected_of(others, parts, layer)
+        for pair in (fetched, fetched, cache.keys_and_values()):
+            lazy = lazy_kv_of(*pair)
+            assert lazy is not None and lazy.serves(q, None)
+            assert_close(lazy.attend(q, *pair, Scoring(SCALE)), expected)
+    pack.settle()
+    pool.check_integrity()
+
+
+# What cannot be packed ------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_uses_its_caches_in_another_way_is_found_out() -> None:
+    pool = pool_of()
+    pack, caches = pack_of(sequences(pool))
+    q, k, v = noise(95, TOKENS, 1)[0]
+    with pytest.raises(NotPackableError, match="2 tokens"):
+        caches[0].make_mask(2)
+    pair = caches[0].update_and_fetch(k, v)
+    lazy = lazy_kv_of(*pair)
+    assert lazy is not None
+    with pytest.raises(NotPackableError, match="a mask of its own"):
+        lazy.serves(q, mx.ones((TOKENS, 1, 1, 1), mx.bool_))
+    with pytest.raises(NotPackableError, match="a mask of its own"):
+        lazy.serves(q, "causal")
+    with pytest.raises(NotPackableError, match="another shape"):
+        lazy.serves(q[:2], None)
+    with pytest.raises(NotPackableError, match="writes twice"):
+        caches[0].update_and_fetch(k, v)
+    with pytest.raises(NotPackableError, match="a mask of its own"):
+        caches[1].attend(q, k, v, Scoring(SCALE, mx.ones((1,))))
+    assert lazy_kv_of(pair[0] + 0, pair[1]) is None
+
+
+def test_a_layer_that_is_not_attended_to_is_found_out_and_no_sequence_has_changed() -> None:
+    pool = pool_of()
+    rows = sequences(pool)
+    pack, caches = pack_of(rows)
+    for layer, cache in enumerate(caches[:2]):
+        cache.attend(*noise(94, TOKENS, 1)[layer], Scoring(SCALE))
+    with pytest.raises(NotPackableError, match="layer 2"):
+        pack.settle()
+    caches[2].update_and_fetch(*noise(94, TOKENS, 1)[2][1:])
+    with pytest.raises(NotPackableError, match="layer 2"):
+        pack.settle()
+    assert all([row.offsets[layer] for row in rows] == list(LENGTHS) for layer in range(LAYERS))
+
+
+def test_shapes_and_sequences_that_do_not_fit_are_refused() -> None:
+    pool = pool_of()
+    rows = sequences(pool)
+    with pytest.raises(BlockStateError, match="not reserved"):
+        Pack(rows, COUNTS)
+    pack, caches = pack_of(rows)
+    q, k, v = noise(93, TOKENS, 1)[0]
+    for bad in ((q[:3], k, v), (q, k[:3], v[:3]), (q, k.astype(mx.float16), v.astype(mx.float16))):
+        with pytest.raises(GeometryError):
+            caches[0].attend(*bad, Scoring(SCALE))
+    wide = [mx.concatenate([x, x], axis=2) for x in (q, k, v)]
+    with pytest.raises(GeometryError):
+        caches[0].attend(*wide, Scoring(SCALE))
+    assert not pack.written
+    caches[0].attend(q, k, v, Scoring(SCALE))
+    with pytest.raises(BlockStateError, match="another pool"):
+        Pack([*rows[:2], *sequences(pool_of())[2:]], COUNTS)
+
+
+# Positions --------------------------------------------------------------------------------------------------------
+
+
+def test_positions_are_reserved_in_all_groups_or_in_none() -> None:
+    token = 2 * KV_HEADS * DIM * 4
+    pool = pool_of(budget=16 * BLOCK * token * LAYERS)
+    rows = sequences(pool, (9, 30))
+    lengths = [[table.length for table in row.tables] for row in rows]
+    stats = pool.stats()
+    original = pool.append_tokens
+
+    def fails_in_the_second_group(table: object, num_tokens: int) -> None:
+        if table is rows[0].tables[1]:
+            raise OSError("injected")
+        original(table, num_tokens)
+
+    pool.append_tokens = fails_in_the_second_group  # type: ignore[method-assign, assignment]
+    with pytest.raises(OSError, match="injected"):
+        rows[0].reserve_all(12)
+    del pool.append_tokens
+    with pytest.raises(PoolExhaustedError):
+        rows[1].reserve_all(400)
+    assert [[table.length for table in row.tables] for row in rows] == lengths
+    assert pool.stats().live_blocks <= stats.live_blocks, "only blocks behind a window are given up"
+    rows[0].reserve_all(12)  # for whoever goes on alone as well
+    for layer, (q, k, v) in enumerate(noise(5, 1, 12)):
+        solo(PagedKVCache(rows[0], layer), q, k, v)
+    assert set(rows[0].offsets.values()) == {21}
+    pool.check_integrity()
+
+
+def test_a_pack_keeps_nothing_alive() -> None:
+    pool = pool_of()
+    pack, caches = pack_of(sequences(pool))
+    pair = caches[0].update_and_fetch(*noise(92, TOKENS, 1)[0][1:])
+    gone = weakref.ref(pool)
+    gc.disable()
+    try:
+        del pool, pack, caches
+        assert gone() is None, "what was fetched does not keep it"
+        with pytest.raises(NotPackableError):
+            lazy_kv_of(*pair).serves(noise(92, TOKENS, 1)[0][0], None)  # type: ignore[union-attr]
+    finally:
+        gc.enable()
+    assert np.array(pair[0]).shape == (TOKENS, KV_HEADS, 1, DIM)

@@ -1,0 +1,124 @@
+"""PackedStep: where several tables' new tokens go, without padding; written so, and read back."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged.errors import BlockStateError, GeometryError
+from mlx_paged.kv.block_table import BlockTable
+from mlx_paged.kv.packed_step import PackedStep
+from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.step import DeviceTables
+from mlx_paged.kv.storage.choice import storage_choice
+from tests.support.kernels.fake_kernels import FakeKernels
+from tests.support.pools import assert_holds, joined, kv, pool_of, put
+
+BEFORE, COUNTS = (0, 5, 8, 2), (6, 1, 9, 3)
+
+
+def tables_of(pool: BlockPool) -> tuple[list[BlockTable], list[tuple[mx.array, mx.array] | None]]:
+    """Tables of BEFORE tokens, whose blocks are not consecutive, with COUNTS more reserved; and what they hold."""
+    tables = [pool.new_table() for _ in BEFORE]
+    held = [put(pool, table, 10 + n, n) if n else None for table, n in zip(tables, BEFORE, strict=True)]
+    for table, count in zip(tables, COUNTS, strict=True):
+        pool.append_tokens(table, count)
+    return tables, held
+
+
+def packed(parts: list[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
+    """From each table's ``[1, heads, n, dim]`` to rows of one token."""
+    k, v = (mx.concatenate([part[i].swapaxes(0, 2) for part in parts]) for i in (0, 1))
+    return k, v
+
+
+def test_every_token_has_the_slot_of_its_position() -> None:
+    pool = pool_of()
+    tables, _ = tables_of(pool)
+    step = pool.layer(0).packed_step(tables, COUNTS)
+    expected = [
+        table.block_ids[position // 4] * 4 + position % 4
+        for table, count in zip(tables, COUNTS, strict=True)
+        for position in range(table.length - count, table.length)
+    ]
+    slots = step.slots(tables)
+    assert slots.tolist() == expected and slots.dtype == mx.int32
+    assert step.num_tokens == sum(COUNTS) == len(set(expected))
+    on_device = step.block_tables(tables).tolist()
+    assert [row[: len(table.block_ids)] for row, table in zip(on_device, tables, strict=True)] == [
+        table.block_ids for table in tables
+    ]
+    assert [step.part(tables, i).num_tokens for i in range(4)] == list(COUNTS)
+    assert step.part(tables, 2) is step.part(tables, 2)
+    assert step.part(tables, 2).slots([tables[2]]).tolist() == expected[7:16]
+
+
+def test_slots_are_wide_where_int32_is_too_short() -> None:
+    table = BlockTable(0, 4)
+    table.block_ids.append(1 << 29)
+    table.length = 2
+    step = PackedStep([table], [2], 0, (1 << 29) + 1, DeviceTables())
+    assert step.slots([table]).dtype == mx.int64
+    assert step.slots([table]).tolist() == [1 << 31, (1 << 31) + 1]
+
+
+def test_one_step_serves_all_layers_until_a_table_changes() -> None:
+    pool = pool_of(layers=2)
+    tables, _ = tables_of(pool)
+    step = pool.layer(0).packed_step(tables, COUNTS)
+    assert pool.layer(1).packed_step(tables, COUNTS) is step
+    assert pool.layer(1).packed_step(tables[:2], COUNTS[:2]) is not step
+    step = pool.layer(0).packed_step(tables, COUNTS)
+    pool.append_tokens(tables[0], 1)
+    assert pool.layer(0).packed_step(tables, COUNTS) is not step
+
+
+def test_rows_are_split_by_table_and_joined_again() -> None:
+    pool = pool_of()
+    tables, _ = tables_of(pool)
+    step = pool.layer(0).packed_step(tables, COUNTS)
+    x = kv(1, 1, batch=sum(COUNTS))[0]
+    parts = step.split(x)
+    assert [part.shape for part in parts] == [(1, 2, count, 8) for count in COUNTS]
+    assert mx.array_equal(parts[2][0, 1, 4], x[7 + 4, 1, 0])
+    assert mx.array_equal(step.join(parts), x)
+
+
+@pytest.mark.parametrize("form", ["functional", "in place"])
+def test_what_is_written_together_is_read_table_by_table(form: str, kernels: FakeKernels | None) -> None:
+    pool = pool_of(choose_storage=storage_choice(form == "in place"))
+    tables, held = tables_of(pool)
+    parts = [kv(50 + i, count) for i, count in enumerate(COUNTS)]
+    k, v = packed(parts)
+    layer = pool.layer(0)
+    step = layer.packed_step(tables, COUNTS)
+    calls = kernels.calls["write_slots"] if kernels is not None else 0
+    with pool.turn:
+        layer.set_geometry(k, v, batch=sum(COUNTS))
+        layer.write_packed(tables, step, k, v)
+    if kernels is not None and form == "in place":
+        assert kernels.calls["write_slots"] == calls + 1, "one launch for all tables"
+    for table, before, part in zip(tables, held, parts, strict=True):
+        assert_holds(pool, table, *(part if before is None else joined(before, part)))
+    assert layer.in_place == (form == "in place")
+    pool.check_integrity()
+
+
+def test_positions_that_cannot_be_written_are_refused() -> None:
+    pool = pool_of()
+    tables, _ = tables_of(pool)
+    layer = pool.layer(0)
+    fork = pool.fork(tables[1])
+    with pytest.raises(BlockStateError, match="held 2 times"):
+        layer.packed_step(tables, COUNTS)
+    with pytest.raises(BlockStateError, match="held 2 times"):  # a step that was refused is not kept
+        layer.packed_step(tables, COUNTS)
+    pool.release_table(fork)
+    assert layer.packed_step(tables, COUNTS).counts == list(COUNTS)
+    with pytest.raises(GeometryError, match="reserved"):
+        layer.packed_step(tables, [7, 1, 9, 3])
+    pool.release_table(tables[3])
+    with pytest.raises(BlockStateError):
+        layer.packed_step(tables, COUNTS)
+    assert np.isfinite(np.array(layer.fence())).all()

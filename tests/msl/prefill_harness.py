@@ -1,0 +1,142 @@
+"""A pack of prompts' new tokens over a pool, and the prefill kernel's real launch code on the emulator."""
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged.kernels import build as kernel_build
+from mlx_paged.kernels import prefill
+from tests.msl import emulator
+from tests.msl.harness import to_float
+
+SHARED_MEMORY = 96 << 10  # of a thread group; a launch asks for what it needs
+
+
+@contextmanager
+def emulated(edit: Sequence[tuple[str, str]] = (), orders: tuple[int, ...] = (0, 2), checked: bool = True):
+    """Inside, the prefill kernel runs on the emulator as if on CUDA, without trials. ``edit`` plants mutations."""
+
+    def build(body, constants):
+        _, source = kernel_build.kernel_source(body, "metal", constants)
+        for old, new in edit:
+            assert old in source, f"nothing to mutate: {old}"
+            source = source.replace(old, new)
+        header = (Path(__file__).parent / "tensor_cpu.hpp").read_text()
+        header += kernel_build.kernel_text("copy_blocks", "metal")[0]
+        inputs, outputs, _ = kernel_build.SIGNATURES[body]
+        kernel = emulator.metal_kernel(body, inputs, outputs, source, header)
+        # What is declared is what the launch asks for.
+        return partial(kernel, checked=checked, orders=orders, tg_limit=dict(constants)["SHARED"])
+
+    real = prefill.build_kernel, prefill.backend, prefill.failure_of
+    prefill.prefill_variants_of.cache_clear()
+    prefill.build_kernel, prefill.backend, prefill.failure_of = build, lambda: "cuda", lambda text, build: None
+    try:
+        yield
+    finally:
+        prefill.build_kernel, prefill.backend, prefill.failure_of = real
+        prefill.prefill_variants_of.cache_clear()
+
+
+class Pack:
+    """New tokens of several sequences. Slots that no token sees are NaN, blocks are permuted, and entries of the tables
+    that no token sees lead out of the pool."""
+
+    def __init__(
+        self,
+        counts,
+        prefixes,
+        *,
+        heads=(4, 2),
+        head_dim=64,
+        value_dim=None,
+        block_size=16,
+        dtype=mx.bfloat16,
+        window=None,
+        softcap=None,
+        sinks=False,
+        seed=0,
+    ):
+        rng = np.random.default_rng(seed)
+        value_dim = value_dim or head_dim
+        self.counts, self.lengths = list(counts), [n + p for n, p in zip(counts, prefixes, strict=True)]
+        self.n_q, self.n_kv = heads
+        self.dtype, self.block_size, self.window, self.softcap = dtype, block_size, window, softcap
+        self.scale = head_dim**-0.5
+        used = [-(-n // block_size) for n in self.lengths]
+        order = list(rng.permutation(np.arange(1, sum(used) + 1)))
+        self.tables = np.full((len(counts), max(used) + 1), 10**6, np.int32)
+        shape = (sum(used) + 2, self.n_kv, block_size)
+        pools = [np.full((*shape, dim), np.nan, np.float32) for dim in (head_dim, value_dim)]
+
+        def rows(*shape):
+            return to_float(mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype))
+
+        self.q = mx.array(rows(sum(counts), self.n_q, 1, head_dim)).astype(dtype)
+        self.sinks = mx.array(rng.standard_normal(self.n_q).astype(np.float32)) if sinks else None
+        self.rows = []
+        for s, (length, prefix) in enumerate(zip(self.lengths, prefixes, strict=True)):
+            self.rows.append([rows(self.n_kv, length, dim) for dim in (head_dim, value_dim)])
+            first = max(0, prefix - window + 1) if window else 0
+            for t in range(first, length):
+                if t == first or t % block_size == 0:
+                    self.tables[s, t // block_size] = order.pop()
+                for pool, row in zip(pools, self.rows[-1], strict=True):
+                    pool[self.tables[s, t // block_size], :, t % block_size] = row[:, t]
+        self.k_pool, self.v_pool = (mx.array(pool).astype(dtype) for pool in pools)
+
+    def alone(self, s):
+        """The pack of one of its sequences."""
+        pack = object.__new__(Pack)
+        pack.__dict__.update(self.__dict__)
+        first = sum(self.counts[:s])
+        pack.counts, pack.lengths = [self.counts[s]], [self.lengths[s]]
+        pack.tables, pack.rows = self.tables[s : s + 1], [self.rows[s]]
+        pack.q = self.q[first : first + self.counts[s]]
+        return pack
+
+    def reference(self):
+        """Float64 attention over the dense rows."""
+        q = to_float(self.q).astype(np.float64)
+        out = np.zeros((*q.shape[:3], self.v_pool.shape[3]))
+        token, group = 0, self.n_q // self.n_kv
+        for count, length, (keys, values) in zip(self.counts, self.lengths, self.rows, strict=True):
+            for own in range(length - count, length):
+                lo = max(0, own - self.window + 1) if self.window else 0
+                for h in range(self.n_q):
+                    k, v = (x[h // group, lo : own + 1].astype(np.float64) for x in (keys, values))
+                    s = k @ q[token, h, 0] * self.scale
+                    if self.softcap:
+                        s = self.softcap * np.tanh(s / self.softcap)
+                    sink = -np.inf if self.sinks is None else float(self.sinks[h])
+                    top = max(s.max(), sink)
+                    p = np.exp(s - top)
+                    out[token, h, 0] = p @ v / (p.sum() + np.exp(sink - top))
+                token += 1
+        return out
+
+    def prepare(self, **options):
+        """The launch for this pack."""
+        return prefill.prepare_prefill(
+            self.k_pool,
+            self.v_pool,
+            mx.array(self.tables),
+            self.counts,
+            self.lengths,
+            n_q_heads=self.n_q,
+            scale=self.scale,
+            softcap=self.softcap,
+            sinks=self.sinks is not None,
+            window=self.window,
+            **options,
+        )
+
+    def run(self, **options):
+        """(out as float32 NumPy, fence)."""
+        fence = mx.array([7], mx.uint32)
+        out, fence = self.prepare(**options)(self.q, self.k_pool, self.v_pool, fence, self.sinks)
+        return to_float(out), int(np.asarray(fence)[0])

@@ -1,0 +1,264 @@
+"""Quantised layers under the patches for CUDA, in force on whatever device: the same numbers, tokens and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models import qwen3_moe
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+from mlx_lm.tuner.lora import LoRALinear
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.engine.compiled import compiled_step
+from mlx_paged.kernels import quantized_matmul
+from mlx_paged.patches import registry
+from tests.support.kernels.gather_mm import gather_mm_of_16_bits
+from tests.support.models.batch_runs import generator
+from tests.support.models.builders import build, prompt_of
+
+NUM_TOKENS = 10
+SYMBOLS: list[tuple[type, str]] = [
+    (nn.QuantizedLinear, "__call__"), (nn.QuantizedEmbedding, "as_linear"), (QuantizedSwitchLinear, "__call__"),
+]  # fmt: skip
+TARGETS = [
+    "mlx_lm.models.switch_layers.QuantizedSwitchLinear.__call__",
+    "mlx.nn.layers.quantized.QuantizedLinear.__call__",
+    "mlx.nn.layers.quantized.QuantizedEmbedding.as_linear",
+]
+IS_CPU = mx.default_device() == mx.Device(mx.cpu)
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "backend", lambda: "cuda")
+
+
+@pytest.fixture
+def multiplied() -> Iterator[list[tuple[int, ...]]]:
+    """The shape of each x that was given to MLX's product with quantised weights."""
+    shapes: list[tuple[int, ...]] = []
+    multiply = mx.quantized_matmul
+
+    def quantized_matmul(x: mx.array, *args: Any, **options: Any) -> mx.array:
+        shapes.append(x.shape)
+        return multiply(x, *args, **options)
+
+    with mock.patch.object(mx, "quantized_matmul", quantized_matmul):
+        yield shapes
+
+
+def moe() -> Any:
+    mx.random.seed(0)
+    args = {
+        "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 320, "rms_norm_eps": 1e-5,
+        "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "moe_intermediate_size": 64, "rope_theta": 1e4, "tie_word_embeddings": False, "max_position_embeddings": 4096,
+        "norm_topk_prob": True,
+    }  # fmt: skip
+    model = qwen3_moe.Model(qwen3_moe.ModelArgs(**args))
+    mx.eval(model.parameters())
+    return model.eval()
+
+
+def quantized(kind: str, bits: int, dtype: mx.Dtype = mx.float32) -> Any:
+    model = moe() if kind == "qwen3_moe" else build(kind, head_dim=64)
+    model.set_dtype(dtype)
+    nn.quantize(model, group_size=32, bits=bits)
+    mx.eval(model.parameters())
+    return model
+
+
+def batch(model: Any, lengths: tuple[int, ...]) -> list[list[int]]:
+    """Greedy tokens of requests of these prompt lengths, all in one batch."""
+    gen = generator(model, completion_batch_size=len(lengths))
+    prompts = [prompt_of(length, seed=row).tolist() for row, length in enumerate(lengths)]
+    uids = gen.insert(prompts, [NUM_TOKENS] * len(lengths))
+    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+    finished = 0
+    while finished < len(lengths):
+        for response in gen.next()[1]:
+            tokens[response.uid].append(response.token)
+            finished += response.finish_reason is not None
+    return [tokens[uid] for uid in uids]
+
+
+# Which symbols -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_layers_are_replaced_and_put_back() -> None:
+    before = [vars(owner)[name] for owner, name in SYMBOLS]
+    report = mlx_paged.apply_patches(strict=True)
+    assert set(TARGETS) <= set(report.applied)
+    assert all(vars(owner)[name] is not old for (owner, name), old in zip(SYMBOLS, before, strict=True))
+    mlx_paged.remove_patches()
+    assert all(vars(owner)[name] is old for (owner, name), old in zip(SYMBOLS, before, strict=True))
+
+
+@pytest.mark.parametrize("dialect", ["metal", None])
+def test_elsewhere_layers_stay_mlxs(dialect: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "backend", lambda: dialect)
+    before = [vars(owner)[name] for owner, name in SYMBOLS]
+    report = mlx_paged.apply_patches(strict=True)
+    assert not set(TARGETS) & {*report.applied, *report.skipped}
+    assert all(vars(owner)[name] is old for (owner, name), old in zip(SYMBOLS, before, strict=True))
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize(("symbol", "target"), list(zip(SYMBOLS, TARGETS[1:] + TARGETS[:1], strict=True)))
+def test_another_source_is_left_alone(symbol: tuple[type, str], target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(self, x, *args):
+        return x
+
+    monkeypatch.setattr(*symbol, other)
+    with pytest.warns(UserWarning, match=r"is not patched: its source"):
+        report = mlx_paged.apply_patches()
+    assert list(report.skipped) == [target] and vars(symbol[0])[symbol[1]] is other
+    mlx_paged.remove_patches()
+
+
+def test_fingerprints_are_those_of_the_installed_versions() -> None:
+    known = registry.known_fingerprints()
+    assert {target: registry.installed_fingerprint(target) for target in TARGETS} == {t: known[t] for t in TARGETS}
+
+
+# What layers compute -------------------------------------------------------------------------------------------------
+
+
+def same(got: mx.array, want: mx.array) -> bool:
+    return mx.array_equal(got, want).item() if IS_CPU else mx.allclose(got, want, 1e-4, 1e-4).item()
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(96,), (3, 96), (3, 1, 96), (1, 3, 96), (2, 3, 96)])
+def test_a_linear_layer_gives_what_it_gave(bias: bool, shape: tuple[int, ...]) -> None:
+    layer = nn.QuantizedLinear(96, 40, bias=bias, group_size=32, bits=4)
+    if bias:
+        layer.bias = mx.random.normal((40,))
+    x = mx.random.normal(shape)
+    want = layer(x)
+    mlx_paged.apply_patches()
+    assert layer(x).shape == want.shape and same(layer(x), want)
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("shape", [(1, 1, 96), (3, 1, 96), (2, 3, 96)])
+def test_an_embedding_gives_what_it_gave_as_a_linear_layer(shape: tuple[int, ...]) -> None:
+    layer, x = nn.QuantizedEmbedding(40, 96, 32, 8), mx.random.normal(shape)
+    want = layer.as_linear(x)
+    mlx_paged.apply_patches()
+    assert layer.as_linear(x).shape == want.shape and same(layer.as_linear(x), want)
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_experts_give_what_they_gave(bias: bool, is_sorted: bool) -> None:
+    mx.random.seed(0)
+    layer = QuantizedSwitchLinear(64, 32, 4, bias, 32, 8)
+    if bias:
+        layer.bias = mx.random.normal((4, 32))
+    layer.set_dtype(mx.bfloat16)
+    x = mx.random.normal((100, 1, 64)).astype(mx.bfloat16)
+    indices = mx.random.randint(0, 4, (100,)).astype(mx.uint32)
+    indices = mx.sort(indices) if is_sorted else indices
+    want = layer(x, indices, is_sorted)
+    mlx_paged.apply_patches()
+    with (
+        quantized_matmul.Dequantizing(),
+        gather_mm_of_16_bits(),
+        mock.patch.object(mx, "dequantize", wraps=mx.dequantize) as dequantize,
+    ):
+        got = layer(x, indices, sorted_indices=is_sorted)
+    assert dequantize.call_count == is_sorted
+    assert got.shape == want.shape and mx.allclose(got, want, 5e-2, 5e-2).item()
+
+
+def gradients(layer: Callable[[mx.array], mx.array], x: mx.array) -> tuple[mx.array, mx.array]:
+    return mx.value_and_grad(lambda x: mx.square(layer(x)).mean())(x)
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("length", [1, 9])
+def test_gradients_flow_through_an_adapter_over_quantised_weights(length: int) -> None:
+    layer = nn.QuantizedLinear(96, 40, bias=False, group_size=32, bits=4)
+    adapter = LoRALinear.from_base(layer, r=4)
+    adapter.lora_b = mx.random.normal(adapter.lora_b.shape)
+    x = mx.random.normal((40, length, 96))  # together more rows than have weights dequantised in a model's call
+
+    def loss(adapter: Any) -> mx.array:
+        return mx.square(adapter(x)).mean()
+
+    want_value, want_of_x = gradients(adapter, x)
+    want = nn.value_and_grad(adapter, loss)(adapter)
+    mlx_paged.apply_patches()
+    with mock.patch.object(mx, "dequantize") as dequantize:
+        value, of_x = gradients(adapter, x)
+        got = nn.value_and_grad(adapter, loss)(adapter)
+    assert not dequantize.called
+    assert mx.allclose(value, want_value).item() and mx.allclose(of_x, want_of_x, 1e-4, 1e-6).item()
+    assert float(mx.abs(of_x).max()) > 0
+    for name in ("lora_a", "lora_b"):
+        assert mx.allclose(got[1][name], want[1][name], 1e-4, 1e-6).item()
+
+
+# Whole models --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("as_on_cuda", "no_fall_through")
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "qwen3_moe"])
+def test_batches_say_what_they_said(
+    kind: str, multiplied: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, lengths = quantized(kind, 4), (5, 40, 12)
+    mlx_paged.apply_patches(PagedConfig(kernel="off"))
+    got = batch(model, lengths)
+    assert (3, 1) not in [shape[:2] for shape in multiplied] and 3 in [shape[0] for shape in multiplied]
+    mlx_paged.remove_patches()
+    monkeypatch.setattr(registry, "backend", lambda: None)
+    mlx_paged.apply_patches(PagedConfig(kernel="off"))
+    multiplied.clear()
+    assert batch(model, lengths) == got
+    assert (3, 1) in [shape[:2] for shape in multiplied]
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
+def test_a_compiled_step_multiplies_all_rows_at_once(
+    kind: str, multiplied: list[tuple[int, ...]], kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_step, "PATIENCE", 0)
+    model = quantized(kind, 8, mx.bfloat16)
+    mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
+    batch(model, (5, 40, 12))
+    assert mlx_paged.dispatch_counts()
+    of_steps = [shape for shape in multiplied if shape[0] == 4]  # three rows, padded
+    per_step = 7 * len(model.layers) + 1
+    assert of_steps and len(of_steps) % per_step == 0
+    assert {len(shape) for shape in of_steps} == {2}
+
+
+@pytest.mark.usefixtures("as_on_cuda", "kernels")
+@pytest.mark.parametrize(("kind", "per_layer"), [("llama", 7), ("qwen3_moe", 4 + 1 + 3)])
+def test_a_long_prompt_has_weights_dequantised(kind: str, per_layer: int) -> None:
+    model = quantized(kind, 8, mx.bfloat16)
+    mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
+    first = batch(model, (5,))  # the pool is there from now on
+    with (
+        gather_mm_of_16_bits(),
+        mock.patch.object(mx, "dequantize", wraps=mx.dequantize) as dequantize,
+    ):
+        batch(model, (quantized_matmul.DEQUANTIZED_ROWS + 1,))
+        products = dequantize.call_count
+        assert batch(model, (5,)) == first
+    # An embedding has its rows dequantised, in every call of the model, without a dtype.
+    weights = [call for call in dequantize.call_args_list[:products] if "dtype" in call.kwargs]
+    assert len(weights) == per_layer * len(model.layers) + 1  # and the output layer, which nobody computes
