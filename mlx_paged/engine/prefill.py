@@ -71,7 +71,7 @@ class Prefill:
         computed = [chunk for chunk in chunks if chunk.request in done]
         try:
             if self.in_place:
-                mx.eval([cache.state for request, _ in computed for cache in request.caches or ()])
+                mx.eval(_fences([request for request, _ in computed]))
         except Exception as error:
             for chunk in computed:
                 on_failure([chunk], error)
@@ -118,6 +118,13 @@ class Prefill:
             _not_packed.put(self.model, str(error))
             warn_once(f"prompts go one by one through models of {type(self.model).__module__}: {error}")
             raise
+
+
+def _fences(requests: Sequence[Request]) -> list[Any]:
+    """What is ready when all that these requests have written is, where every layer writes in place: requests of one
+    pool have the same."""
+    by_pool = {id(request.sequence.pool): request.caches for request in requests if request.sequence is not None}
+    return [cache.state for caches in by_pool.values() for cache in caches or ()]
 
 
 def packs_of(chunks: Sequence[Chunk]) -> list[list[Chunk]]:

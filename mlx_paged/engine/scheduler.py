@@ -194,11 +194,11 @@ class Scheduler:
         failed.append((request, error))
 
     def _plan_chunks(self, decode: Growth, failed: list[tuple[Request, Exception]]) -> list[Chunk]:
-        budget = 1  # known when there is something to compute
+        budget: int | None = None  # asked for when there is something to compute: all that waits is counted for it
         planned = list(decode)
         chunks: list[Chunk] = []
         index = 0
-        while budget > 0:
+        while budget is None or budget > 0:
             prefilling = [request for request in self.running if not request.is_prefilled]
             if index < len(prefilling):
                 request = prefilling[index]
@@ -208,7 +208,7 @@ class Scheduler:
                 request = admitted
                 if request.is_prefilled:
                     continue  # decodes from the next step on
-            if not chunks:
+            if budget is None:
                 budget = self._prompt_tokens(len(decode))
             num_tokens = self._chunk_length(request, budget)
             if chunks and num_tokens > budget:

@@ -70,13 +70,13 @@ def outcome_of(difference: Callable[[], float]) -> tuple[bool, float, float, str
     return not reason, rms, time.perf_counter() - begin, reason
 
 
-def checked(variant: Variant) -> SelfCheck:
-    """The remembered result of self_check. The first failure warns and switches the variant off for this process.
+def checked(variant: Variant, check: Callable[[Variant], SelfCheck] | None = None) -> SelfCheck:
+    """The remembered result of a check, self_check if none is given. The first failure warns and switches the variant off for this process.
 
     A variant that has passed fails from then on once it is off: a text that only a later step needed does not compile.
     """
     if variant not in _results:
-        result = _results[variant] = self_check(variant)
+        result = _results[variant] = (check or self_check)(variant)
         if not result.ok:
             kernels.switch_off(variant, result.reason)
             warnings.warn(f"mlx_paged: {variant} failed its self-check and is off: {result.reason}", stacklevel=2)

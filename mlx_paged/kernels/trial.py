@@ -126,6 +126,17 @@ def _decode(known: _Known) -> Scratch:
     return given, _options(grid, threads, first, ((lines, parts, 2), mx.float32), _FENCE)
 
 
+def _prefill(known: _Known) -> Scratch:
+    """A tile of no tokens."""
+    heads, dtype, threads = known["G"], known["T"], known["SG"] * 32
+    given = {
+        **known.pool(),
+        **{"q": mx.zeros((1, heads, 1, known["D"]), dtype), "tables": mx.zeros((1, 1), mx.int32)},
+        **{"tiles": mx.zeros((1, 4), mx.int32), "params": mx.zeros((4,)), "sinks": known.sinks(heads)},
+    }
+    return given, _options((threads, 1, 1), threads, ((1, heads, 1, known["DV"]), dtype), _FENCE)
+
+
 def _merge(known: _Known) -> Scratch:
     q_len = 1 if known.is_few("ends") else MANY
     heads = 1 if known.is_few("stats") else 2 if known.is_few("sinks") else MANY
@@ -175,6 +186,7 @@ def _product(known: _Known) -> Scratch:
 _SCRATCH: dict[str, Callable[[_Known], Scratch]] = {
     "paged_decode": _decode,
     "paged_decode_tensor": _decode,
+    "paged_prefill_tensor": _prefill,
     "merge_partitions": _merge,
     "write_slots": _write,
     "gather_blocks": _gather,

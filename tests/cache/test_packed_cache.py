@@ -189,6 +189,7 @@ def test_what_was_fetched_is_attended_to_and_by_other_layers_too(form: str) -> N
 def test_a_model_that_uses_its_caches_in_another_way_is_found_out() -> None:
     pool = pool_of()
     pack, caches = pack_of(sequences(pool))
+    assert len(pack) == TOKENS
     q, k, v = noise(95, TOKENS, 1)[0]
     with pytest.raises(NotPackableError, match="2 tokens"):
         caches[0].make_mask(2)

@@ -292,10 +292,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 20),
         running=st.integers(1, 5),
         grid=st.none() | st.integers(1, 20),
+        burst=st.none() | st.integers(1, 60),
+        chunk=st.integers(1, 60),
     )
     @precondition(lambda self: self.inserted == 0)
-    def configure(self, num_blocks: int, budget: int, running: int, grid: int | None) -> None:
-        self.driver = Driver(num_blocks, token_budget=budget, max_running=running, headroom=BLOCK, grid=grid)
+    def configure(
+        self, num_blocks: int, budget: int, running: int, grid: int | None, burst: int | None, chunk: int
+    ) -> None:
+        options = {"grid": grid, "burst_budget": burst, "chunk": chunk}
+        self.driver = Driver(num_blocks, token_budget=budget, max_running=running, headroom=BLOCK, **options)
 
     @rule(prompt=st.integers(1, 40), extra=st.integers(1, 30), at=st.integers(1, 40))
     def insert(self, prompt: int, extra: int, at: int) -> None:
@@ -357,3 +362,84 @@ def test_prompts_are_cut_at_multiples_of_the_grid() -> None:
         for chunk in plan.chunks:
             ends.setdefault(chunk.request.uid, []).append(chunk.request.length)
     assert ends == {1: [16, 32, 48, 49], 2: [16, 20, 32, 48, 64, 80, 96, 99], 3: [6], 4: [16, 32]}
+
+
+# With a budget for bursts ---------------------------------------------------------------------------------------------
+
+
+def burst_driver(**options: int) -> Driver:
+    sizes = {"token_budget": 16, "burst_budget": 128, "chunk": 32, "grid": 16, "max_running": 40, "max_prefilling": 40}
+    return Driver(10_000, **{**sizes, **options})
+
+
+def sizes_of(plan: ScheduledStep) -> dict[int, int]:
+    return {chunk.request.uid: chunk.num_tokens for chunk in plan.chunks}
+
+
+def test_while_nothing_decodes_a_step_takes_of_many_prompts_what_a_burst_may() -> None:
+    driver = burst_driver()
+    for length in (100, 20, 71, 6, 90, 50):
+        driver.insert(length, 1)
+    # Of each no more than a chunk, cut at the grid; what does not fit to its end or to the grid waits.
+    assert sizes_of(driver.step()) == {0: 32, 1: 19, 2: 32, 3: 5, 4: 32}
+
+
+def test_while_rows_decode_one_prompt_is_computed_in_small_steps() -> None:
+    driver = burst_driver()
+    driver.insert(1, 60)
+    driver.step()
+    driver.insert(100, 1)
+    steps = []
+    while driver.requests.get(1) and not driver.requests[1].is_prefilled:
+        plan = driver.step()
+        assert [request.uid for request in plan.decode] == [0]
+        steps.append(sizes_of(plan)[1])
+    assert steps == [16] * 6 + [3]
+
+
+def test_while_rows_decode_a_burst_is_worked_off_an_eighth_at_a_time() -> None:
+    driver = burst_driver()
+    driver.insert(1, 100)
+    driver.step()
+    for _ in range(30):
+        driver.insert(33, 60)
+    left, steps = 30 * 32, []
+    while left:
+        plan = driver.step()
+        steps.append(sum(sizes_of(plan).values()))
+        most = max(16, min(left // 8, 128))
+        assert steps[-1] <= max(16, most - len(plan.decode))
+        left -= steps[-1]
+    assert steps[0] >= 96 and steps == sorted(steps, reverse=True) and min(steps[:-1]) >= 16
+    assert len(steps) < 960 // 16 // 1.5
+
+
+def test_no_more_than_a_burst_is_computed_in_a_step_however_much_waits() -> None:
+    driver = burst_driver(chunk=1000)
+    driver.insert(1, 100)
+    driver.step()
+    driver.insert(9000, 1)
+    assert sizes_of(driver.step()) == {1: 112}, "128 less the row that decodes, cut at the grid"
+
+
+def test_a_budget_for_bursts_decides_alike_again() -> None:
+    def history() -> list[object]:
+        driver = burst_driver(max_running=5)
+        plans = []
+        for index in range(15):
+            driver.insert(1 + index * 37 % 90, 1 + index * 3 % 11)
+            plan = driver.step()
+            plans.append(([request.uid for request in plan.decode], sizes_of(plan)))
+        driver.run()
+        return [plans, driver.finished]
+
+    assert history() == history()
+
+
+def test_nothing_is_counted_in_a_step_that_only_decodes() -> None:
+    driver = burst_driver(max_running=1)
+    driver.insert(1, 50)
+    driver.step()
+    driver.insert(30, 1)
+    driver.scheduler._prompt_tokens = None  # type: ignore[method-assign, assignment]
+    assert [request.uid for request in driver.step().decode] == [0]

@@ -19,6 +19,8 @@ from ...kernels.build import backend
 from ...kernels.check import MAX_RMS, SelfCheck, self_check
 from ...kernels.launch_shape import Variant
 from ...kernels.ops import variants_of
+from ...kernels.prefill import prefill_variants_of, unsupported_prefill
+from ...kernels.prefill_check import prefill_seconds, self_check_prefill
 from ...kernels.timing import dense_seconds, launch_seconds
 from ...kv.group import LayerGroup
 from ...kv.pool import BlockPool
@@ -48,7 +50,7 @@ class Checked(NamedTuple):
 
 
 class ShapeJob(NamedTuple):
-    """The decode kernels for one shape, and the path that attention takes.
+    """The kernels for one shape, and the path that attention takes.
 
     Attributes:
         shape: of the queries and blocks.
@@ -74,6 +76,16 @@ class ShapeJob(NamedTuple):
             shape.softcap, shape.sinks,
         )  # fmt: skip
 
+    def prefill_variants(self) -> tuple[Variant, ...]:
+        """The kernels for the new tokens of prompts; none where there is no kernel for the shape."""
+        shape = self.shape
+        if unsupported_prefill(shape.dtype, shape.head_dim, shape.head_dim, shape.gqa, shape.block_size):
+            return ()
+        return prefill_variants_of(
+            shape.dtype, shape.head_dim, shape.head_dim, shape.gqa * _KV_HEADS, _KV_HEADS, shape.block_size,
+            shape.softcap, shape.sinks,
+        )  # fmt: skip
+
     def run(self, config: PagedConfig) -> Iterator[Checked]:
         """Run it: one for each kernel."""
         shape = self.shape
@@ -91,6 +103,9 @@ class ShapeJob(NamedTuple):
         if device_decline() is not None:
             yield Checked(Row(passed, str(shape), "-", "-", error, None, None, use))
             return
+        for variant in self.prefill_variants():
+            result = self_check_prefill(variant)
+            yield _checked(True, str(shape), variant.body, result, "prompts in packs", partial(prefill_seconds, variant))
         for variant in self.variants():
             result = self_check(variant)
             times = partial(launch_seconds, variant), partial(dense_seconds, variant)

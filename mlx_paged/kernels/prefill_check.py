@@ -1,0 +1,165 @@
+"""The self-check of the prefill kernel: compared with plain attention before it may serve a model on this machine."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+
+from . import ops
+from .check import SelfCheck, checked, outcome_of
+from .launch_shape import Variant
+from .prefill import prefill_shape_for, prepare_prefill
+from .timing import LAUNCHES, seconds_of
+
+_KV_HEADS = 2
+_WINDOW = 45
+_FREE_BLOCKS = 1
+
+
+def checked_prefill(variant: Variant) -> SelfCheck:
+    """The remembered result of :func:`self_check_prefill`, as :func:`.check.checked` has it for decoding: the first
+    call compiles and runs the variant, and a failure warns and switches it off for this process."""
+    return checked(variant, self_check_prefill)
+
+
+def self_check_prefill(variant: Variant) -> SelfCheck:
+    """Run one variant on a seeded pack, without a window and then with one: two launches of one text.
+
+    New tokens that fill tiles and do not, after prefixes and without, in permuted blocks; every slot that no token sees
+    is NaN. Fails on a compile error, a non-finite value or an RMS difference of 5e-3 and more from attention in
+    float32. Never raises for a failing kernel. Does not switch anything off.
+    """
+    return SelfCheck(variant, *outcome_of(partial(_difference, variant)))
+
+
+def _difference(variant: Variant) -> float:
+    """RMS between the variant and float32 attention, of the worst sequence."""
+    block, dtype = variant.block_size, variant.dtype
+    launch_shape = prefill_shape_for(variant.head_dim, variant.value_dim)
+    tile = launch_shape.rows // variant.gqa  # tokens
+    counts, prefixes = [1, tile + 3, 2, tile], [block + 5, 0, 90, 64]
+    lengths = [count + prefix for count, prefix in zip(counts, prefixes, strict=True)]
+    n_q_heads = _KV_HEADS * variant.gqa
+    keys = mx.random.split(mx.random.key(3), 4)
+    # By Python here and below: what MLX's indexing by arrays needs, it would have to compile on CUDA.
+    used = [-(-n // block) for n in lengths]
+    order = random.Random(3).sample(range(_FREE_BLOCKS, _FREE_BLOCKS + sum(used)), sum(used))
+    ids = [[order.pop() for _ in range(n)] for n in used]
+    tables = mx.array([[*row, *[0] * (max(used) - len(row))] for row in ids], mx.int32)
+    slots = [ids[s][t // block] * block + t % block for s, n in enumerate(lengths) for t in range(n)]
+    k, v = (
+        mx.random.normal((len(slots), _KV_HEADS, dim), key=key).astype(dtype)
+        for dim, key in zip((variant.head_dim, variant.value_dim), keys, strict=False)
+    )
+    q = mx.random.normal((sum(counts), n_q_heads, 1, variant.head_dim), key=keys[2]).astype(dtype)
+    sinks = mx.random.normal((n_q_heads,), key=keys[3]) if variant.sinks else None
+    scale, softcap = variant.head_dim**-0.5, 10.0 if variant.softcap else None
+    k_pool, v_pool = (
+        mx.full((sum(used) + _FREE_BLOCKS, _KV_HEADS, block, dim), float("nan"), dtype)
+        for dim in (variant.head_dim, variant.value_dim)
+    )
+    fence = ops.write_slots(k_pool, v_pool, ops.new_fence(), k, v, mx.array(slots, mx.int32))
+    errors = []
+    for window in (None, _WINDOW):
+        if window is not None:
+            # What the window leaves behind is NaN from here on.
+            kept, firsts = [], [sum(lengths[:s]) for s in range(len(lengths))]
+            for first, length, prefix in zip(firsts, lengths, prefixes, strict=True):
+                dead = max(0, prefix - window + 1)
+                kept += [slots[first + t] if t < dead else -1 for t in range(length)]
+            nothing = (mx.full(x.shape, float("nan"), dtype) for x in (k, v))
+            fence = ops.write_slots(k_pool, v_pool, fence, *nothing, mx.array(kept, mx.int32))
+        launch = prepare_prefill(
+            k_pool,
+            v_pool,
+            tables,
+            counts,
+            lengths,
+            n_q_heads=n_q_heads,
+            scale=scale,
+            softcap=softcap,
+            sinks=variant.sinks,
+            window=window,
+            variant=variant,
+            launch_shape=launch_shape,
+        )
+        out, fence = launch(q, k_pool, v_pool, fence, sinks)
+        row = first = 0
+        for count, length in zip(counts, lengths, strict=True):
+            expected = _attend(
+                q[row : row + count], k[first : first + length], v[first : first + length], scale, softcap, sinks, window
+            )
+            errors.append(mx.square(out[row : row + count].astype(mx.float32) - expected).mean())
+            row, first = row + count, first + length
+    rms: Any = mx.sqrt(mx.stack(errors).max()).item()
+    if not rms < float("inf"):
+        raise RuntimeError("the result is not finite")
+    return float(rms)
+
+
+def _attend(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    softcap: float | None,
+    sinks: mx.array | None,
+    window: int | None,
+) -> mx.array:
+    """Causal attention of q ``[n, n_q_heads, 1, D]``, the last of the tokens of k, v ``[length, n_kv_heads, D]``, in
+    float32 and without matrix units."""
+    count, length = q.shape[0], k.shape[0]
+    positions = mx.arange(length)
+    own = (length - count + mx.arange(count))[:, None]
+    seen = positions <= own
+    if window is not None:
+        seen = mx.logical_and(seen, positions > own - window)
+    group, heads = q.shape[1] // k.shape[1], []
+    for h in range(q.shape[1]):
+        keys, values = (x[:, h // group].astype(mx.float32) for x in (k, v))
+        scores = (q[:, h].astype(mx.float32) * keys).sum(-1) * scale  # [count, length]
+        if softcap is not None:
+            scores = softcap * mx.tanh(scores / softcap)
+        scores = mx.where(seen, scores, -float("inf"))
+        if sinks is not None:
+            scores = mx.concatenate([mx.broadcast_to(sinks[h], (count, 1)), scores], axis=1)
+        weights = mx.softmax(scores, axis=1, precise=True)[:, int(sinks is not None) :]
+        heads.append((weights[:, :, None] * values).sum(1))
+    return mx.stack(heads, axis=1)[:, :, None]
+
+
+def prefill_seconds(variant: Variant) -> float:
+    """Seconds of one launch for 4 sequences of 512 new tokens and 2 KV heads, the kernel being compiled."""
+    batch, length, block, dtype = 4, 512, variant.block_size, variant.dtype
+    per_row = length // block
+    k_pool, v_pool = (
+        mx.zeros((batch * per_row + 1, _KV_HEADS, block, dim), dtype) for dim in (variant.head_dim, variant.value_dim)
+    )
+    q = mx.zeros((batch * length, _KV_HEADS * variant.gqa, 1, variant.head_dim), dtype)
+    sinks = mx.zeros((q.shape[1],)) if variant.sinks else None
+    tables = mx.arange(1, 1 + batch * per_row, dtype=mx.int32).reshape(batch, per_row)
+    mx.eval(k_pool, v_pool, q, tables)
+    launch = prepare_prefill(
+        k_pool,
+        v_pool,
+        tables,
+        [length] * batch,
+        [length] * batch,
+        n_q_heads=q.shape[1],
+        scale=variant.head_dim**-0.5,
+        softcap=10.0 if variant.softcap else None,
+        sinks=variant.sinks,
+        variant=variant,
+    )
+
+    def launches() -> list[mx.array]:
+        fence, results = ops.new_fence(), []
+        for _ in range(LAUNCHES):
+            out, fence = launch(q, k_pool, v_pool, fence, sinks)
+            results.append(out)
+        return [*results, fence]
+
+    return seconds_of(launches) / LAUNCHES
