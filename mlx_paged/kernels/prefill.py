@@ -1,7 +1,7 @@
 """Causal attention of prompts' new tokens over block tables, on CUDA: one launch for the chunks of a whole pack.
 
 Sequences may have any lengths: what is launched is a list of tiles, each some tokens of one sequence, and nothing is
-prepared or compiled for a length. Keys and values are read where they lie, a sequence's prefix and its new tokens alike.
+prepared or compiled for a length. Keys and values are read where they lie, those of a prefix and of the new tokens.
 """
 
 from __future__ import annotations
@@ -100,9 +100,7 @@ def prefill_variants(
     )
 
 
-def unsupported_prefill(
-    dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int, block_size: int
-) -> str | None:
+def unsupported_prefill(dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int, block_size: int) -> str | None:
     """Why the kernel cannot serve this geometry, or None if it can."""
     if dtype.size != 2:
         return f"dtype {dtype} is not one of float16, bfloat16"

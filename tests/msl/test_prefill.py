@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """paged_prefill_tensor's text on the emulator: against float64, row independence, and planted defects."""
 
 import mlx.core as mx
@@ -59,7 +60,9 @@ def test_every_cut(name, cut):
 def test_sweep(head_dim, gqa, dtype):
     for n, block_size in enumerate(BLOCK_SIZES):
         window = (None, 33)[n % 2]
-        pack = Pack([3, 70], [99, 0], head_dim=head_dim, heads=(gqa, 1), block_size=block_size, dtype=dtype, window=window)
+        pack = Pack(
+            [3, 70], [99, 0], head_dim=head_dim, heads=(gqa, 1), block_size=block_size, dtype=dtype, window=window
+        )
         check(pack, orders=(0,))
         for cut in CUTS:
             check(pack, orders=(0,), launch_shape=cut)
@@ -144,7 +147,7 @@ def test_a_trial_launches_the_text_and_nothing_is_seen(sinks):
     with emulated():
         text = Text(prefill.BODY, prefill_constants_of(variant, prefill_shape_for(64, 80)))
         built = []
-        with pytest.raises(EmuError, match="output out: .* never written"):
+        with pytest.raises(EmuError, match=r"output out: .* never written"):
             launch_alone(text, lambda *what: built.append(what) or prefill.build_kernel(*what))
     assert built == [(text.body, text.constants)]
 
@@ -169,6 +172,7 @@ CAUGHT = {  # old, new, what the emulator says
     "two heads, one line": ("* G + row % G;", "* G;", "race|never written"),
     "shuffle in a branch": ("if (simd_any(grown)) {", "if (grown && simd_any(grown)) {", "divergence"),
 }  # fmt: skip
+
 
 @pytest.mark.parametrize("name", list(CAUGHT))
 def test_emulator_catches(name):
