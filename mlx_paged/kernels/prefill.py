@@ -59,9 +59,9 @@ def prefill_shape_for(head_dim: int, value_dim: int) -> PrefillShape:
     """The cut for heads of these sizes."""
     widest = max(head_dim, value_dim)
     if widest <= 64:
-        return PrefillShape(4, 2, 64, 1, False, 2)
+        return PrefillShape(4, 2, 64, 2, False, 2)
     if widest <= 128:
-        return PrefillShape(4, 1, 64, 1, False, 2)
+        return PrefillShape(4, 2, 64, 1, True, 2)
     return PrefillShape(4, 1, 32, 1, False, 2)
 
 
