@@ -1,6 +1,7 @@
 """Time the paged decode kernel against dense attention and against gather-then-attend, on the GPU that MLX sees.
 
     python scripts/bench_kernel.py --out out/kernel        # writes kernel.json and, with matplotlib, kernel.png
+    python scripts/bench_kernel.py --prefill               # TFLOP/s of the prefill kernel, warm; writes kernel.json
 
 Every side gets bf16 queries of one position per sequence. Launches are chained (a launch's output is the next one's
 query), many to an eval, and inputs rotate among sets that together exceed the L2 cache.
@@ -20,6 +21,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.prefill import prepare_prefill
 
 SHAPES = {"32/8x128": (32, 8, 128), "32/8x64": (32, 8, 64), "8/4x256": (8, 4, 256), "64/8x128": (64, 8, 128)}
 BATCHES = (1, 4, 8, 32)
@@ -147,6 +149,84 @@ def measure(batch: int, context: int, name: str, copy: float, with_gather: bool)
     return row
 
 
+# Sequences x new tokens + prefix of each.
+PREFILLS = ((32, 1024, 0), (16, 2048, 2048), (8, 2048, 0), (1, 8192, 0), (64, 256, 0), (1, 512, 16384))
+
+
+def measure_prefill(batch: int, count: int, prefix: int, name: str) -> dict[str, Any]:
+    """One row: seconds of a launch for a pack, and of MLX's attention over dense arrays of the same shapes."""
+    n_q, _, head_dim = SHAPES[name]
+    flops = 4 * n_q * head_dim * batch * (count * prefix + count * (count + 1) // 2)
+    launches = max(2, min(50, int(0.03 * 250e12 / flops)))
+    row: dict[str, Any] = {"batch": batch, "count": count, "prefix": prefix, "heads": name, "flops": flops}
+    row["paged_s"] = seconds_per_launch(paged_prefill(batch, count, prefix, SHAPES[name]), launches)
+    mx.clear_cache()
+    row["dense_s"] = seconds_per_launch(dense_prefill(batch, count, prefix, SHAPES[name]), launches)
+    mx.clear_cache()
+    return row
+
+
+def paged_prefill(batch: int, count: int, prefix: int, heads: tuple[int, int, int]) -> Callable[[int], mx.array]:
+    """A chain of launches of the prefill kernel."""
+    n_q, n_kv, head_dim = heads
+    length = count + prefix
+    blocks_each = -(-length // BLOCK_SIZE)
+    pools = [mx.random.normal((batch * blocks_each + 1, n_kv, BLOCK_SIZE, head_dim)).astype(DTYPE) for _ in range(2)]
+    tables = (mx.random.permutation(batch * blocks_each).astype(mx.int32) + 1).reshape(batch, blocks_each)
+    q = mx.random.normal((batch * count, n_q, 1, head_dim)).astype(DTYPE)
+    first = kernels.new_fence()
+    mx.eval(pools, tables, q, first)
+    launch = prepare_prefill(*pools, tables, [count] * batch, [length] * batch, n_q_heads=n_q, scale=head_dim**-0.5)
+
+    def paged(n: int) -> mx.array:
+        x, fence = q, first
+        for _ in range(n):
+            x, fence = launch(x, *pools, fence)
+        return x
+
+    return paged
+
+
+def dense_prefill(batch: int, count: int, prefix: int, heads: tuple[int, int, int]) -> Callable[[int], mx.array]:
+    """A chain of MLX's own attention over contiguous keys and values."""
+    n_q, n_kv, head_dim = heads
+    length = count + prefix
+    x = mx.random.normal((batch, n_q, count, head_dim)).astype(DTYPE)
+    k, v = (mx.random.normal((batch, n_kv, length, head_dim)).astype(DTYPE) for _ in "kv")
+    mx.eval(x, k, v)
+
+    def dense(n: int) -> mx.array:
+        y = x
+        for _ in range(n):
+            y = mx.fast.scaled_dot_product_attention(y, k, v, scale=head_dim**-0.5, mask="causal")
+        return y
+
+    return dense
+
+
+def run_prefill(path: Path) -> int:
+    """Print the table for the prefill kernel and write it."""
+    if kernels.backend() != "cuda":
+        print("bench_kernel: the prefill kernel needs CUDA", file=sys.stderr)
+        return 2
+    print("heads      batch  tokens  prefix  paged us  dense us  paged TFLOP/s  dense TFLOP/s  dense/paged")
+    rows = []
+    for name in SHAPES:
+        for batch, count, prefix in PREFILLS:
+            row = measure_prefill(batch, count, prefix, name)
+            rows.append(row)
+            rates = [row["flops"] / row[f"{side}_s"] / 1e12 for side in ("paged", "dense")]
+            print(
+                f"{name:10} {batch:5} {count:7} {prefix:7} {row['paged_s'] * 1e6:9.1f} {row['dense_s'] * 1e6:9.1f}"
+                f" {rates[0]:14.0f} {rates[1]:14.0f} {row['dense_s'] / row['paged_s']:12.2f}",
+                flush=True,
+            )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    info = {"mlx": mx.__version__, "device": str(mx.device_info()), "prefill": rows}
+    path.with_suffix(".json").write_text(json.dumps(info, indent=1))
+    return 0
+
+
 def plot(rows: list[dict[str, Any]], path: Path) -> bool:
     """Ratio to dense by context, one panel per head shape. False without matplotlib."""
     try:
@@ -177,11 +257,14 @@ def main() -> int:
     parser.add_argument("--no-gather", action="store_true", help="leave the gather side out")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
+    parser.add_argument("--prefill", action="store_true", help="time the prefill kernel, not the decode kernel")
     args = parser.parse_args()
     if kernels.backend() is None:
         print("bench_kernel: MLX sees no GPU here; nothing to measure", file=sys.stderr)
         return 2
     mx.set_default_device(mx.gpu)
+    if args.prefill:
+        return run_prefill(Path(args.out))
     copy = copy_bandwidth()
     print(f"{mx.device_info().get('device_name', '?')}, mlx {mx.__version__}, copy {copy / 1e9:.0f} GB/s")
     print("heads      batch context  paged us  dense us gather us     GB/s  of copy  dense/paged")

@@ -71,7 +71,8 @@ def outcome_of(difference: Callable[[], float]) -> tuple[bool, float, float, str
 
 
 def checked(variant: Variant, check: Callable[[Variant], SelfCheck] | None = None) -> SelfCheck:
-    """The remembered result of a check, self_check if none is given. The first failure warns and switches the variant off for this process.
+    """The remembered result of a check, self_check if none is given. The first failure warns and switches the variant
+    off for this process.
 
     A variant that has passed fails from then on once it is off: a text that only a later step needed does not compile.
     """

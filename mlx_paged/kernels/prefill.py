@@ -1,7 +1,7 @@
 """Causal attention of prompts' new tokens over block tables, on CUDA: one launch for the chunks of a whole pack.
 
 Sequences may have any lengths: what is launched is a list of tiles, each some tokens of one sequence, and nothing is
-prepared or compiled for a length. Keys and values are read where they lie, a sequence's prefix and its new tokens alike.
+prepared or compiled for a length. Keys and values are read where they lie, those of a prefix and of the new tokens.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def prefill_shape_for(head_dim: int, value_dim: int) -> PrefillShape:
     """The cut for heads of these sizes."""
     widest = max(head_dim, value_dim)
     if widest <= 64:
-        return PrefillShape(4, 2, 64, 1, False, 2)
+        return PrefillShape(4, 2, 64, 2, False, 2)
     if widest <= 128:
-        return PrefillShape(4, 1, 64, 1, False, 2)
+        return PrefillShape(4, 2, 64, 1, True, 2)
     return PrefillShape(4, 1, 32, 1, False, 2)
 
 
@@ -100,9 +100,7 @@ def prefill_variants(
     )
 
 
-def unsupported_prefill(
-    dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int, block_size: int
-) -> str | None:
+def unsupported_prefill(dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int, block_size: int) -> str | None:
     """Why the kernel cannot serve this geometry, or None if it can."""
     if dtype.size != 2:
         return f"dtype {dtype} is not one of float16, bfloat16"

@@ -66,12 +66,12 @@ def _difference(variant: Variant) -> float:
     for window in (None, _WINDOW):
         if window is not None:
             # What the window leaves behind is NaN from here on.
-            kept, firsts = [], [sum(lengths[:s]) for s in range(len(lengths))]
-            for first, length, prefix in zip(firsts, lengths, prefixes, strict=True):
-                dead = max(0, prefix - window + 1)
-                kept += [slots[first + t] if t < dead else -1 for t in range(length)]
-            nothing = (mx.full(x.shape, float("nan"), dtype) for x in (k, v))
-            fence = ops.write_slots(k_pool, v_pool, fence, *nothing, mx.array(kept, mx.int32))
+            dead: list[int] = []
+            for length, prefix in zip(lengths, prefixes, strict=True):
+                own = slots[len(dead) : len(dead) + length]
+                dead += [slot if t < prefix - window + 1 else -1 for t, slot in enumerate(own)]
+            no_k, no_v = (mx.full(x.shape, float("nan"), dtype) for x in (k, v))
+            fence = ops.write_slots(k_pool, v_pool, fence, no_k, no_v, mx.array(dead, mx.int32))
         launch = prepare_prefill(
             k_pool,
             v_pool,
@@ -89,9 +89,8 @@ def _difference(variant: Variant) -> float:
         out, fence = launch(q, k_pool, v_pool, fence, sinks)
         row = first = 0
         for count, length in zip(counts, lengths, strict=True):
-            expected = _attend(
-                q[row : row + count], k[first : first + length], v[first : first + length], scale, softcap, sinks, window
-            )
+            own_k, own_v = (x[first : first + length] for x in (k, v))
+            expected = _attend(q[row : row + count], own_k, own_v, scale, softcap, sinks, window)
             errors.append(mx.square(out[row : row + count].astype(mx.float32) - expected).mean())
             row, first = row + count, first + length
     rms: Any = mx.sqrt(mx.stack(errors).max()).item()

@@ -19,6 +19,7 @@ from mlx_paged.cli.doctor.shapes import POPULAR, Shape
 from mlx_paged.kernels import narrow_matmul
 from mlx_paged.kernels.check import SelfCheck
 from mlx_paged.kernels.launch_shape import DTYPES, HEAD_DIMS, Variant
+from mlx_paged.kernels.prefill import prefill_variants_of
 
 CPU_ONLY = pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="there is a GPU")
 
@@ -87,6 +88,25 @@ def test_a_failing_variant_is_named_and_fails_the_run(
     assert by_dim["D80"].split()[7:9] == ["no", "nan"] and "does not compile" in by_dim["D80"]
     assert by_dim["D96"].split()[7:9] == ["yes", "2.5e-01"] and "not below" in by_dim["D96"]
     assert all("12 us    15 us" in line for line in lines if " gqa " in line and line not in failed)
+
+
+def test_the_prefill_kernel_is_run_for_the_shapes_it_covers(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill_variants_of.cache_clear()
+    monkeypatch.setattr("mlx_paged.kernels.prefill.backend", lambda: "cuda")
+    monkeypatch.setattr(doctor_jobs, "device_decline", lambda: None)
+    monkeypatch.setattr(doctor_jobs, "variants_of", lambda *shape: ())
+    monkeypatch.setattr(doctor_jobs, "self_check_prefill", lambda v: SelfCheck(v, v.gqa != 7, 1e-4, 0.5, "it is wrong"))
+    monkeypatch.setattr(doctor_jobs, "prefill_seconds", lambda variant: 12e-6)
+    config = PagedConfig(kernel=False)
+    rows = {}
+    for job in doctor.jobs(32, everything=False):
+        if isinstance(job, ShapeJob):
+            rows[job.shape] = [checked.timed() for checked in job.run(config)]
+    prefill_variants_of.cache_clear()
+    assert {shape.dtype for shape, found in rows.items() if not found} == {mx.float32}
+    for shape, found in rows.items():
+        assert [row.passed for row in found] == ([shape.gqa != 7] if shape.dtype != mx.float32 else [])
+        assert all("prompts in packs" in str(row) for row in found)
 
 
 def test_attention_through_the_pool_that_differs_fails_the_run(

@@ -13,8 +13,6 @@ from mlx_paged.kernels import prefill
 from tests.msl import emulator
 from tests.msl.harness import to_float
 
-SHARED_MEMORY = 96 << 10  # of a thread group; a launch asks for what it needs
-
 
 @contextmanager
 def emulated(edit: Sequence[tuple[str, str]] = (), orders: tuple[int, ...] = (0, 2), checked: bool = True):
@@ -69,7 +67,7 @@ class Pack:
         self.scale = head_dim**-0.5
         used = [-(-n // block_size) for n in self.lengths]
         order = list(rng.permutation(np.arange(1, sum(used) + 1)))
-        self.tables = np.full((len(counts), max(used) + 1), 10**6, np.int32)
+        self.tables = np.full((len(counts), max(used)), 10**6, np.int32)
         shape = (sum(used) + 2, self.n_kv, block_size)
         pools = [np.full((*shape, dim), np.nan, np.float32) for dim in (head_dim, value_dim)]
 

@@ -68,7 +68,8 @@ template <class T>
 inline uint4 load_matrices(const T* row, int line = __builtin_LINE()) { return matrices(row, false, 31, line); }
 template <class T>
 inline uint4 load_transposed(const T* row, int line = __builtin_LINE()) { return matrices(row, true, 32, line); }
-// What is copied arrives when the thread waits; until then the target holds NaN.
+// What is copied arrives when the thread waits; until then the target holds NaN. Addresses are of memory that is there, also
+// those that nothing is read from.
 struct AsyncCopies {
   static constexpr int MOST = 256;
   struct Eight {
@@ -81,6 +82,7 @@ struct AsyncCopies {
   void copy(T* target, const T* source, bool live) {
     targets[count] = reinterpret_cast<Eight*>(target);
     sources[count] = live ? reinterpret_cast<const Eight*>(source) : nullptr;
+    volatile ushort there = reinterpret_cast<const Eight*>(source)->bits[0];
     for (int i = 0; i < 8; i++) targets[count]->bits[i] = 0xffff;
     count++;
   }

@@ -8,7 +8,8 @@ import pytest
 from mlx_paged.kernels.build import cores_listed
 from mlx_paged.kernels.decode_spec import decode_constants_of
 from mlx_paged.kernels.lane_layout import MOST_REGISTERS, LaneLayout, best_layout
-from mlx_paged.kernels.launch_shape import HEAD_DIMS, Variant, partition_for, shape_for
+from mlx_paged.kernels.launch_shape import HEAD_DIMS, MAX_TENSOR_HEAD_DIM, Variant, partition_for, shape_for
+from mlx_paged.kernels.prefill import BODY, prefill_constants_of, prefill_shape_for
 from tests.msl import registers
 
 needs_compiler = pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
@@ -51,6 +52,45 @@ def test_a_layout_that_is_too_large_does() -> None:
         "paged_decode", (*decode_constants_of(variant, launch_shape), ("SINGLE", False), ("O", mx.float32))
     )
     assert found.stored > 100
+
+
+def spilled_by_prefill(head_dim: int, gqa: int, **options: object) -> registers.Registers:
+    variant = Variant(BODY, "cuda", mx.bfloat16, head_dim, head_dim, gqa, 32)._replace(**options)
+    constants = prefill_constants_of(variant, prefill_shape_for(head_dim, head_dim))
+    return registers.registers_of(BODY, constants, None, "sm_90")
+
+
+def spill_limit(head_dim: int) -> int:
+    """Bytes that may wait in memory: tiles of 128 rows of wide heads leave no register free, and are faster than those
+    of 64 rows, which spill nothing (docs/adr/0022)."""
+    return 0 if head_dim <= 80 else 16 if head_dim > 128 else 128
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("head_dim", "gqa", "options"),
+    [
+        (64, 4, {}),
+        (64, 7, {"dtype": mx.float16, "sinks": True}),
+        (80, 1, {}),
+        (128, 4, {}),
+        (256, 2, {"softcap": True}),
+    ],
+)
+def test_prefill_does_not_spill(head_dim: int, gqa: int, options: dict[str, object]) -> None:
+    found = spilled_by_prefill(head_dim, gqa, **options)
+    assert max(found.stored, found.loaded) <= spill_limit(head_dim), found
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("block_size", [8, 128])
+@pytest.mark.parametrize("gqa", [1, 3, 4, 16])
+@pytest.mark.parametrize("head_dim", [dim for dim in HEAD_DIMS if dim <= MAX_TENSOR_HEAD_DIM])
+def test_no_prefill_spills(head_dim: int, gqa: int, block_size: int, extras: bool) -> None:
+    found = spilled_by_prefill(head_dim, gqa, block_size=block_size, softcap=extras, sinks=extras)
+    assert max(found.stored, found.loaded) <= spill_limit(head_dim), found
 
 
 def test_every_layout_is_held_to_the_registers() -> None:

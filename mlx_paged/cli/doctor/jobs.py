@@ -105,7 +105,9 @@ class ShapeJob(NamedTuple):
             return
         for variant in self.prefill_variants():
             result = self_check_prefill(variant)
-            yield _checked(True, str(shape), variant.body, result, "prompts in packs", partial(prefill_seconds, variant))
+            yield _checked(
+                True, str(shape), variant.body, result, "prompts in packs", partial(prefill_seconds, variant)
+            )
         for variant in self.variants():
             result = self_check(variant)
             times = partial(launch_seconds, variant), partial(dense_seconds, variant)

@@ -1,0 +1,122 @@
+"""The prefill kernel on a real GPU with CUDA (skipped elsewhere)."""
+
+import random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged.kernels import ops, prefill
+from mlx_paged.kernels.build import backend
+from mlx_paged.kernels.launch_shape import BLOCK_SIZES
+from mlx_paged.kernels.prefill import PrefillShape, prefill_variants_of, prepare_prefill
+from mlx_paged.kernels.prefill_check import self_check_prefill
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(backend() != "cuda", reason="MLX sees no GPU with CUDA")]
+COUNTS, PREFIXES = [333, 1, 200, 77], [64, 500, 0, 129]
+
+
+class Pack:
+    """New tokens over a pool in which what no token sees is NaN."""
+
+    def __init__(self, heads=(8, 2), head_dim=64, value_dim=None, block=32, dtype=mx.bfloat16, window=None):
+        mx.random.seed(0)
+        self.n_q, n_kv = heads
+        self.scale, self.window = head_dim**-0.5, window
+        self.lengths = [n + p for n, p in zip(COUNTS, PREFIXES, strict=True)]
+        used = [-(-n // block) for n in self.lengths]
+        order = random.Random(0).sample(range(1, sum(used) + 1), sum(used))
+        ids = [[order.pop() for _ in range(n)] for n in used]
+        self.tables = mx.array([row + [0] * (max(used) - len(row)) for row in ids], mx.int32)
+        slots = []
+        for row, length, prefix in zip(ids, self.lengths, PREFIXES, strict=True):
+            first = max(0, prefix - window + 1) if window else 0
+            slots += [row[t // block] * block + t % block if t >= first else -1 for t in range(length)]
+        dims = head_dim, value_dim or head_dim
+        self.rows = [mx.random.normal((len(slots), n_kv, dim)).astype(dtype) for dim in dims]
+        self.pools = [mx.full((sum(used) + 1, n_kv, block, dim), float("nan"), dtype) for dim in dims]
+        self.fence = ops.write_slots(*self.pools, ops.new_fence(), *self.rows, mx.array(slots, mx.int32))
+        self.q = mx.random.normal((sum(COUNTS), self.n_q, 1, head_dim)).astype(dtype)
+
+    def run(self, sequences=(0, 1, 2, 3), sinks=None, **options):
+        rows = [slice(sum(COUNTS[:s]), sum(COUNTS[: s + 1])) for s in sequences]
+        launch = prepare_prefill(
+            *self.pools,
+            mx.concatenate([self.tables[s : s + 1] for s in sequences]),
+            [COUNTS[s] for s in sequences],
+            [self.lengths[s] for s in sequences],
+            n_q_heads=self.n_q,
+            scale=self.scale,
+            sinks=sinks is not None,
+            window=self.window,
+            **options,
+        )
+        q = mx.concatenate([self.q[row] for row in rows])
+        out, self.fence = launch(q, *self.pools, self.fence, sinks)
+        return out
+
+    def reference(self, softcap=None, sinks=None):
+        """In float32 by NumPy."""
+        q, k, v = (np.array(x.astype(mx.float32)) for x in (self.q, *self.rows))
+        out, row, first = np.zeros((*q.shape[:3], v.shape[2]), np.float32), 0, 0
+        for count, length in zip(COUNTS, self.lengths, strict=True):
+            own, position = np.arange(length - count, length)[:, None], np.arange(length)
+            seen = (position <= own) & (position > own - (self.window or length))
+            for h in range(self.n_q):
+                keys, values = (x[first : first + length, h * k.shape[1] // self.n_q] for x in (k, v))
+                s = q[row : row + count, h, 0] @ keys.T * self.scale
+                s = np.where(seen, softcap * np.tanh(s / softcap) if softcap else s, -np.inf)
+                sink = -np.inf if sinks is None else float(sinks[h].item())
+                top = np.maximum(s.max(1, keepdims=True), sink)
+                p = np.exp(s - top)
+                out[row : row + count, h, 0] = p @ values / (p.sum(1, keepdims=True) + np.exp(sink - top))
+            row, first = row + count, first + length
+        return out
+
+
+def rms(out, expected):
+    return float(np.sqrt(np.square(np.array(out.astype(mx.float32)) - expected).mean()))
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_matches_attention_in_float32(head_dim, dtype):
+    pack = Pack(head_dim=head_dim, dtype=dtype)
+    assert rms(pack.run(), pack.reference()) < 2e-3
+
+
+@pytest.mark.parametrize("block", BLOCK_SIZES)
+def test_every_block_size_with_a_window(block):
+    pack = Pack(block=block, window=90, heads=(6, 2))
+    sinks = mx.random.normal((6,))
+    assert rms(pack.run(softcap=5.0, sinks=sinks), pack.reference(5.0, sinks)) < 2e-3
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_sequence_has_the_same_bits_alone_and_in_a_pack(head_dim):
+    pack = Pack(head_dim=head_dim)
+    together = np.array(pack.run().view(mx.uint16))
+    for s, count in enumerate(COUNTS):
+        first = sum(COUNTS[:s])
+        alone = np.array(pack.run([s]).view(mx.uint16))
+        np.testing.assert_array_equal(alone, together[first : first + count])
+    backwards = np.array(pack.run([3, 0]).view(mx.uint16))
+    np.testing.assert_array_equal(backwards[: COUNTS[3]], together[-COUNTS[3] :])
+
+
+def test_more_shared_memory_than_a_text_may_have():
+    pack = Pack(head_dim=128)
+    launch_shape = PrefillShape(4, 2, 64, 1, True, 1)
+    assert launch_shape.shared_bytes(128, 128) > 48 << 10
+    assert rms(pack.run(launch_shape=launch_shape), pack.reference()) < 2e-3
+
+
+@pytest.mark.parametrize("block", [8, 32, 128])
+@pytest.mark.parametrize(
+    ("head_dim", "gqa", "extras"), [(64, 4, False), (128, 8, True), (256, 2, True), (96, 1, False)]
+)
+def test_self_check_passes(head_dim, gqa, extras, block):
+    (variant,) = prefill_variants_of(mx.bfloat16, head_dim, head_dim, 2 * gqa, 2, block, extras, extras)
+    assert variant.body == prefill.BODY
+    result = self_check_prefill(variant)
+    assert result.ok, result

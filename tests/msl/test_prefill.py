@@ -1,0 +1,235 @@
+# ruff: noqa: E501
+"""paged_prefill_tensor's text on the emulator: against float64, row independence, and planted defects."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged.kernels import ops, prefill
+from mlx_paged.kernels.launch_shape import BLOCK_SIZES, HEAD_DIMS, MAX_GQA, MAX_TENSOR_HEAD_DIM, Variant
+from mlx_paged.kernels.prefill import PrefillShape, prefill_constants_of, prefill_shape_for
+from mlx_paged.kernels.trial import Text, launch_alone
+from tests.msl.emulator import EmuError
+from tests.msl.prefill_harness import Pack, emulated
+
+TOLERANCE = {mx.float16: 2e-3, mx.bfloat16: 2e-2}
+DIMS = [dim for dim in HEAD_DIMS if dim <= MAX_TENSOR_HEAD_DIM]
+RAGGED = [5, 40, 1, 130], [0, 30, 64, 3]
+# Every way to cut that the text knows.
+CUTS = [PrefillShape(4, 1, 32, 1, False, 2), PrefillShape(2, 2, 32, 2, True, 1), PrefillShape(1, 2, 64, 1, True, 1)]
+
+CLASSES = {
+    "bf16": {},
+    "f16 extras": {"dtype": mx.float16, "softcap": 5.0, "sinks": True},
+    "window": {"window": 20, "sinks": True, "dtype": mx.float16},
+    "window of one": {"window": 1},
+    "window of a block": {"window": 64, "block_size": 64},
+    "value_dim": {"head_dim": 80, "value_dim": 64},
+    "gqa 16": {"heads": (16, 1), "head_dim": 128, "window": 100},
+    "gqa 7": {"heads": (7, 1), "head_dim": 112, "dtype": mx.float16},
+    "gqa 1": {"heads": (2, 2), "head_dim": 192},
+    "256": {"head_dim": 256, "heads": (2, 1), "block_size": 32, "softcap": 20.0},
+    "block 8": {"block_size": 8},
+    "block 128": {"block_size": 128, "head_dim": 128},
+}
+
+
+def check(pack, edit=(), orders=(0, 2), **options):
+    with emulated(edit, orders):
+        out, fence = pack.run(**options)
+    np.testing.assert_allclose(out, pack.reference(), atol=TOLERANCE[pack.dtype], rtol=TOLERANCE[pack.dtype])
+    assert fence == 8
+    return out
+
+
+@pytest.mark.parametrize("name", list(CLASSES))
+def test_matches_reference(name):
+    check(Pack(*RAGGED, **CLASSES[name]))
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("name", ["f16 extras", "window", "gqa 7"])
+def test_every_cut(name, cut):
+    check(Pack([5, 40, 1], [0, 30, 64], **CLASSES[name]), launch_shape=cut)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("gqa", [1, 2, 3, 5, 8, 12, 16])
+@pytest.mark.parametrize("head_dim", DIMS)
+def test_sweep(head_dim, gqa, dtype):
+    for n, block_size in enumerate(BLOCK_SIZES):
+        window = (None, 33)[n % 2]
+        pack = Pack(
+            [3, 70], [99, 0], head_dim=head_dim, heads=(gqa, 1), block_size=block_size, dtype=dtype, window=window
+        )
+        check(pack, orders=(0,))
+        for cut in CUTS:
+            check(pack, orders=(0,), launch_shape=cut)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 50, "sinks": True, "head_dim": 128}])
+def test_bits_do_not_depend_on_the_pack(options):
+    pack = Pack([90, 1, 33], [10, 200, 64], dtype=mx.float16, **options)
+    with emulated(checked=False, orders=(0,)):
+        together, _ = pack.run()
+        first = 0
+        for s, count in enumerate(pack.counts):
+            alone, _ = pack.alone(s).run()
+            assert alone.tobytes() == together[first : first + count].tobytes()
+            first += count
+
+
+def test_where_a_prompt_is_cut_changes_little():
+    whole = Pack([150], [0], dtype=mx.float16)
+    with emulated(checked=False, orders=(0,)):
+        expected, _ = whole.run()
+        for cut in (1, 64, 70):
+            rest = whole.alone(0)
+            rest.counts, rest.q = [150 - cut], whole.q[cut:]
+            np.testing.assert_allclose(rest.run()[0], expected[cut:], atol=2e-3)
+
+
+def test_tiles_cover_each_token_once_and_the_longest_come_first():
+    counts, lengths = [70, 1, 33], [100, 500, 33]
+    tiles = prefill.tiles_of(counts, lengths, 16, None)
+    rows = [(sequence, row + i, position + i) for sequence, row, position, n in tiles for i in range(n)]
+    firsts = [0, 70, 71]
+    expected = [(s, firsts[s] + i, lengths[s] - n + i) for s, n in enumerate(counts) for i in range(n)]
+    assert sorted(rows) == sorted(expected)
+    seen = [position + n for _, _, position, n in tiles]
+    assert seen == sorted(seen, reverse=True) and tiles[0][0] == 1
+    # Under a window, no tile sees much more than another.
+    assert [tile[0] for tile in prefill.tiles_of(counts, lengths, 16, 16)][-1] == 2
+
+
+def test_what_does_not_agree_is_refused():
+    pack = Pack([5, 6], [0, 3])
+    with emulated():
+        for change, why in [
+            ({"tables": pack.tables[:1]}, "do not agree"),
+            ({"tables": pack.tables.astype(np.int64)}, "do not agree"),
+            ({"lengths": [5]}, "do not agree"),
+            ({"counts": [5, 0]}, "0 new tokens"),
+            ({"counts": [6, 6]}, "6 new tokens of a sequence of 5"),
+            ({"lengths": [5, 900]}, "do not fit a table"),
+            ({"window": 0}, "window 0"),
+            ({"scale": 0.0}, "scale 0.0"),
+            ({"n_q": 3}, "do not divide"),
+            ({"n_q": 34}, "query heads per kv head"),
+            ({"k_pool": pack.k_pool[..., :40]}, "head_dim"),
+            ({"k_pool": pack.k_pool.astype(mx.float32)}, "float32"),
+        ]:
+            wrong = pack.alone(0)
+            wrong.__dict__.update(pack.__dict__ | change)
+            with pytest.raises(ValueError, match=why):
+                wrong.prepare()
+
+
+def test_without_cuda_or_with_the_variant_off_there_is_none(monkeypatch):
+    pack = Pack([5], [0])
+    with emulated():
+        (variant,) = prefill.prefill_variants(pack.k_pool, pack.v_pool, pack.n_q)
+        monkeypatch.setattr(prefill, "backend", lambda: "metal")
+        prefill.prefill_variants_of.cache_clear()
+        with pytest.raises(prefill.KernelUnavailable, match="CUDA"):
+            pack.prepare()
+        monkeypatch.setattr(prefill, "backend", lambda: "cuda")
+        prefill.prefill_variants_of.cache_clear()
+        monkeypatch.setattr(ops, "_switched_off", {variant: "it was wrong"})
+        with pytest.raises(prefill.KernelUnavailable, match="it was wrong"):
+            pack.prepare()
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_trial_launches_the_text_and_nothing_is_seen(sinks):
+    variant = Variant(prefill.BODY, "cuda", mx.float16, 64, 80, 3, 16, sinks=sinks)
+    with emulated():
+        text = Text(prefill.BODY, prefill_constants_of(variant, prefill_shape_for(64, 80)))
+        built = []
+        with pytest.raises(EmuError, match=r"output out: .* never written"):
+            launch_alone(text, lambda *what: built.append(what) or prefill.build_kernel(*what))
+    assert built == [(text.body, text.constants)]
+
+
+def test_shared_memory_holds_two_thread_groups_per_core():
+    for head_dim in DIMS:
+        for value_dim in DIMS:
+            cut = prefill_shape_for(head_dim, value_dim)
+            assert cut.shared_bytes(head_dim, value_dim) * cut.groups <= 96 << 10  # of an A100's 164 KB, a 4090's 100
+            assert cut.rows >= MAX_GQA
+
+
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+CAUGHT = {  # old, new, what the emulator says
+    "no barriers": (BARRIER, "", "race"),
+    "barrier without memory": (BARRIER, "threadgroup_barrier(mem_flags::mem_none);", "race"),
+    "block past the context": ("(hi - 1) / BS)];", "(hi - 1) / BS + 1)];", "out-of-bounds|wild"),
+    "block before the window": ("metal::min(lane, BLOCKS - 1), lo / BS)", "metal::min(lane, BLOCKS - 1), 0)", "out-of-bounds|wild"),
+    "fence not passed on": ("fence_out[0] = fence[0] + 1u;", "", "never written"),
+    "rows past the last token": ("if (row < n_tokens * G) {", "{", "race|out-of-bounds"),
+    "half a row": ("v < DV / 8; v++) {\n      const float* x", "v < DV / 16; v++) {\n      const float* x", "never written"),
+    "two heads, one line": ("* G + row % G;", "* G;", "race|never written"),
+    "shuffle in a branch": ("if (simd_any(grown)) {", "if (grown && simd_any(grown)) {", "divergence"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(CAUGHT))
+def test_emulator_catches(name):
+    old, new, want = CAUGHT[name]
+    pack = Pack([30, 90], [70, 40], window=37, block_size=8, heads=(3, 1))
+    with emulated([(old, new)]), pytest.raises(EmuError, match=want):
+        pack.run()
+
+
+SCALE = 0.5  # scores that differ much
+WRONG = {  # the numbers come out wrong
+    "fence input dropped": ("fence[0] + 1u", "1u"),
+    "wrong kv head of keys": ("k_pool + static_cast<int64_t>(kv_head)", "k_pool + static_cast<int64_t>(0)"),
+    "wrong kv head of values": ("v_pool + static_cast<int64_t>(kv_head)", "v_pool + static_cast<int64_t>(0)"),
+    "a token sees the next": ("token > own ||", "token > own + 1 ||"),
+    "a token does not see itself": ("token > own ||", "token >= own ||"),
+    "window one longer": ("token <= own - window)", "token < own - window)"),
+    "window not masked": ("|| step * KEYS <= hi - 1 - window", ""),
+    "diagonal not masked": ("step * KEYS + KEYS - 1 > origin ||", ""),
+    "mask a step late": ("step * KEYS + KEYS - 1 > origin", "step * KEYS > origin"),
+    "dead tokens are read": ("- lo) < static_cast<uint>(hi - lo);", "- lo) < 1u << 31;"),
+    "block of another part": ("token / BS % BLOCKS", "(token / BS + 1) % BLOCKS"),
+    "slot of another block": ("? step * KEYS % BS + token : token % BS", "? token : token % BS"),
+    "skip the rescale": ("if (simd_any(grown)) {", "if (false) {"),
+    "rescale by the other row": ("* 2 + i / 2 % 2];", "* 2 + 1 - i / 2 % 2];"),
+    "skip the rescale of the sum": ("metal::fma(l[i], shrink[i], sum)", "l[i] + sum"),
+    "maximum of half a row": ("top = metal::max(top, simd_shuffle_xor(top, 2));", ""),
+    "sum of half a row": ("sum += simd_shuffle_xor(sum, 2);", ""),
+    "nothing seen yet": ("top == NOTHING ? 0.0f : top * gain", "top * gain"),
+    "fragments exchanged": ("a[0], a[1], a[2], a[3], b.x, b.y", "a[0], a[2], a[1], a[3], b.x, b.y"),
+    "keys exchanged": ("lane / 16 * 8 + lane % 8) * KW + lane / 8 % 2 * 8", "lane / 8 % 2 * 8 + lane % 8) * KW + lane / 16 * 8"),
+    "values exchanged": ("lane % 16 * VW + lane / 16 * 8", "(lane % 8 + lane / 16 * 8) * VW + lane / 8 % 2 * 8"),
+    "weights exchanged": ("u * 2 + i % 4 / 2", "u * 2 + 1 - i % 4 / 2"),
+    "not waited for": ("copies.wait();", ""),
+    "softcap left out": ("if (SOFTCAP) {", "if (false) {"),
+    "sink of another head": ("sinks[kv_head * G + row % G]", "sinks[kv_head * G]"),
+    "sink not weighed": ("divide(weight, metal::fma(", "divide(1.0f, metal::fma("),
+    "another table": ("static_cast<int64_t>(tile[0])", "static_cast<int64_t>(0)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_wrong_numbers_are_seen(name):
+    edit = WRONG[name]
+    for pack in (
+        Pack([30, 70], [50, 40], window=37, block_size=8, softcap=3.0, sinks=True, dtype=mx.float16),
+        Pack([50, 30], [64, 150], block_size=128, dtype=mx.float16, sinks=True, heads=(6, 2)),
+        Pack([40], [130], window=10, dtype=mx.float16),
+    ):
+        pack.scale = SCALE
+        if pack.softcap:
+            pack.sinks = pack.sinks + pack.softcap  # larger than some scores
+        try:
+            with emulated([edit], orders=(0,)):
+                out, fence = pack.run()
+        except EmuError:
+            return
+        if fence != 8 or not np.allclose(out, pack.reference(), atol=4e-3):
+            return
+    pytest.fail("no number was wrong")
