@@ -18,7 +18,7 @@ from ..kv.layer import PoolLayer
 from ..kv.packed_step import PackedStep
 from ..kv.pool import BlockPool
 from ..kv.step import Step
-from ..kv.storage.choice import kernel_decline
+from ..kv.storage.choice import kernel_decline, prefill_decline
 from ..kv.storage.scoring import Scoring
 from . import gather
 from .masks import causal_mask
@@ -251,7 +251,8 @@ def packed_attention(
             _record(_KERNEL_PACK)
             return out
         except KernelUnavailable as error:  # raised before anything was launched
-            declined = kv.group.packs_declined[scoring.heads(q.shape[1])] = str(error)
+            declined = f"the kernel is off: {error}"
+            kv.group.packs_declined[scoring.heads(q.shape[1])] = declined
     _record(Dispatch("apart", declined))
     queries = step.split(q)
     new = [None] * len(queries) if k is None or v is None else list(zip(step.split(k), step.split(v), strict=True))
@@ -317,7 +318,14 @@ def _decline_packed(q: mx.array, group: BlockGroup, scoring: Scoring) -> str | N
     """Why the kernel for several sequences' new tokens cannot serve this call, or None."""
     if not group.in_place:
         return group.storage_reason
-    return _decline_dtype(q, group) or group.packs_declined.get(scoring.heads(q.shape[1]))
+    why = _decline_dtype(q, group)
+    if why is not None:
+        return why
+    geometry, heads = group.geometry, scoring.heads(q.shape[1])
+    assert geometry is not None
+    if heads not in group.packs_declined:
+        group.packs_declined[heads] = prefill_decline(geometry, group.block_size, heads)
+    return group.packs_declined[heads]
 
 
 def _decline_dtype(q: mx.array, group: BlockGroup) -> str | None:

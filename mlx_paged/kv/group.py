@@ -115,7 +115,7 @@ class BlockGroup:
         # Why the kernel cannot serve a kind of queries, or None; by (n_q_heads, softcap, sinks).
         self.declined: dict[tuple[int, bool, bool], str | None] = {}
         # Why no kernel attends for several sequences' new tokens; the same.
-        self.packs_declined: dict[tuple[int, bool, bool], str] = {}
+        self.packs_declined: dict[tuple[int, bool, bool], str | None] = {}
         self.epoch = 0
         self._choose_storage = choose_storage
         self._device_tables = DeviceTables()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import weakref
@@ -17,10 +18,12 @@ from mlx_lm.models import llama
 import mlx_paged
 from mlx_paged import PagedConfig, PoolExhaustedError, SequenceTables
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
+from mlx_paged.cache.packed_cache import PackedKVCache
+from mlx_paged.engine import prefill
 from mlx_paged.errors import RequestFailedError, RequestTooLargeError
 from mlx_paged.patches import registry
 from tests.support.kernels.fake_kernels import fake_kernels
-from tests.support.models.batch_runs import generator
+from tests.support.models.batch_runs import generator, packing_generator
 from tests.support.models.builders import greedy, prompt_of
 
 VOCAB, BLOCK, MOST = 64, 8, 30
@@ -38,7 +41,10 @@ class FaultyModel(llama.Model):
         output = super().__call__(inputs, cache, **options)
         if FaultyModel.poisoned:
             first = cache[0]
-            rows = first.batch.rows if isinstance(first, PagedBatchKVCache) else (first.sequence,)
+            if isinstance(first, PagedBatchKVCache):
+                rows = first.batch.rows
+            else:
+                rows = first.pack.rows if isinstance(first, PackedKVCache) else (first.sequence,)
             if any(row in FaultyModel.poisoned for row in rows):
                 raise RuntimeError("injected: model")
         return output
@@ -79,14 +85,14 @@ def solos() -> list[list[int]]:
 
 
 class Driver:
-    """A generator, and what is known of its requests."""
+    """A generator, and what is known of its requests. With ``packs`` prompts go in packs of so many tokens."""
 
-    def __init__(self, num_blocks: int, **options: int) -> None:
+    def __init__(self, num_blocks: int, packs: int = 0, **options: int) -> None:
         solos()
         registry.remove_patches()  # with its pool: every history starts from the same state
         mlx_paged.apply_patches(PagedConfig(block_size=BLOCK, kv_cache_memory=num_blocks * BYTES_PER_BLOCK))
         FaultyModel.poisoned.clear()
-        self.gen = generator(model(), **options)
+        self.gen = packing_generator(model(), packs, **options) if packs else generator(model(), **options)
         self.pool = mlx_paged.pool_of(model())
         self.num_blocks = num_blocks
         self.expected: dict[int, list[int]] = {}
@@ -287,13 +293,28 @@ def test_random_steps_in_place(num_blocks: int, num_steps: int) -> None:
     assert fake.calls["append"] > num_steps
 
 
-def random_steps(num_blocks: int, num_steps: int) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("num_blocks", [FEWEST_BLOCKS, 24, 80])
+def test_random_steps_in_packs(num_blocks: int, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    original = prefill.compute_pack
+    monkeypatch.setattr(
+        prefill, "compute_pack", lambda model, chunks: sizes.append(len(chunks)) or original(model, chunks)
+    )
+    with fake_kernels() if in_place else contextlib.nullcontext():
+        random_steps(num_blocks, 250, packs=45, prefill_batch_size=6)
+    assert len(sizes) > 10 and max(sizes) >= 3
+
+
+def random_steps(num_blocks: int, num_steps: int, packs: int = 0, prefill_batch_size: int = 3) -> None:
     rng = random.Random(num_blocks)
-    driver = Driver(num_blocks, completion_batch_size=8, prefill_batch_size=3, prefill_step_size=20)
+    options = {"completion_batch_size": 8, "prefill_batch_size": prefill_batch_size, "prefill_step_size": 20}
+    driver = Driver(num_blocks, packs, **options)
     for _ in range(num_steps):
         chance = rng.random()
         if chance < 0.15 and len(driver.active) < 12:
-            driver.insert(rng.randrange(len(PROMPTS)), rng.randint(1, MOST))
+            for _ in range(4 if packs else 1):  # a pack is of several
+                driver.insert(rng.randrange(len(PROMPTS)), rng.randint(1, MOST))
         elif chance < 0.18 and driver.active:
             driver.remove(rng.choice(driver.active))
         elif chance < 0.19:

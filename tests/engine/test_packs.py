@@ -28,7 +28,7 @@ from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
 from scripts import model_configs
 from tests.support.kernels.fake_kernels import fake_kernels
-from tests.support.models.batch_runs import Outcome, collect, generator, kv_budget, run_all
+from tests.support.models.batch_runs import Outcome, collect, generator, kv_budget, packing_generator, run_all
 from tests.support.models.builders import KINDS, build, greedy, prompt_of
 from tests.support.models.toy_engine import ToyEngine, answer, caches_of, make_pool
 from tests.support.models.toy_engine import prompt_of as toy_prompt
@@ -63,12 +63,10 @@ def prompts_for(vocab: int, lengths: Sequence[int] = LENGTHS) -> list[list[int]]
     return [(prompt_of(length, seed=length) % vocab).tolist() for length in lengths]
 
 
-def packing(model: Any, step: int = 16, burst: int = 64, **options: Any) -> Any:
-    """A generator whose packs have parts of prompts of up to ``step`` tokens each, ``burst`` in all."""
-    gen = generator(model, prefill_step_size=step, **{"completion_batch_size": 16, "prefill_batch_size": 16, **options})
-    if gen._engine.packs:  # as if 16 were small beside what a step takes
-        gen._engine.scheduler.token_budget = gen._engine.scheduler.burst_budget = burst
-    return gen
+def packing(model: Any, most: int = 64, **options: Any) -> Any:
+    """A generator whose packs have parts of prompts of up to 16 tokens each, ``most`` in all."""
+    sizes = {"prefill_step_size": 16, "completion_batch_size": 16, "prefill_batch_size": 16}
+    return packing_generator(model, most, **sizes, **options)
 
 
 def insert(gen: Any, prompts: Sequence[list[int]], num_tokens: int) -> dict[int, Outcome]:
@@ -167,7 +165,7 @@ def test_requests_make_room_in_the_middle_of_their_prompts(calls: list[list[int]
     prompts = prompts_for(320, (60, 45, 50, 30, 41))
     expected = [greedy(model, mx.array(prompt, mx.uint32), 24) for prompt in prompts]
     mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=kv_budget(model, 22, 8)))
-    gen = packing(model, burst=48)
+    gen = packing(model, 48)
     outcomes = insert(gen, prompts, 24)
     run_all(gen, outcomes)
     assert_alike(outcomes, expected)
@@ -181,7 +179,7 @@ def test_requests_that_are_cancelled_in_the_middle_leave_the_others_alone(steps:
     prompts = prompts_for(320, (70, 100, 33, 129, 66))
     expected = [greedy(model, mx.array(prompt, mx.uint32), 6) for prompt in prompts]
     mlx_paged.apply_patches(PagedConfig(block_size=8))
-    gen = packing(model, burst=80)
+    gen = packing(model, 80)
     outcomes = insert(gen, prompts, 6)
     for _ in range(steps):
         collect(outcomes, *gen.next())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from ...errors import KernelUnavailableError
 from ...kernels import availability
 from ...kernels import ops as kernels
-from ...kernels.check import checked
-from ...kernels.launch_shape import unsupported
+from ...kernels.check import SelfCheck, checked
+from ...kernels.launch_shape import Variant, unsupported
 from ..group import ChooseStorage, StorageChoice
 from .base import Geometry
 from .functional import FunctionalStorage
@@ -30,13 +34,41 @@ def _variant_decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> 
     variants = kernels.variants_of(
         dtype, k_dim, v_dim, heads.num_q_heads, num_kv_heads, block_size, heads.softcap, heads.sinks
     )
+    return _why_none_works(variants, checked)
+
+
+def _why_none_works(variants: Sequence[Variant], check: Callable[[Variant], SelfCheck]) -> str | None:
+    """Why all of the variants failed, fastest first; None as soon as one has not."""
     reasons = []
     for variant in variants:
-        result = checked(variant)
+        result = check(variant)
         if result.ok:
             return None
         reasons.append(result.reason)
     return f"the kernel failed its self-check: {'; '.join(reasons)}"
+
+
+def prefill_decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
+    """Why the kernel for several sequences' new tokens cannot serve them, or None. Self-checks it at the first call."""
+    why = availability.device_decline()
+    if why is not None or not availability.prepares_plans():
+        return why or "there is a kernel for several sequences' new tokens on CUDA only"
+    try:
+        prefill: Any = importlib.import_module("mlx_paged.kernels.prefill")
+        check: Any = importlib.import_module("mlx_paged.kernels.prefill_check")
+    except ImportError:
+        return "there is no kernel for several sequences' new tokens"
+    num_kv_heads, k_dim, v_dim, dtype = geometry
+    gqa, rest = divmod(heads.num_q_heads, num_kv_heads)
+    if rest:
+        return f"{heads.num_q_heads} query heads do not divide into {num_kv_heads} kv heads"
+    why = prefill.unsupported_prefill(dtype, k_dim, v_dim, gqa, block_size)
+    if why:
+        return str(why)
+    variants = prefill.prefill_variants_of(
+        dtype, k_dim, v_dim, heads.num_q_heads, num_kv_heads, block_size, heads.softcap, heads.sinks
+    )
+    return _why_none_works(variants, check.checked_prefill)
 
 
 def storage_choice(use_kernel: bool | None) -> ChooseStorage:

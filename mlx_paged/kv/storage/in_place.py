@@ -88,9 +88,9 @@ class InPlaceStorage:
         key = (q.shape[1], scale, window, softcap, sinks is not None)
         launch = step.prefill_launches.get(key)
         if launch is None:
-            prepare = _prefill_kernel()
+            prepare_prefill = _prefill_kernel()
             try:
-                launch = step.prefill_launches[key] = prepare(
+                launch = step.prefill_launches[key] = prepare_prefill(
                     self.__keys, self.__values, step.block_tables(tables), step.counts,
                     [table.length for table in tables], n_q_heads=q.shape[1],
                     scale=scale, softcap=softcap, sinks=sinks is not None, window=window,

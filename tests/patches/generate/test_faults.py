@@ -23,7 +23,7 @@ from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import NoPrefixStore
-from tests.support.models.batch_runs import kv_budget, mlx_lm_generate
+from tests.support.models.batch_runs import kv_budget, mlx_lm_generate, packing_generator
 from tests.support.models.builders import build, greedy, prompt_of
 from tests.support.models.recurrent import build_recurrent
 
@@ -112,9 +112,12 @@ def solos(kind: str, new: int) -> list[list[int]]:
 
 
 class Scene:
-    """A generator over a pool of its own, with or without a prefix cache, and with or without caches handed in."""
+    """A generator over a pool of its own, with or without a prefix cache, with or without caches handed in, and with or
+    without packs of prompts."""
 
-    def __init__(self, kind: str, prefixes: bool, given: bool, num_blocks: int | None = None, new: int = 4) -> None:
+    def __init__(
+        self, kind: str, prefixes: bool, given: bool, num_blocks: int | None = None, new: int = 4, packs: bool = False
+    ) -> None:
         self.new, self.expected = new, solos(kind, new)
         model = model_of(kind)
         budget = None if num_blocks is None else kv_budget(model, num_blocks, BLOCK)
@@ -127,7 +130,8 @@ class Scene:
         all_paged = all(hasattr(cache, "sequence") for cache in caches)
         self.tree = RadixTree(self.pool) if prefixes and all_paged else None
         store: Any = SharedPrefixes(self.tree) if self.tree is not None else NoPrefixStore() if prefixes else None
-        self.gen = PagedBatchGenerator(model, prefixes=store, prefill_step_size=16, completion_batch_size=3)
+        options = {"prefixes": store, "prefill_step_size": 16, "completion_batch_size": 3}
+        self.gen = packing_generator(model, 48, **options) if packs else PagedBatchGenerator(model, **options)
         self.caches: list[Any] | None = None
         if given:
             model(mx.array(SYSTEM)[None], cache=caches)
@@ -195,6 +199,7 @@ PARTS = {
     "joining": ["_join", "_reserve"],
     "finishing": ["_deliver", "_remove_from_batch", "_finish"],
     "inserting a chunk": ["sharing.insert_chunk"],
+    "computing prompts": ["prefill.compute"],
 }
 SCENES = {
     "plain": ("llama", False, False),
@@ -204,14 +209,17 @@ SCENES = {
     "windows": ("gemma3", False, False),
     "windows, prefixes": ("llama-sliding", True, False),
     "windows, prefixes, caches given": ("llama-sliding", True, True),
+    "packs": ("llama-sliding", False, False, None, 4, True),
+    "packs, prefixes": ("gemma3", True, False, None, 4, True),
     "hybrid": ("falcon_h1", False, False),
     "hybrid, snapshots": ("qwen3_next", True, False),
     "hybrid, caches given": ("qwen3_next", False, True),
 }
-CASES = [(scene, "admission") for scene in SCENES]
+CASES = [(scene, "admission") for scene in SCENES if not scene.startswith("packs")]
 CASES += [("plain, prefixes, tight", "making room"), ("plain, prefixes", "joining"), ("hybrid, snapshots", "joining")]
 CASES += [("windows, prefixes", "finishing"), ("hybrid, snapshots", "finishing")]
 CASES += [("windows, prefixes", "inserting a chunk")]
+CASES += [("packs", "computing prompts"), ("packs, prefixes", "computing prompts")]
 SAMPLE = 3  # faults of a case outside of the exhaustive run
 
 

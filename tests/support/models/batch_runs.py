@@ -62,6 +62,14 @@ def generator(model: Any, **options: Any) -> Any:
     return mlx_lm_generate.BatchGenerator(model, **options)
 
 
+def packing_generator(model: Any, most: int, **options: Any) -> Any:
+    """A generator whose prompts go through the model in packs of up to ``most`` tokens, rows that decode or not."""
+    gen = type("Packing", (mlx_lm_generate.BatchGenerator,), {"packs": True})(model, **options)
+    if gen._engine.packs:
+        gen._engine.scheduler.token_budget = gen._engine.scheduler.burst_budget = most
+    return gen
+
+
 def collect(outcomes: dict[int, Outcome], prompts: Sequence[Any], generated: Sequence[Any]) -> None:
     for response in prompts:
         outcomes[response.uid].progress.append(tuple(response.progress))
