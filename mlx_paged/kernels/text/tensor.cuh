@@ -79,4 +79,15 @@ __device__ inline void mma(float (&d)[4], unsigned a0, unsigned a1, unsigned a2,
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
 }
+// Both rounded to T.
+template <class T>
+__device__ inline unsigned pack_floats(float low, float high) {
+  unsigned y;
+  if constexpr (is_half<T>) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  }
+  return y;
+}
 }  // namespace mlx::core::cu

@@ -19,6 +19,7 @@ from mlx_paged.attention import dispatch, gather
 from mlx_paged.engine.compiled import compiled_step
 from mlx_paged.kernels import availability, narrow_matmul
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.packed_weight import PackedWeight
 from mlx_paged.kv.storage import choice
 from mlx_paged.kv.storage.base import Geometry
 from mlx_paged.kv.storage.scoring import QueryHeads, Scoring
@@ -154,7 +155,7 @@ class FakeKernels:
         self,
         body: str,
         x: mx.array,
-        weights: Sequence[mx.array],
+        weights: Sequence[narrow_matmul.Matrix],
         addend: mx.array | None,
         tile: narrow_matmul.Tile,
         shapes: Sequence[tuple[int, ...]],
@@ -164,6 +165,7 @@ class FakeKernels:
         assert body in (narrow_matmul.GROUPED, narrow_matmul.GATED) or len(weights) == 1
         assert (addend is not None) == (body in (narrow_matmul.BIASED, narrow_matmul.ADDED))
         self.calls["narrow_matmul"] += 1
+        weights = [dequantized(w) for w in weights]
         products = [x @ w.T for w in weights]
         if body == narrow_matmul.BIASED:
             products = [mx.addmm(addend, x, weights[0].T)]
@@ -172,6 +174,12 @@ class FakeKernels:
             products = [nn.silu(gate) * up]
         products = [y.reshape(shape) for y, shape in zip(products, shapes, strict=True)]
         return [addend + products[0]] if body == narrow_matmul.ADDED else products
+
+
+def dequantized(weight: narrow_matmul.Matrix) -> mx.array:
+    if not isinstance(weight, PackedWeight):
+        return weight
+    return mx.dequantize(*weight.arrays, weight.shape[1] // weight.scales.shape[1], weight.bits)
 
 
 def decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
@@ -191,7 +199,7 @@ def fake_kernels() -> Iterator[FakeKernels]:
         mock.patch.object(config, "device_decline", lambda: None),
         mock.patch.object(choice, "kernel_decline", decline),
         mock.patch.object(dispatch, "kernel_decline", decline),
-        mock.patch.object(narrow_matmul, "works", lambda body, dtype, tile, dims: dtype in narrow_matmul.DTYPES),
+        mock.patch.object(narrow_matmul, "works", lambda body, dtype, tile, dims, bits: dtype in narrow_matmul.DTYPES),
         mock.patch.object(narrow_matmul, "_launch", fake.multiply),
     ):
         yield fake
