@@ -155,7 +155,7 @@ MUTATIONS = {
     "another size of groups": ("depth == groups * 64 ? 6 : 7", "depth == groups * 64 ? 7 : 6"),
     "the bits above": (">> bit % 32 & MASK", ">> bit % 32"),
     "the next value": ("const int bit = (e + i) * BITS", "const int bit = (e + 1 - i) * BITS"),
-    "past the end of the rows": ("!live ? make_uint4(0, 0, 0, 0) : x_aligned ? load_aligned", "x_aligned ? load_aligned"),
+    "past the end of the rows": ("b[j] = !live ? make_uint4(0, 0, 0, 0) : ", "b[j] = "),
     "fragments exchanged": ("a[0][0], a[0][1], a[1][0], a[1][1]", "a[0][0], a[1][0], a[0][1], a[1][1]"),
     "the other row's values": ("values(packed[u][i][h % 2]", "values(packed[u][i][0]"),
     "past the last column": ("row < n_rows && column < width", "row < n_rows"),
@@ -176,7 +176,8 @@ def test_mutations_are_found(emulated, name):
 
 
 @pytest.mark.parametrize(
-    "edit", [("partner_scales = scales1", "partner_scales = scales"), ("partner_biases = biases1", "partner_biases = biases")]
+    "edit",
+    [("partner_scales = scales1", "partner_scales = scales"), ("partner_biases = biases1", "partner_biases = biases")],
 )
 def test_mutations_of_two_matrices_are_found(emulated, edit):
     emulated(*edit)
