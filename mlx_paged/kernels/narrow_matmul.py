@@ -22,6 +22,7 @@ from .timing import LAUNCHES, seconds_of
 from .trial import Text, failure_of
 
 MIN_ROWS, MAX_ROWS = 2, 32  # one row: MLX has a kernel of its own; for more, cuBLAS is worth its call
+MAX_PACKED_ROWS = 256  # with quantised matrices, which cuBLAS does not take
 # Values of a matrix: larger ones take the GPU longer than a call takes the host, and cuBLAS is better at them.
 MAX_SIZE = 1 << 26
 MAX_PACKED_SIZE = 1 << 30  # of quantised ones: there MLX reads a matrix again for every few rows
@@ -89,8 +90,8 @@ def products(
     """``x @ w.T`` for few rows and each of some matrices, in one launch; :func:`covers` says whether it can be had.
 
     Args:
-        x: ``[..., depth]``, 2 to 32 rows in all, bfloat16 or float16.
-        weights: 1 to 3 of ``[width, depth]``, of the same dtype; depth a multiple of 8.
+        x: ``[..., depth]``, 2 to 32 rows in all, or to 256 for quantised matrices; bfloat16 or float16.
+        weights: 1 to 3 of ``[width, depth]``, of the same dtype and quantised in the same way; depth a multiple of 8.
         bias: ``[width]``, to be added to the product with the only matrix, or None.
         shapes: of the results, instead of ``[..., width]``.
 
@@ -136,7 +137,7 @@ def gated_product(x: mx.array, gate: Matrix, up: Matrix) -> mx.array:
 def _covers(body: str, x: mx.array, num_rows: int, weights: Sequence[Matrix]) -> bool:
     depth, rest = divmod(x.size, max(1, num_rows))
     return (
-        MIN_ROWS <= num_rows <= MAX_ROWS
+        MIN_ROWS <= num_rows <= (MAX_PACKED_ROWS if _bits_of(weights) else MAX_ROWS)
         and rest == 0
         and depth % _VECTOR == 0
         and all(len(w.shape) == 2 and w.shape[1] == depth and w.dtype == x.dtype for w in weights)

@@ -93,6 +93,8 @@ def test_which_quantised_matrices_are_covered(monkeypatch: pytest.MonkeyPatch) -
     assert not covers(x, [four, eight]) and not covers(x, [four, wide]) and not covers_gated(x, four, eight)
     assert not covers(x, [four, mx.zeros((5, 64), mx.bfloat16)]) and not covers(x.astype(mx.float16), [four])
     assert not covers(x[..., :32], [four]) and not covers(x[:1], [four]) and not asked
+    many = mx.zeros((narrow_matmul.MAX_PACKED_ROWS, 1, 64), mx.bfloat16)
+    assert covers(many, [four]) and not covers(mx.concatenate([many, x]), [four])
     monkeypatch.setattr(narrow_matmul, "MAX_PACKED_SIZE", 5 * 64 - 1)
     assert not covers(x, [four])
 
@@ -194,7 +196,7 @@ def test_products_with_quantised_matrices_on_a_gpu(dtype: mx.Dtype, bits: int) -
             result = self_check(body, dtype, tile, bits)
             assert result.ok, result.reason
     mx.random.seed(0)
-    for num_rows in (2, 3, 8, 9, 16, 17, 31, 32):
+    for num_rows in (2, 3, 8, 9, 16, 17, 31, 32, 33, 100, 256):
         for width, depth, group_size in ((512, 2048, 64), (2048, 8192, 128), (100, 64, 32), (2051, 992, 32)):
             x = mx.random.normal((num_rows, 1, depth)).astype(dtype)
             w = packed(width, depth, bits, group_size, dtype)

@@ -125,7 +125,7 @@ def narrow_layers(model: Any, num_rows: int) -> Iterator[None]:
     """Within, the model's own linear layers and embeddings (not classes derived from them) are narrow ones."""
     changed: list[tuple[nn.Module, type]] = []
     try:
-        if isinstance(model, nn.Module) and narrow_matmul.MIN_ROWS <= num_rows <= narrow_matmul.MAX_ROWS:
+        if isinstance(model, nn.Module) and narrow_matmul.MIN_ROWS <= num_rows <= narrow_matmul.MAX_PACKED_ROWS:
             for module in model.modules():
                 original = type(module)
                 if original in _NARROW:

@@ -95,10 +95,9 @@ def test_every_product_with_quantised_weights_is_a_launch(
     nn.quantize(model, group_size=32, bits=bits)
     with mlx_dequantizes():  # its products with quantised weights round elsewhere
         got = batch(model, 5)
-        assert {num_rows for _, num_rows in products} == {8}  # padded
-        steps = len(products) // LAUNCHES.total()
-        assert steps
-        assert Counter(body for body, _ in products) == Counter({body: n * steps for body, n in LAUNCHES.items()})
+        bodies = Counter(body for body, num_rows in products if num_rows == 8)  # padded; others are not compiled
+        steps = bodies.total() // LAUNCHES.total()
+        assert steps and bodies == Counter({body: n * steps for body, n in LAUNCHES.items()})
         if kernels is not None:
             with mock.patch.object(narrow_matmul, "works", lambda *choice: False):
                 assert batch(model, 5) == got

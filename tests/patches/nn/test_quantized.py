@@ -173,7 +173,7 @@ def test_experts_give_what_they_gave(bias: bool, is_sorted: bool) -> None:
     want = layer(x, indices, is_sorted)
     mlx_paged.apply_patches()
     with (
-        quantized_matmul.Dequantizing(),
+        quantized_matmul.Inference(),
         gather_mm_of_16_bits(),
         mock.patch.object(mx, "dequantize", wraps=mx.dequantize) as dequantize,
     ):

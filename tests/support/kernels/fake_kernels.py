@@ -161,7 +161,9 @@ class FakeKernels:
         shapes: Sequence[tuple[int, ...]],
     ) -> list[mx.array]:
         x = x.reshape(-1, weights[0].shape[1])
-        assert x.shape[0] <= tile.rows and all(w.dtype == x.dtype for w in weights)
+        is_packed = isinstance(weights[0], PackedWeight)
+        assert x.shape[0] <= (narrow_matmul.MAX_PACKED_ROWS if is_packed else tile.rows)
+        assert all(w.dtype == x.dtype for w in weights)
         assert body in (narrow_matmul.GROUPED, narrow_matmul.GATED) or len(weights) == 1
         assert (addend is not None) == (body in (narrow_matmul.BIASED, narrow_matmul.ADDED))
         self.calls["narrow_matmul"] += 1
