@@ -284,7 +284,7 @@ def _difference(
     ]
     packed = [_packed(w, bits, group_size) for w in matrices]
     if bits:
-        matrices = [mx.dequantize(*w.arrays, group_size, bits) for w in packed if isinstance(w, PackedWeight)]
+        matrices = [w.values().astype(dtype) for w in packed if isinstance(w, PackedWeight)]
     counts = {GROUPED: (3, 2), GATED: (2,)}.get(body, (1,))
     errors = []
     for count in counts:

@@ -48,3 +48,9 @@ class PackedWeight(NamedTuple):
     def dtype(self) -> mx.Dtype:
         """That of its values."""
         return self.scales.dtype
+
+    def values(self) -> mx.array:
+        """``[width, depth]`` in float32. Computed in 16 bits, as a dequantised weight of that dtype is, product and sum
+        would be rounded one by one."""
+        scales, biases = (x.astype(mx.float32) for x in (self.scales, self.biases))
+        return mx.dequantize(self.words, scales, biases, self.shape[1] // scales.shape[1], self.bits)

@@ -221,7 +221,7 @@ def test_many_rows_of_experts(form: tuple[str, int, int], dtype: mx.Dtype, dequa
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("num_rows", [2, 8, 16, 32, DEQUANTIZED_ROWS, 4 * DEQUANTIZED_ROWS])
+@pytest.mark.parametrize("num_rows", [2, 16, 32, DEQUANTIZED_ROWS - 1, DEQUANTIZED_ROWS, 2048])
 def test_products_of_a_models_size_on_the_gpu(bits: int, num_rows: int) -> None:
     mx.random.seed(4)
     layer = nn.Linear(2048, 1024, bias=False)
@@ -230,7 +230,6 @@ def test_products_of_a_models_size_on_the_gpu(bits: int, num_rows: int) -> None:
     x = mx.random.normal((num_rows, 1, 2048)).astype(mx.bfloat16)
     with Inference():
         got = product(layer, x)
-    # Sums, not products of matrices: these may go through TF32.
-    expected = mx.stack([(row.astype(mx.float32) * dequantized(layer)).sum(-1) for row in x])[:, None]
+    expected = x.astype(mx.float32) @ dequantized(layer).T
     assert got is not None and got.shape == expected.shape
-    assert rms(got, expected) < 2e-2 * rms(expected, mx.zeros(expected.shape))
+    assert rms(got, expected) < 1e-2 * rms(expected, mx.zeros(expected.shape))

@@ -11,6 +11,7 @@ from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import narrow_matmul
 from mlx_paged.kernels.narrow_matmul import ADDED, BIASED, GATED, GROUPED, PLAIN, TILES
 from mlx_paged.kernels.packed_weight import PackedWeight
+from mlx_paged.kernels.trial import launch_alone
 from tests.msl import emulator
 from tests.msl.emulator import EmuError
 from tests.msl.harness import to_float
@@ -190,3 +191,27 @@ def test_mutations_of_several_matrices_are_found(emulated, name):
     emulated(f"which == 0 ? {name} : which == 1 ? {name}1 : {name}2", f"which == 0 ? {name} : {name}1")
     with pytest.raises((EmuError, AssertionError)):
         test_several_matrices(emulated, TILES[0], (40, 70, 33))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("body", narrow_matmul.BODIES)
+def test_a_trial_reads_nothing_astray(emulated, body, bits):
+    for num_dims in (1, 2, 4):
+        text = narrow_matmul.text_of(body, mx.bfloat16, TILES[0], num_dims, bits)
+        outs = launch_alone(text, lambda *kernel: partial(narrow_matmul.build_kernel(*kernel), sparse=()))
+        assert all(not to_float(out).any() for out in outs)
+
+
+@pytest.mark.parametrize("body", narrow_matmul.BODIES)
+def test_the_self_check_passes_and_finds_a_mutation(emulated, body, monkeypatch):
+    build = narrow_matmul.build_kernel
+
+    def arrays_of(body, constants):
+        kernel = build(body, constants)
+        return lambda **call: [mx.array(to_float(out)).astype(mx.bfloat16) for out in kernel(**call)]
+
+    monkeypatch.setattr(narrow_matmul, "build_kernel", arrays_of)
+    result = narrow_matmul.self_check(body, mx.bfloat16, TILES[0], 4)
+    assert result.ok, result.reason
+    emulated("depth == groups * 64 ? 6 : 7", "7")
+    assert not narrow_matmul.self_check(body, mx.bfloat16, TILES[0], 4).ok
