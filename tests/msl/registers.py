@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +21,8 @@ REGISTERS = 128
 _TYPES = kernel_build._TYPE_NAMES["cuda"]
 _INT_INPUTS = ("tables", "ends", "starts")
 _FLOAT_INPUTS = ("params", "sinks", "stats", "partial")
-_SHAPES = ("k_pool", "tables", "ends")
+_WORDS = ("fence", "fence_out")
+_SHAPES = ("k_pool", "tables", "ends", "x", "w", "w1", "w2", "scales")
 _HEAD = """#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cstdint>
@@ -46,15 +46,15 @@ def compiler() -> str | None:
 
 @functools.cache
 def registers_of(body: str, constants: Constants, most: int = REGISTERS) -> Registers:
-    """Compile one instance of a body that both dialects share. Raises CalledProcessError if it does not compile."""
+    """Compile one instance of a body. Raises RuntimeError if it does not compile."""
     known = dict(constants)
-    header = (resources.files("mlx_paged.kernels") / "text" / "prelude.cuh").read_text()
-    _, source = kernel_build.kernel_source(body, "cuda", constants)
+    header, source = kernel_build.kernel_source(body, "cuda", constants)
+    words = (*_WORDS, *(("w", "w1", "w2") if "BITS" in known else ()))
     inputs, outputs, _ = SIGNATURES[body]
     parameters = []
     for name in inputs:
         kind = "int" if name in _INT_INPUTS else "float" if name in _FLOAT_INPUTS else _TYPES[known["T"]]
-        parameters.append(f"const {'uint32_t' if name == 'fence' else kind}* {name}")
+        parameters.append(f"const {'uint32_t' if name in words else kind}* {name}")
         parameters += [f"const __grid_constant__ Shape {name}_shape"] if name in _SHAPES else []
     for name in outputs:
         kind = {"stats": "float", "fence_out": "uint32_t"}.get(name) or _TYPES[known.get("O", known["T"])]

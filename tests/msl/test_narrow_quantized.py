@@ -12,7 +12,7 @@ from mlx_paged.kernels import narrow_matmul
 from mlx_paged.kernels.narrow_matmul import ADDED, BIASED, GATED, GROUPED, PLAIN, TILES
 from mlx_paged.kernels.packed_weight import PackedWeight
 from mlx_paged.kernels.trial import launch_alone
-from tests.msl import emulator
+from tests.msl import emulator, registers
 from tests.msl.emulator import EmuError
 from tests.msl.harness import to_float
 
@@ -215,3 +215,12 @@ def test_the_self_check_passes_and_finds_a_mutation(emulated, body, monkeypatch)
     assert result.ok, result.reason
     emulated("depth == groups * 64 ? 6 : 7", "7")
     assert not narrow_matmul.self_check(body, mx.bfloat16, TILES[0], 4).ok
+
+
+@pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("body", [GATED, GROUPED])
+def test_the_largest_tile_does_not_spill(body, bits):
+    text = narrow_matmul.text_of(body, mx.bfloat16, narrow_matmul.LARGE, 3, bits)
+    found = registers.registers_of(text.body, text.constants)
+    assert (found.stored, found.loaded) == (0, 0) and found.used <= 128, found
