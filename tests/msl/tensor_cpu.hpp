@@ -21,6 +21,11 @@ inline uint4 load_aligned(const T* source) { return load_words(source); }
 inline bool is_aligned(const void* address) { return reinterpret_cast<uint64_t>(address) % 16 == 0; }
 template <class T>
 inline uint pack_floats(float low, float high) { return pack(static_cast<T>(low), static_cast<T>(high)); }
+inline float float_of(uint bits) {
+  float value;
+  __builtin_memcpy((void*)&value, &bits, 4);
+  return value;
+}
 inline uint word(uint4 x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 template <class T>
 inline float half_of(uint word, int high) {

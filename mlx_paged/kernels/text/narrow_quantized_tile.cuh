@@ -45,14 +45,17 @@ for (int i = 0; i < R * MT * 4; i++) {
   acc[i / (MT * 4)][i / 4 % MT][i % 4] = 0.0f;
 }
 
-// Two of a lane's 32 values, the first of them numbered e.
+// Two of a lane's 32 values, the first of them numbered e. A value is taken out of its half word as it stands there, q times a
+// power of two: as the last bits of a float of exponent 23 that is a float at once, and the scale takes the power away.
 auto values = [&](const uint4 (&packed)[LOADS], int e, float by, float plus) {
   float value[2];
   UNROLL
   for (int i = 0; i < 2; i++) {
     const int bit = (e + i) * BITS;
-    const unsigned q = word(packed[bit / 128], bit / 32 % 4) >> bit % 32 & MASK;
-    value[i] = metal::fma(static_cast<float>(q), by, plus);
+    const int place = bit % 16;
+    const unsigned q = word(packed[bit / 128], bit / 32 % 4) >> bit % 32 / 16 * 16 & MASK << place;
+    const float shifted = float_of(q | 0x4b000000u) - 8388608.0f;
+    value[i] = metal::fma(shifted, by * (1.0f / (1 << place)), plus);
   }
   return pack_floats<T>(value[0], value[1]);
 };

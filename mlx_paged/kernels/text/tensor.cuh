@@ -79,6 +79,9 @@ __device__ inline void mma(float (&d)[4], unsigned a0, unsigned a1, unsigned a2,
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
 }
+__device__ inline float float_of(unsigned bits) {
+  return __uint_as_float(bits);
+}
 // Both rounded to T.
 template <class T>
 __device__ inline unsigned pack_floats(float low, float high) {
