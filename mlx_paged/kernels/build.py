@@ -35,6 +35,8 @@ _DECODE = (
     False,
 )
 _FUSED = ([*_DECODE[0], "arrivals"], ["out", "partial", "fence_out"], False)
+# A matrix of affine quantisation.
+_PACKED, _PACKED1, _PACKED2 = (["w" + n, "scales" + n, "biases" + n] for n in ("", "1", "2"))
 # body -> (inputs, outputs, inputs may be strided)
 SIGNATURES: dict[str, tuple[list[str], list[str], bool]] = {
     "paged_decode": _DECODE,
@@ -49,14 +51,28 @@ SIGNATURES: dict[str, tuple[list[str], list[str], bool]] = {
     "narrow_matmul_add": (["x", "w", "residual"], ["out"], False),
     "narrow_matmul_gate": (["x", "w", "w1"], ["out"], False),
     "narrow_matmul_group": (["x", "w", "w1", "w2"], ["out", "out1", "out2"], False),
+    "narrow_quantized": (["x", *_PACKED], ["out"], False),
+    "narrow_quantized_bias": (["x", *_PACKED, "bias"], ["out"], False),
+    "narrow_quantized_add": (["x", *_PACKED, "residual"], ["out"], False),
+    "narrow_quantized_gate": (["x", *_PACKED, *_PACKED1], ["out"], False),
+    "narrow_quantized_group": (["x", *_PACKED, *_PACKED1, *_PACKED2], ["out", "out1", "out2"], False),
 }
 _SINGLE = ("narrow_matmul", "narrow_matmul_bias", "narrow_matmul_add", "narrow_matmul_gate")
+_SUMS = "narrow_matmul_sums"
 # Files that the text of a body is made of, for those that are CUDA only.
 _CUDA_PARTS = {
     "paged_decode_tensor": ("paged_decode_tensor",),
     "paged_prefill_tensor": ("paged_prefill_tensor",),
-    "narrow_matmul_group": ("narrow_matmul_group", "narrow_matmul_tile"),
-    **{body: ("narrow_matmul_single", body, "narrow_matmul_tile") for body in _SINGLE},
+    "narrow_matmul_group": ("narrow_matmul_group", "narrow_matmul_tile", _SUMS),
+    **{body: ("narrow_matmul_single", body, "narrow_matmul_tile", _SUMS) for body in _SINGLE},
+    "narrow_quantized_group": ("narrow_quantized_group", "narrow_quantized_tile", _SUMS),
+    **{
+        body.replace("matmul", "quantized"): (
+            f"narrow_quantized_{'pair' if body.endswith('gate') else 'single'}",
+            *(body, "narrow_quantized_tile", _SUMS),
+        )
+        for body in _SINGLE
+    },
 }
 
 

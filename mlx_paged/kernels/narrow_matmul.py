@@ -2,7 +2,8 @@
 and what is made from it.
 
 A decode step of a small batch is bound by the host, and there MLX's way to cuBLAS takes several times as long as a
-kernel launch (docs/adr/0011). The results have the precision of MLX's: 16-bit factors, sums in float32.
+kernel launch (docs/adr/0011). The results have the precision of MLX's: 16-bit factors, sums in float32. Matrices may be
+quantised, all of a launch in the same way (docs/adr/0024).
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import mlx.core as mx
 
 from .build import backend, build_kernel
 from .check import outcome_of
+from .packed_weight import GROUP_SIZES, PackedWeight
 from .timing import LAUNCHES, seconds_of
 from .trial import Text, failure_of
 
 MIN_ROWS, MAX_ROWS = 2, 32  # one row: MLX has a kernel of its own; for more, cuBLAS is worth its call
+MAX_PACKED_ROWS = 256  # with quantised matrices, which cuBLAS does not take
 # Values of a matrix: larger ones take the GPU longer than a call takes the host, and cuBLAS is better at them.
 MAX_SIZE = 1 << 26
+MAX_PACKED_SIZE = 1 << 30  # of quantised ones: there MLX reads a matrix again for every few rows
 MAX_MATRICES = 3
 DTYPES = (mx.bfloat16, mx.float16)
 PLAIN, BIASED, ADDED, GATED, GROUPED = BODIES = (
@@ -34,6 +38,8 @@ PLAIN, BIASED, ADDED, GATED, GROUPED = BODIES = (
 _SIMDGROUPS = 8
 _VECTOR = 8  # values per load
 CHECKED_DIMS = 3  # of the self-check's x
+
+Matrix = mx.array | PackedWeight  # [width, depth]
 
 
 class Tile(NamedTuple):
@@ -53,18 +59,20 @@ TILES = SMALL, LARGE = Tile(16, 16, 4), Tile(32, 16, 4)
 
 
 class TileCheck(NamedTuple):
-    """Outcome of a self-check; rms is NaN if there was no result, seconds include compiling."""
+    """Outcome of a self-check; rms is NaN if there was no result, seconds include compiling. ``bits`` is 0 for matrices
+    that are not quantised."""
 
     body: str
     dtype: mx.Dtype
     tile: Tile
+    bits: int
     ok: bool
     rms: float
     seconds: float
     reason: str
 
 
-def covers(x: mx.array, weights: Sequence[mx.array], bias: mx.array | None = None) -> bool:
+def covers(x: mx.array, weights: Sequence[Matrix], bias: mx.array | None = None) -> bool:
     """Whether :func:`products` multiplies these here: shapes, dtypes, a GPU with CUDA, and a kernel that works.
 
     The first call for a dtype, a tile and a body compiles and checks the kernel.
@@ -75,15 +83,15 @@ def covers(x: mx.array, weights: Sequence[mx.array], bias: mx.array | None = Non
 
 def products(
     x: mx.array,
-    weights: Sequence[mx.array],
+    weights: Sequence[Matrix],
     bias: mx.array | None = None,
     shapes: Sequence[tuple[int, ...]] | None = None,
 ) -> list[mx.array]:
     """``x @ w.T`` for few rows and each of some matrices, in one launch; :func:`covers` says whether it can be had.
 
     Args:
-        x: ``[..., depth]``, 2 to 32 rows in all, bfloat16 or float16.
-        weights: 1 to 3 of ``[width, depth]``, of the same dtype; depth a multiple of 8.
+        x: ``[..., depth]``, 2 to 32 rows in all, or to 256 for quantised matrices; bfloat16 or float16.
+        weights: 1 to 3 of ``[width, depth]``, of the same dtype and quantised in the same way; depth a multiple of 8.
         bias: ``[width]``, to be added to the product with the only matrix, or None.
         shapes: of the results, instead of ``[..., width]``.
 
@@ -94,13 +102,13 @@ def products(
     return _launch(_body_of(weights, bias), x, weights, bias, _tile_of(_num_rows(x)), shapes)
 
 
-def covers_sum(x: mx.array, weight: mx.array, residual: mx.array) -> bool:
+def covers_sum(x: mx.array, weight: Matrix, residual: mx.array) -> bool:
     """As :func:`covers`, for :func:`product_sum`."""
     fits = residual.shape[-1] == weight.shape[0] and residual.dtype == x.dtype
     return fits and _covers(ADDED, x, _num_rows(residual), [weight])
 
 
-def product_sum(x: mx.array, weight: mx.array, residual: mx.array) -> mx.array:
+def product_sum(x: mx.array, weight: Matrix, residual: mx.array) -> mx.array:
     """``residual + x @ weight.T`` in one launch, with the bits of a product of :func:`products` added by MLX.
 
     Args:
@@ -111,12 +119,12 @@ def product_sum(x: mx.array, weight: mx.array, residual: mx.array) -> mx.array:
     return _launch(ADDED, x, [weight], residual, _tile_of(_num_rows(residual)), [residual.shape])[0]
 
 
-def covers_gated(x: mx.array, gate: mx.array, up: mx.array) -> bool:
+def covers_gated(x: mx.array, gate: Matrix, up: Matrix) -> bool:
     """As :func:`covers`, for :func:`gated_product`."""
     return gate.shape == up.shape and _covers(GATED, x, _num_rows(x), [gate, up])
 
 
-def gated_product(x: mx.array, gate: mx.array, up: mx.array) -> mx.array:
+def gated_product(x: mx.array, gate: Matrix, up: Matrix) -> mx.array:
     """``silu(x @ gate.T) * (x @ up.T)`` in one launch, rounded after each operation as MLX does.
 
     Args:
@@ -126,15 +134,26 @@ def gated_product(x: mx.array, gate: mx.array, up: mx.array) -> mx.array:
     return _launch(GATED, x, [gate, up], None, _tile_of(_num_rows(x)), [shape])[0]
 
 
-def _covers(body: str, x: mx.array, num_rows: int, weights: Sequence[mx.array]) -> bool:
+def _covers(body: str, x: mx.array, num_rows: int, weights: Sequence[Matrix]) -> bool:
     depth, rest = divmod(x.size, max(1, num_rows))
     return (
-        MIN_ROWS <= num_rows <= MAX_ROWS
+        MIN_ROWS <= num_rows <= (MAX_PACKED_ROWS if _bits_of(weights) else MAX_ROWS)
         and rest == 0
         and depth % _VECTOR == 0
-        and all(w.ndim == 2 and w.shape[1] == depth and w.size <= MAX_SIZE and w.dtype == x.dtype for w in weights)
-        and works(body, x.dtype, _tile_of(num_rows), x.ndim)
+        and all(len(w.shape) == 2 and w.shape[1] == depth and w.dtype == x.dtype for w in weights)
+        and len({_form_of(w) for w in weights}) == 1
+        and all(w.shape[0] * depth <= (MAX_PACKED_SIZE if isinstance(w, PackedWeight) else MAX_SIZE) for w in weights)
+        and works(body, x.dtype, _tile_of(num_rows), x.ndim, _bits_of(weights))
     )
+
+
+def _form_of(weight: Matrix) -> tuple[int, int]:
+    """How a matrix is quantised: bits, and groups of a row; (0, 0) if it is not."""
+    return (weight.bits, weight.scales.shape[1]) if isinstance(weight, PackedWeight) else (0, 0)
+
+
+def _bits_of(weights: Sequence[Matrix]) -> int:
+    return _form_of(weights[0])[0]
 
 
 def _num_rows(x: mx.array) -> int:
@@ -145,13 +164,14 @@ def _tile_of(num_rows: int) -> Tile:
     return SMALL if num_rows <= SMALL.rows else LARGE
 
 
-def _body_of(weights: Sequence[mx.array], bias: mx.array | None) -> str:
+def _body_of(weights: Sequence[Matrix], bias: mx.array | None) -> str:
     return GROUPED if len(weights) > 1 else PLAIN if bias is None else BIASED
 
 
-def text_of(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int) -> Text:
-    """The text for an x of so many dimensions."""
+def text_of(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int = 0) -> Text:
+    """The text for an x of so many dimensions, and for matrices of so many bits a value, if they are quantised."""
     matrices = 2 if body == GATED else 1  # that a column is made from
+    unroll = max(1, 8 // (bits * matrices)) if bits else tile.unroll // matrices
     constants = (
         ("T", dtype),
         ("XD", num_dims),
@@ -159,31 +179,35 @@ def text_of(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int) -> Text:
         ("COLUMNS", tile.columns),
         ("MATRICES", matrices),
         ("R", tile.columns * matrices // 16),
-        ("U", tile.unroll // matrices),
+        ("U", unroll),
         ("SG", _SIMDGROUPS),
         ("GROUPS", 2),
     )
-    return Text(body, constants)
+    if not bits:
+        return Text(body, constants)
+    return Text(body.replace("matmul", "quantized"), (*constants, ("BITS", bits)))
 
 
 def _launch(
     body: str,
     x: mx.array,
-    weights: Sequence[mx.array],
+    weights: Sequence[Matrix],
     addend: mx.array | None,
     tile: Tile,
     shapes: Sequence[tuple[int, ...]],
 ) -> list[mx.array]:
-    constants = text_of(body, x.dtype, tile, x.ndim).constants
+    text = text_of(body, x.dtype, tile, x.ndim, _bits_of(weights))
     threads = 32 * _SIMDGROUPS
     tiles = sum(-(-w.shape[0] // tile.columns) for w in weights[: len(shapes)])
-    inputs = [x, *weights] if addend is None else [x, *weights, addend]
     outputs = list(shapes)
     if body == GROUPED and len(weights) < MAX_MATRICES:  # the grid ends before the third
-        inputs.append(weights[-1])
+        weights = [*weights, weights[-1]]
         outputs.append((1,))
-    return build_kernel(body, constants)(
-        inputs=inputs,
+    inputs = [x]
+    for w in weights:
+        inputs += w.arrays if isinstance(w, PackedWeight) else [w]
+    return build_kernel(text.body, text.constants)(
+        inputs=inputs if addend is None else [*inputs, addend],
         grid=(tiles * threads, -(-x.size // (weights[0].shape[1] * tile.rows)), 1),
         threadgroup=(threads, 1, 1),
         output_shapes=outputs,
@@ -191,42 +215,47 @@ def _launch(
     )[: len(shapes)]
 
 
-@lru_cache(maxsize=64)
-def works(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int) -> bool:
-    """Whether the kernel can be used on this machine for an x of so many dimensions, which are another text each. A
-    kernel that fails its self-check or does not compile warns once, and is not."""
+@lru_cache(maxsize=256)
+def works(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int = 0) -> bool:
+    """Whether the kernel can be used on this machine for an x of so many dimensions and matrices of so many bits, which
+    are another text each. A kernel that fails its self-check or does not compile warns once, and is not."""
     if dtype not in DTYPES or backend() != "cuda" or mx.default_device() != mx.Device(mx.gpu):
         return False
     if num_dims == CHECKED_DIMS:
-        reason = self_check(body, dtype, tile).reason
-    elif not works(body, dtype, tile, CHECKED_DIMS):
+        reason = self_check(body, dtype, tile, bits).reason
+    elif not works(body, dtype, tile, CHECKED_DIMS, bits):
         return False
     else:
-        reason = failure_of(text_of(body, dtype, tile, num_dims), build_kernel) or ""
+        reason = failure_of(text_of(body, dtype, tile, num_dims, bits), build_kernel) or ""
     if reason:
-        warnings.warn(f"mlx_paged: {body} ({dtype}, {tile}) is off, MLX multiplies: {reason}", stacklevel=2)
+        name = text_of(body, dtype, tile, num_dims, bits).body
+        warnings.warn(f"mlx_paged: {name} ({dtype}, {tile}) is off, MLX multiplies: {reason}", stacklevel=2)
     return not reason
 
 
-def self_check(body: str, dtype: mx.Dtype, tile: Tile) -> TileCheck:
+def self_check(body: str, dtype: mx.Dtype, tile: Tile, bits: int = 0) -> TileCheck:
     """Compare the kernel with float32 products of the same factors, with edges in every dimension.
 
     Fails on a compile error or an RMS difference of 5e-3 of the result's and more. Never raises for a failing kernel.
     """
-    sizes = ((2, 40, 8), (tile.rows + 5, 200, 2200))
+    sizes = (
+        ((2, 40, 32), (tile.rows + 5, 200, 2176), (3, 40, 384)) if bits else ((2, 40, 8), (tile.rows + 5, 200, 2200))
+    )
+    # Of quantised matrices, sizes of groups in the same order.
+    checks = [(*size, bits, group_size) for size, group_size in zip(sizes, GROUP_SIZES, strict=False)]
     return TileCheck(
-        body, dtype, tile, *outcome_of(lambda: max(_difference(body, dtype, tile, *size) for size in sizes))
+        body, dtype, tile, bits, *outcome_of(lambda: max(_difference(body, dtype, tile, *check) for check in checks))
     )
 
 
-def launch_seconds(body: str, dtype: mx.Dtype, tile: Tile) -> float:
+def launch_seconds(body: str, dtype: mx.Dtype, tile: Tile, bits: int = 0) -> float:
     """Seconds of a launch for a full tile's rows and matrices of 2,048 x 2,048, the kernel being compiled."""
     size = 2048
     x = mx.zeros((tile.rows, 1, size), dtype)
-    weights = [mx.zeros((size, size), dtype)] * {GROUPED: MAX_MATRICES, GATED: 2}.get(body, 1)
+    weights = [_packed(mx.zeros((size, size), dtype), bits, 64)] * {GROUPED: MAX_MATRICES, GATED: 2}.get(body, 1)
     addends = {BIASED: (size,), ADDED: (tile.rows, 1, size)}
     addend = mx.zeros(addends[body], dtype) if body in addends else None
-    mx.eval(x, weights)
+    mx.eval(x, *(w.arrays if isinstance(w, PackedWeight) else w for w in weights))
     shapes = [(tile.rows, 1, size)] * (MAX_MATRICES if body == GROUPED else 1)
 
     def launches() -> list[mx.array]:
@@ -235,7 +264,14 @@ def launch_seconds(body: str, dtype: mx.Dtype, tile: Tile) -> float:
     return seconds_of(launches) / LAUNCHES
 
 
-def _difference(body: str, dtype: mx.Dtype, tile: Tile, num_rows: int, width: int, depth: int) -> float:
+def _packed(weight: mx.array, bits: int, group_size: int) -> Matrix:
+    """The matrix, quantised if bits are given."""
+    return PackedWeight(*mx.quantize(weight, group_size, bits), bits) if bits else weight
+
+
+def _difference(
+    body: str, dtype: mx.Dtype, tile: Tile, num_rows: int, width: int, depth: int, bits: int, group_size: int
+) -> float:
     """RMS of the kernel's error, the result's being about 1."""
     keys = mx.random.split(mx.random.key(num_rows), 2 + MAX_MATRICES)
     x = mx.random.normal((num_rows, 1, depth), key=keys[0]).astype(dtype)
@@ -246,11 +282,15 @@ def _difference(body: str, dtype: mx.Dtype, tile: Tile, num_rows: int, width: in
         (mx.random.normal((n, depth), key=key) * depth**-0.5).astype(dtype)
         for n, key in zip(widths, keys[2:], strict=True)
     ]
-    sets = {GROUPED: (matrices, matrices[:2]), GATED: (matrices[:2],)}.get(body, (matrices[:1],))
+    packed = [_packed(w, bits, group_size) for w in matrices]
+    if bits:
+        matrices = [w.values().astype(dtype) for w in packed if isinstance(w, PackedWeight)]
+    counts = {GROUPED: (3, 2), GATED: (2,)}.get(body, (1,))
     errors = []
-    for weights in sets:
+    for count in counts:
+        weights = packed[:count]
         # Sums, not products of matrices: these may go through TF32.
-        expected = [(x.astype(mx.float32) * w.astype(mx.float32)).sum(-1)[:, None] for w in weights]
+        expected = [(x.astype(mx.float32) * w.astype(mx.float32)).sum(-1)[:, None] for w in matrices[:count]]
         if body == GATED:
             gate, up = (y.astype(dtype).astype(mx.float32) for y in expected)
             expected = [gate * mx.sigmoid(gate) * up]

@@ -1,7 +1,9 @@
-"""Products with quantised weights on CUDA: as one product of all rows and, of many rows, with the weight dequantised.
+"""Products with quantised weights on CUDA: as one product of all rows; in a model's calls over a pool, of few rows by a
+kernel of this package, and of many with the weight dequantised.
 
-MLX multiplies ``[B, 1, depth]`` as B products of one row there, each of which reads the whole weight; and from some
-hundred rows on its products with quantised weights take longer than to dequantise the weight first (docs/adr/0024).
+MLX multiplies ``[B, 1, depth]`` as B products of one row there, each of which reads the whole weight; its products of
+many rows take longer than to dequantise the weight first; and it compiles them when they are first used, the better
+part of a minute for each number of rows that they are made for (docs/adr/0024).
 """
 
 from __future__ import annotations
@@ -12,10 +14,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from . import narrow_matmul
+from .packed_weight import PackedWeight
+
 # From so many rows on a weight is dequantised first.
-DEQUANTIZED_ROWS = 256
+DEQUANTIZED_ROWS = 129
 # The same for experts, with so many rows for each of them on average: all of a layer's are dequantised.
-DEQUANTIZED_ROWS_PER_EXPERT = 16
+DEQUANTIZED_ROWS_PER_EXPERT = 8
 MOST_BYTES = 512 << 20  # of one dequantised weight; larger ones stay as they are
 # Of dequantised weights that are needed before the host waits for those before them. MLX frees nothing that a launch
 # of its graph uses before that graph has run, and a GPU's host is a whole prompt ahead of it.
@@ -57,12 +62,13 @@ class _ThreadState(threading.local):
 _thread = _ThreadState()
 
 
-class Dequantizing:
-    """A section in which, in this thread, weights may be dequantised: a call of a model whose results are computed in
-    the order they are asked for, and are not differentiated (a gradient would keep all weights).
+class Inference:
+    """A section in which, in this thread, kernels of this package may multiply, and weights may be dequantised: a call
+    of a model whose results are computed in the order they are asked for, and are not differentiated (kernels have no
+    gradient, and one would keep all dequantised weights).
 
     Args:
-        allowed: False for a section in which they are not.
+        allowed: False for a section in which neither is done.
     """
 
     def __init__(self, *, allowed: bool = True) -> None:
@@ -83,15 +89,19 @@ def product(layer: nn.Module, x: mx.array) -> mx.array | None:
         x: ``[..., depth]``.
 
     Returns:
-        ``[..., width]``, with the bits of MLX's product of all rows ``[N, depth]`` or, of many rows, of the dequantised
-        weight; None if that is what MLX does with x as it is.
+        ``[..., width]``; None if MLX multiplies all rows together as x is, and nothing else is to be done.
     """
     depth = x.shape[-1]
     num_rows = x.size // max(1, depth)
-    if num_rows >= DEQUANTIZED_ROWS:
-        weight = _dequantized(layer, x, layer["weight"].shape[0] * depth)
-        if weight is not None:
-            return x @ weight.T
+    if _thread.pace is not None and num_rows > 1:
+        if num_rows >= DEQUANTIZED_ROWS:
+            weight = _dequantized(layer, x, layer["weight"].shape[0] * depth)
+            if weight is not None:
+                return x @ weight.T
+        if num_rows <= narrow_matmul.MAX_PACKED_ROWS:
+            packed = PackedWeight.of(layer)
+            if packed is not None and narrow_matmul.covers(x, [packed]):
+                return narrow_matmul.products(x, [packed])[0]
     if x.ndim < 3 or num_rows == x.shape[-2] or not num_rows:
         return None
     rows = mx.quantized_matmul(

@@ -174,11 +174,16 @@ def _copy(known: _Known) -> Scratch:
 
 
 def _product(known: _Known) -> Scratch:
-    """Two rows of eight values, and matrices of eight rows."""
+    """Two rows, and matrices of eight rows; of eight values, or of the 32 of a group."""
     rows, size, dtype, threads = 2, 8, known["T"], known["SG"] * 32
-    x = mx.zeros((rows * size,) if known["XD"] == 1 else (rows, *[1] * (known["XD"] - 2), size), dtype)
-    w, like = mx.zeros((size, size), dtype), mx.zeros((rows, size), dtype)
-    given = {"x": x, "w": w, "w1": w, "w2": w, "bias": mx.zeros((size,), dtype), "residual": like}
+    bits = known.constants.get("BITS")
+    depth = 32 if bits else size
+    x = mx.zeros((rows * depth,) if known["XD"] == 1 else (rows, *[1] * (known["XD"] - 2), depth), dtype)
+    w, like = mx.zeros((size, depth), dtype), mx.zeros((rows, size), dtype)
+    given = {"x": x, "bias": mx.zeros((size,), dtype), "residual": like}
+    for number in ("", "1", "2"):
+        given[f"w{number}"] = mx.zeros((size, bits), mx.uint32) if bits else w
+        given |= {f"{name}{number}": mx.zeros((size, 1), dtype) for name in ("scales", "biases")}
     outputs = [((rows, size), dtype)] * len(SIGNATURES[known.body][1])
     return given, _options((len(outputs) * threads, 1, 1), threads, *outputs)
 

@@ -31,6 +31,7 @@ from mlx_paged.kernels.narrow_matmul import (
     products,
     self_check,
 )
+from mlx_paged.kernels.packed_weight import BITS, PackedWeight
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +52,8 @@ def test_what_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     x, (w,) = arrays(32, 5, 64)
     bias = mx.zeros((5,), mx.bfloat16)
     assert covers(x, [w], bias) and covers(x, [w, w]) and covers(x, [w, w[:3], w])
-    bodies, dtypes, tiles, _ = zip(*asked, strict=True)
+    bodies, dtypes, tiles, _, bits = zip(*asked, strict=True)
+    assert set(bits) == {0}
     asked.clear()
     residual = mx.zeros((32, 1, 5), mx.bfloat16)
     assert covers_sum(x, w, residual) and covers_gated(x, w, w)
@@ -70,6 +72,38 @@ def test_what_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not covers(x, [w], bias[:4]) and not covers(x, [w], bias.astype(mx.float32))
 
 
+def packed(width: int, depth: int, bits: int = 4, group_size: int = 32, dtype: mx.Dtype = mx.bfloat16) -> PackedWeight:
+    layer = nn.Linear(depth, width, bias=False)
+    layer.set_dtype(dtype)
+    weight = PackedWeight.of(layer.to_quantized(group_size, bits))
+    assert weight is not None and weight.shape == (width, depth) and weight.dtype == dtype
+    return weight
+
+
+def test_which_quantised_matrices_are_covered(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(narrow_matmul, "works", lambda *choice: asked.append(choice) or choice[1] != mx.float32)
+    x = mx.zeros((3, 1, 64), mx.bfloat16)
+    four, eight, wide = packed(5, 64), packed(5, 64, 8), packed(5, 64, group_size=64)
+    bias = mx.zeros((5,), mx.bfloat16)
+    assert covers(x, [four]) and covers(x, [eight], bias) and covers(x, [four, packed(9, 64), four])
+    assert covers_gated(x, eight, eight) and covers_sum(x, four, mx.zeros((3, 1, 5), mx.bfloat16))
+    assert [(body, bits) for body, *_, bits in asked] == [(PLAIN, 4), (BIASED, 8), (GROUPED, 4), (GATED, 8), (ADDED, 4)]
+    asked.clear()
+    assert not covers(x, [four, eight]) and not covers(x, [four, wide]) and not covers_gated(x, four, eight)
+    assert not covers(x, [four, mx.zeros((5, 64), mx.bfloat16)]) and not covers(x.astype(mx.float16), [four])
+    assert not covers(x[..., :32], [four]) and not covers(x[:1], [four]) and not asked
+    many = mx.zeros((narrow_matmul.MAX_PACKED_ROWS, 1, 64), mx.bfloat16)
+    assert covers(many, [four]) and not covers(mx.concatenate([many, x]), [four])
+    monkeypatch.setattr(narrow_matmul, "MAX_PACKED_SIZE", 5 * 64 - 1)
+    assert not covers(x, [four])
+
+
+@pytest.mark.parametrize(("mode", "group_size", "bits"), [("mxfp4", 32, 4), ("affine", 32, 3), ("affine", 64, 6)])
+def test_matrices_that_are_packed_in_another_way(mode: str, group_size: int, bits: int) -> None:
+    assert PackedWeight.of(nn.Linear(64, 8).to_quantized(group_size, bits, mode=mode)) is None
+
+
 @pytest.mark.skipif(kernel_build.backend() == "cuda", reason="CUDA is here")
 def test_without_cuda_nothing_is_built() -> None:
     assert not covers(*arrays(2, 5, 64))
@@ -86,6 +120,8 @@ def test_a_kernel_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPat
 
         def launch(inputs: list[mx.array], **options: object) -> list[mx.array]:
             x, *weights = inputs
+            if weights[0].dtype == mx.uint32:
+                return [mx.zeros(shape, x.dtype) for shape in options["output_shapes"]]
             return [1.01 * (x @ w.T) for w in weights]
 
         return launch
@@ -94,6 +130,8 @@ def test_a_kernel_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPat
     with pytest.warns(UserWarning, match="RMS .* is not below"):
         assert not covers(*arrays(2, 5, 64))
     assert not covers(*arrays(3, 5, 64)) and len(built) == 2  # checked once
+    with pytest.warns(UserWarning, match="narrow_quantized .* is off"):
+        assert not covers(mx.zeros((2, 1, 64), mx.bfloat16), [packed(5, 64)])
     x, weights = arrays(3, 5, 64)
     with pytest.warns(UserWarning, match="narrow_matmul_group .* RMS .* is not below"):
         assert not covers(x, weights * 3)
@@ -146,3 +184,26 @@ def test_weights_at_any_address() -> None:
         want = (x.astype(mx.float32)[:, None] * w.astype(mx.float32)).sum(-1)
         (got,) = products(x, [w])
         assert mx.allclose(got.astype(mx.float32), want, rtol=1e-2, atol=5e-2).item()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(kernel_build.backend() != "cuda", reason="needs CUDA")
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", narrow_matmul.DTYPES)
+def test_products_with_quantised_matrices_on_a_gpu(dtype: mx.Dtype, bits: int) -> None:
+    for tile in TILES:
+        for body in BODIES:
+            result = self_check(body, dtype, tile, bits)
+            assert result.ok, result.reason
+    mx.random.seed(0)
+    for num_rows in (2, 3, 8, 9, 16, 17, 31, 32, 33, 100, 256):
+        for width, depth, group_size in ((512, 2048, 64), (2048, 8192, 128), (100, 64, 32), (2051, 992, 32)):
+            x = mx.random.normal((num_rows, 1, depth)).astype(dtype)
+            w = packed(width, depth, bits, group_size, dtype)
+            assert covers(x, [w])
+            (got,) = products(x, [w])
+            want = x.astype(mx.float32) @ w.values().astype(dtype).astype(mx.float32).T
+            assert mx.sqrt(mx.square(got.astype(mx.float32) - want).mean()).item() < MAX_RMS, (num_rows, width, depth)
+            assert all(mx.array_equal(got, again).item() for again in products(x, [w, w, w]))
+    (whole,), (alone,) = products(x, [w]), products(x[5:7], [w])
+    assert mx.array_equal(alone, whole[5:7]).item()

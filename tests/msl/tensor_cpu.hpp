@@ -1,4 +1,4 @@
-// The helpers of kernels/tensor.cuh that narrow_matmul uses, for the emulator.
+// The helpers of kernels/tensor.cuh that narrow_matmul and narrow_quantized use, for the emulator.
 inline uint4 make_uint4(uint x, uint y, uint z, uint w) { return uint4(x, y, z, w); }
 template <class T>
 inline uint pack(T low, T high) {
@@ -12,10 +12,19 @@ inline uint4 load_words(const T* source) {
   return make_uint4(pack(source[0], source[1]), pack(source[2], source[3]), pack(source[4], source[5]), pack(source[6], source[7]));
 }
 template <class T>
-inline uint4 stream_load(const T* source) { return load_words(source); }
+inline uint4 stream_load(const T* source) {
+  if constexpr (sizeof(T) == 4) return make_uint4(source[0], source[1], source[2], source[3]);
+  else return load_words(source);
+}
 template <class T>
 inline uint4 load_aligned(const T* source) { return load_words(source); }
 inline bool is_aligned(const void* address) { return reinterpret_cast<uint64_t>(address) % 16 == 0; }
+inline float float_of(uint bits) {
+  float value;
+  __builtin_memcpy((void*)&value, &bits, 4);
+  return value;
+}
+inline uint word(uint4 x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 template <class T>
 inline float half_of(uint word, int high) {
   const ushort bits = ushort(high ? word >> 16 : word & 0xffff);

@@ -13,7 +13,7 @@ from ...attention import gather
 from ...attention.dispatch import Dispatch, last_dispatch, paged_attention
 from ...config import PagedConfig
 from ...errors import PagedCacheError
-from ...kernels import narrow_matmul
+from ...kernels import narrow_matmul, packed_weight
 from ...kernels.availability import device_decline
 from ...kernels.build import backend
 from ...kernels.check import MAX_RMS, SelfCheck, self_check
@@ -122,10 +122,11 @@ class ProductJob(NamedTuple):
     body: str
     dtype: mx.Dtype
     tile: narrow_matmul.Tile
+    bits: int = 0  # of quantised weights
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("mlx.core.")
-        return f"{name:>8} products of up to {self.tile.rows} rows"
+        return f"{name:>8} products of up to {self.tile.rows} rows{f', {self.bits} bits' if self.bits else ''}"
 
     @property
     def pool(self) -> tuple[Any, ...] | None:
@@ -134,7 +135,7 @@ class ProductJob(NamedTuple):
 
     def run(self, config: PagedConfig) -> Iterator[Checked]:
         """As :meth:`ShapeJob.run`."""
-        result = narrow_matmul.self_check(self.body, self.dtype, self.tile)
+        result = narrow_matmul.self_check(*self)
         launch = partial(narrow_matmul.launch_seconds, *self)
         yield _checked(True, str(self), self.body, result, "compiled decode steps", launch)
 
@@ -148,7 +149,8 @@ def jobs(block_size: int, *, everything: bool) -> list[Job]:
     shapes = dict.fromkeys([*popular_shapes(block_size), *(all_shapes(block_size) if everything else ())])
     dtypes = () if backend() != "cuda" else narrow_matmul.DTYPES if everything else (POPULAR_DTYPE,)
     products = [
-        ProductJob(body, dtype, tile)
+        ProductJob(body, dtype, tile, bits)
+        for bits in (0, *packed_weight.BITS)
         for dtype in dtypes
         for tile in narrow_matmul.TILES
         for body in narrow_matmul.BODIES

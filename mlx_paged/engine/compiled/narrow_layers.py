@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...kernels import narrow_matmul
+from ...kernels.packed_weight import PackedWeight
 
 
 class NarrowLinear(nn.Linear):
@@ -28,6 +29,26 @@ class NarrowEmbedding(nn.Embedding):
     def as_linear(self, x: mx.array) -> mx.array:
         weight = self["weight"]
         if not narrow_matmul.covers(x, [weight]):
+            return super().as_linear(x)
+        return narrow_matmul.products(x, [weight])[0]
+
+
+class NarrowQuantizedLinear(nn.QuantizedLinear):
+    """A linear layer with a quantised weight; see :func:`narrow_matmul.products`."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        weight, bias = PackedWeight.of(self), self.get("bias")
+        if weight is None or not narrow_matmul.covers(x, [weight], bias):
+            return super().__call__(x)
+        return narrow_matmul.products(x, [weight], bias)[0]
+
+
+class NarrowQuantizedEmbedding(nn.QuantizedEmbedding):
+    """An embedding whose quantised weight is the output layer's as well."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        weight = PackedWeight.of(self)
+        if weight is None or not narrow_matmul.covers(x, [weight]):
             return super().as_linear(x)
         return narrow_matmul.products(x, [weight])[0]
 
@@ -76,14 +97,27 @@ def gated(gate: nn.Module, up: nn.Module, x: mx.array) -> mx.array | None:
     return narrow_matmul.gated_product(x, *weights)
 
 
-def _weights_of(layers: Sequence[nn.Module]) -> list[mx.array] | None:
+def _weights_of(layers: Sequence[nn.Module]) -> list[narrow_matmul.Matrix] | None:
     """None if these are not narrow layers without biases."""
-    if any(type(layer) is not NarrowLinear or "bias" in layer for layer in layers):
-        return None
-    return [layer["weight"] for layer in layers]
+    weights: list[narrow_matmul.Matrix] = []
+    for layer in layers:
+        weight = None
+        if "bias" not in layer and type(layer) is NarrowLinear:
+            weight = layer["weight"]
+        elif "bias" not in layer and type(layer) is NarrowQuantizedLinear:
+            weight = PackedWeight.of(layer)
+        if weight is None:
+            return None
+        weights.append(weight)
+    return weights
 
 
-_NARROW: dict[type, type] = {nn.Linear: NarrowLinear, nn.Embedding: NarrowEmbedding}
+_NARROW: dict[type, type] = {
+    nn.Linear: NarrowLinear,
+    nn.Embedding: NarrowEmbedding,
+    nn.QuantizedLinear: NarrowQuantizedLinear,
+    nn.QuantizedEmbedding: NarrowQuantizedEmbedding,
+}
 
 
 @contextmanager
@@ -91,7 +125,7 @@ def narrow_layers(model: Any, num_rows: int) -> Iterator[None]:
     """Within, the model's own linear layers and embeddings (not classes derived from them) are narrow ones."""
     changed: list[tuple[nn.Module, type]] = []
     try:
-        if isinstance(model, nn.Module) and narrow_matmul.MIN_ROWS <= num_rows <= narrow_matmul.MAX_ROWS:
+        if isinstance(model, nn.Module) and narrow_matmul.MIN_ROWS <= num_rows <= narrow_matmul.MAX_PACKED_ROWS:
             for module in model.modules():
                 original = type(module)
                 if original in _NARROW:

@@ -1,3 +1,3 @@
 // CUDA only: out = x w^T + bias; see narrow_matmul_tile.cuh.
-const T* const partner = w;
+const auto* const partner = w;
 auto finish = [&](int, int column, float sum, float) { return static_cast<T>(sum + static_cast<float>(bias[column])); };

@@ -1,5 +1,5 @@
 // CUDA only: out = silu(x w^T) * (x w1^T), rounded wherever MLX's operations round; see narrow_matmul_tile.cuh.
-const T* const partner = w1;
+const auto* const partner = w1;
 constexpr float LOG2E = 1.44269504088896341f;
 auto rounded = [](float value) { return static_cast<float>(static_cast<T>(value)); };
 auto finish = [&](int, int, float sum, float partner_sum) {

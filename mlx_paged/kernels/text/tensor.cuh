@@ -125,6 +125,9 @@ template <int N>
 struct Number {
   static constexpr int value = N;
 };
+__device__ inline float float_of(unsigned bits) {
+  return __uint_as_float(bits);
+}
 }  // namespace mlx::core::cu
 // The launch's shared memory, which may be more than an array in the text may have.
 #define SHARED_ARRAY(T, name, size) \

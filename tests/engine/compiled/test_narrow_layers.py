@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -85,6 +86,35 @@ def test_every_product_of_a_compiled_step_is_a_launch(kind: str, products: list[
         assert got == plain
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_every_product_with_quantised_weights_is_a_launch(
+    kind: str, bits: int, products: list[tuple[str, int]], kernels: Any
+) -> None:
+    model = model_of(kind, mx.bfloat16)
+    nn.quantize(model, group_size=32, bits=bits)
+    with mlx_dequantizes():  # its products with quantised weights round elsewhere
+        got = batch(model, 5)
+        bodies = Counter(body for body, num_rows in products if num_rows == 8)  # padded; others are not compiled
+        steps = bodies.total() // LAUNCHES.total()
+        assert steps and bodies == Counter({body: n * steps for body, n in LAUNCHES.items()})
+        if kernels is not None:
+            with mock.patch.object(narrow_matmul, "works", lambda *choice: False):
+                assert batch(model, 5) == got
+
+
+@contextmanager
+def mlx_dequantizes() -> Iterator[None]:
+    """MLX multiplies with the dequantised weight."""
+
+    def quantized_matmul(x: mx.array, w: mx.array, *, transpose: bool, **options: Any) -> mx.array:
+        assert transpose
+        return x @ mx.dequantize(w, **options).T
+
+    with mock.patch.object(mx, "quantized_matmul", quantized_matmul):
+        yield
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("num_rows", "dtype"), [(1, mx.bfloat16), (narrow_matmul.MAX_ROWS + 1, mx.bfloat16), (3, mx.float32)]
@@ -104,7 +134,7 @@ def test_layers_of_other_classes_are_left_alone(products: list[tuple[str, int]],
         weight = layer[name].weight
         layer[name] = Doubled(*weight.shape[::-1], bias=False)
         layer[name].weight = weight
-    nn.quantize(model.layers[2].self_attn, group_size=32, bits=8)
+    nn.quantize(model.layers[2].self_attn, mode="mxfp4")
     got = batch(model, 3)
     # Without the first layer's o_proj, with the second's up_proj alone, without the third's attention.
     expected = LAUNCHES - Counter({ADDED: 2, GATED: 1, GROUPED: 1}) + Counter({PLAIN: 1})

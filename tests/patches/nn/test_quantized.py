@@ -16,7 +16,7 @@ from mlx_lm.tuner.lora import LoRALinear
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine.compiled import compiled_step
-from mlx_paged.kernels import quantized_matmul
+from mlx_paged.kernels import narrow_matmul, quantized_matmul
 from mlx_paged.patches import registry
 from tests.support.kernels.gather_mm import gather_mm_of_16_bits
 from tests.support.models.batch_runs import generator
@@ -173,7 +173,7 @@ def test_experts_give_what_they_gave(bias: bool, is_sorted: bool) -> None:
     want = layer(x, indices, is_sorted)
     mlx_paged.apply_patches()
     with (
-        quantized_matmul.Dequantizing(),
+        quantized_matmul.Inference(),
         gather_mm_of_16_bits(),
         mock.patch.object(mx, "dequantize", wraps=mx.dequantize) as dequantize,
     ):
@@ -232,13 +232,14 @@ def test_batches_say_what_they_said(
 
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
-def test_a_compiled_step_multiplies_all_rows_at_once(
+def test_a_compiled_step_without_our_products_multiplies_all_rows_at_once(
     kind: str, multiplied: list[tuple[int, ...]], kernels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled_step, "PATIENCE", 0)
     model = quantized(kind, 8, mx.bfloat16)
     mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
-    batch(model, (5, 40, 12))
+    with mock.patch.object(narrow_matmul, "works", lambda *choice: False):
+        batch(model, (5, 40, 12))
     assert mlx_paged.dispatch_counts()
     of_steps = [shape for shape in multiplied if shape[0] == 4]  # three rows, padded
     per_step = 7 * len(model.layers) + 1

@@ -20,6 +20,7 @@ from mlx_paged.attention.masks import causal_mask
 from mlx_paged.engine.compiled import compiled_step
 from mlx_paged.kernels import availability, narrow_matmul
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.packed_weight import PackedWeight
 from mlx_paged.kv.storage import choice, in_place
 from mlx_paged.kv.storage.base import Geometry
 from mlx_paged.kv.storage.scoring import QueryHeads, Scoring
@@ -195,16 +196,19 @@ class FakeKernels:
         self,
         body: str,
         x: mx.array,
-        weights: Sequence[mx.array],
+        weights: Sequence[narrow_matmul.Matrix],
         addend: mx.array | None,
         tile: narrow_matmul.Tile,
         shapes: Sequence[tuple[int, ...]],
     ) -> list[mx.array]:
         x = x.reshape(-1, weights[0].shape[1])
-        assert x.shape[0] <= tile.rows and all(w.dtype == x.dtype for w in weights)
+        is_packed = isinstance(weights[0], PackedWeight)
+        assert x.shape[0] <= (narrow_matmul.MAX_PACKED_ROWS if is_packed else tile.rows)
+        assert all(w.dtype == x.dtype for w in weights)
         assert body in (narrow_matmul.GROUPED, narrow_matmul.GATED) or len(weights) == 1
         assert (addend is not None) == (body in (narrow_matmul.BIASED, narrow_matmul.ADDED))
         self.calls["narrow_matmul"] += 1
+        weights = [dequantized(w) for w in weights]
         products = [x @ w.T for w in weights]
         if body == narrow_matmul.BIASED:
             products = [mx.addmm(addend, x, weights[0].T)]
@@ -213,6 +217,12 @@ class FakeKernels:
             products = [nn.silu(gate) * up]
         products = [y.reshape(shape) for y, shape in zip(products, shapes, strict=True)]
         return [addend + products[0]] if body == narrow_matmul.ADDED else products
+
+
+def dequantized(weight: narrow_matmul.Matrix) -> mx.array:
+    if not isinstance(weight, PackedWeight):
+        return weight
+    return mx.dequantize(*weight.arrays, weight.shape[1] // weight.scales.shape[1], weight.bits)
 
 
 def decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
@@ -234,7 +244,7 @@ def fake_kernels() -> Iterator[FakeKernels]:
         mock.patch.object(dispatch, "kernel_decline", decline),
         mock.patch.object(dispatch, "prefill_decline", decline),
         mock.patch.object(in_place, "_prefill_kernel", lambda: fake.prepare_prefill),
-        mock.patch.object(narrow_matmul, "works", lambda body, dtype, tile, dims: dtype in narrow_matmul.DTYPES),
+        mock.patch.object(narrow_matmul, "works", lambda body, dtype, tile, dims, bits: dtype in narrow_matmul.DTYPES),
         mock.patch.object(narrow_matmul, "_launch", fake.multiply),
     ):
         yield fake
