@@ -70,7 +70,8 @@ class LiveRequests:
             self.sharing = Snapshots(self.requests) if pool is None else PrefixSharing(prefixes, pool, self.requests)
         if self.pool is not None:
             cached = (lambda request: 0) if self.sharing is None else self.sharing.available
-            self.budget = RequestBudget(self.pool, chunk=prefill_step_size, cached=cached)
+            will_find = self.sharing.will_find if self.sharing is not None else lambda requests: [0] * len(requests)
+            self.budget = RequestBudget(self.pool, chunk=prefill_step_size, cached=cached, will_find=will_find)
         if self.in_place:
             prefill_step_size = min(prefill_step_size, IN_PLACE_STEP_TOKENS)
         self.scheduler = Scheduler(
