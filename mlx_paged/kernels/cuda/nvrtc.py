@@ -7,7 +7,7 @@ import os
 from functools import lru_cache
 
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
-OPTIONS = ("-std=c++17", "-w")
+OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--disable-warnings")
 
 
 class CompileError(RuntimeError):

@@ -77,6 +77,8 @@ def source_of(
     axes, declared = [], []
     for i, name in enumerate(inputs):
         own = _axes_read(name, source, constants)
+        if own is None:
+            return None
         if own:
             axes.append((i, own))
             parameters += [f"int {name}_{axis}" for axis in own]
@@ -93,9 +95,9 @@ def source_of(
     return Source(name, before + name + after, tuple(kind(each) for each in inputs), tuple(axes), swapped)
 
 
-def _axes_read(name: str, source: str, constants: Mapping[str, Any]) -> tuple[int, ...]:
-    """Axes of an input whose sizes a text needs."""
+def _axes_read(name: str, source: str, constants: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Axes of an input whose sizes a text needs; None if that cannot be told."""
     read = set(re.findall(rf"\b{name}_shape\[(\w+)\]", source))
     if all(axis.isdigit() for axis in read):
         return tuple(sorted(map(int, read)))
-    return tuple(range(constants["XD"]))  # in a loop over them all
+    return tuple(range(constants["XD"])) if "XD" in constants else None  # in a loop over them all
