@@ -194,3 +194,11 @@ def told_when_compiling() -> AbstractContextManager[None]:
     known = cubins() if backend() == "cuda" else None
     is_kept = known is not None and known.folder is not None
     return told_when_slow("compiling kernels, once per machine" if is_kept else "compiling kernels")
+
+
+def compiled_by() -> str:
+    """Who compiles the kernels on this machine, for people."""
+    known = cubins() if backend() == "cuda" else None
+    if known is None:
+        return "MLX"
+    return f"NVRTC {known.version}, {'once per machine' if known.folder is not None else 'in each process'}"

@@ -16,7 +16,7 @@ from mlx_paged.kernels import build, check, narrow_matmul
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.build import SIGNATURES, Constants, build_kernel
 from mlx_paged.kernels.check import _texts_of, self_check
-from mlx_paged.kernels.cuda.cubins import Cubins
+from mlx_paged.kernels.cuda.cubins import CubinFolder, Cubins
 from mlx_paged.kernels.cuda.launch import CompiledKernel
 from mlx_paged.kernels.cuda.source import Source
 from mlx_paged.kernels.decode_spec import pool_constants_of
@@ -167,6 +167,15 @@ def test_all_texts_of_a_variant_are_begun_before_the_first_is_needed(
     for body, constants in _texts_of(TENSOR):
         assert isinstance(build_kernel(body, constants), CompiledKernel)
     assert len(compiler.texts) == 4, "each is compiled once"
+
+
+def test_it_is_told_who_compiles(mlx: FakeMLX, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert build.compiled_by() == "NVRTC 13.0, in each process"
+    kept = Cubins(FakeCompiler(), "sm_90", CubinFolder(tmp_path / "kernels"))
+    monkeypatch.setattr(build, "cubins", lambda: kept)
+    assert build.compiled_by() == "NVRTC 13.0, once per machine"
+    monkeypatch.setattr(build, "cubins", lambda: None)
+    assert build.compiled_by() == "MLX"
 
 
 def test_nothing_is_begun_without_a_gpu() -> None:

@@ -92,6 +92,7 @@ class Cubins:
         self, compiler: Compiler, architecture: str, folder: CubinFolder | None, *, is_packed: bool = True
     ) -> None:
         self.folder = folder
+        self.version = compiler.version
         self._compiler = compiler
         self._architecture = architecture
         self._is_packed = is_packed
@@ -110,7 +111,11 @@ class Cubins:
             future.set_result(kept)
         else:
             # Not a daemon: a process that ends waits for it, rather than unload the compiler under it.
-            threading.Thread(target=self._make, args=(source.text, key, future), name="mlx_paged compiles").start()
+            thread = threading.Thread(target=self._make, args=(source.text, key, future), name="mlx_paged compiles")
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads, or the process ends
+                self._make(source.text, key, future)
         return future
 
     def get(self, source: Source) -> bytes | None:
@@ -118,7 +123,7 @@ class Cubins:
         return self.start(source).result()
 
     def _key(self, source: Source) -> str:
-        parts = (source.text, self._architecture, self._compiler.version, *OPTIONS, str(self._is_packed))
+        parts = (source.text, self._architecture, self.version, *OPTIONS, str(self._is_packed))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]
 
     def _make(self, text: str, key: str, future: Future[bytes | None]) -> None:
