@@ -95,7 +95,7 @@ class Engine(LiveRequests):
             chunks=[chunk for chunk in plan.chunks if self._is_alive(chunk.request)],
         )
         if self.budget is not None:
-            self.budget.grow_for(alive, self.requests.values())
+            self.budget.grow_for(alive, self.requests.values(), self.scheduler.max_running)
         joining = [r for r in alive.decode if r not in self.batch.members and r.caches is not None]
         self._join(joining)
         self._fail_noted()

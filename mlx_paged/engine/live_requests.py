@@ -78,7 +78,8 @@ class LiveRequests:
         chunk = min(prefill_step_size, STEP_TOKENS) if self.packs else prefill_step_size
         if self.pool is not None:
             cached = (lambda request: 0) if self.sharing is None else self.sharing.available
-            self.budget = RequestBudget(self.pool, chunk=chunk, cached=cached)
+            will_find = self.sharing.will_find if self.sharing is not None else lambda requests: [0] * len(requests)
+            self.budget = RequestBudget(self.pool, chunk=chunk, cached=cached, will_find=will_find)
         if self.in_place or self.packs:
             prefill_step_size = min(prefill_step_size, IN_PLACE_STEP_TOKENS)
         self.scheduler = Scheduler(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import islice
 
 from ..kv.block_table import BlockTable
 from ..kv.budget import Append, PoolBudget
 from ..kv.pool import BlockPool
 from .request import Request
 from .scheduler import Growth, ScheduledStep
+
+# Tokens to be generated that the pool grows for at once (docs/adr/0001).
+GENERATED_AHEAD = 512
 
 
 class RequestBudget:
@@ -19,12 +23,22 @@ class RequestBudget:
         pool: of their caches.
         chunk: most tokens of a prompt computed at a time.
         cached: tokens of a request that has not started which it would find in a prefix cache.
+        will_find: of requests, oldest first, the tokens that each is going to find there when it starts after those
+            before it.
     """
 
-    def __init__(self, pool: BlockPool, *, chunk: int, cached: Callable[[Request], int]) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        chunk: int,
+        cached: Callable[[Request], int],
+        will_find: Callable[[Sequence[Request]], Sequence[int]],
+    ) -> None:
         self.budget = PoolBudget(pool, chunk=chunk)
         self._block_size = pool.block_size
         self._cached = cached
+        self._will_find = will_find
 
     def holds(self, num_tokens: int, tables: Sequence[BlockTable] | None = None) -> bool:
         """See :meth:`PoolBudget.holds`."""
@@ -49,8 +63,14 @@ class RequestBudget:
                 return False
         return True
 
-    def grow_for(self, plan: ScheduledStep, requests: Iterable[Request]) -> None:
-        """Have the pool grow for a step, but not beyond what the requests known now can come to need."""
+    def grow_for(self, plan: ScheduledStep, requests: Iterable[Request], most_running: int) -> None:
+        """Have the pool grow for a step, once for the requests known now.
+
+        Args:
+            plan: the step.
+            requests: all that run or wait, oldest first.
+            most_running: most of them that run at a time.
+        """
         groups = self.budget.pool.groups
         enough = len(plan.decode) + sum(chunk.num_tokens // self._block_size + 2 for chunk in plan.chunks)
         if all(group.allocator.num_free >= enough for group in groups):
@@ -59,8 +79,25 @@ class RequestBudget:
         with suppress(Exception):  # whoever appends without room for it grows the pool then, or fails alone
             self.budget.grow_for(
                 [_append(request, num_tokens) for request, num_tokens in soon],
-                lambda: [_append(request, request.num_missing) for request in requests],
+                lambda: self._expected(list(islice(requests, most_running))),
             )
+
+    def _expected(self, requests: Sequence[Request]) -> list[Append]:
+        """What requests that can run together are going to append: their prompts but for what they will find cached,
+        and the tokens that they may generate, no more than :data:`GENERATED_AHEAD` of them: few answers are as long as
+        they may be."""
+        expected = []
+        left = self.budget.pool.memory.unheld_bytes
+        for request, found in zip(requests, self._will_find(requests), strict=True):
+            prompt = max(0, request.prefill_end + 1 - request.length)
+            num_tokens = min(request.num_missing, prompt + GENERATED_AHEAD)
+            if request.sequence is None:
+                num_tokens -= min(found - found % self._block_size, num_tokens - 1)
+            expected.append(_append(request, num_tokens))
+            left -= self.budget.bytes_to_append(expected[-1])
+            if left < 0 and request.caches is None:
+                break  # those after it wait until others have finished
+        return expected
 
     def exhausted(self, request: Request, num_tokens: int) -> Exception:
         """See :meth:`PoolBudget.exhausted`."""

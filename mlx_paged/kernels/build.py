@@ -8,12 +8,18 @@ from __future__ import annotations
 import hashlib
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from importlib import resources
 from typing import Any
 
 import mlx.core as mx
+
+from ..warn import told_when_slow
+from .cuda.cubins import cubins
+from .cuda.launch import CompiledKernel
+from .cuda.source import Source, source_of
 
 # Compile-time constants of a kernel: (name, bool | int | dtype).
 Constants = tuple[tuple[str, Any], ...]
@@ -147,6 +153,8 @@ def build_kernel(body: str, constants: Constants) -> Callable[..., list[mx.array
     dialect = backend()
     if dialect is None:
         raise KernelUnavailable("the paged kernels need a GPU that MLX can use")
+    if dialect == "cuda" and (compiled := _compiled_kernel(body, constants)) is not None:
+        return compiled
     # MLX handles the whole text at every call: give it no more than the compiler needs.
     header, source = (_condense(text) for text in kernel_source(body, dialect, constants))
     inputs, outputs, strided = SIGNATURES[body]
@@ -170,3 +178,48 @@ def build_kernel(body: str, constants: Constants) -> Callable[..., list[mx.array
         ensure_row_contiguous=not strided,
         **memory,
     )
+
+
+@lru_cache(maxsize=1024)
+def _cuda_source(body: str, constants: Constants) -> Source | None:
+    """For the compiler of :func:`cubins`."""
+    header, source = (_condense(text) for text in kernel_source(body, "cuda", constants))
+    types = (resources.files(__package__) / "text" / "types.cuh").read_text()
+    inputs, outputs, _ = SIGNATURES[body]
+    return source_of(body, types + header, source, inputs, outputs, dict(constants), _TYPE_NAMES["cuda"])
+
+
+def _compiled_kernel(body: str, constants: Constants) -> CompiledKernel | None:
+    """What this package compiles itself: MLX would read all of its headers for each text, some 2 s, in each process
+    anew (docs/adr/0025). None: MLX has to."""
+    known, source = cubins(), _cuda_source(body, constants)
+    if known is None or source is None:
+        return None
+    with told_when_compiling():
+        cubin = known.get(source)
+    return None if cubin is None else CompiledKernel(source, cubin, _TYPE_NAMES["cuda"])
+
+
+def compile_ahead(kernels: Iterable[tuple[str, Constants]]) -> None:
+    """Begin to compile kernels, (body, constants) each, that are going to be built: all at the same time, by threads.
+    Does nothing where MLX compiles."""
+    known = cubins() if backend() == "cuda" else None
+    if known is not None:
+        for source in (_cuda_source(*kernel) for kernel in kernels):
+            if source is not None:
+                known.start(source)
+
+
+def told_when_compiling() -> AbstractContextManager[None]:
+    """Around what may compile kernels: says so on a terminal, once, if it takes long."""
+    known = cubins() if backend() == "cuda" else None
+    is_kept = known is not None and known.folder is not None
+    return told_when_slow("compiling kernels, once per machine" if is_kept else "compiling kernels")
+
+
+def compiled_by() -> str:
+    """Who compiles the kernels on this machine, for people."""
+    known = cubins() if backend() == "cuda" else None
+    if known is None:
+        return "MLX"
+    return f"NVRTC {known.version}, {'once per machine' if known.folder is not None else 'in each process'}"

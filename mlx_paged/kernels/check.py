@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from . import ops as kernels
-from .launch_shape import Variant
+from .build import Constants, compile_ahead, told_when_compiling
+from .decode_spec import pool_constants_of, spec_of
+from .launch_shape import Variant, shape_for
 
 MAX_RMS = 5e-3
 _QUERY_HEADS = 8  # at least, as models have
@@ -77,12 +79,24 @@ def checked(variant: Variant, check: Callable[[Variant], SelfCheck] | None = Non
     A variant that has passed fails from then on once it is off: a text that only a later step needed does not compile.
     """
     if variant not in _results:
-        result = _results[variant] = (check or self_check)(variant)
+        compile_ahead(_texts_of(variant))
+        with told_when_compiling():
+            result = _results[variant] = (check or self_check)(variant)
         if not result.ok:
             kernels.switch_off(variant, result.reason)
             warnings.warn(f"mlx_paged: {variant} failed its self-check and is off: {result.reason}", stacklevel=2)
     result, off = _results[variant], kernels.why_off(variant)
     return result if off is None or not result.ok else result._replace(ok=False, reason=off)
+
+
+def _texts_of(variant: Variant) -> list[tuple[str, Constants]]:
+    """Body and constants of the texts that a pool of this variant and its decode steps need, on CUDA."""
+    pool = pool_constants_of(variant.dtype, variant.head_dim, variant.value_dim, variant.block_size)
+    texts = [("write_slots", (*pool, ("S", mx.int32))), ("gather_blocks", pool), ("copy_blocks", pool)]
+    for partitions in (2, 1):
+        spec = spec_of(variant, shape_for(variant), 1, variant.gqa, 1, partitions)
+        texts += [(text.body, text.constants) for text in spec.texts]
+    return list(dict.fromkeys(texts))
 
 
 def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
@@ -92,9 +106,8 @@ def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
     batch, n_q_heads = len(contexts), n_kv_heads * variant.gqa
     used = [-(-n // block) for n in contexts]
     width = -(-max(used) // _TABLE_WIDTH) * _TABLE_WIDTH
-    key = mx.random.key(seed)
-    keys = mx.random.split(key, 5)
-    # By Python here and below: what MLX's indexing by arrays needs, it would have to compile on CUDA.
+    # By Python and by slices, here and below: MLX would have to compile what it needs to index on CUDA.
+    keys = [mx.random.key(5 * seed + i) for i in range(5)]
     order = random.Random(seed).sample(range(1, sum(used) + 1), sum(used))
     tables, slots = [], []
     for n, blocks in zip(contexts, used, strict=True):
@@ -123,7 +136,7 @@ def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
     newest = [sum(contexts[: b + 1]) - 1 for b in range(batch)]
     no_k, no_v = (mx.full((batch, *x.shape[1:]), float("nan"), dtype) for x in (k, v))
     fence = kernels.write_slots(k_pool, v_pool, fence, no_k, no_v, mx.array([slots[i] for i in newest], mx.int32))
-    new_k, new_v = (mx.stack([x[i] for i in newest])[:, :, None] for x in (k, v))
+    new_k, new_v = (mx.concatenate([x[i : i + 1] for i in newest])[:, :, None] for x in (k, v))
     append = new_k, new_v
     again, fence = kernels.paged_decode(q, k_pool, v_pool, fence, *visible, append=append, **options)
     if not mx.array_equal(out.astype(mx.float32), again.astype(mx.float32)).item():
@@ -152,10 +165,10 @@ def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
         kb, vb = (x[first : first + n].swapaxes(0, 1) for x in (k, v))
         first += n
         got_k, got_v, fence = kernels.gather_blocks(k_pool, v_pool, fence, tables[b][: used[b]], 0, n)
-        if not (mx.array_equal(got_k[0], kb).item() and mx.array_equal(got_v[0], vb).item()):
+        if not (mx.array_equal(got_k.squeeze(0), kb).item() and mx.array_equal(got_v.squeeze(0), vb).item()):
             raise RuntimeError("slots read back differ from what was written")
-        expected = _attend(q[b], kb, vb, scale, softcap, sinks)
-        errors.append(mx.square(out[b].astype(mx.float32) - expected).mean())
+        expected = _attend(q[b : b + 1].squeeze(0), kb, vb, scale, softcap, sinks)
+        errors.append(mx.square(out[b : b + 1].squeeze(0).astype(mx.float32) - expected).mean())
     # One block and then four onto free ones: that is two texts, too.
     free = sum(used) + 1
     for sources, targets in (([1], [free]), ([1, 2, 3, 4], [free + i for i in range(1, 5)])):

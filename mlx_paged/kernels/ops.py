@@ -329,7 +329,7 @@ def gather_blocks(
     block_ids int32 [n], by absolute position. Returns (k [1, n_kv_heads, length, head_dim], v, fence).
     Raises ValueError if the range is empty or passes the table.
     """
-    ids = block_ids if isinstance(block_ids, mx.array) else mx.array(list(block_ids), mx.int32)
+    ids = block_ids.astype(mx.int32) if isinstance(block_ids, mx.array) else mx.array(list(block_ids), mx.int32)
     n_kv_heads, block_size, head_dim, value_dim = _geometry(k_pool, v_pool)
     if start < 0 or length < 1 or start + length > ids.size * block_size:
         raise ValueError(f"positions {start}..{start + length} are not in a table of {ids.size} blocks of {block_size}")
@@ -356,8 +356,8 @@ def copy_blocks(
     source and target: block ids, int32 [n] each; no block may be in both, and none twice in target.
     Raises ValueError if their lengths differ or are 0.
     """
-    src = source if isinstance(source, mx.array) else mx.array(list(source), mx.int32)
-    dst = target if isinstance(target, mx.array) else mx.array(list(target), mx.int32)
+    src = source.astype(mx.int32) if isinstance(source, mx.array) else mx.array(list(source), mx.int32)
+    dst = target.astype(mx.int32) if isinstance(target, mx.array) else mx.array(list(target), mx.int32)
     if src.shape != dst.shape or src.ndim != 1 or src.size == 0:
         raise ValueError(f"cannot pair blocks of shapes {src.shape} and {dst.shape}")
     n_kv_heads, block_size, head_dim, value_dim = _geometry(k_pool, v_pool)

@@ -85,14 +85,25 @@ class PoolBudget:
         return self.pool.slide(table for each in growth if each.tables and not each.forked for table in each.tables)
 
     def grow_for(self, soon: Growth, in_all: Callable[[], Growth]) -> None:
-        """Grow the pool where what is appended soon needs it, and by no more than is going to be appended in all."""
+        """Grow the pool where what is appended soon needs it: once for what is going to be appended in all, if that
+        fits, and by no more than that. ``in_all`` is asked only then; what is appended soon is part of it."""
         listed = [Append(*each) for each in soon]
         self._slide(listed)
-        groups = self.pool.groups
-        needed = [self._blocks_of(index, listed) for index in range(len(groups))]
-        if any(count > group.allocator.num_free for count, group in zip(needed, groups, strict=True)):
-            everything = [Append(*each) for each in in_all()]
-            self.pool.memory.ensure_free(needed, [self._blocks_of(index, everything) for index in range(len(groups))])
+        needed = self._blocks_of_all(listed)
+        if any(count > group.allocator.num_free for count, group in zip(needed, self.pool.groups, strict=True)):
+            everything = self._blocks_of_all([Append(*each) for each in in_all()])
+            self.pool.memory.ensure_free(needed, [max(pair) for pair in zip(needed, everything, strict=True)])
+
+    def bytes_to_append(self, append: Append) -> int:
+        """Bytes of the blocks that an append takes."""
+        return sum(
+            blocks * g.bytes_per_block
+            for blocks, g in zip(self._blocks_of_all([append]), self.pool.groups, strict=True)
+        )
+
+    def _blocks_of_all(self, growth: Sequence[Append]) -> list[int]:
+        """Blocks of each group that all these appends take."""
+        return [self._blocks_of(index, growth) for index in range(len(self.pool.groups))]
 
     def _blocks_of(self, index: int, growth: Iterable[Append]) -> int:
         """Blocks of a group that all these appends take."""

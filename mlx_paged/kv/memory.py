@@ -73,16 +73,32 @@ class PoolMemory:
         self.turn.is_dirty = True
         group.set_geometry(geometry, heads)
 
-    def ensure_free(self, counts: Sequence[int], most: Sequence[int] | None = None) -> None:
-        """Have so many blocks of each group free, growing tensors within the budget; with ``most`` so that no more than
-        that many are free then. None of them is taken for another group. Does nothing for a group whose blocks do not
-        fit: allocating them says so."""
+    def ensure_free(self, counts: Sequence[int], in_all: Sequence[int] | None = None) -> None:
+        """Have so many blocks of each group free, growing tensors within the budget. None of them is taken for another
+        group. Does nothing for a group whose blocks do not fit: allocating them says so.
+
+        Args:
+            counts: of each group.
+            in_all: blocks of each group that are going to be taken. A group that must grow does so once, by as many as
+                it needs, or by its share of what is left if not all of them fit.
+        """
         with self.turn:
             self.holders.collect()
+            share = 1.0 if in_all is None else min(1.0, self.unreserved_bytes / max(1, self._missing_bytes(in_all)))
             for index, group in enumerate(self.groups):
-                if counts[index] > group.allocator.num_free:
-                    with suppress(PoolExhaustedError):
-                        self.grow(group, counts[index], None if most is None else most[index], counts)
+                count, num_free = counts[index], group.allocator.num_free
+                if count <= num_free:
+                    continue
+                most = None if in_all is None else in_all[index]
+                if most is not None and group.geometry is not None:
+                    count = max(count, num_free + int((most - num_free) * share))
+                with suppress(PoolExhaustedError):
+                    self.grow(group, count, most, counts)
+
+    def _missing_bytes(self, counts: Sequence[int]) -> int:
+        """Bytes to grow by to have so many blocks of each group free."""
+        groups = zip(counts, self.groups, strict=True)
+        return sum(max(0, count - group.allocator.num_free) * group.bytes_per_block for count, group in groups)
 
     def grow(self, group: BlockGroup, count: int, most: int | None = None, kept: Sequence[int] | None = None) -> None:
         """Have ``count`` blocks of the group free, if need be at the cost of others' free blocks beyond ``kept``.

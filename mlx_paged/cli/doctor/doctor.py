@@ -19,7 +19,7 @@ import mlx.core as mx
 from ... import __version__
 from ...config import PagedConfig, free_memory
 from ...kernels.availability import device_decline
-from ...kernels.build import backend, gpu_cores
+from ...kernels.build import backend, compiled_by, gpu_cores
 from ..terminal import orderly_end
 from .jobs import jobs
 from .report import HEADER, Report, Row
@@ -49,6 +49,7 @@ def facts() -> dict[str, str]:
         "GPU cores": str(gpu_cores() or "not known"),
         "memory": _memory(info),
         "kernel dialect": backend() or "none",
+        "compiled by": compiled_by(),
         "kernel": device_decline() or "can run here",
     }
 

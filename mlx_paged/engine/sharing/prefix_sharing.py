@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from ...kv.pool import BlockPool
 from ...prefix.store import PrefixStore
@@ -38,6 +38,20 @@ class PrefixSharing:
             self.prefixes.held(request.source, request.salt),
             longest[0] if longest is not None and not self.has_windows else 0,
         )
+
+    def will_find(self, requests: Sequence[Request]) -> list[int]:
+        """Of requests, oldest first, the tokens that each is going to find when those before it have been computed:
+        what is cached, or what it has in common with the oldest of them that begins with the same block."""
+        oldest: dict[tuple[Hashable, tuple[int, ...]], Request] = {}
+        found = []
+        for request in requests:
+            if request.given is not None:
+                found.append(0)
+                continue
+            other = oldest.setdefault((request.salt, tuple(request.source[: self.pool.block_size])), request)
+            common = 0 if other is request else min(_common(request, other), len(request.source) - 1)
+            found.append(max(common, self.prefixes.held(request.source, request.salt)))
+        return found
 
     def must_wait(self, request: Request) -> bool:
         """Whether a running request is about to compute a block or more of this one's tokens, beyond what is there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..request import Request
@@ -54,6 +54,10 @@ class Snapshots:
         """Tokens that the request would not have to compute if it started now."""
         found = self._find(request)
         return 0 if found is None else len(found[1])
+
+    def will_find(self, requests: Sequence[Request]) -> list[int]:
+        """Of requests, oldest first, the tokens that each finds; what those before it will have left is not counted."""
+        return [self.available(request) for request in requests]
 
     def must_wait(self, request: Request) -> bool:
         """Whether a running request is about to come to an end that this one can go on from, beyond what is there."""

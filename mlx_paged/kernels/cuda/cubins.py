@@ -1,0 +1,178 @@
+"""Cubins: machine code of kernels, made by several threads at a time and kept on disk for the next process."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+import mlx.core as mx
+
+from .fatbin import fat_binary
+from .launch import CompiledKernel
+from .nvrtc import OPTIONS, nvrtc
+from .source import Source
+
+_DIGEST_BYTES = 32  # of SHA-256, before the machine code in a file
+_SUM = Source(
+    "mlx_paged_sum",
+    'extern "C" __global__ void mlx_paged_sum(const unsigned* a, unsigned* out) { *out = *a + 7; }',
+    ("uint32_t",),
+    (),
+    (),
+)
+
+
+class Compiler(Protocol):
+    """Makes machine code of a text; from any thread."""
+
+    version: str
+
+    def compile(self, text: str, architecture: str) -> bytes:
+        """Raises RuntimeError for a text that does not compile."""
+
+
+class CubinFolder:
+    """A folder of machine code, its owner's alone (0700, 0600). A file is written under another name and renamed, and
+    begins with a hash of the rest: one that is torn or altered is not used, and written anew.
+
+    Args:
+        path: made if it is not there.
+
+    Raises:
+        OSError: it cannot be made, or others could write to it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = path.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(f"others could write to {path}")
+
+    def read(self, key: str) -> bytes | None:
+        """What was written for a key, or None."""
+        try:
+            data = (self.path / f"{key}.cubin").read_bytes()
+        except OSError:
+            return None
+        digest, cubin = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+        return cubin if cubin and hashlib.sha256(cubin).digest() == digest else None
+
+    def write(self, key: str, cubin: bytes) -> None:
+        """Raises OSError; nothing is left then."""
+        temporary = self.path / f".{os.getpid()}-{threading.get_ident()}-{key}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with open(os.open(temporary, flags, 0o600), "wb") as file:
+                file.write(hashlib.sha256(cubin).digest() + cubin)
+            temporary.replace(self.path / f"{key}.cubin")
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+class Cubins:
+    """Machine code by text. What is on disk is read; what is not is compiled by a thread of its own, and written.
+
+    Args:
+        compiler: of the texts.
+        architecture: to compile for, like "sm_90".
+        folder: None: nothing is kept.
+        is_packed: machine code comes as :func:`.fat_binary`.
+    """
+
+    def __init__(
+        self, compiler: Compiler, architecture: str, folder: CubinFolder | None, *, is_packed: bool = True
+    ) -> None:
+        self.folder = folder
+        self.version = compiler.version
+        self._compiler = compiler
+        self._architecture = architecture
+        self._is_packed = is_packed
+        self._made: dict[str, Future[bytes | None]] = {}
+        self._lock = threading.Lock()
+
+    def start(self, source: Source) -> Future[bytes | None]:
+        """Have a text's machine code made, if nobody has yet. The result is None if it does not compile."""
+        with self._lock:
+            if source.name in self._made:
+                return self._made[source.name]
+            future = self._made[source.name] = Future()
+        key = self._key(source)
+        kept = None if self.folder is None else self.folder.read(key)
+        if kept is not None:
+            future.set_result(kept)
+        else:
+            # Not a daemon: a process that ends waits for it, rather than unload the compiler under it.
+            thread = threading.Thread(target=self._make, args=(source.text, key, future), name="mlx_paged compiles")
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads, or the process ends
+                self._make(source.text, key, future)
+        return future
+
+    def get(self, source: Source) -> bytes | None:
+        """The machine code of a text, or None if it does not compile."""
+        return self.start(source).result()
+
+    def _key(self, source: Source) -> str:
+        parts = (source.text, self._architecture, self.version, *OPTIONS, str(self._is_packed))
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]
+
+    def _make(self, text: str, key: str, future: Future[bytes | None]) -> None:
+        try:
+            cubin = self._compiler.compile(text, self._architecture)
+            if self._is_packed:
+                cubin = fat_binary(cubin, self._architecture)
+        except Exception:  # MLX compiles it then, and says what is wrong with it
+            future.set_result(None)
+            return
+        future.set_result(cubin)
+        if self.folder is not None:
+            with suppress(OSError):
+                self.folder.write(key, cubin)
+
+
+@lru_cache(maxsize=1)
+def cubins() -> Cubins | None:
+    """Of MLX's GPU; None where MLX has to compile: there is no compiler, or MLX does not launch what is compiled."""
+    compiler = nvrtc()
+    architecture = str(mx.device_info().get("architecture"))
+    if compiler is None or not architecture.startswith("sm_") or not hasattr(mx.fast, "precompiled_cuda_kernel"):
+        return None
+    try:
+        folder = CubinFolder(folder_path())
+    except (OSError, RuntimeError):  # a home that is not to be found, or not to be written to
+        folder = None
+    made = (Cubins(compiler, architecture, folder, is_packed=is_packed) for is_packed in (True, False))
+    return next((each for each in made if _computes(each)), None)
+
+
+def _computes(made: Cubins) -> bool:
+    """Whether what is compiled computes."""
+    cubin = made.get(_SUM)
+    if cubin is None:
+        return False
+    kernel = CompiledKernel(_SUM, cubin, {})
+    size, shapes, dtypes = (1, 1, 1), [(1,)], [mx.uint32]
+    try:
+        given = [mx.full((1,), 35, mx.uint32)]
+        (out,) = kernel(inputs=given, grid=size, threadgroup=size, output_shapes=shapes, output_dtypes=dtypes)
+        return out.item() == 42
+    except Exception:
+        return False
+
+
+def folder_path() -> Path:
+    """Where machine code is kept: in MLX_PTX_CACHE_DIR, where MLX keeps its own if that is set, or the user's cache.
+    Raises RuntimeError if the user has no home."""
+    own = os.environ.get("MLX_PTX_CACHE_DIR")
+    cache = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "mlx_paged" / "kernels"

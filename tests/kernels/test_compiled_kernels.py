@@ -1,0 +1,217 @@
+"""Kernels that are compiled here: their texts, what a launch is given, and when MLX compiles instead."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_paged.kernels import build, check, narrow_matmul
+from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.build import SIGNATURES, Constants, build_kernel
+from mlx_paged.kernels.check import _texts_of, self_check
+from mlx_paged.kernels.cuda.cubins import CubinFolder, Cubins
+from mlx_paged.kernels.cuda.launch import CompiledKernel
+from mlx_paged.kernels.cuda.source import Source
+from mlx_paged.kernels.decode_spec import pool_constants_of
+from mlx_paged.kernels.launch_shape import Variant
+from mlx_paged.kernels.trial import Text, launch_alone
+
+TENSOR = Variant("paged_decode_tensor", "cuda", mx.bfloat16, 64, 64, 4, 32)
+PLAIN = Variant("paged_decode", "cuda", mx.float32, 64, 80, 3, 16, True, True)
+POOL = pool_constants_of(mx.bfloat16, 64, 64, 32)
+WRITE: Constants = (*POOL, ("S", mx.int32))
+PRODUCT = narrow_matmul.text_of("narrow_matmul_group", mx.float16, narrow_matmul.SMALL, 3).constants
+
+
+class FakeCompiler:
+    version = "13.0"
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def compile(self, text: str, architecture: str) -> bytes:
+        self.texts.append(text)
+        return b"code"
+
+
+class FakeMLX:
+    """Its launches, without their inputs but for shapes."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def precompiled(self, **call: Any) -> list[mx.array]:
+        self.calls.append(call)
+        return [
+            mx.zeros(shape, dtype) for shape, dtype in zip(call["output_shapes"], call["output_dtypes"], strict=True)
+        ]
+
+    def cuda_kernel(self, **made: Any) -> Any:
+        return lambda **call: self.calls.append({"by": "MLX", **made}) or []
+
+
+@pytest.fixture
+def mlx(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMLX]:
+    """On CUDA, with a compiler that takes everything."""
+    fake, cubins = FakeMLX(), Cubins(FakeCompiler(), "sm_90", None, is_packed=False)
+    monkeypatch.setattr(build, "backend", lambda: "cuda")
+    monkeypatch.setattr(build, "cubins", lambda: cubins)
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", fake.precompiled, raising=False)
+    monkeypatch.setattr(mx.fast, "cuda_kernel", fake.cuda_kernel, raising=False)
+    build_kernel.cache_clear()
+    yield fake
+    build_kernel.cache_clear()
+
+
+def texts() -> list[tuple[str, Constants]]:
+    """One text of each body, at least."""
+    products = [narrow_matmul.text_of(body, mx.bfloat16, narrow_matmul.SMALL, 3) for body in narrow_matmul.BODIES]
+    listed = _texts_of(TENSOR) + _texts_of(PLAIN) + [(text.body, text.constants) for text in products]
+    assert {body for body, _ in listed} >= set(SIGNATURES) - {"paged_prefill_tensor"}
+    return listed
+
+
+def parameters(source: Source) -> list[str]:
+    declared = source.text.split(f" {source.name}(")[1].split(") {")[0]
+    return [parameter.split()[-1] for parameter in declared.split(", ")]
+
+
+@pytest.mark.parametrize(("body", "constants"), texts(), ids=lambda x: x if isinstance(x, str) else "")
+def test_a_launch_gives_what_the_text_declares(mlx: FakeMLX, body: str, constants: Constants) -> None:
+    launch_alone(Text(body, constants), build_kernel)
+    (call,) = mlx.calls
+    source = build._cuda_source(body, constants)
+    assert source is not None and call["name"] == source.name and call["compiled_source"] == b"code"
+    inputs, outputs, _ = SIGNATURES[body]
+    sizes = [f"{inputs[i]}_{axis}" for i, axes in source.axes for axis in axes]
+    assert parameters(source) == [*inputs, *outputs, *sizes]
+    given = [call["inputs"][i].shape[axis] for i, axes in source.axes for axis in axes]
+    assert call["scalars"] == given and call["ensure_row_contiguous"]
+    assert set(re.findall(r"(\w+)_shape\[", source.text)) >= {inputs[i] for i, _ in source.axes}
+
+
+@pytest.mark.parametrize(("body", "constants"), [texts()[0], texts()[3], ("narrow_matmul_gate", None), texts()[-1]])
+def test_texts_compile_without_a_header(tmp_path: Path, body: str, constants: Constants | None) -> None:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("needs CUDA's compiler")
+    if constants is None:
+        constants = narrow_matmul.text_of(body, mx.float16, narrow_matmul.SMALL, 4).constants
+    source = build._cuda_source(body, constants)
+    assert source is not None and "#include" not in source.text
+    # NVRTC needs nothing; nvcc brings a part of these names along, and not the rest.
+    (tmp_path / "kernel.cu").write_text(f"#include <cstdint>\n{source.text}")
+    # On the oldest GPU that has these instructions.
+    command = [nvcc, "-arch=sm_80", "-std=c++17", "-ptx", "-o", "kernel.ptx", "kernel.cu"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr[:2000]
+    assert f".entry {source.name}(" in (tmp_path / "kernel.ptx").read_text()
+
+
+def test_values_of_several_tokens_go_as_they_lie_in_memory(mlx: FakeMLX) -> None:
+    pool, slots = mx.zeros((2, 3, 32, 64), mx.bfloat16), mx.zeros((10,), mx.int32)
+    k, v = (mx.zeros((2, 5, 3, 64), mx.bfloat16).swapaxes(1, 2) for _ in "kv")
+    kernels.write_slots(pool, pool, kernels.new_fence(), k, v, slots)
+    assert [x.shape for x in mlx.calls[0]["inputs"][3:5]] == [(2, 3, 5, 64), (2, 5, 3, 64)]
+    assert mlx.calls[0]["scalars"] == [3, 5]
+    one = mx.zeros((10, 3, 1, 64), mx.bfloat16)
+    kernels.write_slots(pool, pool, kernels.new_fence(), one, one, slots)
+    assert [x.shape for x in mlx.calls[1]["inputs"][3:5]] == [one.shape] * 2
+
+
+def test_a_text_for_other_dtypes_is_not_launched(mlx: FakeMLX) -> None:
+    pool, slots = mx.zeros((2, 3, 32, 64), mx.float16), mx.zeros((1,), mx.int32)
+    one = mx.zeros((1, 3, 1, 64), mx.float16)
+    options = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1), "output_shapes": [(1,)], "output_dtypes": [mx.uint32]}
+    with pytest.raises(ValueError, match="takes"):
+        build_kernel("write_slots", WRITE)(inputs=[pool, pool, kernels.new_fence(), one, one, slots], **options)
+    assert not mlx.calls
+
+
+@pytest.mark.parametrize("trouble", ["no compiler", "does not compile", "not known here"])
+def test_mlx_compiles_what_cannot_be_compiled_here(mlx: FakeMLX, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
+    compiler = FakeCompiler()
+    monkeypatch.setattr(build, "cubins", lambda: Cubins(compiler, "sm_90", None, is_packed=False))
+    if trouble == "no compiler":
+        monkeypatch.setattr(build, "cubins", lambda: None)
+    elif trouble == "does not compile":
+        monkeypatch.setattr(compiler, "compile", lambda *_: 1 / 0)
+    else:
+        monkeypatch.setitem(SIGNATURES, "copy_blocks", (["k_pool", "v_pool", "fence", "new"], ["fence_out"], False))
+        build._cuda_source.cache_clear()
+    kernel = build_kernel("copy_blocks", POOL)
+    build._cuda_source.cache_clear()
+    assert not isinstance(kernel, CompiledKernel)
+    kernel(inputs=[])
+    assert mlx.calls[0]["by"] == "MLX" and "k_pool_shape" in mlx.calls[0]["source"]
+
+
+def test_all_texts_of_a_variant_are_begun_before_the_first_is_needed(
+    mlx: FakeMLX, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = FakeCompiler()
+    cubins = Cubins(compiler, "sm_90", None, is_packed=False)
+    monkeypatch.setattr(build, "cubins", lambda: cubins)
+    begun: list[int] = []
+    passes = check.SelfCheck(TENSOR, True, 0.0, 0.0, "")
+    monkeypatch.setattr(check, "self_check", lambda variant: begun.append(len(cubins._made)) or passes)
+    monkeypatch.setattr(check, "_results", {})
+    assert check.checked(TENSOR).ok and begun == [4]
+    for body, constants in _texts_of(TENSOR):
+        assert isinstance(build_kernel(body, constants), CompiledKernel)
+    assert len(compiler.texts) == 4, "each is compiled once"
+
+
+def test_it_is_told_who_compiles(mlx: FakeMLX, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert build.compiled_by() == "NVRTC 13.0, in each process"
+    kept = Cubins(FakeCompiler(), "sm_90", CubinFolder(tmp_path / "kernels"))
+    monkeypatch.setattr(build, "cubins", lambda: kept)
+    assert build.compiled_by() == "NVRTC 13.0, once per machine"
+    monkeypatch.setattr(build, "cubins", lambda: None)
+    assert build.compiled_by() == "MLX"
+
+
+def test_nothing_is_begun_without_a_gpu() -> None:
+    build.compile_ahead(_texts_of(TENSOR))
+    with build.told_when_compiling():
+        pass
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [1, 40])
+def test_own_machine_code_writes_what_mlx_compiled_writes(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    if build.backend() != "cuda":
+        pytest.skip("needs CUDA")
+    assert isinstance(build_kernel("write_slots", WRITE), CompiledKernel)
+    k, v = (mx.random.normal((2, length, 3, 64)).astype(mx.bfloat16).swapaxes(1, 2) for _ in "kv")
+    slots = mx.arange(32, 32 + 2 * length, dtype=mx.int32)
+    written = []
+    for own in (True, False):
+        if not own:
+            monkeypatch.setattr(build, "cubins", lambda: None)
+            build_kernel.cache_clear()
+        pools = [mx.zeros((5, 3, 32, 64), mx.bfloat16) for _ in "kv"]
+        fence = kernels.write_slots(*pools, kernels.new_fence(), k, v, slots)
+        *read, fence = kernels.gather_blocks(*pools, fence, [0, 1, 2, 3, 4], 0, 160)
+        mx.eval(read, fence)
+        written.append(read)
+    build_kernel.cache_clear()
+    assert all(mx.array_equal(a, b).item() for a, b in zip(*written, strict=True))
+    assert mx.abs(written[0][0].astype(mx.float32)).sum().item() > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", [TENSOR, PLAIN._replace(value_dim=64)])
+def test_own_machine_code_passes_the_self_check(variant: Variant) -> None:
+    if build.backend() != "cuda":
+        pytest.skip("needs CUDA")
+    result = self_check(variant)
+    assert result.ok, result.reason
+    assert all(isinstance(build_kernel(*text), CompiledKernel) for text in _texts_of(variant))

@@ -1,0 +1,218 @@
+"""Machine code of kernels: compiled once for a machine, by several threads, and never a bad file used."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_paged.kernels.cuda import cubins as cubins_module
+from mlx_paged.kernels.cuda.cubins import CubinFolder, Cubins, cubins, folder_path
+from mlx_paged.kernels.cuda.source import Source
+
+WAIT_SECONDS = 60
+
+
+def source(name: str, text: str = "") -> Source:
+    return Source(name, text or f"text of {name}", (), (), ())
+
+
+class FakeCompiler:
+    """Gives a text back, in capitals; ``together``: only when so many texts are being compiled."""
+
+    def __init__(self, version: str = "13.0", together: int = 0) -> None:
+        self.version = version
+        self.texts: list[str] = []
+        self._barrier = threading.Barrier(together) if together else None
+
+    def compile(self, text: str, architecture: str) -> bytes:
+        self.texts.append(text)
+        if self._barrier is not None:
+            self._barrier.wait(WAIT_SECONDS)
+        if "wrong" in text:
+            raise RuntimeError("it does not compile")
+        return f"{text.upper()} FOR {architecture}".encode()
+
+
+def make(compiler: FakeCompiler, folder: CubinFolder | None, architecture: str = "sm_90") -> Cubins:
+    return Cubins(compiler, architecture, folder, is_packed=False)
+
+
+def finish() -> None:
+    """Wait for the threads that compile: they write after they have told."""
+    for thread in threading.enumerate():
+        if thread.name == "mlx_paged compiles":
+            thread.join(WAIT_SECONDS)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CubinFolder:
+    return CubinFolder(tmp_path / "cache" / "kernels")
+
+
+def test_texts_are_compiled_at_the_same_time_and_each_once() -> None:
+    compiler = FakeCompiler(together=3)
+    made = make(compiler, None)
+    started = [made.start(source(name)) for name in "abcabc"]
+    assert [future.result(WAIT_SECONDS) for future in started] == [
+        f"TEXT OF {name} FOR sm_90".encode() for name in "ABCABC"
+    ]
+    assert made.get(source("a")) == b"TEXT OF A FOR sm_90" and sorted(compiler.texts) == [
+        f"text of {name}" for name in "abc"
+    ]
+
+
+def test_without_more_threads_texts_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert make(FakeCompiler(), None).start(source("a")).result(WAIT_SECONDS) == b"TEXT OF A FOR sm_90"
+
+
+def test_the_next_process_reads_what_the_first_compiled(folder: CubinFolder) -> None:
+    first, second = FakeCompiler(), FakeCompiler()
+    compiled = make(first, folder).get(source("a"))
+    finish()
+    assert make(second, CubinFolder(folder.path)).get(source("a")) == compiled
+    assert first.texts and not second.texts
+
+
+@pytest.mark.parametrize(
+    ("text", "version", "architecture"),
+    [("other", "13.0", "sm_90"), ("", "13.1", "sm_90"), ("", "13.0", "sm_80")],
+)
+def test_another_text_compiler_or_gpu_is_another_file(
+    folder: CubinFolder, text: str, version: str, architecture: str
+) -> None:
+    make(FakeCompiler(), folder).get(source("a"))
+    finish()
+    compiler = FakeCompiler(version)
+    make(compiler, folder, architecture).get(source("a", text))
+    assert compiler.texts
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1], lambda data: data[:40] + b"x" + data[41:], lambda data: b""]
+)
+def test_a_damaged_file_is_written_anew(folder: CubinFolder, damage: Any) -> None:
+    compiled = make(FakeCompiler(), folder).get(source("a"))
+    finish()
+    (file,) = folder.path.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    compiler = FakeCompiler()
+    assert make(compiler, folder).get(source("a")) == compiled and compiler.texts
+    finish()
+    assert file.read_bytes() == whole and list(folder.path.iterdir()) == [file]
+
+
+def test_files_are_their_owners_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = CubinFolder(tmp_path / "kernels")
+        make(FakeCompiler(), folder).get(source("a"))
+        finish()
+    finally:
+        os.umask(before)
+    (file,) = folder.path.iterdir()
+    assert folder.path.stat().st_mode & 0o777 == 0o700 and file.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels").chmod(mode)
+    with pytest.raises(PermissionError):
+        CubinFolder(tmp_path / "kernels")
+
+
+def test_a_folder_that_is_gone_costs_nothing_but_the_file(folder: CubinFolder) -> None:
+    folder.path.rmdir()
+    assert make(FakeCompiler(), folder).get(source("a")) == b"TEXT OF A FOR sm_90"
+    finish()
+    assert not folder.path.exists()
+
+
+def test_a_text_that_does_not_compile_has_no_machine_code(folder: CubinFolder) -> None:
+    compiler = FakeCompiler()
+    made = make(compiler, folder)
+    assert made.get(source("a", "wrong")) is None and made.get(source("a", "wrong")) is None
+    assert len(compiler.texts) == 1 and not list(folder.path.iterdir())
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeCompiler]:
+    compiler = FakeCompiler()
+    monkeypatch.setattr(cubins_module, "nvrtc", lambda: compiler)
+    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": "sm_90"})
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
+    cubins.cache_clear()
+    yield compiler
+    cubins.cache_clear()
+
+
+def launches(monkeypatch: pytest.MonkeyPatch, accepts: Any) -> None:
+    """Have MLX launch only machine code that ``accepts`` says yes to."""
+
+    def launch(*, compiled_source: bytes, inputs: list[mx.array], **options: Any) -> list[mx.array]:
+        if not accepts(compiled_source):
+            raise RuntimeError("binary format is not recognized")
+        return [inputs[0] + 7]
+
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", launch, raising=False)
+
+
+def test_machine_code_is_packed_where_the_driver_unpacks_it(
+    on_cuda: FakeCompiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    launches(monkeypatch, lambda data: data.startswith(b"\x50\xed\x55\xba"))
+    made = cubins()
+    assert made is not None and made.get(source("a")).startswith(b"\x50\xed\x55\xba")
+    assert made.folder is not None and made.folder.path == folder_path() == tmp_path / "mlx_paged" / "kernels"
+
+
+def test_machine_code_is_as_it_is_where_the_driver_does_not(
+    on_cuda: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches(monkeypatch, lambda data: b"FOR sm_90" in data[-9:] and not data.startswith(b"\x50\xed"))
+    made = cubins()
+    assert made is not None and made.get(source("a")) == b"TEXT OF A FOR sm_90"
+
+
+@pytest.mark.parametrize("trouble", ["launch", "result", "compiler", "architecture"])
+def test_mlx_compiles_where_that_does_not_work(
+    on_cuda: FakeCompiler, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    launches(monkeypatch, lambda data: trouble != "launch")
+    if trouble == "result":
+        monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", lambda *, inputs, **options: [inputs[0]])
+    if trouble == "compiler":
+        monkeypatch.setattr(cubins_module, "nvrtc", lambda: None)
+    if trouble == "architecture":
+        monkeypatch.setattr(mx, "device_info", lambda: {})
+    assert cubins() is None
+
+
+def test_without_a_folder_nothing_is_kept(
+    on_cuda: FakeCompiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    launches(monkeypatch, lambda data: True)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "file"))
+    made = cubins()
+    assert made is not None and made.folder is None and made.get(source("a")) is not None
+
+
+def test_the_folder_is_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MLX_PTX_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert folder_path() == tmp_path / "mlx_paged" / "kernels"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert folder_path() == tmp_path / ".cache" / "mlx_paged" / "kernels"

@@ -1,0 +1,67 @@
+"""What is slow says so on a terminal, once."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+
+import pytest
+
+from mlx_paged import warn
+from mlx_paged.warn import told_when_slow
+
+
+class Terminal(io.StringIO):
+    def __init__(self, is_terminal: bool = True) -> None:
+        super().__init__()
+        self.told = threading.Event()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if text.endswith("\n"):
+            self.told.set()
+        return written
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warn, "_told", set())
+
+
+def test_what_takes_long_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(warn, "SLOW_SECONDS", 0.001)
+    with told_when_slow("compiling"):
+        assert terminal.told.wait(60)
+    before = threading.active_count()
+    with told_when_slow("compiling"):
+        assert threading.active_count() <= before, "nobody waits to tell it again"
+    assert terminal.getvalue() == "mlx_paged: compiling\n"
+
+
+def test_what_does_not_take_long_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(warn, "SLOW_SECONDS", 3600.0)
+    with told_when_slow("compiling"):
+        pass
+    assert not terminal.getvalue()
+    assert not any(
+        isinstance(thread, threading.Timer) and not thread.finished.is_set() for thread in threading.enumerate()
+    )
+
+
+@pytest.mark.parametrize("stderr", [Terminal(is_terminal=False), None])
+def test_nobody_is_told_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch, stderr: Terminal | None) -> None:
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(warn, "SLOW_SECONDS", 0.0)
+    before = threading.active_count()
+    with told_when_slow("compiling"):
+        assert threading.active_count() <= before
+    assert stderr is None or not stderr.getvalue()
