@@ -16,7 +16,14 @@ from ..kernels.availability import prepares_plans
 from ..kv.pool import BlockPool
 from ..prefix.store import PrefixStore
 from .decode_batch import DecodeBatch
-from .prefill import IN_PLACE_STEP_TOKENS, STEP_TOKENS, UPSTREAM_STEP_TOKENS, can_pack, can_share_calls
+from .prefill import (
+    IN_PLACE_STEP_TOKENS,
+    STEP_TOKENS,
+    UPSTREAM_PREFILLING,
+    UPSTREAM_STEP_TOKENS,
+    can_pack,
+    can_share_calls,
+)
 from .request import Request, sequence_of
 from .request_budget import RequestBudget
 from .scheduler import Growth, Scheduler
@@ -82,6 +89,7 @@ class LiveRequests:
             self.budget = RequestBudget(self.pool, chunk=chunk, cached=cached, will_find=will_find)
         if self.in_place or self.packs:
             prefill_step_size = min(prefill_step_size, IN_PLACE_STEP_TOKENS)
+        chosen_by_none = self.packs and prefill_batch_size >= UPSTREAM_PREFILLING
         self.scheduler = Scheduler(
             weakref.proxy(self),  # its owner: an engine that is dropped goes at once, with what its requests hold
             token_budget=prefill_step_size,
@@ -91,7 +99,8 @@ class LiveRequests:
             # Where tokens are pinned, what a chunk's tokens see depends on where it begins.
             grid=prefill_step_size if self.in_place or self.packs or pins_tokens else None,
             max_running=completion_batch_size,
-            max_prefilling=prefill_batch_size,
+            # A step of packs is bounded by its tokens, unless somebody has chosen fewer prompts.
+            max_prefilling=max(prefill_batch_size, completion_batch_size) if chosen_by_none else prefill_batch_size,
             headroom=1 if self.pool is None else self.pool.block_size,
         )
 

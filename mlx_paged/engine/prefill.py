@@ -25,8 +25,12 @@ MOST_TOKENS = 64
 IN_PLACE_STEP_TOKENS = 512
 # Of packs while nothing decodes, and most of a burst while rows do (docs/adr/0023).
 STEP_TOKENS = 8192
+# A chunk alone goes as a pack up to this context: MLX's attention would prepare a plan of some 30 ms for its length.
+# Of longer ones attention is so much of the work that MLX's, which is faster once it has its plan, pays.
+MOST_ALONE = 4096
 # What mlx-lm has where nobody has chosen a step size: most of one prompt in a step.
 UPSTREAM_STEP_TOKENS = 2048
+UPSTREAM_PREFILLING = 8  # the same for prompts that are computed at a time
 
 _not_packed: ByModel[str] = ByModel()  # why not, of models that packs turned out to be nothing for
 
@@ -59,7 +63,7 @@ class Prefill:
         done: set[Request] = set()
         for call in self._calls(chunks):
             try:
-                if self.packs and len(call) > 1:
+                if self._is_pack(call):
                     call = self._reserved(call, on_failure)
                 self._call(call)
             except Exception as error:
@@ -85,6 +89,12 @@ class Prefill:
             return calls_of(chunks, IN_PLACE_STEP_TOKENS)
         return [[chunk] for chunk in chunks]
 
+    def _is_pack(self, call: Sequence[Chunk]) -> bool:
+        if not self.packs or len(call) > 1:
+            return self.packs
+        request, num_tokens = call[0]
+        return not request.alone and request.length + num_tokens <= MOST_ALONE
+
     def _reserved(self, call: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]) -> list[Chunk]:
         """Those of the chunks for which there is room, which is reserved."""
         ready = []
@@ -100,7 +110,7 @@ class Prefill:
         return ready
 
     def _call(self, call: Sequence[Chunk]) -> None:
-        if len(call) > 1 and self.packs:
+        if call and self._is_pack(call):
             self._compute_pack(call)
         elif len(call) > 1:
             compute_together(self.model, call)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -72,14 +72,21 @@ def outcome_of(difference: Callable[[], float]) -> tuple[bool, float, float, str
     return not reason, rms, time.perf_counter() - begin, reason
 
 
-def checked(variant: Variant, check: Callable[[Variant], SelfCheck] | None = None) -> SelfCheck:
+def checked(
+    variant: Variant,
+    check: Callable[[Variant], SelfCheck] | None = None,
+    texts: Sequence[tuple[str, Constants]] | None = None,
+) -> SelfCheck:
     """The remembered result of a check, self_check if none is given. The first failure warns and switches the variant
     off for this process.
+
+    Args:
+        texts: body and constants of what the check and the variant's steps launch, where that is not self_check's.
 
     A variant that has passed fails from then on once it is off: a text that only a later step needed does not compile.
     """
     if variant not in _results:
-        compile_ahead(_texts_of(variant))
+        compile_ahead(_texts_of(variant) if texts is None else texts)
         with told_when_compiling():
             result = _results[variant] = (check or self_check)(variant)
         if not result.ok:

@@ -10,8 +10,9 @@ import mlx.core as mx
 
 from . import ops
 from .check import SelfCheck, checked, outcome_of
+from .decode_spec import pool_constants_of
 from .launch_shape import Variant
-from .prefill import prefill_shape_for, prepare_prefill
+from .prefill import BODY, prefill_constants_of, prefill_shape_for, prepare_prefill
 from .timing import LAUNCHES, seconds_of
 
 _KV_HEADS = 2
@@ -22,7 +23,10 @@ _FREE_BLOCKS = 1
 def checked_prefill(variant: Variant) -> SelfCheck:
     """The remembered result of :func:`self_check_prefill`, as :func:`.check.checked` has it for decoding: the first
     call compiles and runs the variant, and a failure warns and switches it off for this process."""
-    return checked(variant, self_check_prefill)
+    shape = prefill_shape_for(variant.head_dim, variant.value_dim)
+    pool = pool_constants_of(variant.dtype, variant.head_dim, variant.value_dim, variant.block_size)
+    texts = [("write_slots", (*pool, ("S", mx.int32))), (BODY, prefill_constants_of(variant, shape))]
+    return checked(variant, self_check_prefill, texts)
 
 
 def self_check_prefill(variant: Variant) -> SelfCheck:

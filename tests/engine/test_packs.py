@@ -382,12 +382,16 @@ def test_chunks_that_failed_with_others_come_alone() -> None:
     assert can_pack(caches_of(pool))
 
 
-def test_a_chunk_alone_goes_as_it_always_did(calls: list[list[int]]) -> None:
+@pytest.mark.parametrize(("most", "expected"), [(64, [[16], [16], [7]]), (20, [[16]]), (0, [])])
+def test_a_chunk_alone_goes_as_a_pack_while_its_context_is_short(
+    calls: list[list[int]], monkeypatch: pytest.MonkeyPatch, most: int, expected: list[list[int]]
+) -> None:
+    monkeypatch.setattr(prefill, "MOST_ALONE", most)
     engine = ToyEngine(make_pool(), packs=True)
     uid = engine.add(toy_prompt(40), max_tokens=3)
     engine.run()
     assert engine.tokens(uid) == answer(toy_prompt(40), 3)
-    assert not calls and engine.model.call_sizes == [1] * len(engine.model.call_sizes)
+    assert calls == expected
 
 
 # At random ----------------------------------------------------------------------------------------------------------

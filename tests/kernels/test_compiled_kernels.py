@@ -21,6 +21,7 @@ from mlx_paged.kernels.cuda.launch import CompiledKernel
 from mlx_paged.kernels.cuda.source import Source
 from mlx_paged.kernels.decode_spec import pool_constants_of
 from mlx_paged.kernels.launch_shape import Variant
+from mlx_paged.kernels.prefill import BODY, prefill_constants_of, prefill_shape_for
 from mlx_paged.kernels.trial import Text, launch_alone
 
 TENSOR = Variant("paged_decode_tensor", "cuda", mx.bfloat16, 64, 64, 4, 32)
@@ -70,11 +71,18 @@ def mlx(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMLX]:
     build_kernel.cache_clear()
 
 
+PREFILL = (BODY, prefill_constants_of(TENSOR._replace(body=BODY), prefill_shape_for(128, 128)))
+
+
 def texts() -> list[tuple[str, Constants]]:
     """One text of each body, at least."""
-    products = [narrow_matmul.text_of(body, mx.bfloat16, narrow_matmul.SMALL, 3) for body in narrow_matmul.BODIES]
-    listed = _texts_of(TENSOR) + _texts_of(PLAIN) + [(text.body, text.constants) for text in products]
-    assert {body for body, _ in listed} >= set(SIGNATURES) - {"paged_prefill_tensor"}
+    products = [
+        narrow_matmul.text_of(body, mx.bfloat16, narrow_matmul.SMALL, 3, bits)
+        for body in narrow_matmul.BODIES
+        for bits in (0, 4)
+    ]
+    listed = _texts_of(TENSOR) + _texts_of(PLAIN) + [PREFILL] + [(text.body, text.constants) for text in products]
+    assert {body for body, _ in listed} >= set(SIGNATURES)
     return listed
 
 
@@ -94,10 +102,13 @@ def test_a_launch_gives_what_the_text_declares(mlx: FakeMLX, body: str, constant
     assert parameters(source) == [*inputs, *outputs, *sizes]
     given = [call["inputs"][i].shape[axis] for i, axes in source.axes for axis in axes]
     assert call["scalars"] == given and call["ensure_row_contiguous"]
+    assert call["shared_memory"] == source.shared == dict(constants).get("SHARED", 0)
     assert set(re.findall(r"(\w+)_shape\[", source.text)) >= {inputs[i] for i, _ in source.axes}
 
 
-@pytest.mark.parametrize(("body", "constants"), [texts()[0], texts()[3], ("narrow_matmul_gate", None), texts()[-1]])
+@pytest.mark.parametrize(
+    ("body", "constants"), [texts()[0], texts()[3], ("narrow_matmul_gate", None), PREFILL, *texts()[-2:]]
+)
 def test_texts_compile_without_a_header(tmp_path: Path, body: str, constants: Constants | None) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:

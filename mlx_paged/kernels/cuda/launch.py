@@ -35,7 +35,7 @@ class CompiledKernel:
         output_dtypes: Sequence[mx.Dtype],
     ) -> list[mx.array]:
         """See ``mx.fast.cuda_kernel``. The first call raises ValueError for inputs of other dtypes than the text's."""
-        name, _, types, axes, tokens_first = self.source
+        name, _, types, axes, tokens_first, shared = self.source
         if not self._is_checked:
             given = tuple(self._type_of.get(x.dtype, str(x.dtype)) for x in inputs)
             if given != types:
@@ -57,5 +57,6 @@ class CompiledKernel:
             scalars=sizes,
             grid=grid,
             threadgroup=threadgroup,
+            shared_memory=shared,
             ensure_row_contiguous=True,
         )

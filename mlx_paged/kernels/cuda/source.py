@@ -17,6 +17,7 @@ _TYPES = {
         ("q", "k", "v", "k_pool", "v_pool", "k_new", "v_new", "k_out", "v_out", "out", "out1", "out2"), "T"
     ),
     **dict.fromkeys(("x", "w", "w1", "w2", "bias", "residual"), "T"),
+    **dict.fromkeys((f"{what}{n}" for what in ("scales", "biases") for n in ("", "1", "2")), "T"),
     "slots": "S",
 }
 # Of inputs whose strides a text reads: [batch, heads, length, dim], heads and dims those of the pool. Values come from
@@ -26,6 +27,8 @@ _STRIDES = {
     "v": "int64_t(k_pool_1) * k_2 * {DV}, {DV}, int64_t(k_pool_1) * {DV}, 1",
 }
 _TOKENS_FIRST = ("v",)
+# Of inputs that are packed, words of so many BITS a value.
+_PACKED = ("w", "w1", "w2")
 
 
 class Source(NamedTuple):
@@ -37,6 +40,7 @@ class Source(NamedTuple):
         types: what the inputs point to, in C.
         axes: (input, its axes) whose sizes the kernel takes as integers behind its outputs.
         tokens_first: inputs [batch, heads, length, dim] that it reads as [batch, length, heads, dim].
+        shared: bytes of shared memory that a launch gives it.
     """
 
     name: str
@@ -44,6 +48,7 @@ class Source(NamedTuple):
     types: tuple[str, ...]
     axes: tuple[tuple[int, tuple[int, ...]], ...]
     tokens_first: tuple[int, ...]
+    shared: int = 0
 
 
 def source_of(
@@ -70,6 +75,8 @@ def source_of(
         return None
 
     def kind(name: str) -> str:
+        if name in _PACKED and "BITS" in constants:
+            return "uint32_t"
         known = "O" if name == "out" and "O" in constants else _TYPES[name]
         return type_of[constants[known]] if known in constants else known
 
@@ -92,7 +99,8 @@ def source_of(
     after = "\n".join([f"({', '.join(parameters)}) {{", *declared, source]) + "}\n}\n"
     name = f"{body}_{hashlib.sha256((before + after).encode()).hexdigest()[:32]}"
     swapped = tuple(i for i, each in enumerate(inputs) if each in _TOKENS_FIRST and each in strided)
-    return Source(name, before + name + after, tuple(kind(each) for each in inputs), tuple(axes), swapped)
+    types = tuple(kind(each) for each in inputs)
+    return Source(name, before + name + after, types, tuple(axes), swapped, constants.get("SHARED", 0))
 
 
 def _axes_read(name: str, source: str, constants: Mapping[str, Any]) -> tuple[int, ...] | None:
