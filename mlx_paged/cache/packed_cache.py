@@ -110,11 +110,18 @@ class PackedKVCache:
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
         """Mask of one token of each row: None, as in a decode step, or for a window narrower than the layer's an array
-        that stands for it."""
+        that stands for it.
+
+        Raises:
+            NotPackableError: a window wider than the layer's, by which a token sees more of its own chunk than is held
+                of what was before it; or several tokens of each row.
+        """
         if N != 1:
             raise NotPackableError(f"a mask for {N} tokens of each row")
-        if window_size is None or (self.window is not None and self.window <= window_size):
+        if window_size is None or window_size == self.window:
             return None
+        if self.window is not None and window_size > self.window:
+            raise NotPackableError(f"a mask of {window_size} tokens over a window of {self.window}")
         return self.pack.mask(window_size)
 
     def size(self) -> int:

@@ -42,7 +42,7 @@ _DECODE = (
 )
 _FUSED = ([*_DECODE[0], "arrivals"], ["out", "partial", "fence_out"], False)
 # A matrix of affine quantisation.
-_PACKED, _PACKED1, _PACKED2 = (["w" + n, "scales" + n, "biases" + n] for n in ("", "1", "2"))
+_PACKED, _PACKED1, _PACKED2 = (["words" + n, "scales" + n, "biases" + n] for n in ("", "1", "2"))
 # body -> (inputs, outputs, inputs may be strided)
 SIGNATURES: dict[str, tuple[list[str], list[str], bool]] = {
     "paged_decode": _DECODE,

@@ -182,7 +182,7 @@ def _product(known: _Known) -> Scratch:
     w, like = mx.zeros((size, depth), dtype), mx.zeros((rows, size), dtype)
     given = {"x": x, "bias": mx.zeros((size,), dtype), "residual": like}
     for number in ("", "1", "2"):
-        given[f"w{number}"] = mx.zeros((size, bits), mx.uint32) if bits else w
+        given |= {f"w{number}": w, f"words{number}": mx.zeros((size, bits or 1), mx.uint32)}
         given |= {f"{name}{number}": mx.zeros((size, 1), dtype) for name in ("scales", "biases")}
     outputs = [((rows, size), dtype)] * len(SIGNATURES[known.body][1])
     return given, _options((len(outputs) * threads, 1, 1), threads, *outputs)

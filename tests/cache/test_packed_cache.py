@@ -161,7 +161,8 @@ def test_a_window_narrower_than_the_layers(form: str) -> None:
         assert mask is caches[layer].make_mask(1, window_size=6) and pack.window_of(mask) == 6
         got = caches[layer].attend(*parts[layer], Scoring(SCALE, mask))
         assert_close(got, expected_of(others, parts, layer, window=6))
-    assert caches[1].make_mask(1, window_size=WINDOW + 1) is None, "the layer's own is the narrower one"
+    with pytest.raises(NotPackableError, match="a mask of 21 tokens over a window of 20"):
+        caches[1].make_mask(1, window_size=WINDOW + 1)
 
 
 def test_what_was_fetched_is_attended_to_and_by_other_layers_too(form: str) -> None:

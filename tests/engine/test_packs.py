@@ -66,7 +66,7 @@ def prompts_for(vocab: int, lengths: Sequence[int] = LENGTHS) -> list[list[int]]
 def packing(model: Any, most: int = 64, **options: Any) -> Any:
     """A generator whose packs have parts of prompts of up to 16 tokens each, ``most`` in all."""
     sizes = {"prefill_step_size": 16, "completion_batch_size": 16, "prefill_batch_size": 16}
-    return packing_generator(model, most, **sizes, **options)
+    return packing_generator(model, most, **{**sizes, **options})
 
 
 def insert(gen: Any, prompts: Sequence[list[int]], num_tokens: int) -> dict[int, Outcome]:
@@ -315,6 +315,20 @@ def test_a_model_that_turns_out_not_to_pack_is_computed_one_by_one(
     assert_alike(outcomes, expected)
     assert len(calls) == 1 and not gen._engine.prefill.packs
     assert not packing(model)._engine.prefill.packs, "that is remembered"
+    assert_nothing_is_left(model)
+
+
+def test_a_model_whose_chunks_see_more_than_its_caches_keep_is_computed_one_by_one(calls: list[list[int]]) -> None:
+    model = model_configs.build("plamo3")
+    prompts = prompts_for(model_configs.VOCAB, (20, 30, 9))
+    expected = [greedy(model, mx.array(prompt, mx.uint32), 6) for prompt in prompts]
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    gen = packing(model, 128, prefill_step_size=128)
+    outcomes = insert(gen, prompts, 6)
+    with pytest.warns(mlx_paged.FallThroughWarning, match="one by one through models of mlx_lm.models.plamo3"):
+        run_all(gen, outcomes)
+    assert_alike(outcomes, expected)
+    assert len(calls) == 1 and not gen._engine.prefill.packs
     assert_nothing_is_left(model)
 
 

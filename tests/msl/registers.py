@@ -21,8 +21,8 @@ REGISTERS = 128
 _TYPES = kernel_build._TYPE_NAMES["cuda"]
 _INT_INPUTS = ("tables", "ends", "starts", "tiles")
 _FLOAT_INPUTS = ("params", "sinks", "stats", "partial")
-_WORDS = ("fence", "fence_out")
-_SHAPES = ("k_pool", "tables", "ends", "x", "w", "w1", "w2", "scales")
+_WORDS = ("fence", "fence_out", "words", "words1", "words2")
+_SHAPES = ("k_pool", "tables", "ends", "x", "w", "w1", "w2", "words", "words1", "words2", "scales")
 _HEAD = """#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cstdint>
@@ -50,12 +50,11 @@ def registers_of(body: str, constants: Constants, most: int | None = REGISTERS, 
     RuntimeError if it does not compile."""
     known = dict(constants)
     header, source = kernel_build.kernel_source(body, "cuda", constants)
-    words = (*_WORDS, *(("w", "w1", "w2") if "BITS" in known else ()))
     inputs, outputs, _ = SIGNATURES[body]
     parameters = []
     for name in inputs:
         kind = "int" if name in _INT_INPUTS else "float" if name in _FLOAT_INPUTS else _TYPES[known["T"]]
-        parameters.append(f"const {'uint32_t' if name in words else kind}* {name}")
+        parameters.append(f"const {'uint32_t' if name in _WORDS else kind}* {name}")
         parameters += [f"const __grid_constant__ Shape {name}_shape"] if name in _SHAPES else []
     for name in outputs:
         kind = {"stats": "float", "fence_out": "uint32_t"}.get(name) or _TYPES[known.get("O", known["T"])]

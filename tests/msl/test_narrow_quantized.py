@@ -88,9 +88,8 @@ def test_the_reference_is_what_mlx_dequantizes():
         np.testing.assert_allclose(values_of(w, mx.float16), to_float(want), rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", narrow_matmul.DTYPES)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("dtype", "tile"), list(zip(narrow_matmul.DTYPES, TILES, strict=True)))
 def test_products(emulated, dtype, form, tile):
     for num_rows, width, depth in ((2, 40, form[1]), (37, 33, 1024 + form[1])):
         x, w, bias = rows(num_rows, depth, dtype), weight(width, depth, form, dtype), bias_of(width, dtype)

@@ -23,7 +23,7 @@ const int r = lane / 4;
 const int c = lane % 4;
 const int first_column = tile * COLUMNS;
 const int first_row = threadgroup_position_in_grid.y * ROWS;
-const int words = depth / 32 * BITS;
+const int row_words = depth / 32 * BITS;
 const int shift = depth == groups * 32 ? 5 : depth == groups * 64 ? 6 : 7;
 const bool aligned = is_aligned(matrix) && is_aligned(partner);
 const bool x_aligned = is_aligned(x);
@@ -71,7 +71,7 @@ for (int first = warp * SHARE; first < depth; first += U * SG * SHARE) {
     UNROLL
     for (int i = 0; i < R * 2; i++) {
       const int64_t row = w_rows[i / 2][i % 2];
-      const auto* source = (i < HALVES ? matrix : partner) + row * words + at / 32 * BITS;
+      const auto* source = (i < HALVES ? matrix : partner) + row * row_words + at / 32 * BITS;
       UNROLL
       for (int l = 0; l < LOADS; l++) {
         packed[u][i / 2][i % 2][l] = !live ? make_uint4(0, 0, 0, 0)

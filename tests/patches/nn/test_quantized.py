@@ -248,6 +248,21 @@ def test_a_compiled_step_without_our_products_multiplies_all_rows_at_once(
 
 
 @pytest.mark.usefixtures("as_on_cuda", "kernels")
+def test_a_compiled_step_dequantises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_step, "PATIENCE", 0)
+    monkeypatch.setattr(quantized_matmul, "DEQUANTIZED_ROWS", 4)
+    model = quantized("llama", 4, mx.bfloat16)
+    mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
+    with (
+        mock.patch.object(quantized_matmul, "_dequantized", wraps=quantized_matmul._dequantized) as dequantize,
+        mock.patch.object(narrow_matmul, "works", lambda *choice: False),
+    ):
+        batch(model, (5, 40, 12))
+    shapes = {call.args[1].shape[:2] for call in dequantize.call_args_list}
+    assert shapes and (4, 1) not in shapes  # prompts; three rows, padded
+
+
+@pytest.mark.usefixtures("as_on_cuda", "kernels")
 @pytest.mark.parametrize(("kind", "per_layer"), [("llama", 7), ("qwen3_moe", 4 + 1 + 3)])
 def test_a_long_prompt_has_weights_dequantised(kind: str, per_layer: int) -> None:
     model = quantized(kind, 8, mx.bfloat16)
