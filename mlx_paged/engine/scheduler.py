@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # of a request, only lengths are read and written here
 
 # While requests decode, a step computes this part of the prompts: a burst is worked off in few steps, and one prompt
 # hardly delays the next tokens.
-BURST_SHARE = 8
+BURST_SHARE = 2
 
 Growth = Sequence[tuple["Request", int]]
 
@@ -76,7 +76,7 @@ class Scheduler:
         memory: holds the tokens.
         token_budget: tokens to compute in a step. Decoding requests take one each; what is left, and never less than
             a quarter, goes to prompts.
-        burst_budget: the same while nothing decodes, and at most while requests do: an eighth of the prompt tokens that
+        burst_budget: the same while nothing decodes, and at most while requests do: half of the prompt tokens that
             are still to be computed, if that is more than ``token_budget``. None: there is but one.
         chunk: most tokens of one request in a step with ``burst_budget``.
         max_running: most requests that run at a time.

@@ -12,6 +12,7 @@ import pytest
 
 from mlx_paged import BlockPool, LayerGroup, PagedKVCache, PoolExhaustedError, SequenceTables
 from mlx_paged.attention.dispatch import Dispatch, dispatch_counts, reset_dispatch_counts
+from mlx_paged.cache import pack as pack_module
 from mlx_paged.cache.lazy_kv import lazy_kv_of
 from mlx_paged.cache.pack import NotPackableError, Pack
 from mlx_paged.cache.packed_cache import PackedKVCache
@@ -222,6 +223,25 @@ def test_a_layer_that_is_not_attended_to_is_found_out_and_no_sequence_has_change
     with pytest.raises(NotPackableError, match="layer 2"):
         pack.settle()
     assert all([row.offsets[layer] for row in rows] == list(LENGTHS) for layer in range(LAYERS))
+
+
+def test_the_layers_of_a_large_pack_are_computed_as_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[mx.array] = []
+    awaited: list[mx.array] = []
+    parts, expected, rows = noise(94, TOKENS, 1), sequences(pool := pool_of()), sequences(pool)
+    monkeypatch.setattr(pack_module, "PACED_TOKENS", TOKENS)
+    monkeypatch.setattr(pack_module, "PACED_LAYERS", 1)
+    monkeypatch.setattr(mx, "async_eval", begun.append)
+    monkeypatch.setattr(mx, "eval", awaited.append)
+    pack, caches = pack_of(rows)
+    outputs = [cache.attend(*parts[layer], Scoring(SCALE)) for layer, cache in enumerate(caches)]
+    monkeypatch.undo()
+    layers = {id(output): layer for layer, output in enumerate(outputs)}
+    assert [layers[id(x)] for x in begun if id(x) in layers] == [0, 1, 2]
+    assert [layers[id(x)] for x in awaited if id(x) in layers] == [0, 1], "all but the latest"
+    for layer, output in enumerate(outputs):
+        assert_close(output, expected_of(expected, parts, layer))
+    pack.settle()
 
 
 def test_shapes_and_sequences_that_do_not_fit_are_refused() -> None:

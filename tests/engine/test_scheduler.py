@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mlx_paged.engine.request import Request
-from mlx_paged.engine.scheduler import Growth, ScheduledStep, Scheduler
+from mlx_paged.engine.scheduler import BURST_SHARE, Growth, ScheduledStep, Scheduler
 from mlx_paged.errors import PoolExhaustedError, RequestTooLargeError
 from tests.support.requests import request_of
 
@@ -384,7 +384,7 @@ def test_while_nothing_decodes_a_step_takes_of_many_prompts_what_a_burst_may() -
     assert sizes_of(driver.step()) == {0: 32, 1: 19, 2: 32, 3: 5, 4: 32}
 
 
-def test_while_rows_decode_one_prompt_is_computed_in_small_steps() -> None:
+def test_while_rows_decode_one_prompt_is_computed_by_halves_and_then_in_small_steps() -> None:
     driver = burst_driver()
     driver.insert(1, 60)
     driver.step()
@@ -394,10 +394,10 @@ def test_while_rows_decode_one_prompt_is_computed_in_small_steps() -> None:
         plan = driver.step()
         assert [request.uid for request in plan.decode] == [0]
         steps.append(sizes_of(plan)[1])
-    assert steps == [16] * 6 + [3]
+    assert steps == [32, 32, 16, 16, 3], "no more than a chunk, cut at the grid"
 
 
-def test_while_rows_decode_a_burst_is_worked_off_an_eighth_at_a_time() -> None:
+def test_while_rows_decode_a_burst_is_worked_off_by_halves() -> None:
     driver = burst_driver()
     driver.insert(1, 100)
     driver.step()
@@ -407,7 +407,7 @@ def test_while_rows_decode_a_burst_is_worked_off_an_eighth_at_a_time() -> None:
     while left:
         plan = driver.step()
         steps.append(sum(sizes_of(plan).values()))
-        most = max(16, min(left // 8, 128))
+        most = max(16, min(left // BURST_SHARE, 128))
         assert steps[-1] <= max(16, most - len(plan.decode))
         left -= steps[-1]
     assert steps[0] >= 96 and steps == sorted(steps, reverse=True) and min(steps[:-1]) >= 16
