@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 # What an input or output points to: a type of C, or the constant that names it. An input that is not listed here is not
 # known to this module, and MLX compiles its text.
 _TYPES = {
-    **dict.fromkeys(("fence", "fence_out", "arrivals"), "uint32_t"),
+    **dict.fromkeys(("fence", "fence_out", "arrivals", "words", "words1", "words2"), "uint32_t"),
     **dict.fromkeys(("tables", "ends", "starts", "blocks", "span", "pairs", "tiles"), "int"),
     **dict.fromkeys(("params", "sinks", "stats", "partial"), "float"),
     **dict.fromkeys(
         ("q", "k", "v", "k_pool", "v_pool", "k_new", "v_new", "k_out", "v_out", "out", "out1", "out2"), "T"
     ),
     **dict.fromkeys(("x", "w", "w1", "w2", "bias", "residual"), "T"),
-    **dict.fromkeys((f"{what}{n}" for what in ("scales", "biases") for n in ("", "1", "2")), "T"),
+    **dict.fromkeys((what + n for what in ("scales", "biases") for n in ("", "1", "2")), "T"),
     "slots": "S",
 }
 # Of inputs whose strides a text reads: [batch, heads, length, dim], heads and dims those of the pool. Values come from
@@ -27,8 +27,6 @@ _STRIDES = {
     "v": "int64_t(k_pool_1) * k_2 * {DV}, {DV}, int64_t(k_pool_1) * {DV}, 1",
 }
 _TOKENS_FIRST = ("v",)
-# Of inputs that are packed, words of so many BITS a value.
-_PACKED = ("w", "w1", "w2")
 
 
 class Source(NamedTuple):
@@ -75,8 +73,6 @@ def source_of(
         return None
 
     def kind(name: str) -> str:
-        if name in _PACKED and "BITS" in constants:
-            return "uint32_t"
         known = "O" if name == "out" and "O" in constants else _TYPES[name]
         return type_of[constants[known]] if known in constants else known
 
