@@ -8,7 +8,7 @@ once and before all other cases, so that no length has been seen in the process.
 and then ``--repeats`` times; the fastest run counts, on both sides. Each side runs in a process of its own. "last" is
 when the last row has its first token; "dense" is the rate of a forward pass over ``[8, 1024]`` tokens (``[1, 64]`` on a
 CPU) without cache and head in the same process, and "of dense" the prompt tokens per second until the last first token
-against it.
+against it (not with ``--bits``).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def measure(args: argparse.Namespace, side: str) -> list[dict[str, Any]]:
     """One side's figures of all cases, in this process."""
     model = chosen_model(args)
     vocabulary = model.args.vocab_size if hasattr(model, "args") else 1000
-    dense = dense_rate(model, vocabulary)
+    dense = dense_rate(model, vocabulary) if args.bits is None else None
     if side == "paged":
         patch_anew(args)
     upstream = importlib.import_module("mlx_lm.generate")
@@ -103,6 +103,8 @@ def measure(args: argparse.Namespace, side: str) -> list[dict[str, Any]]:
     results = []
     for case in sorted(args.cases, key=lambda case: "mixed" not in case.name):
         seen = "mixed" not in case.name
+        if side == "paged":
+            patch_anew(args)  # the pool is as large as the case before has made it
         runs = [run(case, SEED + 1 + n) for n in range(args.repeats + 1 if seen else 1)][1 if seen else 0 :]
         best, peak = min(runs, key=lambda item: item[0].last_first)
         num_tokens = sum(case.lengths)
@@ -149,7 +151,7 @@ def print_results(results: Sequence[dict[str, Any]]) -> None:
             f"{r['last_first_s']:.3f}",
             f"{r['first_s']['p50']:.3f}",
             f"{r['prompt_tokens_per_s']:.0f}",
-            f"{r['prompt_tokens_per_s'] / r['dense_tokens_per_s']:.2f}",
+            f"{r['prompt_tokens_per_s'] / r['dense_tokens_per_s']:.2f}" if r["dense_tokens_per_s"] else "-",
             "-" if decode is None else f"{decode:.0f}",
             f"{r['peak_bytes'] / 1e9:.2f}",
         ]
@@ -161,7 +163,8 @@ def print_results(results: Sequence[dict[str, Any]]) -> None:
             row.append(f"{decode / base['decode_tokens_per_s']:.2f}" if decode and base["decode_tokens_per_s"] else "-")
         rows.append(row)
     print(table(header, rows))
-    print("dense forward:", ", ".join(f"{rate:.0f}" for rate in {r["dense_tokens_per_s"] for r in results}), "tokens/s")
+    dense = {f"{r['dense_tokens_per_s']:.0f}" for r in results if r["dense_tokens_per_s"]}
+    print("dense forward:", ", ".join(sorted(dense)) or "-", "tokens/s")
     paths = sorted({path for r in results for path in r["dispatch"]})
     print("Paged attention ran through:", "; ".join(paths) or "-")
 
@@ -172,7 +175,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cases", type=lambda text: [parse_any_case(part) for part in text.split(",")], default="4x64,8xmixed10-90"
     )
-    parser.add_argument("--decode-tokens", type=int, default=24, help="tokens of each request")
+    parser.add_argument("--decode-tokens", type=int, default=64, help="tokens of each request")
     parser.add_argument("--only", choices=SIDES, default=None, help="skip the other side")
     parser.add_argument("--repeats", type=int, default=2, help="runs of a case after the first")
     parser.add_argument("--prefill-step-size", type=int, default=2048)

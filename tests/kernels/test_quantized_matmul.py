@@ -81,6 +81,8 @@ def test_what_is_one_product_already_is_left_to_mlx(shape: tuple[int, ...]) -> N
 @pytest.mark.parametrize("shape", [(2, 1), (1, 32), (5,)])
 def test_few_rows_go_to_a_kernel_in_a_models_call(bits: int, shape: tuple[int, ...]) -> None:
     layer, x = linear("affine", 64, bits, mx.bfloat16), rows(*shape, dtype=mx.bfloat16)
+    with Inference():  # the self-checks launch, too
+        product(layer, x), product(layer, rows(1, 33, dtype=mx.bfloat16))
     with mock.patch.object(narrow_matmul, "_launch", wraps=narrow_matmul._launch) as launch:
         outside = product(layer, x)
         with Inference(allowed=False):
