@@ -204,7 +204,7 @@ steps of {chunk}, blocks of {block}. `make test-models` repeats it.
 - **Alone**, **batched**, **packed**: RMS of the log-probabilities against stock's run, on a CPU. The tokens are equal.
 - **Prefixes**: whether requests share what they have in common: to the token, or with states, at ends of chunks.
 
-| Module | Paged | Groups | Attention | Batch | Packs | Alone | Batched | Packed | Prefixes | Not paged or packed, and why |
+| Module | Paged | Groups | Attention | Batch | Packs | Alone | Batched | Packed | Prefixes | Not paged or packed: why |
 |---|---|---|---|---|---|---|---|---|---|---|
 """  # noqa: E501
 
