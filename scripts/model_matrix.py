@@ -206,7 +206,7 @@ steps of {chunk}, blocks of {block}. `make test-models` repeats it.
 
 | Module | Paged | Groups | Attention | Batch | Packs | Alone | Batched | Packed | Prefixes | Not paged or packed: why |
 |---|---|---|---|---|---|---|---|---|---|---|
-"""  # noqa: E501
+"""
 
 
 def page_of(lines: dict[str, str], num_tokens: int = 64) -> str:

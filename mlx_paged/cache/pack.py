@@ -14,10 +14,10 @@ from ..kv.packed_step import PackedStep
 from ..kv.pool import BlockPool
 from .sequence import SequenceTables
 
-# From so many tokens on, a pack's layers are computed as they are built, and so many of them at a time: MLX would build
-# all layers while the GPU computes the first, and each array that is built has its memory.
+# From so many tokens on, a pack's layers are computed as they are built, with so many on the way: MLX would build all
+# layers while the GPU computes the first, and each array that is built has its memory.
 PACED_TOKENS = 1024
-PACED_LAYERS = 2
+PACED_LAYERS = 1
 
 
 class NotPackableError(Exception):

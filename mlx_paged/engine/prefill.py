@@ -24,7 +24,7 @@ MOST_TOKENS = 64
 # chunks (docs/adr/0006). Prompts are cut at its multiples.
 IN_PLACE_STEP_TOKENS = 512
 # Of packs while nothing decodes, and most of a burst while rows do (docs/adr/0023).
-STEP_TOKENS = 8192
+STEP_TOKENS = 4096
 # A chunk alone goes as a pack up to this context: MLX's attention would prepare a plan of some 30 ms for its length.
 # Of longer ones attention is so much of the work that MLX's, which is faster once it has its plan, pays.
 MOST_ALONE = 4096

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from ..kernels.ops import WriteLaunch
+from ..kernels.prefill import PrefillLaunch
 from .block_table import BlockTable
 from .step import DeviceTables, Step, tail_slots
 
@@ -16,15 +16,6 @@ from .step import DeviceTables, Step, tail_slots
 PrefillKey = tuple[int, float, int | None, float | None, bool]
 
 _MAX_INT32 = (1 << 31) - 1
-
-
-class PrefillLaunch(Protocol):
-    """Attention of one packed step, prepared once and called for each layer."""
-
-    def __call__(
-        self, q: mx.array, k_pool: mx.array, v_pool: mx.array, fence: mx.array, sinks: mx.array | None = None
-    ) -> tuple[mx.array, mx.array]:
-        """The result ``[T, n_q_heads, 1, v_head_dim]`` for q ``[T, n_q_heads, 1, head_dim]``, and the next fence."""
 
 
 class PackedStep:

@@ -39,11 +39,11 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         return
     with fake_kernels():
         if request.param == "in place":
-            monkeypatch.setattr(in_place, "_prefill_kernel", no_kernel)
+            monkeypatch.setattr(in_place, "prepare_prefill", no_kernel)
         yield request.param
 
 
-def no_kernel() -> None:
+def no_kernel(*_: object, **__: object) -> None:
     raise KernelUnavailable("not here")
 
 

@@ -99,11 +99,11 @@ def config(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         return
     with fake_kernels():
         if request.param == "in place":
-            monkeypatch.setattr(in_place, "_prefill_kernel", no_kernel)
+            monkeypatch.setattr(in_place, "prepare_prefill", no_kernel)
         yield PagedConfig(block_size=8, kernel="on")
 
 
-def no_kernel() -> None:
+def no_kernel(*_: object, **__: object) -> None:
     raise KernelUnavailable("not here")
 
 
@@ -372,7 +372,7 @@ def test_packs_are_taken_where_plans_are_prepared_and_blocks_are_in_place(monkey
 
 @pytest.mark.parametrize(
     ("step", "least", "burst", "chunk"),
-    [(2048, 512, 8192, 2048), (3000, 512, 8192, 3000), (10000, 512, 8192, 8192), (600, 512, 600, 600), (64,) * 4],
+    [(2048, 512, 4096, 2048), (3000, 512, 4096, 3000), (10000, 512, 4096, 4096), (600, 512, 600, 600), (64,) * 4],
 )
 def test_a_chosen_step_size_bounds_steps(step: int, least: int, burst: int, chunk: int) -> None:
     scheduler = ToyEngine(make_pool(), packs=True, prefill_step_size=step).engine.scheduler

@@ -152,11 +152,13 @@ def test_a_trial_launches_the_text_and_nothing_is_seen(sinks):
     assert built == [(text.body, text.constants)]
 
 
-def test_shared_memory_holds_two_thread_groups_per_core():
+def test_shared_memory_holds_thread_groups():
     for head_dim in DIMS:
         for value_dim in DIMS:
             cut = prefill_shape_for(head_dim, value_dim)
-            assert cut.shared_bytes(head_dim, value_dim) * cut.groups <= 96 << 10  # of an A100's 164 KB, a 4090's 100
+            size = cut.shared_bytes(head_dim, value_dim)
+            assert size <= 99 << 10, "one, where it may have least (a 4090)"
+            assert (size + 1024) * cut.groups <= 164 << 10, "as many as its registers allow, in an A100's core"
             assert cut.rows >= MAX_GQA
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ...errors import KernelUnavailableError
 from ...kernels import availability
 from ...kernels import ops as kernels
 from ...kernels.check import SelfCheck, checked
 from ...kernels.launch_shape import Variant, unsupported
+from ...kernels.prefill import prefill_variants_of, unsupported_prefill
+from ...kernels.prefill_check import checked_prefill
 from ..group import ChooseStorage, StorageChoice
 from .base import Geometry
 from .functional import FunctionalStorage
@@ -53,22 +53,17 @@ def prefill_decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> s
     why = availability.device_decline()
     if why is not None or not availability.prepares_plans():
         return why or "there is a kernel for several sequences' new tokens on CUDA only"
-    try:
-        prefill: Any = importlib.import_module("mlx_paged.kernels.prefill")
-        check: Any = importlib.import_module("mlx_paged.kernels.prefill_check")
-    except ImportError:
-        return "there is no kernel for several sequences' new tokens"
     num_kv_heads, k_dim, v_dim, dtype = geometry
     gqa, rest = divmod(heads.num_q_heads, num_kv_heads)
     if rest:
         return f"{heads.num_q_heads} query heads do not divide into {num_kv_heads} kv heads"
-    why = prefill.unsupported_prefill(dtype, k_dim, v_dim, gqa, block_size)
+    why = unsupported_prefill(dtype, k_dim, v_dim, gqa, block_size)
     if why:
-        return str(why)
-    variants = prefill.prefill_variants_of(
+        return why
+    variants = prefill_variants_of(
         dtype, k_dim, v_dim, heads.num_q_heads, num_kv_heads, block_size, heads.softcap, heads.sinks
     )
-    return _why_none_works(variants, check.checked_prefill)
+    return _why_none_works(variants, checked_prefill)
 
 
 def storage_choice(use_kernel: bool | None) -> ChooseStorage:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,8 +10,9 @@ import mlx.core as mx
 from ...kernels import ops as kernels
 from ...kernels.build import KernelUnavailable
 from ...kernels.launch_shape import MAX_QUERY_LENGTH
+from ...kernels.prefill import prepare_prefill
 from ..block_table import BlockTable
-from ..packed_step import PackedStep, PrefillLaunch
+from ..packed_step import PackedStep
 from ..step import Step
 from .base import Geometry
 from .scoring import Scoring
@@ -88,7 +88,6 @@ class InPlaceStorage:
         key = (q.shape[1], scale, window, softcap, sinks is not None)
         launch = step.prefill_launches.get(key)
         if launch is None:
-            prepare_prefill = _prefill_kernel()
             try:
                 launch = step.prefill_launches[key] = prepare_prefill(
                     self.__keys, self.__values, step.block_tables(tables), step.counts,
@@ -172,15 +171,6 @@ class InPlaceStorage:
             return False
         self.__fence = to
         return True
-
-
-def _prefill_kernel() -> Callable[..., PrefillLaunch]:
-    try:
-        prefill = importlib.import_module("mlx_paged.kernels.prefill")
-    except ImportError as error:
-        raise KernelUnavailable("there is no kernel for several sequences' new tokens") from error
-    prepare: Callable[..., PrefillLaunch] = prefill.prepare_prefill
-    return prepare
 
 
 def _resized(blocks: mx.array, num_blocks: int) -> mx.array:

@@ -265,6 +265,7 @@ def test_a_fault_in_a_part_of_one_requests_life_is_that_requests_failure(scene: 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # some hundred runs
 @pytest.mark.parametrize("scene, part", CASES)
 def test_a_fault_at_every_call_of_a_part_of_one_requests_life(scene: str, part: str) -> None:
     for at in calls_of(scene, part):

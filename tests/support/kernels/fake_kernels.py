@@ -243,7 +243,7 @@ def fake_kernels() -> Iterator[FakeKernels]:
         mock.patch.object(choice, "kernel_decline", decline),
         mock.patch.object(dispatch, "kernel_decline", decline),
         mock.patch.object(dispatch, "prefill_decline", decline),
-        mock.patch.object(in_place, "_prefill_kernel", lambda: fake.prepare_prefill),
+        mock.patch.object(in_place, "prepare_prefill", fake.prepare_prefill),
         mock.patch.object(narrow_matmul, "works", lambda body, dtype, tile, dims, bits: dtype in narrow_matmul.DTYPES),
         mock.patch.object(narrow_matmul, "_launch", fake.multiply),
     ):
