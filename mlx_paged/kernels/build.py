@@ -121,7 +121,8 @@ def kernel_text(body: str, dialect: str) -> tuple[str, str]:
     folder = resources.files(__package__) / "text"
     prelude = (folder / ("prelude.metal" if dialect == "metal" else "prelude.cuh")).read_text()
     if body in _CUDA_PARTS:
-        source = "".join((folder / f"{part}.cuh").read_text() for part in _CUDA_PARTS[body])
+        parts = (f"products/{part}" if part.startswith("narrow") else part for part in _CUDA_PARTS[body])
+        source = "".join((folder / f"{part}.cuh").read_text() for part in parts)
         return (folder / "tensor.cuh").read_text() + prelude, source
     return prelude, (folder / f"{body}.metal").read_text()
 

@@ -11,7 +11,7 @@ from ...cache.batch_cache import PagedBatchKVCache
 from ...cache.composites import leaves
 from ...cache.packed_cache import PackedKVCache
 from ...cache.paged_kv_cache import PagedKVCache
-from ...kernels.quantized_matmul import Inference
+from ...kernels.products.quantized_matmul import Inference
 from ...kv.pool import BlockPool
 
 _guarded: weakref.WeakSet[type] = weakref.WeakSet()

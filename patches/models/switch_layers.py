@@ -1,4 +1,4 @@
-"""Quantised experts on CUDA: many rows are multiplied with dequantised weights (see kernels/quantized_matmul.py)."""
+"""Quantised experts on CUDA: many rows are multiplied with dequantised weights (kernels/products/quantized_matmul.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...kernels import quantized_matmul
+from ...kernels.products import quantized_matmul
 
 
 def adapt(original: Callable[..., mx.array]) -> Callable[..., mx.array]:

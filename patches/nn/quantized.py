@@ -1,4 +1,4 @@
-"""Quantised layers on CUDA: all rows in one product (see kernels/quantized_matmul.py)."""
+"""Quantised layers on CUDA: all rows in one product (see kernels/products/quantized_matmul.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...kernels import quantized_matmul
+from ...kernels.products import quantized_matmul
 
 LayerCall = Callable[[nn.Module, mx.array], mx.array]
 

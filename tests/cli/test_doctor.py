@@ -16,10 +16,10 @@ from mlx_paged.cli.doctor import jobs as doctor_jobs
 from mlx_paged.cli.doctor.jobs import ProductJob, ShapeJob
 from mlx_paged.cli.doctor.report import Row
 from mlx_paged.cli.doctor.shapes import POPULAR, Shape
-from mlx_paged.kernels import narrow_matmul
 from mlx_paged.kernels.check import SelfCheck
 from mlx_paged.kernels.launch_shape import DTYPES, HEAD_DIMS, Variant
 from mlx_paged.kernels.prefill import prefill_variants_of
+from mlx_paged.kernels.products import narrow_matmul
 
 CPU_ONLY = pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="there is a GPU")
 

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_paged.kernels import build, check, narrow_matmul
+from mlx_paged.kernels import build, check
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.build import SIGNATURES, Constants, build_kernel
 from mlx_paged.kernels.check import _texts_of, self_check
@@ -22,6 +22,7 @@ from mlx_paged.kernels.cuda.source import Source
 from mlx_paged.kernels.decode_spec import pool_constants_of
 from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.prefill import BODY, prefill_constants_of, prefill_shape_for
+from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.trial import Text, launch_alone
 
 TENSOR = Variant("paged_decode_tensor", "cuda", mx.bfloat16, 64, 64, 4, 32)

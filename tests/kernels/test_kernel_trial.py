@@ -9,13 +9,14 @@ from unittest import mock
 import mlx.core as mx
 import pytest
 
-from mlx_paged.kernels import availability, narrow_matmul
+from mlx_paged.kernels import availability
 from mlx_paged.kernels import check as kernel_check
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import trial as kernel_trial
 from mlx_paged.kernels.build import KernelUnavailable
 from mlx_paged.kernels.check import SelfCheck, self_check
 from mlx_paged.kernels.launch_shape import Variant
+from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.trial import Text, failure_of, few_of
 from mlx_paged.kv.storage.base import Geometry
 from mlx_paged.kv.storage.choice import storage_choice

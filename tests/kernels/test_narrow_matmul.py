@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels import build as kernel_build
-from mlx_paged.kernels import narrow_matmul
 from mlx_paged.kernels.check import MAX_RMS
-from mlx_paged.kernels.narrow_matmul import (
+from mlx_paged.kernels.products import narrow_matmul
+from mlx_paged.kernels.products.narrow_matmul import (
     ADDED,
     BIASED,
     BODIES,
@@ -31,7 +31,7 @@ from mlx_paged.kernels.narrow_matmul import (
     products,
     self_check,
 )
-from mlx_paged.kernels.packed_weight import BITS, PackedWeight
+from mlx_paged.kernels.products.packed_weight import BITS, PackedWeight
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from mlx_paged.kernels import narrow_matmul, quantized_matmul
-from mlx_paged.kernels.quantized_matmul import DEQUANTIZED_ROWS, Inference, product, sorted_experts_product
+from mlx_paged.kernels.products import narrow_matmul, quantized_matmul
+from mlx_paged.kernels.products.quantized_matmul import DEQUANTIZED_ROWS, Inference, product, sorted_experts_product
 from tests.support.kernels.gather_mm import gather_mm_of_16_bits
 
 # Mode, group size and bits.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels import build as kernel_build
-from mlx_paged.kernels import narrow_matmul
+from mlx_paged.kernels.products import narrow_matmul
 from tests.msl import emulator
 from tests.msl.emulator import EmuError
 from tests.msl.harness import to_float

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels import build as kernel_build
-from mlx_paged.kernels import narrow_matmul
-from mlx_paged.kernels.narrow_matmul import ADDED, BIASED, GATED, GROUPED, PLAIN, TILES
-from mlx_paged.kernels.packed_weight import PackedWeight
+from mlx_paged.kernels.products import narrow_matmul
+from mlx_paged.kernels.products.narrow_matmul import ADDED, BIASED, GATED, GROUPED, PLAIN, TILES
+from mlx_paged.kernels.products.packed_weight import PackedWeight
 from mlx_paged.kernels.trial import launch_alone
 from tests.msl import emulator, registers
 from tests.msl.emulator import EmuError

@@ -13,7 +13,6 @@ from ...attention import gather
 from ...attention.dispatch import Dispatch, last_dispatch, paged_attention
 from ...config import PagedConfig
 from ...errors import PagedCacheError
-from ...kernels import narrow_matmul, packed_weight
 from ...kernels.availability import device_decline
 from ...kernels.build import backend
 from ...kernels.check import MAX_RMS, SelfCheck, self_check
@@ -21,6 +20,7 @@ from ...kernels.launch_shape import Variant
 from ...kernels.ops import variants_of
 from ...kernels.prefill import prefill_variants_of, unsupported_prefill
 from ...kernels.prefill_check import prefill_seconds, self_check_prefill
+from ...kernels.products import narrow_matmul, packed_weight
 from ...kernels.timing import dense_seconds, launch_seconds
 from ...kv.group import LayerGroup
 from ...kv.pool import BlockPool

@@ -14,7 +14,7 @@ from ...cache.batch_cache import PagedBatchKVCache
 from ...cache.batch_tables import BatchTables
 from ...cache.paged_kv_cache import PagedKVCache
 from ...cache.sequence import SequenceTables
-from ...kernels.quantized_matmul import Inference
+from ...kernels.products.quantized_matmul import Inference
 from ...kv.block_table import BlockTable
 from ...kv.pool import BlockPool
 from ...kv.step import rounded_up, table_width

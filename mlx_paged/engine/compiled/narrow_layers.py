@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...kernels import narrow_matmul
-from ...kernels.packed_weight import PackedWeight
+from ...kernels.products import narrow_matmul
+from ...kernels.products.packed_weight import PackedWeight
 
 
 class NarrowLinear(nn.Linear):

@@ -17,8 +17,8 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine.compiled import compiled_step
 from mlx_paged.engine.compiled.narrow_layers import NarrowLinear, added, gated, narrow_layers, projected
-from mlx_paged.kernels import narrow_matmul
-from mlx_paged.kernels.narrow_matmul import ADDED, BIASED, GATED, GROUPED, PLAIN
+from mlx_paged.kernels.products import narrow_matmul
+from mlx_paged.kernels.products.narrow_matmul import ADDED, BIASED, GATED, GROUPED, PLAIN
 from tests.support.models.batch_runs import mlx_lm_generate
 from tests.support.models.builders import build, prompt_of
 

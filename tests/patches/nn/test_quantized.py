@@ -16,7 +16,7 @@ from mlx_lm.tuner.lora import LoRALinear
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine.compiled import compiled_step
-from mlx_paged.kernels import narrow_matmul, quantized_matmul
+from mlx_paged.kernels.products import narrow_matmul, quantized_matmul
 from mlx_paged.patches import registry
 from tests.support.kernels.gather_mm import gather_mm_of_16_bits
 from tests.support.models.batch_runs import generator

@@ -18,9 +18,10 @@ from mlx_paged import config
 from mlx_paged.attention import dispatch, gather
 from mlx_paged.attention.masks import causal_mask
 from mlx_paged.engine.compiled import compiled_step
-from mlx_paged.kernels import availability, narrow_matmul
+from mlx_paged.kernels import availability
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.packed_weight import PackedWeight
+from mlx_paged.kernels.products import narrow_matmul
+from mlx_paged.kernels.products.packed_weight import PackedWeight
 from mlx_paged.kv.storage import choice, in_place
 from mlx_paged.kv.storage.base import Geometry
 from mlx_paged.kv.storage.scoring import QueryHeads, Scoring

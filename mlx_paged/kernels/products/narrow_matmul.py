@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .build import backend, build_kernel, compile_ahead, told_when_compiling
-from .check import outcome_of
+from ..build import backend, build_kernel, compile_ahead, told_when_compiling
+from ..check import outcome_of
+from ..timing import LAUNCHES, seconds_of
+from ..trial import Text, failure_of
 from .packed_weight import GROUP_SIZES, PackedWeight
-from .timing import LAUNCHES, seconds_of
-from .trial import Text, failure_of
 
 MIN_ROWS, MAX_ROWS = 2, 32  # one row: MLX has a kernel of its own; for more, cuBLAS is worth its call
 MAX_PACKED_ROWS = 256  # with quantised matrices, which cuBLAS does not take
