@@ -1,4 +1,4 @@
-"""Quantised experts on CUDA: many rows are multiplied with dequantised weights (kernels/products/quantized_matmul.py)."""
+"""Quantised experts on CUDA: many rows are multiplied with dequantised weights (products/quantized_matmul.py)."""
 
 from __future__ import annotations
 
