@@ -110,24 +110,28 @@ class Prefill:
         return ready
 
     def _call(self, call: Sequence[Chunk]) -> None:
-        if call and self._is_pack(call):
-            self._compute_pack(call)
-        elif len(call) > 1:
+        is_packed = bool(call) and self._is_pack(call) and self._packed(call)
+        if not is_packed and len(call) > 1:
             compute_together(self.model, call)
-        else:
+        elif not is_packed:
             for request, num_tokens in call:
                 self.model(mx.array(request.next_tokens(num_tokens), mx.uint32)[None], cache=request.caches)
         if not self.in_place:  # its reads must be over before the next one writes, or the pool is copied
             mx.eval([cache.state for request, _ in call for cache in request.caches or ()])
 
-    def _compute_pack(self, chunks: Sequence[Chunk]) -> None:
+    def _packed(self, chunks: Sequence[Chunk]) -> bool:
+        """Compute the chunks as a pack; False if the model does not pack, as it turns out, and a chunk that is alone is
+        to be computed otherwise, at the positions it has. Several are for whoever catches the NotPackableError."""
         try:
             compute_pack(self.model, chunks)
         except NotPackableError as error:
             self.packs = False
             _not_packed.put(self.model, str(error))
             warn_once(f"prompts go one by one through models of {type(self.model).__module__}: {error}")
-            raise
+            if len(chunks) > 1:
+                raise
+            return False
+        return True
 
 
 def _fences(requests: Sequence[Request]) -> list[Any]:
