@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -13,11 +13,6 @@ from ..kv.block_table import BlockTable
 from ..kv.packed_step import PackedStep
 from ..kv.pool import BlockPool
 from .sequence import SequenceTables
-
-# From so many tokens on, a pack's layers are computed as they are built, with so many on the way: MLX would build all
-# layers while the GPU computes the first, and each array that is built has its memory.
-PACED_TOKENS = 1024
-PACED_LAYERS = 1
 
 
 class NotPackableError(Exception):
@@ -53,7 +48,6 @@ class Pack:
         self._place = {layer: index for index, group in enumerate(self.pool.groups) for layer in group.spec.layers}
         self.written: set[int] = set()  # layers
         self._attended: Counter[int] = Counter()
-        self._computing: deque[mx.array] = deque()
         ends = [table.length for table in self.tables[0]]
         spans = [np.arange(end - count, end, dtype=np.int32) for end, count in zip(ends, counts, strict=True)]
         self._positions = mx.array(np.concatenate(spans))
@@ -97,14 +91,9 @@ class Pack:
             raise NotPackableError(f"layer {layer} writes twice")
         self.written.add(layer)
 
-    def attended(self, layer: int, result: mx.array) -> None:
-        """What the layer has written has been attended to, with this result."""
+    def attended(self, layer: int) -> None:
+        """What the layer has written has been attended to."""
         self._attended[layer] += 1
-        if len(self) >= PACED_TOKENS:
-            mx.async_eval(result)
-            self._computing.append(result)
-            if len(self._computing) > PACED_LAYERS:
-                mx.eval(self._computing.popleft())
 
     def settle(self) -> None:
         """After the model call: the sequences' layers are where their tables are.

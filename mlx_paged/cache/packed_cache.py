@@ -183,7 +183,6 @@ def attend_pack(
     pack: Pack, layer: int, queries: mx.array, keys: mx.array | None, values: mx.array | None, scoring: Scoring
 ) -> mx.array:
     """Attention from the pack's tokens, which the layer has written; ``keys`` and ``values`` are they, or None."""
+    pack.attended(layer)
     tables, step = pack.tables_of(layer), pack.step(layer)
-    result = dispatch.packed_attention(queries, keys, values, pack.pool, layer, tables, step, scoring)
-    pack.attended(layer, result)
-    return result
+    return dispatch.packed_attention(queries, keys, values, pack.pool, layer, tables, step, scoring)

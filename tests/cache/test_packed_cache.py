@@ -12,12 +12,12 @@ import pytest
 
 from mlx_paged import BlockPool, LayerGroup, PagedKVCache, PoolExhaustedError, SequenceTables
 from mlx_paged.attention.dispatch import Dispatch, dispatch_counts, reset_dispatch_counts
-from mlx_paged.cache import pack as pack_module
 from mlx_paged.cache.lazy_kv import lazy_kv_of
 from mlx_paged.cache.pack import NotPackableError, Pack
 from mlx_paged.cache.packed_cache import PackedKVCache
 from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
 from mlx_paged.kernels.build import KernelUnavailable
+from mlx_paged.kv import group as group_module
 from mlx_paged.kv.storage import in_place
 from mlx_paged.kv.storage.choice import storage_choice
 from mlx_paged.kv.storage.scoring import Scoring
@@ -226,22 +226,29 @@ def test_a_layer_that_is_not_attended_to_is_found_out_and_no_sequence_has_change
 
 
 def test_the_layers_of_a_large_pack_are_computed_as_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of any chunk over blocks in place are: by the group, at each layer's write."""
+    monkeypatch.setattr(group_module, "PACED_TOKENS", TOKENS)
+    monkeypatch.setattr(group_module, "LAYERS_AHEAD", 1)
     begun: list[mx.array] = []
     awaited: list[mx.array] = []
-    parts, expected, rows = noise(94, TOKENS, 1), sequences(pool := pool_of()), sequences(pool)
-    monkeypatch.setattr(pack_module, "PACED_TOKENS", TOKENS)
-    monkeypatch.setattr(pack_module, "PACED_LAYERS", 1)
-    monkeypatch.setattr(mx, "async_eval", begun.append)
-    monkeypatch.setattr(mx, "eval", awaited.append)
-    pack, caches = pack_of(rows)
-    outputs = [cache.attend(*parts[layer], Scoring(SCALE)) for layer, cache in enumerate(caches)]
-    monkeypatch.undo()
-    layers = {id(output): layer for layer, output in enumerate(outputs)}
-    assert [layers[id(x)] for x in begun if id(x) in layers] == [0, 1, 2]
-    assert [layers[id(x)] for x in awaited if id(x) in layers] == [0, 1], "all but the latest"
-    for layer, output in enumerate(outputs):
-        assert_close(output, expected_of(expected, parts, layer))
-    pack.settle()
+    with fake_kernels():
+        pool = pool_of("kernel")
+        parts, expected, rows = noise(94, TOKENS, 1), sequences(pool), sequences(pool)
+        pack, caches = pack_of(rows)
+        monkeypatch.setattr(mx, "async_eval", lambda *arrays: begun.extend(arrays))
+        monkeypatch.setattr(mx, "eval", lambda *arrays: awaited.extend(arrays))
+        outputs, fences, waits = [], [], []
+        for layer, cache in enumerate(caches):
+            with pool.turn:
+                outputs.append(cache.attend(*parts[layer], Scoring(SCALE)))
+                fences.append(len(begun))
+                waits.append(len(awaited))
+        monkeypatch.undo()
+        assert fences[0] >= 1 and fences == sorted(set(fences)), "each layer is begun before the next one is built"
+        assert waits[0] == waits[1] < waits[2], "for the group's first layer, at its second one's write"
+        pack.settle()
+        for layer, output in enumerate(outputs):
+            assert_close(output, expected_of(expected, parts, layer))
 
 
 def test_shapes_and_sequences_that_do_not_fit_are_refused() -> None:
