@@ -47,8 +47,8 @@ def _difference(variant: Variant) -> float:
     counts, prefixes = [1, tile + 3, 2, tile], [block + 5, 0, 90, 64]
     lengths = [count + prefix for count, prefix in zip(counts, prefixes, strict=True)]
     n_q_heads = _KV_HEADS * variant.gqa
-    keys = mx.random.split(mx.random.key(3), 4)
-    # By Python here and below: what MLX's indexing by arrays needs, it would have to compile on CUDA.
+    keys = [mx.random.key(3 + i) for i in range(4)]
+    # By Python here, above and below: what MLX's indexing by arrays needs, it would have to compile on CUDA.
     used = [-(-n // block) for n in lengths]
     order = random.Random(3).sample(range(_FREE_BLOCKS, _FREE_BLOCKS + sum(used)), sum(used))
     ids = [[order.pop() for _ in range(n)] for n in used]
@@ -128,7 +128,7 @@ def _attend(
             scores = softcap * mx.tanh(scores / softcap)
         scores = mx.where(seen, scores, -float("inf"))
         if sinks is not None:
-            scores = mx.concatenate([mx.broadcast_to(sinks[h], (count, 1)), scores], axis=1)
+            scores = mx.concatenate([mx.broadcast_to(sinks[h : h + 1], (count, 1)), scores], axis=1)
         weights = mx.softmax(scores, axis=1, precise=True)[:, int(sinks is not None) :]
         heads.append((weights[:, :, None] * values).sum(1))
     return mx.stack(heads, axis=1)[:, :, None]

@@ -20,27 +20,31 @@ from .scoring import QueryHeads
 
 def kernel_decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
     """Why the decode kernel cannot serve these blocks and queries, or None. Self-checks it at the first call."""
-    return availability.device_decline() or _variant_decline(geometry, block_size, heads)
+    return availability.device_decline() or _variant_decline(
+        geometry, block_size, heads, unsupported, kernels.variants_of, checked
+    )
 
 
-def _variant_decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
+def _variant_decline(
+    geometry: Geometry,
+    block_size: int,
+    heads: QueryHeads,
+    refuse: Callable[..., str | None],
+    variants_of: Callable[..., Sequence[Variant]],
+    check: Callable[[Variant], SelfCheck],
+) -> str | None:
+    """Why no variant of a kernel, the fastest first, serves these; None as soon as one has passed its check."""
     num_kv_heads, k_dim, v_dim, dtype = geometry
     gqa, rest = divmod(heads.num_q_heads, num_kv_heads)
     if rest:
         return f"{heads.num_q_heads} query heads do not divide into {num_kv_heads} kv heads"
-    why = unsupported(dtype, k_dim, v_dim, gqa, block_size)
+    why = refuse(dtype, k_dim, v_dim, gqa, block_size)
     if why:
         return why
-    variants = kernels.variants_of(
-        dtype, k_dim, v_dim, heads.num_q_heads, num_kv_heads, block_size, heads.softcap, heads.sinks
-    )
-    return _why_none_works(variants, checked)
-
-
-def _why_none_works(variants: Sequence[Variant], check: Callable[[Variant], SelfCheck]) -> str | None:
-    """Why all of the variants failed, fastest first; None as soon as one has not."""
     reasons = []
-    for variant in variants:
+    for variant in variants_of(
+        dtype, k_dim, v_dim, heads.num_q_heads, num_kv_heads, block_size, heads.softcap, heads.sinks
+    ):
         result = check(variant)
         if result.ok:
             return None
@@ -53,17 +57,7 @@ def prefill_decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> s
     why = availability.device_decline()
     if why is not None or not availability.prepares_plans():
         return why or "there is a kernel for several sequences' new tokens on CUDA only"
-    num_kv_heads, k_dim, v_dim, dtype = geometry
-    gqa, rest = divmod(heads.num_q_heads, num_kv_heads)
-    if rest:
-        return f"{heads.num_q_heads} query heads do not divide into {num_kv_heads} kv heads"
-    why = unsupported_prefill(dtype, k_dim, v_dim, gqa, block_size)
-    if why:
-        return why
-    variants = prefill_variants_of(
-        dtype, k_dim, v_dim, heads.num_q_heads, num_kv_heads, block_size, heads.softcap, heads.sinks
-    )
-    return _why_none_works(variants, checked_prefill)
+    return _variant_decline(geometry, block_size, heads, unsupported_prefill, prefill_variants_of, checked_prefill)
 
 
 def storage_choice(use_kernel: bool | None) -> ChooseStorage:
