@@ -1,6 +1,7 @@
 """Drives the real launch code of mlx_paged.kernels.ops through the emulator."""
 
 from contextlib import contextmanager
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -55,6 +56,18 @@ def emulated(backend="metal", **options):
     finally:
         kernels.build_kernel, kernels.backend, kernels.failure_of = real
         kernels.variants_of.cache_clear()
+
+
+def tensor_kernel(body, constants, edits):
+    """A body for CUDA's tensor cores on the emulator, mutated by (old, new) edits; and the names of its outputs."""
+    _, source = kernel_build.kernel_source(body, "metal", constants)
+    for old, new in edits:
+        assert old in source, f"nothing to mutate: {old}"
+        source = source.replace(old, new)
+    header = (Path(__file__).parent / "tensor_cpu.hpp").read_text()
+    header += kernel_build.kernel_text("copy_blocks", "metal")[0]
+    inputs, outputs, _ = kernel_build.SIGNATURES[body]
+    return emulator.metal_kernel(body, inputs, outputs, source, header), outputs
 
 
 def to_float(x):

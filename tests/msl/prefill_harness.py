@@ -3,15 +3,12 @@
 from collections.abc import Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import prefill
-from tests.msl import emulator
-from tests.msl.harness import to_float
+from tests.msl.harness import tensor_kernel, to_float
 
 
 @contextmanager
@@ -19,14 +16,7 @@ def emulated(edit: Sequence[tuple[str, str]] = (), orders: tuple[int, ...] = (0,
     """Inside, the prefill kernel runs on the emulator as if on CUDA, without trials. ``edit`` plants mutations."""
 
     def build(body, constants):
-        _, source = kernel_build.kernel_source(body, "metal", constants)
-        for old, new in edit:
-            assert old in source, f"nothing to mutate: {old}"
-            source = source.replace(old, new)
-        header = (Path(__file__).parent / "tensor_cpu.hpp").read_text()
-        header += kernel_build.kernel_text("copy_blocks", "metal")[0]
-        inputs, outputs, _ = kernel_build.SIGNATURES[body]
-        kernel = emulator.metal_kernel(body, inputs, outputs, source, header)
+        kernel, _ = tensor_kernel(body, constants, edit)
         # What is declared is what the launch asks for.
         return partial(kernel, checked=checked, orders=orders, tg_limit=dict(constants)["SHARED"])
 

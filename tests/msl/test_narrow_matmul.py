@@ -1,17 +1,14 @@
 """narrow_matmul's text on the emulator: the CUDA body, with the tensor cores' fragments as PTX describes them."""
 
 from functools import partial
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels.products import narrow_matmul
-from tests.msl import emulator
 from tests.msl.emulator import EmuError
-from tests.msl.harness import to_float
+from tests.msl.harness import tensor_kernel, to_float
 
 TILES = narrow_matmul.TILES
 SHARED_MEMORY = 48 << 10  # what CUDA gives without asking
@@ -23,15 +20,7 @@ def emulated(monkeypatch):
     edits = []
 
     def build(body, constants):
-        _, source = kernel_build.kernel_source(body, "metal", constants)
-        for old, new in edits:
-            assert old in source, f"nothing to mutate: {old}"
-            source = source.replace(old, new)
-        header = (Path(__file__).parent / "tensor_cpu.hpp").read_text()
-        header += kernel_build.kernel_text("copy_blocks", "metal")[0]
-        inputs, outputs, _ = kernel_build.SIGNATURES[body]
-        kernel = emulator.metal_kernel(body, inputs, outputs, source, header)
-
+        kernel, outputs = tensor_kernel(body, constants, edits)
         # Of two matrices, the third's output is not written.
         return partial(kernel, sparse=outputs[2:], checked=True, orders=(0, 2), tg_limit=SHARED_MEMORY)
 

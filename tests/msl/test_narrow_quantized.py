@@ -1,20 +1,18 @@
 """narrow_quantized's text on the emulator: narrow_matmul with quantised matrices."""
 
 from functools import partial
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.products.narrow_matmul import ADDED, BIASED, GATED, GROUPED, PLAIN, TILES
 from mlx_paged.kernels.products.packed_weight import PackedWeight
 from mlx_paged.kernels.trial import launch_alone
-from tests.msl import emulator, registers
+from tests.msl import registers
 from tests.msl.emulator import EmuError
-from tests.msl.harness import to_float
+from tests.msl.harness import tensor_kernel, to_float
 
 SHARED_MEMORY = 48 << 10  # what CUDA gives without asking
 FORMS = [(4, 32), (4, 64), (4, 128), (8, 32), (8, 64), (8, 128)]  # bits, group size
@@ -26,15 +24,7 @@ def emulated(monkeypatch):
     edits = []
 
     def build(body, constants):
-        _, source = kernel_build.kernel_source(body, "metal", constants)
-        for old, new in edits:
-            assert old in source, f"nothing to mutate: {old}"
-            source = source.replace(old, new)
-        header = (Path(__file__).parent / "tensor_cpu.hpp").read_text()
-        header += kernel_build.kernel_text("copy_blocks", "metal")[0]
-        inputs, outputs, _ = kernel_build.SIGNATURES[body]
-        kernel = emulator.metal_kernel(body, inputs, outputs, source, header)
-
+        kernel, outputs = tensor_kernel(body, constants, edits)
         # Of two matrices, the third's output is not written.
         return partial(kernel, sparse=outputs[2:], checked=True, orders=(0, 2), tg_limit=SHARED_MEMORY)
 
