@@ -88,7 +88,7 @@ def batched(
     kind = type("Generator", (sys.modules["mlx_lm.generate"].BatchGenerator,), {"packs": packs})
     generator = kind(model, max_tokens=num_tokens, prefill_step_size=chunk)
     if packs and generator._engine is not None:
-        generator._engine.scheduler.burst_budget = len(PROMPTS) * chunk  # of each prompt a chunk in a step
+        generator._engine.scheduler.token_budget = len(PROMPTS) * chunk  # of each prompt a chunk in a step
     uids = generator.insert([prompt_of(length) for length in PROMPTS])
     found: dict[int, tuple[list[int], list[np.ndarray]]] = {uid: ([], []) for uid in uids}
     while responses := generator.next_generated():

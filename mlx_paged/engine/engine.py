@@ -19,6 +19,8 @@ from .scheduler import Chunk
 from .upstream import TokenResponse
 
 CLEAR_AFTER_PREFILLS = 8  # steps with prompts, of different sizes, between clearings of MLX's buffer cache
+# Of the GPU's memory, what that cache may hold without being cleared: on CUDA a clearing stops the device for 10 ms.
+KEPT_PART = 64
 CLEAR_EVERY = 512  # decode steps between clearings, as in mlx-lm
 IDLE_SECONDS = 5  # without work, until the pool gives memory back
 
@@ -57,6 +59,8 @@ class Engine(LiveRequests):
         self.computed_prompt_tokens = 0
         self.prefill = Prefill(batch.model, in_place=self.in_place, shares_calls=self.shares_calls, packs=self.packs)
         self._prefill_steps = 0
+        info = mx.device_info()
+        self._most_kept = int(info.get("memory_size") or info.get("total_memory") or 0) // KEPT_PART
         self._worked_at: float | None = None  # None: memory has been given back since
 
     # Steps ----------------------------------------------------------------------------------------------------
@@ -217,7 +221,11 @@ class Engine(LiveRequests):
             if response is not None:
                 responses.append(response)
         self._prefill_steps += 1
-        if self._prefill_steps % CLEAR_AFTER_PREFILLS == 0 or not self.scheduler.is_prefilling:
+        is_last = not self.scheduler.has_prompts
+        if is_last:
+            self.prefill.wait()
+        is_due = is_last or self._prefill_steps % CLEAR_AFTER_PREFILLS == 0
+        if is_due and mx.get_cache_memory() > self._most_kept:
             mx.clear_cache()
         self.counters.prompt_time += time.perf_counter() - begin
         return responses

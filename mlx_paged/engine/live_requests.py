@@ -87,17 +87,17 @@ class LiveRequests:
             cached = (lambda request: 0) if self.sharing is None else self.sharing.available
             will_find = self.sharing.will_find if self.sharing is not None else lambda requests: [0] * len(requests)
             self.budget = RequestBudget(self.pool, chunk=chunk, cached=cached, will_find=will_find)
-        if self.in_place or self.packs:
-            prefill_step_size = min(prefill_step_size, IN_PLACE_STEP_TOKENS)
+        grid = min(prefill_step_size, IN_PLACE_STEP_TOKENS) if self.in_place or self.packs else prefill_step_size
+        token_budget = grid
+        if self.packs:  # a step size that somebody has chosen bounds every step
+            token_budget = chunk if chunk < UPSTREAM_STEP_TOKENS else STEP_TOKENS
         chosen_by_none = self.packs and prefill_batch_size >= UPSTREAM_PREFILLING
         self.scheduler = Scheduler(
             weakref.proxy(self),  # its owner: an engine that is dropped goes at once, with what its requests hold
-            token_budget=prefill_step_size,
-            # A step size that somebody has chosen bounds every step.
-            burst_budget=None if not self.packs else chunk if chunk < UPSTREAM_STEP_TOKENS else STEP_TOKENS,
-            chunk=chunk,
+            token_budget=token_budget,
+            chunk=chunk if self.packs else None,
             # Where tokens are pinned, what a chunk's tokens see depends on where it begins.
-            grid=prefill_step_size if self.in_place or self.packs or pins_tokens else None,
+            grid=grid if self.in_place or self.packs or pins_tokens else None,
             max_running=completion_batch_size,
             # A step of packs is bounded by its tokens, unless somebody has chosen fewer prompts.
             max_prefilling=max(prefill_batch_size, completion_batch_size) if chosen_by_none else prefill_batch_size,

@@ -20,10 +20,10 @@ from .scheduler import Chunk
 # Short chunks share a call: on a GPU, calls and not their few tokens take the time. A longer one keeps it busy by
 # itself, and others would have to be padded to it.
 MOST_TOKENS = 64
-# Prompt tokens a step on a GPU, of packs while rows decode: less memory and shorter waits for decode than with longer
-# chunks (docs/adr/0006). Prompts are cut at its multiples.
+# Prompt tokens a step on a GPU without packs: less memory and shorter waits for decode than with longer chunks
+# (docs/adr/0006). Prompts are cut at its multiples.
 IN_PLACE_STEP_TOKENS = 512
-# Of packs while nothing decodes, and most of a burst while rows do (docs/adr/0023).
+# The same with packs (docs/adr/0023).
 STEP_TOKENS = 4096
 # A chunk alone goes as a pack up to this context: MLX's attention would prepare a plan of some 30 ms for its length.
 # Of longer ones attention is so much of the work that MLX's, which is faster once it has its plan, pays.
@@ -51,15 +51,18 @@ class Prefill:
         self.in_place = in_place
         self.shares_calls = shares_calls
         self.packs = packs and _not_packed.get(model) is None
+        self._under_way: list[mx.array] = []  # ready when the chunks are that were computed last
 
     def compute(
         self, chunks: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]
     ) -> list[Request]:
         """Compute the chunks of requests that run. Returns the requests for which that worked, which are longer now.
+        Where blocks are written in place, the device may still be at it: see :meth:`wait`.
 
         Args:
             on_failure: told of the chunks of a model call, and what it raised, before the next call.
         """
+        self.wait()
         done: set[Request] = set()
         for call in self._calls(chunks):
             try:
@@ -74,13 +77,20 @@ class Prefill:
                 done.add(request)
         computed = [chunk for chunk in chunks if chunk.request in done]
         try:
-            if self.in_place:
-                mx.eval(_fences([request for request, _ in computed]))
+            if self.in_place:  # the host goes on with what comes next, such as a decode step
+                fences = _fences([request for request, _ in computed])
+                mx.async_eval(fences)
+                self._under_way = fences
         except Exception as error:
             for chunk in computed:
                 on_failure([chunk], error)
             return []
         return [request for request, _ in computed]
+
+    def wait(self) -> None:
+        """Return when the chunks are there that were computed last, so that no more than one step is under way."""
+        under_way, self._under_way = self._under_way, []
+        mx.eval(under_way)
 
     def _calls(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
         if self.packs:
@@ -134,11 +144,11 @@ class Prefill:
         return True
 
 
-def _fences(requests: Sequence[Request]) -> list[Any]:
+def _fences(requests: Sequence[Request]) -> list[mx.array]:
     """What is ready when all that these requests have written is, where every layer writes in place: requests of one
     pool have the same."""
-    by_pool = {id(request.sequence.pool): request.caches for request in requests if request.sequence is not None}
-    return [cache.state for caches in by_pool.values() for cache in caches or ()]
+    pools = {id(request.sequence.pool): request.sequence.pool for request in requests if request.sequence is not None}
+    return [array for pool in pools.values() for group in pool.groups for array in group.latest()]
 
 
 def packs_of(chunks: Sequence[Chunk]) -> list[list[Chunk]]:

@@ -17,10 +17,6 @@ if TYPE_CHECKING:  # of a request, only lengths are read and written here
     from .request import Request
 
 
-# While requests decode, a step computes this part of the prompts: a burst is worked off in few steps, and one prompt
-# hardly delays the next tokens.
-BURST_SHARE = 2
-
 Growth = Sequence[tuple["Request", int]]
 
 
@@ -74,15 +70,12 @@ class Scheduler:
 
     Args:
         memory: holds the tokens.
-        token_budget: tokens to compute in a step. Decoding requests take one each; what is left, and never less than
-            a quarter, goes to prompts.
-        burst_budget: the same while nothing decodes, and at most while requests do: half of the prompt tokens that
-            are still to be computed, if that is more than ``token_budget``. None: there is but one.
-        chunk: most tokens of one request in a step with ``burst_budget``.
+        token_budget: tokens of prompts to compute in a step. Requests that decode take one each besides.
         max_running: most requests that run at a time.
         max_prefilling: most of them whose prompt is being computed.
-        grid: cut prompts at multiples of so many tokens. The oldest prompt gets as much as to the next one, whatever
-            decoding has taken.
+        grid: cut prompts at multiples of so many tokens.
+        chunk: most tokens of one request in a step. None: all that the step may take; with a grid, no further than to
+            the next of its multiples.
         headroom: tokens a running request must be able to grow by when another one is admitted, so that what is
             admitted is not preempted again at once.
     """
@@ -94,16 +87,14 @@ class Scheduler:
         token_budget: int,
         max_running: int,
         max_prefilling: int,
-        burst_budget: int | None = None,
-        chunk: int | None = None,
         grid: int | None = None,
+        chunk: int | None = None,
         headroom: int = 1,
     ) -> None:
         self.memory = memory
         self.token_budget = token_budget
         self.max_running = max_running
         self.max_prefilling = max_prefilling
-        self.burst_budget = burst_budget
         self.chunk = chunk
         self.grid = grid
         self.headroom = headroom
@@ -115,9 +106,9 @@ class Scheduler:
         return len(self.waiting) + len(self.running)
 
     @property
-    def is_prefilling(self) -> bool:
-        """Whether some running request's prompt is not computed yet."""
-        return any(not request.is_prefilled for request in self.running)
+    def has_prompts(self) -> bool:
+        """Whether some request's prompt is not computed yet."""
+        return bool(self.waiting) or any(not request.is_prefilled for request in self.running)
 
     # Requests -------------------------------------------------------------------------------------------------
 
@@ -194,11 +185,11 @@ class Scheduler:
         failed.append((request, error))
 
     def _plan_chunks(self, decode: Growth, failed: list[tuple[Request, Exception]]) -> list[Chunk]:
-        budget: int | None = None  # asked for when there is something to compute: all that waits is counted for it
+        budget = self.token_budget
         planned = list(decode)
         chunks: list[Chunk] = []
         index = 0
-        while budget is None or budget > 0:
+        while budget > 0:
             prefilling = [request for request in self.running if not request.is_prefilled]
             if index < len(prefilling):
                 request = prefilling[index]
@@ -208,8 +199,6 @@ class Scheduler:
                 request = admitted
                 if request.is_prefilled:
                     continue  # decodes from the next step on
-            if budget is None:
-                budget = self._prompt_tokens(len(decode))
             num_tokens = self._chunk_length(request, budget)
             if chunks and num_tokens > budget:
                 break
@@ -221,23 +210,11 @@ class Scheduler:
             chunks.append(Chunk(request, num_tokens))
         return chunks
 
-    def _prompt_tokens(self, num_decoding: int) -> int:
-        """Tokens of prompts to compute in a step in which so many requests decode."""
-        most = self.token_budget
-        if self.burst_budget is not None and num_decoding == 0:
-            most = self.burst_budget
-        elif self.burst_budget is not None:
-            missing = sum(max(0, request.prefill_end - request.length) for request in (*self.running, *self.waiting))
-            most = max(most, min(missing // BURST_SHARE, self.burst_budget))
-        return max(most - num_decoding, most // 4, 1)
-
     def _chunk_length(self, request: Request, budget: int) -> int:
         """Of a request's next chunk; more than the budget if not even the least of it fits."""
         if self.grid is None:
             return request.chunk_length(budget)
-        if self.burst_budget is None:
-            return request.chunk_length(None, self.grid)
-        return request.chunk_length(min(budget, self.chunk or budget), self.grid)
+        return request.chunk_length(None if self.chunk is None else min(budget, self.chunk), self.grid)
 
     def _fits_chunk(
         self, planned: Growth, request: Request, num_tokens: int, failed: list[tuple[Request, Exception]]

@@ -213,6 +213,8 @@ def test_an_interrupt_ends_quietly(folder: Path, command_name: str) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        # Children of a shell's background job ignore the signal.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(f"{PROMPT}\n".encode())

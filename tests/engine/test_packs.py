@@ -374,18 +374,17 @@ def test_packs_are_taken_where_plans_are_prepared_and_blocks_are_in_place(monkey
 
 
 @pytest.mark.parametrize(
-    ("step", "least", "burst", "chunk"),
+    ("step", "grid", "budget", "chunk"),
     [(2048, 512, 4096, 2048), (3000, 512, 4096, 3000), (10000, 512, 4096, 4096), (600, 512, 600, 600), (64,) * 4],
 )
-def test_a_chosen_step_size_bounds_steps(step: int, least: int, burst: int, chunk: int) -> None:
+def test_a_chosen_step_size_bounds_steps(step: int, grid: int, budget: int, chunk: int) -> None:
     scheduler = ToyEngine(make_pool(), packs=True, prefill_step_size=step).engine.scheduler
-    assert (scheduler.token_budget, scheduler.burst_budget, scheduler.chunk) == (least, burst, chunk)
-    assert scheduler.grid == least
+    assert (scheduler.grid, scheduler.token_budget, scheduler.chunk) == (grid, budget, chunk)
 
 
 def test_steps_without_packs_are_as_they_were() -> None:
     scheduler = ToyEngine(make_pool(), prefill_step_size=2048).engine.scheduler
-    assert (scheduler.token_budget, scheduler.burst_budget, scheduler.grid) == (2048, None, None)
+    assert (scheduler.token_budget, scheduler.chunk, scheduler.grid) == (2048, None, None)
 
 
 def test_chunks_that_failed_with_others_come_alone() -> None:
@@ -434,7 +433,7 @@ def test_whatever_the_lengths_and_budgets_are_each_request_gets_its_tokens(data:
         completion_batch_size=draw(st.integers(1, 8)),
         prefill_batch_size=draw(st.integers(1, 8)),
     )
-    engine.engine.scheduler.burst_budget = draw(st.integers(2, 100))
+    engine.engine.scheduler.token_budget = draw(st.integers(2, 100))
     expected: dict[int, tuple[tuple[int, int], int]] = {}
     for _ in range(draw(st.integers(2, 14))):
         action = draw(st.sampled_from(["add", "add", "step", "cancel"]))

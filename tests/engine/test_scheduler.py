@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mlx_paged.engine.request import Request
-from mlx_paged.engine.scheduler import BURST_SHARE, Growth, ScheduledStep, Scheduler
+from mlx_paged.engine.scheduler import Growth, ScheduledStep, Scheduler
 from mlx_paged.errors import PoolExhaustedError, RequestTooLargeError
 from tests.support.requests import request_of
 
@@ -157,7 +157,7 @@ def test_decode_goes_on_while_a_long_prompt_is_computed_in_chunks() -> None:
     driver.insert(prompt=65, extra=1)
     plans = [driver.step() for _ in range(5)]
     assert all([r.uid for r in plan.decode] == [0] for plan in plans[:4])
-    assert [chunk.num_tokens for plan in plans for chunk in plan.chunks] == [15, 15, 15, 15, 4]
+    assert [chunk.num_tokens for plan in plans for chunk in plan.chunks] == [16, 16, 16, 16]
 
 
 def test_prompts_are_not_starved_by_a_full_batch() -> None:
@@ -169,7 +169,7 @@ def test_prompts_are_not_starved_by_a_full_batch() -> None:
     driver.insert(prompt=9, extra=1)
     plan = driver.step()
     assert len(plan.decode) == 12
-    assert [chunk.num_tokens for chunk in plan.chunks] == [2]
+    assert [chunk.num_tokens for chunk in plan.chunks] == [8], "decoding takes nothing of what prompts may"
 
 
 def test_chunks_end_at_boundaries_and_one_per_request_and_step() -> None:
@@ -292,14 +292,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 20),
         running=st.integers(1, 5),
         grid=st.none() | st.integers(1, 20),
-        burst=st.none() | st.integers(1, 60),
-        chunk=st.integers(1, 60),
+        chunk=st.none() | st.integers(1, 60),
     )
     @precondition(lambda self: self.inserted == 0)
-    def configure(
-        self, num_blocks: int, budget: int, running: int, grid: int | None, burst: int | None, chunk: int
-    ) -> None:
-        options = {"grid": grid, "burst_budget": burst, "chunk": chunk}
+    def configure(self, num_blocks: int, budget: int, running: int, grid: int | None, chunk: int | None) -> None:
+        options = {"grid": grid, "chunk": chunk}
         self.driver = Driver(num_blocks, token_budget=budget, max_running=running, headroom=BLOCK, **options)
 
     @rule(prompt=st.integers(1, 40), extra=st.integers(1, 30), at=st.integers(1, 40))
@@ -364,11 +361,11 @@ def test_prompts_are_cut_at_multiples_of_the_grid() -> None:
     assert ends == {1: [16, 32, 48, 49], 2: [16, 20, 32, 48, 64, 80, 96, 99], 3: [6], 4: [16, 32]}
 
 
-# With a budget for bursts ---------------------------------------------------------------------------------------------
+# Several chunks a step -----------------------------------------------------------------------------------------------
 
 
 def burst_driver(**options: int) -> Driver:
-    sizes = {"token_budget": 16, "burst_budget": 128, "chunk": 32, "grid": 16, "max_running": 40, "max_prefilling": 40}
+    sizes = {"token_budget": 128, "chunk": 32, "grid": 16, "max_running": 40, "max_prefilling": 40}
     return Driver(10_000, **{**sizes, **options})
 
 
@@ -376,7 +373,7 @@ def sizes_of(plan: ScheduledStep) -> dict[int, int]:
     return {chunk.request.uid: chunk.num_tokens for chunk in plan.chunks}
 
 
-def test_while_nothing_decodes_a_step_takes_of_many_prompts_what_a_burst_may() -> None:
+def test_a_step_takes_chunks_of_many_prompts() -> None:
     driver = burst_driver()
     for length in (100, 20, 71, 6, 90, 50):
         driver.insert(length, 1)
@@ -384,7 +381,7 @@ def test_while_nothing_decodes_a_step_takes_of_many_prompts_what_a_burst_may() -
     assert sizes_of(driver.step()) == {0: 32, 1: 19, 2: 32, 3: 5, 4: 32}
 
 
-def test_while_rows_decode_one_prompt_is_computed_by_halves_and_then_in_small_steps() -> None:
+def test_rows_that_decode_have_their_turn_after_every_chunk_of_a_prompt() -> None:
     driver = burst_driver()
     driver.insert(1, 60)
     driver.step()
@@ -394,35 +391,32 @@ def test_while_rows_decode_one_prompt_is_computed_by_halves_and_then_in_small_st
         plan = driver.step()
         assert [request.uid for request in plan.decode] == [0]
         steps.append(sizes_of(plan)[1])
-    assert steps == [32, 32, 16, 16, 3], "no more than a chunk, cut at the grid"
+    assert steps == [32, 32, 32, 3], "no more than a chunk, cut at the grid"
 
 
-def test_while_rows_decode_a_burst_is_worked_off_by_halves() -> None:
+def test_a_burst_is_worked_off_in_full_steps_while_rows_decode() -> None:
     driver = burst_driver()
     driver.insert(1, 100)
     driver.step()
     for _ in range(30):
         driver.insert(33, 60)
-    left, steps = 30 * 32, []
-    while left:
+    steps = []
+    while sum(steps) < 30 * 32:
         plan = driver.step()
+        assert plan.decode
         steps.append(sum(sizes_of(plan).values()))
-        most = max(16, min(left // BURST_SHARE, 128))
-        assert steps[-1] <= max(16, most - len(plan.decode))
-        left -= steps[-1]
-    assert steps[0] >= 96 and steps == sorted(steps, reverse=True) and min(steps[:-1]) >= 16
-    assert len(steps) < 960 // 16 // 1.5
+    assert steps == [128] * 7 + [64]
 
 
-def test_no_more_than_a_burst_is_computed_in_a_step_however_much_waits() -> None:
+def test_no_more_than_its_budget_is_computed_in_a_step_however_long_a_chunk_may_be() -> None:
     driver = burst_driver(chunk=1000)
     driver.insert(1, 100)
     driver.step()
     driver.insert(9000, 1)
-    assert sizes_of(driver.step()) == {1: 112}, "128 less the row that decodes, cut at the grid"
+    assert sizes_of(driver.step()) == {1: 128}
 
 
-def test_a_budget_for_bursts_decides_alike_again() -> None:
+def test_the_same_calls_give_the_same_plans() -> None:
     def history() -> list[object]:
         driver = burst_driver(max_running=5)
         plans = []
@@ -436,10 +430,13 @@ def test_a_budget_for_bursts_decides_alike_again() -> None:
     assert history() == history()
 
 
-def test_nothing_is_counted_in_a_step_that_only_decodes() -> None:
+def test_prompts_that_are_not_computed_yet_are_known() -> None:
     driver = burst_driver(max_running=1)
-    driver.insert(1, 50)
-    driver.step()
-    driver.insert(30, 1)
-    driver.scheduler._prompt_tokens = None  # type: ignore[method-assign, assignment]
-    assert [request.uid for request in driver.step().decode] == [0]
+    assert not driver.scheduler.has_prompts
+    driver.insert(40, 2)
+    driver.insert(4, 1)
+    seen = []
+    while len(driver.scheduler):
+        seen.append(driver.scheduler.has_prompts)
+        driver.step()
+    assert seen == [True, True, True, True, True, False], "one runs, one waits"

@@ -66,7 +66,7 @@ def packing_generator(model: Any, most: int, **options: Any) -> Any:
     """A generator whose prompts go through the model in packs of up to ``most`` tokens, rows that decode or not."""
     gen = type("Packing", (mlx_lm_generate.BatchGenerator,), {"packs": True})(model, **options)
     if gen._engine.packs:
-        gen._engine.scheduler.token_budget = gen._engine.scheduler.burst_budget = most
+        gen._engine.scheduler.token_budget = most
     return gen
 
 
