@@ -14,6 +14,7 @@ from mlx_lm.models import llama
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.attention import dispatch
+from mlx_paged.engine import prefill as prefill_module
 from mlx_paged.engine.prefill import MOST_TOKENS, calls_of
 from mlx_paged.engine.scheduler import Chunk
 from mlx_paged.errors import RequestFailedError
@@ -149,3 +150,48 @@ def test_a_model_that_raises_for_one_of_them_fails_that_one_only(monkeypatch: py
     pool = mlx_paged.pool_of(model)
     pool.check_integrity()
     assert pool.stats().live_blocks == 0
+
+
+def test_the_host_goes_on_while_a_step_is_computed_and_waits_for_the_last_one(
+    kernels: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two steps with prompts no more than one is under way, and nothing when all prompts are computed."""
+    model = build("llama", head_dim=64)
+    mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
+    gen = generator(model, prefill_step_size=32)
+    prefill = gen._engine.prefill
+    waits: list[int] = []
+    original = prefill.wait
+    monkeypatch.setattr(prefill, "wait", lambda: waits.append(len(prefill._under_way)) or original())
+    (uid,) = gen.insert([prompt_of(32 * 3 + 1).tolist()], [2])
+    outcomes = {uid: Outcome()}
+    under_way = []
+    while not outcomes[uid].tokens:
+        collect(outcomes, *gen.next())
+        under_way.append(bool(prefill._under_way))
+    assert under_way[:3] == [True, True, False] and not any(under_way[3:])
+    assert [count > 0 for count in waits] == [False, True, True, True], "before the second and third, and at the end"
+
+
+def test_what_fails_while_it_is_computed_fails_its_request(kernels: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", head_dim=64)
+    prompt = prompt_of(40).tolist()
+    expected = greedy(model, mx.array(prompt), 6)[0]
+    mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
+    gen = generator(model)
+    computed = prefill_module._fences
+
+    def fences(requests: Any) -> list[mx.array]:
+        if any(request.uid == bad for request in requests):
+            raise MemoryError("injected: no room for what a chunk needs")
+        return computed(requests)
+
+    monkeypatch.setattr(prefill_module, "_fences", fences)
+    (bad,) = gen.insert([prompt_of(50, seed=1).tolist()], [6])
+    with pytest.raises(RequestFailedError, match="injected"):
+        gen.next()
+    (uid,) = gen.insert([prompt], [6])
+    outcomes = {uid: Outcome()}
+    run_all(gen, outcomes)
+    assert outcomes[uid].tokens == expected
+    assert mlx_paged.pool_of(model).stats().live_blocks == 0

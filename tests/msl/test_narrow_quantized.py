@@ -81,7 +81,7 @@ def test_the_reference_is_what_mlx_dequantizes():
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("dtype", "tile"), list(zip(narrow_matmul.DTYPES, TILES, strict=True)))
 def test_products(emulated, dtype, form, tile):
-    for num_rows, width, depth in ((2, 40, form[1]), (37, 33, 1024 + form[1])):
+    for num_rows, width, depth in ((1, 40, form[1]), (37, 33, 1024 + form[1])):
         x, w, bias = rows(num_rows, depth, dtype), weight(width, depth, form, dtype), bias_of(width, dtype)
         close(run(x, w, None, tile), expected(x, w, None), dtype)
         close(run(x, w, bias, tile), expected(x, w, bias), dtype)

@@ -18,6 +18,7 @@ from ...kernels.products.quantized_matmul import Inference
 from ...kv.block_table import BlockTable
 from ...kv.pool import BlockPool
 from ...kv.step import rounded_up, table_width
+from ...kv.storage.base import Storage
 from ...kv.storage.in_place import InPlaceStorage, TracedBlocks
 from ...kv.storage.scoring import Scoring
 from .model_state import ModelState, StateNotKnown, substituted
@@ -152,7 +153,7 @@ class CompiledStep:
         return sorted(layer for group in pool.groups for layer in group.spec.layers)
 
     def __call__(self, model: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None:
-        """Take the step: positions are reserved, keys and values written.
+        """Take the step, compiled or, while its shapes are new, not: positions are reserved, keys and values written.
 
         Args:
             model: the same at every call.
@@ -172,6 +173,23 @@ class CompiledStep:
         storages = [pool.layer(cache.layer).storage for cache in caches] if pool.groups[0].storages else []
         if not storages or not all(storage.decoded_by_kernel for storage in storages):
             return None
+        logits = self._compiled(rows, storages, model, tokens, caches)
+        if logits is None and self.failure is None:
+            # With the products of a compiled step: which steps are compiled does not show in what they give.
+            with narrow_layers(model, tokens.shape[0]):
+                logits = self._forward(model, tokens, caches)
+        return logits
+
+    def _compiled(
+        self,
+        rows: _Sequence | _Batch,
+        storages: Sequence[Storage],
+        model: Any,
+        tokens: mx.array,
+        caches: Sequence[Any],
+    ) -> mx.array | None:
+        """The step, compiled; None if it is not, and nothing has been done."""
+        pool = rows.pool
         arrays = []
         tables = rows.take(caches)
         try:

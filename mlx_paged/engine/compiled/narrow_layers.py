@@ -8,9 +8,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ...kernels.products import narrow_matmul
 from ...kernels.products.packed_weight import PackedWeight
+
+# Of a model's arrays: in a step of one row, larger ones keep the GPU busier than its launches do the host, and MLX reads
+# them as fast (docs/adr/0011).
+MOST_BYTES_OF_ONE_ROW = 1 << 32
 
 
 class NarrowLinear(nn.Linear):
@@ -120,12 +125,22 @@ _NARROW: dict[type, type] = {
 }
 
 
+def _gains(model: nn.Module, num_rows: int) -> bool:
+    if not narrow_matmul.is_available():
+        return False
+    if num_rows == 1:
+        nbytes: int = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+        return nbytes <= MOST_BYTES_OF_ONE_ROW
+    return num_rows <= narrow_matmul.MAX_PACKED_ROWS
+
+
 @contextmanager
 def narrow_layers(model: Any, num_rows: int) -> Iterator[None]:
-    """Within, the model's own linear layers and embeddings (not classes derived from them) are narrow ones."""
+    """Within, the model's own linear layers and embeddings (not classes derived from them) are narrow ones, where that
+    is faster."""
     changed: list[tuple[nn.Module, type]] = []
     try:
-        if isinstance(model, nn.Module) and narrow_matmul.MIN_ROWS <= num_rows <= narrow_matmul.MAX_PACKED_ROWS:
+        if isinstance(model, nn.Module) and _gains(model, num_rows):
             for module in model.modules():
                 original = type(module)
                 if original in _NARROW:

@@ -21,7 +21,7 @@ from ..timing import LAUNCHES, seconds_of
 from ..trial import Text, failure_of
 from .packed_weight import GROUP_SIZES, PackedWeight
 
-MIN_ROWS, MAX_ROWS = 2, 32  # one row: MLX has a kernel of its own; for more, cuBLAS is worth its call
+MAX_ROWS = 32  # for more, cuBLAS is worth its call
 MAX_PACKED_ROWS = 256  # with quantised matrices, which cuBLAS does not take
 # Values of a matrix: larger ones take the GPU longer than a call takes the host, and cuBLAS is better at them.
 MAX_SIZE = 1 << 26
@@ -72,6 +72,11 @@ class TileCheck(NamedTuple):
     reason: str
 
 
+def is_available() -> bool:
+    """Whether there is a GPU that this is for."""
+    return backend() == "cuda" and mx.default_device() == mx.Device(mx.gpu)
+
+
 def covers(x: mx.array, weights: Sequence[Matrix], bias: mx.array | None = None) -> bool:
     """Whether :func:`products` multiplies these here: shapes, dtypes, a GPU with CUDA, and a kernel that works.
 
@@ -90,7 +95,7 @@ def products(
     """``x @ w.T`` for few rows and each of some matrices, in one launch; :func:`covers` says whether it can be had.
 
     Args:
-        x: ``[..., depth]``, 2 to 32 rows in all, or to 256 for quantised matrices; bfloat16 or float16.
+        x: ``[..., depth]``, 1 to 32 rows in all, or to 256 for quantised matrices; bfloat16 or float16.
         weights: 1 to 3 of ``[width, depth]``, of the same dtype and quantised in the same way; depth a multiple of 8.
         bias: ``[width]``, to be added to the product with the only matrix, or None.
         shapes: of the results, instead of ``[..., width]``.
@@ -137,7 +142,7 @@ def gated_product(x: mx.array, gate: Matrix, up: Matrix) -> mx.array:
 def _covers(body: str, x: mx.array, num_rows: int, weights: Sequence[Matrix]) -> bool:
     depth, rest = divmod(x.size, max(1, num_rows))
     return (
-        MIN_ROWS <= num_rows <= (MAX_PACKED_ROWS if _bits_of(weights) else MAX_ROWS)
+        0 < num_rows <= (MAX_PACKED_ROWS if _bits_of(weights) else MAX_ROWS)
         and rest == 0
         and depth % _VECTOR == 0
         and all(len(w.shape) == 2 and w.shape[1] == depth and w.dtype == x.dtype for w in weights)
@@ -219,7 +224,7 @@ def _launch(
 def works(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int = 0) -> bool:
     """Whether the kernel can be used on this machine for an x of so many dimensions and matrices of so many bits, which
     are another text each. A kernel that fails its self-check or does not compile warns once, and is not."""
-    if dtype not in DTYPES or backend() != "cuda" or mx.default_device() != mx.Device(mx.gpu):
+    if dtype not in DTYPES or not is_available():
         return False
     if num_dims == CHECKED_DIMS:
         # A model that needs one body mostly needs them all.
@@ -243,7 +248,7 @@ def self_check(body: str, dtype: mx.Dtype, tile: Tile, bits: int = 0) -> TileChe
     Fails on a compile error or an RMS difference of 5e-3 of the result's and more. Never raises for a failing kernel.
     """
     sizes = (
-        ((2, 40, 32), (tile.rows + 5, 200, 2176), (3, 40, 384)) if bits else ((2, 40, 8), (tile.rows + 5, 200, 2200))
+        ((1, 40, 32), (tile.rows + 5, 200, 2176), (3, 40, 384)) if bits else ((1, 40, 8), (tile.rows + 5, 200, 2200))
     )
     # Of quantised matrices, sizes of groups in the same order.
     checks = [(*size, bits, group_size) for size, group_size in zip(sizes, GROUP_SIZES, strict=False)]

@@ -11,11 +11,13 @@ from unittest import mock
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine.compiled import compiled_step
+from mlx_paged.engine.compiled import narrow_layers as narrow_layers_module
 from mlx_paged.engine.compiled.narrow_layers import NarrowLinear, added, gated, narrow_layers, projected
 from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.products.narrow_matmul import ADDED, BIASED, GATED, GROUPED, PLAIN
@@ -116,12 +118,41 @@ def mlx_dequantizes() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(
-    ("num_rows", "dtype"), [(1, mx.bfloat16), (narrow_matmul.MAX_ROWS + 1, mx.bfloat16), (3, mx.float32)]
-)
+@pytest.mark.parametrize(("num_rows", "dtype"), [(narrow_matmul.MAX_ROWS + 1, mx.bfloat16), (3, mx.float32)])
 def test_other_batches_are_left_to_mlx(num_rows: int, dtype: mx.Dtype, products: list[tuple[str, int]]) -> None:
     assert len(batch(model_of("llama", dtype), num_rows)) == num_rows
     assert num_rows not in [rows for _, rows in products]  # batches of fewer rows on the way to it are another matter
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_step_of_one_row_takes_launches_where_the_host_is_what_takes_time(
+    products: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("llama", mx.bfloat16)
+    nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    monkeypatch.setattr(narrow_layers_module, "MOST_BYTES_OF_ONE_ROW", nbytes)
+    batch(model, 1)
+    bodies = Counter(body for body, num_rows in products if num_rows == 1)
+    steps = bodies.total() // LAUNCHES.total()
+    assert steps and bodies == Counter({body: n * steps for body, n in LAUNCHES.items()})
+    products.clear()
+    monkeypatch.setattr(narrow_layers_module, "MOST_BYTES_OF_ONE_ROW", nbytes - 1)
+    mlx_paged.remove_patches()  # with its traces
+    mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
+    batch(model, 1)
+    assert not products
+
+
+def test_steps_that_are_not_compiled_yet_multiply_alike(products: list[tuple[str, int]], kernels: Any) -> None:
+    """Else a prompt that comes again could get another answer, as soon as its steps are compiled."""
+    model = model_of("llama", mx.bfloat16)
+    with mock.patch.object(compiled_step, "PATIENCE", NUM_TOKENS):
+        uncompiled = batch(model, 1)
+    bodies = Counter(body for body, _ in products)
+    steps = bodies[GATED] // 3
+    assert steps >= NUM_TOKENS - 2 and bodies == Counter({GROUPED: 3 * steps, GATED: 3 * steps, PLAIN: 7 * steps})
+    assert batch(model, 1) == uncompiled
+    assert Counter(body for body, _ in products)[ADDED], "that one was compiled"
 
 
 def test_layers_of_other_classes_are_left_alone(products: list[tuple[str, int]], kernels: Any) -> None:
@@ -165,8 +196,11 @@ def test_blocks_with_parts_of_another_kind_are_left_to_upstream(products: list[t
             assert batch(model, 3) == got
 
 
-def test_classes_are_restored() -> None:
+def test_classes_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("qwen3")
+    with narrow_layers(model, 4):
+        assert not any(isinstance(module, NarrowLinear) for module in model.modules()), "there is no CUDA"
+    monkeypatch.setattr(narrow_matmul, "is_available", lambda: True)
     classes = [type(module) for module in model.modules()]
     with narrow_layers(model, 4):
         assert sum(isinstance(module, NarrowLinear) for module in model.modules()) == 3 * 7
@@ -174,7 +208,7 @@ def test_classes_are_restored() -> None:
     with pytest.raises(RuntimeError, match="while"), narrow_layers(model, 4):
         raise RuntimeError("while tracing")
     assert [type(module) for module in model.modules()] == classes
-    with narrow_layers(model, 1):
+    with narrow_layers(model, narrow_matmul.MAX_PACKED_ROWS + 1):
         assert [type(module) for module in model.modules()] == classes
     with narrow_layers(lambda tokens: tokens, 4):  # not a module
         pass

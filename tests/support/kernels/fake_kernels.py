@@ -246,6 +246,7 @@ def fake_kernels() -> Iterator[FakeKernels]:
         mock.patch.object(dispatch, "prefill_decline", decline),
         mock.patch.object(in_place, "prepare_prefill", fake.prepare_prefill),
         mock.patch.object(narrow_matmul, "works", lambda body, dtype, tile, dims, bits: dtype in narrow_matmul.DTYPES),
+        mock.patch.object(narrow_matmul, "is_available", lambda: True),
         mock.patch.object(narrow_matmul, "_launch", fake.multiply),
     ):
         yield fake
