@@ -13,8 +13,8 @@ from mlx.utils import tree_flatten
 from ...kernels.products import narrow_matmul
 from ...kernels.products.packed_weight import PackedWeight
 
-# Of a model's arrays: in a step of one row, larger ones keep the GPU busier than its launches do the host, and MLX reads
-# them as fast (docs/adr/0011).
+# Of a model's arrays: in a step of one row, larger ones keep the GPU busier than its launches do the host, and MLX
+# reads them as fast (docs/adr/0011).
 MOST_BYTES_OF_ONE_ROW = 1 << 32
 
 
