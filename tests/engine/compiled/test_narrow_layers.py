@@ -46,7 +46,7 @@ def products(kernels: Any) -> Iterator[list[tuple[str, int]]]:
             for body in narrow_matmul.BODIES:
                 for tile in narrow_matmul.TILES:
                     # Its self-check counts as well.
-                    assert narrow_matmul.works(body, mx.bfloat16, tile, narrow_matmul.CHECKED_DIMS)
+                    assert narrow_matmul.works(body, mx.bfloat16, tile, narrow_matmul.CHECKED_DIMS, 0)
             taken.clear()
         yield taken
 
