@@ -97,6 +97,7 @@ def measure(args: argparse.Namespace, side: str) -> list[dict[str, Any]]:
         done = Run(generator, requests)
         done.go()
         generator.close()
+        done.generator = None  # and the pool: the next case has one of its own
         return done, mx.get_peak_memory()
 
     run(WARM_UP, SEED)
