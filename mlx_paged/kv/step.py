@@ -29,6 +29,7 @@ class DeviceTables:
         self._versions: list[int] = []
         self._host = np.zeros((0, 0), np.int32)
         self._device: mx.array | None = None
+        self._starts = mx.zeros((0, 0), mx.int32)
 
     def of(self, tables: Sequence[BlockTable], shape: tuple[int, int] | None = None) -> mx.array:
         """The array, of ``shape`` if that is larger; entries past a row's end are of no meaning."""
@@ -46,6 +47,12 @@ class DeviceTables:
         self._uids, self._versions = uids, versions
         self._device = mx.array(self._host)
         return self._device
+
+    def starts(self, shape: tuple[int, ...]) -> mx.array:
+        """Where what is visible begins without a window: zeros, int32."""
+        if self._starts.shape != shape:
+            self._starts = mx.array(np.zeros(shape, np.int32))  # in memory already, not to be computed
+        return self._starts
 
 
 class Step:
@@ -128,8 +135,9 @@ class Step:
             counts, index = np.array(self.counts, np.int32)[:, None], np.arange(self.num_tokens, dtype=np.int32)
             ends = np.where(index < counts, self._lengths[:, None] - counts + index + 1, 0)
         ends = _padded(ends, None if shape is None else shape[0])
-        starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
-        found = (self._device_tables.of(tables, shape), mx.array(ends), mx.array(starts))
+        own = self._device_tables
+        starts = own.starts(ends.shape) if window is None else mx.array(np.maximum(ends - window, 0))
+        found = (own.of(tables, shape), mx.array(ends), starts)
         self._visible[window, shape] = found
         return found
 

@@ -1,0 +1,87 @@
+"""Step and DeviceTables: what each new token of some tables sees, and what of it is sent to the device again."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged.kv.block_table import BlockTable
+from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.step import DeviceTables, Step, rounded_up, tail_slots
+from tests.support.pools import pool_of
+
+LENGTHS = (3, 9, 4)
+
+
+def tables_of(pool: BlockPool, lengths: tuple[int, ...] = LENGTHS) -> list[BlockTable]:
+    tables = [pool.new_table() for _ in lengths]
+    for table, length in zip(tables, lengths, strict=True):
+        pool.append_tokens(table, length)
+    return tables
+
+
+def step_of(tables: list[BlockTable], num_tokens: int, own: DeviceTables, counts: list[int] | None = None) -> Step:
+    return Step(tables, num_tokens, 0, 100, own, counts)
+
+
+def seen(step: Step, tables: list[BlockTable], *how: object) -> list[list[list[int]]]:
+    """Of each new token, the positions that it sees."""
+    _, ends, starts = step.visible(tables, *how)  # type: ignore[arg-type]
+    assert ends.dtype == starts.dtype == mx.int32 and ends.shape == starts.shape
+    return [
+        [list(range(start, end)) for start, end in zip(row_starts, row_ends, strict=True)]
+        for row_starts, row_ends in zip(starts.tolist(), ends.tolist(), strict=True)
+    ]
+
+
+def test_a_new_token_sees_all_up_to_itself() -> None:
+    tables = tables_of(pool_of())
+    own = DeviceTables()
+    assert seen(step_of(tables, 1, own), tables, None) == [[list(range(n))] for n in LENGTHS]
+    assert seen(step_of(tables, 2, own), tables, None) == [[list(range(n - 1)), list(range(n))] for n in LENGTHS]
+    assert seen(step_of(tables, 2, own), tables, 3) == [[[*range(n - 1)][-3:], [*range(n)][-3:]] for n in LENGTHS]
+
+
+def test_padding_sees_nothing() -> None:
+    tables = tables_of(pool_of())
+    step = step_of(tables, 3, DeviceTables(), [1, 3, 2])
+    assert seen(step, tables, None) == [
+        [list(range(3)), [], []],
+        [list(range(7)), list(range(8)), list(range(9))],
+        [list(range(3)), list(range(4)), []],
+    ]
+    assert step.offsets().tolist() == [2, 6, 2]
+    more = step_of(tables, 1, DeviceTables())
+    assert seen(more, tables, None, (5, 8)) == [*([list(range(n))] for n in LENGTHS), [[]], [[]]]
+    assert more.offsets(5).tolist() == [2, 8, 3, 0, 0]
+    assert more.visible(tables, None, (5, 8))[0].shape == (5, 8)
+
+
+@pytest.mark.parametrize("shape", [None, (4, 16)])
+def test_what_does_not_change_is_not_sent_again(shape: tuple[int, int] | None) -> None:
+    pool = pool_of()
+    tables, own = tables_of(pool), DeviceTables()
+    ids, ends, starts = step_of(tables, 1, own).visible(tables, None, shape)
+    pool.append_tokens(tables[0], 1)  # in its block
+    ids1, ends1, starts1 = step_of(tables, 1, own).visible(tables, None, shape)
+    assert ids1 is ids and starts1 is starts and ends1[0].item() == ends[0].item() + 1
+    pool.append_tokens(tables[0], 1)  # in the next one
+    ids2, _, starts2 = step_of(tables, 1, own).visible(tables, None, shape)
+    assert ids2 is not ids and starts2 is starts
+    assert ids2[0, :2].tolist() == tables[0].block_ids
+    two = step_of(tables[:2], 1, own).visible(tables[:2], None)
+    assert two[0].shape[0] == 2 and two[2].shape == (2, 1) and not two[2].any().item()
+    windowed = step_of(tables, 1, own).visible(tables, 2, shape)
+    assert windowed[2][0].item() == tables[0].length - 2
+
+
+def test_widths_change_seldom() -> None:
+    assert [rounded_up(n, 16) for n in (1, 16, 17, 128, 129, 200, 257)] == [16, 16, 32, 128, 160, 224, 320]
+
+
+def test_the_slots_of_the_last_positions() -> None:
+    (table,) = tables_of(pool_of(), (9,))
+    size = table.block_size
+    expected = [table.block_ids[p // size] * size + p % size for p in range(4, 9)]
+    assert np.array_equal(tail_slots(table, 5), expected)
