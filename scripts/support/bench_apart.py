@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from support.bench_common import DTYPES, PRESETS, add_quantization, load_model, machine, random_model
 
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.config import parse_block_size, parse_kernel, parse_memory
-from support.bench_common import DTYPES, PRESETS, add_quantization, load_model, machine, random_model
 
 # A panel of a figure: its title, and a result's height in it.
 Panel = tuple[str, Callable[[dict[str, Any]], float]]

@@ -281,11 +281,11 @@ def test_config_comes_from_the_metadata(tiny: Tiny, tiny_folder: Path) -> None:
 
 def test_unknown_tensors_and_tokenizers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"unknown tensor blk\.0\.attn_q_norm\.weight"):
-        demo_model._mlx_name("blk.0.attn_q_norm.weight")
+        demo_model.gguf._mlx_name("blk.0.attn_q_norm.weight")
     with pytest.raises(ValueError, match="not llama"):
-        demo_model._model_config({"general.architecture": "qwen2"}, {})
+        demo_model.gguf._model_config({"general.architecture": "qwen2"}, {})
     with pytest.raises(ValueError, match="llama-bpe"):
-        demo_model._write_tokenizer(
+        demo_model.gguf._write_tokenizer(
             {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "llama-bpe"}, Path("/nonexistent")
         )
 
@@ -393,13 +393,15 @@ def test_an_incomplete_folder_is_rebuilt(patched: Tiny, tmp_path: Path, damage: 
 
 # --- interrupted runs ----------------------------------------------------------------------------------------------
 
-STEPS = ["_build", "convert_gguf", "_write_tokenizer", "_write_manifest", "_put_in_place"]
+STEPS = ["_build", "gguf.convert_gguf", "gguf._write_tokenizer", "_write_manifest", "_put_in_place"]
 
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupted_run_leaves_the_wheel_and_no_folder(patched: Tiny, tmp_path: Path, step: str, when: str) -> None:
-    original = getattr(demo_model, step)
+    *module, name = step.split(".")
+    owner = getattr(demo_model, *module) if module else demo_model
+    original = getattr(owner, name)
 
     def interrupted(*args: Any) -> None:
         if when == "after":
@@ -407,7 +409,7 @@ def test_an_interrupted_run_leaves_the_wheel_and_no_folder(patched: Tiny, tmp_pa
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo_model, step, interrupted)
+        patch.setattr(owner, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             demo_model.ensure_demo_model(tmp_path)
     folder = tmp_path / demo_model.MODEL_FOLDER
