@@ -27,7 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from bench_common import (
+from mlx_lm.generate import generate_step, generation_stream, wired_limit
+from mlx_lm.models import cache as stock_cache
+from support.bench_common import (
     DTYPES,
     PRESETS,
     SEED,
@@ -43,8 +45,6 @@ from bench_common import (
     ratios,
     spread,
 )
-from mlx_lm.generate import generate_step, generation_stream, wired_limit
-from mlx_lm.models import cache as stock_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig, PagedKVCache

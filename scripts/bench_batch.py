@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from bench_apart import (
+from support.bench_apart import (
     Panel,
     add_model_arguments,
     add_pool_arguments,
@@ -42,7 +42,7 @@ from bench_apart import (
     patch_anew,
     write_results,
 )
-from bench_common import SEED, BenchError, table
+from support.bench_common import SEED, BenchError, table
 
 import mlx_paged
 

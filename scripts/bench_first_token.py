@@ -23,7 +23,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from bench_apart import (
+from bench_batch import SIDES, Case, Request, Run, parse_case, percentiles
+from support.bench_apart import (
     Panel,
     add_model_arguments,
     add_pool_arguments,
@@ -33,8 +34,7 @@ from bench_apart import (
     patch_anew,
     write_results,
 )
-from bench_batch import SIDES, Case, Request, Run, parse_case, percentiles
-from bench_common import SEED, BenchError, table
+from support.bench_common import SEED, BenchError, table
 
 import mlx_paged
 

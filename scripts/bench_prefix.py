@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from bench_apart import (
+from support.bench_apart import (
     Panel,
     add_model_arguments,
     add_pool_arguments,
@@ -40,7 +40,7 @@ from bench_apart import (
     patch_anew,
     write_results,
 )
-from bench_common import SEED, BenchError, table
+from support.bench_common import SEED, BenchError, table
 
 import mlx_paged
 

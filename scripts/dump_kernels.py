@@ -28,7 +28,7 @@ from mlx_paged.cli.doctor.shapes import Shape, all_shapes, popular_shapes
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.launch_shape import DTYPES, Variant, shape_for
-from tests.msl.emulator import mlx_source
+from tests.support.msl.msl_source import mlx_source
 
 PREAMBLE = '#include "mlx/backend/metal/kernels/utils.h"\n'  # MLX puts its text before every kernel
 INCLUDE = "mlx_include.txt"  # names the folder that the preamble is in

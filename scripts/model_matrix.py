@@ -22,7 +22,7 @@ from mlx_lm.generate import generate_step  # noqa: E402
 
 import mlx_paged  # noqa: E402
 from mlx_paged import PagedConfig, PagedKVCache, warn  # noqa: E402
-from scripts import model_configs  # noqa: E402
+from scripts.support import model_configs  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 BLOCK_SIZE = 8
@@ -191,9 +191,9 @@ HEADER = """# Models
 
 Every model module of mlx-lm 0.32 (`mlx_lm.models`): {paged} paged, {partly} partly paged, {stock} on mlx-lm's own
 caches, {not_built} that could not be built here. Written by `scripts/model_matrix.py`, which builds the smallest
-configuration of each (`scripts/model_configs.py`) with random f32 weights and compares {tokens} greedy tokens after
-prompts of {prompts} tokens with stock mlx-lm's, each prompt alone: windows and chunks of {window} tokens, prefill in
-steps of {chunk}, blocks of {block}. `make test-models` repeats it.
+configuration of each (`scripts/support/model_configs.py`) with random f32 weights and compares {tokens} greedy tokens
+after prompts of {prompts} tokens with stock mlx-lm's, each prompt alone: windows and chunks of {window} tokens, prefill
+in steps of {chunk}, blocks of {block}. `make test-models` repeats it.
 
 - **Paged**: all layers, some (the others hold states that are not keys and values), or none.
 - **Groups**: paged layers by window and geometry (KV heads x head size; keys/values where they differ).

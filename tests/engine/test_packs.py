@@ -26,7 +26,7 @@ from mlx_paged.kv.storage import in_place
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
-from scripts import model_configs
+from scripts.support import model_configs
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.batch_runs import Outcome, collect, generator, kv_budget, packing_generator, run_all
 from tests.support.models.builders import KINDS, build, greedy, prompt_of

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import greedy_sampler, make_logits_processors
 
-from scripts import model_configs
+from scripts.support import model_configs
 from tests.support.models import builders
 
 SEAM = (

@@ -14,8 +14,8 @@ import pytest
 from mlx_paged.kernels import check, ops, prefill
 from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.prefill_check import checked_prefill, self_check_prefill
-from tests.msl import prefill_harness
 from tests.support.kernels.fake_kernels import fake_kernels
+from tests.support.msl import prefill_harness
 
 VARIANT = Variant(prefill.BODY, "cuda", mx.bfloat16, 64, 64, 8, 32)
 WRITE_SLOTS = ops.write_slots

@@ -7,8 +7,8 @@ import pytest
 
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.launch_shape import HEAD_DIMS, MAX_THREADGROUP_BYTES, shape_for
-from tests.msl.emulator import EmuError
-from tests.msl.harness import Case, emulated, to_float
+from tests.support.msl.emulator import EmuError
+from tests.support.msl.harness import Case, emulated, to_float
 
 TOLERANCE = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 2e-2}
 RAGGED = [1, 15, 16, 17, 150, 5, 6, 7, 33]  # 9 rows: inputs of 8 and more elements are in device memory

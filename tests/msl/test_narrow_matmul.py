@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels.products import narrow_matmul
-from tests.msl.emulator import EmuError
-from tests.msl.harness import tensor_kernel, to_float
+from tests.support.msl.emulator import EmuError
+from tests.support.msl.harness import tensor_kernel, to_float
 
 TILES = narrow_matmul.TILES
 SHARED_MEMORY = 48 << 10  # what CUDA gives without asking

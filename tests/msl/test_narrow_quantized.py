@@ -10,9 +10,9 @@ from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.products.narrow_matmul import ADDED, BIASED, GATED, GROUPED, PLAIN, TILES
 from mlx_paged.kernels.products.packed_weight import PackedWeight
 from mlx_paged.kernels.trial import launch_alone
-from tests.msl import registers
-from tests.msl.emulator import EmuError
-from tests.msl.harness import tensor_kernel, to_float
+from tests.support.msl import registers
+from tests.support.msl.emulator import EmuError
+from tests.support.msl.harness import tensor_kernel, to_float
 
 SHARED_MEMORY = 48 << 10  # what CUDA gives without asking
 FORMS = [(4, 32), (4, 64), (4, 128), (8, 32), (8, 64), (8, 128)]  # bits, group size

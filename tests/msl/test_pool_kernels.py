@@ -6,9 +6,9 @@ import pytest
 
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
-from tests.msl import emulator
-from tests.msl.emulator import EmuError
-from tests.msl.harness import emulated, to_float
+from tests.support.msl import emulator
+from tests.support.msl.emulator import EmuError
+from tests.support.msl.harness import emulated, to_float
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 FENCE = mx.array([41], mx.uint32)

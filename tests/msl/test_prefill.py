@@ -9,8 +9,8 @@ from mlx_paged.kernels import ops, prefill
 from mlx_paged.kernels.launch_shape import BLOCK_SIZES, HEAD_DIMS, MAX_GQA, MAX_TENSOR_HEAD_DIM, Variant
 from mlx_paged.kernels.prefill import PrefillShape, prefill_constants_of, prefill_shape_for
 from mlx_paged.kernels.trial import Text, launch_alone
-from tests.msl.emulator import EmuError
-from tests.msl.prefill_harness import Pack, emulated
+from tests.support.msl.emulator import EmuError
+from tests.support.msl.prefill_harness import Pack, emulated
 
 TOLERANCE = {mx.float16: 2e-3, mx.bfloat16: 2e-2}
 DIMS = [dim for dim in HEAD_DIMS if dim <= MAX_TENSOR_HEAD_DIM]

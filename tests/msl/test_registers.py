@@ -10,7 +10,7 @@ from mlx_paged.kernels.decode_spec import decode_constants_of
 from mlx_paged.kernels.lane_layout import MOST_REGISTERS, LaneLayout, best_layout
 from mlx_paged.kernels.launch_shape import HEAD_DIMS, MAX_TENSOR_HEAD_DIM, Variant, partition_for, shape_for
 from mlx_paged.kernels.prefill import BODY, prefill_constants_of, prefill_shape_for
-from tests.msl import registers
+from tests.support.msl import registers
 
 needs_compiler = pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
 # Llama 3.2 1B and 3B, Llama 3.1 8B; Qwen 2.5 0.5B; Qwen 2.5 7B; Qwen 3 30B-A3B; gpt-oss; GLM 4.5; Gemma 3; wide heads.

@@ -12,9 +12,9 @@ from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.decode_spec import decode_constants_of
 from mlx_paged.kernels.launch_shape import HEAD_DIMS, shape_for
-from tests.msl import emulator
+from tests.support.msl import msl_source
 
-checker = pytest.importorskip("tests.msl.checker")
+checker = pytest.importorskip("tests.support.msl.checker")
 
 POOL = [(4, 99999, "T"), (4, 99999, "T"), (1, 1, "uint32")]
 
@@ -136,7 +136,7 @@ def test_signature_is_the_one_mlx_generates(tmp_path):
     match = re.search(r"```\n(.*?)```", done.stdout, re.S)
     if not match:
         pytest.skip(f"this MLX build does not print Metal source: {done.stderr[-300:]}")
-    ours, _, _ = emulator.mlx_source(
+    ours, _, _ = msl_source.mlx_source(
         "F", "", body, ["a", "b", "c"], [(2, 36, "float32"), (1, 3, "int32"), (1, 8, "int64")], ["x", "y"],
         ["bfloat16", "uint32"], [],
     )  # fmt: skip

@@ -8,8 +8,8 @@ from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.decode_spec import spec_of
 from mlx_paged.kernels.launch_shape import Variant, shape_for
 from mlx_paged.kernels.trial import MANY, Text, launch_alone
-from tests.msl.harness import Emulated, emulated
 from tests.support.kernels.pool_texts import pool_texts
+from tests.support.msl.harness import Emulated, emulated
 
 
 def few_inputs(call: dict) -> list[bool]:

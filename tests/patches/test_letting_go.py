@@ -20,7 +20,7 @@ from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.patches.server.answer_queue import AnswerQueue
 from mlx_paged.patches.server.served_batch import Served, ServedBatch
 from mlx_paged.serve.report.server_stats import ServerStats
-from scripts import model_configs
+from scripts.support import model_configs
 from tests.patches.test_parity import PlainTokenizer
 from tests.support.models.batch_runs import generator, kv_budget
 from tests.support.models.builders import build, greedy, perturbed, prompt_of

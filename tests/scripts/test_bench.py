@@ -186,7 +186,7 @@ def test_refusals_with_a_message(script: ModuleType, tmp_path: Path, capsys: pyt
     [("llama-1b", 1.24), ("llama-8b", 8.03), ("qwen3-4b", 4.02), ("gemma3-4b", 3.88), ("qwen3-moe", 5.8)],
 )
 def test_presets_have_the_size_of_their_models(preset: str, billions: float, script: ModuleType) -> None:
-    model = sys.modules["bench_common"].preset_model(preset)
+    model = sys.modules["support.bench_common"].preset_model(preset)
     assert sum(array.size for _, array in tree_flatten(model.parameters())) / 1e9 == pytest.approx(billions, rel=0.02)
 
 
@@ -204,9 +204,9 @@ def test_weights_of_a_random_model_are_quantised(bits: int, script: ModuleType) 
 
 def test_a_model_without_weights_to_quantise_is_refused(script: ModuleType) -> None:
     with pytest.raises(script.BenchError, match="groups of 64"):
-        sys.modules["bench_common"].quantized(nn.Linear(40, 8), 4, 64)
+        sys.modules["support.bench_common"].quantized(nn.Linear(40, 8), 4, 64)
     model = nn.Sequential(nn.Linear(40, 8))
-    assert sys.modules["bench_common"].quantized(model, None, 64) is model
+    assert sys.modules["support.bench_common"].quantized(model, None, 64) is model
 
 
 def test_both_sides_run_with_quantised_weights(

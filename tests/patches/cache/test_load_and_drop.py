@@ -14,7 +14,7 @@ from mlx_lm.generate import generate_step
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from scripts import model_configs
+from scripts.support import model_configs
 from tests.support.models import builders
 from tests.support.models.batch_runs import generator
 from tests.support.without_collector import without_collector

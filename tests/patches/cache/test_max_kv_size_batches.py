@@ -14,7 +14,7 @@ from mlx_paged import PagedConfig
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
-from scripts import model_configs
+from scripts.support import model_configs
 from tests.support.models.batch_runs import Outcome, collect, generator, kv_budget, run_all
 from tests.support.models.builders import COMMON, HEADS, greedy, prompt_of, rms
 from tests.support.processes.bounded import (

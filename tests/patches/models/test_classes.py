@@ -26,9 +26,9 @@ from mlx_paged.cache.composites import leaves
 from mlx_paged.engine.sharing.prefix_sharing import common_length
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
-from scripts import model_configs
-from scripts.model_configs import CHUNK, WINDOW
 from scripts.model_matrix import lines_of_page
+from scripts.support import model_configs
+from scripts.support.model_configs import CHUNK, WINDOW
 from tests.patches.test_parity import PlainTokenizer
 from tests.support.models.batch_runs import generator
 from tests.support.models.builders import greedy, rms

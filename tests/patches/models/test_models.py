@@ -12,8 +12,8 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
-from scripts import model_configs
 from scripts.model_matrix import Row, examine, line_of, lines_of_page
+from scripts.support import model_configs
 from tests.support.models.batch_runs import Outcome, generator, run_all
 from tests.support.models.builders import greedy, prompt_of
 

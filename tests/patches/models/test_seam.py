@@ -22,8 +22,8 @@ from mlx_paged import PagedConfig
 from mlx_paged.cache import lazy_kv
 from mlx_paged.cache.composites import leaves
 from mlx_paged.patches.models import seam
-from scripts import model_configs
 from scripts.model_matrix import batched
+from scripts.support import model_configs
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.builders import build, greedy, prompt_of, rms
 from tests.support.without_collector import without_collector

@@ -9,8 +9,8 @@ import pytest
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from scripts import model_configs
 from scripts.model_matrix import alone, batched
+from scripts.support import model_configs
 from tests.support.models.builders import greedy, prompt_of, rms
 
 # Global, sliding windows, windows with sinks, keys shared between layers, and attention beside states.

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.kernels import prefill
-from tests.msl.harness import tensor_kernel, to_float
+from tests.support.msl.harness import tensor_kernel, to_float
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import numpy as np
 
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
-from tests.msl import emulator
+from tests.support.msl import emulator
 
 # Outputs that a kernel may leave partly unwritten, and inputs it stores to.
 SPARSE = {"paged_decode": ("out",)}

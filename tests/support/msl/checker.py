@@ -6,7 +6,7 @@ import re
 
 import clang.cindex as ci
 
-from .emulator import _DECL, ATTRS, mlx_source, strip_comments
+from tests.support.msl.msl_source import _DECL, ATTRS, mlx_source, strip_comments
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CK, TK = ci.CursorKind, ci.TypeKind

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from bench_common import DTYPES, PRESETS, add_quantization, load_model, machine, random_model
+from support.bench_common import DTYPES, PRESETS, add_quantization, load_model, machine, random_model
 
 import mlx_paged
 from mlx_paged import PagedConfig
