@@ -1,8 +1,12 @@
-"""Sequences whose keys tell which tokens they were computed from: every position holds a number made of its prefix."""
+"""Sequences whose keys tell which tokens they were computed from: every position holds a number made of its prefix.
+
+Radix trees of such sequences.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -10,6 +14,7 @@ import numpy as np
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import UNLIMITED, BlockPool
+from mlx_paged.prefix.radix import RadixTree
 
 BYTES_PER_TOKEN = 3 * 4
 
@@ -58,3 +63,35 @@ def check_contents(pool: BlockPool, tables: Sequence[BlockTable], tokens: Sequen
 def release(pool: BlockPool, tables: Sequence[BlockTable]) -> None:
     for table in tables:
         pool.release_table(table)
+
+
+def add(tree: RadixTree, tokens: Sequence[int], salt: Any = None, chunks: Sequence[int] = (), **options: Any) -> Any:
+    """Serve a request for ``tokens`` and leave all of it in the tree, nothing else. Returns the last InsertResult."""
+    _, tables = tree.adopt([*tokens, -1], salt)
+    for end in (*chunks, len(tokens)):
+        compute(tree.pool, tables, tokens[:end], salt)
+    result = tree.insert(tokens, tables, salt, **options)
+    release(tree.pool, tables)
+    tree.check_integrity()
+    tree.pool.check_integrity()
+    return result
+
+
+def found(tree: RadixTree, tokens: Sequence[int], salt: Any = None) -> int:
+    """Length of the match of all of ``tokens`` and one more; what it serves is checked."""
+    length, tables = tree.adopt([*tokens, -1], salt)
+    check_contents(tree.pool, tables, tokens, salt)
+    release(tree.pool, tables)
+    return length
+
+
+def hold(pool: BlockPool, tokens: Sequence[int]) -> list[BlockTable]:
+    tables = new_tables(pool)
+    compute(pool, tables, tokens)
+    return tables
+
+
+def make_tree(windows: Sequence[int | None], **options: Any) -> tuple[RadixTree, BlockPool]:
+    """A tree and its pool, which the tree does not keep."""
+    pool = make_pool(windows)
+    return RadixTree(pool, **options), pool

@@ -23,7 +23,7 @@ from mlx_paged.kv.storage.scoring import Scoring
 from mlx_paged.patches.cache.layer_cache import PagedLayerCache
 from mlx_paged.prefix import detached as prefix
 from mlx_paged.prefix.radix import RadixTree
-from tests.cache.test_cache import HEADS, KD, VD, assert_same, kv, noise
+from tests.support.caches import HEADS, KD, VD, assert_same, kv, noise
 from tests.support.kernels.fake_kernels import fake_kernels
 
 KEEP = 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -70,6 +71,12 @@ def packing_generator(model: Any, most: int, **options: Any) -> Any:
     return gen
 
 
+def insert(gen: Any, specs: list[Spec], outcomes: dict[int, Outcome]) -> list[int]:
+    uids = gen.insert([spec.prompt for spec in specs], [spec.num_tokens for spec in specs])
+    outcomes.update((uid, Outcome()) for uid in uids)
+    return uids
+
+
 def collect(outcomes: dict[int, Outcome], prompts: Sequence[Any], generated: Sequence[Any]) -> None:
     for response in prompts:
         outcomes[response.uid].progress.append(tuple(response.progress))
@@ -98,6 +105,13 @@ def check(kind: str, spec: Spec, outcome: Outcome) -> None:
     assert outcome.all_tokens == spec.prompt + tokens
     assert [done for done, _ in outcome.progress] == sorted(done for done, _ in outcome.progress)
     assert outcome.progress[-1] == (spec.length, spec.length)
+
+
+def check_released(kind: str) -> None:
+    gc.collect()
+    pool = mlx_paged.pool_of(model_of(kind))
+    pool.check_integrity()
+    assert pool.stats().live_blocks == 0
 
 
 def kv_budget(model: Any, num_blocks: int, block_size: int) -> int:

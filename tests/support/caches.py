@@ -1,0 +1,55 @@
+"""Paged and dense caches of one sequence, the keys and values they take, and what "the same" means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from mlx_paged.cache.paged_kv_cache import PagedKVCache
+from mlx_paged.cache.sequence import SequenceTables
+from mlx_paged.kv.group import LayerGroup
+from mlx_paged.kv.pool import BlockPool
+
+HEADS, KD, VD = 2, 8, 4
+
+
+def bits(x: mx.array) -> np.ndarray:
+    return np.array(mx.contiguous(x).view({2: mx.uint16, 4: mx.uint32}[x.dtype.size]))
+
+
+def noise(seed: int, *shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+    return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32)).astype(dtype)
+
+
+def kv(seed: int, n: int, dtype: mx.Dtype = mx.float32) -> tuple[mx.array, mx.array]:
+    return noise(2 * seed, 1, HEADS, n, KD, dtype=dtype), noise(2 * seed + 1, 1, HEADS, n, VD, dtype=dtype)
+
+
+def caches_of(
+    *, layers: int = 1, window: int | None = None, block_size: int = 4, pool: BlockPool | None = None, **options: Any
+) -> list[PagedKVCache]:
+    pool = pool or BlockPool([LayerGroup(tuple(range(layers)), window)], block_size=block_size, **options)
+    sequence = SequenceTables(pool)
+    return [PagedKVCache(sequence, layer) for layer in range(layers)]
+
+
+def dense_of(window: int | None) -> KVCache | RotatingKVCache:
+    return KVCache() if window is None else RotatingKVCache(max_size=window)
+
+
+def assert_same(got: tuple[mx.array, mx.array], expected: tuple[mx.array, mx.array]) -> None:
+    for x, y in zip(got, expected, strict=True):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        np.testing.assert_array_equal(bits(x), bits(y))
+
+
+def filled(window: int | None = None, chunks: tuple[int, ...] = (6,), **options: Any) -> tuple[PagedKVCache, Any]:
+    """A paged and a dense cache with the same tokens."""
+    (paged,), dense = caches_of(window=window, **options), dense_of(window)
+    for seed, n in enumerate(chunks):
+        paged.update(*kv(seed, n))
+        dense.update_and_fetch(*kv(seed, n))
+    return paged, dense

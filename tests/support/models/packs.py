@@ -1,0 +1,60 @@
+"""Prompts that go through a model in packs, and what each of them would have got alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mlx_paged
+from mlx_paged.engine import prefill
+from mlx_paged.engine.scheduler import Chunk
+from tests.support.models.batch_runs import TOLERANCE, Outcome, packing_generator
+from tests.support.models.builders import prompt_of
+
+# Shorter and longer than windows and chunks, at their ends and in the middle.
+LENGTHS = (2, 70, 33, 1, 17, 12, 129, 40, 16, 51)
+
+
+def note_packs(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The tokens of each request in each pack from now on."""
+    noted: list[list[int]] = []
+    original = prefill.compute_pack
+
+    def noting(model: Any, chunks: Sequence[Chunk]) -> None:
+        noted.append([chunk.num_tokens for chunk in chunks])
+        original(model, chunks)
+
+    monkeypatch.setattr(prefill, "compute_pack", noting)
+    return noted
+
+
+def prompts_for(vocab: int, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
+    return [(prompt_of(length, seed=length) % vocab).tolist() for length in lengths]
+
+
+def packing(model: Any, most: int = 64, **options: Any) -> Any:
+    """A generator whose packs have parts of prompts of up to 16 tokens each, ``most`` in all."""
+    sizes = {"prefill_step_size": 16, "completion_batch_size": 16, "prefill_batch_size": 16}
+    return packing_generator(model, most, **{**sizes, **options})
+
+
+def insert(gen: Any, prompts: Sequence[list[int]], num_tokens: int) -> dict[int, Outcome]:
+    uids = gen.insert(list(prompts), [num_tokens] * len(prompts))
+    return {uid: Outcome() for uid in uids}
+
+
+def assert_alike(outcomes: dict[int, Outcome], expected: Sequence[tuple[list[int], np.ndarray]]) -> None:
+    for outcome, (tokens, logprobs) in zip(outcomes.values(), expected, strict=True):
+        assert outcome.tokens == tokens
+        got = np.stack(outcome.logprobs)
+        same = got == logprobs  # minus infinity, where a model rules a token out
+        assert np.abs(np.where(same, 0, got) - np.where(same, 0, logprobs)).max() < TOLERANCE
+
+
+def assert_nothing_is_left(model: Any, prefixes: int = 0) -> None:
+    pool = mlx_paged.pool_of(model)
+    pool.check_integrity()
+    assert pool.stats().live_blocks == prefixes
