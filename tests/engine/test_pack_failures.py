@@ -12,7 +12,7 @@ from mlx_lm.models import phi3
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.errors import RequestFailedError
-from scripts import model_configs
+from scripts.support import model_configs
 from tests.support.models.batch_runs import Outcome, run_all
 from tests.support.models.builders import build, greedy
 from tests.support.models.packs import assert_alike, assert_nothing_is_left, insert, note_packs, packing, prompts_for
