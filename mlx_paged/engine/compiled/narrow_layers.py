@@ -1,4 +1,4 @@
-"""Linear layers of a model that multiply few rows in one kernel launch, for as long as a decode step is built or traced."""
+"""Linear layers that multiply few rows in one kernel launch, for as long as a decode step is built or traced."""
 
 from __future__ import annotations
 
