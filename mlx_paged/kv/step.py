@@ -29,7 +29,7 @@ class DeviceTables:
         self._versions: list[int] = []
         self._host = np.zeros((0, 0), np.int32)
         self._device: mx.array | None = None
-        self._starts = mx.zeros((0, 0), mx.int32)
+        self._starts: mx.array | None = None
 
     def of(self, tables: Sequence[BlockTable], shape: tuple[int, int] | None = None) -> mx.array:
         """The array, of ``shape`` if that is larger; entries past a row's end are of no meaning."""
@@ -50,7 +50,7 @@ class DeviceTables:
 
     def starts(self, shape: tuple[int, ...]) -> mx.array:
         """Where what is visible begins without a window: zeros, int32."""
-        if self._starts.shape != shape:
+        if self._starts is None or self._starts.shape != shape:
             self._starts = mx.array(np.zeros(shape, np.int32))  # in memory already, not to be computed
         return self._starts
 

@@ -221,7 +221,7 @@ def _launch(
 
 
 @lru_cache(maxsize=256)
-def works(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int = 0) -> bool:
+def works(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int) -> bool:
     """Whether the kernel can be used on this machine for an x of so many dimensions and matrices of so many bits, which
     are another text each. A kernel that fails its self-check or does not compile warns once, and is not."""
     if dtype not in DTYPES or not is_available():

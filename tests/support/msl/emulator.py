@@ -334,16 +334,4 @@ class Kernel:
         return outs_all[0]
 
 
-def metal_kernel(
-    name,
-    input_names,
-    output_names,
-    source,
-    header="",
-    ensure_row_contiguous=True,
-    atomic_outputs=False,
-    compile_options=None,
-):
-    return Kernel(
-        name, input_names, output_names, source, header, ensure_row_contiguous, atomic_outputs, compile_options
-    )
+metal_kernel = Kernel
