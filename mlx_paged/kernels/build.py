@@ -25,13 +25,21 @@ from .cuda.source import Source, source_of
 Constants = tuple[tuple[str, Any], ...]
 
 _TYPE_NAMES = {
-    "metal": {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t", mx.int32: "int", mx.int64: "int64_t"},
+    "metal": {
+        mx.float32: "float",
+        mx.float16: "half",
+        mx.bfloat16: "bfloat16_t",
+        mx.int32: "int",
+        mx.int64: "int64_t",
+        mx.uint32: "uint32_t",
+    },
     "cuda": {
         mx.float32: "float",
         mx.float16: "__half",
         mx.bfloat16: "__nv_bfloat16",
         mx.int32: "int",
         mx.int64: "int64_t",
+        mx.uint32: "uint32_t",
     },
 }
 _POOL = ["k_pool", "v_pool", "fence"]
@@ -57,6 +65,8 @@ SIGNATURES: dict[str, tuple[list[str], list[str], bool]] = {
     "narrow_matmul_add": (["x", "w", "residual"], ["out"], False),
     "narrow_matmul_gate": (["x", "w", "w1"], ["out"], False),
     "narrow_matmul_group": (["x", "w", "w1", "w2"], ["out", "out1", "out2"], False),
+    "silu_product": (["left", "right"], ["out"], False),
+    "embedding_rows": (["table", "tokens"], ["out"], False),
     "narrow_quantized": (["x", *_PACKED], ["out"], False),
     "narrow_quantized_bias": (["x", *_PACKED, "bias"], ["out"], False),
     "narrow_quantized_add": (["x", *_PACKED, "residual"], ["out"], False),
@@ -65,21 +75,31 @@ SIGNATURES: dict[str, tuple[list[str], list[str], bool]] = {
 }
 _SINGLE = ("narrow_matmul", "narrow_matmul_bias", "narrow_matmul_add", "narrow_matmul_gate")
 _SUMS = "narrow_matmul_sums"
+
+
+def _gate(body: str) -> tuple[str, ...]:
+    return ("silu_gate",) if body.endswith("gate") else ()
+
+
 # Files that the text of a body is made of, for those that are CUDA only.
 _CUDA_PARTS = {
     "paged_decode_tensor": ("paged_decode_tensor",),
     "paged_prefill_tensor": ("paged_prefill_tensor",),
     "narrow_matmul_group": ("narrow_matmul_group", "narrow_matmul_tile", _SUMS),
-    **{body: ("narrow_matmul_single", body, "narrow_matmul_tile", _SUMS) for body in _SINGLE},
+    **{body: (*_gate(body), "narrow_matmul_single", body, "narrow_matmul_tile", _SUMS) for body in _SINGLE},
     "narrow_quantized_group": ("narrow_quantized_group", "narrow_quantized_tile", _SUMS),
     **{
         body.replace("matmul", "quantized"): (
+            *_gate(body),
             f"narrow_quantized_{'pair' if body.endswith('gate') else 'single'}",
             *(body, "narrow_quantized_tile", _SUMS),
         )
         for body in _SINGLE
     },
+    "silu_product": ("silu_gate", "silu_product"),
+    "embedding_rows": ("embedding_rows",),
 }
+_LAYERS = ("silu_gate", "silu_product", "embedding_rows")
 
 
 class KernelUnavailable(RuntimeError):
@@ -121,10 +141,13 @@ def kernel_text(body: str, dialect: str) -> tuple[str, str]:
     folder = resources.files(__package__) / "text"
     prelude = (folder / ("prelude.metal" if dialect == "metal" else "prelude.cuh")).read_text()
     if body in _CUDA_PARTS:
-        parts = (f"products/{part}" if part.startswith("narrow") else part for part in _CUDA_PARTS[body])
-        source = "".join((folder / f"{part}.cuh").read_text() for part in parts)
+        source = "".join((folder / _folder_of(part) / f"{part}.cuh").read_text() for part in _CUDA_PARTS[body])
         return (folder / "tensor.cuh").read_text() + prelude, source
     return prelude, (folder / f"{body}.metal").read_text()
+
+
+def _folder_of(part: str) -> str:
+    return "products" if part.startswith("narrow") else "layers" if part in _LAYERS else ""
 
 
 def _condense(text: str) -> str:

@@ -188,6 +188,18 @@ def _product(known: _Known) -> Scratch:
     return given, _options((len(outputs) * threads, 1, 1), threads, *outputs)
 
 
+def _silu(known: _Known) -> Scratch:
+    """Eight values."""
+    x = mx.zeros((*[1] * (known["XD"] - 1), 8), known["T"])
+    return {"left": x, "right": x}, _options((32, 1, 1), 32, (x.shape, known["T"]))
+
+
+def _rows(known: _Known) -> Scratch:
+    """The one row of a table."""
+    given = {"table": mx.zeros((1, 8), known["T"]), "tokens": mx.zeros((1,), known["S"])}
+    return given, _options((32, 1, 1), 32, ((1, 8), known["T"]))
+
+
 _SCRATCH: dict[str, Callable[[_Known], Scratch]] = {
     "paged_decode": _decode,
     "paged_decode_tensor": _decode,
@@ -196,4 +208,6 @@ _SCRATCH: dict[str, Callable[[_Known], Scratch]] = {
     "write_slots": _write,
     "gather_blocks": _gather,
     "copy_blocks": _copy,
+    "silu_product": _silu,
+    "embedding_rows": _rows,
 }

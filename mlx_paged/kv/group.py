@@ -206,6 +206,11 @@ class BlockGroup:
     # Tensors --------------------------------------------------------------------------------------------------
 
     @property
+    def may_be_in_place(self) -> bool:
+        """Whether the blocks are written in place, or nothing has been written yet."""
+        return self.in_place or self.geometry is None
+
+    @property
     def bytes_per_block(self) -> int:
         """Bytes of one block in all layers of the group; 0 before the first write."""
         if self.geometry is None:

@@ -11,7 +11,7 @@ from ...cache.batch_cache import PagedBatchKVCache
 from ...cache.composites import leaves
 from ...cache.packed_cache import PackedKVCache
 from ...cache.paged_kv_cache import PagedKVCache
-from ...kernels.products.quantized_matmul import Inference
+from ...kernels.products.inference import Inference
 from ...kv.pool import BlockPool
 
 _guarded: weakref.WeakSet[type] = weakref.WeakSet()
@@ -36,7 +36,7 @@ def guard(model: Any) -> None:
             pool = _pool_of(kwargs.get("cache") or next((arg for arg in args if isinstance(arg, list)), None))
             if pool is None:
                 return inherited(self, *args, **kwargs)
-            with pool.turn, Inference(allowed=all(group.in_place for group in pool.groups)):
+            with pool.turn, Inference(allowed=all(group.may_be_in_place for group in pool.groups)):
                 return inherited(self, *args, **kwargs)
 
         __call__.guarded = original  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from mlx_lm.models.activations import swiglu
 
 from ...engine.compiled.compiled_step import StepLayer
 from ...engine.compiled.narrow_layers import added, gated
+from ...kernels.layers.silu_product import silu_product
 
 ModuleCall = Callable[..., mx.array]
 
@@ -20,10 +21,12 @@ def adapt_mlp(original: ModuleCall) -> ModuleCall:
     ``down_proj``."""
 
     def activated(self: Any, x: mx.array) -> mx.array:
-        product = gated(self.gate_proj, self.up_proj, x)
-        if product is None:
-            product = swiglu(self.gate_proj(x), self.up_proj(x))
-        return product
+        fused = gated(self.gate_proj, self.up_proj, x)
+        if fused is not None:
+            return fused
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        product = silu_product(gate, up)
+        return swiglu(gate, up) if product is None else product
 
     def __call__(self: Any, x: mx.array) -> mx.array:
         return self.down_proj(activated(self, x))

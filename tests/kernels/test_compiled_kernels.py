@@ -21,6 +21,7 @@ from mlx_paged.kernels.cuda.launch import CompiledKernel
 from mlx_paged.kernels.cuda.source import Source
 from mlx_paged.kernels.decode_spec import pool_constants_of
 from mlx_paged.kernels.launch_shape import Variant
+from mlx_paged.kernels.layers import embedding_rows, silu_product
 from mlx_paged.kernels.prefill import BODY, prefill_constants_of, prefill_shape_for
 from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.trial import Text, launch_alone
@@ -82,7 +83,9 @@ def texts() -> list[tuple[str, Constants]]:
         for body in narrow_matmul.BODIES
         for bits in (0, 4)
     ]
-    listed = _texts_of(TENSOR) + _texts_of(PLAIN) + [PREFILL] + [(text.body, text.constants) for text in products]
+    layers = [silu_product.text_of(mx.bfloat16, 3), embedding_rows.text_of(mx.bfloat16, mx.uint32)]
+    listed = _texts_of(TENSOR) + _texts_of(PLAIN) + [PREFILL]
+    listed += [(text.body, text.constants) for text in products + layers]
     assert {body for body, _ in listed} >= set(SIGNATURES)
     return listed
 

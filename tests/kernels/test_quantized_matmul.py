@@ -10,8 +10,9 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from mlx_paged.kernels.products import narrow_matmul, quantized_matmul
-from mlx_paged.kernels.products.quantized_matmul import DEQUANTIZED_ROWS, Inference, product, sorted_experts_product
+from mlx_paged.kernels.products import inference, narrow_matmul, quantized_matmul
+from mlx_paged.kernels.products.inference import Inference
+from mlx_paged.kernels.products.quantized_matmul import DEQUANTIZED_ROWS, product, sorted_experts_product
 from tests.support.kernels.gather_mm import gather_mm_of_16_bits
 
 # Mode, group size and bits.
@@ -156,7 +157,7 @@ def test_a_section_ends_with_its_block_and_may_be_in_another() -> None:
 
 def test_the_host_waits_before_it_is_more_weights_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 2 * DEPTH * WIDTH
-    monkeypatch.setattr(quantized_matmul, "BYTES_AHEAD", 2 * size)
+    monkeypatch.setattr(inference, "BYTES_AHEAD", 2 * size)
     layer, x = linear("affine", 32, 4, mx.float16), rows(DEQUANTIZED_ROWS, dtype=mx.float16)
     square = nn.Linear(WIDTH, DEPTH, bias=False)
     square.set_dtype(mx.float16)
@@ -181,14 +182,14 @@ def test_the_host_waits_before_it_is_more_weights_ahead(monkeypatch: pytest.Monk
 
 
 def test_one_weight_larger_than_what_may_be_ahead_waits_for_nothing_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized_matmul, "BYTES_AHEAD", 1)
+    monkeypatch.setattr(inference, "BYTES_AHEAD", 1)
     with Inference(), mock.patch.object(mx, "async_eval") as begin:
         assert product(linear("affine", 32, 4, mx.float16), rows(DEQUANTIZED_ROWS, dtype=mx.float16)) is not None
     assert not begin.called
 
 
 def test_a_traced_function_takes_what_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized_matmul, "BYTES_AHEAD", 1)
+    monkeypatch.setattr(inference, "BYTES_AHEAD", 1)
     layer, x = linear("affine", 32, 4, mx.float16), rows(DEQUANTIZED_ROWS, 1, dtype=mx.float16)
 
     def twice(x: mx.array) -> list[mx.array | None]:

@@ -14,7 +14,7 @@ from ...cache.batch_cache import PagedBatchKVCache
 from ...cache.batch_tables import BatchTables
 from ...cache.paged_kv_cache import PagedKVCache
 from ...cache.sequence import SequenceTables
-from ...kernels.products.quantized_matmul import Inference
+from ...kernels.products.inference import Inference
 from ...kv.block_table import BlockTable
 from ...kv.pool import BlockPool
 from ...kv.step import rounded_up, table_width
@@ -269,7 +269,11 @@ class CompiledStep:
             for own, group, window in zip(blocks, self._groups, self._windows, strict=True)
         ]
         # What is dequantised in a trace would all be alive in a step.
-        with substituted(self._model, weights), narrow_layers(self._model, tokens.shape[0]), Inference(allowed=False):
+        with (
+            substituted(self._model, weights),
+            narrow_layers(self._model, tokens.shape[0]),
+            Inference(dequantizes=False),
+        ):
             logits = self._forward(self._model, tokens, layers)
         if any(layer.attended != 1 for layer in layers):
             raise NotCompilable("not every layer attends once")

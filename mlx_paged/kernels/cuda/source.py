@@ -16,9 +16,9 @@ _TYPES = {
     **dict.fromkeys(
         ("q", "k", "v", "k_pool", "v_pool", "k_new", "v_new", "k_out", "v_out", "out", "out1", "out2"), "T"
     ),
-    **dict.fromkeys(("x", "w", "w1", "w2", "bias", "residual"), "T"),
+    **dict.fromkeys(("x", "w", "w1", "w2", "bias", "residual", "left", "right", "table"), "T"),
     **dict.fromkeys((what + n for what in ("scales", "biases") for n in ("", "1", "2")), "T"),
-    "slots": "S",
+    **dict.fromkeys(("slots", "tokens"), "S"),
 }
 # Of inputs whose strides a text reads: [batch, heads, length, dim], heads and dims those of the pool. Values come from
 # a projection, and are [batch, length, heads, dim] in memory; keys have been rotated, which leaves them in order.

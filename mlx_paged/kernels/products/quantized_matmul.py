@@ -8,13 +8,12 @@ part of a minute for each number of rows that they are made for (docs/adr/0024).
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import narrow_matmul
+from . import inference, narrow_matmul
 from .packed_weight import PackedWeight
 
 # From so many rows on a weight is dequantised first.
@@ -22,63 +21,7 @@ DEQUANTIZED_ROWS = 129
 # The same for experts, with so many rows for each of them on average: all of a layer's are dequantised.
 DEQUANTIZED_ROWS_PER_EXPERT = 8
 MOST_BYTES = 512 << 20  # of one dequantised weight; larger ones stay as they are
-# Of dequantised weights that are needed before the host waits for those before them. MLX frees nothing that a launch
-# of its graph uses before that graph has run, and a GPU's host is a whole prompt ahead of it.
-BYTES_AHEAD = 256 << 20
 _DTYPES = (mx.bfloat16, mx.float16)  # float32 products may go through TF32 where quantised ones do not
-
-
-class _Pace:
-    """What bounds the dequantised weights of a model call.
-
-    Attributes:
-        num_bytes: of those since the last mark.
-        mark: what is being computed, and waited for at the next mark.
-    """
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self.mark: mx.array | None = None
-
-    def take(self, x: mx.array, num_bytes: int) -> bool:
-        """Make way for a weight of so many bytes that x is multiplied with. False where nothing can be computed yet,
-        as in a function that is being traced."""
-        if self.num_bytes and self.num_bytes + num_bytes > BYTES_AHEAD:
-            try:
-                mx.async_eval(x)
-            except ValueError:
-                return False
-            if self.mark is not None:
-                mx.eval(self.mark)
-            self.mark, self.num_bytes = x, 0
-        self.num_bytes += num_bytes
-        return True
-
-
-class _ThreadState(threading.local):
-    pace: _Pace | None = None  # of the model call that the thread is in
-
-
-_thread = _ThreadState()
-
-
-class Inference:
-    """A section in which, in this thread, kernels of this package may multiply, and weights may be dequantised: a call
-    of a model whose results are computed in the order they are asked for, and are not differentiated (kernels have no
-    gradient, and one would keep all dequantised weights).
-
-    Args:
-        allowed: False for a section in which neither is done.
-    """
-
-    def __init__(self, *, allowed: bool = True) -> None:
-        self._pace = _Pace() if allowed else None
-
-    def __enter__(self) -> None:
-        self._outer, _thread.pace = _thread.pace, self._pace
-
-    def __exit__(self, *_: object) -> None:
-        _thread.pace = self._outer
 
 
 def product(layer: nn.Module, x: mx.array) -> mx.array | None:
@@ -93,7 +36,7 @@ def product(layer: nn.Module, x: mx.array) -> mx.array | None:
     """
     depth = x.shape[-1]
     num_rows = x.size // max(1, depth)
-    if _thread.pace is not None and num_rows > 1:
+    if inference.pace() is not None and num_rows > 1:
         if num_rows >= DEQUANTIZED_ROWS:
             weight = _dequantized(layer, x, layer["weight"].shape[0] * depth)
             if weight is not None:
@@ -142,12 +85,13 @@ def _dequantized(layer: nn.Module, x: mx.array, size: int) -> mx.array | None:
     """A layer's weight of so many values in x's dtype, for one product with x; None if it is not to be had."""
     scales, biases = layer["scales"], layer.get("biases")
     num_bytes = size * x.dtype.size
+    pace = inference.pace()
     if (
-        _thread.pace is None
+        pace is None
         or x.dtype not in _DTYPES
         or num_bytes > MOST_BYTES
         or (biases is not None and scales.dtype != x.dtype)  # of both: what MLX would compute in is another one
-        or not _thread.pace.take(x, num_bytes)
+        or not pace.take(x, num_bytes)
     ):
         return None
     return mx.dequantize(

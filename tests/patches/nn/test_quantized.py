@@ -17,6 +17,7 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine.compiled import compiled_step
 from mlx_paged.kernels.products import narrow_matmul, quantized_matmul
+from mlx_paged.kernels.products.inference import Inference
 from mlx_paged.patches import registry
 from tests.support.kernels.gather_mm import gather_mm_of_16_bits
 from tests.support.models.batch_runs import generator
@@ -173,7 +174,7 @@ def test_experts_give_what_they_gave(bias: bool, is_sorted: bool) -> None:
     want = layer(x, indices, is_sorted)
     mlx_paged.apply_patches()
     with (
-        quantized_matmul.Inference(),
+        Inference(),
         gather_mm_of_16_bits(),
         mock.patch.object(mx, "dequantize", wraps=mx.dequantize) as dequantize,
     ):

@@ -20,6 +20,7 @@ from mlx_paged.attention.masks import causal_mask
 from mlx_paged.engine.compiled import compiled_step
 from mlx_paged.kernels import availability
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.layers import embedding_rows, silu_product
 from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.products.packed_weight import PackedWeight
 from mlx_paged.kv.storage import choice, in_place
@@ -33,6 +34,7 @@ class FakeKernels:
     def __init__(self) -> None:
         self.calls = {"write_slots": 0, "paged_decode": 0, "gather_blocks": 0, "copy_blocks": 0, "append": 0}
         self.calls["narrow_matmul"] = self.calls["paged_prefill"] = 0
+        self.calls["silu_product"] = self.calls["embedding_rows"] = 0
         self.max_q_len = 0
         self.rewound = 0
         # Of each pool: its tensor, and the fences given out so far with the kernel that gave each.
@@ -193,6 +195,14 @@ class FakeKernels:
             pool[mx.array(target)] = pool[mx.array(source)]
         return self._pass("copy_blocks", k_pool, v_pool, fence)
 
+    def silu_product(self, gate: mx.array, up: mx.array) -> mx.array:
+        self.calls["silu_product"] += 1
+        return nn.silu(gate) * up
+
+    def embedding_rows(self, table: mx.array, tokens: mx.array) -> mx.array:
+        self.calls["embedding_rows"] += 1
+        return table[tokens]
+
     def multiply(
         self,
         body: str,
@@ -248,5 +258,9 @@ def fake_kernels() -> Iterator[FakeKernels]:
         mock.patch.object(narrow_matmul, "works", lambda body, dtype, tile, dims, bits: dtype in narrow_matmul.DTYPES),
         mock.patch.object(narrow_matmul, "is_available", lambda: True),
         mock.patch.object(narrow_matmul, "_launch", fake.multiply),
+        mock.patch.object(silu_product, "works", lambda dtype, dims: dtype in silu_product.DTYPES),
+        mock.patch.object(silu_product, "_launch", fake.silu_product),
+        mock.patch.object(embedding_rows, "works", lambda dtype, tokens: dtype in embedding_rows.DTYPES),
+        mock.patch.object(embedding_rows, "_launch", fake.embedding_rows),
     ):
         yield fake

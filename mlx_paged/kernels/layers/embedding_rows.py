@@ -1,0 +1,83 @@
+"""Rows of an embedding on CUDA, in one launch. MLX compiles a kernel of its own for them: some 3 s for each dtype of
+tokens, once per machine."""
+
+from __future__ import annotations
+
+import warnings
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+
+from ..build import build_kernel, told_when_compiling
+from ..check import outcome_of
+from ..products.inference import is_inference
+from ..products.narrow_matmul import is_available
+from ..trial import Text
+
+BODY = "embedding_rows"
+DTYPES = (mx.bfloat16, mx.float16, mx.float32, mx.uint32)
+TOKEN_DTYPES = (mx.int32, mx.uint32)
+MAX_TOKENS = 65535  # of a grid's second dimension
+_THREADS = 128
+
+
+def embedding_rows(table: mx.array, tokens: mx.array) -> mx.array | None:
+    """``table[tokens]``.
+
+    Args:
+        table: ``[num_rows, width]``.
+        tokens: int32 or uint32 of any shape, at most 65,535.
+
+    Returns:
+        ``[*tokens.shape, width]``; None where MLX is to copy them: outside of inference, elsewhere than on CUDA, for
+        other dtypes.
+    """
+    fits = table.ndim == 2 and 0 < tokens.size <= MAX_TOKENS
+    if not fits or not is_inference() or not works(table.dtype, tokens.dtype):
+        return None
+    return _launch(table, tokens)
+
+
+def text_of(dtype: mx.Dtype, token_dtype: mx.Dtype) -> Text:
+    """The text for a table and tokens of these dtypes."""
+    return Text(BODY, (("T", dtype), ("S", token_dtype)))
+
+
+def _launch(table: mx.array, tokens: mx.array) -> mx.array:
+    text = text_of(table.dtype, tokens.dtype)
+    (out,) = build_kernel(text.body, text.constants)(
+        inputs=[table, tokens],
+        grid=(_THREADS, tokens.size, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[(*tokens.shape, table.shape[1])],
+        output_dtypes=[table.dtype],
+    )
+    return out
+
+
+@lru_cache(maxsize=16)
+def works(dtype: mx.Dtype, token_dtype: mx.Dtype) -> bool:
+    """Whether the kernel can be used on this machine. One that fails its self-check or does not compile warns once, and
+    is not."""
+    if dtype not in DTYPES or token_dtype not in TOKEN_DTYPES or not is_available():
+        return False
+    with told_when_compiling():
+        *_, reason = outcome_of(lambda: _difference(dtype, token_dtype))
+    if reason:
+        warnings.warn(f"mlx_paged: {BODY} ({dtype}) is off, MLX copies: {reason}", stacklevel=2)
+    return not reason
+
+
+def _difference(dtype: mx.Dtype, token_dtype: mx.Dtype) -> float:
+    """Part of the values that the kernel copied wrong."""
+    wrong = []
+    for width in (9, 2056):  # no packet, and packets of several turns of a thread
+        table = mx.arange(5 * width).reshape(5, width).astype(dtype)
+        ids = [4, 0, 3, 3]
+        # Not by indexing, which is what MLX would have to compile.
+        rows = mx.concatenate([table[i : i + 1] for i in ids])
+        got = _launch(table, mx.array([ids], token_dtype))[0]
+        wrong.append((got != rows).astype(mx.float32).mean())
+    most: Any = mx.stack(wrong).max().item()
+    return float(most)

@@ -1,0 +1,38 @@
+"""Embeddings on CUDA: rows by a kernel of this package (see kernels/layers/embedding_rows.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ...kernels.layers.embedding_rows import embedding_rows
+
+LayerCall = Callable[[nn.Module, mx.array], mx.array]
+
+
+def adapt(original: LayerCall) -> LayerCall:
+    """From ``Embedding.__call__`` to its replacement."""
+
+    def __call__(self: nn.Module, x: mx.array) -> mx.array:
+        rows = embedding_rows(self["weight"], x)
+        return original(self, x) if rows is None else rows
+
+    return __call__
+
+
+def adapt_quantized(original: LayerCall) -> LayerCall:
+    """From ``QuantizedEmbedding.__call__`` to its replacement."""
+
+    def __call__(self: nn.Module, x: mx.array) -> mx.array:
+        parts = {name: self[name] for name in ("weight", "scales", "biases") if self.get(name) is not None}
+        rows = {name: embedding_rows(part, x) for name, part in parts.items()}
+        words, scales, biases = rows["weight"], rows["scales"], rows.get("biases")
+        if words is None or scales is None or (biases is None and "biases" in parts):
+            return original(self, x)
+        return mx.dequantize(
+            words, scales=scales, biases=biases, group_size=self.group_size, bits=self.bits, mode=self.mode
+        )
+
+    return __call__

@@ -1,0 +1,92 @@
+"""Where silu_product's kernel is taken, what happens when it does not work, and its results on a GPU.
+
+Its text is tested on the emulator in tests/msl/test_layers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from mlx_paged.kernels import build as kernel_build
+from mlx_paged.kernels.layers import silu_product as module
+from mlx_paged.kernels.layers.silu_product import DTYPES, silu_product, works
+from mlx_paged.kernels.products.inference import Inference
+
+
+@pytest.fixture(autouse=True)
+def unchecked() -> Iterator[None]:
+    works.cache_clear()
+    yield
+    works.cache_clear()
+
+
+def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "works", lambda dtype, dims: dtype != mx.float32)
+    monkeypatch.setattr(module, "_launch", lambda gate, up: gate)
+    x = mx.ones((3, 1, 7), mx.bfloat16)
+    assert silu_product(x, x) is None
+    with Inference():
+        assert silu_product(x, x) is x
+        assert silu_product(x, x[:1]) is None and silu_product(x[:0], x[:0]) is None
+        assert silu_product(x, x.astype(mx.float16)) is None
+        assert silu_product(x.astype(mx.float32), x.astype(mx.float32)) is None
+        with Inference(allowed=False):
+            assert silu_product(x, x) is None
+        with Inference(dequantizes=False):  # as while a step is traced
+            assert silu_product(x, x) is x
+
+
+@pytest.mark.skipif(kernel_build.backend() == "cuda", reason="CUDA is here")
+def test_without_cuda_mlx_computes_it() -> None:
+    with Inference():
+        assert silu_product(mx.ones((2, 8), mx.float16), mx.ones((2, 8), mx.float16)) is None
+
+
+def test_a_kernel_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_available", lambda: True)
+    x, built = mx.ones((2, 8), mx.bfloat16), []
+
+    def wrong(*_: Any) -> Any:
+        built.append(None)
+        return lambda inputs, **_: [1.1 * nn.silu(inputs[0]) * inputs[1]]
+
+    monkeypatch.setattr(module, "build_kernel", wrong)
+    with Inference(), pytest.warns(UserWarning, match="silu_product .* is off.* RMS .* is not below"):
+        assert silu_product(x, x) is None
+    with Inference():
+        assert silu_product(x, x) is None and len(built) == 2  # checked once, with two sizes
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("does not compile")
+
+    monkeypatch.setattr(module, "build_kernel", broken)
+    with Inference(), pytest.warns(UserWarning, match="does not compile"):
+        assert silu_product(x[None], x[None]) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(kernel_build.backend() != "cuda", reason="needs CUDA")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_are_mlxs_on_a_gpu(dtype: mx.Dtype) -> None:
+    @mx.compile
+    def swiglu(gate: mx.array, up: mx.array) -> mx.array:
+        return nn.silu(gate) * up
+
+    # Each value there is, but for those that are not numbers, and odd sizes at odd addresses.
+    each = mx.arange(1 << 16, dtype=mx.int32).astype(mx.uint16).view(dtype)
+    each = mx.where(mx.isfinite(each), each, mx.zeros_like(each))
+    up = mx.random.normal(each.shape).astype(dtype)
+    with Inference():
+        for part in (slice(None), slice(1, 1000), slice(3, 8)):
+            gate = each[part][None, None]
+            got = silu_product(gate, up[part][None, None])
+            assert got is not None
+            assert mx.array_equal(got, swiglu(gate, up[part][None, None])).item()
+        x = mx.random.normal((4096, 1, 513)).astype(dtype)
+        got = silu_product(x, x[::-1])
+        assert got is not None and mx.array_equal(got, swiglu(x, x[::-1])).item()
