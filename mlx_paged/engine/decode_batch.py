@@ -112,7 +112,7 @@ class DecodeBatch:
             return
         indices = mx.array(keep)
         assert self._inputs is not None
-        inputs = self._inputs[indices]
+        inputs = _elements(self._inputs, keep)
         for cache in self._caches:
             if not (cache is None or _is_paged(cache)):
                 cache.filter(indices)
@@ -322,6 +322,13 @@ class DecodeBatch:
                 broken.setdefault(rows[0], error)
                 return mx.zeros((1,), mx.uint32)
             return mx.concatenate([self._call(sampler, step, [row], broken) for row in rows])
+
+
+def _elements(x: mx.array, indices: Sequence[int]) -> mx.array:
+    """Those of x ``[n]``, indices ascending: run by run, as MLX would have to compile a kernel to gather them."""
+    ends = [i for i, index in enumerate(indices) if i + 1 == len(indices) or indices[i + 1] != index + 1]
+    begins = [0, *(end + 1 for end in ends[:-1])]
+    return mx.concatenate([x[indices[a] : indices[b] + 1] for a, b in zip(begins, ends, strict=True)])
 
 
 def batch_of(caches: list[list[Any]], states: Sequence[Any]) -> tuple[list[Any], BatchTables | None]:

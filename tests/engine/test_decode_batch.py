@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_paged.engine.decode_batch import DecodeBatch
+from mlx_paged.engine.decode_batch import DecodeBatch, _elements
 from mlx_paged.engine.request import Request
 from mlx_paged.errors import PoolExhaustedError
 from mlx_paged.kv.pool import BlockPool
@@ -237,3 +237,8 @@ def test_a_step_for_which_there_is_no_block_names_the_row_and_appends_for_nobody
     batch.step(4)
     assert batch.tokens[0] == answer(prompts[0], 4)
     batch.pool.check_integrity()
+
+
+@pytest.mark.parametrize("indices", [[0], [4], [0, 1, 2, 3, 4], [0, 2, 4], [1, 2, 4], [0, 1, 3]])
+def test_elements_of_those_who_stay(indices: list[int]) -> None:
+    assert _elements(mx.array([5, 6, 7, 8, 9], mx.uint32), indices).tolist() == [5 + index for index in indices]

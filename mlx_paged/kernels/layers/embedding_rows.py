@@ -77,7 +77,7 @@ def _difference(dtype: mx.Dtype, token_dtype: mx.Dtype) -> float:
         ids = [4, 0, 3, 3]
         # Not by indexing, which is what MLX would have to compile.
         rows = mx.concatenate([table[i : i + 1] for i in ids])
-        got = _launch(table, mx.array([ids], token_dtype))[0]
+        got = _launch(table, mx.array(ids, token_dtype))
         wrong.append((got != rows).astype(mx.float32).mean())
     most: Any = mx.stack(wrong).max().item()
     return float(most)

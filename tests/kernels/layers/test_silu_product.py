@@ -84,9 +84,14 @@ def test_bits_are_mlxs_on_a_gpu(dtype: mx.Dtype) -> None:
     with Inference():
         for part in (slice(None), slice(1, 1000), slice(3, 8)):
             gate = each[part][None, None]
-            got = silu_product(gate, up[part][None, None])
-            assert got is not None
-            assert mx.array_equal(got, swiglu(gate, up[part][None, None])).item()
+            assert different(silu_product(gate, up[part][None, None]), swiglu(gate, up[part][None, None])) == 0
         x = mx.random.normal((4096, 1, 513)).astype(dtype)
-        got = silu_product(x, x[::-1])
-        assert got is not None and mx.array_equal(got, swiglu(x, x[::-1])).item()
+        assert different(silu_product(x, x[::-1]), swiglu(x, x[::-1])) == 0
+
+
+def different(got: mx.array | None, want: mx.array) -> int:
+    """How many values."""
+    assert got is not None
+    wrong = got != want
+    count: Any = wrong.sum().item()
+    return int(count)

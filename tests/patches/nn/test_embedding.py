@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -13,16 +14,17 @@ from mlx_paged import PagedConfig
 from mlx_paged.kernels.layers import embedding_rows
 from mlx_paged.kernels.products.inference import Inference
 from mlx_paged.patches import registry
-from tests.support.kernels.fake_kernels import FakeKernels
+from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 from tests.support.models.batch_runs import generator
 from tests.support.models.builders import build, prompt_of
 
 
 @pytest.fixture
-def patched(monkeypatch: pytest.MonkeyPatch, kernels: FakeKernels) -> FakeKernels:
+def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKernels]:
     monkeypatch.setattr(registry, "backend", lambda: "cuda")
-    mlx_paged.apply_patches(PagedConfig(block_size=16))
-    return kernels
+    with fake_kernels() as fake:
+        mlx_paged.apply_patches(PagedConfig(block_size=16))
+        yield fake
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
