@@ -58,7 +58,7 @@ def moe() -> Any:
     mx.random.seed(0)
     args = {
         "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 320, "rms_norm_eps": 1e-5,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 320, "rms_norm_eps": 1e-5,
         "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [],
         "moe_intermediate_size": 64, "rope_theta": 1e4, "tie_word_embeddings": False, "max_position_embeddings": 4096,
         "norm_topk_prob": True,
