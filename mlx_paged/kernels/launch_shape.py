@@ -8,6 +8,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from . import lane_layout
+from .quantized.pages import PageShape
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 512)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -27,6 +28,8 @@ ALIGNMENT = 64
 MAX_THREADGROUP_BYTES = 32 * 1024
 # A wider head does not fit the registers of the tensor-core body.
 MAX_TENSOR_HEAD_DIM = 256
+# Bodies for tensor cores, which join their partial results themselves.
+FUSED_BODIES = ("paged_decode_tensor", "quantized_decode_tensor")
 # Floats of one query or one accumulator that a lane may hold before heads are split over simdgroups.
 _MAX_LANE_FLOATS = 64
 _COMBINE_FLOATS = 4096
@@ -46,9 +49,11 @@ class Variant(NamedTuple):
     block_size: int
     softcap: bool = False
     sinks: bool = False
+    pages: PageShape | None = None  # quantised ones
 
     def __str__(self) -> str:
         extras = ("+softcap" if self.softcap else "") + ("+sinks" if self.sinks else "")
+        extras += "" if self.pages is None else f" {self.pages}"
         dtype = str(self.dtype).split(".")[-1]
         dims = str(self.head_dim) if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
         return f"{self.body}[{self.backend} {dtype} d{dims} g{self.gqa} b{self.block_size}{extras}]"
@@ -103,7 +108,7 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
         ValueError: its threadgroup memory would pass the limit.
     """
     widest = max(variant.head_dim, variant.value_dim)
-    if variant.body == "paged_decode_tensor":
+    if variant.body in FUSED_BODIES:
         floats = min(_COMBINE_FLOATS, _TENSOR_FLOATS - 2 * variant.gqa * variant.value_dim)
         head_round = max(1, min(variant.gqa, floats // (4 * variant.value_dim)))
         groups = (4 if widest <= 64 else 3 if widest <= 128 else 2) - (variant.gqa > 8)
