@@ -83,9 +83,17 @@ _SINGLE = ("narrow_matmul", "narrow_matmul_bias", "narrow_matmul_add", "narrow_m
 _SUMS = "narrow_matmul_sums"
 # Files that the text of a body is made of, for those that are CUDA only.
 _CUDA_PARTS = {
-    "paged_decode_tensor": ("paged_decode_tensor",),
+    "paged_decode_tensor": (
+        "paged_decode_tensor",
+        *("tensor_decode/partition", "tensor_decode/dense_tile"),
+        *("tensor_decode/sums", "tensor_decode/dense_store", "tensor_decode/join"),
+    ),
     "paged_prefill_tensor": ("paged_prefill_tensor",),
-    "quantized_decode_tensor": ("quantized/quantized_decode_tensor",),
+    "quantized_decode_tensor": (
+        "quantized/quantized_decode_tensor",
+        *("tensor_decode/partition", "quantized/decode_tile"),
+        *("tensor_decode/sums", "quantized/decode_store", "tensor_decode/join"),
+    ),
     "quantized_prefill_tensor": ("quantized/quantized_prefill_tensor",),
     "narrow_matmul_group": ("narrow_matmul_group", "narrow_matmul_tile", _SUMS),
     **{body: ("narrow_matmul_single", body, "narrow_matmul_tile", _SUMS) for body in _SINGLE},
@@ -98,6 +106,7 @@ _CUDA_PARTS = {
         for body in _SINGLE
     },
 }
+_QUANTIZED_HELPERS = ("quantized/tensor_loads", "quantized/tensor_codes", "quantized/tensor_quantize")
 # Files that the text of a body over quantised pages is made of, those for tensor cores apart.
 _QUANTIZED_PARTS = {
     body: (f"quantized/{body}",)
@@ -146,7 +155,8 @@ def kernel_text(body: str, dialect: str) -> tuple[str, str]:
     if body in _CUDA_PARTS:
         parts = (f"products/{part}" if part.startswith("narrow") else part for part in _CUDA_PARTS[body])
         source = "".join((folder / f"{part}.cuh").read_text() for part in parts)
-        return (folder / "tensor.cuh").read_text() + prelude, source
+        helpers = ("tensor", *(_QUANTIZED_HELPERS if body.startswith("quantized") else ()))
+        return "".join((folder / f"{part}.cuh").read_text() for part in helpers) + prelude, source
     if body in _QUANTIZED_PARTS:
         prelude += (folder / f"quantized/codes.{'metal' if dialect == 'metal' else 'cuh'}").read_text()
         return prelude, "".join((folder / f"{part}.metal").read_text() for part in _QUANTIZED_PARTS[body])

@@ -86,8 +86,8 @@ def variants_of(
     if dialect is None:
         return ()
     bodies = ["paged_decode" if pages is None else "quantized_decode"]
-    if dialect == "cuda" and dtype.size == 2 and max(head_dim, value_dim) <= MAX_TENSOR_HEAD_DIM and pages is None:
-        bodies.insert(0, "paged_decode_tensor")
+    if dialect == "cuda" and dtype.size == 2 and max(head_dim, value_dim) <= MAX_TENSOR_HEAD_DIM:
+        bodies.insert(0, "paged_decode_tensor" if pages is None else "quantized_decode_tensor")
     geometry = (dialect, dtype, head_dim, value_dim, gqa, block_size, softcap, sinks, pages)
     return tuple(Variant(body, *geometry) for body in bodies)
 

@@ -8,12 +8,14 @@ import numpy as np
 
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.launch_shape import FUSED_BODIES
 from tests.support.msl import emulator
 
 # Outputs that a kernel may leave partly unwritten, and inputs it stores to.
-SPARSE = {"paged_decode": ("out",)}
+SPARSE = {"paged_decode": ("out",), **dict.fromkeys(FUSED_BODIES, ("partial",))}
 WRITES = {
     "paged_decode": ("k_pool", "v_pool"),
+    **dict.fromkeys(FUSED_BODIES, ("k_pool", "v_pool", "arrivals")),
     "write_slots": ("k_pool", "v_pool"),
     "copy_blocks": ("k_pool", "v_pool"),
 }
@@ -27,21 +29,29 @@ class Emulated:
         self.calls, self.written, self.stats = [], {}, {}
 
     def __call__(self, body, constants):
-        header, source = kernel_build.kernel_source(body, "metal", constants)
-        for old, new in self.edit.get(body, ()):
-            assert old in source, f"{body}: nothing to mutate: {old}"
-            source = source.replace(old, new)
-        inputs, outputs, strided = kernel_build.SIGNATURES[body]
-        kernel = emulator.metal_kernel(body, inputs, outputs, source, header, ensure_row_contiguous=not strided)
+        if body in FUSED_BODIES:
+            kernel, _ = tensor_kernel(body, constants, self.edit.get(body, ()))
+        else:
+            kernel = self._portable(body, constants)
 
         def launch(**call):
             self.calls.append((body, call))
-            sparse = SPARSE.get(body, ()) if ("SINGLE", False) in constants else ()
+            sparse = SPARSE.get(body, ()) if ("SINGLE", True) not in constants else ()
+            if body in FUSED_BODIES:
+                call["tg_limit"] = CUDA_MEMORY
             out = kernel(**call, checked=self.checked, orders=self.orders, writes=WRITES.get(body, ()), sparse=sparse)
             self.written, self.stats = kernel.written or self.written, kernel.stats
             return out
 
         return launch
+
+    def _portable(self, body, constants):
+        header, source = kernel_build.kernel_source(body, "metal", constants)
+        for old, new in self.edit.get(body, ()):
+            assert old in source, f"{body}: nothing to mutate: {old}"
+            source = source.replace(old, new)
+        inputs, outputs, strided = kernel_build.SIGNATURES[body]
+        return emulator.metal_kernel(body, inputs, outputs, source, header, ensure_row_contiguous=not strided)
 
 
 @contextmanager
@@ -58,16 +68,48 @@ def emulated(backend="metal", **options):
         kernels.variants_of.cache_clear()
 
 
+# CUDA's words in the bodies for tensor cores, in the emulator's.
+CUDA_WORDS = {
+    "__shared__ __align__(16)": "threadgroup",
+    "__shared__": "threadgroup",
+    "__syncthreads()": "threadgroup_barrier(mem_flags::mem_threadgroup)",
+    "__syncwarp()": "simdgroup_barrier(mem_flags::mem_device)",
+    "blockIdx": "threadgroup_position_in_grid",
+    "gridDim": "threadgroups_per_grid",
+    "threadIdx": "thread_position_in_threadgroup",
+}
+CUDA_MEMORY = 48 * 1024  # bytes of shared memory that a text may declare
+
+
 def tensor_kernel(body, constants, edits):
-    """A body for CUDA's tensor cores on the emulator, mutated by (old, new) edits; and the names of its outputs."""
+    """A body for CUDA's tensor cores on the emulator, mutated by (old, new) edits of it or of the helpers that are taken
+    as they are; and the names of its outputs."""
     _, source = kernel_build.kernel_source(body, "metal", constants)
+    header, here = tensor_helpers(body), Path(__file__).parent
     for old, new in edits:
-        assert old in source, f"nothing to mutate: {old}"
-        source = source.replace(old, new)
-    header = (Path(__file__).parent / "tensor_cpu.hpp").read_text()
-    header += kernel_build.kernel_text("copy_blocks", "metal")[0]
+        assert old in source or old in header, f"nothing to mutate: {old}"
+        source, header = source.replace(old, new), header.replace(old, new)
+    for word, own in CUDA_WORDS.items():
+        source = source.replace(word, own)
+    header = (
+        (here / "tensor_cpu.hpp").read_text()
+        + kernel_build.kernel_text("copy_blocks", "metal")[0]
+        + (here / "decode_cpu.hpp").read_text()
+        + header
+    )
     inputs, outputs, _ = kernel_build.SIGNATURES[body]
     return emulator.metal_kernel(body, inputs, outputs, source, header), outputs
+
+
+def tensor_helpers(body):
+    """Text of the helpers that run on the emulator as they are."""
+    folder = Path(kernel_build.__file__).parent / "text"
+    whole = (folder / "tensor.cuh").read_text()
+    states = whole[whole.index("// Largest score") : whole.index("// 8 x 8 matrix")]
+    if not body.startswith("quantized"):
+        return states
+    own = ("quantized/tensor_codes", "quantized/tensor_quantize")
+    return states + "".join((folder / f"{part}.cuh").read_text() for part in own) + "using namespace mlx::core::cu;\n"
 
 
 def to_float(x):
@@ -146,7 +188,7 @@ class Case:
     def reference(self):
         """Float64 attention over the dense rows."""
         q = to_float(self.q).astype(np.float64)
-        out = np.zeros((*q.shape[:3], self.v_pool.shape[3]))
+        out = np.zeros((*q.shape[:3], self.rows[0][1].shape[-1]))
         for b, h, j in np.ndindex(*q.shape[:3]):
             lo, hi = self.starts[b, j], self.ends[b, j]
             if lo >= hi:

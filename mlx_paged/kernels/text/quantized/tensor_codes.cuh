@@ -1,0 +1,67 @@
+// CUDA only: codes of quantised keys and values as factors for the tensor cores. Goes before prelude.cuh.
+namespace mlx::core::cu {
+// A code is put into the low bits of a 16-bit float as it stands: with the exponent of 1024 its bits 0.. count ones, with that
+// of 64 its bits 4.. do. So a factor is the code and an offset, 1024 or 64, that the sums are rid of by their other factors.
+using Half = __half;
+constexpr unsigned ONES = 0x64006400u, SIXTEENTHS = 0x54005400u;
+constexpr float OFFSET = 1024.0f;
+// Of a pair's two kinds at 4 bits; at 8 bits all are of the first.
+template <int BITS>
+__device__ inline float offset_of(int kind) {
+  return BITS == 4 && kind == 1 ? 64.0f : OFFSET;
+}
+// Eight codes in a row, of one or two words, as four pairs: 0 1, 2 3, 4 5, 6 7 of 8 bits, and 0 4, 1 5, 2 6, 3 7 of 4 bits. Pairs
+// 1 and 3 are of the second kind.
+template <int BITS>
+__device__ inline void code_pairs(const unsigned* words, unsigned (&pairs)[4]) {
+  if constexpr (BITS == 8) {
+    for (int i = 0; i < 4; i++) pairs[i] = __byte_perm(words[i / 2], ONES, i % 2 ? 0x7372 : 0x7170);
+  } else {
+    const unsigned later = words[0] >> 8;
+    pairs[0] = words[0] & 0x000f000fu | ONES;
+    pairs[1] = words[0] & 0x00f000f0u | SIXTEENTHS;
+    pairs[2] = later & 0x000f000fu | ONES;
+    pairs[3] = later & 0x00f000f0u | SIXTEENTHS;
+  }
+}
+// Of each of eight values, which two are in pair i.
+template <int BITS>
+__device__ inline constexpr int pair_member(int i, int second) {
+  return BITS == 8 ? i * 2 + second : i + second * 4;
+}
+// Four codes in a row of two tokens, a pair for each. They begin at a word of 8 bits, or at a half word (0 or 1) of 4 bits. Pairs
+// 1 and 3 are of the second kind.
+template <int BITS>
+__device__ inline void token_pairs(unsigned first, unsigned second, int half, unsigned (&pairs)[4]) {
+  if constexpr (BITS == 8) {
+    const unsigned low = __byte_perm(first, second, 0x5140), high = __byte_perm(first, second, 0x7362);
+    for (int i = 0; i < 4; i++) pairs[i] = __byte_perm(i / 2 ? high : low, ONES, i % 2 ? 0x7372 : 0x7170);
+  } else {
+    const unsigned both = __byte_perm(first, second, half ? 0x7632 : 0x5410);
+    code_pairs<4>(&both, pairs);
+  }
+}
+// One of the values in a word.
+template <class T>
+__device__ inline float value_of(unsigned word, int high) {
+  const unsigned short bits = high ? word >> 16 : word;
+  T value;
+  memcpy(&value, &bits, 2);
+  return static_cast<float>(value);
+}
+// Powers of two that take numbers of up to such a size, 0 and more, to less than 2^15, and back.
+__device__ inline unsigned exponent_of(float most) {
+  const unsigned exponent = bits_of(most) >> 23;
+  return exponent < 15u ? 15u : exponent;
+}
+__device__ inline float to_half_range(unsigned exponent) {
+  return float_of((268u - exponent) << 23);
+}
+__device__ inline float from_half_range(unsigned exponent) {
+  return float_of((exponent - 14u) << 23);
+}
+// 2^(from - to), or 0 for less than there is.
+__device__ inline float power_of_two(unsigned from, unsigned to) {
+  return to - from < 127u ? float_of((127u + from - to) << 23) : 0.0f;
+}
+}  // namespace mlx::core::cu

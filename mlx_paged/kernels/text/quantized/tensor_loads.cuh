@@ -1,0 +1,52 @@
+// CUDA only: loads of quantised pages. Goes before prelude.cuh.
+namespace mlx::core::cu {
+__device__ inline unsigned bits_of(float x) {
+  return __float_as_uint(x);
+}
+// N words that are read once. WHOLE: by lanes that read whole sectors together, so that L1 need not keep the rest of one.
+template <int N, bool WHOLE>
+__device__ inline void stream_words(const unsigned* source, unsigned* target) {
+  if constexpr (N == 4) {
+    const uint4 x = stream_load(source);
+    target[0] = x.x, target[1] = x.y, target[2] = x.z, target[3] = x.w;
+  } else if constexpr (N == 2) {
+    if constexpr (WHOLE) {
+      asm volatile("ld.global.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(target[0]), "=r"(target[1]) : "l"(source));
+    } else {
+      asm volatile("ld.global.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(target[0]), "=r"(target[1]) : "l"(source));
+    }
+  } else {
+    if constexpr (WHOLE) {
+      asm volatile("ld.global.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(target[0]) : "l"(source));
+    } else {
+      asm volatile("ld.global.L2::128B.u32 %0, [%1];" : "=r"(target[0]) : "l"(source));
+    }
+  }
+}
+__device__ inline unsigned stream_half_word(const unsigned short* source) {
+  unsigned short x;
+  asm volatile("ld.global.L2::128B.u16 %0, [%1];" : "=h"(x) : "l"(source));
+  return x;
+}
+// A row's scales and biases: N words, which begin at a multiple of what N is a multiple of.
+template <int N>
+__device__ inline void load_factors(const unsigned* source, unsigned (&target)[N]) {
+  constexpr int STEP = N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1;
+  for (int i = 0; i < N; i += STEP) {
+    if constexpr (STEP == 4) {
+      asm volatile("ld.global.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(target[i]), "=r"(target[i + 1]), "=r"(target[i + 2]), "=r"(target[i + 3]) : "l"(source + i));
+    } else if constexpr (STEP == 2) {
+      asm volatile("ld.global.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(target[i]), "=r"(target[i + 1]) : "l"(source + i));
+    } else {
+      asm volatile("ld.global.L2::128B.u32 %0, [%1];" : "=r"(target[i]) : "l"(source + i));
+    }
+  }
+}
+// The largest of a simdgroup's numbers, none of them negative.
+__device__ inline float largest_of(float x) {
+  unsigned y;
+  asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(__float_as_uint(x)));
+  return __uint_as_float(y);
+}
+}  // namespace mlx::core::cu
