@@ -88,13 +88,19 @@ _CUDA_PARTS = {
         *("tensor_decode/partition", "tensor_decode/dense_tile"),
         *("tensor_decode/sums", "tensor_decode/dense_store", "tensor_decode/join"),
     ),
-    "paged_prefill_tensor": ("paged_prefill_tensor",),
+    "paged_prefill_tensor": (
+        *("tensor_prefill/tile", "tensor_prefill/dense_pages", "tensor_prefill/lines"),
+        *("tensor_prefill/dense_loads", "tensor_prefill/steps"),
+    ),
     "quantized_decode_tensor": (
         "quantized/quantized_decode_tensor",
         *("tensor_decode/partition", "quantized/decode_tile"),
         *("tensor_decode/sums", "quantized/decode_store", "tensor_decode/join"),
     ),
-    "quantized_prefill_tensor": ("quantized/quantized_prefill_tensor",),
+    "quantized_prefill_tensor": (
+        *("tensor_prefill/tile", "quantized/prefill_pages", "tensor_prefill/lines"),
+        *("quantized/prefill_loads", "tensor_prefill/steps"),
+    ),
     "narrow_matmul_group": ("narrow_matmul_group", "narrow_matmul_tile", _SUMS),
     **{body: ("narrow_matmul_single", body, "narrow_matmul_tile", _SUMS) for body in _SINGLE},
     "narrow_quantized_group": ("narrow_quantized_group", "narrow_quantized_tile", _SUMS),

@@ -56,10 +56,20 @@ class PrefillShape(NamedTuple):
         return 2 * (self.buffers * stage + self.query_shared * self.rows * (head_dim + _PADDING))
 
 
+# Of heads up to 64, 128 and more.
+_QUANTIZED_SHAPES = (
+    PrefillShape(4, 2, 64, 1, False, 2),
+    PrefillShape(4, 2, 64, 1, True, 2),
+    PrefillShape(4, 1, 32, 1, True, 2),
+)
+
+
 @lru_cache(maxsize=64)
-def prefill_shape_for(head_dim: int, value_dim: int) -> PrefillShape:
+def prefill_shape_for(head_dim: int, value_dim: int, pages: PageShape | None = None) -> PrefillShape:
     """The cut for heads of these sizes."""
     widest = max(head_dim, value_dim)
+    if pages is not None:  # codes wait in shared memory, so values have one buffer
+        return _QUANTIZED_SHAPES[0 if widest <= 64 else 1 if widest <= 128 else 2]
     if widest <= 64:
         return PrefillShape(4, 2, 64, 2, False, 2)
     if widest <= 128:
@@ -88,7 +98,7 @@ def prefill_variants_of(
     why = unsupported_prefill(dtype, head_dim, value_dim, gqa, block_size)
     if rest or why:
         raise ValueError(why or f"{n_q_heads} query heads do not divide into {n_kv_heads} kv heads")
-    if backend() != "cuda" or pages is not None:
+    if backend() != "cuda":
         return ()
     body = BODY if pages is None else QUANTIZED_BODY
     return (Variant(body, "cuda", dtype, head_dim, value_dim, gqa, block_size, softcap, sinks, pages),)
@@ -232,7 +242,7 @@ def prepare_prefill(
             raise KernelUnavailable("the prefill kernel needs a GPU with CUDA")
         if (reason := ops.why_off(variant)) is not None:
             raise KernelUnavailable(reason)
-    own = launch_shape or prefill_shape_for(variant.head_dim, variant.value_dim)
+    own = launch_shape or prefill_shape_for(variant.head_dim, variant.value_dim, variant.pages)
     constants = prefill_constants_of(variant, own)
     if (failure := failure_of(Text(variant.body, constants), build_kernel)) is not None:
         ops.switch_off(variant, failure)

@@ -23,7 +23,7 @@ _FREE_BLOCKS = 1
 def checked_prefill(variant: Variant) -> SelfCheck:
     """The remembered result of :func:`self_check_prefill`, as :func:`.check.checked` has it for decoding: the first
     call compiles and runs the variant, and a failure warns and switches it off for this process."""
-    shape = prefill_shape_for(variant.head_dim, variant.value_dim)
+    shape = prefill_shape_for(variant.head_dim, variant.value_dim, variant.pages)
     texts = [pool_texts_of(variant)[0], (variant.body, prefill_constants_of(variant, shape))]
     return checked(variant, self_check_prefill, texts)
 
@@ -41,7 +41,7 @@ def self_check_prefill(variant: Variant) -> SelfCheck:
 def _difference(variant: Variant) -> float:
     """RMS between the variant and float32 attention, of the worst sequence."""
     block, dtype, pages = variant.block_size, variant.dtype, variant.pages
-    launch_shape = prefill_shape_for(variant.head_dim, variant.value_dim)
+    launch_shape = prefill_shape_for(variant.head_dim, variant.value_dim, variant.pages)
     tile = launch_shape.rows // variant.gqa  # tokens
     counts, prefixes = [1, tile + 3, 2, tile], [block + 5, 0, 90, 64]
     lengths = [count + prefix for count, prefix in zip(counts, prefixes, strict=True)]

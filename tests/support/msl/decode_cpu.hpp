@@ -55,3 +55,48 @@ inline void load_factors(const uint* source, uint (&target)[N]) {
   for (int i = 0; i < N; i++) target[i] = source[i];
 }
 inline float largest_of(float x, int line = __builtin_LINE()) { return simd_max(x, line); }
+// To odd first: then what is rounded twice is what rounding once gives.
+template <class T>
+inline ushort fma_of(ushort a, ushort b, ushort c) {
+  const double exact = double(half_of<T>(a, 0)) * half_of<T>(b, 0) + half_of<T>(c, 0);
+  float x = float(exact);
+  if (double(x) != exact && !(bits_of(x) & 1)) x = float_of(bits_of(x) + ((double(x) > exact) == (x > 0) ? -1 : 1));
+  const T rounded = static_cast<T>(x);
+  ushort bits;
+  __builtin_memcpy((void*)&bits, (const void*)&rounded, 2);
+  return bits;
+}
+template <class T>
+inline uint fma2(uint a, uint b, uint c) {
+  return uint(fma_of<T>(a >> 16, b >> 16, c >> 16)) << 16 | fma_of<T>(a & 0xffff, b & 0xffff, c & 0xffff);
+}
+template <class T>
+constexpr bool is_half = false;
+template <>
+constexpr bool is_half<half> = true;
+template <class T>
+inline void store_words(T* target, uint4 words) {
+  for (int i = 0; i < 4; i++) __builtin_memcpy((void*)(target + i * 2), (const void*)&words[i], 4);
+}
+template <class Then>
+struct CopiesThen : AsyncCopies {
+  Then act;
+  uint* words[64];
+  const uint* word_sources[64];
+  int n_words = 0;
+  CopiesThen(Then what) : act(what) {}
+  void copy_word(uint* target, const uint* source, bool live) {
+    words[n_words] = target;
+    word_sources[n_words++] = live ? source : nullptr;
+    volatile uint there = *source;
+    *target = 0xffffffff;
+  }
+  void wait() {
+    for (int i = 0; i < n_words; i++) *words[i] = word_sources[i] ? *word_sources[i] : 0;
+    n_words = 0;
+    AsyncCopies::wait();
+    act();
+  }
+};
+template <class Then>
+inline CopiesThen<Then> then(Then what) { return CopiesThen<Then>(what); }

@@ -17,8 +17,9 @@ def emulated(edit: Sequence[tuple[str, str]] = (), orders: tuple[int, ...] = (0,
 
     def build(body, constants):
         kernel, _ = tensor_kernel(body, constants, edit)
-        # What is declared is what the launch asks for.
-        return partial(kernel, checked=checked, orders=orders, tg_limit=dict(constants)["SHARED"])
+        # What is declared is what the launch asks for; codes of quantised pages have an array of their own besides.
+        limit = dict(constants)["SHARED"] + (16 * 1024 if "KBITS" in dict(constants) else 0)
+        return partial(kernel, checked=checked, orders=orders, tg_limit=limit)
 
     real = prefill.build_kernel, prefill.backend, prefill.failure_of
     prefill.prefill_variants_of.cache_clear()
@@ -79,7 +80,7 @@ class Pack:
 
     def alone(self, s):
         """The pack of one of its sequences."""
-        pack = object.__new__(Pack)
+        pack = object.__new__(type(self))
         pack.__dict__.update(self.__dict__)
         first = sum(self.counts[:s])
         pack.counts, pack.lengths = [self.counts[s]], [self.lengths[s]]
@@ -90,7 +91,7 @@ class Pack:
     def reference(self):
         """Float64 attention over the dense rows."""
         q = to_float(self.q).astype(np.float64)
-        out = np.zeros((*q.shape[:3], self.v_pool.shape[3]))
+        out = np.zeros((*q.shape[:3], self.rows[0][1].shape[-1]))
         token, group = 0, self.n_q // self.n_kv
         for count, length, (keys, values) in zip(self.counts, self.lengths, self.rows, strict=True):
             for own in range(length - count, length):

@@ -7,6 +7,7 @@ from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.quantized.pages import PageShape
 from mlx_paged.kernels.quantized.rows import QuantizedRows
 from tests.support.msl.harness import Case, to_float
+from tests.support.msl.prefill_harness import Pack
 
 
 def page_shape(head_dim, value_dim, bits, group_size, dtype):
@@ -82,3 +83,21 @@ class QuantizedCase(Case):
 
     def run(self, **options):
         return super().run(pages=self.pages, **options)
+
+
+class QuantizedPack(Pack):
+    """A :class:`Pack` over quantised pages; its rows are what the pages hold."""
+
+    def __init__(self, counts, prefixes, *, bits=8, group_size=64, head_dim=64, value_dim=None, dtype=mx.bfloat16, **options):
+        super().__init__(counts, prefixes, head_dim=head_dim, value_dim=value_dim, dtype=dtype, **options)
+        self.pages = page_shape(head_dim, value_dim or head_dim, bits, group_size, dtype)
+        pools = []
+        for pool, form in zip((self.k_pool, self.v_pool), self.pages, strict=True):
+            pools.append(quantized_pool(pool, form))
+        (self.k_pool, k), (self.v_pool, v) = pools
+        for s, length in enumerate(self.lengths):
+            places = [(self.tables[s, t // self.block_size] % 10**6, t % self.block_size) for t in range(length)]
+            self.rows[s] = [np.stack([pool[block, :, at] for block, at in places], axis=1) for pool in (k, v)]
+
+    def prepare(self, **options):
+        return super().prepare(pages=self.pages, **options)

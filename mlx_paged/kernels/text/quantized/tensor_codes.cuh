@@ -41,6 +41,35 @@ __device__ inline void token_pairs(unsigned first, unsigned second, int half, un
     code_pairs<4>(&both, pairs);
   }
 }
+// What eight codes in a row, of one or two words, stand for, in order: scale * code + bias rounded once to T, as mx.dequantize has
+// it. Scale and bias come twice in a word each.
+template <class T, int BITS>
+__device__ inline void value_pairs(const unsigned* words, unsigned scale, unsigned bias, unsigned (&pairs)[4]) {
+  constexpr unsigned ONE = is_half<T> ? 0x3c003c00u : 0x3f803f80u;
+  for (int i = 0; i < 4; i++) {
+    unsigned codes;
+    if constexpr (BITS == 4) {
+      // The high code of a byte stands at bit 4, or for bfloat16, which has fewer bits, at bit 3.
+      constexpr unsigned MASK = is_half<T> ? 0x00f0000fu : 0x0078000fu;
+      constexpr unsigned EXPONENTS = is_half<T> ? 0x54006400u : 0x41804300u;  // 64 and 1024, 16 and 128
+      constexpr unsigned OFFSETS = is_half<T> ? 0xd400e400u : 0xc180c300u;
+      const unsigned both = __byte_perm(words[0], is_half<T> ? words[0] : words[0] >> 1, 0x4400 + i * 0x1111);
+      codes = fma2<T>(both & MASK | EXPONENTS, ONE, OFFSETS);
+    } else if constexpr (is_half<T>) {
+      codes = fma2<T>(__byte_perm(words[i / 2], ONES, i % 2 ? 0x7372 : 0x7170), ONE, 0xe400e400u);
+    } else {
+      // As the last bits of a float of exponent 23.
+      const float low = float_of(__byte_perm(words[i / 2], 0x4b000000u, 0x7440 + i % 2 * 2));
+      const float high = float_of(__byte_perm(words[i / 2], 0x4b000000u, 0x7441 + i % 2 * 2));
+      codes = pack_rounded<T>(low - 8388608.0f, high - 8388608.0f);
+    }
+    pairs[i] = fma2<T>(codes, scale, bias);
+  }
+}
+// A word of one of the halves of a word.
+__device__ inline unsigned both_halves(unsigned word, int high) {
+  return __byte_perm(word, 0, high ? 0x3232 : 0x1010);
+}
 // One of the values in a word.
 template <class T>
 __device__ inline float value_of(unsigned word, int high) {

@@ -49,4 +49,37 @@ __device__ inline float largest_of(float x) {
   asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(__float_as_uint(x)));
   return __uint_as_float(y);
 }
+// a * b + c of two values of T each, rounded once.
+template <class T>
+__device__ inline unsigned fma2(unsigned a, unsigned b, unsigned c) {
+  unsigned x;
+  if constexpr (is_half<T>) {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
+  } else {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
+  }
+  return x;
+}
+template <class T>
+__device__ inline void store_words(T* target, uint4 words) {
+  *reinterpret_cast<uint4*>(target) = words;
+}
+// Copies, and what is done as soon as those that this thread began have arrived.
+template <class Then>
+struct CopiesThen : AsyncCopies {
+  Then act;
+  __device__ CopiesThen(Then what) : act(what) {}
+  // Of four bytes.
+  __device__ void copy_word(unsigned* target, const unsigned* source, bool live) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(target)), "l"(source), "r"(live ? 4 : 0));
+  }
+  __device__ void wait() {
+    AsyncCopies::wait();
+    act();
+  }
+};
+template <class Then>
+__device__ inline CopiesThen<Then> then(Then what) {
+  return CopiesThen<Then>(what);
+}
 }  // namespace mlx::core::cu
