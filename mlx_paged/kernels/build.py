@@ -98,10 +98,15 @@ _CUDA_PARTS = {
         for body in _SINGLE
     },
 }
-# Files that the text of a body over quantised pages is made of, those for tensor cores apart.
-_QUANTIZED_PARTS = {
-    body: (f"quantized/{body}",)
-    for body in ("quantized_write", "quantized_gather", "quantized_decode", "write_rows", "gather_rows")
+# More of a CUDA header. The prelude makes the word device empty, with which __device__ is itself spelt.
+_CUDA_HEADER = "#undef device\nnamespace mlx::core::cu {{\n{}}}\n#define device\n"
+# Those of other bodies, where they are not one file of the body's name.
+_PARTS = {
+    "paged_decode": tuple(f"decode/{part}" for part in ("begin", "paged_keys", "softmax", "paged_values", "end")),
+    "quantized_decode": (
+        *("decode/begin", "quantized/quantized_keys", "decode/softmax", "quantized/quantized_values", "decode/end"),
+    ),
+    **{body: (f"quantized/{body}",) for body in ("quantized_write", "quantized_gather", "write_rows", "gather_rows")},
 }
 
 
@@ -142,15 +147,17 @@ def cores_listed(listed: str) -> int | None:
 def kernel_text(body: str, dialect: str) -> tuple[str, str]:
     """(header, source) of a kernel in one dialect, "metal" or "cuda"."""
     folder = resources.files(__package__) / "text"
-    prelude = (folder / ("prelude.metal" if dialect == "metal" else "prelude.cuh")).read_text()
+    suffix = "metal" if dialect == "metal" else "cuh"
+    prelude = (folder / f"prelude.{suffix}").read_text()
     if body in _CUDA_PARTS:
         parts = (f"products/{part}" if part.startswith("narrow") else part for part in _CUDA_PARTS[body])
         source = "".join((folder / f"{part}.cuh").read_text() for part in parts)
         return (folder / "tensor.cuh").read_text() + prelude, source
-    if body in _QUANTIZED_PARTS:
-        prelude += (folder / f"quantized/codes.{'metal' if dialect == 'metal' else 'cuh'}").read_text()
-        return prelude, "".join((folder / f"{part}.metal").read_text() for part in _QUANTIZED_PARTS[body])
-    return prelude, (folder / f"{body}.metal").read_text()
+    source = "".join((folder / f"{part}.metal").read_text() for part in _PARTS.get(body, (body,)))
+    if body.startswith("quantized"):
+        codes, groups = ((folder / f"quantized/{part}").read_text() for part in (f"codes.{suffix}", "groups.metal"))
+        prelude += codes + groups if dialect == "metal" else _CUDA_HEADER.format(codes + groups)
+    return prelude, source
 
 
 def _condense(text: str) -> str:

@@ -30,6 +30,11 @@ class PageShape(NamedTuple):
         return self.k.dtype
 
     @property
+    def itemsize(self) -> float:
+        """Bytes of a key's or value's element, on average, without its scale and bias."""
+        return (self.k.bits + self.v.bits) / 16
+
+    @property
     def constants(self) -> tuple[tuple[str, Any], ...]:
         """What a text for such pages is told, besides T, D and DV."""
         return (("KBITS", self.k.bits), ("VBITS", self.v.bits), ("GS", self.k.group_size))
