@@ -47,8 +47,7 @@ class PageShape(NamedTuple):
 
     def quantize(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         """Rows ``[..., num_words]`` of keys and values, by MLX."""
-        # Contiguous: MLX 0.32.1 has quantised strided views wrongly on Metal.
-        return self.k.quantize(mx.contiguous(k)), self.v.quantize(mx.contiguous(v))
+        return self.k.quantize(k), self.v.quantize(v)
 
     def dequantize(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         """The keys and values that rows stand for, by MLX."""

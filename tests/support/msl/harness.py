@@ -30,8 +30,8 @@ class Emulated:
     def __call__(self, body, constants):
         header, source = kernel_build.kernel_source(body, "metal", constants)
         for old, new in self.edit.get(body, ()):
-            assert old in source, f"{body}: nothing to mutate: {old}"
-            source = source.replace(old, new)
+            assert old in header + source, f"{body}: nothing to mutate: {old}"
+            header, source = header.replace(old, new), source.replace(old, new)
         inputs, outputs, strided = kernel_build.SIGNATURES[body]
         kernel = emulator.metal_kernel(body, inputs, outputs, source, header, ensure_row_contiguous=not strided)
 
