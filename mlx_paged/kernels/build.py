@@ -83,24 +83,17 @@ _SINGLE = ("narrow_matmul", "narrow_matmul_bias", "narrow_matmul_add", "narrow_m
 _SUMS = "narrow_matmul_sums"
 # Files that the text of a body is made of, for those that are CUDA only.
 _CUDA_PARTS = {
-    "paged_decode_tensor": (
-        "paged_decode_tensor",
-        *("tensor_decode/partition", "tensor_decode/dense_tile"),
-        *("tensor_decode/sums", "tensor_decode/dense_store", "tensor_decode/join"),
-    ),
-    "paged_prefill_tensor": (
-        *("tensor_prefill/tile", "tensor_prefill/dense_pages", "tensor_prefill/lines"),
-        *("tensor_prefill/dense_loads", "tensor_prefill/steps"),
-    ),
-    "quantized_decode_tensor": (
-        "quantized/quantized_decode_tensor",
-        *("tensor_decode/partition", "quantized/decode_tile"),
-        *("tensor_decode/sums", "quantized/decode_store", "tensor_decode/join"),
-    ),
-    "quantized_prefill_tensor": (
-        *("tensor_prefill/tile", "quantized/prefill_pages", "tensor_prefill/lines"),
-        *("quantized/prefill_loads", "tensor_prefill/steps"),
-    ),
+    **{
+        body: (
+            *(f"tensor_decode/{part}" for part in (f"{pages}_rows", "partition", f"{pages}_tile")),
+            *(f"tensor_decode/{part}" for part in ("sums", f"{pages}_store", "join")),
+        )
+        for body, pages in (("paged_decode_tensor", "dense"), ("quantized_decode_tensor", "quantized"))
+    },
+    **{
+        body: tuple(f"tensor_prefill/{part}" for part in ("tile", f"{pages}_pages", "lines", f"{pages}_loads", "steps"))
+        for body, pages in (("paged_prefill_tensor", "dense"), ("quantized_prefill_tensor", "quantized"))
+    },
     "narrow_matmul_group": ("narrow_matmul_group", "narrow_matmul_tile", _SUMS),
     **{body: ("narrow_matmul_single", body, "narrow_matmul_tile", _SUMS) for body in _SINGLE},
     "narrow_quantized_group": ("narrow_quantized_group", "narrow_quantized_tile", _SUMS),
@@ -112,11 +105,16 @@ _CUDA_PARTS = {
         for body in _SINGLE
     },
 }
-_QUANTIZED_HELPERS = ("quantized/tensor_loads", "quantized/tensor_codes", "quantized/tensor_quantize")
-# Files that the text of a body over quantised pages is made of, those for tensor cores apart.
-_QUANTIZED_PARTS = {
-    body: (f"quantized/{body}",)
-    for body in ("quantized_write", "quantized_gather", "quantized_decode", "write_rows", "gather_rows")
+_QUANTIZED_HELPERS = ("tensor_loads.cuh", "groups.metal", "tensor_codes.cuh", "tensor_quantize.cuh")
+# More of a CUDA header. The prelude makes the word device empty, with which __device__ is itself spelt.
+_CUDA_HEADER = "#undef device\nnamespace mlx::core::cu {{\n{}}}\n#define device\n"
+# Those of other bodies, where they are not one file of the body's name.
+_PARTS = {
+    "paged_decode": tuple(f"decode/{part}" for part in ("begin", "paged_keys", "softmax", "paged_values", "end")),
+    "quantized_decode": (
+        *("decode/begin", "quantized/quantized_keys", "decode/softmax", "quantized/quantized_values", "decode/end"),
+    ),
+    **{body: (f"quantized/{body}",) for body in ("quantized_write", "quantized_gather", "write_rows", "gather_rows")},
 }
 
 
@@ -157,16 +155,21 @@ def cores_listed(listed: str) -> int | None:
 def kernel_text(body: str, dialect: str) -> tuple[str, str]:
     """(header, source) of a kernel in one dialect, "metal" or "cuda"."""
     folder = resources.files(__package__) / "text"
-    prelude = (folder / ("prelude.metal" if dialect == "metal" else "prelude.cuh")).read_text()
+    suffix = "metal" if dialect == "metal" else "cuh"
+    prelude = (folder / f"prelude.{suffix}").read_text()
     if body in _CUDA_PARTS:
         parts = (f"products/{part}" if part.startswith("narrow") else part for part in _CUDA_PARTS[body])
         source = "".join((folder / f"{part}.cuh").read_text() for part in parts)
-        helpers = ("tensor", *(_QUANTIZED_HELPERS if body.startswith("quantized") else ()))
-        return "".join((folder / f"{part}.cuh").read_text() for part in helpers) + prelude, source
-    if body in _QUANTIZED_PARTS:
-        prelude += (folder / f"quantized/codes.{'metal' if dialect == 'metal' else 'cuh'}").read_text()
-        return prelude, "".join((folder / f"{part}.metal").read_text() for part in _QUANTIZED_PARTS[body])
-    return prelude, (folder / f"{body}.metal").read_text()
+        header = (folder / "tensor.cuh").read_text() + prelude
+        if body.startswith("quantized"):
+            helpers = ((folder / f"quantized/{part}").read_text() for part in _QUANTIZED_HELPERS)
+            header += _CUDA_HEADER.format("".join(helpers))
+        return header, source
+    source = "".join((folder / f"{part}.metal").read_text() for part in _PARTS.get(body, (body,)))
+    if body.startswith("quantized"):
+        codes, groups = ((folder / f"quantized/{part}").read_text() for part in (f"codes.{suffix}", "groups.metal"))
+        prelude += codes + groups if dialect == "metal" else _CUDA_HEADER.format(codes + groups)
+    return prelude, source
 
 
 def _condense(text: str) -> str:

@@ -86,9 +86,15 @@ def partition_for(cores: int | None) -> int:
     return next((tokens for most, tokens in CORES_OF_PARTITION if cores <= most), SMALLEST_PARTITION)
 
 
-def _cuda_lanes(head_dim: int, itemsize: int) -> tuple[int, int]:
-    """(vec, lanes) that waste the fewest lanes at about 8 elements per lane."""
-    widths = (8, 4) if itemsize == 2 else (4,)
+def _widths(variant: Variant) -> tuple[int, ...]:
+    """Elements that a load may have on CUDA, the best first."""
+    if variant.pages is not None:
+        return (lane_layout.PACKED_VEC,)
+    return (8, 4) if variant.dtype.size == 2 else (4,)
+
+
+def _cuda_lanes(head_dim: int, widths: tuple[int, ...]) -> tuple[int, int]:
+    """(vec, lanes) of loads of these widths that waste the fewest lanes at about 8 elements per lane."""
     best: tuple[float, int, int] | None = None
     for vec in widths:
         for lanes in (4, 8, 16, 32):
@@ -114,12 +120,15 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
         groups = (4 if widest <= 64 else 3 if widest <= 128 else 2) - (variant.gqa > 8)
         return LaunchShape(8, 4, 2 if widest <= 64 else 1, 1, head_round, 4, groups=groups)
     if variant.backend == "metal":
-        vec = lane_layout.VEC
-        shape = variant.gqa, variant.head_dim, variant.value_dim, variant.dtype.size
-        lanes, unroll, head_split = lane_layout.best_layout(*shape)
+        shape = variant.gqa, variant.head_dim, variant.value_dim
+        if variant.pages is None:
+            layout = lane_layout.best_layout(*shape, variant.dtype.size)
+        else:
+            layout = lane_layout.best_layout(*shape, variant.pages.itemsize, lane_layout.PACKED_VEC)
+        lanes, unroll, head_split, vec = layout
         heads = -(-variant.gqa // head_split)
     else:
-        vec, lanes = _cuda_lanes(widest, variant.dtype.size)
+        vec, lanes = _cuda_lanes(widest, _widths(variant))
         per_lane = -(-widest // (vec * lanes)) * vec
         head_split = next((n for n in (1, 2) if -(-variant.gqa // n) * per_lane <= _MAX_LANE_FLOATS), 4)
         heads = -(-variant.gqa // head_split)

@@ -324,12 +324,12 @@ class WriteLaunch(NamedTuple):
 
 def prepare_write(k_pool: mx.array, v_pool: mx.array, slots: mx.array, pages: PageShape | None = None) -> WriteLaunch:
     """What :func:`write_slots` launches over pools of this geometry."""
-    options = moves.write_options(slots, k_pool.shape[1])
+    heads = k_pool.shape[1]
     if pages is not None:
         kernel, rows = moves.write_kernel(pages, k_pool.shape[2], slots.dtype)
-        return WriteLaunch(kernel, options, slots, rows)
+        return WriteLaunch(kernel, moves.write_options(slots, heads, len(pages)), slots, rows)
     kernel = build_kernel("write_slots", (*_pool_constants(k_pool, v_pool), ("S", slots.dtype)))
-    return WriteLaunch(kernel, options, slots)
+    return WriteLaunch(kernel, moves.write_options(slots, heads), slots)
 
 
 def gather_blocks(

@@ -162,7 +162,8 @@ def _write(known: _Known) -> Scratch:
     rows = 1 if known.is_few("slots") else MANY
     given = {name: mx.zeros((1, 1, rows, known[dim]), known["T"]) for name, dim in (("k", "D"), ("v", "DV"))}
     given |= {**known.pool(), "slots": mx.full((rows,), -1, known["S"])}
-    return given, _options((rows * 32, 1, 1), 32, _FENCE)
+    parts = 1 if known.body == "write_slots" else 2  # keys and values apart
+    return given, _options((rows * parts * 32, 1, 1), 32, _FENCE)
 
 
 def _gather(known: _Known) -> Scratch:

@@ -18,6 +18,7 @@ from ..build import Constants, build_kernel
 from .pages import PageShape
 
 Kernel = Callable[..., list[mx.array]]
+_PARTS = 2  # keys and values
 _TOKENS = 40  # of the check, in pages of their own order
 
 
@@ -28,11 +29,11 @@ class Exact(NamedTuple):
     gather: bool
 
 
-def write_options(slots: mx.array, heads: int) -> dict[str, Any]:
-    """Of a launch that writes so many rows, a simdgroup each."""
+def write_options(slots: mx.array, heads: int, parts: int = 1) -> dict[str, Any]:
+    """Of a launch that writes so many rows, with a simdgroup for each part of a row of a head."""
     group = next(n for n in (8, 4, 2, 1) if heads % n == 0)
     return {
-        "grid": (slots.size * heads * 32, 1, 1),
+        "grid": (slots.size * heads * parts * 32, 1, 1),
         "threadgroup": (group * 32, 1, 1),
         "output_shapes": [(1,)],
         "output_dtypes": [mx.uint32],
@@ -81,7 +82,7 @@ def write_rows(
     if slots.shape != (batch * length,) or slots.dtype not in (mx.int32, mx.int64):
         raise ValueError(f"rows {k.shape} and slots {slots.dtype} x {slots.shape} do not agree")
     kernel = build_kernel("write_rows", (*row_constants(pages, k_pool.shape[2]), ("S", slots.dtype)))
-    return kernel(inputs=[k_pool, v_pool, fence, k, v, slots], **write_options(slots, heads))[0]
+    return kernel(inputs=[k_pool, v_pool, fence, k, v, slots], **write_options(slots, heads, _PARTS))[0]
 
 
 def gather_rows(
@@ -117,7 +118,7 @@ def _gather_values(
 ) -> tuple[mx.array, mx.array, mx.array]:
     constants = page_constants(pages, k_pool.shape[2])
     outputs = [(form.dim, pages.dtype) for form in pages]
-    items = max(pages.k.dim, pages.v.dim) // 8
+    items = max(pages.k.dim, pages.v.dim) // 4
     return _gather("quantized_gather", constants, items, outputs, k_pool, v_pool, fence, ids, start, length)
 
 
@@ -139,7 +140,7 @@ def _gather(
         raise ValueError(f"positions {start}..{start + length} are not in a table of {ids.size} blocks of {block_size}")
     k, v, fence = build_kernel(body, constants)(
         inputs=[k_pool, v_pool, fence, ids, mx.array([start, length], mx.int32)],
-        grid=(-(-length * items // 256) * 256, heads, 1),
+        grid=(-(-length * items // 256) * 256, heads, _PARTS),
         threadgroup=(256, 1, 1),
         output_shapes=[*((1, heads, length, size) for size, _ in outputs), (1,)],
         output_dtypes=[*(dtype for _, dtype in outputs), mx.uint32],
@@ -199,7 +200,7 @@ def _writes_alike(pages: PageShape, block_size: int) -> bool:
     k_pool, v_pool, fence, ids, slots = _empty(pages, block_size)
     k, v = _samples(pages)
     kernel = build_kernel("quantized_write", (*page_constants(pages, block_size), ("S", mx.int32)))
-    (fence,) = kernel(inputs=[k_pool, v_pool, fence, k, v, slots], **write_options(slots, 1))
+    (fence,) = kernel(inputs=[k_pool, v_pool, fence, k, v, slots], **write_options(slots, 1, _PARTS))
     *rows, _ = gather_rows(k_pool, v_pool, fence, ids, 0, _TOKENS, pages)
     return all(mx.array_equal(a, b).item() for a, b in zip(rows, pages.quantize(k, v), strict=True))
 

@@ -30,6 +30,11 @@ class PageShape(NamedTuple):
         return self.k.dtype
 
     @property
+    def itemsize(self) -> float:
+        """Bytes of a key's or value's element, on average, without its scale and bias."""
+        return (self.k.bits + self.v.bits) / 16
+
+    @property
     def constants(self) -> tuple[tuple[str, Any], ...]:
         """What a text for such pages is told, besides T, D and DV."""
         return (("KBITS", self.k.bits), ("VBITS", self.v.bits), ("GS", self.k.group_size))
@@ -42,8 +47,7 @@ class PageShape(NamedTuple):
 
     def quantize(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         """Rows ``[..., num_words]`` of keys and values, by MLX."""
-        # Contiguous: MLX 0.32.1 has quantised strided views wrongly on Metal.
-        return self.k.quantize(mx.contiguous(k)), self.v.quantize(mx.contiguous(v))
+        return self.k.quantize(k), self.v.quantize(v)
 
     def dequantize(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         """The keys and values that rows stand for, by MLX."""

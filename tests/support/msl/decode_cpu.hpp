@@ -9,12 +9,13 @@ float roundf(float);
 float tanhf(float);
 }
 #define __device__
+#define FUNCTION inline
 #define memcpy(target, source, size) __builtin_memcpy((void*)(target), (const void*)(source), size)
 #define __shfl_xor_sync(mask, x, n) simd_shuffle_xor(x, n)
 typedef half __half;
 inline float4 make_float4(float x, float y, float z, float w) { return float4(x, y, z, w); }
 inline float2 make_float2(float x, float y) { return float2(x, y); }
-inline uint bits_of(float x) {
+inline uint word_of(float x) {
   uint bits;
   __builtin_memcpy((void*)&bits, &x, 4);
   return bits;
@@ -43,6 +44,7 @@ inline uint transpose8x8(uint x, int line = __builtin_LINE()) {
   const uint low = lanes.v[row * 4 + lane / 8] >> half, high = lanes.v[row * 4 + 4 + lane / 8] >> half;
   return (low & 0xffff) | high << 16;
 }
+inline uint select_bits(uint word, uint mask, uint bits) { return (word & mask) | bits; }
 template <int N, bool WHOLE>
 inline void stream_words(const uint* source, uint* target) {
   if (reinterpret_cast<uint64_t>(source) % (N * 4)) msl_rt::fail("words at an odd address");
@@ -60,7 +62,7 @@ template <class T>
 inline ushort fma_of(ushort a, ushort b, ushort c) {
   const double exact = double(half_of<T>(a, 0)) * half_of<T>(b, 0) + half_of<T>(c, 0);
   float x = float(exact);
-  if (double(x) != exact && !(bits_of(x) & 1)) x = float_of(bits_of(x) + ((double(x) > exact) == (x > 0) ? -1 : 1));
+  if (double(x) != exact && !(word_of(x) & 1)) x = float_of(word_of(x) + ((double(x) > exact) == (x > 0) ? -1 : 1));
   const T rounded = static_cast<T>(x);
   ushort bits;
   __builtin_memcpy((void*)&bits, (const void*)&rounded, 2);

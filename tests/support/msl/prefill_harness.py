@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.kernels import prefill
+from tests.support.kernels.quantized_pages import UNSET, dequantized, pages_of, quantized
 from tests.support.msl.harness import tensor_kernel, to_float
 
 
@@ -49,12 +50,14 @@ class Pack:
         softcap=None,
         sinks=False,
         seed=0,
+        pages=None,
     ):
         rng = np.random.default_rng(seed)
         value_dim = value_dim or head_dim
         self.counts, self.lengths = list(counts), [n + p for n, p in zip(counts, prefixes, strict=True)]
         self.n_q, self.n_kv = heads
         self.dtype, self.block_size, self.window, self.softcap = dtype, block_size, window, softcap
+        self.pages = pages
         self.scale = head_dim**-0.5
         used = [-(-n // block_size) for n in self.lengths]
         order = list(rng.permutation(np.arange(1, sum(used) + 1)))
@@ -77,6 +80,20 @@ class Pack:
                 for pool, row in zip(pools, self.rows[-1], strict=True):
                     pool[self.tables[s, t // block_size], :, t % block_size] = row[:, t]
         self.k_pool, self.v_pool = (mx.array(pool).astype(dtype) for pool in pools)
+        if pages is not None:
+            self._quantize(pools)
+
+    def _quantize(self, pools):
+        """Make quantised pages of the pools; rows are what these hold from here on."""
+        words = []
+        for x, form in zip(pools, self.pages, strict=True):
+            words.append(quantized(x, form))
+            words[-1][np.isnan(x).any(-1)] = UNSET
+        self.k_pool, self.v_pool = (mx.array(pages_of(x, form)) for x, form in zip(words, self.pages, strict=True))
+        self.rows = [
+            [dequantized(quantized(x, form), form) for x, form in zip(pair, self.pages, strict=True)]
+            for pair in self.rows
+        ]
 
     def alone(self, s):
         """The pack of one of its sequences."""
@@ -121,6 +138,7 @@ class Pack:
             softcap=self.softcap,
             sinks=self.sinks is not None,
             window=self.window,
+            pages=self.pages,
             **options,
         )
 

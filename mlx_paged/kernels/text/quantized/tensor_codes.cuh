@@ -1,5 +1,4 @@
-// CUDA only: codes of quantised keys and values as factors for the tensor cores. Goes before prelude.cuh.
-namespace mlx::core::cu {
+// CUDA only: codes of quantised keys and values as factors for the tensor cores.
 // A code is put into the low bits of a 16-bit float as it stands: with the exponent of 1024 its bits 0.. count ones, with that
 // of 64 its bits 4.. do. So a factor is the code and an offset, 1024 or 64, that the sums are rid of by their other factors.
 using Half = __half;
@@ -18,10 +17,10 @@ __device__ inline void code_pairs(const unsigned* words, unsigned (&pairs)[4]) {
     for (int i = 0; i < 4; i++) pairs[i] = __byte_perm(words[i / 2], ONES, i % 2 ? 0x7372 : 0x7170);
   } else {
     const unsigned later = words[0] >> 8;
-    pairs[0] = words[0] & 0x000f000fu | ONES;
-    pairs[1] = words[0] & 0x00f000f0u | SIXTEENTHS;
-    pairs[2] = later & 0x000f000fu | ONES;
-    pairs[3] = later & 0x00f000f0u | SIXTEENTHS;
+    pairs[0] = select_bits(words[0], 0x000f000fu, ONES);
+    pairs[1] = select_bits(words[0], 0x00f000f0u, SIXTEENTHS);
+    pairs[2] = select_bits(later, 0x000f000fu, ONES);
+    pairs[3] = select_bits(later, 0x00f000f0u, SIXTEENTHS);
   }
 }
 // Of each of eight values, which two are in pair i.
@@ -54,7 +53,7 @@ __device__ inline void value_pairs(const unsigned* words, unsigned scale, unsign
       constexpr unsigned EXPONENTS = is_half<T> ? 0x54006400u : 0x41804300u;  // 64 and 1024, 16 and 128
       constexpr unsigned OFFSETS = is_half<T> ? 0xd400e400u : 0xc180c300u;
       const unsigned both = __byte_perm(words[0], is_half<T> ? words[0] : words[0] >> 1, 0x4400 + i * 0x1111);
-      codes = fma2<T>(both & MASK | EXPONENTS, ONE, OFFSETS);
+      codes = fma2<T>(select_bits(both, MASK, EXPONENTS), ONE, OFFSETS);
     } else if constexpr (is_half<T>) {
       codes = fma2<T>(__byte_perm(words[i / 2], ONES, i % 2 ? 0x7372 : 0x7170), ONE, 0xe400e400u);
     } else {
@@ -80,7 +79,7 @@ __device__ inline float value_of(unsigned word, int high) {
 }
 // Powers of two that take numbers of up to such a size, 0 and more, to less than 2^15, and back.
 __device__ inline unsigned exponent_of(float most) {
-  const unsigned exponent = bits_of(most) >> 23;
+  const unsigned exponent = word_of(most) >> 23;
   return exponent < 15u ? 15u : exponent;
 }
 __device__ inline float to_half_range(unsigned exponent) {
@@ -93,4 +92,3 @@ __device__ inline float from_half_range(unsigned exponent) {
 __device__ inline float power_of_two(unsigned from, unsigned to) {
   return to - from < 127u ? float_of((127u + from - to) << 23) : 0.0f;
 }
-}  // namespace mlx::core::cu

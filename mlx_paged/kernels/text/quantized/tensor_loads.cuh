@@ -1,7 +1,16 @@
-// CUDA only: loads of quantised pages. Goes before prelude.cuh.
-namespace mlx::core::cu {
-__device__ inline unsigned bits_of(float x) {
+// CUDA only: loads of quantised pages.
+#define FUNCTION __device__ inline
+namespace metal {
+__device__ inline float round(float x) { return ::roundf(x); }
+}  // namespace metal
+__device__ inline unsigned word_of(float x) {
   return __float_as_uint(x);
+}
+// word & mask | bits, in one instruction, which the compiler makes two of if it sees the constants.
+__device__ inline unsigned select_bits(unsigned word, unsigned mask, unsigned bits) {
+  unsigned x;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(x) : "r"(word), "r"(mask), "r"(bits));
+  return x;
 }
 // N words that are read once. WHOLE: by lanes that read whole sectors together, so that L1 need not keep the rest of one.
 template <int N, bool WHOLE>
@@ -82,4 +91,3 @@ template <class Then>
 __device__ inline CopiesThen<Then> then(Then what) {
   return CopiesThen<Then>(what);
 }
-}  // namespace mlx::core::cu

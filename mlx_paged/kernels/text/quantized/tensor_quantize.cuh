@@ -1,5 +1,4 @@
-// CUDA only: a row of keys or values goes into a page as MLX's kernel for CUDA quantises it. Goes before prelude.cuh.
-namespace mlx::core::cu {
+// CUDA only: a row of keys or values goes into a page, quantised as quantized_write does it.
 // Eight of the warp's lanes for each group.
 template <class T, int BITS, int DIM, int GS, int BS>
 __device__ inline void quantize_row(const T* row, unsigned* page, int at, int lane) {
@@ -12,33 +11,26 @@ __device__ inline void quantize_row(const T* row, unsigned* page, int at, int la
     const bool live = group < GROUPS_OF_ROW;
     const int dim = (live ? group : 0) * GS + lane % 8 * SHARE;
     float x[SHARE];
-    float low = 3.0e38f, high = 0.0f;  // as there: a group of negative numbers has 0 in its range
+    float low = float_of(0x7f800000u), high = 0.0f;
     for (int i = 0; i < SHARE; i++) {
       x[i] = static_cast<float>(row[dim + i]);
-      low = ::fminf(low, x[i]);
-      high = ::fmaxf(high, x[i]);
+      low = metal::min(low, x[i]);
+      high = metal::max(high, x[i]);
     }
     for (int lanes = 1; lanes < 8; lanes *= 2) {
-      low = ::fminf(low, __shfl_xor_sync(0xffffffffu, low, lanes));
-      high = ::fmaxf(high, __shfl_xor_sync(0xffffffffu, high, lanes));
+      low = metal::min(low, simd_shuffle_xor(low, lanes));
+      high = metal::max(high, simd_shuffle_xor(high, lanes));
     }
-    float scale = ::fmaxf((high - low) / MOST, 1e-7f);
-    const bool is_low = ::fabsf(low) > ::fabsf(high);
-    scale = is_low ? scale : -scale;
-    const float edge = is_low ? low : high;
-    const float steps = ::roundf(edge / scale);
-    const float bias = steps == 0.0f ? 0.0f : edge;
-    scale = steps == 0.0f ? scale : edge / steps;
+    const Affine affine = affine_of(low, high, BITS);
     if (live) {
       if (lane % 8 == 0) {
-        factors[group] = static_cast<T>(scale);
-        factors[GROUPS_OF_ROW + group] = static_cast<T>(bias);
+        factors[group] = static_cast<T>(affine.scale);
+        factors[GROUPS_OF_ROW + group] = static_cast<T>(affine.bias);
       }
       for (int i = 0; i < SHARE; i += 4) {
         unsigned codes = 0;
         for (int j = 0; j < 4; j++) {
-          const unsigned code = static_cast<unsigned char>(static_cast<int>(::fminf(::roundf((x[i + j] - bias) / scale), MOST)));
-          codes |= code << j * BITS;
+          codes |= static_cast<unsigned>(metal::min(metal::round((x[i + j] - affine.bias) / affine.scale), MOST)) << j * BITS;
         }
         const int four = (at * DIM + dim + i) / 4;
         if (BITS == 8) {
@@ -50,4 +42,3 @@ __device__ inline void quantize_row(const T* row, unsigned* page, int at, int la
     }
   }
 }
-}  // namespace mlx::core::cu

@@ -87,9 +87,15 @@ if (first <= last) {
     }
   };
   auto slot = [&](int token) { return metal::min(metal::max(token, lo), hi - 1) % BS; };
-  const int64_t k_stride = n_kv * (BS * (KC + KG)), v_stride = n_kv * (BS * (VC + VG));
-  const unsigned* k_head = k_pool + kv_head * (BS * (KC + KG));
-  const unsigned* v_head = v_pool + kv_head * (BS * (VC + VG));
+  // In bytes, so that an address is a product and a sum. Of codes, those of this lane.
+  const int k_stride = n_kv * (BS * (KC + KG) * 4), v_stride = n_kv * (BS * (VC + VG) * 4);
+  const char* k_codes = reinterpret_cast<const char*>(k_pool + kv_head * (BS * (KC + KG)) + c * KL);
+  const char* k_page = reinterpret_cast<const char*>(k_pool + kv_head * (BS * (KC + KG)) + BS * KC);
+  const char* v_codes = reinterpret_cast<const char*>(v_pool + kv_head * (BS * (VC + VG))) + r * (VD * VBITS / 8);
+  const char* v_page = reinterpret_cast<const char*>(v_pool + kv_head * (BS * (VC + VG)) + BS * VC);
+  auto row_of = [&](const char* first, int stride, int id, int at, int bytes) {
+    return first + static_cast<int64_t>(id) * stride + static_cast<int64_t>(at) * bytes;
+  };
   unsigned keys[U][2][KG][KW];       // tokens r of each half
   unsigned values[U][4][VG][VW];     // tokens 2c, 2c + 1 of each half
   unsigned key_factors[U][2][KG];    // tokens r of each half: scales, then biases
@@ -97,34 +103,29 @@ if (first <= last) {
   auto load_keys = [&](int chunk, const int (&ids)[U * 2]) {
     UNROLL
     for (int i = 0; i < U * 2; i++) {
-      const unsigned* page = k_head + ids[i] * k_stride;
       const int at = slot(chunk * CHUNK + i * 8 + r);
+      const auto* codes = reinterpret_cast<const unsigned*>(row_of(k_codes, k_stride, ids[i], at, KC * 4));
       UNROLL
-      for (int g = 0; g < KG; g++) {
-        UNROLL
-        for (int w = 0; w < KW; w += KL) {
-          stream_words<KL, KL * 16 % 32 == 0>(page + at * KC + g * (KW * 4) + w * 4 + c * KL, &keys[i / 2][i % 2][g][w]);
-        }
-      }
-      load_factors(page + BS * KC + at * KG, key_factors[i / 2][i % 2]);
+      for (int w = 0; w < KG * KW; w += KL) stream_words<KL, KL * 16 % 32 == 0>(codes + w * 4, &keys[i / 2][i % 2][w / KW][w % KW]);
+      load_factors(reinterpret_cast<const unsigned*>(row_of(k_page, k_stride, ids[i], at, KG * 4)), key_factors[i / 2][i % 2]);
     }
   };
   auto load_values = [&](int chunk, const int (&ids)[U * 2]) {
     UNROLL
     for (int i = 0; i < U * 4; i++) {
-      const unsigned* page = v_head + ids[i / 2] * v_stride;
       const int at = slot(chunk * CHUNK + i / 2 * 8 + c * 2 + i % 2);
+      const char* codes = row_of(v_codes, v_stride, ids[i / 2], at, VC * 4);
       UNROLL
       for (int g = 0; g < VG; g++) {
         if (VD * VBITS < 32) {
-          values[i / 4][i % 4][g][0] = stream_half_word(reinterpret_cast<const unsigned short*>(page + at * VC) + g * 8 + r);
+          values[i / 4][i % 4][g][0] = stream_half_word(reinterpret_cast<const unsigned short*>(codes) + g * 8);
         } else {
-          stream_words<VW, VW * 32 % 32 == 0>(page + at * VC + (g * 8 + r) * VW, values[i / 4][i % 4][g]);
+          stream_words<VW, true>(reinterpret_cast<const unsigned*>(codes) + g * (VW * 8), values[i / 4][i % 4][g]);
         }
       }
       if (i % 2 == 0) {
         const int own = slot(chunk * CHUNK + i / 2 * 8 + r);
-        load_factors(page + BS * VC + own * VG, value_factors[i / 4][i / 2 % 2]);
+        load_factors(reinterpret_cast<const unsigned*>(row_of(v_page, v_stride, ids[i / 2], own, VG * 4)), value_factors[i / 4][i / 2 % 2]);
       }
     }
   };
@@ -219,7 +220,7 @@ if (first <= last) {
           top[i] = ::fmaxf(top[i], simd_shuffle_xor(top[i], 4));
           top[i] = ::fmaxf(top[i], simd_shuffle_xor(top[i], 8));
           top[i] = ::fmaxf(top[i], simd_shuffle_xor(top[i], 16));
-          shrink[n][i] = ::exp2f(m[n][i] - top[i]);
+          shrink[n][i] = metal::fast::exp2(m[n][i] - top[i]);
           grown = grown || shrink[n][i] != 1.0f;
           m[n][i] = top[i];
           l[n][i] *= shrink[n][i];
@@ -229,7 +230,7 @@ if (first <= last) {
           UNROLL
           for (int i = 0; i < 4; i++) {
             float& s = scores[n][u][i];  // a weight from here on
-            s = s > NOTHING ? ::exp2f(s - top[i % 2]) : 0.0f;
+            s = s > NOTHING ? metal::fast::exp2(s - top[i % 2]) : 0.0f;
             l[n][i % 2] += s;
           }
         }
