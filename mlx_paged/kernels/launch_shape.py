@@ -118,7 +118,7 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
         floats = min(_COMBINE_FLOATS, _TENSOR_FLOATS - 2 * variant.gqa * variant.value_dim)
         head_round = max(1, min(variant.gqa, floats // (4 * variant.value_dim)))
         groups = (4 if widest <= 64 else 3 if widest <= 128 else 2) - (variant.gqa > 8)
-        return LaunchShape(8, 4, 2 if widest <= 64 else 1, 1, head_round, 4, groups=groups)
+        return LaunchShape(8, 4, _tensor_unroll(variant, widest), 1, head_round, 4, groups=groups)
     if variant.backend == "metal":
         shape = variant.gqa, variant.head_dim, variant.value_dim
         if variant.pages is None:
@@ -139,6 +139,15 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
     if launch_shape.threadgroup_bytes(variant.gqa, variant.value_dim) > MAX_THREADGROUP_BYTES:
         raise ValueError(f"{variant} needs more than {MAX_THREADGROUP_BYTES} bytes of threadgroup memory")
     return launch_shape
+
+
+def _tensor_unroll(variant: Variant, widest: int) -> int:
+    """Times 16 tokens that a simdgroup takes at a time: loads of them are in flight, and all fit its registers."""
+    if widest <= 64:
+        return 2
+    pages = variant.pages
+    is_small = pages is not None and max(pages.k.bits, pages.v.bits) == 4 and pages.k.group_size >= 64
+    return 2 if is_small and widest <= 128 and variant.gqa <= 8 else 1
 
 
 @lru_cache(maxsize=4096)

@@ -6,6 +6,8 @@ constexpr unsigned ONES = 0x64006400u, SIXTEENTHS = 0x54005400u;
 constexpr float OFFSET = 1024.0f;
 // Of a pair's two kinds at 4 bits; at 8 bits all are of the first.
 template <int BITS>
+constexpr int KINDS = BITS == 4 ? 2 : 1;
+template <int BITS>
 __device__ inline float offset_of(int kind) {
   return BITS == 4 && kind == 1 ? 64.0f : OFFSET;
 }

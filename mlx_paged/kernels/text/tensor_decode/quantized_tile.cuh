@@ -14,7 +14,8 @@ auto finish = [&](int head, int at, State whole, float4 o) {
 if (first <= last) {
   const int* table = tables + sequence * max_blocks;
   uint query[NT][KG][GS / 32][4];           // column (head) r: eight dims of lane c in a fourth of a group
-  float sums[NT][KG][2], base[NT][KG][2];   // heads 2c and 2c + 1: sums of a group's dims, and less what offsets add to its scores
+  float sums[NT][KG][2];                    // heads 2c and 2c + 1: sums of a group's dims
+  float base[NT][KG][2];                    // less what offsets add to its products, where these differ
   float gain[NT][2];
   UNROLL
   for (int n = 0; n < NT; n++) {
@@ -64,14 +65,14 @@ if (first <= last) {
       for (int i = 0; i < 2; i++) {
         const int other = c * 8 + i * 4;
         sums[n][g][i] = simd_shuffle(sum[0] + sum[1], other);
-        base[n][g][i] = simd_shuffle(-(sum[0] * offset_of<KBITS>(0) + sum[1] * offset_of<KBITS>(1)), other);
+        if (KINDS<KBITS> == 2) base[n][g][i] = simd_shuffle(-(sum[0] * offset_of<KBITS>(0) + sum[1] * offset_of<KBITS>(1)), other);
       }
     }
     UNROLL
     for (int i = 0; i < 2; i++) gain[n][i] = simd_shuffle(own_gain, c * 8 + i * 4);
   }
   float acc[NT][TILES][4];
-  float bias_sums[NT][VG][2], scale_sums[NT][VG][2];  // of a lane's tokens, weighed; heads 2c and 2c + 1
+  float plus[NT][VG][KINDS<VBITS>][2];  // sums of p (b - s * offset) over a lane's tokens, for heads 2c and 2c + 1
   float m[NT][2], l[NT][2];
 
   const int first_chunk = lo / CHUNK;
@@ -154,7 +155,7 @@ if (first <= last) {
       UNROLL
       for (int i = 0; i < TILES * 4; i++) acc[n][i / 4][i % 4] = 0.0f;
       UNROLL
-      for (int i = 0; i < VG * 2; i++) bias_sums[n][i / 2][i % 2] = scale_sums[n][i / 2][i % 2] = 0.0f;
+      for (int i = 0; i < VG * KINDS<VBITS> * 2; i++) plus[n][i / 2 / KINDS<VBITS>][i / 2 % KINDS<VBITS>][i % 2] = 0.0f;
       m[n][0] = m[n][1] = NOTHING;
       l[n][0] = l[n][1] = 0.0f;
     }
@@ -168,7 +169,7 @@ if (first <= last) {
         for (int g = 0; g < KG; g++) {
           float products[NT][4];
           UNROLL
-          for (int i = 0; i < NT * 4; i++) products[i / 4][i % 4] = base[i / 4][g][i % 2];
+          for (int i = 0; i < NT * 4; i++) products[i / 4][i % 4] = KINDS<KBITS> == 2 ? base[i / 4][g][i % 2] : -OFFSET * sums[i / 4][g][i % 2];
           UNROLL
           for (int e = 0; e < GS / 32; e++) {
             unsigned a[4], b[4];
@@ -242,10 +243,7 @@ if (first <= last) {
           UNROLL
           for (int i = 0; i < TILES * 4; i++) acc[n][i / 4][i % 4] *= shrink[n][i % 2];
           UNROLL
-          for (int i = 0; i < VG * 2; i++) {
-            bias_sums[n][i / 2][i % 2] *= shrink[n][i % 2];
-            scale_sums[n][i / 2][i % 2] *= shrink[n][i % 2];
-          }
+          for (int i = 0; i < VG * KINDS<VBITS> * 2; i++) plus[n][i / 2 / KINDS<VBITS>][i / 2 % KINDS<VBITS>][i % 2] *= shrink[n][i % 2];
         }
       }
       float most = 0.0f;
@@ -272,14 +270,17 @@ if (first <= last) {
             const auto& factors = value_factors[u][half];
             const float scale = value_of<T>(factors[g / 2], g % 2), bias = value_of<T>(factors[(VG + g) / 2], (VG + g) % 2);
             const float ranged = scale * to_half_range(range);
+            float shifted[KINDS<VBITS>];
+            UNROLL
+            for (int k = 0; k < KINDS<VBITS>; k++) shifted[k] = ::fmaf(scale, -offset_of<VBITS>(k), bias);
             UNROLL
             for (int n = 0; n < NT; n++) {
               float weights[2];
               UNROLL
               for (int i = 0; i < 2; i++) {
                 const float p = scores[n][u][half * 2 + i];
-                bias_sums[n][g][i] = ::fmaf(p, bias, bias_sums[n][g][i]);
-                scale_sums[n][g][i] = ::fmaf(p, scale, scale_sums[n][g][i]);
+                UNROLL
+                for (int k = 0; k < KINDS<VBITS>; k++) plus[n][g][k][i] = ::fmaf(p, shifted[k], plus[n][g][k][i]);
                 weights[i] = p * ranged;
               }
               const unsigned rounded = pack_rounded<Half>(weights[0], weights[1]);
@@ -314,21 +315,13 @@ if (first <= last) {
 
     // What offsets added goes, and the biases' part comes.
     UNROLL
-    for (int i = 0; i < NT * VG * 2; i++) {
-      float& plus = bias_sums[i / (VG * 2)][i / 2 % VG][i % 2];
-      float& minus = scale_sums[i / (VG * 2)][i / 2 % VG][i % 2];
+    for (int i = 0; i < NT * VG * KINDS<VBITS> * 2; i++) {
+      float& sum = plus[i / (VG * KINDS<VBITS> * 2)][i / (KINDS<VBITS> * 2) % VG][i / 2 % KINDS<VBITS>][i % 2];
       UNROLL
-      for (int lanes = 4; lanes < 32; lanes *= 2) {
-        plus += simd_shuffle_xor(plus, lanes);
-        minus += simd_shuffle_xor(minus, lanes);
-      }
+      for (int lanes = 4; lanes < 32; lanes *= 2) sum += simd_shuffle_xor(sum, lanes);
     }
     UNROLL
-    for (int n = 0; n < NT; n++) {
-      UNROLL
-      for (int i = 0; i < TILES * 4; i++) {
-        const int g = i / 4 / (VD / 2);
-        const float plus = ::fmaf(scale_sums[n][g][i % 2], -offset_of<VBITS>(i / 2 % 2), bias_sums[n][g][i % 2]);
-        acc[n][i / 4][i % 4] = ::fmaf(acc[n][i / 4][i % 4], from_half_range(range), plus);
-      }
+    for (int i = 0; i < NT * TILES * 4; i++) {
+      float& x = acc[i / (TILES * 4)][i / 4 % TILES][i % 4];
+      x = ::fmaf(x, from_half_range(range), plus[i / (TILES * 4)][i / 4 % TILES / (VD / 2)][i / 2 % KINDS<VBITS>][i % 2]);
     }
