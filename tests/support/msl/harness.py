@@ -92,29 +92,29 @@ def tensor_kernel(body, constants, edits):
     """A body for CUDA's tensor cores on the emulator, mutated by (old, new) edits of it or of the helpers that are taken
     as they are; and the names of its outputs."""
     _, source = kernel_build.kernel_source(body, "metal", constants)
-    header, here = tensor_helpers(body), Path(__file__).parent
+    header = tensor_helpers(body)
     for old, new in edits:
         assert old in source or old in header, f"nothing to mutate: {old}"
         source, header = source.replace(old, new), header.replace(old, new)
     for word, own in CUDA_WORDS.items():
         source = source.replace(word, own)
-    header = (
-        (here / "tensor_cpu.hpp").read_text()
-        + kernel_build.kernel_text("copy_blocks", "metal")[0]
-        + (here / "decode_cpu.hpp").read_text()
-        + header
-    )
     inputs, outputs, _ = kernel_build.SIGNATURES[body]
     return emulator.metal_kernel(body, inputs, outputs, source, header), outputs
 
 
 def tensor_helpers(body):
-    """Text of the helpers that run on the emulator as they are."""
-    folder = Path(kernel_build.__file__).parent / "text"
+    """What such a body's text needs: the emulator's own helpers, and those that run there as they are."""
+    here, folder = Path(__file__).parent, Path(kernel_build.__file__).parent / "text"
     whole = (folder / "tensor.cuh").read_text()
     states = whole[whole.index("// Largest score") : whole.index("// 8 x 8 matrix")]
     own = ("groups.metal", "tensor_codes.cuh", "tensor_quantize.cuh") if body.startswith("quantized") else ()
-    return states + "".join((folder / "quantized" / part).read_text() for part in own)
+    return (
+        (here / "tensor_cpu.hpp").read_text()
+        + kernel_build.kernel_text("copy_blocks", "metal")[0]
+        + (here / "decode_cpu.hpp").read_text()
+        + states
+        + "".join((folder / "quantized" / part).read_text() for part in own)
+    )
 
 
 def to_float(x):

@@ -90,6 +90,7 @@ class Pack:
             words.append(quantized(x, form))
             words[-1][np.isnan(x).any(-1)] = UNSET
         self.k_pool, self.v_pool = (mx.array(pages_of(x, form)) for x, form in zip(words, self.pages, strict=True))
+        self.given = self.rows
         self.rows = [
             [dequantized(quantized(x, form), form) for x, form in zip(pair, self.pages, strict=True)]
             for pair in self.rows
