@@ -49,17 +49,25 @@ _DECODE = (
     False,
 )
 _FUSED = ([*_DECODE[0], "arrivals"], ["out", "partial", "fence_out"], False)
+_PREFILL = (["q", *_POOL, "tables", "tiles", "params", "sinks"], ["out", "fence_out"], False)
 # A matrix of affine quantisation.
 _PACKED, _PACKED1, _PACKED2 = (["words" + n, "scales" + n, "biases" + n] for n in ("", "1", "2"))
 # body -> (inputs, outputs, inputs may be strided)
 SIGNATURES: dict[str, tuple[list[str], list[str], bool]] = {
     "paged_decode": _DECODE,
     "paged_decode_tensor": _FUSED,
-    "paged_prefill_tensor": (["q", *_POOL, "tables", "tiles", "params", "sinks"], ["out", "fence_out"], False),
+    "paged_prefill_tensor": _PREFILL,
     "merge_partitions": (["partial", "stats", "ends", "starts", "sinks"], ["out"], False),
     "write_slots": ([*_POOL, "k", "v", "slots"], ["fence_out"], True),
     "gather_blocks": ([*_POOL, "blocks", "span"], ["k_out", "v_out", "fence_out"], False),
     "copy_blocks": ([*_POOL, "pairs"], ["fence_out"], False),
+    "quantized_decode": _DECODE,
+    "quantized_decode_tensor": _FUSED,
+    "quantized_prefill_tensor": _PREFILL,
+    "quantized_write": ([*_POOL, "k", "v", "slots"], ["fence_out"], True),
+    "quantized_gather": ([*_POOL, "blocks", "span"], ["k_out", "v_out", "fence_out"], False),
+    "write_rows": ([*_POOL, "k", "v", "slots"], ["fence_out"], False),
+    "gather_rows": ([*_POOL, "blocks", "span"], ["k_out", "v_out", "fence_out"], False),
     "narrow_matmul": (["x", "w"], ["out"], False),
     "narrow_matmul_bias": (["x", "w", "bias"], ["out"], False),
     "narrow_matmul_add": (["x", "w", "residual"], ["out"], False),
@@ -74,32 +82,55 @@ SIGNATURES: dict[str, tuple[list[str], list[str], bool]] = {
     "narrow_quantized_group": (["x", *_PACKED, *_PACKED1, *_PACKED2], ["out", "out1", "out2"], False),
 }
 _SINGLE = ("narrow_matmul", "narrow_matmul_bias", "narrow_matmul_add", "narrow_matmul_gate")
-_SUMS = "narrow_matmul_sums"
+_PRODUCTS = "products/narrow"
+_SUMS = f"{_PRODUCTS}_matmul_sums"
 
 
 def _gate(body: str) -> tuple[str, ...]:
-    return ("silu_gate",) if body.endswith("gate") else ()
+    return ("layers/silu_gate",) if body.endswith("gate") else ()
 
 
 # Files that the text of a body is made of, for those that are CUDA only.
 _CUDA_PARTS = {
-    "paged_decode_tensor": ("paged_decode_tensor",),
-    "paged_prefill_tensor": ("paged_prefill_tensor",),
-    "narrow_matmul_group": ("narrow_matmul_group", "narrow_matmul_tile", _SUMS),
-    **{body: (*_gate(body), "narrow_matmul_single", body, "narrow_matmul_tile", _SUMS) for body in _SINGLE},
-    "narrow_quantized_group": ("narrow_quantized_group", "narrow_quantized_tile", _SUMS),
+    **{
+        body: (
+            *(f"tensor_decode/{part}" for part in (f"{pages}_rows", "partition", f"{pages}_tile")),
+            *(f"tensor_decode/{part}" for part in ("sums", f"{pages}_store", "join")),
+        )
+        for body, pages in (("paged_decode_tensor", "dense"), ("quantized_decode_tensor", "quantized"))
+    },
+    **{
+        body: tuple(f"tensor_prefill/{part}" for part in ("tile", f"{pages}_pages", "lines", f"{pages}_loads", "steps"))
+        for body, pages in (("paged_prefill_tensor", "dense"), ("quantized_prefill_tensor", "quantized"))
+    },
+    "narrow_matmul_group": (f"{_PRODUCTS}_matmul_group", f"{_PRODUCTS}_matmul_tile", _SUMS),
+    **{
+        body: (*_gate(body), f"{_PRODUCTS}_matmul_single", f"products/{body}", f"{_PRODUCTS}_matmul_tile", _SUMS)
+        for body in _SINGLE
+    },
+    "narrow_quantized_group": (f"{_PRODUCTS}_quantized_group", f"{_PRODUCTS}_quantized_tile", _SUMS),
     **{
         body.replace("matmul", "quantized"): (
             *_gate(body),
-            f"narrow_quantized_{'pair' if body.endswith('gate') else 'single'}",
-            *(body, "narrow_quantized_tile", _SUMS),
+            f"{_PRODUCTS}_quantized_{'pair' if body.endswith('gate') else 'single'}",
+            *(f"products/{body}", f"{_PRODUCTS}_quantized_tile", _SUMS),
         )
         for body in _SINGLE
     },
-    "silu_product": ("silu_gate", "silu_product"),
-    "embedding_rows": ("embedding_rows",),
+    "silu_product": ("layers/silu_gate", "layers/silu_product"),
+    "embedding_rows": ("layers/embedding_rows",),
 }
-_LAYERS = ("silu_gate", "silu_product", "embedding_rows")
+_QUANTIZED_HELPERS = ("tensor_loads.cuh", "groups.metal", "tensor_codes.cuh", "tensor_quantize.cuh")
+# More of a CUDA header. The prelude makes the word device empty, with which __device__ is itself spelt.
+_CUDA_HEADER = "#undef device\nnamespace mlx::core::cu {{\n{}}}\n#define device\n"
+# Those of other bodies, where they are not one file of the body's name.
+_PARTS = {
+    "paged_decode": tuple(f"decode/{part}" for part in ("begin", "paged_keys", "softmax", "paged_values", "end")),
+    "quantized_decode": (
+        *("decode/begin", "quantized/quantized_keys", "decode/softmax", "quantized/quantized_values", "decode/end"),
+    ),
+    **{body: (f"quantized/{body}",) for body in ("quantized_write", "quantized_gather", "write_rows", "gather_rows")},
+}
 
 
 class KernelUnavailable(RuntimeError):
@@ -139,15 +170,20 @@ def cores_listed(listed: str) -> int | None:
 def kernel_text(body: str, dialect: str) -> tuple[str, str]:
     """(header, source) of a kernel in one dialect, "metal" or "cuda"."""
     folder = resources.files(__package__) / "text"
-    prelude = (folder / ("prelude.metal" if dialect == "metal" else "prelude.cuh")).read_text()
+    suffix = "metal" if dialect == "metal" else "cuh"
+    prelude = (folder / f"prelude.{suffix}").read_text()
     if body in _CUDA_PARTS:
-        source = "".join((folder / _folder_of(part) / f"{part}.cuh").read_text() for part in _CUDA_PARTS[body])
-        return (folder / "tensor.cuh").read_text() + prelude, source
-    return prelude, (folder / f"{body}.metal").read_text()
-
-
-def _folder_of(part: str) -> str:
-    return "products" if part.startswith("narrow") else "layers" if part in _LAYERS else ""
+        source = "".join((folder / f"{part}.cuh").read_text() for part in _CUDA_PARTS[body])
+        header = (folder / "tensor.cuh").read_text() + prelude
+        if body.startswith("quantized"):
+            helpers = ((folder / f"quantized/{part}").read_text() for part in _QUANTIZED_HELPERS)
+            header += _CUDA_HEADER.format("".join(helpers))
+        return header, source
+    source = "".join((folder / f"{part}.metal").read_text() for part in _PARTS.get(body, (body,)))
+    if body.startswith("quantized"):
+        codes, groups = ((folder / f"quantized/{part}").read_text() for part in (f"codes.{suffix}", "groups.metal"))
+        prelude += codes + groups if dialect == "metal" else _CUDA_HEADER.format(codes + groups)
+    return prelude, source
 
 
 def _condense(text: str) -> str:

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.kernels import prefill
+from tests.support.kernels.quantized_pages import UNSET, dequantized, pages_of, quantized
 from tests.support.msl.harness import tensor_kernel, to_float
 
 
@@ -17,8 +18,9 @@ def emulated(edit: Sequence[tuple[str, str]] = (), orders: tuple[int, ...] = (0,
 
     def build(body, constants):
         kernel, _ = tensor_kernel(body, constants, edit)
-        # What is declared is what the launch asks for.
-        return partial(kernel, checked=checked, orders=orders, tg_limit=dict(constants)["SHARED"])
+        # What is declared is what the launch asks for; codes of quantised pages have an array of their own besides.
+        limit = dict(constants)["SHARED"] + (16 * 1024 if "KBITS" in dict(constants) else 0)
+        return partial(kernel, checked=checked, orders=orders, tg_limit=limit)
 
     real = prefill.build_kernel, prefill.backend, prefill.failure_of
     prefill.prefill_variants_of.cache_clear()
@@ -48,12 +50,14 @@ class Pack:
         softcap=None,
         sinks=False,
         seed=0,
+        pages=None,
     ):
         rng = np.random.default_rng(seed)
         value_dim = value_dim or head_dim
         self.counts, self.lengths = list(counts), [n + p for n, p in zip(counts, prefixes, strict=True)]
         self.n_q, self.n_kv = heads
         self.dtype, self.block_size, self.window, self.softcap = dtype, block_size, window, softcap
+        self.pages = pages
         self.scale = head_dim**-0.5
         used = [-(-n // block_size) for n in self.lengths]
         order = list(rng.permutation(np.arange(1, sum(used) + 1)))
@@ -76,10 +80,25 @@ class Pack:
                 for pool, row in zip(pools, self.rows[-1], strict=True):
                     pool[self.tables[s, t // block_size], :, t % block_size] = row[:, t]
         self.k_pool, self.v_pool = (mx.array(pool).astype(dtype) for pool in pools)
+        if pages is not None:
+            self._quantize(pools)
+
+    def _quantize(self, pools):
+        """Make quantised pages of the pools; rows are what these hold from here on."""
+        words = []
+        for x, form in zip(pools, self.pages, strict=True):
+            words.append(quantized(x, form))
+            words[-1][np.isnan(x).any(-1)] = UNSET
+        self.k_pool, self.v_pool = (mx.array(pages_of(x, form)) for x, form in zip(words, self.pages, strict=True))
+        self.given = self.rows
+        self.rows = [
+            [dequantized(quantized(x, form), form) for x, form in zip(pair, self.pages, strict=True)]
+            for pair in self.rows
+        ]
 
     def alone(self, s):
         """The pack of one of its sequences."""
-        pack = object.__new__(Pack)
+        pack = object.__new__(type(self))
         pack.__dict__.update(self.__dict__)
         first = sum(self.counts[:s])
         pack.counts, pack.lengths = [self.counts[s]], [self.lengths[s]]
@@ -90,7 +109,7 @@ class Pack:
     def reference(self):
         """Float64 attention over the dense rows."""
         q = to_float(self.q).astype(np.float64)
-        out = np.zeros((*q.shape[:3], self.v_pool.shape[3]))
+        out = np.zeros((*q.shape[:3], self.rows[0][1].shape[-1]))
         token, group = 0, self.n_q // self.n_kv
         for count, length, (keys, values) in zip(self.counts, self.lengths, self.rows, strict=True):
             for own in range(length - count, length):
@@ -120,6 +139,7 @@ class Pack:
             softcap=self.softcap,
             sinks=self.sinks is not None,
             window=self.window,
+            pages=self.pages,
             **options,
         )
 

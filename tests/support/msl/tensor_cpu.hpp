@@ -17,7 +17,7 @@ inline uint4 stream_load(const T* source) {
   else return load_words(source);
 }
 template <class T>
-inline uint4 load_aligned(const T* source) { return load_words(source); }
+inline uint4 load_aligned(const T* source) { return stream_load(source); }
 inline bool is_aligned(const void* address) { return reinterpret_cast<uint64_t>(address) % 16 == 0; }
 inline float float_of(uint bits) {
   float value;

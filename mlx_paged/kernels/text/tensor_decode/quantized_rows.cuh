@@ -1,0 +1,17 @@
+// CUDA only: paged_decode_tensor for pages of quantised keys and values (quantized/pages.py), whose codes of 8 or 4 bits the
+// tensor cores multiply as they are, as 16-bit floats with an offset (tensor_codes.cuh). What is uniform in a group stays out:
+//   scores  S[token, head]  = sum over groups of s_g (C[token, dim] Q[dim, head]) + b_g sum(Q[dim, head])
+//   output  O[dim, head]   += C^T[dim, token] (s_g P)[token, head], and at the end sum(b_g P) of the dim's group
+// Queries and weights are float16 there, whatever T is: both are multiplied by powers of two so that the largest is just below
+// 2^15. A query of bfloat16 loses nothing by that, and a weight, in two halves, has 2^-22 of its size or 2^-40 of the largest.
+// Codes become factors once for all heads. In a group, lane c has a fourth of a key row, lane r an eighth of a value row.
+constexpr int NT = (G + 7) / 8;
+constexpr int KG = D / GS;   // groups of a row
+constexpr int VG = DV / GS;
+constexpr int KC = D * KBITS / 32;   // words of a row's codes; its scales and biases are as many as it has groups
+constexpr int VC = DV * VBITS / 32;
+constexpr int KW = GS * KBITS / 128;                          // words of a lane and group of a key row
+constexpr int KL = KW < 4 ? KW : 4;                           // of one load
+constexpr int VW = GS * VBITS < 256 ? 1 : GS * VBITS / 256;   // of a lane and group of a value row, or half of one
+constexpr int VD = GS / 8;                                    // dims of them
+constexpr int TILES = DV / 16;

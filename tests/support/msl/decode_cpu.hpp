@@ -1,0 +1,104 @@
+// What decode texts for tensor cores use of kernels/tensor.cuh and of CUDA beyond tensor_cpu.hpp, for the emulator.
+extern "C" {
+float exp2f(float);
+float fmaxf(float, float);
+float fminf(float, float);
+float fmaf(float, float, float);
+float fabsf(float);
+float roundf(float);
+float tanhf(float);
+}
+#define __device__
+#define FUNCTION inline
+#define memcpy(target, source, size) __builtin_memcpy((void*)(target), (const void*)(source), size)
+#define __shfl_xor_sync(mask, x, n) simd_shuffle_xor(x, n)
+typedef half __half;
+inline float4 make_float4(float x, float y, float z, float w) { return float4(x, y, z, w); }
+inline float2 make_float2(float x, float y) { return float2(x, y); }
+inline uint word_of(float x) {
+  uint bits;
+  __builtin_memcpy((void*)&bits, &x, 4);
+  return bits;
+}
+inline uint __byte_perm(uint x, uint y, uint selector) {
+  const uint64_t bytes = uint64_t(y) << 32 | x;
+  uint picked = 0;
+  for (int i = 0; i < 4; i++) picked |= uint(bytes >> (selector >> i * 4 & 7) * 8 & 0xff) << i * 8;
+  return picked;
+}
+// Thread groups run one after the other here, and what one of them stored is there for the next.
+MSL_NOSAN inline bool arrive(uint* counter, uint n) {
+  const bool last = *counter == n - 1;
+  *counter = last ? 0 : *counter + 1;
+  return last;
+}
+template <class V>
+MSL_NOSAN inline V load_relaxed(const V* source) {
+  V x;
+  for (uint i = 0; i < sizeof(V) / 4; i++) reinterpret_cast<float*>(&x)[i] = reinterpret_cast<const volatile float*>(source)[i];
+  return x;
+}
+inline uint transpose8x8(uint x, int line = __builtin_LINE()) {
+  const auto lanes = metal::msl_gather(x, 33, line);
+  const uint lane = msl_rt::cur_lane(), row = lane % 4 * 2, half = lane / 4 % 2 * 16;
+  const uint low = lanes.v[row * 4 + lane / 8] >> half, high = lanes.v[row * 4 + 4 + lane / 8] >> half;
+  return (low & 0xffff) | high << 16;
+}
+inline uint select_bits(uint word, uint mask, uint bits) { return (word & mask) | bits; }
+template <int N, bool WHOLE>
+inline void stream_words(const uint* source, uint* target) {
+  if (reinterpret_cast<uint64_t>(source) % (N * 4)) msl_rt::fail("words at an odd address");
+  for (int i = 0; i < N; i++) target[i] = source[i];
+}
+inline uint stream_half_word(const ushort* source) { return *source; }
+template <int N>
+inline void load_factors(const uint* source, uint (&target)[N]) {
+  if (reinterpret_cast<uint64_t>(source) % (N % 4 == 0 ? 16 : N % 2 == 0 ? 8 : 4)) msl_rt::fail("factors at an odd address");
+  for (int i = 0; i < N; i++) target[i] = source[i];
+}
+inline float largest_of(float x, int line = __builtin_LINE()) { return simd_max(x, line); }
+// To odd first: then what is rounded twice is what rounding once gives.
+template <class T>
+inline ushort fma_of(ushort a, ushort b, ushort c) {
+  const double exact = double(half_of<T>(a, 0)) * half_of<T>(b, 0) + half_of<T>(c, 0);
+  float x = float(exact);
+  if (double(x) != exact && !(word_of(x) & 1)) x = float_of(word_of(x) + ((double(x) > exact) == (x > 0) ? -1 : 1));
+  const T rounded = static_cast<T>(x);
+  ushort bits;
+  __builtin_memcpy((void*)&bits, (const void*)&rounded, 2);
+  return bits;
+}
+template <class T>
+inline uint fma2(uint a, uint b, uint c) {
+  return uint(fma_of<T>(a >> 16, b >> 16, c >> 16)) << 16 | fma_of<T>(a & 0xffff, b & 0xffff, c & 0xffff);
+}
+template <class T>
+constexpr bool is_half = false;
+template <>
+constexpr bool is_half<half> = true;
+template <class T>
+inline void store_words(T* target, uint4 words) {
+  for (int i = 0; i < 4; i++) __builtin_memcpy((void*)(target + i * 2), (const void*)&words[i], 4);
+}
+template <class Then>
+struct CopiesThen : AsyncCopies {
+  Then act;
+  uint* words[64];
+  const uint* word_sources[64];
+  int n_words = 0;
+  CopiesThen(Then what) : act(what) {}
+  void copy_word(uint* target, const uint* source, bool live) {
+    words[n_words] = target;
+    word_sources[n_words++] = live ? source : nullptr;
+    volatile uint there = *source;
+    *target = 0xffffffff;
+  }
+  void wait() {
+    for (int i = 0; i < n_words; i++) *words[i] = word_sources[i] ? *word_sources[i] : 0;
+    n_words = 0;
+    AsyncCopies::wait();
+    act();
+  }
+};
+template <class Then>
+inline CopiesThen<Then> then(Then what) { return CopiesThen<Then>(what); }
