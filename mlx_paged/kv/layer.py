@@ -168,12 +168,12 @@ class PoolLayer:
         """
         with self.turn:
             geometry = self.group.geometry
-            if geometry is None or (rows := geometry.rows) is None:
+            if geometry is None or geometry.format is None:
                 self.write(tables, k, v)
                 return
-            num_tokens = k.shape[2] if k.ndim == 4 else 0
-            shapes = tuple((len(tables), geometry.num_kv_heads, num_tokens, form.num_words) for form in rows)
-            if (k.shape, v.shape) != shapes or (k.dtype, v.dtype) != (mx.uint32, mx.uint32):
+            heads, k_words, v_words, dtype, _ = geometry.stored
+            shape = (len(tables), heads, k.shape[2] if k.ndim == 4 else 0)
+            if (k.shape, v.shape) != ((*shape, k_words), (*shape, v_words)) or {k.dtype, v.dtype} != {dtype}:
                 raise GeometryError(
                     f"rows of {k.dtype} {k.shape} and {v.dtype} {v.shape} are not of pages of {geometry}"
                 )

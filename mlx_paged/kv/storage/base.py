@@ -52,10 +52,18 @@ class Geometry(NamedTuple):
             QuantizedRows(self.v_head_dim, v_bits, group_size, self.dtype),
         )
 
+    @property
+    def stored(self) -> Geometry:
+        """Shape of what the pages hold: quantised rows as vectors of words, else keys and values."""
+        if self.rows is None:
+            return self
+        k, v = self.rows
+        return Geometry(self.num_kv_heads, k.num_words, v.num_words, mx.uint32)
+
     def bytes_per_token(self) -> int:
         """Bytes of K and V of one token in one layer."""
-        if (rows := self.rows) is not None:
-            return self.num_kv_heads * sum(form.nbytes for form in rows)
+        if self.format is not None:
+            return self.stored.bytes_per_token()
         return self.num_kv_heads * (self.k_head_dim + self.v_head_dim) * self.dtype.size
 
 

@@ -32,8 +32,7 @@ class QuantizedStorage:
         self.geometry = geometry
         self.num_quantized = 0
         self._k, self._v = forms
-        words = Geometry(geometry.num_kv_heads, self._k.num_words, self._v.num_words, mx.uint32)
-        self._rows = FunctionalStorage(words, block_size, num_blocks)
+        self._rows = FunctionalStorage(geometry.stored, block_size, num_blocks)
 
     @property
     def num_blocks(self) -> int:
