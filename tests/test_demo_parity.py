@@ -57,6 +57,31 @@ def test_demo_model_gives_stocks_tokens(name: str, num_tokens: int, demo_model_f
     assert pool.stats().peak_live_blocks == -(-(prompt.size + num_tokens) // 32)
 
 
+@pytest.mark.demo_model
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("name", "num_tokens"),
+    [("short", 8), *(pytest.param(name, 200, marks=SLOW) for name in ("short", "list", "several blocks"))],
+)
+def test_demo_model_gives_stocks_tokens_with_8_bits(name: str, num_tokens: int, demo_model_folder: Path) -> None:
+    """Stock computes a prompt's first chunk with keys as they are, and quantises them then."""
+    model, tokenizer = load_demo(demo_model_folder)
+    messages = [{"role": "user", "content": PROMPTS[name]}]
+    prompt = mx.array(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+
+    def run() -> list[int]:
+        steps = generate_step(prompt, model, max_tokens=num_tokens, kv_bits=8, quantized_kv_start=0)
+        return [token for token, _ in steps]
+
+    expected = run()
+    mlx_paged.apply_patches()
+    got = run()
+    assert got == expected
+    pool = mlx_paged.pool_of(model)
+    assert pool.stats().quantized_tokens == prompt.size + num_tokens
+    assert pool.stats().quantized_layers == len(model.layers)
+
+
 @pytest.mark.gpu
 @pytest.mark.demo_model
 @pytest.mark.timeout(1200)

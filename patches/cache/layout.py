@@ -6,7 +6,6 @@ import threading
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from ...by_model import ByModel
@@ -194,9 +193,3 @@ def _name(window: int | None, pinned: int) -> str:
     if window is None:
         return "global"
     return f"window {window}" + (f" with {pinned} pinned" if pinned else "")
-
-
-def first_keys(geometry: Geometry) -> tuple[mx.array, mx.array]:
-    """Keys and values of one token in this geometry, for what is made by their shapes."""
-    heads, k_dim, v_dim, dtype = geometry
-    return mx.zeros((1, heads, 1, k_dim), dtype), mx.zeros((1, heads, 1, v_dim), dtype)

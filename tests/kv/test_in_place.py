@@ -254,5 +254,6 @@ def test_no_mlx_op_can_read_the_blocks() -> None:
     names = {name for name in vars(InPlaceStorage) if not name.startswith("_")}
     assert names == {
         "after_writes", "copy_blocks", "decode", "fence", "forget_failed_writes", "in_place", "latest", "num_blocks",
-        "prefill", "read_rows", "read_visible", "resize", "rewind", "run", "write", "write_packed",
+        "num_quantized", "prefill", "read_rows", "read_stored", "read_visible", "resize", "rewind", "run", "write",
+        "write_packed", "write_stored",
     }  # fmt: skip

@@ -13,8 +13,8 @@ from ...kernels.prefill import prefill_variants_of, unsupported_prefill
 from ...kernels.prefill_check import checked_prefill
 from ..group import ChooseStorage, StorageChoice
 from .base import Geometry
-from .functional import FunctionalStorage
 from .in_place import InPlaceStorage
+from .quantized import functional_form
 from .scoring import QueryHeads
 
 
@@ -34,7 +34,7 @@ def _variant_decline(
     check: Callable[[Variant], SelfCheck],
 ) -> str | None:
     """Why no variant of a kernel, the fastest first, serves these; None as soon as one has passed its check."""
-    num_kv_heads, k_dim, v_dim, dtype = geometry
+    num_kv_heads, k_dim, v_dim, dtype, _ = geometry
     gqa, rest = divmod(heads.num_q_heads, num_kv_heads)
     if rest:
         return f"{heads.num_q_heads} query heads do not divide into {num_kv_heads} kv heads"
@@ -65,15 +65,17 @@ def storage_choice(use_kernel: bool | None) -> ChooseStorage:
 
     def choose(geometry: Geometry, block_size: int, heads: QueryHeads | None, pinned: int) -> StorageChoice:
         if use_kernel is False:
-            return StorageChoice(FunctionalStorage, "kernel=off")
+            return StorageChoice(functional_form(geometry), "kernel=off")
         if pinned:
             why: str | None = "the kernel reads one range of a sequence, and its first tokens are pinned apart from it"
+        elif geometry.format is not None:
+            why = "no kernel reads quantised pages yet"
         else:
             why = kernel_decline(geometry, block_size, heads or QueryHeads(geometry.num_kv_heads))
         if why is None:
             return StorageChoice(InPlaceStorage, "the fused kernel works here")
         if use_kernel:
             raise KernelUnavailableError(f"kernel=on, but {why}; use auto or off (gather-then-SDPA)")
-        return StorageChoice(FunctionalStorage, why)
+        return StorageChoice(functional_form(geometry), why)
 
     return choose

@@ -30,6 +30,7 @@ class InPlaceStorage:
     """
 
     in_place = True
+    num_quantized = 0
 
     def __init__(self, geometry: Geometry, block_size: int, num_blocks: int) -> None:
         self.geometry = geometry
@@ -39,7 +40,7 @@ class InPlaceStorage:
         self.decoded_by_kernel = False
 
     def _new_blocks(self, num_blocks: int) -> tuple[mx.array, mx.array]:
-        heads, k_dim, v_dim, dtype = self.geometry
+        heads, k_dim, v_dim, dtype, _ = self.geometry
         keys, values = (mx.zeros((num_blocks, heads, self.block_size, dim), dtype) for dim in (k_dim, v_dim))
         mx.eval(keys, values)  # a buffer of their own, from the start
         return keys, values
@@ -55,6 +56,9 @@ class InPlaceStorage:
         self.__fence = launch(self.__keys, self.__values, self.__fence, k, v)
 
     def write_packed(self, tables: Sequence[BlockTable], step: PackedStep, k: mx.array, v: mx.array) -> None:
+        self.write(tables, step, k, v)
+
+    def write_stored(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
         self.write(tables, step, k, v)
 
     def decode(
@@ -132,6 +136,9 @@ class InPlaceStorage:
         if rotation:
             k, v = (mx.concatenate([x[:, :, rotation:], x[:, :, :rotation]], axis=2) for x in (k, v))
         return k, v
+
+    def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
+        return self.read_visible(table, rotation=0, copy=True)
 
     def read_rows(self, block_ids: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
         rows, blocks = block_ids.shape
