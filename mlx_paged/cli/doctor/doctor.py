@@ -66,7 +66,7 @@ def _pages(page_format: PageFormat) -> str:
     parts = []
     for dim in (64, 96, 128, 256):
         dense = Geometry(1, dim, dim, mx.bfloat16)
-        pages, why = dense.in_format(page_format, 0)
+        pages, why = dense.in_format(page_format, None)
         size = f"{pages.bytes_per_token()} of {dense.bytes_per_token()} bytes" if why is None else "as they are"
         parts.append(f"{dim}: {size}")
     return f"{page_format}; a head's keys and values of a token: {', '.join(parts)}"
