@@ -175,7 +175,7 @@ def test_the_same_memory_holds_more_requests(bits: int, times: float) -> None:
 
     def most_at_once(bits: int | None) -> int:
         mlx_paged.apply_patches(PagedConfig(block_size=8, kv_bits=bits, kv_cache_memory=budget))
-        gen = generator(model, completion_batch_size=512, prefill_batch_size=64)
+        gen = generator(model, completion_batch_size=512, prefill_batch_size=512, prefill_step_size=1 << 16)
         gen.insert([prompt_of(30, seed=n).tolist() for n in range(300)], [2] * 300)  # of four blocks each, to the end
         most = 0
         while any(gen.next()):
