@@ -235,7 +235,7 @@ def test_planted_defects_are_seen(which, name):
                 pair[index][..., :64] = -np.abs(pair[index][..., :64])
         grow = (2.0 ** np.arange(16)).astype(np.float32)[:, None] / 2.0**8
         v *= grow
-        for b, pair in enumerate(case._given):
+        for pair in case._given:
             pair[1][:] *= grow[np.arange(pair[1].shape[1]) % 16]
         case.q = case.q * mx.array([1.0, 4.0, 0.25, 1.0, 1.0, 2.0])[:, None, None].astype(case.dtype)
         case.rows = [case._kept(*pair) for pair in case._given]

@@ -107,6 +107,10 @@ def test_stats_count_blocks_and_bytes() -> None:
         "preemptions": 0,
         "peak_bytes_in_use": 0,
         "shrinks": 0,
+        "quantized_tokens": 0,
+        "quantized_layers": 0,
+        "dense_layers": 0,
+        "bytes_per_token": 0,
     }
     k, v = kv(0, 6)
     tables = [pool.new_table(0), pool.new_table(1)]
@@ -117,6 +121,7 @@ def test_stats_count_blocks_and_bytes() -> None:
     fork = pool.fork(tables[0])
     stats = pool.stats()
     assert (stats.live_blocks, stats.shared_blocks, stats.free_blocks) == (4, 2, 0)
+    assert (stats.quantized_layers, stats.dense_layers, stats.bytes_per_token) == (0, 3, 3 * BLOCK_BYTES // 4)
     assert stats.bytes_in_use == stats.peak_bytes_in_use == 2 * 2 * BLOCK_BYTES + 2 * BLOCK_BYTES
     assert stats.bytes_reserved == stats.bytes_in_use + 3 * BLOCK_BYTES  # a null block in each layer
     pool.append_tokens(fork, 1)
