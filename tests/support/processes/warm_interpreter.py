@@ -16,6 +16,8 @@ import socket
 import sys
 from typing import Any
 
+from tests.support.processes import commands
+
 # What takes most of a command's start. No module that is run, and nothing that starts MLX's threads.
 PRELOADED = (
     "mlx_lm",
@@ -29,7 +31,11 @@ PRELOADED = (
     "mlx_paged.cli.generate",
     "mlx_paged.cli.server",
     "mlx_paged.patches",
+    "mlx_paged.patches.generate.batch_generator",
     "mlx_paged.patches.server",
+    "mlx_paged.patches.server.prompt_job",
+    "mlx_paged.patches.server.replacements",
+    "transformers.dynamic_module_utils",
     "transformers.models.auto.tokenization_auto",
     "transformers.tokenization_utils_tokenizers",
 )
@@ -68,6 +74,20 @@ def _ended() -> tuple[int, int]:
         return 0, 0
 
 
+def with_warm_prompts(server: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns twice: in the server, and in what another warm interpreter, for its processes, forks."""
+    from mlx_paged.serve import prompt_maker
+
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        return next_task(theirs)
+    theirs.close()
+    commands.ask(ours)
+    prompt_maker.subprocess = commands.WARM
+    return server
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the tests is theirs
     requests = socket.socket(fileno=int(sys.argv[1]))
@@ -75,6 +95,8 @@ def main() -> None:
         importlib.import_module(name)
     gc.freeze()
     task = next_task(requests)
+    if task is not None and task["args"][:1] == ["server"]:
+        task = with_warm_prompts(task)
     if task is None:
         return
     gc.unfreeze()
