@@ -20,7 +20,7 @@ from tests.support.models.builders import greedy, prompt_of
 # One of each kind of attention and of state.
 SAMPLE = (
     "llama", "qwen3", "gemma3_text",  # adapters
-    "qwen2", "gpt2", "phi3", "starcoder2", "internlm2", "glm4", "granite", "nemotron",  # plain
+    "qwen2", "gpt2", "glm4", "nemotron",  # plain
     "smollm3", "cohere2", "olmo3", "exaone4", "ministral3", "gemma2",  # NoPE, windows, temperature, soft cap
     "gpt_oss", "mimo_v2_flash",  # sinks, keys and values of different sizes
     "gemma3n", "gemma4_text", "afm7", "iquestloopcoder",  # shared keys, loops
@@ -34,7 +34,7 @@ CLASSES = {
     "global": "qwen2", "sliding": "olmo3", "sinks": "gpt_oss", "experts": "qwen3_moe", "shared keys": "gemma3n",
     "latent": "deepseek_v3", "soft cap": "gemma2",
 }  # fmt: skip
-TOKENS = 20
+TOKENS = 14  # past the window of the shortest prompt
 
 
 def without_figures(line: str) -> list[str]:
