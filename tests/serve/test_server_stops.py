@@ -126,7 +126,7 @@ def stops_of(draw: st.DrawFn, text: str) -> list[str]:
     return stops
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(st.data())
 def test_answers_are_the_unstopped_ones_cut_before_the_first_stop_string(
     server: ServerProcess, unstopped: list[Unstopped], data: st.DataObject

@@ -221,7 +221,7 @@ CASES += [("windows, prefixes", "finishing"), ("hybrid, snapshots", "finishing")
 CASES += [("windows, prefixes", "inserting a chunk")]
 CASES += [("packs", "computing prompts"), ("packs, prefixes", "computing prompts")]
 # Outside of the exhaustive run, a case has two faults: of the first call, the middle one and the last one, each is left
-# out in turn.
+# out in turn. Admission, which is in most scenes, has one in each.
 SAMPLES = [(0, 1), (1, 2), (0, 2)]
 
 
@@ -262,7 +262,8 @@ def calls_of(scene_name: str, part: str) -> list[int]:
 @pytest.mark.parametrize("scene, part", CASES)
 def test_a_fault_in_a_part_of_one_requests_life_is_that_requests_failure(scene: str, part: str) -> None:
     calls = calls_of(scene, part)
-    for index in SAMPLES[CASES.index((scene, part)) % len(SAMPLES)]:
+    turn = CASES.index((scene, part)) % 3
+    for index in [turn] if part == "admission" else SAMPLES[turn]:
         with_fault(scene, part, calls[index * (len(calls) - 1) // 2])
 
 

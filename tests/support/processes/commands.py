@@ -26,6 +26,9 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}
 FORKS = sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu)
 
 
+_subprocess_run = subprocess.run
+
+
 class Process(Protocol):
     """What tests use of :class:`subprocess.Popen`."""
 
@@ -162,6 +165,13 @@ def run(
         out.seek(0)
         err.seek(0)
         return subprocess.CompletedProcess([str(program), *map(str, args)], code, out.read(), err.read())
+
+
+def run_script(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """In the place of ``subprocess.run`` where a script runs itself again."""
+    if command[0] == sys.executable and command[1].endswith(".py") and options.get("text"):
+        return run(Path(command[1]), *command[2:])
+    return _subprocess_run(command, **options)
 
 
 def on_pipes(command: list[str], *, stdin: int, stdout: int, env: dict[str, str]) -> Any:

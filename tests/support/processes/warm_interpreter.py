@@ -13,6 +13,7 @@ import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 from typing import Any
 
@@ -74,8 +75,9 @@ def _ended() -> tuple[int, int]:
         return 0, 0
 
 
-def with_warm_prompts(server: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns twice: in the server, and in what another warm interpreter, for its processes, forks."""
+def with_warm_processes(task: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns twice: where the task is to run, and in what another warm interpreter, for the processes that it starts,
+    forks: those that make a server's prompts, and those that measure for a script."""
     from mlx_paged.serve import prompt_maker
 
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
@@ -85,7 +87,8 @@ def with_warm_prompts(server: dict[str, Any]) -> dict[str, Any] | None:
     theirs.close()
     commands.ask(ours)
     prompt_maker.subprocess = commands.WARM
-    return server
+    subprocess.run = commands.run_script
+    return task
 
 
 def main() -> None:
@@ -95,8 +98,8 @@ def main() -> None:
         importlib.import_module(name)
     gc.freeze()
     task = next_task(requests)
-    if task is not None and task["args"][:1] == ["server"]:
-        task = with_warm_prompts(task)
+    if task is not None and (task["args"][:1] == ["server"] or task["program"].endswith(".py")):
+        task = with_warm_processes(task)
     if task is None:
         return
     gc.unfreeze()
