@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # on CUDA, f32 is compared with f32; read when MLX multiplies first
+if hasattr(os, "SCHED_BATCH"):
+    # On a CPU, MLX wakes a thread for each operation. If that does not interrupt the one that wakes it, both need less
+    # time. Threads and processes that are started inherit it.
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 import mlx.core as mx
 import pytest
@@ -23,6 +30,9 @@ from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 # The same examples in every run; HYPOTHESIS_PROFILE=default draws new ones, as "make test-slow" does.
 settings.register_profile("fixed", derandomize=True, database=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+# Tests apply the patches some thousand times, and mlx-lm's sources stay as they are.
+registry.fingerprint = functools.cache(registry.fingerprint)
 
 REAL = gpu_kernels.prepare_decode, compiled_step.compile_function
 

@@ -13,6 +13,7 @@ from mlx_lm.generate import BatchGenerator, generate_step, maybe_quantize_kv_cac
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
+from mlx_paged import PagedConfig
 from mlx_paged.attention import dispatch
 
 SLOW = pytest.mark.slow  # on a CPU each token of prompt and answer takes some 0.1 to 0.4 s
@@ -28,7 +29,7 @@ def voyage(num_days: int) -> str:
 
 
 PROMPTS |= {"two blocks": voyage(1), "several blocks": voyage(6), "long": voyage(59)}
-QUICK = ("two blocks", 24)  # the answer goes on in a third one
+QUICK = ("short", 6, 8)  # five blocks of 8 tokens; the answer goes on in a sixth one
 
 
 @functools.cache
@@ -38,8 +39,10 @@ def load_demo(folder: Path):
 
 @pytest.mark.demo_model
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("name", "num_tokens"), [QUICK, *(pytest.param(name, 200, marks=SLOW) for name in PROMPTS)])
-def test_demo_model_gives_stocks_tokens(name: str, num_tokens: int, demo_model_folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_tokens", "block_size"), [QUICK, *(pytest.param(name, 200, 32, marks=SLOW) for name in PROMPTS)]
+)
+def test_demo_model_gives_stocks_tokens(name: str, num_tokens: int, block_size: int, demo_model_folder: Path) -> None:
     model, tokenizer = load_demo(demo_model_folder)
     messages = [{"role": "user", "content": PROMPTS[name]}]
     prompt = mx.array(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
@@ -49,14 +52,14 @@ def test_demo_model_gives_stocks_tokens(name: str, num_tokens: int, demo_model_f
         return [token for token, _ in generate_step(prompt, model, max_tokens=num_tokens)]
 
     expected = run()
-    mlx_paged.apply_patches()
+    mlx_paged.apply_patches(PagedConfig(block_size=block_size))
     got = run()
     assert mlx_paged.last_dispatch().path == "gather"
     assert got == expected
     assert len(got) == num_tokens
     pool = mlx_paged.pool_of(model)
     pool.check_integrity()
-    assert pool.stats().peak_live_blocks == -(-(prompt.size + num_tokens) // 32)
+    assert pool.stats().peak_live_blocks == -(-(prompt.size + num_tokens) // block_size)
 
 
 @pytest.mark.demo_model

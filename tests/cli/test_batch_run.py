@@ -215,7 +215,7 @@ def test_the_bar_moves_during_the_first_prefill(folder: Path, tmp_path: Path) ->
     source = tmp_path / "prompts.txt"
     source.write_text(words(2000, 1))
     options = ("--prompts-file", source, "--prefill-step-size", 16, "--max-tokens", 1)
-    shown = on_a_terminal([sys.executable, "-m", "mlx_paged", *arguments(folder, *options)])
+    shown = on_a_terminal("mlx_paged", *arguments(folder, *options))
     counted = [int(each.replace(b",", b"")) for each in re.findall(rb"0/1 prompts, ([\d,]+) prompt tokens", shown)]
     assert len(set(counted)) > 1 and counted == sorted(counted) and 0 < counted[0] < 2000
 

@@ -14,6 +14,7 @@ from mlx_paged.engine import prefill
 from mlx_paged.errors import RequestTooLargeError
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.faulty import BLOCK, FEWEST_BLOCKS, MOST, PROMPTS, Driver, FaultyModel, FaultySampler
+from tests.support.samples import each_value
 
 
 class GeneratorMachine(RuleBasedStateMachine):
@@ -119,8 +120,7 @@ def test_random_steps_in_place(num_blocks: int, num_steps: int) -> None:
     assert fake.calls["append"] > num_steps
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("num_blocks", [FEWEST_BLOCKS, 24, 80])
+@pytest.mark.parametrize(("num_blocks", "in_place"), each_value([FEWEST_BLOCKS, 24, 80], [False, True]))
 def test_random_steps_in_packs(num_blocks: int, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     original = prefill.compute_pack

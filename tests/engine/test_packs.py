@@ -29,6 +29,7 @@ from tests.support.models.builders import KINDS, build, greedy, prompt_of
 from tests.support.models.packs import assert_alike, assert_nothing_is_left, insert, note_packs, packing, prompts_for
 from tests.support.models.toy_engine import ToyEngine, answer, caches_of, make_pool
 from tests.support.models.toy_engine import prompt_of as toy_prompt
+from tests.support.samples import each_value
 
 GENERIC = ("phi3", "olmo2", "qwen3_moe", "gpt_oss", "gemma3n", "gemma4_text", "gemma2")
 
@@ -47,7 +48,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 # The same tokens as alone -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["functional", "in place", "kernel"])
+STORAGES = ("functional", "in place", "kernel")
+
+
+@pytest.fixture(params=STORAGES)
 def config(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[PagedConfig]:
     """Over functional blocks; over blocks in place, sequence by sequence, and in the kernel's stand-in."""
     if request.param == "functional":
@@ -64,7 +68,7 @@ def no_kernel(*_: object, **__: object) -> None:
 
 
 @pytest.mark.usefixtures("no_fall_through")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "config"), each_value(KINDS, STORAGES, times=2), indirect=["config"])
 def test_requests_in_packs_get_their_solo_tokens(kind: str, config: PagedConfig, calls: list[list[int]]) -> None:
     model = build(kind, head_dim=64)
     prompts = prompts_for(320)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -35,6 +36,13 @@ def storage(request: pytest.FixtureRequest) -> Iterator[None]:
         mlx_paged.remove_patches()
 
 
+@functools.cache
+def solos(kind: str) -> list[list[int]]:
+    """Stock mlx-lm's tokens of each prompt."""
+    assert not mlx_paged.patches.is_applied()
+    return [greedy(model_of(kind), prompt, TOKENS)[0] for prompt in PROMPTS]
+
+
 def other_block_size() -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=32, kv_cache_memory=64 << 20))
 
@@ -56,7 +64,7 @@ class TestLiveBatches:
     @pytest.mark.parametrize("change", CHANGES)
     def test_a_batch_goes_on_as_it_began(self, kind: str, change: Callable[[], Any]) -> None:
         model = model_of(kind)
-        solo = [greedy(model, prompt, TOKENS)[0] for prompt in PROMPTS]
+        solo = solos(kind)
         mlx_paged.apply_patches(CONFIG)
         generator = PagedBatchGenerator(model)
         uids = generator.insert([p.tolist() for p in PROMPTS[:2]], [TOKENS] * 2)

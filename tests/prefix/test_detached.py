@@ -18,6 +18,7 @@ from mlx_paged.prefix.detached import DetachedPrefix, adopt, adopt_longest, deta
 from mlx_paged.prefix.radix import RadixTree
 from tests.support.models.builders import KINDS, WINDOW, build, prompt_of
 from tests.support.prefixes import check_contents, compute, make_pool, new_tables, release
+from tests.support.samples import each_value
 
 BLOCK = 8
 
@@ -87,8 +88,8 @@ def test_write_prefill_after_shared_prefix_adopt_allocates_only_suffix_blocks() 
     pool.check_integrity()
 
 
-@pytest.mark.parametrize("cut", [1, BLOCK, 3 * BLOCK + 5, 57])
-@pytest.mark.parametrize("kind", KINDS)
+# Always each cut by a kind with windows and by one without: they are neighbours.
+@pytest.mark.parametrize(("kind", "cut"), each_value(KINDS, [1, BLOCK, 3 * BLOCK + 5, 57], times=2))
 def test_shared_prefix_gives_the_bits_of_a_cold_prefill_cut_at_the_same_token(kind: str, cut: int) -> None:
     model = paged(kind)
     tokens = prompt_of(70, seed=2).tolist()

@@ -174,7 +174,7 @@ def test_a_killed_server_finds_its_prefixes_again(folder: Path, tmp_path: Path) 
     expected = first.chat(question, max_tokens=12)
     tokens = expected["usage"]["total_tokens"]
     first.wait_until(lambda: first.stats()["prefix_cache"]["on_disk"]["blocks"] >= -(-(tokens - 1) // 32))
-    first.post(CHAT, {"messages": messages_of("And after?")})
+    first.post(CHAT, {"messages": messages_of("And after?"), "max_tokens": 80})  # some blocks more
     first.kill()  # as kill -9 does, perhaps in the middle of a file
     truncated = max((tmp_path / "prefixes").glob("*.safetensors"), key=lambda path: path.stat().st_mtime)
     truncated.write_bytes(truncated.read_bytes()[:-100])
@@ -304,7 +304,7 @@ def check_consistent(server: ServerProcess) -> None:
     assert {s.labels["outcome"]: s.value for s in families["mlx_paged_requests"].samples} == figures["requests"]
 
 
-@pytest.mark.parametrize("num_users, seconds", [(8, 6), pytest.param(16, 120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_users, seconds", [(8, 3), pytest.param(16, 120, marks=pytest.mark.slow)])
 def test_users_come_and_go_and_nothing_leaks(server: ServerProcess, num_users: int, seconds: float) -> None:
     counts = users(server, num_users, seconds)
     assert sum(counts.values()) >= num_users
@@ -326,7 +326,7 @@ def test_requests_past_the_budget(server: ServerProcess) -> None:
 
 
 def test_tokens_end_where_the_budget_does(folder: Path, tmp_path: Path) -> None:
-    server = ServerProcess(folder, tmp_path, "--kv-cache-memory", "300KB", "--api-key", "söcret", "--kv-block-size=16")
+    server = ServerProcess(folder, tmp_path, "--kv-cache-memory", "150KB", "--api-key", "söcret", "--kv-block-size=16")
     key = {"Authorization": "Bearer söcret".encode().decode("latin-1")}
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic söcret"}, {"Authorization": "é"}):
         for path in ("/v1/cache/stats", "/metrics", "/v1/models"):
@@ -336,10 +336,10 @@ def test_tokens_end_where_the_budget_does(folder: Path, tmp_path: Path) -> None:
     prompt = {"prompt": "Once upon a time", "max_tokens": 100000}
     answer = server.post(COMPLETIONS, prompt, **key).json
     assert answer["choices"][0]["finish_reason"] == "length"
-    assert 400 < answer["usage"]["total_tokens"] < 600
+    assert 200 < answer["usage"]["total_tokens"] < 300
 
     def ask(number: int) -> int:
-        body = {"prompt": f"{number} " * 150, "max_tokens": 120}
+        body = {"prompt": f"{number} " * 60, "max_tokens": 60}
         return server.post(COMPLETIONS, body, **key).status
 
     with ThreadPoolExecutor(8) as pool:  # more than fit together: some wait or make room, all are answered
@@ -362,7 +362,8 @@ def test_a_host_that_others_reach_is_warned_of(tmp_path: Path, folder: Path) -> 
     server = ServerProcess(folder, tmp_path, "--host", "0.0.0.0", "--no-prefix-cache")
     assert "no --api-key" in server.log
     for seed in (None, None, 1, 1):  # and nothing is kept
-        usage = server.chat(messages_of("Again?"), **({} if seed is None else {"seed": seed}))["usage"]
+        seeded = {} if seed is None else {"seed": seed}
+        usage = server.chat(messages_of("Again?"), max_tokens=8, **seeded)["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == 0
     server.wait_until(lambda: server.stats()["pool"]["live_blocks"] == 0)
     assert server.stats()["prefix_cache"] is None

@@ -19,9 +19,11 @@ from mlx_lm import server as upstream
 
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.server.response_generator import PagedResponseGenerator
+from mlx_paged.serve import prompt_maker
 from mlx_paged.serve.refusal import RequestRefused
 from tests.serve.stops.test_stop_strings import cut_of
 from tests.support.models.tiny_model import make_tiny_model
+from tests.support.processes import commands
 from tests.support.processes.server_process import ServerProcess
 
 pytestmark = pytest.mark.demo_model
@@ -124,7 +126,7 @@ def stops_of(draw: st.DrawFn, text: str) -> list[str]:
     return stops
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(st.data())
 def test_answers_are_the_unstopped_ones_cut_before_the_first_stop_string(
     server: ServerProcess, unstopped: list[Unstopped], data: st.DataObject
@@ -227,7 +229,8 @@ class OwnBatches:
 
 
 @pytest.fixture
-def own_batches(folder: Path) -> Iterator[OwnBatches]:
+def own_batches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OwnBatches]:
+    monkeypatch.setattr(prompt_maker, "subprocess", commands.WARM)
     batches = OwnBatches(folder)
     yield batches
     batches.generator.stop_and_join()
@@ -260,7 +263,7 @@ def test_an_answer_that_cannot_be_kept_fails_alone(
 def test_with_a_draft_model(folder: Path, unstopped: list[Unstopped], tmp_path: Path) -> None:
     server = ServerProcess(folder, tmp_path, *FLAGS, "--draft-model", str(folder))
     for whole in unstopped[:2]:
-        for begin in range(0, len(whole.text) - 4, 9):
+        for begin in range(0, len(whole.text) - 4, 17):
             stops = [whole.text[begin + 2 : begin + 5]]
             check(ask(server, {**whole.body, "stop": stops, "stream": begin % 2 == 0}), whole, stops)
     assert server.stop() == 0 and "Traceback" not in server.log, server.log
@@ -270,7 +273,7 @@ def test_logprobs_are_those_of_the_tokens_that_are_shown(server: ServerProcess, 
     for whole in unstopped[:2]:
         content = server.post(COMPLETIONS, {**whole.body, "logprobs": True}).json["choices"][0]["logprobs"]["content"]
         assert len(content) == NUM_TOKENS
-        for begin in range(0, len(whole.text), 5):
+        for begin in range(0, len(whole.text), 11):
             stop = whole.text[begin : begin + 9]
             body = server.post(COMPLETIONS, {**whole.body, "logprobs": True, "top_logprobs": 2, "stop": stop}).json
             text, shown = body["choices"][0]["text"], body["choices"][0]["logprobs"]["content"]

@@ -24,6 +24,7 @@ from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.batch_runs import kv_budget, mlx_lm_generate, model_of
 from tests.support.models.builders import KINDS, WINDOW, build, greedy, prompt_of
 from tests.support.models.recurrent import RECURRENT
+from tests.support.samples import each_value
 
 BLOCK = 8
 
@@ -262,12 +263,11 @@ class Tight:
         return list(tokens.values()), list(cached.values())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("length, block_size", [(100, 128), (100, 32), (96, 8), (250, 32)])
-def test_the_longest_request_that_the_budget_holds_uses_all_of_a_known_prefix(
-    kind: str, length: int, block_size: int
-) -> None:
+# Always each size by a kind with windows and by one without: they are neighbours.
+@pytest.mark.parametrize("kind, size", each_value(KINDS, [(100, 128), (100, 32), (96, 8), (250, 32)], times=2))
+def test_the_longest_request_that_the_budget_holds_uses_all_of_a_known_prefix(kind: str, size: tuple[int, int]) -> None:
     """The copy of a block shared in part is counted: there is room for it, and no token is computed again."""
+    length, block_size = size
     prompt, new = prompt_of(length, seed=3).tolist(), 4
     expected = greedy(model_of(kind), mx.array(prompt), new)[0]
     tight = Tight(kind, length + new, block_size, step_size=64)

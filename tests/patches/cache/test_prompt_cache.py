@@ -13,6 +13,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 import mlx_paged
 from mlx_paged import PagedConfig, PagedKVCache, PoolExhaustedError, PromptCacheError
 from tests.support.models.builders import KINDS, WINDOW, build, greedy, prompt_of, rms
+from tests.support.samples import each_value
 
 # Below, at and past the window; after prefill only, and after decode steps that turned mlx-lm's ring.
 HISTORIES = [(5, 0), (WINDOW - 1, 0), (WINDOW, 0), (WINDOW + 1, 3), (90, 0), (90, 1), (90, 17), (3, WINDOW + 9)]
@@ -33,10 +34,10 @@ def goes_on(model, cache):
     return greedy(model, prompt_of(6, seed=5), 20, prompt_cache=cache)
 
 
-@pytest.mark.parametrize(("prompt_tokens", "decoded"), HISTORIES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_round_trips_with_stock(kind: str, prompt_tokens: int, decoded: int, tmp_path: Path) -> None:
-    model = build(kind)
+# Always each history by a kind with windows and by one without: they are neighbours.
+@pytest.mark.parametrize(("kind", "tokens"), each_value(KINDS, HISTORIES, times=2), ids=str)
+def test_round_trips_with_stock(kind: str, tokens: tuple[int, int], tmp_path: Path) -> None:
+    model, (prompt_tokens, decoded) = build(kind), tokens
     file, paged_file = str(tmp_path / "stock.safetensors"), str(tmp_path / "paged.safetensors")
     upstream.save_prompt_cache(file, history(model, prompt_tokens, decoded), {"model": "m"})
     expected = goes_on(model, upstream.load_prompt_cache(file))

@@ -34,9 +34,15 @@ from tests.support.models.batch_runs import (
 )
 from tests.support.models.builders import KINDS, WINDOW, build, greedy, prompt_of
 from tests.support.models.recurrent import RECURRENT
+from tests.support.samples import each_value, sampled
 
 # Around blocks, chunks and windows; 17 rows of 1 to 700 tokens.
 LENGTHS = (1, 700, 2, 33, 8, 40, 7, 300, 64, 1, 41, 129, 39, 16, 80, 5, 250)
+
+
+COUNTS = (1, 2, 17)
+# Always all rows with windows and without, and each kind.
+SAMPLE = [("gemma3", 17), ("qwen3", 17), ("llama", 1), ("llama-sliding", 2)]
 
 
 def specs_of(count: int, num_tokens: int = 12) -> list[Spec]:
@@ -57,8 +63,7 @@ def run_batch(kind: str, specs: list[Spec], config: PagedConfig | None = None, *
 
 
 @pytest.mark.usefixtures("no_fall_through")
-@pytest.mark.parametrize("count", [1, 2, 17])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "count"), sampled((KINDS, COUNTS), SAMPLE))
 def test_rows_equal_their_solo_runs(kind: str, count: int) -> None:
     run_batch(kind, specs_of(count), prefill_step_size=128)
     assert mlx_paged.last_dispatch().path == "gather"
@@ -247,8 +252,7 @@ def test_the_patch_replaces_the_class_where_it_was_imported_and_goes_again() -> 
     assert mlx_lm_generate.BatchGenerator is original is mlx_lm.server.BatchGenerator
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "llama-sliding", "gemma3"])
+@pytest.mark.parametrize(("kind", "in_place"), each_value(["llama", "llama-sliding", "gemma3"], [False, True]))
 def test_the_pool_does_not_grow_beyond_what_its_requests_can_need(kind: str, in_place: bool) -> None:
     lengths, num_tokens = (200, 5, 60, 90, 40), 20
     with fake_kernels() if in_place else contextlib.nullcontext():
@@ -303,8 +307,7 @@ def _arrays(cache: Any) -> list[mx.array]:
 
 
 @pytest.mark.usefixtures("kernels", "no_fall_through")
-@pytest.mark.parametrize("num_blocks", [None, 40])
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize(("kind", "num_blocks"), each_value(["llama", "gemma3"], [None, 40]))
 def test_in_place_pools_and_kernels_give_each_row_its_solo_tokens(kind: str, num_blocks: int | None) -> None:
     model = build(kind, head_dim=64)
     lengths = (1, 90, 33, 8, 50, 130)

@@ -220,7 +220,9 @@ CASES += [("plain, prefixes, tight", "making room"), ("plain, prefixes", "joinin
 CASES += [("windows, prefixes", "finishing"), ("hybrid, snapshots", "finishing")]
 CASES += [("windows, prefixes", "inserting a chunk")]
 CASES += [("packs", "computing prompts"), ("packs, prefixes", "computing prompts")]
-SAMPLE = 3  # faults of a case outside of the exhaustive run
+# Outside of the exhaustive run, a case has two faults: of the first call, the middle one and the last one, each is left
+# out in turn. Admission, which is in most scenes, has one in each.
+SAMPLES = [(0, 1), (1, 2), (0, 2)]
 
 
 def watched(scene: Scene, part: str, at: int | None = None) -> Faults:
@@ -260,8 +262,9 @@ def calls_of(scene_name: str, part: str) -> list[int]:
 @pytest.mark.parametrize("scene, part", CASES)
 def test_a_fault_in_a_part_of_one_requests_life_is_that_requests_failure(scene: str, part: str) -> None:
     calls = calls_of(scene, part)
-    for index in range(SAMPLE):
-        with_fault(scene, part, calls[index * (len(calls) - 1) // (SAMPLE - 1)])
+    turn = CASES.index((scene, part)) % 3
+    for index in [turn] if part == "admission" else SAMPLES[turn]:
+        with_fault(scene, part, calls[index * (len(calls) - 1) // 2])
 
 
 @pytest.mark.slow

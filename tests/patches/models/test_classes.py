@@ -69,6 +69,14 @@ class Case(NamedTuple):
         return self.kind.startswith("hybrid")
 
 
+def all_but(*kinds: str) -> pytest.MarkDecorator:
+    """Always these classes but for some, which go the same way as others of them here and are tried in other tests."""
+    slow = pytest.mark.slow
+    return pytest.mark.parametrize(
+        "case", [pytest.param(kind, marks=slow) if kind in kinds else kind for kind in MODELS], indirect=True
+    )
+
+
 @pytest.fixture(params=MODELS)
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     """Nothing may fall through but a hybrid's states, which are not keys and values."""
@@ -120,6 +128,7 @@ def assert_speculated_alike(got: Any, expected: Any) -> None:
     assert got[1] == expected[1] if isinstance(expected[1], str) else rms(got[1], expected[1]) <= 1e-6
 
 
+@all_but("experts", "hybrid in turn")
 def test_speculative_decoding(case: Case) -> None:
     """Within a window, across its edge, and beyond it, where mlx-lm takes nothing back."""
     draft = draft_of(case)
@@ -160,6 +169,7 @@ def test_speculative_decoding_on_a_prompt_cache(case: Case) -> None:
 # Prompt caches ----------------------------------------------------------------------------------------------------
 
 
+@all_but("experts", "global")
 def test_a_prompt_cache_over_turns_saved_and_loaded(case: Case, tmp_path: Path) -> None:
     files = {by: str(tmp_path / f"{by}.safetensors") for by in ("stock", "paged")}
 
@@ -216,6 +226,7 @@ def answers_of(gen: Any, requests: list[list[int]]) -> tuple[list[list[int]], li
     return list(tokens.values()), [cached[uid] for uid in tokens]
 
 
+@all_but("global")
 def test_prefixes_are_shared(case: Case) -> None:
     """By the requests of a burst, by the first one again, and by the chat that goes on from it."""
     system, new = prompt_of(3 * WINDOW + 9, seed=1).tolist(), 12
@@ -276,15 +287,11 @@ def make_folder(name: str, tokenizer: Path, folder: Path) -> Path:
     return folder
 
 
-QUICK = ("sinks", "hybrid", "shared keys")  # windows, states, and layers that read others' blocks
-
-
 @pytest.mark.demo_model
-@pytest.mark.parametrize(
-    "case", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in MODELS], indirect=True
-)
+@all_but("global", "sliding", "hybrid in turn", "experts")
 def test_the_server(case: Case, demo_model_folder: Path, tmp_path: Path) -> None:
-    """Two chats at a time that share a system prompt, the first again, one with a draft model, and the first again."""
+    """Two chats at a time that share a system prompt, the first again, one with a draft model, and the first again.
+    Always with windows, with states, and with layers that read others' blocks."""
     mlx_lm = importlib.import_module("mlx_lm")
     folder = make_folder(MODELS[case.kind], demo_model_folder, tmp_path / "model")
     model, tokenizer = mlx_lm.load(str(folder))

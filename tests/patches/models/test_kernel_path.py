@@ -16,6 +16,7 @@ from mlx_paged.attention import dispatch
 from mlx_paged.kv.step import DeviceTables, Step
 from mlx_paged.kv.storage.scoring import Scoring
 from tests.support.models.builders import KINDS, WINDOW, build, greedy, perturbed, prompt_of, rms
+from tests.support.samples import each_value
 
 pytestmark = pytest.mark.usefixtures("no_fall_through")
 ON = {"kernel": "on"}
@@ -36,8 +37,7 @@ def paths() -> dict[str, int]:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("length", [1, 33, 257])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "length"), each_value(KINDS, [33, 257, 1]))
 def test_tokens_equal_stock(kind: str, length: int) -> None:
     model, prompt = MODELS[kind], prompt_of(length)
     tokens, logprobs = greedy(model, prompt)

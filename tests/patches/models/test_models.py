@@ -12,6 +12,7 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
+from scripts import model_matrix
 from scripts.model_matrix import Row, examine, line_of, lines_of_page
 from scripts.support import model_configs
 from tests.support.models.batch_runs import Outcome, generator, run_all
@@ -20,7 +21,7 @@ from tests.support.models.builders import greedy, prompt_of
 # One of each kind of attention and of state.
 SAMPLE = (
     "llama", "qwen3", "gemma3_text",  # adapters
-    "qwen2", "gpt2", "phi3", "starcoder2", "internlm2", "glm4", "granite", "nemotron",  # plain
+    "qwen2", "gpt2", "glm4", "nemotron",  # plain
     "smollm3", "cohere2", "olmo3", "exaone4", "ministral3", "gemma2",  # NoPE, windows, temperature, soft cap
     "gpt_oss", "mimo_v2_flash",  # sinks, keys and values of different sizes
     "gemma3n", "gemma4_text", "afm7", "iquestloopcoder",  # shared keys, loops
@@ -34,7 +35,7 @@ CLASSES = {
     "global": "qwen2", "sliding": "olmo3", "sinks": "gpt_oss", "experts": "qwen3_moe", "shared keys": "gemma3n",
     "latent": "deepseek_v3", "soft cap": "gemma2",
 }  # fmt: skip
-TOKENS = 20
+TOKENS = 14  # past the window of the shortest prompt
 
 
 def without_figures(line: str) -> list[str]:
@@ -50,7 +51,9 @@ def check(name: str, num_tokens: int) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SAMPLE)
-def test_a_model_runs_as_the_page_says(name: str) -> None:
+def test_a_model_runs_as_the_page_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Always the prompt that leaves a window while it decodes, and the one that is longer than windows and chunks.
+    monkeypatch.setattr(model_matrix, "PROMPTS", (5, 45))
     check(name, TOKENS)
 
 

@@ -25,6 +25,7 @@ from mlx_paged.serve.prompt_maker import LARGE_BYTES, PromptMaker, PromptSetup
 from mlx_paged.serve.prompt_messages import PromptJob
 from mlx_paged.serve.refusal import RequestRefused
 from mlx_paged.warn import FallThroughWarning
+from tests.support.processes import commands
 
 pytestmark = pytest.mark.demo_model
 
@@ -46,6 +47,12 @@ def maker() -> Iterator[PromptMaker]:
     made = PromptMaker(make_prompt, PROCESS, seconds=5, num_bytes=1 << 30, allow_template=True)
     yield made
     made.close()
+
+
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New makers start their processes as forks; the module's starts them as the server does."""
+    monkeypatch.setattr(prompt_maker, "subprocess", commands.WARM)
 
 
 def chat(*contents: str, tools: Any = None) -> Any:
@@ -110,7 +117,9 @@ def test_a_renderer_in_python_takes_what_its_signature_names(tokenizer: Any) -> 
     assert template_variables(wrapper, {"effort": "high", "mood": 1}) == {"effort": "high"}
 
 
-def test_a_template_that_never_ends_costs_its_own_request_alone(maker: PromptMaker, setup: PromptSetup) -> None:
+@pytest.mark.usefixtures("warm")
+def test_a_template_that_never_ends_costs_its_own_request_alone(setup: PromptSetup) -> None:
+    maker = PromptMaker(make_prompt, PROCESS, seconds=2, allow_template=True)
     maker.learn(setup)
     errors: list[RequestRefused] = []
     endless = threading.Thread(
@@ -118,9 +127,10 @@ def test_a_template_that_never_ends_costs_its_own_request_alone(maker: PromptMak
     )
     endless.start()
     endless.join(60)
-    assert errors and errors[0].status == 400 and "within 5 s" in str(errors[0])
+    assert errors and errors[0].status == 400 and "within 2 s" in str(errors[0])
     assert maker.make(setup, chat("Hi."), None, None).tokens  # in a new process
     assert maker.num_waiting == 0
+    maker.close()
 
 
 def test_a_template_that_takes_all_memory_is_refused(maker: PromptMaker, setup: PromptSetup) -> None:
@@ -129,6 +139,7 @@ def test_a_template_that_takes_all_memory_is_refused(maker: PromptMaker, setup: 
     assert maker.make(setup, chat("Hi."), None, None).tokens
 
 
+@pytest.mark.usefixtures("warm")
 def test_others_do_not_wait_for_one_that_takes_long(setup: PromptSetup) -> None:
     maker = PromptMaker(make_prompt, PROCESS, seconds=60)
     maker.learn(setup)
@@ -241,6 +252,7 @@ def test_a_tokenizer_that_cannot_be_sent_works_here(tokenizer: Any, maker: Promp
     assert made.tokens == expected(tokenizer, chat("Be brief.", "Who?"))[0]
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_closed_maker_refuses_and_leaves_no_process(setup: PromptSetup) -> None:
     maker = PromptMaker(make_prompt, PROCESS, seconds=60)
     maker.learn(setup)

@@ -4,7 +4,9 @@ JSON by name. In a process of its own, because all of the adapters are imported 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
+import inspect
 import json
 import sys
 import warnings
@@ -151,5 +153,6 @@ def found(patch: Any) -> Any:
 if __name__ == "__main__":
     from tests.support.models.builders import build, prompt_of
 
+    inspect.getsource = functools.cache(inspect.getsource)  # read for each name, and stay as they are
     a_model, a_prompt = build("llama"), prompt_of(20)
     print(json.dumps({name: tried(name, a_model, a_prompt) for name in upstream_names()}))

@@ -7,6 +7,8 @@ Apple's compiler runs on a Mac only; this one is alike enough that what spills b
 from __future__ import annotations
 
 import functools
+import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -16,6 +18,7 @@ from typing import NamedTuple
 
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels.build import SIGNATURES, Constants
+from tests.support.msl import emulator
 
 REGISTERS = 128
 _TYPES = kernel_build._TYPE_NAMES["cuda"]
@@ -68,18 +71,31 @@ def registers_of(body: str, constants: Constants, most: int | None = REGISTERS, 
         f"{_HEAD}{header}namespace mlx::core::cu {{\n"
         f"__global__ void {bounds} kernel({', '.join(parameters)}) {{\n{source}\n}}\n}}\n"
     )
+    options = [f"-arch={arch}", "-std=c++17", "-cubin", "-Xptxas", "-v"]
+    if most is not None:
+        options.append(f"-maxrregcount={most}")
+    return _parse(_said_of(text, options))
+
+
+def _said_of(text: str, options: list[str]) -> str:
+    """What nvcc says of a text that compiles; kept on disk, as the emulator's programs are."""
     nvcc = compiler()
     assert nvcc is not None
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.cu"
-        file.write_text(text)
-        options = [f"-arch={arch}", "-std=c++17", "-cubin", "-Xptxas", "-v", "-o", f"{file}bin"]
-        if most is not None:
-            options.append(f"-maxrregcount={most}")
-        run = subprocess.run([nvcc, *options, str(file)], capture_output=True, text=True, timeout=300, check=False)
-    if run.returncode:
-        raise RuntimeError(run.stderr[:4000])
-    return _parse(run.stderr)
+    key = hashlib.sha256("\0".join([text, *options, nvcc, str(os.stat(nvcc).st_mtime)]).encode()).hexdigest()[:24]
+    kept = Path(emulator.CACHE) / f"nvcc_{key}.txt"
+    if not kept.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "kernel.cu"
+            file.write_text(text)
+            command = [nvcc, *options, "-o", f"{file}bin", str(file)]
+            run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        if run.returncode:
+            raise RuntimeError(run.stderr[:4000])
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        own = kept.with_suffix(f".{os.getpid()}")  # several test processes may be at it
+        own.write_text(run.stderr)
+        own.replace(kept)
+    return kept.read_text()
 
 
 def _parse(report: str) -> Registers:

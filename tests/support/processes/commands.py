@@ -13,7 +13,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any, Protocol
 
 import mlx.core as mx
@@ -22,6 +24,9 @@ ROOT = Path(__file__).parents[3]
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 # A process that knows a GPU, or macOS's frameworks, must not fork.
 FORKS = sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu)
+
+
+_subprocess_run = subprocess.run
 
 
 class Process(Protocol):
@@ -34,24 +39,30 @@ class Process(Protocol):
 
 
 class WarmProcess:
-    """A command that a warm interpreter runs in a fork of itself."""
+    """A command that a warm interpreter runs in a fork of itself. ``stdin`` and ``stdout`` are those of
+    :func:`on_pipes`."""
+
+    stdin: IO[bytes]
+    stdout: IO[bytes]
 
     def __init__(self, pid: int, status: IO[bytes]) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self._status = status
+        self._lock = threading.Lock()
 
     def poll(self) -> int | None:
-        if self.returncode is None and select.select([self._status], [], [], 0)[0]:
-            self.returncode = int(self._status.readline())
-            self._status.close()
+        with self._lock:
+            if self.returncode is None and select.select([self._status], [], [], 0)[0]:
+                self.returncode = int(self._status.readline())
+                self._status.close()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None and not select.select([self._status], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
-        code = self.poll()
-        assert code is not None
+        while (code := self.poll()) is None:
+            with contextlib.suppress(ValueError):  # another thread has heard of its end
+                if not select.select([self._status], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
         return code
 
     def send_signal(self, sig: int) -> None:
@@ -82,6 +93,16 @@ def _interpreter() -> socket.socket:
 
     atexit.register(end)
     return ours
+
+
+def ask(interpreter: socket.socket) -> None:
+    """Have this one fork from now on."""
+    global _interpreter
+
+    def given() -> socket.socket:
+        return interpreter
+
+    _interpreter = given
 
 
 def start(
@@ -144,3 +165,25 @@ def run(
         out.seek(0)
         err.seek(0)
         return subprocess.CompletedProcess([str(program), *map(str, args)], code, out.read(), err.read())
+
+
+def run_script(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """In the place of ``subprocess.run`` where a script runs itself again."""
+    if command[0] == sys.executable and command[1].endswith(".py") and options.get("text"):
+        return run(Path(command[1]), *command[2:])
+    return _subprocess_run(command, **options)
+
+
+def on_pipes(command: list[str], *, stdin: int, stdout: int, env: dict[str, str]) -> Any:
+    """What ``subprocess.Popen`` gives for ``python -m module args`` on pipes."""
+    if not FORKS:
+        return subprocess.Popen(command, stdin=stdin, stdout=stdout, env=env)
+    (its_input, ours_in), (ours_out, its_output) = os.pipe(), os.pipe()
+    with open(its_input, "rb") as source, open(its_output, "wb") as answers:
+        process: Any = start(*command[2:], stdin=source, stdout=answers, stderr=sys.__stderr__, **env)
+    process.stdin, process.stdout = os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb")
+    return process
+
+
+# In the place of the module ``subprocess`` where a module of ours starts others.
+WARM = SimpleNamespace(Popen=on_pipes, PIPE=subprocess.PIPE)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import pty
-import subprocess
+
+from tests.support.processes import commands
 
 
-def on_a_terminal(command: list[str]) -> bytes:
+def on_a_terminal(program: str, *args: object) -> bytes:
     """What a command writes to stderr, which is a terminal."""
     primary, secondary = pty.openpty()
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=secondary, env={**os.environ, "HF_HUB_OFFLINE": "1"}
-    )
-    os.close(secondary)
+    with open(os.devnull, "w") as nothing, os.fdopen(secondary, "w") as stderr:
+        process = commands.start(program, *args, stdout=nothing, stderr=stderr)
     shown = b""
     while True:
         try:

@@ -13,8 +13,11 @@ import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 from typing import Any
+
+from tests.support.processes import commands
 
 # What takes most of a command's start. No module that is run, and nothing that starts MLX's threads.
 PRELOADED = (
@@ -29,7 +32,11 @@ PRELOADED = (
     "mlx_paged.cli.generate",
     "mlx_paged.cli.server",
     "mlx_paged.patches",
+    "mlx_paged.patches.generate.batch_generator",
     "mlx_paged.patches.server",
+    "mlx_paged.patches.server.prompt_job",
+    "mlx_paged.patches.server.replacements",
+    "transformers.dynamic_module_utils",
     "transformers.models.auto.tokenization_auto",
     "transformers.tokenization_utils_tokenizers",
 )
@@ -68,6 +75,22 @@ def _ended() -> tuple[int, int]:
         return 0, 0
 
 
+def with_warm_processes(task: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns twice: where the task is to run, and in what another warm interpreter, for the processes that it starts,
+    forks: those that make a server's prompts, and those that measure for a script."""
+    from mlx_paged.serve import prompt_maker
+
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        return next_task(theirs)
+    theirs.close()
+    commands.ask(ours)
+    prompt_maker.subprocess = commands.WARM
+    subprocess.run = commands.run_script
+    return task
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the tests is theirs
     requests = socket.socket(fileno=int(sys.argv[1]))
@@ -75,6 +98,8 @@ def main() -> None:
         importlib.import_module(name)
     gc.freeze()
     task = next_task(requests)
+    if task is not None and (task["args"][:1] == ["server"] or task["program"].endswith(".py")):
+        task = with_warm_processes(task)
     if task is None:
         return
     gc.unfreeze()
