@@ -156,17 +156,17 @@ def test_tokens_of_very_different_sizes():
     # The first token's values are tiny and the last one's large, so that the range of the weights grows on the way.
     case = case_of([300], (8, 4), dtype=mx.bfloat16, heads=(2, 1))
     (pair,) = case._given
-    sizes = (2.0 ** np.linspace(-80, 10, 300)).astype(np.float32)[:, None]
+    sizes = (2.0 ** np.linspace(-50, 10, 300)).astype(np.float32)[:, None]
     v = case._dense[1]
     for t in range(300):
         v[case.tables[0, t // 16], :, t % 16] *= sizes[t]
     pair[1][:] *= sizes
     case.rows = [case._kept(*pair)]
     case._fill()
-    out, _ = run(case, orders=(0,))
+    out, _ = run(case, orders=(0,), unroll=1)
     expected = case.reference()
     np.testing.assert_allclose(out, expected, atol=1e-2 * np.abs(expected).max())
-    stuck, _ = run(case, [("if (exponent > range) {", "if (exponent > range && range == 15) {")], orders=(0,))
+    stuck, _ = run(case, [("if (exponent > range) {", "if (exponent > range && range == 15) {")], orders=(0,), unroll=1)
     assert not np.allclose(stuck, expected, atol=1e-2 * np.abs(expected).max())
 
 
@@ -235,7 +235,7 @@ def test_planted_defects_are_seen(which, name):
                 pair[index][..., :64] = -np.abs(pair[index][..., :64])
         grow = (2.0 ** np.arange(16)).astype(np.float32)[:, None] / 2.0**8
         v *= grow
-        for b, pair in enumerate(case._given):
+        for pair in case._given:
             pair[1][:] *= grow[np.arange(pair[1].shape[1]) % 16]
         case.q = case.q * mx.array([1.0, 4.0, 0.25, 1.0, 1.0, 2.0])[:, None, None].astype(case.dtype)
         case.rows = [case._kept(*pair) for pair in case._given]
