@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,14 @@ import mlx.core as mx
 
 from .errors import ConfigError, KernelUnavailableError
 from .kernels.availability import device_decline
+from .kernels.quantized.rows import GROUP_SIZES
 from .kv.group import MAX_BLOCK_SIZE
+from .kv.storage.page_format import DEFAULT_GROUP_SIZE, PageFormat
 
 # The range the fused kernel is meant for; a pool made by hand may also use blocks of 4.
 MIN_BLOCK_SIZE = 8
 AUTO_SHARE = 0.8
+QUANTIZED_KV_START = 5000  # mlx-lm's default
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -68,8 +71,43 @@ def parse_kernel(text: str | bool | None) -> bool | None:
     return choices[text.strip().lower()]
 
 
-def _option(default: Any, parse: Callable[[Any], Any], flag: str, env: str, metavar: str, text: str) -> Any:
+def parse_kv_bits(value: str | int | Sequence[int] | None) -> int | tuple[int, int] | None:
+    """Bits of keys and values in pages: 8, 4, or ``8,4`` for keys and values; None and ``none`` leave them as they are.
+    Raises ConfigError."""
+    if value is None or value == "none":
+        return None
+    parts = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
+    try:
+        k, v = parts if len(parts) > 1 else (parts[0], parts[0])
+        k_bits, v_bits, _ = PageFormat.of((int(k), int(v)))
+    except (ValueError, TypeError, IndexError):
+        raise ConfigError(f"kv_bits must be 8, 4 or 8,4 (keys, values), not {value!r}") from None
+    return k_bits if k_bits == v_bits else (k_bits, v_bits)
+
+
+def parse_kv_group_size(value: str | int) -> int:
+    """Values that share a scale and a bias: 32, 64 or 128. Raises ConfigError."""
+    if str(value).strip() not in map(str, GROUP_SIZES):
+        raise ConfigError(f"kv_group_size must be one of {GROUP_SIZES}, not {value!r}")
+    return int(value)
+
+
+def _kv_bits_argument(text: str) -> int | tuple[int, int] | None:
+    """As mlx-lm's flag takes it, any whole number, and more: what pages are not made of, its own caches may be."""
+    return int(text) if text.strip().isdigit() else parse_kv_bits(text)
+
+
+def _option(
+    default: Any,
+    parse: Callable[[Any], Any],
+    flag: str,
+    env: str,
+    metavar: str,
+    text: str,
+    argument: Callable[[str], Any] | None = None,
+) -> Any:
     metadata = {"parse": parse, "flag": flag, "env": env, "metavar": metavar, "help": text}
+    metadata["argument"] = argument or parse
     return field(default=default, metadata=metadata)
 
 
@@ -84,6 +122,9 @@ class PagedConfig:
         block_size: tokens per block, a power of two from 8 to 128.
         kv_cache_memory: most bytes the block pool of a model may take; None chooses by the memory that is free.
         kernel: True ("on") demands the fused kernel, False ("off") forbids it, None ("auto") decides by what is there.
+        kv_bits: keys and values are quantised to so many bits when they are written: 8, 4, or (8, 4) for keys and
+            values; None keeps them as they are.
+        kv_group_size: values of a head's vector that share a scale and a bias then: 32, 64 or 128.
 
     Raises:
         ConfigError: a value is unusable.
@@ -117,18 +158,40 @@ class PagedConfig:
         "run (default: auto)",
     )
 
+    kv_bits: int | tuple[int, int] | None = _option(
+        None,
+        parse_kv_bits,
+        "--kv-bits",
+        "MLX_PAGED_KV_BITS",
+        "BITS",
+        "Quantise keys and values in the KV cache to 8 or 4 bits, or to 8,4: keys to 8 and values to 4; requests are "
+        "batched and prefixes shared as without. Other numbers of bits run in mlx-lm's own caches (default: neither)",
+        _kv_bits_argument,
+    )
+    kv_group_size: int = _option(
+        DEFAULT_GROUP_SIZE,
+        parse_kv_group_size,
+        "--kv-group-size",
+        "MLX_PAGED_KV_GROUP_SIZE",
+        "VALUES",
+        "Values that share a scale and a bias with --kv-bits: 32, 64 or 128 (default: 64)",
+    )
+
     def __init__(
         self,
         block_size: int | str = 32,
         kv_cache_memory: int | str | None = None,
         kernel: bool | str | None = None,
+        kv_bits: int | str | Sequence[int] | None = None,
+        kv_group_size: int | str = DEFAULT_GROUP_SIZE,
         *,
         use_native_paged_kernel: bool | str | None = None,
     ) -> None:
         if use_native_paged_kernel is not None:
             warnings.warn("use_native_paged_kernel is called kernel now", DeprecationWarning, stacklevel=2)
             kernel = use_native_paged_kernel
-        values = {"block_size": block_size, "kv_cache_memory": kv_cache_memory, "kernel": kernel}
+        values: dict[str, Any] = {"block_size": block_size, "kv_cache_memory": kv_cache_memory, "kernel": kernel}
+        values |= {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
         for option in fields(self):
             object.__setattr__(self, option.name, option.metadata["parse"](values[option.name]))
 
@@ -137,9 +200,15 @@ class PagedConfig:
         """The former name of ``kernel``."""
         return self.kernel
 
+    @property
+    def page_format(self) -> PageFormat | None:
+        """How pages hold keys and values; None: as they are."""
+        return None if self.kv_bits is None else PageFormat.of(self.kv_bits, self.kv_group_size)
+
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> PagedConfig:
-        """Read ``MLX_PAGED_BLOCK_SIZE``, ``MLX_PAGED_KV_CACHE_MEMORY`` and ``MLX_PAGED_KERNEL``."""
+        """Read ``MLX_PAGED_BLOCK_SIZE``, ``MLX_PAGED_KV_CACHE_MEMORY``, ``MLX_PAGED_KERNEL``, ``MLX_PAGED_KV_BITS`` and
+        ``MLX_PAGED_KV_GROUP_SIZE``."""
         env = os.environ if env is None else env
         values: dict[str, Any] = {}
         for option in fields(cls):
@@ -153,10 +222,18 @@ class PagedConfig:
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Add one flag per option to a parser; a flag wins over its variable."""
+        """Add one flag per option to a parser; a flag wins over its variable. Flags that mlx-lm's parser has take what
+        is said here."""
         group = parser.add_argument_group("paged KV cache")
         for option in fields(cls):
-            parse = option.metadata["parse"]
+            parse = option.metadata["argument"]
+            known = parser._option_string_actions.get(option.metadata["flag"])
+            if known is not None:
+                known.type, known.metavar = _argument_type(parse), option.metadata["metavar"]
+                known.help = f"{option.metadata['help']}; also {option.metadata['env']}"
+                if known.default is not None:
+                    known.default = getattr(cls.from_env(), option.name)
+                continue
             group.add_argument(
                 option.metadata["flag"],
                 dest=f"paged_{option.name}",
@@ -167,7 +244,7 @@ class PagedConfig:
             )
 
     def with_arguments(self, args: argparse.Namespace) -> PagedConfig:
-        """This configuration with the flags that were given on the command line."""
+        """This configuration with the flags that were given on the command line, those that mlx-lm has too excepted."""
         given = {f.name: getattr(args, f"paged_{f.name}") for f in fields(self) if hasattr(args, f"paged_{f.name}")}
         return replace(self, **given)
 
@@ -180,6 +257,54 @@ class PagedConfig:
         why = device_decline() if self.kernel else None
         if why is not None:
             raise KernelUnavailableError(f"kernel=on, but {why}; use auto or off (gather-then-SDPA)")
+
+
+class KVBits:
+    """``kv_bits``, ``kv_group_size`` and ``quantized_kv_start`` of a call or a command.
+
+    mlx-lm's caches hold keys and values as they are until they are ``quantized_kv_start`` tokens long, and then are
+    quantised as a whole. Its default is taken for "quantised", as 0 is; any other start is one that pages do not have
+    (docs/adr/0026).
+
+    Args:
+        bits: 8, 4 or (8, 4); mlx-lm's own caches take others.
+        group_size: values that share a scale and a bias.
+        start: see above.
+
+    Attributes:
+        format: of the pages; None: the options are not for pages.
+        why_not: why they are not.
+    """
+
+    def __init__(
+        self, bits: int | tuple[int, int], group_size: int = DEFAULT_GROUP_SIZE, start: int = QUANTIZED_KV_START
+    ) -> None:
+        self.bits, self.group_size = bits, group_size
+        self.format: PageFormat | None = None
+        self.why_not: str | None = None
+        try:
+            page_format = PageFormat.of(bits, group_size)
+        except ConfigError as error:
+            self.why_not = str(error)
+            return
+        if start in (0, QUANTIZED_KV_START):
+            self.format = page_format
+        else:
+            self.why_not = f"pages are quantised from the first token on, not from quantized_kv_start={start}"
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> KVBits | None:
+        """Of a call's options; None: it says nothing of them."""
+        if options.get("kv_bits") is None:
+            return None
+        group_size = options.get("kv_group_size", DEFAULT_GROUP_SIZE)
+        return cls(options["kv_bits"], group_size, options.get("quantized_kv_start", QUANTIZED_KV_START))
+
+    def configured(self, config: PagedConfig) -> PagedConfig:
+        """A configuration with the pages that these options ask for."""
+        if self.format is None:
+            return replace(config, kv_bits=None)
+        return replace(config, kv_bits=self.bits, kv_group_size=self.group_size)
 
 
 def _argument_type(parse: Callable[[Any], Any]) -> Callable[[str], Any]:

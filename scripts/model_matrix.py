@@ -160,7 +160,7 @@ def row_of(
     status = "stock" if not paged else "paged" if len(paged) == len(caches) else "partly"
     groups = []
     for group in pool.groups if pool is not None else ():
-        heads, k_dim, v_dim, _ = group.geometry
+        heads, k_dim, v_dim, *_ = group.geometry
         dim = str(k_dim) if k_dim == v_dim else f"{k_dim}/{v_dim}"
         groups.append(f"{len(group.spec.layers)} {group.spec.name.split(',')[0]} ({heads} x {dim})")
     reasons = []

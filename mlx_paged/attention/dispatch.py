@@ -102,9 +102,10 @@ def prefill_attention(
     Returns:
         ``[1, n_q_heads, n_new, v_head_dim]``.
     """
-    fresh = table.num_visible == q.shape[2]
+    group = pool.layer(layer).group
+    # What quantised pages hold is what everybody else is going to see of these tokens.
+    fresh = table.num_visible == q.shape[2] and not group.is_quantized
     if fresh and prepares_plans():
-        group = pool.layer(layer).group
         fresh = _decline(q, group, table.length, scoring) is not None
     if fresh:
         _record(_FRESH)

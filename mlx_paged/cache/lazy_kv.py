@@ -115,7 +115,7 @@ class LazyKV:
         if num_tokens == 1 and self._append is not None and self._rewind(pool, to_write=True):
             step = pool.layer(layer).step(tables, 1)
             return dispatch.append_attention(queries, *self._append, pool, layer, tables, step, scoring)
-        is_fresh = not self._batched and tables[0].num_visible == num_tokens
+        is_fresh = not self._batched and tables[0].num_visible == num_tokens and not pool.layer(layer).is_quantized
         if not is_fresh:  # else the arrays are all there is to attend over, and are used
             self._rewind(pool, to_write=False)
         if not self._batched:

@@ -100,7 +100,7 @@ class PackedKVCache:
             raise PromptCacheError(f"layer {self.layer} has written nothing yet")
         geometry = self._kv.group.geometry
         assert geometry is not None
-        heads, k_dim, v_dim, dtype = geometry
+        heads, k_dim, v_dim, dtype, _ = geometry
         nothing = mx.zeros((), dtype)
         keys, values = (mx.broadcast_to(nothing, (len(self.pack), heads, 1, dim)) for dim in (k_dim, v_dim))
         hand_out(keys, values, PackedKV(self.pack, self.layer, is_new=False))

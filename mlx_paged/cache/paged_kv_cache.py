@@ -134,7 +134,7 @@ class PagedKVCache:
         before = kv.fence() if kv.in_place else None
         kv.write_step(tables, step, keys, values)
         table = tables[0]
-        if table.num_visible == step.num_tokens:
+        if table.num_visible == step.num_tokens and not kv.is_quantized:
             hand_out(keys, values, LazyKV(self.sequence, self.layer))
             return keys, values
         return self._fetch(tables, (keys, values) if step.num_tokens == 1 else None, before)
@@ -161,7 +161,7 @@ class PagedKVCache:
         return keys, values
 
     @in_turn
-    def load(self, keys: mx.array, values: mx.array, offset: int) -> None:
+    def load(self, keys: mx.array, values: mx.array, offset: int, *, stored: bool = False) -> None:
         """Fill an empty cache with dense keys and values, in order of position; they end at position ``offset``.
 
         Args:
@@ -169,6 +169,8 @@ class PagedKVCache:
                 first ones are those of the pinned tokens instead.
             values: ``[1, n_kv_heads, n, v_head_dim]``.
             offset: tokens seen so far; more than ``n`` only behind a sliding window.
+            stored: keys and values are as :meth:`PoolLayer.read_stored` gives them of pages like these, which are known
+                already: rows of quantised pages stay as they are.
 
         Raises:
             PromptCacheError: the cache is not empty, or tokens the layer still needs are missing.
@@ -184,7 +186,8 @@ class PagedKVCache:
             )
         mx.eval(keys, values)  # they may come from this very pool: reading and writing it in one graph copies it
         kv = self._kv
-        kv.set_geometry(keys, values, batch=1)
+        if not stored:
+            kv.set_geometry(keys, values, batch=1)
         table = self.table
         if table.length == 0:
             table = self.pool.new_table(table.group, start=start)
@@ -196,7 +199,7 @@ class PagedKVCache:
         if head:
             kv.write_pinned(table, keys[:, :, :head], values[:, :, :head])
             keys, values = keys[:, :, head:], values[:, :, head:]
-        kv.write([table], keys, values)
+        (kv.write_stored if stored else kv.write)([table], keys, values)
         mx.eval(kv.fence())  # layer by layer, so that one layer's keys are held twice, not all
 
     # mlx-lm's protocol ----------------------------------------------------------------------------------------
@@ -213,8 +216,9 @@ class PagedKVCache:
         if len(value) == 2 and isinstance(value[1], PagedKVCache):
             source = value[1]
             if source.offset:
-                k, v = source._kv.gather_visible(source.table)
-                self.load(k, v, source.offset)
+                is_alike = source._kv.group.geometry == self._kv.group.geometry
+                k, v = (source._kv.read_stored if is_alike else source._kv.gather_visible)(source.table)
+                self.load(k, v, source.offset, stored=is_alike)
                 self.table.ring_origin = source.table.ring_origin
         elif len(value) == 3 and isinstance(value[0], mx.array):
             keys, values, offset = value

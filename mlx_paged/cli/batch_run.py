@@ -27,7 +27,6 @@ NOT_BATCHED = {
     "prompt_cache_file": "--prompt-cache-file",
     "draft_model": "--draft-model",
     "image": "--image",
-    "kv_bits": "--kv-bits",
 }
 
 

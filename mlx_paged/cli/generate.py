@@ -11,7 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..config import PagedConfig
+from ..config import KVBits, PagedConfig
+from ..errors import ConfigError
 from ..model_folder import check_model_folder, explain_load_errors, tell_if_unbounded, tell_unbounded
 from ..patches.replaced import replaced
 from . import batch_run
@@ -74,8 +75,14 @@ def run(upstream: Any, args: argparse.Namespace, setup_arg_parser: Callable[[], 
     names: dict[str, Any] = {"setup_arg_parser": setup_arg_parser, "load": explain_load_errors(upstream.load)}
     if args.prompt_cache_file is not None:
         names["load_prompt_cache"] = explain_load_errors(upstream.load_prompt_cache, args.prompt_cache_file)
+    asked = KVBits.of(vars(args))
+    if args.no_paged and isinstance(args.kv_bits, tuple):
+        raise ConfigError("--kv-bits 8,4 is for pages, and --no-paged does without them")
+    if asked is not None and asked.format is None and args.prompts_file is not None:
+        raise ConfigError(f"--prompts-file: {asked.why_not}")
     if not args.no_paged:
-        patches.apply_patches(PagedConfig.from_env().with_arguments(args))
+        config = PagedConfig.from_env().with_arguments(args)
+        patches.apply_patches(config if asked is None else asked.configured(config))
         raise_cpu_cache_limit()
     if args.prompts_file is not None:
         model, failed = batch_run.run_prompts_file(args, names["load"])
@@ -101,8 +108,10 @@ def _generate_step(
     models = [model, *(m for m in rest[:1] if hasattr(m, "layers"))]  # speculative decoding passes the draft model
     used.extend(models)
     cache = kw.get("prompt_cache")
-    if cache is not None and patches.is_applied() and kw.get("kv_bits") is None and len(models) == 1:
-        kw["prompt_cache"] = patches.adopt_prompt_cache(model, cache)
+    if cache is not None and patches.is_applied() and len(models) == 1:
+        asked = KVBits.of(kw)
+        if asked is None or asked.format is not None:
+            kw["prompt_cache"] = patches.adopt_prompt_cache(model, cache)
     if kw.get("max_kv_size") is not None:
         tell_if_unbounded(model, has_cache=cache is not None)
     bar = prefill_progress() if len(models) == 1 and kw.get("prompt_progress_callback") is None else None

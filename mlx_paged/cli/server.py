@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from ..config import PagedConfig
+from ..config import KVBits, PagedConfig
 from ..errors import ConfigError, PagedCacheError
 from ..model_folder import check_model_folder, explain_load_errors
 from ..patches.replaced import replaced
 from ..serve.server_config import ServerConfig
+from ..warn import warn_once
 from .generate import raise_cpu_cache_limit
 
 LOOPBACK = ("127.", "::1", "localhost")
@@ -53,7 +54,15 @@ def prepare(args: argparse.Namespace) -> None:
     config = ServerConfig.from_arguments(args)
     for folder in (args.model, args.draft_model):
         check_model_folder(folder)
-    patches.apply_patches(PagedConfig.from_env().with_arguments(args))
+    config_of_pages = PagedConfig.from_env().with_arguments(args)
+    asked = KVBits.of(vars(args))
+    if asked is not None:
+        config_of_pages = asked.configured(config_of_pages)
+        if asked.format is None:
+            warn_once(f"{asked.why_not}: requests run one at a time, in mlx-lm's own cache")
+        else:
+            args.kv_bits = None  # mlx-lm would not batch
+    patches.apply_patches(config_of_pages)
     raise_cpu_cache_limit()
     if ServerParser.shares:
         from ..patches.server import replacements as adapter

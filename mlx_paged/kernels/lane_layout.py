@@ -62,7 +62,7 @@ class LaneLayout(NamedTuple):
         heads, scores = self.heads(gqa), self._scores(gqa)
         dims = self.elements(head_dim) + self.elements(value_dim)
         owners = min(scores, self.lanes)
-        conversions = {4: 0, 2: 1}.get(itemsize, 2)  # of an element
+        conversions = 2 if itemsize < 2 else int(itemsize == 2)  # of an element
         products = self.unroll * (heads + conversions) * dims + 2 * self.unroll * heads * self._packets(dims)
         halving = 4 * (scores - scores // owners) + 2 * log2(self.lanes // owners)
         softmax = scores // owners * (_SOFTMAX + 2 * log2(self.unroll) + 2 * log2(32 // self.lanes))

@@ -8,12 +8,14 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..errors import ConfigError, GeometryError
+from ..warn import warn_once
 from .allocator import NULL_BLOCK, BlockAllocator
 from .block_table import BlockTable
 from .packed_step import PackedStep, packed_key
 from .step import DeviceTables, Step, step_key
 from .storage.base import Geometry, Storage
-from .storage.functional import FunctionalStorage
+from .storage.page_format import PageFormat
+from .storage.quantized import functional_form
 from .storage.scoring import QueryHeads
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 128
@@ -44,7 +46,7 @@ ChooseStorage = Callable[[Geometry, int, QueryHeads | None, int], StorageChoice]
 
 def functional_storage(geometry: Geometry, block_size: int, heads: QueryHeads | None, pinned: int) -> StorageChoice:
     """The choice that works everywhere."""
-    return StorageChoice(FunctionalStorage, "the pool was made without kernels")
+    return StorageChoice(functional_form(geometry), "the pool was made without kernels")
 
 
 class LayerGroup(NamedTuple):
@@ -55,12 +57,21 @@ class LayerGroup(NamedTuple):
         window: sliding window in tokens (a query sees itself and ``window - 1`` tokens before it), or None.
         name: for messages and statistics.
         pinned: so many tokens at a sequence's start stay visible, at the cost of the oldest others in the window.
+        latent: the model computes with what it wrote by itself, such as MLA's latents, not by an attention function.
     """
 
     layers: tuple[int, ...]
     window: int | None = None
     name: str = "global"
     pinned: int = 0
+    latent: bool = False
+
+    @property
+    def why_dense(self) -> str | None:
+        """Why pages of the group are never quantised, or None."""
+        if self.pinned:
+            return "the first tokens are pinned (max_kv_size)"
+        return "the model computes with what it writes by itself (latents)" if self.latent else None
 
     def first_kept(self, length: int) -> int:
         """Of a sequence of ``length`` tokens, the first position after the pinned ones that the next token sees; 0 if
@@ -103,7 +114,13 @@ def check_layout(groups: Sequence[LayerGroup], block_size: int) -> None:
 class BlockGroup:
     """Allocator and per-layer storage of one :class:`LayerGroup`; one block id stands for a block in every layer."""
 
-    def __init__(self, spec: LayerGroup, block_size: int, choose_storage: ChooseStorage = functional_storage) -> None:
+    def __init__(
+        self,
+        spec: LayerGroup,
+        block_size: int,
+        choose_storage: ChooseStorage = functional_storage,
+        page_format: PageFormat | None = None,
+    ) -> None:
         self.spec = spec
         self.block_size = block_size
         self.allocator = BlockAllocator()
@@ -111,6 +128,8 @@ class BlockGroup:
         self.storages: list[Storage] = []
         self.in_place = False  # whether the blocks are written in place and read by kernels only
         self.storage_reason = "nothing written yet"
+        self.page_format = page_format  # wanted
+        self.dense_reason: str | None = None  # why keys and values are kept as they are all the same
         self.resize_failed = False  # the latest one: some layers' tensors may have more blocks than there are ids
         # Why the kernel cannot serve a kind of queries, or None; by (n_q_heads, softcap, sinks).
         self.declined: dict[tuple[int, bool, bool], str | None] = {}
@@ -206,6 +225,11 @@ class BlockGroup:
     # Tensors --------------------------------------------------------------------------------------------------
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether the pages hold quantised keys and values: what was written is not what is read."""
+        return self.geometry is not None and self.geometry.format is not None
+
+    @property
     def bytes_per_block(self) -> int:
         """Bytes of one block in all layers of the group; 0 before the first write."""
         if self.geometry is None:
@@ -246,7 +270,7 @@ class BlockGroup:
         if not mx.issubdtype(k.dtype, mx.floating):
             raise GeometryError(f"keys must be floating point, not {k.dtype}")
         geometry = Geometry.of(k, v)
-        if self.geometry is not None and geometry != self.geometry:
+        if fixed is not None and geometry != fixed._replace(format=None):
             raise GeometryError(
                 f"group '{self.spec.name}' holds {self.geometry}, the keys and values written are {geometry}"
             )
@@ -278,11 +302,17 @@ class BlockGroup:
         Raises:
             KernelUnavailableError: a kernel is demanded and there is none. Nothing has been changed.
         """
+        geometry, self.dense_reason = geometry.in_format(self.page_format, self.spec.why_dense)
         form, self.storage_reason = self._choose_storage(geometry, self.block_size, heads, self.spec.pinned)
         self.geometry = geometry
         num_blocks = self.allocator.num_blocks
         self.storages = [form(geometry, self.block_size, num_blocks) for _ in self.spec.layers]
         self.in_place = self.storages[0].in_place
+        if self.dense_reason is not None:
+            warn_once(
+                f"keys and values of {len(self.spec.layers)} layer(s) (group '{self.spec.name}') are not quantised: "
+                f"{self.dense_reason}"
+            )
 
     def grow(self, num_blocks: int) -> None:
         """Grow every layer's tensors, one layer after the other, then make the ids known."""

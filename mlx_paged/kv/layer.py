@@ -44,6 +44,11 @@ class PoolLayer:
         return self.group.in_place
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether its pages hold quantised keys and values: what was written is not what is read."""
+        return self.group.is_quantized
+
+    @property
     def storage(self) -> Storage:
         """The layer's storage, to be read or written. Raises BlockStateError before the first write to its group."""
         if not self.group.storages:
@@ -154,6 +159,29 @@ class PoolLayer:
             self.set_geometry(k, v, batch=len(tables))
             self.write_step(tables, step, k, v)
 
+    def write_stored(self, tables: Sequence[BlockTable], k: mx.array, v: mx.array) -> None:
+        """:meth:`write` of what :meth:`read_stored` gave, of this layer or another one of the same geometry: nothing is
+        quantised again.
+
+        Raises:
+            GeometryError, BlockStateError: before anything is written.
+        """
+        with self.turn:
+            geometry = self.group.geometry
+            if geometry is None or geometry.format is None:
+                self.write(tables, k, v)
+                return
+            heads, k_words, v_words, dtype, _ = geometry.stored
+            shape = (len(tables), heads, k.shape[2] if k.ndim == 4 else 0)
+            if (k.shape, v.shape) != ((*shape, k_words), (*shape, v_words)) or {k.dtype, v.dtype} != {dtype}:
+                raise GeometryError(
+                    f"rows of {k.dtype} {k.shape} and {v.dtype} {v.shape} are not of pages of {geometry}"
+                )
+            step = self.step(tables, k.shape[2])
+            self._before_write(k, v)
+            self.group.storages[self.position].write_stored(tables, step, k, v)
+            self.group.pace(self.position, step.num_tokens)
+
     def write_step(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
         """:meth:`write` for k and v that :meth:`set_geometry` has accepted, and a step of :meth:`step`; in a turn."""
         self._before_write(k, v)
@@ -211,6 +239,20 @@ class PoolLayer:
             raise BlockStateError("nothing has been written to this table")
         with self.turn:
             return self.storage.read_visible(table, rotation=rotation, copy=copy)
+
+    def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
+        """What the blocks hold of positions ``logical_start .. length - 1``, after those of pinned tokens, as they hold
+        it, for :meth:`write_stored` (lazy copies): of quantised pages rows ``[1, n_kv_heads, n, num_words]`` (uint32),
+        else keys and values.
+
+        Raises:
+            BlockStateError, GeometryError: as :meth:`gather_visible`.
+        """
+        self._check(table)
+        if self.group.geometry is None or not table.num_visible:
+            raise BlockStateError("nothing has been written to this table")
+        with self.turn:
+            return self.storage.read_stored(table)
 
     def fence(self) -> mx.array:
         """A small array that is ready when all writes to the layer so far are; empty before the first write."""

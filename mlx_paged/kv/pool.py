@@ -16,6 +16,7 @@ from .holders import BlockHolder, Holders
 from .layer import PoolLayer
 from .memory import PoolMemory
 from .stats import PagedCacheStats, check_group, count
+from .storage.page_format import PageFormat
 from .storage.scoring import QueryHeads
 from .turn import Turn
 
@@ -33,6 +34,8 @@ class BlockPool:
         block_size: tokens per block, a power of two from 4 to 128.
         memory_budget: most bytes the tensors of all groups may take.
         choose_storage: the form of a group's storage, asked once, at its first keys and values.
+        page_format: keys and values are quantised when they are written, in the groups that can be (see
+            :meth:`PageFormat.why_not`).
 
     Raises:
         ConfigError: block size, budget or groups are unusable.
@@ -45,10 +48,12 @@ class BlockPool:
         block_size: int = 32,
         memory_budget: int = UNLIMITED,
         choose_storage: ChooseStorage = functional_storage,
+        page_format: PageFormat | None = None,
     ) -> None:
         check_layout(groups, block_size)
         self.block_size = block_size
-        self.groups = [BlockGroup(spec, block_size, choose_storage) for spec in groups]
+        self.page_format = page_format
+        self.groups = [BlockGroup(spec, block_size, choose_storage, page_format) for spec in groups]
         self._lock = threading.RLock()
         self.turn = Turn(self._lock, self.groups)
         self._holders = Holders(self.groups, self._lock)

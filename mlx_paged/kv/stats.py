@@ -34,6 +34,11 @@ class PagedCacheStats:
         preemptions: sequences that gave their blocks back to make room, to be computed again later.
         shrinks: times a group's tensors were made smaller, for another group or because nothing needed the memory.
         peak_bytes_in_use: bytes of the most live blocks there have been.
+        quantized_tokens: tokens whose keys and values were quantised, each when it was written. Those that came with a
+            prefix or from a file were quantised before.
+        quantized_layers: layers whose pages hold quantised keys and values.
+        dense_layers: layers whose pages hold them as they are.
+        bytes_per_token: of K and V of one token in all layers; 0 before the first write.
     """
 
     block_size: int
@@ -52,6 +57,10 @@ class PagedCacheStats:
     preemptions: int = 0
     shrinks: int = 0
     peak_bytes_in_use: int = 0
+    quantized_tokens: int = 0
+    quantized_layers: int = 0
+    dense_layers: int = 0
+    bytes_per_token: int = 0
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
@@ -63,7 +72,9 @@ class PagedCacheStats:
             f"{self.free_blocks} free; {self.bytes_in_use / 1e6:.1f} MB in use "
             f"(peak {self.peak_bytes_in_use / 1e6:.1f} MB), "
             f"{self.bytes_reserved / 1e6:.1f} MB reserved of {self.budget_bytes / 1e6:.0f} MB; "
-            f"{self.cow_forks} copy-on-write fork(s)"
+            f"{self.cow_forks} copy-on-write fork(s); {self.bytes_per_token:,} bytes a token"
+            + (f", quantised in {self.quantized_layers} layer(s)" if self.quantized_layers else "")
+            + (f", not in {self.dense_layers}" if self.quantized_layers and self.dense_layers else "")
         )
 
 
@@ -95,6 +106,10 @@ def count(
         preemptions=preemptions,
         shrinks=shrinks,
         peak_bytes_in_use=sum(g.bytes_per_block * g.allocator.peak_live for g in groups),
+        quantized_tokens=max((storage.num_quantized for g in groups for storage in g.storages), default=0),
+        quantized_layers=sum(len(g.spec.layers) for g in groups if g.is_quantized),
+        dense_layers=sum(len(g.spec.layers) for g in groups if g.geometry is not None and not g.is_quantized),
+        bytes_per_token=sum(g.bytes_per_block for g in groups) // block_size,
     )
 
 

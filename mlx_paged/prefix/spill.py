@@ -11,20 +11,21 @@ import mlx.core as mx
 from ..errors import PoolExhaustedError
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
+from ..kv.storage.base import first_keys
 from .radix import RadixTree
 from .radix_node import RadixNode
 from .radix_path import table_over
-from .spill_folder import FORMAT, BlockGeometry, SpilledBlock, SpillFolder
+from .spill_folder import FORMAT, BlockGeometry, SpilledBlock, SpillFolder, described, geometry_of
 
 
 class SpillStore:
     """A folder of prefix blocks, each found by what was before it.
 
     A block's place is its *chain*: a hash of the identity it was saved under (the model's, and what else the keys
-    depend on), the pool's layout (block size, layers and windows of its groups) and all tokens before it. So the same
-    tokens behind another prefix are another block, equal beginnings are stored once, and a file of another model is
-    never looked at. The tokens of the block itself are in the file and are compared one by one, and so is the geometry
-    of its keys and values.
+    depend on), the pool's layout (block size, page format, layers and windows of its groups) and all tokens before it.
+    So the same tokens behind another prefix are another block, equal beginnings are stored once, and a file of another
+    model is never looked at. The tokens of the block itself are in the file and are compared one by one, and so is the
+    geometry of its keys and values.
 
     A file that turns out to be bad is deleted, with one warning; the others are served as if it had not been there.
 
@@ -100,7 +101,7 @@ class SpillStore:
         return written
 
     def _read(self, pool: BlockPool, node: RadixNode) -> dict[str, tuple[mx.array, int]]:
-        """Keys and values of every layer the node holds, with the position they begin at."""
+        """Keys and values of every layer the node holds, as its pages do, with the position they begin at."""
         layers: dict[str, tuple[mx.array, int]] = {}
         first = node.start // pool.block_size
         for group, (blocks, valid_from) in enumerate(zip(node.blocks, node.valid_from, strict=True)):
@@ -110,7 +111,7 @@ class SpillStore:
             table.logical_start = begin = max(valid_from, first * pool.block_size)
             table.ring_origin = 0
             for layer in pool.groups[group].spec.layers:
-                for name, x in zip("kv", pool.gather_visible(table, layer), strict=True):
+                for name, x in zip("kv", pool.layer(layer).read_stored(table), strict=True):
                     layers[f"{name}{layer}"] = x, begin
                 mx.eval([x for x, _ in layers.values()])
             pool.release_table(table)
@@ -197,7 +198,10 @@ class SpillStore:
                         for name, part in parts.items():
                             part.append(arrays[f"{name}{layer}"][:, :, max(low, start) - low : high - low])
                 k, v = (mx.concatenate(part, axis=2) for part in parts.values())
-                pool.write_prefill(tables[group], layer, k, v)
+                if pool.groups[group].geometry is None:
+                    described = next(each.geometry[group] for each in blocks if each.geometry[group] is not None)
+                    pool.set_geometry(layer, *first_keys(geometry_of(described)), batch=1)
+                pool.layer(layer).write_stored([tables[group]], k, v)
                 mx.eval(pool.fence(layer))
 
     def _find(self, pool: BlockPool, tokens: tuple[int, ...], base: int, identity: str) -> list[SpilledBlock]:
@@ -266,10 +270,7 @@ class SpillStore:
 
 
 def _geometry_of(pool: BlockPool) -> tuple[BlockGeometry, ...]:
-    return tuple(
-        None if (own := group.geometry) is None else (own.num_kv_heads, own.k_head_dim, own.v_head_dim, str(own.dtype))
-        for group in pool.groups
-    )
+    return tuple(described(group.geometry) for group in pool.groups)
 
 
 def _is_like(a: Sequence[BlockGeometry], b: Sequence[BlockGeometry]) -> bool:
@@ -282,7 +283,8 @@ def _is_like(a: Sequence[BlockGeometry], b: Sequence[BlockGeometry]) -> bool:
 def _root(identity: str, pool: BlockPool) -> str:
     """The chain of a pool's first blocks under an identity."""
     groups = [(group.spec.layers, group.spec.window, group.spec.pinned) for group in pool.groups]
-    return hashlib.sha256(f"{FORMAT} {pool.block_size} {groups} {identity}".encode()).hexdigest()[:32]
+    pages = "" if pool.page_format is None else f" {tuple(pool.page_format)}"
+    return hashlib.sha256(f"{FORMAT} {pool.block_size}{pages} {groups} {identity}".encode()).hexdigest()[:32]
 
 
 def _next_chain(chain: str, tokens: tuple[int, ...]) -> str:

@@ -16,14 +16,19 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..kv.storage.base import Geometry
+from ..kv.storage.page_format import PageFormat
+
 FORMAT = "mlx_paged prefix block 2"
 MAX_HEADER_BYTES = 1 << 20
 STALE_SECONDS = 3600
 NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.safetensors")
 TEMPORARY = re.compile(r"\.[0-9]+-[0-9]+\.safetensors")
 
-# Of a group: heads, sizes of their keys and values, dtype by name; None if nothing was written to it.
-BlockGeometry = tuple[int, int, int, str] | None
+# Of a group: heads, sizes of their keys and values, dtype by name, and how the pages hold them (see Geometry); None if
+# nothing was written to it.
+BlockGeometry = tuple[int, int, int, str, tuple[int, ...] | None] | None
+DTYPES = {str(dtype): dtype for dtype in (mx.float32, mx.float16, mx.bfloat16)}
 
 
 class SpillWarning(UserWarning):
@@ -31,7 +36,7 @@ class SpillWarning(UserWarning):
 
 
 class SpilledBlock(NamedTuple):
-    """A file: the keys and values of one block of a prefix, in every layer.
+    """A file: the keys and values of one block of a prefix, in every layer, as pages hold them.
 
     Attributes:
         path: ``<chain>-<first hex digits of the file's own SHA-256>.safetensors``.
@@ -169,7 +174,8 @@ class SpillFolder:
         return SpilledBlock(path, tokens, starts, geometry, nbytes)
 
     def load(self, block: SpilledBlock, layers: list[tuple[int, ...]]) -> dict[str, mx.array]:
-        """The block's keys and values: ``k<layer>`` and ``v<layer>``, each ``[1, heads, tokens - start, head_dim]``.
+        """The block's keys and values: ``k<layer>`` and ``v<layer>``, each ``[1, heads, tokens - start, head_dim]``; of
+        quantised pages rows of so many words (uint32).
 
         Args:
             block: of :meth:`blocks` or :meth:`write`.
@@ -202,8 +208,26 @@ class SpillFolder:
             warnings.warn(f"mlx_paged: {text}", SpillWarning, stacklevel=4)
 
 
-def _geometry(heads: int, k_dim: int, v_dim: int, dtype: str) -> BlockGeometry:
-    return int(heads), int(k_dim), int(v_dim), str(dtype)
+def described(geometry: Geometry | None) -> BlockGeometry:
+    """A geometry as a file says it."""
+    if geometry is None:
+        return None
+    page_format = None if geometry.format is None else tuple(geometry.format)
+    return geometry.num_kv_heads, geometry.k_head_dim, geometry.v_head_dim, str(geometry.dtype), page_format
+
+
+def geometry_of(described: BlockGeometry) -> Geometry:
+    """The geometry that a file says. Raises an error (whatever) if it says none that there can be."""
+    if described is None:
+        raise ValueError("it does not say what its keys are")
+    heads, k_dim, v_dim, dtype, page_format = described
+    return Geometry(heads, k_dim, v_dim, DTYPES[dtype], None if page_format is None else PageFormat(*page_format))
+
+
+def _geometry(
+    heads: int, k_dim: int, v_dim: int, dtype: str, page_format: list[int] | None = None
+) -> tuple[int, int, int, str, tuple[int, ...] | None]:
+    return int(heads), int(k_dim), int(v_dim), str(dtype), None if page_format is None else tuple(map(int, page_format))
 
 
 def _expected(block: SpilledBlock, layers: list[tuple[int, ...]]) -> Iterator[tuple[str, tuple[int, ...], str]]:
@@ -211,9 +235,7 @@ def _expected(block: SpilledBlock, layers: list[tuple[int, ...]]) -> Iterator[tu
     for own, start, geometry in zip(layers, block.starts, block.geometry, strict=True):
         if start == len(block.tokens):
             continue
-        if geometry is None:
-            raise ValueError("it does not say what its keys are")
-        heads, k_dim, v_dim, dtype = geometry
+        heads, k_dim, v_dim, dtype, _ = geometry_of(geometry).stored
         for layer in own:
             for name, dim in (("k", k_dim), ("v", v_dim)):
-                yield f"{name}{layer}", (1, heads, len(block.tokens) - start, dim), dtype
+                yield f"{name}{layer}", (1, heads, len(block.tokens) - start, dim), str(dtype)

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import CacheList, QuantizedKVCache, RotatingKVCache
 
 from ...cache.composites import leaves, with_leaves
 from ...cache.paged_kv_cache import PagedKVCache
+from ...config import KVBits, PagedConfig
 from ...engine.request import sequence_of
 from ...errors import GeometryError, PromptCacheError
 from ...warn import warn_once
 from .layer_cache import PagedLayerCache
 from .layout import can_be_paged, pinned_in, window_of
-from .prompt_cache import CacheFactory
+from .prompt_cache import CacheFactory, factory_of
 
 
 def adopt_prompt_cache(model: Any, cache: list[Any], factory: CacheFactory | None = None) -> list[Any]:
@@ -27,23 +28,29 @@ def adopt_prompt_cache(model: Any, cache: list[Any], factory: CacheFactory | Non
         factory: makes the paged one; None makes it as it is configured now.
 
     Raises:
-        PromptCacheError: number of layers, heads, head dimension or window are not the model's.
+        PromptCacheError: number of layers, heads, head dimension or window are not the model's, or it is quantised and
+            the pages are not, or otherwise.
         PoolExhaustedError: the tokens do not fit the pool.
     """
     if not cache or any(isinstance(c, PagedLayerCache) for c in leaves(cache)):
         return cache
     bounded = next((c for c in leaves(cache) if type(c) is RotatingKVCache and pinned_in(c)), None)
-    if factory is not None and bounded is None:
-        fresh = factory()
-    else:
-        fresh = make_prompt_cache(model, None if bounded is None else bounded.max_size)
+    quantized = next((c for c in leaves(cache) if type(c) is QuantizedKVCache), None)
+    if factory is None or bounded is not None:
+        held = None if quantized is None else KVBits(quantized.bits, quantized.group_size)
+
+        def as_held(config: PagedConfig) -> PagedConfig:
+            return config if held is None or config.kv_bits is not None else held.configured(config)
+
+        factory = factory_of(model, None if bounded is None else bounded.max_size, as_held)
+    fresh = factory()
     if len(fresh) != len(cache):
         raise PromptCacheError(f"the prompt cache has {len(cache)} layers, the model {len(fresh)}")
     olds, news = leaves(cache), leaves(fresh)
     if len(olds) != len(news):
         raise PromptCacheError(f"the prompt cache has {len(olds)} parts, the model's {len(news)}")
     pairs = [(old, new) for old, new in zip(olds, news, strict=True) if isinstance(new, PagedLayerCache)]
-    if any(not can_be_paged(old) or pinned_in(old) != new.pinned for old, new in pairs):
+    if any(not _can_be_paged(old) or pinned_in(old) != new.pinned for old, new in pairs):
         kinds = ", ".join(sorted({type(c).__name__ for c in cache}))
         warn_once(f"a prompt cache of type {kinds} with these options is not paged yet: mlx-lm's own cache is used")
         return cache
@@ -51,6 +58,12 @@ def adopt_prompt_cache(model: Any, cache: list[Any], factory: CacheFactory | Non
         if window_of(old) != new.window:
             raise PromptCacheError(f"layer {new.layer} of the prompt cache has another window than the model's")
         if old.empty():
+            continue
+        if isinstance(old, QuantizedKVCache):
+            try:
+                new.load_quantized(old)
+            except GeometryError as error:
+                raise PromptCacheError(f"layer {new.layer} of the prompt cache: {error}") from None
             continue
         keys, values = _in_order(old)
         expected = new.pool.groups[new.table.group].geometry
@@ -113,6 +126,12 @@ def layer_path(model: Any, layer: int) -> str:
             if module is layers[layer]:
                 return str(name)
     return f"layers.{layer}"
+
+
+def _can_be_paged(cache: Any) -> bool:
+    if type(cache) is QuantizedKVCache:
+        return KVBits(cache.bits, cache.group_size).format is not None
+    return can_be_paged(cache)
 
 
 def _in_order(cache: Any) -> tuple[mx.array, mx.array]:

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from ...attention.gather import ring_rotation
 from ...cache.batch_cache import PagedBatchKVCache
 from ...cache.paged_kv_cache import PagedKVCache
 from ...cache.sequence import SequenceTables
+from ...errors import PromptCacheError
+from ...kv.storage.base import Geometry, first_keys
+from ...kv.storage.page_format import PageFormat
+from ...kv.turn import in_turn
 from ...warn import warn_once
 
 
@@ -49,8 +53,20 @@ class PagedLayerCache(PagedKVCache):
             raise AttributeError(f"a cache without a window has no {name}", name=name, obj=self)
         return value
 
-    def to_stock(self) -> KVCache | RotatingKVCache:
-        """The same tokens in mlx-lm's own cache, bit for bit and in the same order; a copy."""
+    @property
+    def has_stock_form(self) -> bool:
+        """Whether mlx-lm has a cache that holds the same bytes: of quantised ones neither with a window, nor with keys
+        of other bits than values."""
+        held = self._kv.group.geometry
+        if held is None or held.format is None:
+            return True
+        return self.window is None and held.format.k_bits == held.format.v_bits
+
+    def to_stock(self) -> KVCache | RotatingKVCache | QuantizedKVCache:
+        """The same tokens in mlx-lm's own cache, bit for bit and in the same order (a copy); dequantised unless
+        :attr:`has_stock_form`."""
+        if self._kv.is_quantized and self.has_stock_form and not self.empty():
+            return self._to_stock_quantized()
         window, pinned = self.window, self.pinned
         stock = KVCache() if window is None else RotatingKVCache(max_size=window, keep=pinned)
         if self.empty():
@@ -71,6 +87,39 @@ class PagedLayerCache(PagedKVCache):
         stock.state = (keys, values, self.offset, pinned, window, window - rotation if rotation else keys.shape[2])
         return stock
 
+    @in_turn
+    def _to_stock_quantized(self) -> QuantizedKVCache:
+        geometry = self._kv.group.geometry
+        assert geometry is not None and geometry.rows is not None and geometry.format is not None
+        bits, _, group_size = geometry.format
+        stored = zip(geometry.rows, self._kv.read_stored(self.table), strict=True)
+        keys, values = (tuple(map(mx.contiguous, form.split(rows))) for form, rows in stored)
+        stock = QuantizedKVCache(group_size, bits)
+        stock.state = (keys, values, self.offset, group_size, bits)
+        return stock
+
+    @in_turn
+    def load_quantized(self, stock: QuantizedKVCache) -> None:
+        """Fill an empty cache with what mlx-lm's quantised one holds, byte for byte; :meth:`load` says more.
+
+        Raises:
+            PromptCacheError: it is quantised otherwise than the pages.
+        """
+        (codes, scales, _), (v_codes, *_) = stock.keys, stock.values
+        k_dim, v_dim = (x.shape[3] * 32 // stock.bits for x in (codes, v_codes))
+        self._kv.set_geometry(*first_keys(Geometry(codes.shape[1], k_dim, v_dim, scales.dtype)), batch=1)
+        geometry = self._kv.group.geometry
+        assert geometry is not None
+        if geometry.rows is None or geometry.format != PageFormat.of(stock.bits, stock.group_size):
+            own = "keys and values as they are" if geometry.format is None else geometry.format
+            raise PromptCacheError(
+                f"layer {self.layer} of the prompt cache is of {stock.bits} bits in groups of {stock.group_size}, and "
+                f"the pages hold {own}"
+            )
+        stored = zip(geometry.rows, (stock.keys, stock.values), strict=True)
+        keys, values = (form.join(*(part[..., : stock.offset, :] for part in parts)) for form, parts in stored)
+        self.load(keys, values, stock.offset, stored=True)
+
     def takes(self, batch: int) -> bool:
         """Whether the paged path can take ``batch`` rows. A paged cache holds one sequence: an empty one that meets
         several rows turns into mlx-lm's own cache, in place, and is one from then on."""
@@ -83,8 +132,20 @@ class PagedLayerCache(PagedKVCache):
         return False
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
-        """mlx-lm's quantised cache (``kv_bits``), which is not paged."""
-        warn_once("quantised KV caches (kv_bits) are not paged yet: these layers go on in mlx-lm's own cache")
+        """The cache itself, if its pages are of that many bits; else mlx-lm's quantised cache, which is not paged.
+
+        Raises:
+            PromptCacheError: the pages are quantised otherwise.
+        """
+        held = self.pool.page_format
+        if held is not None:
+            if (bits, bits, group_size) == held[:3]:
+                return self
+            raise PromptCacheError(f"these pages hold {held}, and are not made {bits} bits in groups of {group_size}")
+        warn_once(
+            "pages are quantised (kv_bits) to 8 or 4 bits and from the first token on, not from some other "
+            "quantized_kv_start: these layers go on in mlx-lm's own cache"
+        )
         return self.to_stock().to_quantized(group_size=group_size, bits=bits)
 
     @classmethod

@@ -12,8 +12,9 @@ from mlx_lm.models import cache as stock_cache
 from ...by_model import ByModel
 from ...config import PagedConfig
 from ...kv.pool import BlockPool
+from ...kv.storage.base import first_keys
 from ...kv.storage.choice import storage_choice
-from .layout import PagedLayout, first_keys
+from .layout import PagedLayout
 
 _lock = threading.RLock()
 
@@ -68,6 +69,7 @@ def _new_pool(layout: PagedLayout, config: PagedConfig, dtype: mx.Dtype | None =
         block_size=config.block_size,
         memory_budget=max(1, config.memory_budget()),
         choose_storage=storage_choice(config.kernel),
+        page_format=config.page_format,
     )
     for group, (geometry, heads) in zip(layout.groups, layout.geometries, strict=False):
         if dtype is not None:

@@ -69,11 +69,18 @@ class CacheFactory:
         self.pool, self._elsewhere = pool, None
 
 
-def factory_of(model: Any, max_kv_size: int | None) -> CacheFactory:
-    """What makes the model's prompt caches, as it is configured now."""
+def is_patched() -> bool:
+    """Whether prompt caches are paged at present."""
+    return hasattr(make_prompt_cache, "factory")
+
+
+def factory_of(
+    model: Any, max_kv_size: int | None, change: Callable[[PagedConfig], PagedConfig] | None = None
+) -> CacheFactory:
+    """What makes the model's prompt caches, as it is configured now, or after a ``change`` to that."""
     make = make_prompt_cache  # by name, so that where there is none this module cannot be imported
     if hasattr(make, "factory"):
-        factory: CacheFactory = make.factory(model, max_kv_size)
+        factory: CacheFactory = make.factory(model, max_kv_size, change)
         return factory
     return CacheFactory(functools.partial(make, model, max_kv_size))
 
@@ -83,7 +90,9 @@ def make_prompt_cache_patch(
 ) -> Callable[..., list[Any]]:
     """Replacement of ``make_prompt_cache``: paged caches where a layer's stock cache can be paged."""
 
-    def factory(model: Any, max_kv_size: int | None = None) -> CacheFactory:
+    def factory(
+        model: Any, max_kv_size: int | None = None, change: Callable[[PagedConfig], PagedConfig] | None = None
+    ) -> CacheFactory:
         caches = original(model, max_kv_size)
         layers = list(getattr(model, "layers", []))
         has_adapters = (
@@ -97,7 +106,8 @@ def make_prompt_cache_patch(
             warn_once(f"not paged in models of type {name_of(model)}: {reason}; mlx-lm's own cache is used")
         if layout.groups:
             guard(model)
-        return CacheFactory(functools.partial(original, model, max_kv_size), model, layout, config())
+        configured = config() if change is None else change(config())
+        return CacheFactory(functools.partial(original, model, max_kv_size), model, layout, configured)
 
     @functools.wraps(original)
     def replacement(model: Any, max_kv_size: int | None = None) -> list[Any]:
@@ -111,6 +121,11 @@ def save_prompt_cache_patch(original: Callable[..., None]) -> Callable[..., None
     """Replacement of ``save_prompt_cache``: paged caches are saved in mlx-lm's own format."""
 
     def save_prompt_cache(file_name: str, cache: list[Any], metadata: dict[str, str] | None = None) -> None:
+        if any(isinstance(c, PagedLayerCache) and not c.has_stock_form for c in leaves(cache)):
+            warn_once(
+                "mlx-lm has no quantised cache with a sliding window, and none with keys and values of different bits: "
+                "such layers of a prompt cache are saved dequantised"
+            )
         stock = with_leaves(cache, [c.to_stock() if isinstance(c, PagedLayerCache) else c for c in leaves(cache)])
         # mlx-lm saves a plain cache with its spare room; what is saved here has none, and loads the same.
         original(file_name, stock, metadata or {})

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, SupportsIndex
 
-from mlx_lm.models.cache import make_prompt_cache
-
+from ...config import KVBits
 from ...errors import PromptCacheError
+from ..cache import kv_bits
+from ..cache.prompt_cache import factory_of
 from . import steps
 
 
@@ -41,10 +42,15 @@ def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]
     def speculative_generate_step(
         prompt: Any, model: Any, draft_model: Any, *arguments: Any, prompt_cache: Any = None, **options: Any
     ) -> Iterator[Any]:
+        asked = KVBits.of(options)
+        change = None if asked is None else asked.configured
+        options["prompt_cache"] = prompt_cache
+        kv_bits.settle([model, draft_model], options)
+        prompt_cache = options.pop("prompt_cache")
         if prompt_cache is not None:
-            num_layers, num_caches = len(model.layers), len(make_prompt_cache(model))
+            num_layers, num_caches = len(model.layers), len(factory_of(model, None, change)())
             if num_caches != num_layers:
-                expected = num_caches + len(make_prompt_cache(draft_model))
+                expected = num_caches + len(factory_of(draft_model, None, change)())
                 if len(prompt_cache) != expected:
                     raise PromptCacheError(
                         f"the prompt cache has {len(prompt_cache)} parts, the model and its draft model {expected}"

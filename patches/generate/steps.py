@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from ...kv.turn import Stepwise
+from ..cache import kv_bits
 
 
 def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
@@ -20,6 +21,8 @@ def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]
 
     @functools.wraps(original)
     def generate_step(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        models = (*args, kwargs.get("model"), kwargs.get("draft_model"))
+        kv_bits.settle([model for model in models if hasattr(model, "layers")], kwargs)
         steps = original(*args, **kwargs)
         step, begun_by = Stepwise(), threading.get_ident()
         try:

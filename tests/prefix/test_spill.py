@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from mlx_paged.errors import PoolExhaustedError
 from mlx_paged.kv.group import LayerGroup
+from mlx_paged.kv.layer import PoolLayer
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.storage.choice import storage_choice
 from mlx_paged.kv.storage.in_place import InPlaceStorage
@@ -317,15 +318,15 @@ def test_what_the_pool_refuses_costs_nothing_but_the_time(tmp_path: Path, monkey
     spilled(tmp_path, [range(9)], WINDOWS[1])
     pool, store = make_pool(WINDOWS[1]), SpillStore(tmp_path)
     tree = RadixTree(pool)
-    real = BlockPool.write_prefill
+    real = PoolLayer.write_stored
 
-    def refuse(self: BlockPool, table: Any, layer: int, *arrays: mx.array) -> None:
-        if layer:
+    def refuse(self: PoolLayer, tables: Any, *arrays: mx.array) -> None:
+        if self.number:
             raise RuntimeError("no")
-        real(self, table, layer, *arrays)
+        real(self, tables, *arrays)
 
     with monkeypatch.context() as patch, pytest.warns(SpillWarning, match="do not fit the model"):
-        patch.setattr(BlockPool, "write_prefill", refuse)
+        patch.setattr(PoolLayer, "write_stored", refuse)
         assert store.restore(tree, range(9), None, "weights") == 0
     assert len(tree) == pool.stats().live_blocks == 0
     pool.check_integrity()

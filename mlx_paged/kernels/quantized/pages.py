@@ -24,6 +24,12 @@ class PageShape(NamedTuple):
     k: QuantizedRows
     v: QuantizedRows
 
+    @classmethod
+    def of(cls, dim: int, bits: tuple[int, int], group_size: int, dtype: mx.Dtype) -> PageShape:
+        """Pages of keys and values of one size, of these bits each."""
+        k_bits, v_bits = bits
+        return cls(QuantizedRows(dim, k_bits, group_size, dtype), QuantizedRows(dim, v_bits, group_size, dtype))
+
     @property
     def dtype(self) -> mx.Dtype:
         """Of queries, and of keys and values as they are given and read."""

@@ -51,11 +51,12 @@ class QuantizedRows(NamedTuple):
 
     def quantize(self, x: mx.array) -> mx.array:
         """Rows ``[..., num_words]`` of values ``[..., dim]``."""
-        return self.join(*mx.quantize(x, self.group_size, self.bits))
+        return self.join(*mx.quantize(mx.contiguous(x), self.group_size, self.bits))  # views went wrong on Metal
 
     def dequantize(self, rows: mx.array) -> mx.array:
         """Values ``[..., dim]`` of rows ``[..., num_words]``, as ``mx.dequantize`` gives them."""
-        return mx.dequantize(*self.split(rows), self.group_size, self.bits)
+        codes, scales, biases = (mx.contiguous(part) for part in self.split(rows))
+        return mx.dequantize(codes, scales, biases, self.group_size, self.bits)
 
     def join(self, codes: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
         """Rows ``[..., num_words]`` of what ``mx.quantize`` gives: codes ``[..., code_words]`` (uint32), scales and

@@ -1,4 +1,5 @@
-"""Storage: how one layer's K and V blocks are kept, written and read. Two forms: functional and in place."""
+"""Storage: how one layer's K and V blocks are kept, written and read. Three forms: functional, functional of quantised
+rows, and in place."""
 
 from __future__ import annotations
 
@@ -7,28 +8,75 @@ from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
+from ...kernels.quantized.rows import QuantizedRows
 from ..block_table import BlockTable
 from ..packed_step import PackedStep
 from ..step import Step
+from .page_format import PageFormat
 from .scoring import Scoring
 
 
 class Geometry(NamedTuple):
-    """Shape of one layer's keys and values in a group; all layers of a group share it."""
+    """Shape of one layer's keys and values in a group, and how its pages hold them; all layers of a group share it.
+
+    Attributes:
+        num_kv_heads, k_head_dim, v_head_dim, dtype: of keys and values as the model makes them.
+        format: of the pages; None: keys and values as they are.
+    """
 
     num_kv_heads: int
     k_head_dim: int
     v_head_dim: int
     dtype: mx.Dtype
+    format: PageFormat | None = None
 
     @classmethod
     def of(cls, k: mx.array, v: mx.array) -> Geometry:
         """Geometry of k ``[B, n_kv_heads, n, k_head_dim]`` and v ``[B, n_kv_heads, n, v_head_dim]``."""
         return cls(k.shape[1], k.shape[3], v.shape[3], k.dtype)
 
+    def in_format(self, wanted: PageFormat | None, why: str | None) -> tuple[Geometry, str | None]:
+        """With the format that pages hold such keys and values in; and where that is not the one wanted, why.
+
+        Args:
+            wanted: format; None: keys and values as they are.
+            why: they are kept as they are all the same, if that is known already.
+        """
+        if wanted is None:
+            return self._replace(format=None), None
+        why = why or wanted.why_not(self.k_head_dim, self.v_head_dim, self.dtype)
+        return self._replace(format=wanted if why is None else None), why
+
+    @property
+    def rows(self) -> tuple[QuantizedRows, QuantizedRows] | None:
+        """The form of a key's and a value's row in quantised pages; None: keys and values are kept as they are."""
+        if self.format is None:
+            return None
+        k_bits, v_bits, group_size = self.format
+        return (
+            QuantizedRows(self.k_head_dim, k_bits, group_size, self.dtype),
+            QuantizedRows(self.v_head_dim, v_bits, group_size, self.dtype),
+        )
+
+    @property
+    def stored(self) -> Geometry:
+        """Shape of what the pages hold: quantised rows as vectors of words, else keys and values."""
+        if self.rows is None:
+            return self
+        k, v = self.rows
+        return Geometry(self.num_kv_heads, k.num_words, v.num_words, mx.uint32)
+
     def bytes_per_token(self) -> int:
         """Bytes of K and V of one token in one layer."""
+        if self.format is not None:
+            return self.stored.bytes_per_token()
         return self.num_kv_heads * (self.k_head_dim + self.v_head_dim) * self.dtype.size
+
+
+def first_keys(geometry: Geometry) -> tuple[mx.array, mx.array]:
+    """Keys and values of one token in this geometry, for what is made by their shapes."""
+    heads, k_dim, v_dim, dtype, _ = geometry
+    return mx.zeros((1, heads, 1, k_dim), dtype), mx.zeros((1, heads, 1, v_dim), dtype)
 
 
 class Storage(Protocol):
@@ -39,6 +87,8 @@ class Storage(Protocol):
     """Whether blocks are written in place, ordered by a fence; only kernels may read them."""
     decoded_by_kernel: bool
     """Whether :meth:`decode` served the layer last."""
+    num_quantized: int
+    """Tokens quantised here so far, each when it was written; 0 where the pages hold keys and values as they are."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -48,6 +98,13 @@ class Storage(Protocol):
 
     def write_packed(self, tables: Sequence[BlockTable], step: PackedStep, k: mx.array, v: mx.array) -> None:
         """Write k, v ``[T, n_kv_heads, 1, head_dim]``: the tokens of a packed step, table by table."""
+
+    def write_stored(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
+        """:meth:`write` of what :meth:`read_stored` gave, here or in another storage of the same geometry."""
+
+    def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
+        """What the blocks hold of the positions of :meth:`read_visible`, by position, as they hold it (lazy copies):
+        of quantised pages rows ``[1, n_kv_heads, n, num_words]`` (uint32), else keys and values."""
 
     def read_visible(self, table: BlockTable, *, rotation: int, copy: bool) -> tuple[mx.array, mx.array]:
         """K ``[1, n_kv_heads, n, k_head_dim]`` and V of positions ``logical_start .. length - 1``, after those of

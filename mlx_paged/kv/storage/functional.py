@@ -27,6 +27,7 @@ class FunctionalStorage:
     """
 
     in_place = decoded_by_kernel = False
+    num_quantized = 0
 
     def __init__(self, geometry: Geometry, block_size: int, num_blocks: int) -> None:
         self.geometry = geometry
@@ -51,6 +52,9 @@ class FunctionalStorage:
     def write_packed(self, tables: Sequence[BlockTable], step: PackedStep, k: mx.array, v: mx.array) -> None:
         for table, count, part_k, part_v in zip(tables, step.counts, step.split(k), step.split(v), strict=True):
             self.write_segments(table.tail_segments(count), part_k, part_v)
+
+    def write_stored(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
+        self.write(tables, step, k, v)
 
     def decode(
         self,
@@ -107,6 +111,9 @@ class FunctionalStorage:
             k, v = self.gather_blocks(index)
         skip = start - first * size
         return k[:, :, skip : skip + end - start], v[:, :, skip : skip + end - start]
+
+    def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
+        return self.read_visible(table, rotation=0, copy=True)
 
     def read_rows(self, block_ids: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
         size = self.block_size

@@ -14,7 +14,7 @@ from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.quantized import moves
 from mlx_paged.kernels.quantized.pages import PageShape, new_blocks
 from mlx_paged.kernels.quantized.rows import QuantizedRows
-from tests.support.kernels.quantized_pages import Floats, Words, dequantized, page_shape, pages_of, quantized, rows_of
+from tests.support.kernels.quantized_pages import Words, dequantized, page_shape, pages_of, quantized, rows_of
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import emulated, to_float
 
@@ -195,7 +195,7 @@ def test_where_bits_differ_mlx_quantises_and_rows_are_moved() -> None:
     assert [body for body, _ in fake.calls] == ["write_rows", "gather_rows"]
     for pool, x, read, form in zip((k_pool, v_pool), (k, v), got, pages, strict=True):
         expected = put(rows_of(np.array(pool), form), np.array(form.quantize(x)), slots)
-        stored: Floats = dequantized(expected, form).swapaxes(0, 1).reshape(1, HEADS, 48, 64)
+        stored = to_float(form.dequantize(mx.array(expected))).swapaxes(0, 1).reshape(1, HEADS, 48, 64)
         np.testing.assert_array_equal(to_float(read), stored)
 
 

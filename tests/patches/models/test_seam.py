@@ -221,7 +221,7 @@ def test_sliding_layers_hold_their_window_over_5000_tokens(name: str) -> None:
     step, total = 50, 0
     bound = -(-(model_configs.WINDOW + step) // 8) + 1
     assert sliding
-    heads, k_dim, v_dim, dtype = sliding[0].pool.groups[sliding[0].table.group].geometry
+    heads, k_dim, v_dim, dtype, _ = sliding[0].pool.groups[sliding[0].table.group].geometry
     while total < 5000:
         n = step if total % 500 < 400 else 1
         for layer in sliding:

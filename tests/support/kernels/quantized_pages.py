@@ -57,8 +57,10 @@ def quantized(x: Floats, form: QuantizedRows) -> Words:
 
 
 def dequantized(rows: Words, form: QuantizedRows) -> Floats:
-    """The values that rows stand for."""
-    return np.array(form.dequantize(mx.array(rows)).astype(mx.float32))
+    """The values that rows stand for, not rounded to their dtype."""
+    codes, scales, biases = form.split(mx.array(rows))
+    exact = mx.dequantize(codes, scales.astype(mx.float32), biases.astype(mx.float32), form.group_size, form.bits)
+    return np.array(exact)
 
 
 def pages_of(rows: Words, form: QuantizedRows) -> Words:

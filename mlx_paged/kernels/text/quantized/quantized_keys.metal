@@ -22,7 +22,7 @@
     UNROLL
     for (int j = 0; j < VEC; j++) {
       query_sum[i] += query[i * VEC + j];
-      query[i * VEC + j] *= 1.0f / (1 << PLACE(j * KBITS));
+      query[i * VEC + j] *= 1.0f / static_cast<float>(1 << PLACE(j * KBITS));
     }
   }
 

@@ -41,6 +41,6 @@
   }
   UNROLL
   for (int i = 0; i < HG * NV * VEC; i++) {
-    acc[i] = metal::fma(acc[i], 1.0f / (1 << PLACE(i % VEC * VBITS)), base[i / VEC]);
+    acc[i] = metal::fma(acc[i], 1.0f / static_cast<float>(1 << PLACE(i % VEC * VBITS)), base[i / VEC]);
   }
 

@@ -1,0 +1,99 @@
+"""QuantizedStorage: one layer's K and V blocks as rows of codes, scales and biases in ordinary MLX arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+from ...kernels.build import KernelUnavailable
+from ..block_table import BlockTable
+from ..packed_step import PackedStep
+from ..step import Step
+from .base import Geometry, Storage
+from .functional import FunctionalStorage
+from .scoring import Scoring
+
+
+def functional_form(geometry: Geometry) -> Callable[[Geometry, int, int], Storage]:
+    """The form that works everywhere."""
+    return FunctionalStorage if geometry.format is None else QuantizedStorage
+
+
+class QuantizedStorage:
+    """:class:`FunctionalStorage` of rows (see :class:`QuantizedRows`): keys and values are quantised when they are
+    written, and dequantised, one layer at a time, when they are read."""
+
+    in_place = decoded_by_kernel = False
+
+    def __init__(self, geometry: Geometry, block_size: int, num_blocks: int) -> None:
+        forms = geometry.rows
+        assert forms is not None
+        self.geometry = geometry
+        self.num_quantized = 0
+        self._k, self._v = forms
+        self._rows = FunctionalStorage(geometry.stored, block_size, num_blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        return self._rows.num_blocks
+
+    def write(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
+        self._rows.write(tables, step, *self._quantized(k, v))
+
+    def write_packed(self, tables: Sequence[BlockTable], step: PackedStep, k: mx.array, v: mx.array) -> None:
+        self._rows.write_packed(tables, step, *self._quantized(k, v))
+
+    def write_stored(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
+        self._rows.write(tables, step, k, v)
+
+    def _quantized(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+        self.num_quantized += k.shape[0] * k.shape[2]
+        return self._k.quantize(k), self._v.quantize(v)
+
+    def read_visible(self, table: BlockTable, *, rotation: int, copy: bool) -> tuple[mx.array, mx.array]:
+        return self._dequantized(*self._rows.read_visible(table, rotation=rotation, copy=copy))
+
+    def read_rows(self, block_ids: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
+        return self._dequantized(*self._rows.read_rows(block_ids, positions))
+
+    def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
+        return self._rows.read_stored(table)
+
+    def _dequantized(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+        return self._k.dequantize(k), self._v.dequantize(v)
+
+    def decode(
+        self,
+        q: mx.array,
+        tables: Sequence[BlockTable],
+        step: Step,
+        scoring: Scoring,
+        *,
+        append: tuple[mx.array, mx.array] | None = None,
+    ) -> mx.array:
+        raise KernelUnavailable("the blocks are not written in place")
+
+    def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: PackedStep, scoring: Scoring) -> mx.array:
+        raise KernelUnavailable("the blocks are not written in place")
+
+    def rewind(self, to: mx.array, latest: mx.array) -> bool:
+        return False
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self._rows.copy_blocks(sources, targets)
+
+    def resize(self, num_blocks: int) -> None:
+        self._rows.resize(num_blocks)
+
+    def after_writes(self, *arrays: mx.array) -> list[mx.array]:
+        return self._rows.after_writes(*arrays)
+
+    def fence(self) -> mx.array:
+        return self._rows.fence()
+
+    def latest(self) -> list[mx.array]:
+        return self._rows.latest()
+
+    def forget_failed_writes(self) -> None:
+        self._rows.forget_failed_writes()

@@ -1,0 +1,225 @@
+"""Quantised pages under mlx-lm: its own quantised cache's tokens, by a call's options or by the configuration."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm import batch_generate
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, speculative_generate_step
+from mlx_lm.models import cache as upstream
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
+
+import mlx_paged
+from mlx_paged import ConfigError, PagedConfig, PagedKVCache, PromptCacheError
+from mlx_paged.config import QUANTIZED_KV_START
+from mlx_paged.kv.storage.page_format import PageFormat
+from tests.patches.cache.test_fall_through import fall_throughs
+from tests.patches.test_parity import PlainTokenizer
+from tests.support.models.builders import KINDS, build, greedy, perturbed, prompt_of, rms
+
+STEP = 16
+
+
+def wide(kind: str, **changes):
+    return build(kind, hidden_size=128, head_dim=64, num_attention_heads=4, **changes)
+
+
+def whole_quantized(kind: str) -> bool:
+    """Whether mlx-lm can quantise all of the model's caches."""
+    return kind in ("llama", "qwen3")
+
+
+@pytest.mark.parametrize("group_size", [32, 64])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_logits_equal_those_of_mlx_lms_quantized_cache(kind: str, bits: int, group_size: int) -> None:
+    """One that is quantised from the first chunk on, as pages are. Token by token in chunks of any length."""
+    model = wide(kind)
+    caches = [QuantizedKVCache(group_size, bits) for _ in model.layers]
+    expected = greedy(model, prompt_of(45), 30, prompt_cache=caches, prefill_step_size=STEP)
+    mlx_paged.apply_patches(PagedConfig(kv_bits=bits, kv_group_size=group_size, block_size=8))
+    (tokens, logprobs), messages = fall_throughs(lambda: greedy(model, prompt_of(45), 30, prefill_step_size=STEP))
+    assert tokens == expected[0] and not messages
+    assert rms(logprobs, expected[1]) < 1e-6
+    pool = mlx_paged.pool_of(model)
+    assert pool.page_format == PageFormat(bits, bits, group_size)
+    assert pool.stats().quantized_tokens == 45 + 30  # mlx-lm computes one token ahead
+    assert {choice.path for choice in mlx_paged.dispatch_counts()} == {"gather"}  # no chunk by its own keys
+
+
+@pytest.mark.parametrize("start", [None, 0, DEFAULT_QUANTIZED_KV_START])
+def test_a_calls_kv_bits_make_pages(start: int | None) -> None:
+    model = wide("llama")
+    options = {"kv_bits": 8, **({} if start is None else {"quantized_kv_start": start})}
+    caches = [QuantizedKVCache(64, 8) for _ in model.layers]
+    expected = greedy(model, prompt_of(45), 30, prompt_cache=caches, prefill_step_size=STEP)
+    mlx_paged.apply_patches()
+    got, messages = fall_throughs(lambda: greedy(model, prompt_of(45), 30, prefill_step_size=STEP, **options))
+    assert got[0] == expected[0] and rms(got[1], expected[1]) < 1e-6 and not messages
+    assert mlx_paged.pool_of(model).page_format == PageFormat(8, 8, 64)
+    assert QUANTIZED_KV_START == DEFAULT_QUANTIZED_KV_START
+    greedy(model, prompt_of(5), 3)
+    assert mlx_paged.pool_of(model).page_format is None  # it was that call's
+
+
+def test_keys_of_8_bits_and_values_of_4() -> None:
+    model = wide("llama")
+    mlx_paged.apply_patches(PagedConfig(kv_bits=(8, 4)))
+    configured, messages = fall_throughs(lambda: greedy(model, prompt_of(45), 20))
+    assert mlx_paged.pool_of(model).page_format == PageFormat(8, 4, 64) and not messages
+    mlx_paged.apply_patches(PagedConfig())
+    called = greedy(model, prompt_of(45), 20, kv_bits=(8, 4))
+    assert called[0] == configured[0] and rms(called[1], configured[1]) == 0
+    plain = greedy(model, prompt_of(45), 20)
+    assert rms(plain[1][:5], configured[1][:5]) > 0
+
+
+@pytest.mark.parametrize("options", [{"kv_bits": 8, "quantized_kv_start": 10}, {"kv_bits": 3}, {"kv_bits": 6}])
+def test_what_pages_are_not_runs_in_mlx_lms_cache_and_says_why(options) -> None:
+    model = wide("llama")
+    options = {"quantized_kv_start": 0, **options}
+    expected = greedy(model, prompt_of(20), 10, **options)
+    mlx_paged.apply_patches(PagedConfig(kv_bits=8))  # what the call says goes
+    got, messages = fall_throughs(lambda: greedy(model, prompt_of(20), 10, **options))
+    assert got[0] == expected[0] and rms(got[1], expected[1]) == 0
+    assert len(messages) == 1 and "8 or 4 bits and from the first token on" in messages[0]
+
+
+def test_a_speculating_model_and_its_draft_are_quantised() -> None:
+    changes = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 4}
+    model, draft = build("llama", **changes), perturbed("llama", 0.1, **changes)
+    mlx_paged.apply_patches()
+    expected = greedy(model, prompt_of(40), 30, kv_bits=8)[0]
+    step = speculative_generate_step(prompt_of(40), model, draft, max_tokens=30, kv_bits=8, num_draft_tokens=3)
+    got, messages = fall_throughs(lambda: [token for token, *_ in step])
+    assert got == expected and not messages
+    assert [mlx_paged.pool_of(each).page_format for each in (model, draft)] == [PageFormat(8, 8, 64)] * 2
+
+
+@pytest.mark.parametrize("count", [1, 5, 17])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ragged_batches_equal_their_solo_runs(kind: str, count: int) -> None:
+    model = build(kind)
+    prompts = [prompt_of(1 + (17 * n) % 71, seed=n).tolist() for n in range(count)]
+    mlx_paged.apply_patches(PagedConfig(kv_bits=8 if count % 2 else 4, kv_group_size=32, block_size=8))
+    solo = [" ".join(f"w{t}" for t in greedy(model, mx.array(prompt), 10)[0]) for prompt in prompts]
+    got, messages = fall_throughs(lambda: batch_generate(model, PlainTokenizer(), prompts, max_tokens=10).texts)
+    assert [text.split() for text in got] == [text.split() for text in solo]
+    pool = mlx_paged.pool_of(model)
+    assert not messages and all(group.is_quantized for group in pool.groups)
+    pool.check_integrity()
+    assert pool.stats().live_blocks == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dense_prompt_cache_is_quantised_once_in_place(kind: str) -> None:
+    model = wide(kind)
+    mlx_paged.apply_patches()
+    cache = upstream.make_prompt_cache(model)
+    given = list(cache)
+    model(prompt_of(50)[None], cache=cache)
+    dense = [c.keys_and_values() for c in given]
+    steps = generate_step(mx.array([5]), model, max_tokens=1, kv_bits=8, prompt_cache=cache)
+    next(steps)
+    steps.close()
+    pool = mlx_paged.pool_of(model)
+    assert pool.page_format == PageFormat(8, 8, 64) and all(c.pool is pool for c in cache)
+    assert all(isinstance(c, PagedKVCache) and c.offset == 52 for c in cache)
+    for c, (k, v) in zip(cache, dense, strict=True):
+        if c.window is None:
+            held = c.to_stock()
+            for got, x in zip((held.keys, held.values), (k, v), strict=True):
+                want = mx.quantize(x, 64, 8)
+                assert all(mx.array_equal(a[:, :, :50], b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_prompt_cache_of_other_pages_is_refused() -> None:
+    model = wide("llama")
+    mlx_paged.apply_patches(PagedConfig(kv_bits=8))
+    cache = upstream.make_prompt_cache(model)
+    model(prompt_of(20)[None], cache=cache)
+    for options in ({"kv_bits": 4}, {"kv_bits": 8, "kv_group_size": 32}, {"kv_bits": 8, "quantized_kv_start": 99}):
+        with pytest.raises(PromptCacheError, match="8 bits in groups of 64"):
+            next(generate_step(prompt_of(3), model, prompt_cache=cache, **options))
+    with pytest.raises(PromptCacheError, match="8 bits in groups of 64"):
+        cache[0].to_quantized(64, 4)
+    assert cache[0].to_quantized(64, 8) is cache[0]
+    next(generate_step(prompt_of(3), model, prompt_cache=cache, kv_bits=8))  # it is as good as before
+
+
+def test_two_widths_are_for_pages_only() -> None:
+    model = wide("llama")
+    mlx_paged.apply_patches()
+    with pytest.raises(ConfigError, match="mlx-lm's own"):
+        next(generate_step(prompt_of(3), model, prompt_cache=[KVCache() for _ in model.layers], kv_bits=(8, 4)))
+
+
+def test_bounded_caches_keep_their_keys_and_say_why() -> None:
+    model = wide("qwen3")
+    expected = greedy(model, prompt_of(50), 20, max_kv_size=32)
+    mlx_paged.apply_patches()
+    got, messages = fall_throughs(lambda: greedy(model, prompt_of(50), 20, max_kv_size=32, kv_bits=8))
+    assert got[0] == expected[0] and rms(got[1], expected[1]) == 0
+    assert len(messages) == 1 and "pinned" in messages[0] and "not quantised" in messages[0]
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+def test_files_of_quantized_caches_come_and_go_byte_for_byte(tmp_path) -> None:
+    model = wide("llama")
+    stock = [QuantizedKVCache(32, 4) for _ in model.layers]
+    model(prompt_of(300)[None], cache=stock)
+    upstream.save_prompt_cache(str(tmp_path / "stock.safetensors"), stock, {"x": "y"})
+    expected = greedy(model, prompt_of(4), 20, prompt_cache=stock)
+    mlx_paged.apply_patches()
+    loaded, metadata = upstream.load_prompt_cache(str(tmp_path / "stock.safetensors"), return_metadata=True)
+    assert metadata == {"x": "y"}
+    paged = mlx_paged.adopt_prompt_cache(model, loaded)
+    pool = paged[0].pool
+    assert pool.page_format == PageFormat(4, 4, 32)  # the file's
+    assert all(isinstance(c, PagedKVCache) and c.offset == 300 for c in paged)
+    assert pool.stats().quantized_tokens == 0
+    upstream.save_prompt_cache(str(tmp_path / "back.safetensors"), paged)
+    mlx_paged.remove_patches()
+    back = upstream.load_prompt_cache(str(tmp_path / "back.safetensors"))
+    for mine, theirs in zip(back, loaded, strict=True):
+        assert type(mine) is QuantizedKVCache and (mine.bits, mine.group_size, mine.offset) == (4, 32, 300)
+        for got, want in zip((*mine.keys, *mine.values), (*theirs.keys, *theirs.values), strict=True):
+            assert got.dtype == want.dtype and mx.array_equal(got, want[:, :, :300])
+    mlx_paged.apply_patches()
+    got = greedy(model, prompt_of(4), 20, prompt_cache=paged)
+    assert got[0] == expected[0] and rms(got[1], expected[1]) < 1e-6
+
+
+def test_a_file_of_other_bits_than_configured_is_refused() -> None:
+    model = wide("llama")
+    stock = [QuantizedKVCache(64, 4) for _ in model.layers]
+    model(prompt_of(30)[None], cache=stock)
+    mlx_paged.apply_patches(PagedConfig(kv_bits=8))
+    with pytest.raises(PromptCacheError, match=r"4 bits in groups of 64.*8 bits in groups of 64"):
+        mlx_paged.adopt_prompt_cache(model, stock)
+    assert mlx_paged.pool_of(model).stats().live_blocks == 0
+    dense = [KVCache() for _ in model.layers]
+    model(prompt_of(30)[None], cache=dense)
+    paged = mlx_paged.adopt_prompt_cache(model, dense)  # quantised now, and not before
+    assert paged[0].pool.stats().quantized_tokens == 30
+
+
+def test_what_mlx_lm_has_no_quantized_cache_for_is_saved_dequantised(tmp_path) -> None:
+    model = wide("gemma3")
+    mlx_paged.apply_patches(PagedConfig(kv_bits=8))
+    cache = upstream.make_prompt_cache(model)
+    model(prompt_of(60)[None], cache=cache)
+    file = str(tmp_path / "cache.safetensors")
+    _, messages = fall_throughs(lambda: upstream.save_prompt_cache(file, cache))
+    assert len(messages) == 1 and "saved dequantised" in messages[0]
+    loaded = upstream.load_prompt_cache(file)
+    for mine, theirs in zip(cache, loaded, strict=True):
+        assert type(theirs) is (QuantizedKVCache if mine.window is None else RotatingKVCache)
+        if mine.window is not None:
+            held = mx.sort(mine.keys_and_values()[0], axis=2)
+            assert np.isin(np.array(held), np.array(theirs.keys)).all()
+    again = mlx_paged.adopt_prompt_cache(model, loaded)
+    assert [c.offset for c in again] == [60] * len(cache)
