@@ -22,7 +22,7 @@ from mlx_paged.kernels.cuda.source import Source
 from mlx_paged.kernels.decode_spec import pool_constants_of
 from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.layers import embedding_rows, silu_product
-from mlx_paged.kernels.prefill import BODY, prefill_constants_of, prefill_shape_for
+from mlx_paged.kernels.prefill import BODY, QUANTIZED_BODY, prefill_constants_of, prefill_shape_for
 from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.trial import Text, launch_alone
 from tests.support.kernels.quantized_pages import page_shape
@@ -77,6 +77,13 @@ def mlx(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMLX]:
 
 
 PREFILL = (BODY, prefill_constants_of(TENSOR._replace(body=BODY), prefill_shape_for(128, 128)))
+QUANTIZED_PREFILL = (
+    QUANTIZED_BODY,
+    prefill_constants_of(
+        QUANTIZED._replace(body=QUANTIZED_BODY),
+        prefill_shape_for(QUANTIZED.head_dim, QUANTIZED.value_dim, QUANTIZED.pages),
+    ),
+)
 
 
 def texts() -> list[tuple[str, Constants]]:
@@ -87,9 +94,10 @@ def texts() -> list[tuple[str, Constants]]:
         for bits in (0, 4)
     ]
     layers = [silu_product.text_of(mx.bfloat16, 3), embedding_rows.text_of(mx.bfloat16, mx.uint32)]
-    listed = _texts_of(TENSOR) + _texts_of(PLAIN) + _texts_of(QUANTIZED) + [PREFILL]
+    quantized = _texts_of(QUANTIZED) + _texts_of(QUANTIZED._replace(body="quantized_decode_tensor"))
+    listed = _texts_of(TENSOR) + _texts_of(PLAIN) + quantized + [PREFILL, QUANTIZED_PREFILL]
     listed += [(text.body, text.constants) for text in products + layers]
-    assert {body for body, _ in listed} >= set(SIGNATURES) - {"quantized_decode_tensor", "quantized_prefill_tensor"}
+    assert {body for body, _ in listed} >= set(SIGNATURES)
     return listed
 
 

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.decode_spec import spec_of
 from mlx_paged.kernels.launch_shape import shape_for
+from mlx_paged.kernels.trial import launch_alone
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import Case, emulated, to_float
@@ -156,17 +158,17 @@ def test_tokens_of_very_different_sizes():
     # The first token's values are tiny and the last one's large, so that the range of the weights grows on the way.
     case = case_of([300], (8, 4), dtype=mx.bfloat16, heads=(2, 1))
     (pair,) = case._given
-    sizes = (2.0 ** np.linspace(-80, 10, 300)).astype(np.float32)[:, None]
+    sizes = (2.0 ** np.linspace(-50, 10, 300)).astype(np.float32)[:, None]
     v = case._dense[1]
     for t in range(300):
         v[case.tables[0, t // 16], :, t % 16] *= sizes[t]
     pair[1][:] *= sizes
     case.rows = [case._kept(*pair)]
     case._fill()
-    out, _ = run(case, orders=(0,))
+    out, _ = run(case, orders=(0,), unroll=1)
     expected = case.reference()
     np.testing.assert_allclose(out, expected, atol=1e-2 * np.abs(expected).max())
-    stuck, _ = run(case, [("if (exponent > range) {", "if (exponent > range && range == 15) {")], orders=(0,))
+    stuck, _ = run(case, [("if (exponent > range) {", "if (exponent > range && range == 15) {")], orders=(0,), unroll=1)
     assert not np.allclose(stuck, expected, atol=1e-2 * np.abs(expected).max())
 
 
@@ -266,3 +268,15 @@ def test_dense_weights_keep_what_quantised_ones_do():
         out, _ = run(case, orders=(0,))
         exact = case.reference()
         assert np.abs(out - to_float(mx.array(exact.astype(np.float32)).astype(case.dtype))).max() <= 2.0**-10
+
+
+@pytest.mark.parametrize("bits", [None, (8, 4)])
+def test_a_trial_launches_the_text_and_nothing_is_seen(bits):
+    case = case_of([5], bits, sinks=True)
+    with emulated("cuda", orders=(0,)) as fake:
+        variant = variant_of(case)
+        spec = spec_of(variant, shape_for(variant), 1, case.n_q, 1, 1)
+        (text,) = spec.texts
+        out, *_ = launch_alone(text, fake)
+    assert not to_float(out).any()
+    assert [body for body, _ in fake.calls] == [variant.body]

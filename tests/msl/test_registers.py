@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import pytest
 
@@ -9,7 +11,7 @@ from mlx_paged.kernels.build import cores_listed
 from mlx_paged.kernels.decode_spec import decode_constants_of
 from mlx_paged.kernels.lane_layout import MOST_REGISTERS, PACKED_VEC, LaneLayout, best_layout
 from mlx_paged.kernels.launch_shape import HEAD_DIMS, MAX_TENSOR_HEAD_DIM, Variant, partition_for, shape_for
-from mlx_paged.kernels.prefill import BODY, prefill_constants_of, prefill_shape_for
+from mlx_paged.kernels.prefill import BODY, QUANTIZED_BODY, prefill_constants_of, prefill_shape_for
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl import registers
 
@@ -121,6 +123,35 @@ def test_prefill_does_not_spill(head_dim: int, gqa: int, options: dict[str, obje
 @pytest.mark.parametrize("head_dim", [dim for dim in HEAD_DIMS if dim <= MAX_TENSOR_HEAD_DIM])
 def test_no_prefill_spills(head_dim: int, gqa: int, block_size: int, extras: bool) -> None:
     found = spilled_by_prefill(head_dim, gqa, block_size=block_size, softcap=extras, sinks=extras)
+    assert max(found.stored, found.loaded) <= spill_limit(head_dim), found
+
+
+def quantized_registers(
+    body: str, head_dim: int, gqa: int, bits: tuple[int, int], **options: Any
+) -> registers.Registers:
+    pages = page_shape(head_dim, bits, 64, mx.bfloat16)
+    variant = Variant(body, "cuda", mx.bfloat16, head_dim, head_dim, gqa, 32, pages=pages)._replace(**options)
+    if body == QUANTIZED_BODY:
+        constants = prefill_constants_of(variant, prefill_shape_for(head_dim, head_dim, pages))
+    else:
+        cut = shape_for(variant)
+        constants = (*decode_constants_of(variant, cut), ("GROUPS", cut.groups))
+    return registers.registers_of(body, constants, None, "sm_90")
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("head_dim", "gqa", "bits"), [(64, 4, (8, 8)), (128, 4, (8, 8)), (128, 8, (4, 4)), (256, 2, (8, 8))]
+)
+def test_decoding_quantised_pages_does_not_spill(head_dim: int, gqa: int, bits: tuple[int, int]) -> None:
+    found = quantized_registers("quantized_decode_tensor", head_dim, gqa, bits)
+    assert max(found.stored, found.loaded) <= (48 if head_dim > 128 else 16), found
+
+
+@needs_compiler
+@pytest.mark.parametrize(("head_dim", "gqa", "bits"), [(64, 4, (8, 8)), (128, 4, (4, 4)), (256, 2, (8, 8))])
+def test_quantised_prefill_does_not_spill(head_dim: int, gqa: int, bits: tuple[int, int]) -> None:
+    found = quantized_registers(QUANTIZED_BODY, head_dim, gqa, bits)
     assert max(found.stored, found.loaded) <= spill_limit(head_dim), found
 
 

@@ -167,7 +167,7 @@ WRONG = {  # seen by the emulator, or the numbers come out wrong
     "keys for values": ("is_value = true;", "is_value = false;"),
     "half of the codes": ("i * THREADS < KEYS * LOADS; i++) {\n    if (KEYS", "i * THREADS < KEYS * LOADS / 2; i++) {\n    if (KEYS"),
     "eight lanes, one token": ("/ loads * 8 + thread_index % 8", "/ loads * 8"),
-    "another part of a row": ("% loads; };", "% loads ^ 1; };"),
+    "another part of a row": ("(DIM + 8) + load_of(i, LOADS) * CODES", "(DIM + 8) + (load_of(i, LOADS) ^ 1) * CODES"),
     "scale of another group": ("both_halves(scales[i * THREADS + thread_index], g % 2)", "both_halves(scales[i * THREADS + thread_index], 0)"),
     "bias of another group": ("(DIM / GS + g) % 2", "(DIM / GS) % 2"),
     "bias for scale": ("factors + (ROW_GROUPS + g) / 2, live", "factors + g / 2, live"),

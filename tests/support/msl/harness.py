@@ -89,8 +89,7 @@ CUDA_MEMORY = 48 * 1024  # bytes of shared memory that a text may declare
 
 
 def tensor_kernel(body, constants, edits):
-    """A body for CUDA's tensor cores on the emulator, mutated by (old, new) edits of it or its helpers; and the names
-    of its outputs."""
+    """A body for tensor cores on the emulator, mutated by edits (old, new) of it or its helpers; its outputs' names."""
     _, source = kernel_build.kernel_source(body, "metal", constants)
     header = tensor_helpers(body)
     for old, new in edits:
