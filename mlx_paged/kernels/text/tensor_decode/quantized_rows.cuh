@@ -3,7 +3,8 @@
 //   scores  S[token, head]  = sum over groups of s_g (C[token, dim] Q[dim, head]) + b_g sum(Q[dim, head])
 //   output  O[dim, head]   += C^T[dim, token] (s_g P)[token, head], and at the end sum(b_g P) of the dim's group
 // Queries and weights are float16 there, whatever T is: both are multiplied by powers of two so that the largest is just below
-// 2^15. A query of bfloat16 loses nothing by that, and a weight, in two halves, has 2^-22 of its size or 2^-40 of the largest.
+// 2^15. A query of bfloat16 loses nothing by that; a weight is rounded to 2^-11 of its size, and what its offset adds goes with the
+// rounded one, so that only codes feel it.
 // Codes become factors once for all heads. In a group, lane c has a fourth of a key row, lane r an eighth of a value row.
 constexpr int NT = (G + 7) / 8;
 constexpr int KG = D / GS;   // groups of a row

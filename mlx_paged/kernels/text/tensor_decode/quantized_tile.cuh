@@ -72,7 +72,8 @@ if (first <= last) {
     for (int i = 0; i < 2; i++) gain[n][i] = simd_shuffle(own_gain, c * 8 + i * 4);
   }
   float acc[NT][TILES][4];
-  float plus[NT][VG][KINDS<VBITS>][2];  // sums of p (b - s * offset) over a lane's tokens, for heads 2c and 2c + 1
+  // Sums over a lane's tokens, for heads 2c and 2c + 1: p b, and the rounded weights, of which codes' offsets added that many.
+  float plus[NT][VG][2], added[NT][VG][2];
   float m[NT][2], l[NT][2];
 
   const int first_chunk = lo / CHUNK;
@@ -155,7 +156,7 @@ if (first <= last) {
       UNROLL
       for (int i = 0; i < TILES * 4; i++) acc[n][i / 4][i % 4] = 0.0f;
       UNROLL
-      for (int i = 0; i < VG * KINDS<VBITS> * 2; i++) plus[n][i / 2 / KINDS<VBITS>][i / 2 % KINDS<VBITS>][i % 2] = 0.0f;
+      for (int i = 0; i < VG * 2; i++) plus[n][i / 2][i % 2] = added[n][i / 2][i % 2] = 0.0f;
       m[n][0] = m[n][1] = NOTHING;
       l[n][0] = l[n][1] = 0.0f;
     }
@@ -243,7 +244,10 @@ if (first <= last) {
           UNROLL
           for (int i = 0; i < TILES * 4; i++) acc[n][i / 4][i % 4] *= shrink[n][i % 2];
           UNROLL
-          for (int i = 0; i < VG * KINDS<VBITS> * 2; i++) plus[n][i / 2 / KINDS<VBITS>][i / 2 % KINDS<VBITS>][i % 2] *= shrink[n][i % 2];
+          for (int i = 0; i < VG * 2; i++) {
+            plus[n][i / 2][i % 2] *= shrink[n][i % 2];
+            added[n][i / 2][i % 2] *= shrink[n][i % 2];
+          }
         }
       }
       float most = 0.0f;
@@ -256,6 +260,8 @@ if (first <= last) {
       if (exponent > range) {
         UNROLL
         for (int i = 0; i < NT * TILES * 4; i++) acc[i / (TILES * 4)][i / 4 % TILES][i % 4] *= power_of_two(range, exponent);
+        UNROLL
+        for (int i = 0; i < NT * VG * 2; i++) added[i / (VG * 2)][i / 2 % VG][i % 2] *= power_of_two(range, exponent);
         range = exponent;
       }
 
@@ -264,28 +270,22 @@ if (first <= last) {
         UNROLL
         for (int g = 0; g < VG; g++) {
           // Rows of 8 tokens x 8 heads become, transposed, the B fragment: column (head) r, tokens 2c and 2c + 1.
-          unsigned high[NT][2], rest[NT][2];
+          unsigned weight[NT][2];
           UNROLL
           for (int half = 0; half < 2; half++) {
             const auto& factors = value_factors[u][half];
             const float scale = value_of<T>(factors[g / 2], g % 2), bias = value_of<T>(factors[(VG + g) / 2], (VG + g) % 2);
             const float ranged = scale * to_half_range(range);
-            float shifted[KINDS<VBITS>];
-            UNROLL
-            for (int k = 0; k < KINDS<VBITS>; k++) shifted[k] = ::fmaf(scale, -offset_of<VBITS>(k), bias);
             UNROLL
             for (int n = 0; n < NT; n++) {
-              float weights[2];
+              const float* p = &scores[n][u][half * 2];
+              const unsigned rounded = pack_rounded<Half>(p[0] * ranged, p[1] * ranged);
               UNROLL
               for (int i = 0; i < 2; i++) {
-                const float p = scores[n][u][half * 2 + i];
-                UNROLL
-                for (int k = 0; k < KINDS<VBITS>; k++) plus[n][g][k][i] = ::fmaf(p, shifted[k], plus[n][g][k][i]);
-                weights[i] = p * ranged;
+                plus[n][g][i] = ::fmaf(p[i], bias, plus[n][g][i]);
+                added[n][g][i] += value_of<Half>(rounded, i);
               }
-              const unsigned rounded = pack_rounded<Half>(weights[0], weights[1]);
-              high[n][half] = transpose8x8(rounded);
-              rest[n][half] = transpose8x8(pack_rounded<Half>(weights[0] - value_of<Half>(rounded, 0), weights[1] - value_of<Half>(rounded, 1)));
+              weight[n][half] = transpose8x8(rounded);
             }
           }
           UNROLL
@@ -300,8 +300,7 @@ if (first <= last) {
               UNROLL
               for (int n = 0; n < NT; n++) {
                 auto& tile = acc[n][(g * (VD / 4) + four) * 2 + j];
-                mma<Half>(tile, a[j * 2], a[j * 2 + 1], b[j * 2], b[j * 2 + 1], high[n][0], high[n][1]);
-                mma<Half>(tile, a[j * 2], a[j * 2 + 1], b[j * 2], b[j * 2 + 1], rest[n][0], rest[n][1]);
+                mma<Half>(tile, a[j * 2], a[j * 2 + 1], b[j * 2], b[j * 2 + 1], weight[n][0], weight[n][1]);
               }
             }
           }
@@ -315,13 +314,16 @@ if (first <= last) {
 
     // What offsets added goes, and the biases' part comes.
     UNROLL
-    for (int i = 0; i < NT * VG * KINDS<VBITS> * 2; i++) {
-      float& sum = plus[i / (VG * KINDS<VBITS> * 2)][i / (KINDS<VBITS> * 2) % VG][i / 2 % KINDS<VBITS>][i % 2];
+    for (int i = 0; i < NT * VG * 2; i++) {
       UNROLL
-      for (int lanes = 4; lanes < 32; lanes *= 2) sum += simd_shuffle_xor(sum, lanes);
+      for (int lanes = 4; lanes < 32; lanes *= 2) {
+        plus[i / (VG * 2)][i / 2 % VG][i % 2] += simd_shuffle_xor(plus[i / (VG * 2)][i / 2 % VG][i % 2], lanes);
+        added[i / (VG * 2)][i / 2 % VG][i % 2] += simd_shuffle_xor(added[i / (VG * 2)][i / 2 % VG][i % 2], lanes);
+      }
     }
     UNROLL
     for (int i = 0; i < NT * TILES * 4; i++) {
-      float& x = acc[i / (TILES * 4)][i / 4 % TILES][i % 4];
-      x = ::fmaf(x, from_half_range(range), plus[i / (TILES * 4)][i / 4 % TILES / (VD / 2)][i / 2 % KINDS<VBITS>][i % 2]);
+      const int n = i / (TILES * 4), g = i / 4 % TILES / (VD / 2);
+      float& x = acc[n][i / 4 % TILES][i % 4];
+      x = ::fmaf(::fmaf(added[n][g][i % 2], -offset_of<VBITS>(i / 2 % KINDS<VBITS>), x), from_half_range(range), plus[n][g][i % 2]);
     }
