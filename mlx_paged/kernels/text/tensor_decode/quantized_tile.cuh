@@ -231,8 +231,8 @@ if (first <= last) {
         for (int u = 0; u < U; u++) {
           UNROLL
           for (int i = 0; i < 4; i++) {
-            float& s = scores[n][u][i];  // a weight from here on
-            s = s > NOTHING ? metal::fast::exp2(s - top[i % 2]) : 0.0f;
+            float& s = scores[n][u][i];  // a weight from here on: 0 of dead tokens, as each chunk has a live one
+            s = metal::fast::exp2(s - top[i % 2]);
             l[n][i % 2] += s;
           }
         }
