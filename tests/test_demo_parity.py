@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm import load
-from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.generate import BatchGenerator, generate_step, maybe_quantize_kv_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged.attention import dispatch
@@ -64,19 +66,21 @@ def test_demo_model_gives_stocks_tokens(name: str, num_tokens: int, demo_model_f
     [("short", 8), *(pytest.param(name, 200, marks=SLOW) for name in ("short", "list", "several blocks"))],
 )
 def test_demo_model_gives_stocks_tokens_with_8_bits(name: str, num_tokens: int, demo_model_folder: Path) -> None:
-    """Stock computes a prompt's first chunk with keys as they are, and quantises them then."""
+    """With caches that are quantised from the start: mlx-lm computes a prompt's first chunk with keys as they are, and
+    quantises its caches then."""
     model, tokenizer = load_demo(demo_model_folder)
     messages = [{"role": "user", "content": PROMPTS[name]}]
     prompt = mx.array(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
 
-    def run() -> list[int]:
-        steps = generate_step(prompt, model, max_tokens=num_tokens, kv_bits=8, quantized_kv_start=0)
+    def run(**options: Any) -> list[int]:
+        steps = generate_step(prompt, model, max_tokens=num_tokens, kv_bits=8, quantized_kv_start=0, **options)
         return [token for token, _ in steps]
 
-    expected = run()
+    caches = make_prompt_cache(model)
+    maybe_quantize_kv_cache(caches, 0, 64, 8)
+    expected = run(prompt_cache=caches)
     mlx_paged.apply_patches()
-    got = run()
-    assert got == expected
+    assert run() == expected
     pool = mlx_paged.pool_of(model)
     assert pool.stats().quantized_tokens == prompt.size + num_tokens
     assert pool.stats().quantized_layers == len(model.layers)

@@ -57,12 +57,21 @@ class LayerGroup(NamedTuple):
         window: sliding window in tokens (a query sees itself and ``window - 1`` tokens before it), or None.
         name: for messages and statistics.
         pinned: so many tokens at a sequence's start stay visible, at the cost of the oldest others in the window.
+        latent: the model computes with what it wrote by itself, such as MLA's latents, not by an attention function.
     """
 
     layers: tuple[int, ...]
     window: int | None = None
     name: str = "global"
     pinned: int = 0
+    latent: bool = False
+
+    @property
+    def why_dense(self) -> str | None:
+        """Why pages of the group are never quantised, or None."""
+        if self.pinned:
+            return "the first tokens are pinned (max_kv_size)"
+        return "the model computes with what it writes by itself (latents)" if self.latent else None
 
     def first_kept(self, length: int) -> int:
         """Of a sequence of ``length`` tokens, the first position after the pinned ones that the next token sees; 0 if
@@ -293,7 +302,7 @@ class BlockGroup:
         Raises:
             KernelUnavailableError: a kernel is demanded and there is none. Nothing has been changed.
         """
-        geometry, self.dense_reason = geometry.in_format(self.page_format, self.spec.pinned)
+        geometry, self.dense_reason = geometry.in_format(self.page_format, self.spec.why_dense)
         form, self.storage_reason = self._choose_storage(geometry, self.block_size, heads, self.spec.pinned)
         self.geometry = geometry
         num_blocks = self.allocator.num_blocks

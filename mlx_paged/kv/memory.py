@@ -65,7 +65,7 @@ class PoolMemory:
     def fix_geometry(self, group: BlockGroup, geometry: Geometry, heads: QueryHeads | None) -> None:
         """See :meth:`BlockGroup.set_geometry`. Raises PoolExhaustedError if the blocks handed out so far do not fit."""
         group.allocator.shrink()
-        in_pages, _ = geometry.in_format(group.page_format, group.spec.pinned)
+        in_pages, _ = geometry.in_format(group.page_format, group.spec.why_dense)
         per_block = group.block_size * in_pages.bytes_per_token() * len(group.spec.layers)
         known = group.allocator.num_blocks
         if known * per_block > self.unreserved_bytes:

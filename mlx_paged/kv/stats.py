@@ -72,7 +72,9 @@ class PagedCacheStats:
             f"{self.free_blocks} free; {self.bytes_in_use / 1e6:.1f} MB in use "
             f"(peak {self.peak_bytes_in_use / 1e6:.1f} MB), "
             f"{self.bytes_reserved / 1e6:.1f} MB reserved of {self.budget_bytes / 1e6:.0f} MB; "
-            f"{self.cow_forks} copy-on-write fork(s)"
+            f"{self.cow_forks} copy-on-write fork(s); {self.bytes_per_token:,} bytes a token"
+            + (f", quantised in {self.quantized_layers} layer(s)" if self.quantized_layers else "")
+            + (f", not in {self.dense_layers}" if self.quantized_layers and self.dense_layers else "")
         )
 
 

@@ -16,7 +16,7 @@ from support.bench_common import DTYPES, PRESETS, add_quantization, load_model, 
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.config import parse_block_size, parse_kernel, parse_memory
+from mlx_paged.config import parse_block_size, parse_kernel, parse_kv_bits, parse_kv_group_size, parse_memory
 
 # A panel of a figure: its title, and a result's height in it.
 Panel = tuple[str, Callable[[dict[str, Any]], float]]
@@ -37,6 +37,10 @@ def add_pool_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--kv-block-size", type=parse_block_size, default=32)
     parser.add_argument("--kv-cache-memory", type=parse_memory, default=None)
     parser.add_argument("--kernel", type=parse_kernel, default="auto", help="auto, on or off")
+    parser.add_argument(
+        "--kv-bits", type=parse_kv_bits, default=None, help="of pages: 8, 4 or 8,4 (default: as they are)"
+    )
+    parser.add_argument("--kv-group-size", type=parse_kv_group_size, default=64, help="32, 64 (default) or 128")
     parser.add_argument("--out", type=Path, default=None, help=f"folder for {name}.json and {name}.png")
     parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
 
@@ -64,7 +68,13 @@ def patch_anew(args: argparse.Namespace) -> None:
     mlx_paged.remove_patches()
     gc.collect()  # the pool
     mlx_paged.apply_patches(
-        PagedConfig(block_size=args.kv_block_size, kv_cache_memory=args.kv_cache_memory, kernel=args.kernel)
+        PagedConfig(
+            args.kv_block_size,
+            args.kv_cache_memory,
+            args.kernel,
+            kv_bits=args.kv_bits,
+            kv_group_size=args.kv_group_size,
+        )
     )
 
 

@@ -20,6 +20,8 @@ from ... import __version__
 from ...config import PagedConfig, free_memory
 from ...kernels.availability import device_decline
 from ...kernels.build import backend, compiled_by, gpu_cores
+from ...kv.storage.base import Geometry
+from ...kv.storage.page_format import PageFormat
 from ..terminal import orderly_end
 from .jobs import jobs
 from .report import HEADER, Report, Row
@@ -59,6 +61,17 @@ def _system() -> str:
     return f"{release} {platform.machine()}"
 
 
+def _pages(page_format: PageFormat) -> str:
+    """What heads of popular sizes take in pages of this format, against 16 bits; or why they are not quantised."""
+    parts = []
+    for dim in (64, 96, 128, 256):
+        dense = Geometry(1, dim, dim, mx.bfloat16)
+        pages, why = dense.in_format(page_format, None)
+        size = f"{pages.bytes_per_token()} of {dense.bytes_per_token()} bytes" if why is None else "as they are"
+        parts.append(f"{dim}: {size}")
+    return f"{page_format}; a head's keys and values of a token: {', '.join(parts)}"
+
+
 def _memory(info: Mapping[str, Any]) -> str:
     """Of the machine, and what Metal recommends a process to use, in GiB."""
     total = info.get("memory_size") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -80,6 +93,8 @@ def run(block_size: int, config: PagedConfig, *, everything: bool, report_file: 
     begin = time.perf_counter()
     told = facts()
     report = Report(report_file, told)
+    if config.page_format is not None:
+        told["pages"] = _pages(config.page_format)
     for name, value in told.items():
         print(f"{name:<16}{value}")
     # MLX compiles one CUDA kernel at a time in a process, in some seconds.

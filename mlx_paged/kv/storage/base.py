@@ -35,10 +35,16 @@ class Geometry(NamedTuple):
         """Geometry of k ``[B, n_kv_heads, n, k_head_dim]`` and v ``[B, n_kv_heads, n, v_head_dim]``."""
         return cls(k.shape[1], k.shape[3], v.shape[3], k.dtype)
 
-    def in_format(self, wanted: PageFormat | None, pinned: int) -> tuple[Geometry, str | None]:
-        """With the format that pages hold such keys and values in, those of a group with so many pinned tokens; and
-        where that is not the one wanted, why."""
-        why = None if wanted is None else wanted.why_not(self.k_head_dim, self.v_head_dim, self.dtype, pinned)
+    def in_format(self, wanted: PageFormat | None, why: str | None) -> tuple[Geometry, str | None]:
+        """With the format that pages hold such keys and values in; and where that is not the one wanted, why.
+
+        Args:
+            wanted: format; None: keys and values as they are.
+            why: they are kept as they are all the same, if that is known already.
+        """
+        if wanted is None:
+            return self._replace(format=None), None
+        why = why or wanted.why_not(self.k_head_dim, self.v_head_dim, self.dtype)
         return self._replace(format=wanted if why is None else None), why
 
     @property

@@ -39,10 +39,8 @@ class PageFormat(NamedTuple):
             raise ConfigError(f"keys and values are quantised in groups of {GROUP_SIZES}, not of {group_size}")
         return cls(*pair, group_size, rotate)
 
-    def why_not(self, k_head_dim: int, v_head_dim: int, dtype: mx.Dtype, pinned: int) -> str | None:
+    def why_not(self, k_head_dim: int, v_head_dim: int, dtype: mx.Dtype) -> str | None:
         """Why keys and values of these sizes and this dtype are kept as they are, or None."""
-        if pinned:
-            return "the first tokens are pinned (max_kv_size)"
         if dtype not in DTYPES:
             return f"keys are {dtype}"
         for dim in (k_head_dim, v_head_dim):

@@ -24,6 +24,9 @@ _GAUGES = {
     "bytes_reserved": "Bytes of the pool's tensors",
     "bytes_in_use": "Bytes of the live blocks",
     "budget_bytes": "The most the tensors may take",
+    "bytes_per_token": "Bytes of the keys and values of one token in all layers",
+    "quantized_layers": "Layers whose pages hold quantised keys and values",
+    "dense_layers": "Layers whose pages hold keys and values as they are",
 }
 _COUNTERS = {
     "cow_forks": "Blocks copied because a sequence wrote to a shared one",
@@ -31,6 +34,7 @@ _COUNTERS = {
     "prefix_hit_tokens": "Tokens that sequences took from the prefix cache",
     "preemptions": "Requests that made room for others",
     "shrinks": "Times a layer group's tensors were made smaller",
+    "quantized_tokens": "Tokens quantised when they were written",
 }
 _SERVER_COUNTERS = {
     "prompt_tokens": "Tokens of prompts",

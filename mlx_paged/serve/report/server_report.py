@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...attention.dispatch import dispatch_counts
+from ...kv.group import BlockGroup
 from ...kv.pool import BlockPool
 from .block_map import block_map
 from .server_stats import ServerStats
@@ -34,6 +35,7 @@ def server_report(
         "server": stats.as_dict(),
         "running": {"running": sum(not each["waiting"] for each in sequences), "waiting": num_waiting},
         "pool": None if pool is None else pool.stats().as_dict(),
+        "pages": [] if pool is None else [_pages_of(group) for group in pool.groups],
         "prefix_cache": prefix_cache,
         "dispatch": [
             {"path": choice.path, "reason": choice.reason, "count": count}
@@ -45,3 +47,15 @@ def server_report(
         report["sequences"] = sequences
         report["blocks"] = [{"group": group.spec.name, "runs": of_group} for group, of_group in runs]
     return report
+
+
+def _pages_of(group: BlockGroup) -> dict[str, Any]:
+    """How a group's pages hold keys and values; where that is not what was asked for, why."""
+    geometry = group.geometry
+    return {
+        "group": group.spec.name,
+        "layers": len(group.spec.layers),
+        "format": None if geometry is None else str(geometry.format or geometry.dtype),
+        "bytes_per_token": group.bytes_per_block // group.block_size,
+        "reason": group.dense_reason,
+    }

@@ -23,6 +23,13 @@ SHAPE = {
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**SHAPE, "model_type": "llama", "num_hidden_layers": 2, "tie_word_embeddings": False},
+    "llama of wide heads": {
+        **SHAPE,
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "tie_word_embeddings": False,
+        "head_dim": 64,
+    },
     "gemma3": {
         **SHAPE,
         "model_type": "gemma3_text",
@@ -44,7 +51,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "time_step_rank": 4,
     },
 }
-MODULES: dict[str, Any] = {"llama": llama, "gemma3": gemma3_text, "mamba": mamba}
+MODULES: dict[str, Any] = {"llama": llama, "llama of wide heads": llama, "gemma3": gemma3_text, "mamba": mamba}
 
 
 def make_tiny_model(folder: Path, tokenizer: Path, kind: str = "llama", seed: int = 0) -> Path:

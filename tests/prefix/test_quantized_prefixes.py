@@ -1,0 +1,212 @@
+"""What sequences have in common is quantised once: adopted, parked, spilled, restored and saved prefixes are the same
+rows, and a run from them has the same bits as one that computed everything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.cache.sequence import SequenceTables
+from mlx_paged.errors import PoolExhaustedError
+from mlx_paged.patches.cache.layer_cache import PagedLayerCache
+from mlx_paged.prefix.detached import SharedPrefixes, adopt, adopt_longest, detach, donate
+from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.spill import SpillStore
+from tests.support.models.batch_runs import Outcome, generator, run_all
+from tests.support.models.builders import build, prompt_of
+
+SIZE = 8
+PREFIX, REST = prompt_of(64, seed=1), prompt_of(9, seed=2)
+BITS = [8, 4, (8, 4)]
+
+
+def configure(bits: Any, **options: Any) -> None:
+    mlx_paged.apply_patches(PagedConfig(block_size=SIZE, kv_bits=bits, kv_group_size=32, **options))
+
+
+def caches_over(sequence: SequenceTables, like: list[Any]) -> list[Any]:
+    return [type(cache)(sequence, cache.layer) for cache in like]
+
+
+def logits_of(model: Any, caches: list[Any]) -> mx.array:
+    """Of the rest, and of a token after it."""
+    first = model(REST[None], cache=caches)
+    logits = mx.concatenate([first, model(prompt_of(1, seed=3)[None], cache=caches)], axis=1)
+    mx.eval(logits)
+    return logits
+
+
+@pytest.mark.parametrize("bits", BITS, ids=str)
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_a_prefix_is_the_same_rows_wherever_it_comes_from(kind: str, bits: Any, tmp_path: Path) -> None:
+    model = build(kind)
+    configure(bits)
+    cold = make_prompt_cache(model)
+    mx.eval(model(PREFIX[None], cache=cold))
+    sequence, pool = cold[0].sequence, cold[0].pool
+    tokens = PREFIX.tolist()
+    parked, tree = detach(sequence), RadixTree(pool)
+    node = donate(tree, tokens, sequence).node
+    assert SpillStore(tmp_path / "prefixes").save(pool, node, "weights") == 8
+    save_prompt_cache(str(tmp_path / "cache.safetensors"), cold)
+    expected = logits_of(model, cold)
+    before = pool.stats().quantized_tokens
+    assert before == 64 + 10
+
+    hits = [adopt(parked), adopt_longest(tree, [*tokens, 1])]
+    assert pool.stats().quantized_tokens == before  # nothing at a hit
+    for hit in hits:
+        assert mx.array_equal(logits_of(model, caches_over(hit, cold)), expected)
+    assert pool.stats().quantized_tokens == before + 2 * 10
+
+    # In a new pool, as after a restart.
+    mlx_paged.remove_patches()
+    configure(bits)
+    fresh = make_prompt_cache(model)
+    other = fresh[0].pool
+    assert other is not pool
+    again = RadixTree(other)
+    assert SpillStore(tmp_path / "prefixes").restore(again, [*tokens, 1], None, "weights") == 64
+    restored = adopt_longest(again, [*tokens, 1])
+    assert other.stats().quantized_tokens == 0
+    assert mx.array_equal(logits_of(model, caches_over(restored, fresh)), expected)
+    if kind == "llama" and bits != (8, 4):  # what mlx-lm has a quantised cache for
+        saved = mlx_paged.adopt_prompt_cache(model, load_prompt_cache(str(tmp_path / "cache.safetensors")))
+        assert mx.array_equal(logits_of(model, saved), expected)
+        assert other.stats().quantized_tokens == 2 * 10  # what the two runs computed
+    other.check_integrity()
+
+
+def test_pages_of_another_format_are_never_served(tmp_path: Path) -> None:
+    model, tokens = build("llama"), PREFIX.tolist()
+    for group_size, bits in ((32, 8), (32, 4), (32, (8, 4)), (32, None)):
+        mlx_paged.apply_patches(PagedConfig(block_size=SIZE, kv_bits=bits, kv_group_size=group_size))
+        cache = make_prompt_cache(model)
+        pool = cache[0].pool
+        tree, store = RadixTree(pool), SpillStore(tmp_path)
+        assert store.restore(tree, [*tokens, 1], None, "weights") == 0
+        model(PREFIX[None], cache=cache)
+        store.save(pool, donate(tree, tokens, cache[0].sequence).node, "weights")
+        assert store.restore(RadixTree(pool), [*tokens, 1], None, "weights") == 64
+        mlx_paged.remove_patches()
+
+
+@pytest.mark.parametrize("bits", BITS, ids=str)
+def test_files_are_the_size_of_the_pages(bits: Any, tmp_path: Path) -> None:
+    model = build("llama", num_key_value_heads=6)
+    mlx_paged.apply_patches(PagedConfig(block_size=128, kv_bits=bits, kv_group_size=32))
+    cache = make_prompt_cache(model)
+    prompt = prompt_of(256)
+    model(prompt[None], cache=cache)
+    pool = cache[0].pool
+    store = SpillStore(tmp_path)
+    assert store.save(pool, donate(RadixTree(pool), prompt.tolist(), cache[0].sequence).node, "weights") == 2
+    pages = 2 * pool.groups[0].bytes_per_block
+    assert pages <= store.nbytes <= 1.05 * pages
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_requests_share_and_quantise_what_is_new_only(kind: str) -> None:
+    model = build(kind)
+    configure(8)
+    prompts = [prompt_of(64, seed=1).tolist() + prompt_of(6, seed=n).tolist() for n in (5, 6, 7)]
+
+    def run(prompts: list[list[int]], prefixes: SharedPrefixes) -> list[list[int]]:
+        gen = generator(model, prefixes=prefixes, prefill_step_size=64)
+        outcomes: dict[int, Outcome] = {}
+        for prompt in prompts:
+            uid = gen.insert([prompt], [8])[0]
+            outcomes[uid] = Outcome()
+            run_all(gen, outcomes)
+        gen.close()
+        return [outcome.tokens for outcome in outcomes.values()]
+
+    pool = mlx_paged.pool_of(model)
+    cold = [run([prompt], SharedPrefixes(RadixTree(pool)))[0] for prompt in prompts]
+    pool = mlx_paged.pool_of(model)
+    before = pool.stats().quantized_tokens
+    tree = RadixTree(pool)
+    assert run(prompts, SharedPrefixes(tree)) == cold
+    stats = pool.stats()
+    found = stats.prefix_hit_tokens
+    assert found >= 2 * 40  # behind a window, at the ends of chunks
+    # A generator computes a token more than it is asked for, at most.
+    assert stats.quantized_tokens - before <= sum(len(p) + 8 for p in prompts) - found
+
+
+def test_preempted_requests_come_to_the_same_tokens() -> None:
+    model = build("llama")
+    configure(8)
+    prompts = [prompt_of(40, seed=n).tolist() for n in range(4)]
+
+    def run(gen: Any) -> list[list[int]]:
+        uids = gen.insert(prompts, [30] * 4)
+        outcomes = {uid: Outcome() for uid in uids}
+        run_all(gen, outcomes)
+        return [outcomes[uid].tokens for uid in uids]
+
+    gen = generator(model)
+    expected = run(gen)
+    block = mlx_paged.pool_of(model).groups[0].bytes_per_block
+    gen.close()
+    mlx_paged.remove_patches()
+    configure(8, kv_cache_memory=25 * block)
+    gen = generator(model)
+    assert run(gen) == expected
+    assert gen.preemptions > 0
+    gen.close()
+
+
+# Capacity -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("bits", "times"), [(8, 1.8), (4, 3.4)])
+def test_the_same_memory_holds_more_requests(bits: int, times: float) -> None:
+    """Of keys of bfloat16, heads of 64 and groups of 64: admitted at once, and computed."""
+    model = build("llama", hidden_size=128, head_dim=64, num_attention_heads=4, num_hidden_layers=2)
+    model.set_dtype(mx.bfloat16)
+    budget = 2 * 2 * 2 * 64 * 2 * 40 * 64  # 2 layers of 2 heads of keys and values: 64 blocks of 40 tokens' size
+
+    def most_at_once(bits: int | None) -> int:
+        mlx_paged.apply_patches(PagedConfig(block_size=8, kv_bits=bits, kv_cache_memory=budget))
+        gen = generator(model, completion_batch_size=512, prefill_batch_size=512, prefill_step_size=1 << 16)
+        gen.insert([prompt_of(30, seed=n).tolist() for n in range(300)], [2] * 300)  # of four blocks each, to the end
+        most = 0
+        while any(gen.next()):
+            most = max(most, sum(not each["waiting"] for each in gen.progress()))
+            if most and gen.num_waiting == 0:
+                break
+            if len(gen.progress()) < 290:
+                break
+        pool = mlx_paged.pool_of(model)
+        assert pool.stats().bytes_reserved <= budget and gen.preemptions == 0
+        gen.close()
+        mlx_paged.remove_patches()
+        return most
+
+    dense = most_at_once(None)
+    assert 40 < dense < 80
+    assert most_at_once(bits) >= times * dense
+
+
+def test_a_sequence_that_fits_quantised_pages_only_is_taken_there() -> None:
+    model = build("llama", hidden_size=128, head_dim=64, num_attention_heads=4)
+    budget = 3 * 2 * 2 * 64 * 4 * 100  # of 100 tokens of float32
+    for bits, fits in ((None, False), (8, True)):
+        mlx_paged.apply_patches(PagedConfig(block_size=8, kv_bits=bits, kv_cache_memory=budget))
+        cache = make_prompt_cache(model)
+        assert isinstance(cache[0], PagedLayerCache)
+        if fits:
+            mx.eval(model(prompt_of(200)[None], cache=cache))
+            assert cache[0].pool.stats().bytes_in_use <= budget
+        else:
+            with pytest.raises(PoolExhaustedError):
+                model(prompt_of(200)[None], cache=cache)
+        del cache
+        mlx_paged.remove_patches()

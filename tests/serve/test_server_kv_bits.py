@@ -1,0 +1,66 @@
+"""The server with quantised pages: it batches, shares prefixes, and finds them after a crash."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.processes.server_process import ServerProcess
+
+pytestmark = pytest.mark.demo_model
+
+COMPLETIONS = "/v1/completions"
+STORY = "Once upon a time, in a forest, there lived a fox who counted the days by the rings of the moon. " * 5
+
+
+def ask(server: ServerProcess, prompt: str) -> tuple[str, int]:
+    """The text, and how many tokens of the prompt were found cached."""
+    answer = server.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 12}).json
+    return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.fixture(scope="module")
+def folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder, "llama of wide heads")
+
+
+def test_requests_are_batched_share_and_survive_a_crash(folder: Path, tmp_path: Path) -> None:
+    flags = ("--kv-bits", "8", "--prefix-cache-dir", str(tmp_path / "prefixes"))
+    server = ServerProcess(folder, tmp_path, *flags)
+    assert server.stats()["pages"][0]["format"] == "8 bits in groups of 64"
+    first, _ = ask(server, STORY)
+    before = server.stats()["pool"]
+    tails = [f"{STORY}And then number {n} came" for n in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda prompt: ask(server, prompt), tails))
+    assert all(found > 90 for _, found in answers)
+    after = server.stats()["pool"]
+    assert after["quantized_tokens"] - before["quantized_tokens"] < 4 * 40  # not the story again
+    assert after["quantized_layers"] == 2 and after["dense_layers"] == 0
+    assert "mlx_paged_pool_quantized_layers 2.0" in server.get("/metrics").body.decode()
+    server.wait_until(lambda: server.stats()["prefix_cache"]["on_disk"]["blocks"] >= 3 + 4)  # the story, and each end
+    server.kill()  # as kill -9 does
+    assert "FallThrough" not in server.log and "Traceback" not in server.log
+
+    again = ServerProcess(folder, tmp_path, *flags)
+    text, found = ask(again, STORY)
+    assert text == first and found > 90
+    assert again.stats()["pool"]["quantized_tokens"] <= 64  # what was restored was not quantised again
+    assert ask(again, tails[0])[0] == answers[0][0]
+    assert again.stop() == 0, again.log
+
+    other = ServerProcess(folder, tmp_path, "--kv-bits", "4", *flags[2:])
+    assert ask(other, STORY)[1] == 0  # pages of another format are not its
+    assert other.stop() == 0, other.log
+
+
+def test_bits_that_pages_do_not_have_are_served_one_at_a_time(folder: Path, tmp_path: Path) -> None:
+    server = ServerProcess(folder, tmp_path, "--kv-bits", "6", "--quantized-kv-start", "0")
+    body: dict[str, Any] = {"prompt": STORY, "max_tokens": 5}
+    assert server.post(COMPLETIONS, body).status == 200
+    assert "one at a time" in server.log
+    assert server.stop() == 0, server.log
