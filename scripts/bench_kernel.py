@@ -1,6 +1,7 @@
 """Time the paged decode kernel against dense attention and against gather-then-attend, on the GPU that MLX sees.
 
     python scripts/bench_kernel.py --out out/kernel        # writes kernel.json and, with matplotlib, kernel.png
+    python scripts/bench_kernel.py --kv-bits 8 4 8,4       # and the decode kernel over quantised pages, in the same run
     python scripts/bench_kernel.py --prefill               # TFLOP/s of the prefill kernel, warm; writes kernel.json
 
 Every side gets bf16 queries of one position per sequence. Launches are chained (a launch's output is the next one's
@@ -14,19 +15,23 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from support.kv_bits import bits_of
 
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.prefill import prepare_prefill
+from mlx_paged.kernels.quantized.pages import PageShape
+from mlx_paged.kernels.quantized.rows import QuantizedRows
 
 SHAPES = {"32/8x128": (32, 8, 128), "32/8x64": (32, 8, 64), "8/4x256": (8, 4, 256), "64/8x128": (64, 8, 128)}
 BATCHES = (1, 4, 8, 32)
 CONTEXTS = (1024, 4096, 16384, 65536)
 BLOCK_SIZE = 32
+KV_GROUP_SIZE = 64
 ROTATE_BYTES = 256 << 20
 DTYPE = mx.bfloat16
 
@@ -72,11 +77,19 @@ class Cell:
         # Enough launches that starting up is not what is measured.
         self.launches = int(max(16, min(400, 0.03 / (self.kv_bytes / 3e12 + 10e-6))))
 
-    def paged(self) -> Callable[..., Callable[[int], mx.array]]:
+    def paged(self, pages: PageShape | None = None) -> Callable[..., Callable[[int], mx.array]]:
         """A function (**options of paged_decode) -> chain."""
         blocks_each = -(-self.context // self.block_size)
-        shape = (self.batch * blocks_each + 1, self.n_kv, self.block_size, self.head_dim)
-        pools = [tuple(mx.random.normal(shape).astype(DTYPE) for _ in "kv") for _ in range(self.sets)]
+        shape = (self.batch * blocks_each + 1, self.n_kv, self.block_size)
+        bits = 16 if pages is None else 8 * pages.itemsize
+        sets = max(1, min(64, int(self.sets * 16 / bits)))
+        pools = [
+            tuple(
+                mx.random.normal((*shape, self.head_dim)).astype(DTYPE) if form is None else noise_pages(shape, form)
+                for form in pages or (None, None)
+            )
+            for _ in range(sets)
+        ]
         order = mx.random.permutation(self.batch * blocks_each).astype(mx.int32) + 1
         tables = order.reshape(self.batch, blocks_each)
         ends = mx.full((self.batch, 1), self.context, mx.int32)
@@ -88,8 +101,10 @@ class Cell:
             def chain(n: int) -> mx.array:
                 q, fence = self.q, first
                 for i in range(n):
-                    k, v = pools[i % self.sets]
-                    q, fence = kernels.paged_decode(q, k, v, fence, tables, ends, starts, scale=self.scale, **options)
+                    k, v = pools[i % sets]
+                    q, fence = kernels.paged_decode(
+                        q, k, v, fence, tables, ends, starts, scale=self.scale, pages=pages, **options
+                    )
                 return q
 
             return chain
@@ -132,12 +147,26 @@ class Cell:
         return chain
 
 
-def measure(batch: int, context: int, name: str, copy: float, with_gather: bool) -> dict[str, Any]:
+def noise_pages(shape: tuple[int, int, int], form: QuantizedRows) -> mx.array:
+    """Pages of noise: [blocks, heads, tokens, words]."""
+    blocks, heads, size = shape
+    codes = mx.random.bits((blocks, heads, size * form.code_words))
+    factors = (0.01 * mx.random.normal((blocks, heads, size * 2 * form.num_groups))).astype(form.dtype)
+    return mx.concatenate([codes, factors.view(mx.uint32)], axis=-1).reshape(*shape, form.num_words)
+
+
+def measure(
+    batch: int, context: int, name: str, copy: float, with_gather: bool, kv_bits: Sequence[tuple[int, int]] = ()
+) -> dict[str, Any]:
     """One row of the table: seconds of each side, bytes/s and shares."""
     cell = Cell(batch, context, SHAPES[name])
     row: dict[str, Any] = {"batch": batch, "context": context, "heads": name, "kv_bytes": cell.kv_bytes}
     row["paged_s"] = seconds_per_launch(cell.paged()(), cell.launches)
     mx.clear_cache()
+    for bits in kv_bits:
+        pages = PageShape.of(cell.head_dim, bits, KV_GROUP_SIZE, DTYPE)
+        row[f"paged_{bits[0]}_{bits[1]}_s"] = seconds_per_launch(cell.paged(pages)(), cell.launches)
+        mx.clear_cache()
     row["dense_s"] = seconds_per_launch(cell.dense(), cell.launches)
     mx.clear_cache()
     if with_gather:
@@ -257,6 +286,7 @@ def main() -> int:
     parser.add_argument("--no-gather", action="store_true", help="leave the gather side out")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
+    parser.add_argument("--kv-bits", type=bits_of, nargs="*", default=[], help="quantised pages: 8, 4 or 8,4")
     parser.add_argument("--prefill", action="store_true", help="time the prefill kernel, not the decode kernel")
     args = parser.parse_args()
     if kernels.backend() is None:
@@ -272,12 +302,17 @@ def main() -> int:
     for name in SHAPES:
         for batch in args.batches:
             for context in args.contexts:
-                row = measure(batch, context, name, copy, not args.no_gather and batch * context <= 32 * 16384)
+                with_gather = not args.no_gather and batch * context <= 32 * 16384
+                row = measure(batch, context, name, copy, with_gather, args.kv_bits)
+                quantized = ""
+                for k, v in args.kv_bits:
+                    seconds = row[f"paged_{k}_{v}_s"]
+                    quantized += f"  {k}/{v} bits {seconds * 1e6:.1f} us ({row['paged_s'] / seconds:.2f}x)"
                 rows.append(row)
                 print(
                     f"{name:10} {batch:5} {context:7} {row['paged_s'] * 1e6:9.1f} {row['dense_s'] * 1e6:9.1f}"
                     f" {row.get('gather_s', float('nan')) * 1e6:9.1f} {row['paged_bytes_per_s'] / 1e9:8.0f}"
-                    f" {row['share_of_copy']:8.2f} {row['dense_over_paged']:8.2f}",
+                    f" {row['share_of_copy']:8.2f} {row['dense_over_paged']:8.2f}{quantized}",
                     flush=True,
                 )
     path = Path(args.out)

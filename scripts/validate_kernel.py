@@ -1,6 +1,7 @@
 """Decode 200 steps with the kernels and compare every step with attention in float32, over a sweep of shapes.
 
     python scripts/validate_kernel.py            # on whatever GPU MLX sees; exits 1 if a step differs, 2 without a GPU
+    python scripts/validate_kernel.py --kv-bits 8,4   # over quantised pages: 8, 4, or 8 for keys and 4 for values
     python scripts/validate_kernel.py --limits   # instead: a million tokens, and pools of more than 2^31 elements
 
 Each case joins ragged sequences, grows them by one token a step through write_slots (new blocks in a random order,
@@ -15,10 +16,12 @@ import sys
 from typing import Any
 
 import mlx.core as mx
+from support.kv_bits import bits_of
 
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import MAX_RMS, _attend, self_check
 from mlx_paged.kernels.launch_shape import HEAD_DIMS, Variant
+from mlx_paged.kernels.quantized.pages import PageShape, new_blocks
 
 DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 
@@ -38,19 +41,24 @@ class Run:
         self.tables = [[free.pop() for _ in range(n)] for n in blocks]
         widest = max(blocks)
         self.device_tables = mx.array([t + [0] * (widest - len(t)) for t in self.tables], mx.int32)
-        self.pools = [
-            mx.full((sum(blocks) + 1, self.n_kv, block, dim), float("nan"), variant.dtype)
-            for dim in (variant.head_dim, variant.value_dim)
-        ]
+        dims = variant.head_dim, variant.value_dim
+        self.pools = new_blocks(sum(blocks) + 1, self.n_kv, block, dims, variant.dtype, variant.pages, float("nan"))
         self.fence = kernels.new_fence()
-        self.dense = [[self.rows(n, d) for d in (variant.head_dim, variant.value_dim)] for n in self.lengths]
-        for b, (k, v) in enumerate(self.dense):
-            slots = [self.slot(b, t) for t in range(self.lengths[b])]
-            self.fence = kernels.write_slots(*self.pools, self.fence, k[None], v[None], mx.array(slots, mx.int32))
+        self.dense = []
+        for b, n in enumerate(self.lengths):
+            k, v = (self.rows(n, dim) for dim in dims)
+            slots = mx.array([self.slot(b, t) for t in range(n)], mx.int32)
+            self.fence = kernels.write_slots(*self.pools, self.fence, k[None], v[None], slots, variant.pages)
+            self.dense.append(self.kept(k, v))
         self.sinks = mx.random.normal((self.n_kv * variant.gqa,)) if variant.sinks else None
 
     def rows(self, n: int, dim: int) -> mx.array:
         return mx.random.normal((self.n_kv, n, dim)).astype(self.variant.dtype)
+
+    def kept(self, k: mx.array, v: mx.array) -> list[mx.array]:
+        """What the pages hold of keys and values."""
+        pages = self.variant.pages
+        return [k, v] if pages is None else list(pages.dequantize(*pages.quantize(k, v)))
 
     def slot(self, b: int, t: int) -> int:
         return self.tables[b][t // self.variant.block_size] * self.variant.block_size + t % self.variant.block_size
@@ -61,7 +69,7 @@ class Run:
         new = [(self.rows(1, variant.head_dim), self.rows(1, variant.value_dim)) for _ in range(batch)]
         slots = mx.array([self.slot(b, n) for b, n in enumerate(self.lengths)], mx.int32)
         k, v = (mx.stack([pair[i] for pair in new]) for i in (0, 1))
-        self.fence = kernels.write_slots(*self.pools, self.fence, k, v, slots)
+        self.fence = kernels.write_slots(*self.pools, self.fence, k, v, slots, variant.pages)
         self.lengths = [n + 1 for n in self.lengths]
         starts = [max(0, n - self.window) if self.window else 0 for n in self.lengths]
         q = mx.random.normal((batch, self.n_kv * variant.gqa, 1, variant.head_dim)).astype(variant.dtype)
@@ -76,11 +84,13 @@ class Run:
             sinks=self.sinks,
             max_visible=self.window,
             variant=variant,
+            pages=variant.pages,
             **options,
         )
         worst = []
         for b in range(batch):
-            self.dense[b] = [mx.concatenate([old, x], axis=1) for old, x in zip(self.dense[b], new[b], strict=True)]
+            newest = self.kept(*new[b])
+            self.dense[b] = [mx.concatenate([old, x], axis=1) for old, x in zip(self.dense[b], newest, strict=True)]
             kb, vb = (x[:, starts[b] :] for x in self.dense[b])
             expected = _attend(q[b], kb, vb, options["scale"], options["softcap"], self.sinks)
             worst.append(mx.square(out[b].astype(mx.float32) - expected).mean())
@@ -176,6 +186,8 @@ def main() -> int:
     parser.add_argument("--longest", type=int, default=600, help="longest prompt, tokens")
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
     parser.add_argument("--limits", action="store_true", help="only a context of 2^20 tokens past element 2^31 (20 GB)")
+    parser.add_argument("--kv-bits", type=bits_of, help="quantised pages: 8, 4, or 8,4 for keys and values")
+    parser.add_argument("--kv-group-size", type=int, default=32)
     args = parser.parse_args()
     dialect = kernels.backend()
     if dialect is None:
@@ -185,7 +197,12 @@ def main() -> int:
     failed = check_limits() if args.limits else 0
     for seed, case in enumerate(cases(args.quick) if not args.limits else []):
         shape = (DTYPES[case["dtype"]], case["dim"], case["dim"], 2 * case["gqa"], 2, case["block"])
-        for variant in kernels.variants_of(*shape, case["extras"], case["extras"]):
+        pages = None
+        if args.kv_bits:
+            if case["dim"] % args.kv_group_size:
+                continue
+            pages = PageShape.of(case["dim"], args.kv_bits, args.kv_group_size, shape[0])
+        for variant in kernels.variants_of(*shape, case["extras"], case["extras"], pages):
             check = self_check(variant)
             worst = check.rms
             if check.ok:

@@ -25,13 +25,21 @@ from .cuda.source import Source, source_of
 Constants = tuple[tuple[str, Any], ...]
 
 _TYPE_NAMES = {
-    "metal": {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t", mx.int32: "int", mx.int64: "int64_t"},
+    "metal": {
+        mx.float32: "float",
+        mx.float16: "half",
+        mx.bfloat16: "bfloat16_t",
+        mx.int32: "int",
+        mx.int64: "int64_t",
+        mx.uint32: "uint32_t",
+    },
     "cuda": {
         mx.float32: "float",
         mx.float16: "__half",
         mx.bfloat16: "__nv_bfloat16",
         mx.int32: "int",
         mx.int64: "int64_t",
+        mx.uint32: "uint32_t",
     },
 }
 _POOL = ["k_pool", "v_pool", "fence"]
@@ -41,17 +49,25 @@ _DECODE = (
     False,
 )
 _FUSED = ([*_DECODE[0], "arrivals"], ["out", "partial", "fence_out"], False)
+_PREFILL = (["q", *_POOL, "tables", "tiles", "params", "sinks"], ["out", "fence_out"], False)
 # A matrix of affine quantisation.
 _PACKED, _PACKED1, _PACKED2 = (["words" + n, "scales" + n, "biases" + n] for n in ("", "1", "2"))
 # body -> (inputs, outputs, inputs may be strided)
 SIGNATURES: dict[str, tuple[list[str], list[str], bool]] = {
     "paged_decode": _DECODE,
     "paged_decode_tensor": _FUSED,
-    "paged_prefill_tensor": (["q", *_POOL, "tables", "tiles", "params", "sinks"], ["out", "fence_out"], False),
+    "paged_prefill_tensor": _PREFILL,
     "merge_partitions": (["partial", "stats", "ends", "starts", "sinks"], ["out"], False),
     "write_slots": ([*_POOL, "k", "v", "slots"], ["fence_out"], True),
     "gather_blocks": ([*_POOL, "blocks", "span"], ["k_out", "v_out", "fence_out"], False),
     "copy_blocks": ([*_POOL, "pairs"], ["fence_out"], False),
+    "quantized_decode": _DECODE,
+    "quantized_decode_tensor": _FUSED,
+    "quantized_prefill_tensor": _PREFILL,
+    "quantized_write": ([*_POOL, "k", "v", "slots"], ["fence_out"], True),
+    "quantized_gather": ([*_POOL, "blocks", "span"], ["k_out", "v_out", "fence_out"], False),
+    "write_rows": ([*_POOL, "k", "v", "slots"], ["fence_out"], False),
+    "gather_rows": ([*_POOL, "blocks", "span"], ["k_out", "v_out", "fence_out"], False),
     "narrow_matmul": (["x", "w"], ["out"], False),
     "narrow_matmul_bias": (["x", "w", "bias"], ["out"], False),
     "narrow_matmul_add": (["x", "w", "residual"], ["out"], False),
@@ -69,6 +85,8 @@ _SUMS = "narrow_matmul_sums"
 _CUDA_PARTS = {
     "paged_decode_tensor": ("paged_decode_tensor",),
     "paged_prefill_tensor": ("paged_prefill_tensor",),
+    "quantized_decode_tensor": ("quantized/quantized_decode_tensor",),
+    "quantized_prefill_tensor": ("quantized/quantized_prefill_tensor",),
     "narrow_matmul_group": ("narrow_matmul_group", "narrow_matmul_tile", _SUMS),
     **{body: ("narrow_matmul_single", body, "narrow_matmul_tile", _SUMS) for body in _SINGLE},
     "narrow_quantized_group": ("narrow_quantized_group", "narrow_quantized_tile", _SUMS),
@@ -79,6 +97,16 @@ _CUDA_PARTS = {
         )
         for body in _SINGLE
     },
+}
+# More of a CUDA header. The prelude makes the word device empty, with which __device__ is itself spelt.
+_CUDA_HEADER = "#undef device\nnamespace mlx::core::cu {{\n{}}}\n#define device\n"
+# Those of other bodies, where they are not one file of the body's name.
+_PARTS = {
+    "paged_decode": tuple(f"decode/{part}" for part in ("begin", "paged_keys", "softmax", "paged_values", "end")),
+    "quantized_decode": (
+        *("decode/begin", "quantized/quantized_keys", "decode/softmax", "quantized/quantized_values", "decode/end"),
+    ),
+    **{body: (f"quantized/{body}",) for body in ("quantized_write", "quantized_gather", "write_rows", "gather_rows")},
 }
 
 
@@ -119,12 +147,17 @@ def cores_listed(listed: str) -> int | None:
 def kernel_text(body: str, dialect: str) -> tuple[str, str]:
     """(header, source) of a kernel in one dialect, "metal" or "cuda"."""
     folder = resources.files(__package__) / "text"
-    prelude = (folder / ("prelude.metal" if dialect == "metal" else "prelude.cuh")).read_text()
+    suffix = "metal" if dialect == "metal" else "cuh"
+    prelude = (folder / f"prelude.{suffix}").read_text()
     if body in _CUDA_PARTS:
         parts = (f"products/{part}" if part.startswith("narrow") else part for part in _CUDA_PARTS[body])
         source = "".join((folder / f"{part}.cuh").read_text() for part in parts)
         return (folder / "tensor.cuh").read_text() + prelude, source
-    return prelude, (folder / f"{body}.metal").read_text()
+    source = "".join((folder / f"{part}.metal").read_text() for part in _PARTS.get(body, (body,)))
+    if body.startswith("quantized"):
+        codes, groups = ((folder / f"quantized/{part}").read_text() for part in (f"codes.{suffix}", "groups.metal"))
+        prelude += codes + groups if dialect == "metal" else _CUDA_HEADER.format(codes + groups)
+    return prelude, source
 
 
 def _condense(text: str) -> str:

@@ -14,6 +14,8 @@ from . import ops as kernels
 from .build import Constants, compile_ahead, told_when_compiling
 from .decode_spec import pool_constants_of, spec_of
 from .launch_shape import Variant, shape_for
+from .quantized import moves
+from .quantized.pages import PageShape, new_blocks
 
 MAX_RMS = 5e-3
 _QUERY_HEADS = 8  # at least, as models have
@@ -98,17 +100,26 @@ def checked(
 
 def _texts_of(variant: Variant) -> list[tuple[str, Constants]]:
     """Body and constants of the texts that a pool of this variant and its decode steps need, on CUDA."""
-    pool = pool_constants_of(variant.dtype, variant.head_dim, variant.value_dim, variant.block_size)
-    texts = [("write_slots", (*pool, ("S", mx.int32))), ("gather_blocks", pool), ("copy_blocks", pool)]
+    texts = pool_texts_of(variant)
     for partitions in (2, 1):
         spec = spec_of(variant, shape_for(variant), 1, variant.gqa, 1, partitions)
         texts += [(text.body, text.constants) for text in spec.texts]
     return list(dict.fromkeys(texts))
 
 
+def pool_texts_of(variant: Variant) -> list[tuple[str, Constants]]:
+    """Body and constants of the texts that a pool of this variant cannot do without."""
+    block, pages = variant.block_size, variant.pages
+    if pages is not None:
+        words = mx.uint32, pages.k.num_words, pages.v.num_words
+        return [*moves.texts_of(pages, block), ("copy_blocks", pool_constants_of(*words, block))]
+    pool = pool_constants_of(variant.dtype, variant.head_dim, variant.value_dim, block)
+    return [("write_slots", (*pool, ("S", mx.int32))), ("gather_blocks", pool), ("copy_blocks", pool)]
+
+
 def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
     """RMS between the variant and float32 attention. Raises RuntimeError if bytes went astray."""
-    block, dtype = variant.block_size, variant.dtype
+    block, dtype, pages = variant.block_size, variant.dtype, variant.pages
     n_kv_heads = max(2, _QUERY_HEADS // variant.gqa)
     batch, n_q_heads = len(contexts), n_kv_heads * variant.gqa
     used = [-(-n // block) for n in contexts]
@@ -130,19 +141,19 @@ def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
     sinks = mx.random.normal((n_q_heads,), key=keys[4]) if variant.sinks else None
     softcap = 10.0 if variant.softcap else None
     scale = variant.head_dim**-0.5
-    k_pool, v_pool = (
-        mx.full((sum(used) + 1 + _FREE_BLOCKS, n_kv_heads, block, dim), float("nan"), dtype)
-        for dim in (variant.head_dim, variant.value_dim)
-    )
+    dims = variant.head_dim, variant.value_dim
+    k_pool, v_pool = new_blocks(sum(used) + 1 + _FREE_BLOCKS, n_kv_heads, block, dims, dtype, pages, float("nan"))
     fence = kernels.new_fence()
-    fence = kernels.write_slots(k_pool, v_pool, fence, k, v, mx.array(slots, mx.int32))
+    fence = kernels.write_slots(k_pool, v_pool, fence, k, v, mx.array(slots, mx.int32), pages)
     visible = (mx.array(tables, mx.int32), mx.array(contexts, mx.int32)[:, None], mx.zeros((batch, 1), mx.int32))
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "variant": variant}
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "variant": variant, "pages": pages}
     out, fence = kernels.paged_decode(q, k_pool, v_pool, fence, *visible, **options)
     # Once more, with the newest tokens taken out of the pool and given to the call.
     newest = [sum(contexts[: b + 1]) - 1 for b in range(batch)]
     no_k, no_v = (mx.full((batch, *x.shape[1:]), float("nan"), dtype) for x in (k, v))
-    fence = kernels.write_slots(k_pool, v_pool, fence, no_k, no_v, mx.array([slots[i] for i in newest], mx.int32))
+    fence = kernels.write_slots(
+        k_pool, v_pool, fence, no_k, no_v, mx.array([slots[i] for i in newest], mx.int32), pages
+    )
     new_k, new_v = (mx.concatenate([x[i : i + 1] for i in newest])[:, :, None] for x in (k, v))
     append = new_k, new_v
     again, fence = kernels.paged_decode(q, k_pool, v_pool, fence, *visible, append=append, **options)
@@ -170,8 +181,11 @@ def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
     errors = []
     for b, n in enumerate(contexts):
         kb, vb = (x[first : first + n].swapaxes(0, 1) for x in (k, v))
+        if pages is not None:
+            own = mx.array(tables[b][: used[b]], mx.int32), mx.array(slots[first : first + n], mx.int32)
+            kb, vb, fence = _kept(k_pool, v_pool, fence, kb, vb, *own, pages)
         first += n
-        got_k, got_v, fence = kernels.gather_blocks(k_pool, v_pool, fence, tables[b][: used[b]], 0, n)
+        got_k, got_v, fence = kernels.gather_blocks(k_pool, v_pool, fence, tables[b][: used[b]], 0, n, pages)
         if not (mx.array_equal(got_k.squeeze(0), kb).item() and mx.array_equal(got_v.squeeze(0), vb).item()):
             raise RuntimeError("slots read back differ from what was written")
         expected = _attend(q[b : b + 1].squeeze(0), kb, vb, scale, softcap, sinks)
@@ -180,15 +194,36 @@ def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
     free = sum(used) + 1
     for sources, targets in (([1], [free]), ([1, 2, 3, 4], [free + i for i in range(1, 5)])):
         length = len(sources) * block
-        *before, fence = kernels.gather_blocks(k_pool, v_pool, fence, sources, 0, length)
+        *before, fence = kernels.gather_blocks(k_pool, v_pool, fence, sources, 0, length, pages)
         fence = kernels.copy_blocks(k_pool, v_pool, fence, sources, targets)
-        *after, fence = kernels.gather_blocks(k_pool, v_pool, fence, targets, 0, length)
+        *after, fence = kernels.gather_blocks(k_pool, v_pool, fence, targets, 0, length, pages)
         if not all(mx.array_equal(a, b, equal_nan=True).item() for a, b in zip(before, after, strict=True)):
             raise RuntimeError("copies of blocks differ")
     rms: Any = mx.sqrt(mx.stack(errors).max()).item()
     if not rms < float("inf"):
         raise RuntimeError("the result is not finite")
     return float(rms)
+
+
+def _kept(
+    k_pool: mx.array,
+    v_pool: mx.array,
+    fence: mx.array,
+    k: mx.array,
+    v: mx.array,
+    ids: mx.array,
+    slots: mx.array,
+    pages: PageShape,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """What quantised pages hold of k, v ``[n_kv_heads, n, dim]``, dequantised, and the next fence. Raises RuntimeError
+    if their rows are not MLX's; they are written once more, as they are."""
+    rows = pages.quantize(k[None], v[None])
+    *got, fence = moves.gather_rows(k_pool, v_pool, fence, ids, 0, k.shape[1], pages)
+    if not all(mx.array_equal(a, b).item() for a, b in zip(got, rows, strict=True)):
+        raise RuntimeError("rows differ from what MLX quantises")
+    fence = moves.write_rows(k_pool, v_pool, fence, *rows, slots, pages)
+    kept_k, kept_v = pages.dequantize(*rows)
+    return kept_k.squeeze(0), kept_v.squeeze(0), fence
 
 
 def _extended(x: mx.array, value: float) -> mx.array:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from .build import Constants
-from .launch_shape import LaunchShape, Variant, run_length, unsupported
+from .launch_shape import FUSED_BODIES, LaunchShape, Variant, run_length, unsupported
+from .quantized.pages import PageShape
 from .trial import MANY, Text, few_of
 
 
@@ -42,7 +44,7 @@ def spec_of(
 ) -> DecodeSpec:
     """Of a call over block tables that have fewer than 8 elements (``few_tables``) or more."""
     rows, sinks = batch * q_len, n_q_heads if variant.sinks else 4
-    if variant.body == "paged_decode_tensor":
+    if variant.body in FUSED_BODIES:
         counters = rows * (n_q_heads // variant.gqa)
         run = launch_shape.run or run_length(counters * n_partitions)
         spec = _fused_spec(variant, launch_shape, batch, n_q_heads, q_len, -(-n_partitions // run))
@@ -127,11 +129,41 @@ def decode_constants_of(variant: Variant, launch_shape: LaunchShape) -> Constant
         ("SOFTCAP", variant.softcap),
         ("SINKS", variant.sinks),
         *_partition_constants(launch_shape),
+        *_page_constants(variant.pages),
     )
 
 
-def pool_constants_of(dtype: mx.Dtype, head_dim: int, value_dim: int, block_size: int) -> Constants:
-    why = unsupported(dtype, head_dim, value_dim, 1, block_size)
+def _page_constants(pages: PageShape | None) -> Constants:
+    return () if pages is None else pages.constants
+
+
+def pool_constants_of(
+    dtype: mx.Dtype, head_dim: int, value_dim: int, block_size: int, pages: PageShape | None = None
+) -> Constants:
+    why = unsupported(dtype, head_dim, value_dim, 1, block_size) if dtype != mx.uint32 else None  # words of pages
     if why:
         raise ValueError(why)
-    return (("T", dtype), ("D", head_dim), ("DV", value_dim), ("BS", block_size))
+    return (("T", dtype), ("D", head_dim), ("DV", value_dim), ("BS", block_size), *_page_constants(pages))
+
+
+@lru_cache(maxsize=64)
+def params_of(*values: float) -> mx.array:
+    """An array of these, made once."""
+    array = mx.array(values, mx.float32)
+    mx.eval(array)
+    return array
+
+
+_counters: dict[int, mx.array] = {}
+
+
+def counters_of(k_pool: mx.array, least: int) -> mx.array:
+    """Zeros that the launches over one pool share to count arrivals: the fence lets one launch at a time use them, and
+    each leaves them at zero."""
+    known = _counters.get(id(k_pool))
+    if known is None or known.size < least:
+        if known is None:
+            weakref.finalize(k_pool, _counters.pop, id(k_pool), None)
+        known = _counters[id(k_pool)] = mx.zeros((max(1024, 2 * least),), mx.uint32)
+        mx.eval(known)
+    return known

@@ -1,6 +1,6 @@
 """How a simdgroup of an Apple GPU shares a token and its query heads: by what its registers hold and what it issues.
 
-Plain arithmetic. The counts follow the text of kernels/paged_decode.metal.
+Plain arithmetic. The counts follow the texts of text/decode and text/quantized.
 """
 
 from __future__ import annotations
@@ -12,21 +12,24 @@ from typing import NamedTuple
 # The rest is addresses and counters: of the layouts compiled so far, none below this limit spills (docs/adr/0018).
 MOST_REGISTERS = 108
 VEC = 4  # elements of a load
+PACKED_VEC = 8  # of a load of codes
 _SOFTMAX = 12.0  # instructions of a score's softmax, besides its maxima over lanes
 
 
 class LaneLayout(NamedTuple):
-    """One way to cut the work of a threadgroup of paged_decode.
+    """One way to cut the work of a threadgroup of paged_decode or quantized_decode.
 
     Attributes:
         lanes: that hold one token.
         unroll: steps of ``32 / lanes`` tokens in flight.
         head_split: simdgroups that share the query heads.
+        vec: elements of a load; PACKED_VEC of quantised pages, whose elements are of less than a byte or one.
     """
 
     lanes: int
     unroll: int
     head_split: int
+    vec: int = VEC
 
     def heads(self, gqa: int) -> int:
         """Query heads of a simdgroup."""
@@ -34,26 +37,33 @@ class LaneLayout(NamedTuple):
 
     def elements(self, dim: int) -> int:
         """Of a vector of ``dim`` elements, those of one lane."""
-        return -(-dim // (VEC * self.lanes)) * VEC
+        return -(-dim // (self.vec * self.lanes)) * self.vec
+
+    def _packets(self, dims: int) -> int:
+        """Of so many elements, the loads that have a scale and a bias of their own."""
+        return dims // self.vec if self.vec == PACKED_VEC else 0
 
     def _scores(self, gqa: int) -> int:
         """Of a chunk, as they are halved: the heads rounded up to a power of two."""
         return self.unroll << (self.heads(gqa) - 1).bit_length()
 
-    def registers(self, gqa: int, head_dim: int, value_dim: int, itemsize: int) -> float:
-        """32-bit registers of a lane's arrays: queries, accumulators, keys and values in flight, scores."""
+    def registers(self, gqa: int, head_dim: int, value_dim: int, itemsize: float) -> float:
+        """32-bit registers of a lane's arrays: queries, accumulators, keys and values in flight, scores; of quantised
+        pages sums of queries, weighted biases, and the scales and biases in flight."""
         scores = self._scores(gqa)
         dims = self.elements(head_dim) + self.elements(value_dim)
         owned = scores // min(scores, self.lanes)
-        return self.heads(gqa) * dims + self.unroll * dims * itemsize / 4 + scores + 3 * owned
+        factors = (self.heads(gqa) + 2 * self.unroll) * self._packets(dims)
+        return self.heads(gqa) * dims + self.unroll * dims * itemsize / 4 + scores + 3 * owned + factors
 
-    def instructions(self, gqa: int, head_dim: int, value_dim: int, itemsize: int) -> float:
+    def instructions(self, gqa: int, head_dim: int, value_dim: int, itemsize: float) -> float:
         """Simdgroup instructions for one token and kv head. A load counts as many as each lane takes bytes: what a core
         issues meanwhile, if its first-level cache gives 64 bytes a cycle and four simdgroups issue."""
         heads, scores = self.heads(gqa), self._scores(gqa)
         dims = self.elements(head_dim) + self.elements(value_dim)
         owners = min(scores, self.lanes)
-        products = self.unroll * heads * dims + (self.unroll * dims if itemsize == 2 else 0)  # and conversions
+        conversions = 2 if itemsize < 2 else int(itemsize == 2)  # of an element
+        products = self.unroll * (heads + conversions) * dims + 2 * self.unroll * heads * self._packets(dims)
         halving = 4 * (scores - scores // owners) + 2 * log2(self.lanes // owners)
         softmax = scores // owners * (_SOFTMAX + 2 * log2(self.unroll) + 2 * log2(32 // self.lanes))
         back = heads * (1 + self.elements(value_dim)) + self.unroll * heads
@@ -61,10 +71,10 @@ class LaneLayout(NamedTuple):
         return self.head_split * chunk * self.lanes / (32 * self.unroll)
 
 
-def best_layout(gqa: int, head_dim: int, value_dim: int, itemsize: int) -> LaneLayout:
-    """Of the layouts that fit the registers, the one that issues least."""
+def best_layout(gqa: int, head_dim: int, value_dim: int, itemsize: float, vec: int = VEC) -> LaneLayout:
+    """Of the layouts that fit the registers, the one that issues least; itemsize in bytes of an element."""
     layouts = [
-        LaneLayout(lanes, unroll, head_split)
+        LaneLayout(lanes, unroll, head_split, vec)
         for head_split in (1, 2, 4, 8)
         for lanes in (8, 16, 32)
         for unroll in (4, 2, 1)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from . import lane_layout
+from .quantized.pages import PageShape
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 512)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -27,6 +28,8 @@ ALIGNMENT = 64
 MAX_THREADGROUP_BYTES = 32 * 1024
 # A wider head does not fit the registers of the tensor-core body.
 MAX_TENSOR_HEAD_DIM = 256
+# Bodies for tensor cores, which join their partial results themselves.
+FUSED_BODIES = ("paged_decode_tensor", "quantized_decode_tensor")
 # Floats of one query or one accumulator that a lane may hold before heads are split over simdgroups.
 _MAX_LANE_FLOATS = 64
 _COMBINE_FLOATS = 4096
@@ -46,9 +49,11 @@ class Variant(NamedTuple):
     block_size: int
     softcap: bool = False
     sinks: bool = False
+    pages: PageShape | None = None  # quantised ones
 
     def __str__(self) -> str:
         extras = ("+softcap" if self.softcap else "") + ("+sinks" if self.sinks else "")
+        extras += "" if self.pages is None else f" {self.pages}"
         dtype = str(self.dtype).split(".")[-1]
         dims = str(self.head_dim) if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
         return f"{self.body}[{self.backend} {dtype} d{dims} g{self.gqa} b{self.block_size}{extras}]"
@@ -81,9 +86,15 @@ def partition_for(cores: int | None) -> int:
     return next((tokens for most, tokens in CORES_OF_PARTITION if cores <= most), SMALLEST_PARTITION)
 
 
-def _cuda_lanes(head_dim: int, itemsize: int) -> tuple[int, int]:
-    """(vec, lanes) that waste the fewest lanes at about 8 elements per lane."""
-    widths = (8, 4) if itemsize == 2 else (4,)
+def _widths(variant: Variant) -> tuple[int, ...]:
+    """Elements that a load may have on CUDA, the best first."""
+    if variant.pages is not None:
+        return (lane_layout.PACKED_VEC,)
+    return (8, 4) if variant.dtype.size == 2 else (4,)
+
+
+def _cuda_lanes(head_dim: int, widths: tuple[int, ...]) -> tuple[int, int]:
+    """(vec, lanes) of loads of these widths that waste the fewest lanes at about 8 elements per lane."""
     best: tuple[float, int, int] | None = None
     for vec in widths:
         for lanes in (4, 8, 16, 32):
@@ -103,18 +114,21 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
         ValueError: its threadgroup memory would pass the limit.
     """
     widest = max(variant.head_dim, variant.value_dim)
-    if variant.body == "paged_decode_tensor":
+    if variant.body in FUSED_BODIES:
         floats = min(_COMBINE_FLOATS, _TENSOR_FLOATS - 2 * variant.gqa * variant.value_dim)
         head_round = max(1, min(variant.gqa, floats // (4 * variant.value_dim)))
         groups = (4 if widest <= 64 else 3 if widest <= 128 else 2) - (variant.gqa > 8)
         return LaunchShape(8, 4, 2 if widest <= 64 else 1, 1, head_round, 4, groups=groups)
     if variant.backend == "metal":
-        vec = lane_layout.VEC
-        shape = variant.gqa, variant.head_dim, variant.value_dim, variant.dtype.size
-        lanes, unroll, head_split = lane_layout.best_layout(*shape)
+        shape = variant.gqa, variant.head_dim, variant.value_dim
+        if variant.pages is None:
+            layout = lane_layout.best_layout(*shape, variant.dtype.size)
+        else:
+            layout = lane_layout.best_layout(*shape, variant.pages.itemsize, lane_layout.PACKED_VEC)
+        lanes, unroll, head_split, vec = layout
         heads = -(-variant.gqa // head_split)
     else:
-        vec, lanes = _cuda_lanes(widest, variant.dtype.size)
+        vec, lanes = _cuda_lanes(widest, _widths(variant))
         per_lane = -(-widest // (vec * lanes)) * vec
         head_split = next((n for n in (1, 2) if -(-variant.gqa // n) * per_lane <= _MAX_LANE_FLOATS), 4)
         heads = -(-variant.gqa // head_split)

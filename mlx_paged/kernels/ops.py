@@ -4,12 +4,13 @@ Pool tensors are [num_blocks, n_kv_heads, block_size, head_dim], K and V apart, 
 donates nor copies them. A one-element uint32 fence orders their uses: every function here that touches a pool takes the
 layer's latest fence and returns the next one, so MLX sees each read and write as a link of one chain.
 No stock MLX op may read or write such a pool.
+
+Pools of quantised pages (``pages`` says which) are uint32 and read by texts of their own (quantized/).
 """
 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from .build import Constants, KernelUnavailable, backend, build_kernel, gpu_cores
-from .decode_spec import pool_constants_of, spec_of
+from .decode_spec import counters_of, params_of, pool_constants_of, spec_of
 from .launch_shape import (
     ALIGNMENT,
     MAX_QUERY_LENGTH,
@@ -28,14 +29,9 @@ from .launch_shape import (
     shape_for,
     unsupported,
 )
+from .quantized import moves
+from .quantized.pages import PageShape
 from .trial import MANY, failure_of
-
-
-@lru_cache(maxsize=64)
-def _constants(*values: float) -> mx.array:
-    array = mx.array(values, mx.float32)
-    mx.eval(array)
-    return array
 
 
 def new_fence() -> mx.array:
@@ -43,21 +39,31 @@ def new_fence() -> mx.array:
     return mx.zeros((1,), mx.uint32)
 
 
-def _geometry(k_pool: mx.array, v_pool: mx.array) -> tuple[int, int, int, int]:
-    """(n_kv_heads, block_size, head_dim, value_dim)"""
+def geometry_of(
+    k_pool: mx.array, v_pool: mx.array, pages: PageShape | None = None
+) -> tuple[mx.Dtype, int, int, int, int]:
+    """(dtype, n_kv_heads, block_size, head_dim, value_dim)"""
     _, n_kv_heads, block_size, head_dim = k_pool.shape
-    return n_kv_heads, block_size, head_dim, v_pool.shape[3]
+    if pages is not None:
+        return pages.dtype, n_kv_heads, block_size, pages.k.dim, pages.v.dim
+    return k_pool.dtype, n_kv_heads, block_size, head_dim, v_pool.shape[3]
 
 
 def decode_variants(
-    k_pool: mx.array, v_pool: mx.array, n_q_heads: int, *, softcap: bool = False, sinks: bool = False
+    k_pool: mx.array,
+    v_pool: mx.array,
+    n_q_heads: int,
+    *,
+    softcap: bool = False,
+    sinks: bool = False,
+    pages: PageShape | None = None,
 ) -> tuple[Variant, ...]:
     """The kernel instances that can attend over this pool, fastest first; empty where there is no GPU.
 
     Raises ValueError for a geometry that the kernels do not cover.
     """
-    n_kv_heads, block_size, head_dim, value_dim = _geometry(k_pool, v_pool)
-    return variants_of(k_pool.dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap, sinks)
+    dtype, n_kv_heads, block_size, head_dim, value_dim = geometry_of(k_pool, v_pool, pages)
+    return variants_of(dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap, sinks, pages)
 
 
 @lru_cache(maxsize=256)
@@ -70,6 +76,7 @@ def variants_of(
     block_size: int,
     softcap: bool,
     sinks: bool,
+    pages: PageShape | None = None,
 ) -> tuple[Variant, ...]:
     gqa, rest = divmod(n_q_heads, n_kv_heads)
     why = unsupported(dtype, head_dim, value_dim, gqa, block_size)
@@ -78,10 +85,11 @@ def variants_of(
     dialect = backend()
     if dialect is None:
         return ()
-    bodies = ["paged_decode"]
-    if dialect == "cuda" and dtype.size == 2 and max(head_dim, value_dim) <= MAX_TENSOR_HEAD_DIM:
+    bodies = ["paged_decode" if pages is None else "quantized_decode"]
+    if dialect == "cuda" and dtype.size == 2 and max(head_dim, value_dim) <= MAX_TENSOR_HEAD_DIM and pages is None:
         bodies.insert(0, "paged_decode_tensor")
-    return tuple(Variant(body, dialect, dtype, head_dim, value_dim, gqa, block_size, softcap, sinks) for body in bodies)
+    geometry = (dialect, dtype, head_dim, value_dim, gqa, block_size, softcap, sinks, pages)
+    return tuple(Variant(body, *geometry) for body in bodies)
 
 
 _switched_off: dict[Variant, str] = {}
@@ -113,6 +121,7 @@ def paged_decode(
     append: tuple[mx.array, mx.array] | None = None,
     variant: Variant | None = None,
     launch_shape: LaunchShape | None = None,
+    pages: PageShape | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Attention of a few query positions per sequence over scattered blocks.
 
@@ -124,16 +133,18 @@ def paged_decode(
     the pool yet: they are written to their slots and attended to, as by write_slots before.
     Returns (out [B, n_q_heads, q_len, value_dim], fence). A query that sees nothing gets zeros.
 
+    pages: of a pool of quantised pages; what is appended is quantised, and attended to as its page holds it.
+
     A row's bits do not depend on the other rows. `variant` and `launch_shape` override the choice, for checks and
     timings.
     Raises ValueError for an unsupported shape, KernelUnavailable without a GPU or with every variant switched off.
     """
     batch, n_q_heads, q_len, head_dim = q.shape
-    pool_dim = k_pool.shape[3]
+    dtype, n_kv_heads, _, pool_dim, value_dim = geometry_of(k_pool, v_pool, pages)
     if not 1 <= q_len <= MAX_QUERY_LENGTH:
         raise ValueError(f"q_len {q_len} is not in 1..{MAX_QUERY_LENGTH}")
-    if head_dim != pool_dim or q.dtype != k_pool.dtype:
-        raise ValueError(f"queries {q.dtype} x {head_dim} do not fit a pool of {k_pool.dtype} x {pool_dim}")
+    if head_dim != pool_dim or q.dtype != dtype:
+        raise ValueError(f"queries {q.dtype} x {head_dim} do not fit a pool of {dtype} x {pool_dim}")
     if context_lens.shape != (batch, q_len) or start_positions.shape != (batch, q_len):
         raise ValueError("context_lens and start_positions must be [B, q_len]")
     if not block_tables.dtype == context_lens.dtype == start_positions.dtype == mx.int32:
@@ -150,11 +161,12 @@ def paged_decode(
         append=append is not None,
         variant=variant,
         launch_shape=launch_shape,
+        pages=pages,
     )
     if append is None:
         return launch(q, k_pool, v_pool, fence, sinks)
-    for x, pool in zip(append, (k_pool, v_pool), strict=True):
-        if x.shape != (batch, pool.shape[1], 1, pool.shape[3]) or x.dtype != pool.dtype or q_len != 1:
+    for x, dim in zip(append, (head_dim, value_dim), strict=True):
+        if x.shape != (batch, n_kv_heads, 1, dim) or x.dtype != dtype or q_len != 1:
             raise ValueError(f"cannot append rows {x.dtype} x {x.shape} for queries {q.shape}")
     return launch(q, k_pool, v_pool, fence, sinks, *append)
 
@@ -169,6 +181,7 @@ class DecodeLaunch(NamedTuple):
     visible: tuple[mx.array, mx.array, mx.array]
     params: mx.array
     counters: int = 0  # that the kernel needs to join partitions itself
+    write: WriteLaunch | None = None  # of the newest tokens, where the kernel does not quantise them
 
     def __call__(
         self,
@@ -183,11 +196,13 @@ class DecodeLaunch(NamedTuple):
         """(out, fence) of :func:`paged_decode`, for arrays of the shapes it was prepared for. Checks nothing."""
         logits = self.params if sinks is None else sinks.astype(mx.float32)
         tables, ends, starts = self.visible
+        if self.write is not None and k_new is not None and v_new is not None:
+            fence = self.write(k_pool, v_pool, fence, k_new, v_new)
         k_new = q if k_new is None else k_new  # never read then
         v_new = q if v_new is None else v_new
         inputs = [q, k_pool, v_pool, fence, k_new, v_new, tables, ends, starts, self.params, logits]
         if self.counters:
-            inputs.append(_counters_of(k_pool, self.counters))
+            inputs.append(counters_of(k_pool, self.counters))
         out, stats, fence = self.decode(inputs=inputs, **self.decode_options)
         if self.merge is not None:
             (out,) = self.merge(inputs=[out, stats, ends, starts, logits], **self.merge_options)
@@ -207,6 +222,7 @@ def prepare_decode(
     append: bool = False,
     variant: Variant | None = None,
     launch_shape: LaunchShape | None = None,
+    pages: PageShape | None = None,
 ) -> DecodeLaunch:
     """What :func:`paged_decode` launches over pools of this geometry; visible is (block_tables, context_lens,
     start_positions).
@@ -217,12 +233,15 @@ def prepare_decode(
     Raises:
         KernelUnavailable: no GPU, or every variant is off. A given variant's text fails.
     """
-    n_kv_heads, block_size, head_dim, value_dim = _geometry(k_pool, v_pool)
+    dtype, n_kv_heads, block_size, head_dim, value_dim = geometry_of(k_pool, v_pool, pages)
     choices: tuple[Variant, ...] = (variant,) if variant is not None else ()
     if variant is None:
         choices = variants_of(
-            k_pool.dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap is not None, sinks
+            dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap is not None, sinks, pages
         )
+    write = None
+    if append and pages is not None and not moves.exact(pages, block_size).write:
+        write, append = prepare_write(k_pool, v_pool, moves.newest_slots(visible, block_size), pages), False
     reach = visible[0].shape[1] * block_size
     if max_visible is not None:
         reach = min(reach, max_visible + ALIGNMENT - 1)
@@ -242,8 +261,9 @@ def prepare_decode(
                 build_kernel("merge_partitions", spec.merge_constants) if spec.merge else None,
                 spec.merge,
                 visible,
-                _constants(scale, softcap or 1.0, float(append), float(spec.run.bit_length() - 1)),
+                params_of(scale, softcap or 1.0, float(append), float(spec.run.bit_length() - 1)),
                 spec.counters,
+                write,
             )
         reasons.append(failure)
         if variant is None:
@@ -252,47 +272,39 @@ def prepare_decode(
     raise KernelUnavailable("; ".join(reasons) or "no decode kernel is available for this geometry")
 
 
-_counters: dict[int, mx.array] = {}
-
-
-def _counters_of(k_pool: mx.array, least: int) -> mx.array:
-    """Zeros that the launches over one pool share to count arrivals: the fence lets one launch at a time use them, and
-    each leaves them at zero."""
-    known = _counters.get(id(k_pool))
-    if known is None or known.size < least:
-        if known is None:
-            weakref.finalize(k_pool, _counters.pop, id(k_pool), None)
-        known = _counters[id(k_pool)] = mx.zeros((max(1024, 2 * least),), mx.uint32)
-        mx.eval(known)
-    return known
-
-
 def _pool_constants(k_pool: mx.array, v_pool: mx.array) -> Constants:
-    _, block_size, head_dim, value_dim = _geometry(k_pool, v_pool)
-    return pool_constants_of(k_pool.dtype, head_dim, value_dim, block_size)
+    dtype, _, block_size, head_dim, value_dim = geometry_of(k_pool, v_pool)
+    return pool_constants_of(dtype, head_dim, value_dim, block_size)
 
 
 def write_slots(
-    k_pool: mx.array, v_pool: mx.array, fence: mx.array, k: mx.array, v: mx.array, slots: mx.array
+    k_pool: mx.array,
+    v_pool: mx.array,
+    fence: mx.array,
+    k: mx.array,
+    v: mx.array,
+    slots: mx.array,
+    pages: PageShape | None = None,
 ) -> mx.array:
     """Scatter key and value rows into the pool, in place. Returns the next fence.
 
     k and v: [N, n_kv_heads, head_dim] or [B, n_kv_heads, length, head_dim] with N = B * length, in any strides and of
     the pool's dtype; slots int32 or int64 [N]: block * block_size + offset of each row, row b * length + i for
     position i of sequence b; a negative slot is skipped. Two rows must not share a slot of a block that anyone reads.
+    pages: of a pool of quantised pages; k and v are of their dtype, and quantised as MLX does it on this device.
     Raises ValueError for other shapes or dtypes.
     """
     if k.ndim == 3:
         k, v = k[:, :, None], v[:, :, None]
-    n_kv_heads = k_pool.shape[1]
+    dtype, n_kv_heads, _, head_dim, value_dim = geometry_of(k_pool, v_pool, pages)
     batch, heads, length, _ = k.shape
-    if heads != n_kv_heads or k.shape[3] != k_pool.shape[3] or v.shape[3] != v_pool.shape[3]:
+    if heads != n_kv_heads or k.shape[3] != head_dim or v.shape[3] != value_dim:
         raise ValueError(f"rows {k.shape} / {v.shape} do not fit pools {k_pool.shape} / {v_pool.shape}")
     if k.shape[:3] != v.shape[:3] or slots.shape != (batch * length,):
         raise ValueError(f"rows {k.shape} / {v.shape} and slots {slots.shape} do not agree")
-    if k.dtype != k_pool.dtype or v.dtype != k_pool.dtype or slots.dtype not in (mx.int32, mx.int64):
-        raise ValueError(f"rows {k.dtype} / {v.dtype}, slots {slots.dtype} do not fit a pool of {k_pool.dtype}")
-    return prepare_write(k_pool, v_pool, slots)(k_pool, v_pool, fence, k, v)
+    if k.dtype != dtype or v.dtype != dtype or slots.dtype not in (mx.int32, mx.int64):
+        raise ValueError(f"rows {k.dtype} / {v.dtype}, slots {slots.dtype} do not fit a pool of {dtype}")
+    return prepare_write(k_pool, v_pool, slots, pages)(k_pool, v_pool, fence, k, v)
 
 
 class WriteLaunch(NamedTuple):
@@ -301,36 +313,44 @@ class WriteLaunch(NamedTuple):
     kernel: Callable[..., list[mx.array]]
     options: dict[str, Any]
     slots: mx.array
+    pages: PageShape | None = None  # whose rows MLX is to make before
 
     def __call__(self, k_pool: mx.array, v_pool: mx.array, fence: mx.array, k: mx.array, v: mx.array) -> mx.array:
         """The next fence; k and v ``[B, n_kv_heads, length, head_dim]`` as :func:`write_slots`. Checks nothing."""
+        if self.pages is not None:
+            k, v = self.pages.quantize(k, v)
         return self.kernel(inputs=[k_pool, v_pool, fence, k, v, self.slots], **self.options)[0]
 
 
-def prepare_write(k_pool: mx.array, v_pool: mx.array, slots: mx.array) -> WriteLaunch:
+def prepare_write(k_pool: mx.array, v_pool: mx.array, slots: mx.array, pages: PageShape | None = None) -> WriteLaunch:
     """What :func:`write_slots` launches over pools of this geometry."""
     heads = k_pool.shape[1]
-    group = next(n for n in (8, 4, 2, 1) if heads % n == 0)
-    options = {
-        "grid": (slots.size * heads * 32, 1, 1),
-        "threadgroup": (group * 32, 1, 1),
-        "output_shapes": [(1,)],
-        "output_dtypes": [mx.uint32],
-    }
+    if pages is not None:
+        kernel, rows = moves.write_kernel(pages, k_pool.shape[2], slots.dtype)
+        return WriteLaunch(kernel, moves.write_options(slots, heads, len(pages)), slots, rows)
     kernel = build_kernel("write_slots", (*_pool_constants(k_pool, v_pool), ("S", slots.dtype)))
-    return WriteLaunch(kernel, options, slots)
+    return WriteLaunch(kernel, moves.write_options(slots, heads), slots)
 
 
 def gather_blocks(
-    k_pool: mx.array, v_pool: mx.array, fence: mx.array, block_ids: mx.array | Sequence[int], start: int, length: int
+    k_pool: mx.array,
+    v_pool: mx.array,
+    fence: mx.array,
+    block_ids: mx.array | Sequence[int],
+    start: int,
+    length: int,
+    pages: PageShape | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Copy positions [start, start + length) of one block table out of the pool.
 
-    block_ids int32 [n], by absolute position. Returns (k [1, n_kv_heads, length, head_dim], v, fence).
+    block_ids int32 [n], by absolute position. Returns (k [1, n_kv_heads, length, head_dim], v, fence); of quantised
+    pages as mx.dequantize has them on this device.
     Raises ValueError if the range is empty or passes the table.
     """
     ids = block_ids.astype(mx.int32) if isinstance(block_ids, mx.array) else mx.array(list(block_ids), mx.int32)
-    n_kv_heads, block_size, head_dim, value_dim = _geometry(k_pool, v_pool)
+    if pages is not None:
+        return moves.gather(k_pool, v_pool, fence, ids, start, length, pages)
+    _, n_kv_heads, block_size, head_dim, value_dim = geometry_of(k_pool, v_pool)
     if start < 0 or length < 1 or start + length > ids.size * block_size:
         raise ValueError(f"positions {start}..{start + length} are not in a table of {ids.size} blocks of {block_size}")
     threads = _round_up(length * (max(head_dim, value_dim) // 4), 256)
@@ -360,9 +380,9 @@ def copy_blocks(
     dst = target.astype(mx.int32) if isinstance(target, mx.array) else mx.array(list(target), mx.int32)
     if src.shape != dst.shape or src.ndim != 1 or src.size == 0:
         raise ValueError(f"cannot pair blocks of shapes {src.shape} and {dst.shape}")
-    n_kv_heads, block_size, head_dim, value_dim = _geometry(k_pool, v_pool)
+    dtype, n_kv_heads, block_size, head_dim, value_dim = geometry_of(k_pool, v_pool)
     packets = n_kv_heads * block_size * max(head_dim, value_dim) // 4
-    (fence,) = build_kernel("copy_blocks", _pool_constants(k_pool, v_pool))(
+    (fence,) = build_kernel("copy_blocks", pool_constants_of(dtype, head_dim, value_dim, block_size))(
         inputs=[k_pool, v_pool, fence, mx.stack([src, dst])],
         grid=(_round_up(packets, 256), src.size, 1),
         threadgroup=(256, 1, 1),

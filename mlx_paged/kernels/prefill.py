@@ -16,9 +16,11 @@ import mlx.core as mx
 from . import ops
 from .build import Constants, KernelUnavailable, backend, build_kernel
 from .launch_shape import MAX_TENSOR_HEAD_DIM, Variant, unsupported
+from .quantized.pages import PageShape
 from .trial import Text, failure_of
 
 BODY = "paged_prefill_tensor"
+QUANTIZED_BODY = "quantized_prefill_tensor"
 # Stands for no window: positions are far below.
 _NO_WINDOW = 1 << 30
 _PADDING = 8  # elements that a row in shared memory has more
@@ -75,6 +77,7 @@ def prefill_variants_of(
     block_size: int,
     softcap: bool,
     sinks: bool,
+    pages: PageShape | None = None,
 ) -> tuple[Variant, ...]:
     """The kernel instances for a geometry; empty where MLX has no CUDA.
 
@@ -85,19 +88,24 @@ def prefill_variants_of(
     why = unsupported_prefill(dtype, head_dim, value_dim, gqa, block_size)
     if rest or why:
         raise ValueError(why or f"{n_q_heads} query heads do not divide into {n_kv_heads} kv heads")
-    if backend() != "cuda":
+    if backend() != "cuda" or pages is not None:
         return ()
-    return (Variant(BODY, "cuda", dtype, head_dim, value_dim, gqa, block_size, softcap, sinks),)
+    body = BODY if pages is None else QUANTIZED_BODY
+    return (Variant(body, "cuda", dtype, head_dim, value_dim, gqa, block_size, softcap, sinks, pages),)
 
 
 def prefill_variants(
-    k_pool: mx.array, v_pool: mx.array, n_q_heads: int, *, softcap: bool = False, sinks: bool = False
+    k_pool: mx.array,
+    v_pool: mx.array,
+    n_q_heads: int,
+    *,
+    softcap: bool = False,
+    sinks: bool = False,
+    pages: PageShape | None = None,
 ) -> tuple[Variant, ...]:
     """As :func:`prefill_variants_of`, for queries over this pool."""
-    _, n_kv_heads, block_size, head_dim = k_pool.shape
-    return prefill_variants_of(
-        k_pool.dtype, head_dim, v_pool.shape[3], n_q_heads, n_kv_heads, block_size, softcap, sinks
-    )
+    dtype, n_kv_heads, block_size, head_dim, value_dim = ops.geometry_of(k_pool, v_pool, pages)
+    return prefill_variants_of(dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap, sinks, pages)
 
 
 def unsupported_prefill(dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int, block_size: int) -> str | None:
@@ -126,6 +134,7 @@ def prefill_constants_of(variant: Variant, launch_shape: PrefillShape) -> Consta
         ("SINKS", variant.sinks),
         ("SHARED", launch_shape.shared_bytes(variant.head_dim, variant.value_dim)),
         ("GROUPS", launch_shape.groups),
+        *(() if variant.pages is None else variant.pages.constants),
     )
 
 
@@ -185,6 +194,7 @@ def prepare_prefill(
     window: int | None = None,
     variant: Variant | None = None,
     launch_shape: PrefillShape | None = None,
+    pages: PageShape | None = None,
 ) -> PrefillLaunch:
     """What attends for the new tokens of B sequences over pools of this geometry.
 
@@ -196,14 +206,15 @@ def prepare_prefill(
         counts: new tokens of each sequence, 1 or more.
         lengths: of the sequences, the new tokens included.
         variant, launch_shape: override the choice, for checks and timings.
+        pages: of pools of quantised pages.
 
     Raises:
         ValueError: shapes that the kernel does not cover, or that do not agree.
         KernelUnavailable: no CUDA, or the variant is off. A text that is needed for the first time in this process is
             tried first, alone; if that fails, its variant is off, with a warning.
     """
-    block_size, value_dim = k_pool.shape[2], v_pool.shape[3]
-    choices = prefill_variants(k_pool, v_pool, n_q_heads, softcap=softcap is not None, sinks=sinks)
+    dtype, _, block_size, _, value_dim = ops.geometry_of(k_pool, v_pool, pages)
+    choices = prefill_variants(k_pool, v_pool, n_q_heads, softcap=softcap is not None, sinks=sinks, pages=pages)
     batch = len(counts)
     if tables.ndim != 2 or tables.shape[0] != batch or tables.dtype != mx.int32 or len(lengths) != batch:
         raise ValueError(
@@ -223,7 +234,7 @@ def prepare_prefill(
             raise KernelUnavailable(reason)
     own = launch_shape or prefill_shape_for(variant.head_dim, variant.value_dim)
     constants = prefill_constants_of(variant, own)
-    if (failure := failure_of(Text(BODY, constants), build_kernel)) is not None:
+    if (failure := failure_of(Text(variant.body, constants), build_kernel)) is not None:
         ops.switch_off(variant, failure)
         warnings.warn(f"mlx_paged: {variant} is off: {failure}", stacklevel=2)
         raise KernelUnavailable(failure)
@@ -234,7 +245,7 @@ def prepare_prefill(
         "grid": (len(tiles) * k_pool.shape[1] * threads, 1, 1),
         "threadgroup": (threads, 1, 1),
         "output_shapes": [(sum(counts), n_q_heads, 1, value_dim), (1,)],
-        "output_dtypes": [k_pool.dtype, mx.uint32],
+        "output_dtypes": [dtype, mx.uint32],
     }
     params = mx.array([scale, softcap or 1.0, seen, 0.0], mx.float32)
-    return PrefillLaunch(build_kernel(BODY, constants), options, tables, mx.array(tiles, mx.int32), params)
+    return PrefillLaunch(build_kernel(variant.body, constants), options, tables, mx.array(tiles, mx.int32), params)

@@ -9,10 +9,10 @@ from typing import Any
 import mlx.core as mx
 
 from . import ops
-from .check import SelfCheck, checked, outcome_of
-from .decode_spec import pool_constants_of
+from .check import SelfCheck, checked, outcome_of, pool_texts_of
 from .launch_shape import Variant
-from .prefill import BODY, prefill_constants_of, prefill_shape_for, prepare_prefill
+from .prefill import prefill_constants_of, prefill_shape_for, prepare_prefill
+from .quantized.pages import new_blocks
 from .timing import LAUNCHES, seconds_of
 
 _KV_HEADS = 2
@@ -24,8 +24,7 @@ def checked_prefill(variant: Variant) -> SelfCheck:
     """The remembered result of :func:`self_check_prefill`, as :func:`.check.checked` has it for decoding: the first
     call compiles and runs the variant, and a failure warns and switches it off for this process."""
     shape = prefill_shape_for(variant.head_dim, variant.value_dim)
-    pool = pool_constants_of(variant.dtype, variant.head_dim, variant.value_dim, variant.block_size)
-    texts = [("write_slots", (*pool, ("S", mx.int32))), (BODY, prefill_constants_of(variant, shape))]
+    texts = [pool_texts_of(variant)[0], (variant.body, prefill_constants_of(variant, shape))]
     return checked(variant, self_check_prefill, texts)
 
 
@@ -41,7 +40,7 @@ def self_check_prefill(variant: Variant) -> SelfCheck:
 
 def _difference(variant: Variant) -> float:
     """RMS between the variant and float32 attention, of the worst sequence."""
-    block, dtype = variant.block_size, variant.dtype
+    block, dtype, pages = variant.block_size, variant.dtype, variant.pages
     launch_shape = prefill_shape_for(variant.head_dim, variant.value_dim)
     tile = launch_shape.rows // variant.gqa  # tokens
     counts, prefixes = [1, tile + 3, 2, tile], [block + 5, 0, 90, 64]
@@ -61,11 +60,11 @@ def _difference(variant: Variant) -> float:
     q = mx.random.normal((sum(counts), n_q_heads, 1, variant.head_dim), key=keys[2]).astype(dtype)
     sinks = mx.random.normal((n_q_heads,), key=keys[3]) if variant.sinks else None
     scale, softcap = variant.head_dim**-0.5, 10.0 if variant.softcap else None
-    k_pool, v_pool = (
-        mx.full((sum(used) + _FREE_BLOCKS, _KV_HEADS, block, dim), float("nan"), dtype)
-        for dim in (variant.head_dim, variant.value_dim)
-    )
-    fence = ops.write_slots(k_pool, v_pool, ops.new_fence(), k, v, mx.array(slots, mx.int32))
+    dims = variant.head_dim, variant.value_dim
+    k_pool, v_pool = new_blocks(sum(used) + _FREE_BLOCKS, _KV_HEADS, block, dims, dtype, pages, float("nan"))
+    fence = ops.write_slots(k_pool, v_pool, ops.new_fence(), k, v, mx.array(slots, mx.int32), pages)
+    if pages is not None:  # what they hold of keys and values
+        k, v = pages.dequantize(*pages.quantize(k, v))
     errors = []
     for window in (None, _WINDOW):
         if window is not None:
@@ -75,7 +74,7 @@ def _difference(variant: Variant) -> float:
                 own = slots[len(dead) : len(dead) + length]
                 dead += [slot if t < prefix - window + 1 else -1 for t, slot in enumerate(own)]
             no_k, no_v = (mx.full(x.shape, float("nan"), dtype) for x in (k, v))
-            fence = ops.write_slots(k_pool, v_pool, fence, no_k, no_v, mx.array(dead, mx.int32))
+            fence = ops.write_slots(k_pool, v_pool, fence, no_k, no_v, mx.array(dead, mx.int32), pages)
         launch = prepare_prefill(
             k_pool,
             v_pool,
@@ -89,6 +88,7 @@ def _difference(variant: Variant) -> float:
             window=window,
             variant=variant,
             launch_shape=launch_shape,
+            pages=pages,
         )
         out, fence = launch(q, k_pool, v_pool, fence, sinks)
         row = first = 0
@@ -138,9 +138,8 @@ def prefill_seconds(variant: Variant) -> float:
     """Seconds of one launch for 4 sequences of 512 new tokens and 2 KV heads, the kernel being compiled."""
     batch, length, block, dtype = 4, 512, variant.block_size, variant.dtype
     per_row = length // block
-    k_pool, v_pool = (
-        mx.zeros((batch * per_row + 1, _KV_HEADS, block, dim), dtype) for dim in (variant.head_dim, variant.value_dim)
-    )
+    dims = variant.head_dim, variant.value_dim
+    k_pool, v_pool = new_blocks(batch * per_row + 1, _KV_HEADS, block, dims, dtype, variant.pages)
     q = mx.zeros((batch * length, _KV_HEADS * variant.gqa, 1, variant.head_dim), dtype)
     sinks = mx.zeros((q.shape[1],)) if variant.sinks else None
     tables = mx.arange(1, 1 + batch * per_row, dtype=mx.int32).reshape(batch, per_row)
@@ -156,6 +155,7 @@ def prefill_seconds(variant: Variant) -> float:
         softcap=10.0 if variant.softcap else None,
         sinks=variant.sinks,
         variant=variant,
+        pages=variant.pages,
     )
 
     def launches() -> list[mx.array]:

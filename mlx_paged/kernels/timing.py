@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from . import ops as kernels
 from .launch_shape import Variant
+from .quantized.pages import new_blocks
 
 LAUNCHES, REPEATS = 20, 3
 ROWS, TOKENS = 8, 1024
@@ -19,9 +20,8 @@ def launch_seconds(variant: Variant) -> float:
     """Seconds of one decode launch for 8 sequences of 1,024 tokens and 2 KV heads, the kernels being compiled."""
     block, dtype = variant.block_size, variant.dtype
     per_row = TOKENS // block
-    shape = (ROWS * per_row + 1, _KV_HEADS, block)
-    k_pool = mx.zeros((*shape, variant.head_dim), dtype)
-    v_pool = mx.zeros((*shape, variant.value_dim), dtype)
+    dims = variant.head_dim, variant.value_dim
+    k_pool, v_pool = new_blocks(ROWS * per_row + 1, _KV_HEADS, block, dims, dtype, variant.pages)
     q = mx.zeros((ROWS, _KV_HEADS * variant.gqa, 1, variant.head_dim), dtype)
     tables = mx.arange(1, 1 + ROWS * per_row, dtype=mx.int32).reshape(ROWS, per_row)
     ends, starts = mx.full((ROWS, 1), TOKENS, mx.int32), mx.zeros((ROWS, 1), mx.int32)
@@ -43,6 +43,7 @@ def launch_seconds(variant: Variant) -> float:
                 softcap=10.0 if variant.softcap else None,
                 sinks=sinks,
                 variant=variant,
+                pages=variant.pages,
             )
             results.append(out)
         return [*results, fence]

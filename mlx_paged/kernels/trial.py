@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from .build import SIGNATURES, Constants
+from .launch_shape import FUSED_BODIES
+from .quantized.rows import QuantizedRows
 
 # Metal: inputs of fewer elements are in the address space `constant`, which is another text (docs/adr/0018).
 MANY = 8
@@ -81,7 +83,13 @@ class _Known:
     def pool(self, heads: int = 1) -> dict[str, mx.array]:
         """One block."""
         shape = (1, heads, self["BS"])
-        keys, values = (mx.zeros((*shape, self[dim]), self["T"]) for dim in ("D", "DV"))
+        if "KBITS" in self.constants:
+            rows = (
+                QuantizedRows(self[dim], self[n], self["GS"], self["T"]) for dim, n in (("D", "KBITS"), ("DV", "VBITS"))
+            )
+            keys, values = (mx.zeros((*shape, form.num_words), mx.uint32) for form in rows)
+        else:
+            keys, values = (mx.zeros((*shape, self[dim]), self["T"]) for dim in ("D", "DV"))
         return {"k_pool": keys, "v_pool": values, "fence": mx.zeros((1,), mx.uint32)}
 
     def sinks(self, heads: int) -> mx.array:
@@ -117,7 +125,7 @@ def _decode(known: _Known) -> Scratch:
         "sinks": known.sinks(heads),
     }
     out = (1, heads, q_len, known["DV"])
-    if known.body == "paged_decode_tensor":
+    if known.body in FUSED_BODIES:
         given["arrivals"] = mx.zeros((max(MANY, kv_heads * q_len),), mx.uint32)
         return given, _options((kv_heads * threads, q_len, 1), threads, (out, dtype), ((1,), mx.float32), _FENCE)
     parts = 1 if known["SINGLE"] else 2
@@ -154,7 +162,8 @@ def _write(known: _Known) -> Scratch:
     rows = 1 if known.is_few("slots") else MANY
     given = {name: mx.zeros((1, 1, rows, known[dim]), known["T"]) for name, dim in (("k", "D"), ("v", "DV"))}
     given |= {**known.pool(), "slots": mx.full((rows,), -1, known["S"])}
-    return given, _options((rows * 32, 1, 1), 32, _FENCE)
+    parts = 1 if known.body == "write_slots" else 2  # keys and values apart
+    return given, _options((rows * parts * 32, 1, 1), 32, _FENCE)
 
 
 def _gather(known: _Known) -> Scratch:
@@ -192,8 +201,11 @@ _SCRATCH: dict[str, Callable[[_Known], Scratch]] = {
     "paged_decode": _decode,
     "paged_decode_tensor": _decode,
     "paged_prefill_tensor": _prefill,
+    "quantized_decode": _decode,
+    "quantized_decode_tensor": _decode,
+    "quantized_prefill_tensor": _prefill,
     "merge_partitions": _merge,
-    "write_slots": _write,
-    "gather_blocks": _gather,
+    **dict.fromkeys(("write_slots", "quantized_write", "write_rows"), _write),
+    **dict.fromkeys(("gather_blocks", "quantized_gather", "gather_rows"), _gather),
     "copy_blocks": _copy,
 }

@@ -24,9 +24,12 @@ from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.prefill import BODY, prefill_constants_of, prefill_shape_for
 from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.trial import Text, launch_alone
+from tests.support.kernels.quantized_pages import page_shape
 
 TENSOR = Variant("paged_decode_tensor", "cuda", mx.bfloat16, 64, 64, 4, 32)
 PLAIN = Variant("paged_decode", "cuda", mx.float32, 64, 80, 3, 16, True, True)
+PAGES = page_shape(64, (8, 4), 32, mx.bfloat16)
+QUANTIZED = Variant("quantized_decode", "cuda", mx.bfloat16, 64, 64, 4, 16, True, True, PAGES)
 POOL = pool_constants_of(mx.bfloat16, 64, 64, 32)
 WRITE: Constants = (*POOL, ("S", mx.int32))
 PRODUCT = narrow_matmul.text_of("narrow_matmul_group", mx.float16, narrow_matmul.SMALL, 3).constants
@@ -82,8 +85,14 @@ def texts() -> list[tuple[str, Constants]]:
         for body in narrow_matmul.BODIES
         for bits in (0, 4)
     ]
-    listed = _texts_of(TENSOR) + _texts_of(PLAIN) + [PREFILL] + [(text.body, text.constants) for text in products]
-    assert {body for body, _ in listed} >= set(SIGNATURES)
+    listed = (
+        _texts_of(TENSOR)
+        + _texts_of(PLAIN)
+        + _texts_of(QUANTIZED)
+        + [PREFILL]
+        + [(text.body, text.constants) for text in products]
+    )
+    assert {body for body, _ in listed} >= set(SIGNATURES) - {"quantized_decode_tensor", "quantized_prefill_tensor"}
     return listed
 
 
@@ -108,7 +117,8 @@ def test_a_launch_gives_what_the_text_declares(mlx: FakeMLX, body: str, constant
 
 
 @pytest.mark.parametrize(
-    ("body", "constants"), [texts()[0], texts()[3], ("narrow_matmul_gate", None), PREFILL, *texts()[-2:]]
+    ("body", "constants"),
+    [texts()[0], texts()[3], ("narrow_matmul_gate", None), PREFILL, *_texts_of(QUANTIZED), *texts()[-2:]],
 )
 def test_texts_compile_without_a_header(tmp_path: Path, body: str, constants: Constants | None) -> None:
     nvcc = shutil.which("nvcc")
@@ -220,7 +230,7 @@ def test_own_machine_code_writes_what_mlx_compiled_writes(monkeypatch: pytest.Mo
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", [TENSOR, PLAIN._replace(value_dim=64)])
+@pytest.mark.parametrize("variant", [TENSOR, PLAIN._replace(value_dim=64), QUANTIZED])
 def test_own_machine_code_passes_the_self_check(variant: Variant) -> None:
     if build.backend() != "cuda":
         pytest.skip("needs CUDA")

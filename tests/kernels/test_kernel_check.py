@@ -4,6 +4,7 @@ With the kernels themselves it runs on a GPU, in test_kernels.py.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,10 @@ import pytest
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import self_check
 from mlx_paged.kernels.launch_shape import Variant
+from mlx_paged.kernels.quantized import moves
+from mlx_paged.kernels.quantized.pages import PageShape, new_blocks
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
+from tests.support.kernels.quantized_pages import page_shape
 
 VARIANT = Variant("paged_decode", "metal", mx.float32, 64, 64, 2, 16)
 WRITE_SLOTS = kernels.write_slots
@@ -38,8 +42,11 @@ def plant() -> Iterator[Callable[[Callable[[Launch], Launch]], None]]:
             yield around.append
 
 
-@pytest.mark.parametrize("extras", [{}, {"softcap": True, "sinks": True}])
-def test_right_kernels_pass(plant: object, extras: dict[str, bool]) -> None:
+PAGES = page_shape(64, (8, 4), 32)
+
+
+@pytest.mark.parametrize("extras", [{}, {"softcap": True, "sinks": True}, {"pages": PAGES}])
+def test_right_kernels_pass(plant: object, extras: dict[str, Any]) -> None:
     result = self_check(VARIANT._replace(**extras))
     assert result.ok and result.rms < 1e-5, result.reason
 
@@ -93,6 +100,18 @@ def test_wrong_kernels_are_found(plant: Callable[..., None], wrap: Callable[[Lau
     assert not result.ok and reason in result.reason, result.reason
 
 
+def test_rows_that_are_not_mlx_s_are_found(plant: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = moves.gather_rows
+
+    def other(*args: Any) -> tuple[mx.array, ...]:
+        k, v, fence = gather(*args)
+        return k, v + (mx.arange(v.shape[3]) == 3), fence
+
+    monkeypatch.setattr(moves, "gather_rows", other)
+    result = self_check(VARIANT._replace(body="quantized_decode", pages=PAGES))
+    assert not result.ok and "rows differ from what MLX quantises" in result.reason
+
+
 def test_fences_are_followed(monkeypatch: pytest.MonkeyPatch, plant: object) -> None:
     passed = []
     follow = FakeKernels._pass
@@ -120,23 +139,50 @@ class Texts:
         return launch
 
 
+@contextmanager
+def built_by(texts: Texts) -> Iterator[None]:
+    with mock.patch.object(kernels, "build_kernel", texts), mock.patch.object(moves, "build_kernel", texts):
+        yield
+
+
+@pytest.mark.parametrize("pages", [None, page_shape(64, (8, 4), 32, mx.bfloat16)])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("gqa", [1, 4, 8])
-def test_every_text_of_a_decode_step_is_checked(gqa: int, sinks: bool) -> None:
-    variant = Variant("paged_decode", "metal", mx.bfloat16, 64, 64, gqa, 32, sinks=sinks)
+def test_every_text_of_a_decode_step_is_checked(gqa: int, sinks: bool, pages: PageShape | None) -> None:
+    body = "paged_decode" if pages is None else "quantized_decode"
+    variant = Variant(body, "metal", mx.bfloat16, 64, 64, gqa, 32, sinks=sinks, pages=pages)
     checked, real = Texts(), Texts()
     equal = mock.patch.object(mx, "array_equal", lambda *_, **__: mx.array(True))
-    with mock.patch.object(kernels, "build_kernel", checked), equal:
+    exact = mock.patch.object(moves, "exact", lambda *_: moves.Exact(True, True))
+    with built_by(checked), equal, exact:
         self_check(variant)
     n_q_heads, n_kv_heads = 8 * gqa, 8
-    k_pool = v_pool = mx.zeros((40, n_kv_heads, 32, 64), mx.bfloat16)
-    with mock.patch.object(kernels, "build_kernel", real):
+    k_pool, v_pool = new_blocks(40, n_kv_heads, 32, (64, 64), mx.bfloat16, pages)
+    with built_by(real), mock.patch.object(moves, "exact", lambda *_: moves.Exact(True, True)):
         for rows in range(1, 12):
             visible = tuple(mx.zeros(shape, mx.int32) for shape in ((rows, 16), (rows, 1), (rows, 1)))
             launch = kernels.prepare_decode(
-                k_pool, v_pool, visible, n_q_heads=n_q_heads, scale=1.0, sinks=sinks, append=True, variant=variant
+                k_pool,
+                v_pool,
+                visible,
+                n_q_heads=n_q_heads,
+                scale=1.0,
+                sinks=sinks,
+                append=True,
+                variant=variant,
+                pages=pages,
             )
             q, new = (mx.zeros((rows, heads, 1, 64), mx.bfloat16) for heads in (n_q_heads, n_kv_heads))
             launch(q, k_pool, v_pool, kernels.new_fence(), mx.zeros((n_q_heads,)) if sinks else None, new, new)
-    assert {text[0] for text in real.seen} == {"paged_decode", "merge_partitions"}
+            kernels.write_slots(k_pool, v_pool, kernels.new_fence(), new, new, mx.arange(rows, dtype=mx.int32), pages)
+            ids = list(range(rows))
+            kernels.gather_blocks(k_pool, v_pool, kernels.new_fence(), ids, 0, 1, pages)
+            kernels.copy_blocks(k_pool, v_pool, kernels.new_fence(), ids, [20 + i for i in ids])
+            if pages is not None:
+                slots = mx.arange(rows, dtype=mx.int32)
+                moved = [mx.zeros((rows, n_kv_heads, 1, form.num_words), mx.uint32) for form in pages]
+                moves.gather_rows(k_pool, v_pool, kernels.new_fence(), slots, 0, 1, pages)
+                moves.write_rows(k_pool, v_pool, kernels.new_fence(), *moved, slots, pages)
+    moved_by = {"write_slots", "gather_blocks"} if pages is None else {body for body, _ in moves.texts_of(pages, 32)}
+    assert {text[0] for text in real.seen} == {body, "merge_partitions", "copy_blocks", *moved_by}
     assert real.seen <= checked.seen

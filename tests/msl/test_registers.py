@@ -7,9 +7,10 @@ import pytest
 
 from mlx_paged.kernels.build import cores_listed
 from mlx_paged.kernels.decode_spec import decode_constants_of
-from mlx_paged.kernels.lane_layout import MOST_REGISTERS, LaneLayout, best_layout
+from mlx_paged.kernels.lane_layout import MOST_REGISTERS, PACKED_VEC, LaneLayout, best_layout
 from mlx_paged.kernels.launch_shape import HEAD_DIMS, MAX_TENSOR_HEAD_DIM, Variant, partition_for, shape_for
 from mlx_paged.kernels.prefill import BODY, prefill_constants_of, prefill_shape_for
+from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl import registers
 
 needs_compiler = pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
@@ -30,6 +31,36 @@ def spilled(dtype: mx.Dtype, head_dim: int, gqa: int, single: bool = False) -> r
 @pytest.mark.parametrize(("head_dim", "gqa"), POPULAR)
 def test_plans_of_popular_models_do_not_spill(head_dim: int, gqa: int) -> None:
     found = spilled(mx.bfloat16, head_dim, gqa)
+    assert (found.stored, found.loaded) == (0, 0), found
+
+
+def spilled_by_quantized(
+    head_dim: int, gqa: int, bits: tuple[int, int], dtype: mx.Dtype = mx.bfloat16, single: bool = False
+) -> registers.Registers:
+    pages = page_shape(head_dim, bits, 32, dtype)
+    variant = Variant("quantized_decode", "metal", dtype, head_dim, head_dim, gqa, 32, pages=pages)
+    out = dtype if single else mx.float32
+    constants = (*decode_constants_of(variant, shape_for(variant)), ("SINGLE", single), ("O", out))
+    return registers.registers_of("quantized_decode", constants)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("head_dim", "gqa", "bits"), [(64, 4, (8, 8)), (128, 4, (8, 4)), (128, 8, (4, 4)), (256, 2, (8, 8))]
+)
+def test_plans_over_quantized_pages_do_not_spill(head_dim: int, gqa: int, bits: tuple[int, int]) -> None:
+    found = spilled_by_quantized(head_dim, gqa, bits)
+    assert (found.stored, found.loaded) == (0, 0), found
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [(8, 8), (4, 4)])
+@pytest.mark.parametrize("gqa", range(1, 17))
+@pytest.mark.parametrize("head_dim", [dim for dim in HEAD_DIMS if dim % 32 == 0])
+def test_no_plan_over_quantized_pages_spills(head_dim: int, gqa: int, bits: tuple[int, int], dtype: mx.Dtype) -> None:
+    found = spilled_by_quantized(head_dim, gqa, bits, dtype)
     assert (found.stored, found.loaded) == (0, 0), found
 
 
@@ -98,6 +129,9 @@ def test_every_layout_is_held_to_the_registers() -> None:
         for gqa in range(1, 17):
             for itemsize in (2, 4):
                 layout = best_layout(gqa, head_dim, head_dim, itemsize)
+                assert layout.registers(gqa, head_dim, head_dim, itemsize) <= MOST_REGISTERS
+            for itemsize in (0.5, 0.75, 1.0):
+                layout = best_layout(gqa, head_dim, head_dim, itemsize, PACKED_VEC)
                 assert layout.registers(gqa, head_dim, head_dim, itemsize) <= MOST_REGISTERS
 
 

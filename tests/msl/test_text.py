@@ -12,6 +12,8 @@ from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.decode_spec import decode_constants_of
 from mlx_paged.kernels.launch_shape import HEAD_DIMS, shape_for
+from mlx_paged.kernels.quantized import moves
+from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl import msl_source
 
 checker = pytest.importorskip("tests.support.msl.checker")
@@ -53,6 +55,16 @@ def decode_problems(dtype, rows=9, edit=None, **options):
     return problems("paged_decode", constants, decode_inputs(rows, name_of(dtype)), outs, edit)
 
 
+def quantized_problems(dtype, rows=9, edit=None, head_dim=128, gqa=4, bits=(8, 4), group_size=32, single=True):
+    pages = page_shape(head_dim, bits, group_size, dtype)
+    variant = kernels.Variant("quantized_decode", "metal", dtype, head_dim, head_dim, gqa, 32, True, True, pages)
+    out = dtype if single else mx.float32
+    constants = (*decode_constants_of(variant, shape_for(variant)), ("SINGLE", single), ("O", out))
+    d = name_of(dtype)
+    inputs = [(n, size, "uint32" if i in (1, 2) else kind) for i, (n, size, kind) in enumerate(decode_inputs(rows, d))]
+    return problems("quantized_decode", constants, inputs, [name_of(out), "float32", "uint32"], edit)
+
+
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 
 
@@ -66,6 +78,36 @@ def test_decode_is_clean(single, rows, dtype):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_head_dim_is_clean(head_dim):
     assert decode_problems(mx.bfloat16, head_dim=head_dim, gqa=16, block=8, extras=False) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [2, 9])
+@pytest.mark.parametrize(("bits", "single"), [((8, 8), True), ((4, 4), False), ((8, 4), True)])
+def test_quantized_decode_is_clean(bits, single, rows, dtype):
+    assert quantized_problems(dtype, rows, bits=bits, single=single) == []
+    assert quantized_problems(dtype, rows, head_dim=256, gqa=16, group_size=128, bits=bits) == []
+
+
+WORDS = [(4, 99999, "uint32"), (4, 99999, "uint32"), (1, 1, "uint32")]
+
+
+def move_problems(body, dtype, rows, edit=None):
+    own, d = body.startswith("quantized"), name_of(dtype)
+    constants = moves.page_constants if own else moves.row_constants
+    kind = d if own else "uint32"
+    if body.endswith("gather") or body.startswith("gather"):
+        inputs, outs = [*WORDS, (1, rows, "int32"), (1, 2, "int32")], [kind, kind, "uint32"]
+    else:
+        inputs, outs = [*WORDS, (4, 128 * rows, kind), (4, 128 * rows, kind), (1, rows, "int64")], ["uint32"]
+    known = (*constants(page_shape(128, (8, 4), 64, dtype), 16), ("S", mx.int64))
+    return problems(body, known, inputs, outs, edit)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [2, 9])
+@pytest.mark.parametrize("body", ["quantized_write", "quantized_gather", "write_rows", "gather_rows"])
+def test_moves_of_quantized_pages_are_clean(body, rows, dtype):
+    assert move_problems(body, dtype, rows) == []
 
 
 OTHERS = {
@@ -110,6 +152,16 @@ def test_checker_catches(name):
     body, old, new, want = BAD[name]
     found = other_problems(body, mx.float16, 9, (old, new))
     assert any(re.search(want, p) for p in found), found
+
+
+def test_checker_catches_in_quantized_texts():
+    write, page = "quantized_write", "const_cast<device uint*>(is_value ? v_pool : k_pool)"
+    assert move_problems(write, mx.bfloat16, 9, (page, "(is_value ? v_pool : k_pool)"))
+    assert move_problems(write, mx.bfloat16, 9, ("static_cast<T>(affine.scale)", "affine.scale"))
+    assert quantized_problems(mx.bfloat16, edit=("mem_flags::mem_device", "mem_flags::mem_global"))
+    assert quantized_problems(
+        mx.float16, edit=("reinterpret_cast<const device T*>(key_page", "reinterpret_cast<const T*>(key_page")
+    )
 
 
 def test_checker_catches_in_decode():

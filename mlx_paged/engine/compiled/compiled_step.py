@@ -15,6 +15,7 @@ from ...cache.batch_tables import BatchTables
 from ...cache.paged_kv_cache import PagedKVCache
 from ...cache.sequence import SequenceTables
 from ...kernels.products.quantized_matmul import Inference
+from ...kernels.quantized.pages import PageShape
 from ...kv.block_table import BlockTable
 from ...kv.pool import BlockPool
 from ...kv.step import rounded_up, table_width
@@ -141,6 +142,7 @@ class CompiledStep:
         self._forward = forward
         self._windows = [pool.layer(layer).window for layer in self._layers_of(pool)]
         self._groups = [pool.group_of(layer) for layer in self._layers_of(pool)]
+        self._pages: list[tuple[PageShape | None, bool]] = []  # of each layer, and whether what they hold is rotated
         self._model: Any = None
         self._state: ModelState | None = None  # what all traces have read
         self._failures = 0  # in a row
@@ -209,8 +211,10 @@ class CompiledStep:
             if missing:
                 tokens = mx.concatenate([tokens, mx.zeros((missing, 1), tokens.dtype)])
             self._model = model
+            own_storages = cast(list[InPlaceStorage], storages)
+            self._pages = [(storage.pages, storage.rotates) for storage in own_storages]
             function = self._functions[shapes]
-            logits = InPlaceStorage.run(function, storages, weights, tokens, arrays)  # type: ignore[arg-type]
+            logits = InPlaceStorage.run(function, own_storages, weights, tokens, arrays, appended=len(rows))
         except Exception as error:
             # The step runs uncompiled now. Whatever went wrong may be of this step alone: a model that fails there too
             # says so itself.
@@ -263,7 +267,7 @@ class CompiledStep:
         self, tensors: Sequence[Any], weights: Sequence[mx.array], tokens: mx.array, arrays: Sequence[Sequence[Any]]
     ) -> tuple[mx.array, list[mx.array]]:
         groups = [GroupArrays(tuple(visible), offsets) for visible, offsets in arrays]
-        blocks = [TracedBlocks(tuple(own)) for own in tensors]
+        blocks = [TracedBlocks(tuple(own), *pages) for own, pages in zip(tensors, self._pages, strict=True)]
         layers = [
             StepLayer(own, groups[group], window)
             for own, group, window in zip(blocks, self._groups, self._windows, strict=True)

@@ -27,6 +27,7 @@ _STRIDES = {
     "v": "int64_t(k_pool_1) * k_2 * {DV}, {DV}, int64_t(k_pool_1) * {DV}, 1",
 }
 _TOKENS_FIRST = ("v",)
+_POOLS = ("k_pool", "v_pool")
 
 
 class Source(NamedTuple):
@@ -74,6 +75,7 @@ def source_of(
 
     def kind(name: str) -> str:
         known = "O" if name == "out" and "O" in constants else _TYPES[name]
+        known = "uint32_t" if name in _POOLS and "KBITS" in constants else known  # quantised pages
         return type_of[constants[known]] if known in constants else known
 
     parameters = [f"const {kind(name)}* {name}" for name in inputs] + [f"{kind(name)}* {name}" for name in outputs]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import mlx.core as mx
 
 
@@ -11,7 +9,8 @@ def rotate(x: mx.array) -> mx.array:
     """Vectors times an orthonormal matrix: Hadamard's, in blocks of the largest power of two that divides the vector.
 
     The matrix is symmetric, so it is its own inverse: rotating twice gives the vectors again, but for rounding. Each
-    vector's result depends on that vector alone, bit for bit, whatever is rotated beside it.
+    vector's result depends on that vector alone, bit for bit, whatever is rotated beside it. Products stay what they
+    are: rotated queries over rotated keys and values give the output rotated.
 
     Args:
         x: ``[..., dim]`` of float32, float16 or bfloat16. Whatever a group size divides has blocks of 32 at least.
@@ -24,15 +23,3 @@ def rotate(x: mx.array) -> mx.array:
     if block == dim:
         return mx.hadamard_transform(x)
     return mx.hadamard_transform(x.reshape(*x.shape[:-1], dim // block, block)).reshape(x.shape)
-
-
-def over_rotated(attend: Callable[[mx.array], mx.array], q: mx.array) -> mx.array:
-    """What ``attend(q)`` would give over the keys and values themselves, where those it reads are rotated ones.
-
-    Scores are the same, since the rotation leaves products alone; the output is rotated back.
-
-    Args:
-        attend: takes queries ``[..., k_head_dim]`` and gives ``[..., v_head_dim]``.
-        q: queries as the model makes them.
-    """
-    return rotate(attend(rotate(q)))

@@ -1,5 +1,5 @@
 // CUDA only: paged_decode for 16-bit types on the tensor cores (mma.sync m16n8k16, float accumulators).
-// Same partitions as paged_decode.metal. A thread group takes a run of 1, 2 or 4 (2^params[3]) of them, and the last group
+// Same partitions as paged_decode. A thread group takes a run of 1, 2 or 4 (2^params[3]) of them, and the last group
 // of a row and kv head to finish joins the runs: no second kernel. Partitions are always joined as the same tree, four
 // by four, so the result has the same bits for every length of runs.
 // Each warp takes whole chunks of 16 * U tokens:

@@ -13,7 +13,7 @@ from ...kernels.prefill import prefill_variants_of, unsupported_prefill
 from ...kernels.prefill_check import checked_prefill
 from ..group import ChooseStorage, StorageChoice
 from .base import Geometry
-from .in_place import InPlaceStorage
+from .in_place import InPlaceStorage, pages_of
 from .quantized import functional_form
 from .scoring import QueryHeads
 
@@ -35,6 +35,7 @@ def _variant_decline(
 ) -> str | None:
     """Why no variant of a kernel, the fastest first, serves these; None as soon as one has passed its check."""
     num_kv_heads, k_dim, v_dim, dtype, _ = geometry
+    pages = pages_of(geometry)
     gqa, rest = divmod(heads.num_q_heads, num_kv_heads)
     if rest:
         return f"{heads.num_q_heads} query heads do not divide into {num_kv_heads} kv heads"
@@ -43,12 +44,14 @@ def _variant_decline(
         return why
     reasons = []
     for variant in variants_of(
-        dtype, k_dim, v_dim, heads.num_q_heads, num_kv_heads, block_size, heads.softcap, heads.sinks
+        dtype, k_dim, v_dim, heads.num_q_heads, num_kv_heads, block_size, heads.softcap, heads.sinks, pages
     ):
         result = check(variant)
         if result.ok:
             return None
         reasons.append(result.reason)
+    if not reasons:
+        return f"there is no kernel for pages of {pages} here"
     return f"the kernel failed its self-check: {'; '.join(reasons)}"
 
 
@@ -68,8 +71,6 @@ def storage_choice(use_kernel: bool | None) -> ChooseStorage:
             return StorageChoice(functional_form(geometry), "kernel=off")
         if pinned:
             why: str | None = "the kernel reads one range of a sequence, and its first tokens are pinned apart from it"
-        elif geometry.format is not None:
-            why = "no kernel reads quantised pages yet"
         else:
             why = kernel_decline(geometry, block_size, heads or QueryHeads(geometry.num_kv_heads))
         if why is None:

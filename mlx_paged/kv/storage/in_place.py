@@ -11,6 +11,9 @@ from ...kernels import ops as kernels
 from ...kernels.build import KernelUnavailable
 from ...kernels.launch_shape import MAX_QUERY_LENGTH
 from ...kernels.prefill import prepare_prefill
+from ...kernels.quantized import moves
+from ...kernels.quantized.pages import PageShape, new_blocks
+from ...kernels.quantized.rotation import rotate
 from ..block_table import BlockTable
 from ..packed_step import PackedStep
 from ..step import Step
@@ -19,8 +22,14 @@ from .scoring import Scoring
 from .split import join_queries, split_queries, split_visible
 
 
+def pages_of(geometry: Geometry) -> PageShape | None:
+    """The pages that kernels keep keys and values of a geometry in; None: blocks of them as they are."""
+    return None if geometry.rows is None else PageShape(*geometry.rows)
+
+
 class InPlaceStorage:
-    """K ``[num_blocks, n_kv_heads, block_size, k_head_dim]`` and V (with ``v_head_dim``) of one layer.
+    """K ``[num_blocks, n_kv_heads, block_size, k_head_dim]`` and V (with ``v_head_dim``) of one layer; of a geometry
+    with a page format quantised pages (:class:`PageShape`), which kernels write and read.
 
     The kernels take these tensors as inputs and write through them. MLX does not see such a write, so each kernel also
     takes the fence of the kernel before and gives the next one: reads after writes, writes after reads and writes
@@ -30,18 +39,22 @@ class InPlaceStorage:
     """
 
     in_place = True
-    num_quantized = 0
 
     def __init__(self, geometry: Geometry, block_size: int, num_blocks: int) -> None:
         self.geometry = geometry
         self.block_size = block_size
+        self.pages = pages_of(geometry)
+        self.rotates = geometry.format is not None and geometry.format.rotate
+        self.num_quantized = 0
+        # The fence before the latest write, and how many tokens that has quantised.
+        self._last_write: tuple[mx.array | None, int] = (None, 0)
         self.__keys, self.__values = self._new_blocks(num_blocks)
         self.__fence = kernels.new_fence()
         self.decoded_by_kernel = False
 
     def _new_blocks(self, num_blocks: int) -> tuple[mx.array, mx.array]:
         heads, k_dim, v_dim, dtype, _ = self.geometry
-        keys, values = (mx.zeros((num_blocks, heads, self.block_size, dim), dtype) for dim in (k_dim, v_dim))
+        keys, values = new_blocks(num_blocks, heads, self.block_size, (k_dim, v_dim), dtype, self.pages)
         mx.eval(keys, values)  # a buffer of their own, from the start
         return keys, values
 
@@ -52,14 +65,30 @@ class InPlaceStorage:
     def write(self, tables: Sequence[BlockTable], step: Step | PackedStep, k: mx.array, v: mx.array) -> None:
         launch = step.write_launch
         if launch is None:
-            launch = step.write_launch = kernels.prepare_write(self.__keys, self.__values, step.slots(tables))
+            launch = step.write_launch = kernels.prepare_write(
+                self.__keys, self.__values, step.slots(tables), self.pages
+            )
+        self._count(k.shape[0] * k.shape[2])
+        if self.rotates:
+            k, v = rotate(k), rotate(v)
         self.__fence = launch(self.__keys, self.__values, self.__fence, k, v)
+
+    def _count(self, num_tokens: int) -> None:
+        """Before a write of so many tokens."""
+        if self.pages is not None:
+            self.num_quantized += num_tokens
+            self._last_write = self.__fence, num_tokens
 
     def write_packed(self, tables: Sequence[BlockTable], step: PackedStep, k: mx.array, v: mx.array) -> None:
         self.write(tables, step, k, v)
 
     def write_stored(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
-        self.write(tables, step, k, v)
+        if self.pages is None:
+            self.write(tables, step, k, v)
+        else:
+            self.__fence = moves.write_rows(
+                self.__keys, self.__values, self.__fence, k, v, step.slots(tables), self.pages
+            )
 
     def decode(
         self,
@@ -79,13 +108,19 @@ class InPlaceStorage:
             launch = step.decode_launches[key] = kernels.prepare_decode(
                 self.__keys, self.__values, visible if q_len <= MAX_QUERY_LENGTH else split_visible(visible),
                 n_q_heads=q.shape[1], scale=scale, softcap=softcap, sinks=sinks is not None, max_visible=window,
-                append=append is not None,
+                append=append is not None, pages=self.pages,
             )  # fmt: skip
+        if append is not None:
+            self._count(q.shape[0])
+        if self.rotates:
+            q, append = rotate(q), append and (rotate(append[0]), rotate(append[1]))
         if q_len > MAX_QUERY_LENGTH:
             q = split_queries(q)
         out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks, *(append or ()))
         self.decoded_by_kernel = True
-        return out if q_len <= MAX_QUERY_LENGTH else join_queries(out, q_len)
+        if q_len > MAX_QUERY_LENGTH:
+            out = join_queries(out, q_len)
+        return rotate(out) if self.rotates else out
 
     def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: PackedStep, scoring: Scoring) -> mx.array:
         scale, _, window, softcap, sinks = scoring
@@ -96,16 +131,21 @@ class InPlaceStorage:
                 launch = step.prefill_launches[key] = prepare_prefill(
                     self.__keys, self.__values, step.block_tables(tables), step.counts,
                     [table.length for table in tables], n_q_heads=q.shape[1],
-                    scale=scale, softcap=softcap, sinks=sinks is not None, window=window,
+                    scale=scale, softcap=softcap, sinks=sinks is not None, window=window, pages=self.pages,
                 )  # fmt: skip
             except ValueError as error:
                 raise KernelUnavailable(f"a shape that the kernel does not cover: {error}") from error
+        if self.rotates:
+            q = rotate(q)
         out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks)
-        return out
+        return rotate(out) if self.rotates else out
 
     @staticmethod
     def run(
-        function: Callable[..., tuple[Any, list[mx.array]]], storages: Sequence[InPlaceStorage], *inputs: Any
+        function: Callable[..., tuple[Any, list[mx.array]]],
+        storages: Sequence[InPlaceStorage],
+        *inputs: Any,
+        appended: int = 0,
     ) -> Any:
         """Call a (compiled) function of these storages' blocks, one after the other, and keep the fences it gives.
 
@@ -114,6 +154,7 @@ class InPlaceStorage:
                 ``inputs`` to a result and the next fence of each storage.
             storages: of layers in order.
             inputs: passed on.
+            appended: tokens that it writes in each.
 
         Returns:
             The function's result.
@@ -121,24 +162,34 @@ class InPlaceStorage:
         tensors = [(storage.__keys, storage.__values, storage.__fence) for storage in storages]
         result, fences = function(tensors, *inputs)
         for storage, fence in zip(storages, fences, strict=True):
+            storage._count(appended)
             storage.__fence = fence
         return result
 
     def read_visible(self, table: BlockTable, *, rotation: int, copy: bool) -> tuple[mx.array, mx.array]:
+        k, v = self._gather(*self._range_of(table))
+        if rotation:
+            k, v = (mx.concatenate([x[:, :, rotation:], x[:, :, :rotation]], axis=2) for x in (k, v))
+        return k, v
+
+    def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
+        if self.pages is None:
+            return self.read_visible(table, rotation=0, copy=True)
+        k, v, self.__fence = moves.gather_rows(
+            self.__keys, self.__values, self.__fence, *self._range_of(table), self.pages
+        )
+        return k, v
+
+    @staticmethod
+    def _range_of(table: BlockTable) -> tuple[mx.array, int, int]:
+        """The ids of the blocks of what is visible, its start in them, and its length."""
         size = table.block_size
         first, last = table.logical_start // size, -(-table.length // size)
         key = ("ids", first, last)
         ids = table.indices.get(key)
         if ids is None:
             ids = table.indices[key] = mx.array(table.block_ids[first:last], mx.int32)
-        start = table.logical_start - first * size
-        k, v = self._gather(ids, start, table.length - table.logical_start)
-        if rotation:
-            k, v = (mx.concatenate([x[:, :, rotation:], x[:, :, :rotation]], axis=2) for x in (k, v))
-        return k, v
-
-    def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
-        return self.read_visible(table, rotation=0, copy=True)
+        return ids, table.logical_start - first * size, table.length - table.logical_start
 
     def read_rows(self, block_ids: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
         rows, blocks = block_ids.shape
@@ -149,8 +200,10 @@ class InPlaceStorage:
         return k, v
 
     def _gather(self, block_ids: mx.array | Sequence[int], start: int, length: int) -> tuple[mx.array, mx.array]:
-        k, v, self.__fence = kernels.gather_blocks(self.__keys, self.__values, self.__fence, block_ids, start, length)
-        return k, v
+        k, v, self.__fence = kernels.gather_blocks(
+            self.__keys, self.__values, self.__fence, block_ids, start, length, self.pages
+        )
+        return (rotate(k), rotate(v)) if self.rotates else (k, v)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.__fence = kernels.copy_blocks(self.__keys, self.__values, self.__fence, sources, targets)
@@ -177,6 +230,10 @@ class InPlaceStorage:
         if self.__fence is not latest:
             return False
         self.__fence = to
+        before, num_tokens = self._last_write
+        if to is before:  # they are going to be quantised again
+            self.num_quantized -= num_tokens
+            self._last_write = None, 0
         return True
 
 
@@ -196,15 +253,19 @@ def _resized(blocks: mx.array, num_blocks: int) -> mx.array:
 class TracedBlocks:
     """One layer's blocks inside a function that :meth:`InPlaceStorage.run` calls; private to it as to the storage."""
 
-    def __init__(self, tensors: tuple[mx.array, mx.array, mx.array]) -> None:
+    def __init__(
+        self, tensors: tuple[mx.array, mx.array, mx.array], pages: PageShape | None = None, rotates: bool = False
+    ) -> None:
         self.__keys, self.__values, self.__fence = tensors
+        self._pages, self._rotates = pages, rotates
 
     def fence(self) -> mx.array:
         return self.__fence
 
     @property
     def dtype(self) -> mx.Dtype:
-        return self.__keys.dtype
+        """Of keys and values."""
+        return self.__keys.dtype if self._pages is None else self._pages.dtype
 
     def decode(
         self,
@@ -217,7 +278,9 @@ class TracedBlocks:
         scale, _, window, softcap, sinks = scoring
         launch = kernels.prepare_decode(
             self.__keys, self.__values, visible, n_q_heads=q.shape[1],
-            scale=scale, softcap=softcap, sinks=sinks is not None, max_visible=window, append=True,
+            scale=scale, softcap=softcap, sinks=sinks is not None, max_visible=window, append=True, pages=self._pages,
         )  # fmt: skip
+        if self._rotates:
+            q, append = rotate(q), (rotate(append[0]), rotate(append[1]))
         out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks, *append)
-        return out
+        return rotate(out) if self._rotates else out

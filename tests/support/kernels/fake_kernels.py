@@ -13,6 +13,7 @@ from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlx_paged import config
 from mlx_paged.attention import dispatch, gather
@@ -22,9 +23,13 @@ from mlx_paged.kernels import availability
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.products.packed_weight import PackedWeight
+from mlx_paged.kernels.quantized import moves
+from mlx_paged.kernels.quantized.pages import PageShape
+from mlx_paged.kernels.quantized.rows import QuantizedRows
 from mlx_paged.kv.storage import choice, in_place
 from mlx_paged.kv.storage.base import Geometry
 from mlx_paged.kv.storage.scoring import QueryHeads, Scoring
+from tests.support.kernels.quantized_pages import pages_of, rows_of
 
 
 class FakeKernels:
@@ -58,23 +63,63 @@ class FakeKernels:
         del chain[:-4]
         return fresh
 
-    def prepare_write(self, k_pool: mx.array, v_pool: mx.array, slots: mx.array) -> Any:
+    def prepare_write(self, k_pool: mx.array, v_pool: mx.array, slots: mx.array, pages: PageShape | None = None) -> Any:
         def launch(k_pool: mx.array, v_pool: mx.array, fence: mx.array, k: mx.array, v: mx.array) -> mx.array:
             size = k_pool.shape[2]
             blocks, offsets = slots // size, slots % size
             written = mx.array([row for row, slot in enumerate(slots.tolist()) if slot >= 0])
-            for pool, x in ((k_pool, k), (v_pool, v)):
-                assert x.dtype == pool.dtype and x.shape[1] == pool.shape[1]
+            for pool, x, form in zip((k_pool, v_pool), (k, v), pages or (None, None), strict=True):
+                assert x.dtype == (pool.dtype if form is None else form.dtype) and x.shape[1] == pool.shape[1]
                 rows = x.transpose(0, 2, 1, 3).reshape(slots.size, x.shape[1], x.shape[3])
-                pool[blocks[written], :, offsets[written]] = rows[written]
+                put(pool, form, blocks[written], offsets[written], rows[written])
             return self._pass("write_slots", k_pool, v_pool, fence)
 
         return launch
 
     def write_slots(
-        self, k_pool: mx.array, v_pool: mx.array, fence: mx.array, k: mx.array, v: mx.array, slots: mx.array
+        self,
+        k_pool: mx.array,
+        v_pool: mx.array,
+        fence: mx.array,
+        k: mx.array,
+        v: mx.array,
+        slots: mx.array,
+        pages: PageShape | None = None,
     ) -> mx.array:
-        return self.prepare_write(k_pool, v_pool, slots)(k_pool, v_pool, fence, k, v)
+        return self.prepare_write(k_pool, v_pool, slots, pages)(k_pool, v_pool, fence, k, v)
+
+    def write_rows(
+        self,
+        k_pool: mx.array,
+        v_pool: mx.array,
+        fence: mx.array,
+        k: mx.array,
+        v: mx.array,
+        slots: mx.array,
+        pages: PageShape,
+    ) -> mx.array:
+        size = k_pool.shape[2]
+        for pool, x, form in zip((k_pool, v_pool), (k, v), pages, strict=True):
+            rows = x.transpose(0, 2, 1, 3).reshape(slots.size, *x.shape[1::2])
+            put_rows(pool, form, slots // size, slots % size, rows)
+        return self._pass("write_slots", k_pool, v_pool, fence)
+
+    def gather_rows(
+        self,
+        k_pool: mx.array,
+        v_pool: mx.array,
+        fence: mx.array,
+        ids: mx.array,
+        start: int,
+        length: int,
+        pages: PageShape,
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        pools = (mx.array(rows_of(np.array(x), form)) for x, form in zip((k_pool, v_pool), pages, strict=True))
+        k, v = (
+            x[ids].transpose(1, 0, 2, 3).reshape(1, x.shape[1], -1, x.shape[3])[:, :, start : start + length]
+            for x in pools
+        )
+        return k, v, self._pass("gather_blocks", k_pool, v_pool, fence)
 
     def prepare_decode(
         self,
@@ -88,6 +133,7 @@ class FakeKernels:
         sinks: bool = False,
         max_visible: int | None = None,
         append: bool = False,
+        pages: PageShape | None = None,
     ) -> Any:
         tables, ends, starts = (x.tolist() for x in visible)
         if max_visible is not None:
@@ -103,7 +149,9 @@ class FakeKernels:
             v_new: mx.array | None = None,
         ) -> tuple[mx.array, mx.array]:
             assert append == (k_new is not None) == (v_new is not None)
-            assert q.shape[1] == n_q_heads and q.shape[2] <= 8 and q.dtype == k_pool.dtype
+            forms = pages or (None, None)
+            assert q.shape[1] == n_q_heads and q.shape[2] <= 8
+            assert q.dtype == (k_pool.dtype if pages is None else pages.dtype)
             self.max_q_len = max(self.max_q_len, q.shape[2])
             size = k_pool.shape[2]
             if append:
@@ -112,22 +160,24 @@ class FakeKernels:
                 rows = [row for row, end in enumerate(ends) if end[0]]  # others are padding
                 newest = [ends[row][0] - 1 for row in rows]
                 blocks = mx.array([tables[row][p // size] for row, p in zip(rows, newest, strict=True)])
-                for pool, x in ((k_pool, k_new), (v_pool, v_new)):
-                    pool[blocks, :, mx.array([p % size for p in newest])] = x[mx.array(rows)][:, :, 0]
+                for pool, x, form in zip((k_pool, v_pool), (k_new, v_new), forms, strict=True):
+                    assert x is not None
+                    put(pool, form, blocks, mx.array([p % size for p in newest]), x[mx.array(rows)][:, :, 0])
+            keys, values = (dense(pool, form) for pool, form in zip((k_pool, v_pool), forms, strict=True))
             outputs = []
             for b, table in enumerate(tables):
                 columns = []
                 for i in range(q.shape[2]):
                     start, end = starts[b][i], ends[b][i]
                     if start >= end:  # padding
-                        columns.append(mx.zeros((1, n_q_heads, 1, v_pool.shape[3]), q.dtype))
+                        columns.append(mx.zeros((1, n_q_heads, 1, values.shape[3]), q.dtype))
                         continue
                     ids = mx.array(table[start // size : -(-end // size)])
                     k, v = (
                         pool[ids]
                         .transpose(1, 0, 2, 3)
                         .reshape(1, pool.shape[1], -1, pool.shape[3])[:, :, start % size : start % size + end - start]
-                        for pool in (k_pool, v_pool)
+                        for pool in (keys, values)
                     )
                     one = q[b : b + 1, :, i : i + 1]
                     columns.append(gather.attention(one, k, v, Scoring(scale, None, softcap=softcap, sinks=sinks)))
@@ -149,6 +199,7 @@ class FakeKernels:
         softcap: float | None = None,
         sinks: bool = False,
         window: int | None = None,
+        pages: PageShape | None = None,
     ) -> Any:
         assert tables.dtype == mx.int32 and tables.shape[0] == len(counts) == len(lengths)
         rows, size = tables.tolist(), k_pool.shape[2]
@@ -156,16 +207,15 @@ class FakeKernels:
         def launch(
             q: mx.array, k_pool: mx.array, v_pool: mx.array, fence: mx.array, sinks_of: mx.array | None = None
         ) -> tuple[mx.array, mx.array]:
-            assert q.shape[:3] == (sum(counts), n_q_heads, 1) and q.dtype == k_pool.dtype
+            assert q.shape[:3] == (sum(counts), n_q_heads, 1)
+            assert q.dtype == (k_pool.dtype if pages is None else pages.dtype)
             assert sinks == (sinks_of is not None)
+            pools = [dense(*pair) for pair in zip((k_pool, v_pool), pages or (None, None), strict=True)]
             outputs, first = [], 0
             for row, count, length in zip(rows, counts, lengths, strict=True):
                 start = 0 if window is None else max(0, length - count + 1 - window)
                 ids = mx.array(row[start // size : -(-length // size)])
-                k, v = (
-                    pool[ids].transpose(1, 0, 2, 3).reshape(1, pool.shape[1], -1, pool.shape[3])
-                    for pool in (k_pool, v_pool)
-                )
+                k, v = (pool[ids].transpose(1, 0, 2, 3).reshape(1, pool.shape[1], -1, pool.shape[3]) for pool in pools)
                 k, v = (x[:, :, start % size : start % size + length - start] for x in (k, v))
                 mask = causal_mask(count, length - start - count, window)
                 one = q[first : first + count].swapaxes(0, 2)
@@ -177,13 +227,20 @@ class FakeKernels:
         return launch
 
     def gather_blocks(
-        self, k_pool: mx.array, v_pool: mx.array, fence: mx.array, block_ids: Any, start: int, length: int
+        self,
+        k_pool: mx.array,
+        v_pool: mx.array,
+        fence: mx.array,
+        block_ids: Any,
+        start: int,
+        length: int,
+        pages: PageShape | None = None,
     ) -> tuple[mx.array, mx.array, mx.array]:
         ids = block_ids if isinstance(block_ids, mx.array) else mx.array(list(block_ids), mx.int32)
         assert start >= 0 and length >= 1 and start + length <= ids.size * k_pool.shape[2]
         k, v = (
             pool[ids].transpose(1, 0, 2, 3).reshape(1, pool.shape[1], -1, pool.shape[3])[:, :, start : start + length]
-            for pool in (k_pool, v_pool)
+            for pool in map(dense, (k_pool, v_pool), pages or (None, None))
         )
         return k, v, self._pass("gather_blocks", k_pool, v_pool, fence)
 
@@ -220,6 +277,26 @@ class FakeKernels:
         return [addend + products[0]] if body == narrow_matmul.ADDED else products
 
 
+def dense(pool: mx.array, form: QuantizedRows | None) -> mx.array:
+    """What a pool's blocks stand for, [num_blocks, n_kv_heads, block_size, dim]."""
+    return pool if form is None else form.dequantize(mx.array(rows_of(np.array(pool), form)))
+
+
+def put(pool: mx.array, form: QuantizedRows | None, blocks: mx.array, offsets: mx.array, x: mx.array) -> None:
+    """Store values [n, n_kv_heads, dim]."""
+    if form is None:
+        pool[blocks, :, offsets] = x
+    else:
+        put_rows(pool, form, blocks, offsets, form.quantize(x))
+
+
+def put_rows(pool: mx.array, form: QuantizedRows, blocks: mx.array, offsets: mx.array, x: mx.array) -> None:
+    """Store rows [n, n_kv_heads, num_words]."""
+    rows = rows_of(np.array(pool), form)
+    rows[np.array(blocks), :, np.array(offsets)] = np.array(x)
+    pool[:] = mx.array(pages_of(rows, form))
+
+
 def dequantized(weight: narrow_matmul.Matrix) -> mx.array:
     if not isinstance(weight, PackedWeight):
         return weight
@@ -237,6 +314,7 @@ def fake_kernels() -> Iterator[FakeKernels]:
     names = ("write_slots", "prepare_write", "prepare_decode", "gather_blocks", "copy_blocks")
     with (
         mock.patch.multiple(kernels, **{name: getattr(fake, name) for name in names}),
+        mock.patch.multiple(moves, write_rows=fake.write_rows, gather_rows=fake.gather_rows),
         mock.patch.object(availability, "device_decline", lambda: None),
         # Compiled, a stand-in would run once, while it is traced.
         mock.patch.object(compiled_step, "compile_function", lambda function: function),

@@ -8,15 +8,16 @@ import numpy as np
 
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.quantized import moves
+from tests.support.kernels.quantized_pages import UNSET, dequantized, pages_of, quantized
 from tests.support.msl import emulator
 
 # Outputs that a kernel may leave partly unwritten, and inputs it stores to.
-SPARSE = {"paged_decode": ("out",)}
-WRITES = {
-    "paged_decode": ("k_pool", "v_pool"),
-    "write_slots": ("k_pool", "v_pool"),
-    "copy_blocks": ("k_pool", "v_pool"),
-}
+SPARSE = dict.fromkeys(("paged_decode", "quantized_decode"), ("out",))
+WRITES = dict.fromkeys(
+    ("paged_decode", "quantized_decode", "write_slots", "copy_blocks", "quantized_write", "write_rows"),
+    ("k_pool", "v_pool"),
+)
 
 
 class Emulated:
@@ -29,8 +30,8 @@ class Emulated:
     def __call__(self, body, constants):
         header, source = kernel_build.kernel_source(body, "metal", constants)
         for old, new in self.edit.get(body, ()):
-            assert old in source, f"{body}: nothing to mutate: {old}"
-            source = source.replace(old, new)
+            assert old in header + source, f"{body}: nothing to mutate: {old}"
+            header, source = header.replace(old, new), source.replace(old, new)
         inputs, outputs, strided = kernel_build.SIGNATURES[body]
         kernel = emulator.metal_kernel(body, inputs, outputs, source, header, ensure_row_contiguous=not strided)
 
@@ -45,16 +46,20 @@ class Emulated:
 
 
 @contextmanager
-def emulated(backend="metal", **options):
-    """Inside, kernels.* run on the emulator as if on `backend`, without trials. Yields the Emulated."""
+def emulated(backend="metal", exact=True, **options):
+    """Inside, kernels.* run on the emulator as if on `backend`, without trials. Yields the Emulated. `exact`: whether
+    they quantise and dequantise to MLX's bits there."""
     fake = Emulated(**options)
-    real = kernels.build_kernel, kernels.backend, kernels.failure_of
+    real = kernels.build_kernel, kernels.backend, kernels.failure_of, moves.exact
     kernels.variants_of.cache_clear()
     kernels.build_kernel, kernels.backend, kernels.failure_of = fake, lambda: backend, lambda text, build: None
+    # MLX quantises otherwise on the CPU.
+    moves.build_kernel, moves.exact = fake, lambda pages, block_size: moves.Exact(exact, exact)
     try:
         yield fake
     finally:
-        kernels.build_kernel, kernels.backend, kernels.failure_of = real
+        kernels.build_kernel, kernels.backend, kernels.failure_of, moves.exact = real
+        moves.build_kernel = kernels.build_kernel
         kernels.variants_of.cache_clear()
 
 
@@ -98,11 +103,13 @@ class Case:
         softcap=None,
         sinks=False,
         max_blocks=None,
+        pages=None,
     ):
         rng = np.random.default_rng(seed)
         value_dim = value_dim or head_dim
         self.n_q, self.n_kv = heads
         self.dtype, self.block_size, self.softcap = dtype, block_size, softcap
+        self.pages = pages
         self.scale = scale or head_dim**-0.5
         batch = len(contexts)
         # Query j of a sequence sees one token more than query j - 1.
@@ -117,36 +124,54 @@ class Case:
         v = np.full((n_blocks, self.n_kv, block_size, value_dim), np.nan, np.float32)
         self.q = mx.array(rng.standard_normal((batch, self.n_q, q_len, head_dim)).astype(np.float32)).astype(dtype)
         self.sinks = mx.array(rng.standard_normal(self.n_q).astype(np.float32)) if sinks else None
-        rows = []
+        rows, given = [], []
         for b, c in enumerate(contexts):
             kc, vc = (
                 to_float(mx.array(rng.standard_normal((self.n_kv, c, d)).astype(np.float32)).astype(dtype))
                 for d in (head_dim, value_dim)
             )
-            rows.append((kc, vc))
+            given.append((kc, vc))
+            rows.append(self._kept(kc, vc))
             for t in range(int(self.starts[b, 0]), c):
                 if t == self.starts[b, 0] or t % block_size == 0:
                     self.tables[b, t // block_size] = order.pop()
                 k[self.tables[b, t // block_size], :, t % block_size] = kc[:, t]
                 v[self.tables[b, t // block_size], :, t % block_size] = vc[:, t]
-        self.k_pool, self.v_pool = mx.array(k).astype(dtype), mx.array(v).astype(dtype)
-        self.rows = rows
+        self._dense, self._given, self.rows = (k, v), given, rows
+        self._fill()
+
+    def _kept(self, *values):
+        """What pages hold of keys and values."""
+        if self.pages is None:
+            return values
+        return tuple(dequantized(quantized(x, form), form) for x, form in zip(values, self.pages, strict=True))
+
+    def _fill(self):
+        """Make the pools of the dense ones; of quantised pages all words of a slot that is NaN are set."""
+        if self.pages is None:
+            self.k_pool, self.v_pool = (mx.array(x).astype(self.dtype) for x in self._dense)
+            return
+        pools = []
+        for x, form in zip(self._dense, self.pages, strict=True):
+            words = quantized(x, form)
+            words[np.isnan(x).any(-1)] = UNSET
+            pools.append(mx.array(pages_of(words, form)))
+        self.k_pool, self.v_pool = pools
 
     def take_out_newest(self):
         """Keys and values of each sequence's newest token, as the call's `append`; its slot is NaN again."""
-        k, v = to_float(self.k_pool), to_float(self.v_pool)
         new = []
-        for pool, which in ((k, 0), (v, 1)):
-            new.append(mx.array(np.stack([row[which][:, -1:] for row in self.rows])).astype(self.dtype))
+        for which, pool in enumerate(self._dense):
+            new.append(mx.array(np.stack([row[which][:, -1:] for row in self._given])).astype(self.dtype))
             for b, end in enumerate(self.ends[:, 0]):
                 pool[self.tables[b, (end - 1) // self.block_size], :, (end - 1) % self.block_size] = np.nan
-        self.k_pool, self.v_pool = mx.array(k).astype(self.dtype), mx.array(v).astype(self.dtype)
+        self._fill()
         return tuple(new)
 
     def reference(self):
         """Float64 attention over the dense rows."""
         q = to_float(self.q).astype(np.float64)
-        out = np.zeros((*q.shape[:3], self.v_pool.shape[3]))
+        out = np.zeros((*q.shape[:3], self.rows[0][1].shape[-1]))
         for b, h, j in np.ndindex(*q.shape[:3]):
             lo, hi = self.starts[b, j], self.ends[b, j]
             if lo >= hi:
@@ -164,7 +189,7 @@ class Case:
     def variant(self):
         """The variant of the portable body."""
         extras = {"softcap": self.softcap is not None, "sinks": self.sinks is not None}
-        return kernels.decode_variants(self.k_pool, self.v_pool, self.n_q, **extras)[-1]
+        return kernels.decode_variants(self.k_pool, self.v_pool, self.n_q, pages=self.pages, **extras)[-1]
 
     def run(self, fence=None, **options):
         """(out as float32 NumPy, fence) of paged_decode; the portable body unless a variant is given."""
@@ -180,6 +205,7 @@ class Case:
             scale=self.scale,
             softcap=self.softcap,
             sinks=self.sinks,
+            pages=self.pages,
             **options,
         )
         return to_float(out), fence

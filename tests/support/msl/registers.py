@@ -22,6 +22,7 @@ _TYPES = kernel_build._TYPE_NAMES["cuda"]
 _INT_INPUTS = ("tables", "ends", "starts", "tiles")
 _FLOAT_INPUTS = ("params", "sinks", "stats", "partial")
 _WORDS = ("fence", "fence_out", "words", "words1", "words2")
+_POOLS = ("k_pool", "v_pool")
 _SHAPES = ("k_pool", "tables", "ends", "x", "w", "w1", "w2", "words", "words1", "words2", "scales")
 _HEAD = """#include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -54,7 +55,8 @@ def registers_of(body: str, constants: Constants, most: int | None = REGISTERS, 
     parameters = []
     for name in inputs:
         kind = "int" if name in _INT_INPUTS else "float" if name in _FLOAT_INPUTS else _TYPES[known["T"]]
-        parameters.append(f"const {'uint32_t' if name in _WORDS else kind}* {name}")
+        is_words = name in _WORDS or (name in _POOLS and "KBITS" in known)
+        parameters.append(f"const {'uint32_t' if is_words else kind}* {name}")
         parameters += [f"const __grid_constant__ Shape {name}_shape"] if name in _SHAPES else []
     for name in outputs:
         kind = {"stats": "float", "fence_out": "uint32_t"}.get(name) or _TYPES[known.get("O", known["T"])]

@@ -1,0 +1,311 @@
+"""Writes and reads of quantised pages on the emulator: MLX's bytes, as its kernels make them on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.quantized import moves
+from mlx_paged.kernels.quantized.pages import PageShape, new_blocks
+from mlx_paged.kernels.quantized.rows import QuantizedRows
+from tests.support.kernels.quantized_pages import Words, dequantized, page_shape, pages_of, quantized, rows_of
+from tests.support.msl.emulator import EmuError
+from tests.support.msl.harness import emulated, to_float
+
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+FENCE = mx.array([41], mx.uint32)
+BLOCKS, HEADS, BLOCK = 6, 2, 8
+
+
+def values(shape: tuple[int, ...], dtype: mx.Dtype, seed: int = 5) -> mx.array:
+    """Of many sizes; some groups of one sign, of one value, of zeros, and of halves of a step of 4 bits or of 8."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * 2.0 ** rng.integers(-12, 8, (*shape[:-1], 1))
+    kinds = rng.integers(0, 8, (*shape[:-1], 1))
+    x = np.where(kinds == 0, np.abs(x), np.where(kinds == 1, -np.abs(x) - 3.0, x))
+    x = np.where(kinds == 2, x[..., :1], np.where(kinds == 3, 0.0, x))
+    for kind, most in ((4, 15), (5, 255)):
+        halves = -rng.integers(0, 2 * most + 1, shape) / 2.0
+        halves[..., ::32] = -most
+        x = np.where(kinds == kind, halves, x)
+    return mx.array(x.astype(np.float32)).astype(dtype)
+
+
+def pools(pages: PageShape, seed: int = 3) -> tuple[mx.array, mx.array]:
+    """Full ones."""
+    k, v = (
+        mx.array(pages_of(quantized(to_float(values((BLOCKS, HEADS, BLOCK, f.dim), f.dtype, seed + i)), f), f))
+        for i, f in enumerate(pages)
+    )
+    return k, v
+
+
+def put(pool: Words, rows: Words, slots: Any) -> Words:
+    """Rows [B, heads, length, words] at slots of pages, by NumPy."""
+    result = pool.copy()
+    for row, slot in zip(rows.swapaxes(1, 2).reshape(-1, HEADS, rows.shape[-1]), slots, strict=True):
+        if slot >= 0:
+            result[slot // BLOCK, :, slot % BLOCK] = row
+    return result
+
+
+def check_write(pages: PageShape, length: int = 5, batch: int = 2, flat: bool = False) -> None:
+    k_pool, v_pool = pools(pages)
+    k, v = (values((batch, HEADS, length, f.dim), f.dtype, 7 + i) for i, f in enumerate(pages))
+    slots = (
+        np.random.default_rng(1).permutation(BLOCKS * BLOCK)[: batch * length].astype(np.int64 if flat else np.int32)
+    )
+    if len(slots) > 1:
+        slots[1] = -1
+    given = [x.swapaxes(1, 2).reshape(-1, HEADS, x.shape[3]) for x in (k, v)] if flat else [k, v]
+    with emulated() as fake:
+        fence = kernels.write_slots(k_pool, v_pool, FENCE, *given, mx.array(slots), pages)
+    assert int(np.asarray(fence)[0]) == 42
+    for name, pool, x, form in zip(("k_pool", "v_pool"), (k_pool, v_pool), (k, v), pages, strict=True):
+        expected = put(rows_of(np.array(pool), form), quantized(to_float(x), form), slots)
+        np.testing.assert_array_equal(rows_of(np.asarray(fake.written[name]), form), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("bits", [(8, 8), (4, 4), (8, 4)])
+def test_written_bytes_are_mlx_s(bits: tuple[int, int], group_size: int, dtype: mx.Dtype) -> None:
+    check_write(page_shape(128, bits, group_size, dtype))
+
+
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "group_size"), [(64, 96, 32), (192, 128, 64), (256, 256, 128), (96, 96, 32)]
+)
+def test_heads_of_other_sizes(dim: int, value_dim: int, group_size: int) -> None:
+    check_write(page_shape(dim, (8, 4), group_size, mx.bfloat16, value_dim))
+
+
+@pytest.mark.parametrize(("length", "batch"), [(1, 1), (3, 3), (17, 1)])
+def test_odd_lengths_and_other_layouts(length: int, batch: int) -> None:
+    check_write(page_shape(64, (8, 4), 32, mx.float16), length, batch)
+    check_write(page_shape(64, (8, 4), 32, mx.float16), length, batch, flat=True)
+
+
+def test_what_is_not_a_number_is_not_a_number_in_the_page() -> None:
+    pages = page_shape(64, (8, 4), 32)
+    k_pool, v_pool = pools(pages)
+    k = np.ones((1, HEADS, 3, 64), np.float32)
+    k[0, 0, 0, 5], k[0, 1, 1, 40], k[0, :, 2] = np.inf, -np.inf, np.nan
+    with emulated() as fake:
+        kernels.write_slots(k_pool, v_pool, FENCE, mx.array(k), mx.array(k), mx.array([3, 9, 17], mx.int32), pages)
+    for name, form in zip(("k_pool", "v_pool"), pages, strict=True):
+        got = dequantized(rows_of(np.asarray(fake.written[name]), form), form)
+        groups = np.stack([got[slot // BLOCK, :, slot % BLOCK] for slot in (3, 9, 17)]).reshape(3, HEADS, 2, 32)
+        lost = np.zeros((3, HEADS, 2), bool)
+        lost[0, 0, 0] = lost[1, 1, 1] = lost[2] = True
+        assert np.isnan(groups[lost]).all() and (groups[~lost] == 1.0).all()
+
+
+def test_the_model_of_a_gpu_differs_from_the_cpu_only_where_signs_do() -> None:
+    """Else the tests above would test the model against itself."""
+    form = page_shape(64, (8, 8), 64).k
+    x = np.random.default_rng(0).standard_normal((300, 64)).astype(np.float32)
+    cpu = np.array(form.quantize(mx.array(x)))
+    same = (quantized(x, form) == cpu).mean()
+    assert same > 0.99
+    x = -np.abs(x) - 1.0  # the CPU's range ends at the greatest value, a GPU's at 0
+    assert (quantized(x, form) != np.array(form.quantize(mx.array(x)))).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("start", "length"), [(0, 32), (7, 2), (5, 1), (9, 20)])
+@pytest.mark.parametrize("bits", [(8, 8), (4, 4), (8, 4)])
+def test_gathers_dequantise(bits: tuple[int, int], start: int, length: int, dtype: mx.Dtype) -> None:
+    pages = page_shape(64, bits, 32, dtype, value_dim=96)
+    k_pool, v_pool = pools(pages)
+    ids = [4, 1, 5, 2]
+    with emulated():
+        k, v, fence = kernels.gather_blocks(k_pool, v_pool, FENCE, ids, start, length, pages)
+    assert int(np.asarray(fence)[0]) == 42
+    # Sums of a product are rounded once or twice, as the compiler likes; self-checks on a GPU ask for MLX's bits.
+    tolerance = {mx.float32: 1e-6, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}[dtype]
+    for pool, got, form in ((k_pool, k, pages.k), (v_pool, v, pages.v)):
+        rows = rows_of(np.array(pool), form)[ids].swapaxes(0, 1).reshape(HEADS, 32, -1)[:, start : start + length]
+        expected = dequantized(rows, form)
+        assert to_float(got)[0].shape == expected.shape
+        scale = np.abs(expected).max(-1, keepdims=True) + 1e-9
+        np.testing.assert_allclose(to_float(got)[0] / scale, expected / scale, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("start", "length"), [(0, 32), (7, 2), (9, 20)])
+def test_rows_are_gathered_as_they_are(start: int, length: int, dtype: mx.Dtype) -> None:
+    pages = page_shape(96, (8, 4), 32, dtype, value_dim=64)
+    k_pool, v_pool = pools(pages)
+    ids = [4, 1, 5, 2]
+    with emulated():
+        k, v, fence = moves.gather_rows(k_pool, v_pool, FENCE, mx.array(ids, mx.int32), start, length, pages)
+    assert int(np.asarray(fence)[0]) == 42
+    for pool, got, form in ((k_pool, k, pages.k), (v_pool, v, pages.v)):
+        rows = rows_of(np.array(pool), form)[ids].swapaxes(0, 1).reshape(HEADS, 32, -1)
+        np.testing.assert_array_equal(np.asarray(got)[0], rows[:, start : start + length])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("batch", "length"), [(1, 11), (3, 2)])
+def test_rows_are_written_as_they_are(batch: int, length: int, dtype: mx.Dtype) -> None:
+    pages = page_shape(96, (8, 4), 32, dtype, value_dim=64)
+    k_pool, v_pool = pools(pages)
+    rng = np.random.default_rng(2)
+    k, v = (rng.integers(0, 2**32, (batch, HEADS, length, f.num_words), np.uint32) for f in pages)
+    slots = rng.permutation(BLOCKS * BLOCK)[: batch * length].astype(np.int32)
+    slots[2] = -1
+    with emulated() as fake:
+        fence = moves.write_rows(k_pool, v_pool, FENCE, mx.array(k), mx.array(v), mx.array(slots), pages)
+    assert int(np.asarray(fence)[0]) == 42
+    for name, pool, x, form in zip(("k_pool", "v_pool"), (k_pool, v_pool), (k, v), pages, strict=True):
+        expected = put(rows_of(np.array(pool), form), x, slots)
+        np.testing.assert_array_equal(rows_of(np.asarray(fake.written[name]), form), expected)
+
+
+def test_whole_pages_are_copied() -> None:
+    pages = page_shape(128, (8, 4), 128, mx.bfloat16)  # 33 and 17 words a row
+    k_pool, v_pool = pools(pages)
+    with emulated() as fake:
+        kernels.copy_blocks(k_pool, v_pool, FENCE, [1, 4], [3, 5])
+    for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
+        expected = np.array(pool)
+        expected[[3, 5]] = expected[[1, 4]]
+        np.testing.assert_array_equal(np.asarray(fake.written[name]), expected)
+
+
+def test_where_bits_differ_mlx_quantises_and_rows_are_moved() -> None:
+    pages = page_shape(64, (8, 4), 32, mx.float16)
+    k_pool, v_pool = pools(pages)
+    k, v = (values((2, HEADS, 3, 64), mx.float16, seed) for seed in (1, 2))
+    slots = [3, 9, 17, -1, 44, 0]
+    with emulated(exact=False) as fake:
+        kernels.write_slots(k_pool, v_pool, FENCE, k, v, mx.array(slots, mx.int32), pages)
+        written = [mx.array(np.asarray(fake.written[name])) for name in ("k_pool", "v_pool")]
+        # The emulator gives NumPy arrays, of which MLX is to dequantise the rows.
+        take, arrays = moves.gather_rows, lambda *args: tuple(mx.array(x) for x in take(*args))
+        with mock.patch.object(moves, "gather_rows", arrays):
+            *got, _ = kernels.gather_blocks(*written, FENCE, mx.arange(BLOCKS, dtype=mx.int32), 0, 48, pages)
+    assert [body for body, _ in fake.calls] == ["write_rows", "gather_rows"]
+    for pool, x, read, form in zip((k_pool, v_pool), (k, v), got, pages, strict=True):
+        expected = put(rows_of(np.array(pool), form), np.array(form.quantize(x)), slots)
+        stored = to_float(form.dequantize(mx.array(expected))).swapaxes(0, 1).reshape(1, HEADS, 48, 64)
+        np.testing.assert_array_equal(to_float(read), stored)
+
+
+class InPlace:
+    """Stands in for build_kernel: on the emulator, with what is written really written, in MLX's arrays."""
+
+    def __init__(self, fake: Any) -> None:
+        self._fake = fake
+
+    def __call__(self, body: str, constants: Any) -> Callable[..., list[mx.array]]:
+        kernel = self._fake(body, constants)
+
+        def launch(*, inputs: list[mx.array], **options: Any) -> list[mx.array]:
+            outputs = [mx.array(np.asarray(x)) for x in kernel(inputs=inputs, **options)]
+            if body in ("quantized_write", "write_rows"):
+                for pool, name in zip(inputs, ("k_pool", "v_pool"), strict=False):
+                    pool[:] = mx.array(np.asarray(self._fake.written[name]))
+            return outputs
+
+        return launch
+
+
+def by_a_gpu(form: QuantizedRows, x: mx.array) -> mx.array:
+    return mx.array(quantized(to_float(x), form))
+
+
+@pytest.mark.parametrize("block_size", [8, 32, 128])
+def test_the_check_of_bits(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the emulator: MLX on the CPU quantises otherwise, which is found, and as a GPU's it would be alike."""
+    pages, check = page_shape(64, (8, 4), 32), moves.exact
+    check.cache_clear()
+    with emulated(orders=(0,)) as fake:
+        monkeypatch.setattr(moves, "build_kernel", InPlace(fake))
+        with pytest.warns(UserWarning, match="quantising of 8/4 bits/32 is left to MLX"):
+            assert check(pages, block_size) == (False, True)
+        check.cache_clear()
+        monkeypatch.setattr(QuantizedRows, "quantize", by_a_gpu)
+        assert check(pages, block_size) == (True, True)
+        check.cache_clear()
+        monkeypatch.setattr(moves, "build_kernel", mock.Mock(side_effect=RuntimeError("it does not compile")))
+        with pytest.warns(UserWarning, match="is left to MLX"):
+            assert check(pages, block_size) == (False, False)
+    check.cache_clear()
+
+
+def test_bad_arguments_raise() -> None:
+    pages = page_shape(64, (8, 4), 32)
+    k_pool, v_pool = new_blocks(3, HEADS, BLOCK, (64, 64), mx.float32, pages)
+    k, v = (mx.zeros((1, HEADS, 2, f.num_words), mx.uint32) for f in pages)
+    slots = mx.array([1, 2], mx.int32)
+    with emulated():
+        with pytest.raises(ValueError, match="do not fit"):
+            moves.write_rows(k_pool, v_pool, FENCE, v, k, slots, pages)
+        with pytest.raises(ValueError, match="do not agree"):
+            moves.write_rows(k_pool, v_pool, FENCE, k, v, slots[:1], pages)
+        with pytest.raises(ValueError, match="do not fit"):
+            kernels.write_slots(k_pool, v_pool, FENCE, k, v, slots, pages)
+        with pytest.raises(ValueError, match="positions"):
+            moves.gather_rows(k_pool, v_pool, FENCE, slots, 10, 7, pages)
+        with pytest.raises(ValueError, match="positions"):
+            kernels.gather_blocks(k_pool, v_pool, FENCE, slots, 10, 7, pages)
+
+
+WRITE, GATHER, PUT, TAKE = "quantized_write", "quantized_gather", "write_rows", "gather_rows"
+MUTATIONS = {
+    "write: maximum not from 0": (WRITE, "float high = 0.0f;", "float high = -float_of(0x7f800000u);"),
+    "write: halves to even": (WRITE, "min(metal::round(", "min(metal::rint("),
+    "write: range one short": (WRITE, "(high - low) / most", "(high - low) / (most + 1.0f)"),
+    "write: edge not met": (WRITE, "is_zero ? scale : edge / steps", "scale"),
+    "write: codes swapped": (WRITE, "lane % sharers * PER + i", "(sharers - 1 - lane % sharers) * PER + i"),
+    "write: words not joined": (WRITE, "word |= simd_shuffle_xor", "word = simd_shuffle_xor"),
+    "write: every head to head 0": (WRITE, "(slot / BS * n_kv + head) * page_words", "slot / BS * n_kv * page_words"),
+    "write: fence not read": (WRITE, "fence[0] + 1u", "1u"),
+    "write: negative slots written": (WRITE, "if (slot >= 0)", "if (slot >= -1)"),
+    "write: keys for values": (WRITE, "is_value ? v : k;", "is_value ? k : k;"),
+    "write: one group": (WRITE, "group < groups", "group < 1"),
+    "write: bias for scale": (WRITE, "static_cast<T>(affine.scale)", "static_cast<T>(affine.bias)"),
+    "write: factors of another token": (WRITE, "offset * 2 * groups", "offset * groups"),
+    "gather: wrong block": (GATHER, "blocks[position / BS]", "blocks[0]"),
+    "gather: start ignored": (GATHER, "span[0] + i", "i"),
+    "gather: range too long": (GATHER, "i < length", "i <= length"),
+    "gather: one group": (GATHER, "factors[first / GS]", "factors[0]"),
+    "gather: fence not read": (GATHER, "fence[0] + 1u", "1u"),
+    "gather: high codes": (GATHER, "(first * bits % 32)", "0"),
+    "gather: bias dropped": (GATHER, "static_cast<uint8_t>(code) + bias", "static_cast<uint8_t>(code)"),
+    "put: codes alone": (PUT, "i < words; i += 32", "i < code_words; i += 32"),
+    "put: planes mixed": (PUT, "BS * code_words + offset * (words - code_words)", "BS * code_words + offset"),
+    "put: fence not read": (PUT, "fence[0] + 1u", "1u"),
+    "take: planes mixed": (TAKE, "BS * code_words + offset * (words - code_words)", "BS * code_words + offset"),
+    "take: start ignored": (TAKE, "span[0] + i", "i"),
+    "take: fence not read": (TAKE, "fence[0] + 1u", "1u"),
+}  # fmt: skip
+RUNS: dict[str, Callable[[], None]] = {
+    WRITE: lambda: check_write(page_shape(128, (8, 4), 64)),
+    GATHER: lambda: test_gathers_dequantise((8, 4), 9, 20, mx.float32),
+    PUT: lambda: test_rows_are_written_as_they_are(1, 11, mx.float32),
+    TAKE: lambda: test_rows_are_gathered_as_they_are(9, 20, mx.float32),
+}
+
+
+@pytest.mark.parametrize("name", list(MUTATIONS))
+def test_mutations_are_caught(name: str) -> None:
+    body, old, new = MUTATIONS[name]
+    real = emulated
+
+    def mutated(**options: Any) -> Any:
+        return real(edit={body: [(old, new)]}, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "emulated", mutated)
+        with pytest.raises((EmuError, AssertionError)) as caught:
+            RUNS[body]()
+    assert "nothing to mutate" not in str(caught.value)
