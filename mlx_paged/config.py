@@ -79,7 +79,7 @@ def parse_kv_bits(value: str | int | Sequence[int] | None) -> int | tuple[int, i
     parts = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
     try:
         k, v = parts if len(parts) > 1 else (parts[0], parts[0])
-        k_bits, v_bits, _ = PageFormat.of((int(k), int(v)))
+        k_bits, v_bits, *_ = PageFormat.of((int(k), int(v)))
     except (ValueError, TypeError, IndexError):
         raise ConfigError(f"kv_bits must be 8, 4 or 8,4 (keys, values), not {value!r}") from None
     return k_bits if k_bits == v_bits else (k_bits, v_bits)
@@ -92,6 +92,16 @@ def parse_kv_group_size(value: str | int) -> int:
     return int(value)
 
 
+def parse_switch(value: str | bool) -> bool:
+    """``on`` or ``off``, also as 1 or 0. Raises ConfigError."""
+    choices = {"on": True, "1": True, "off": False, "0": False}
+    if isinstance(value, bool):
+        return value
+    if value.strip().lower() not in choices:
+        raise ConfigError(f"a switch is on or off, not {value!r}")
+    return choices[value.strip().lower()]
+
+
 def _kv_bits_argument(text: str) -> int | tuple[int, int] | None:
     """As mlx-lm's flag takes it, any whole number, and more: what pages are not made of, its own caches may be."""
     return int(text) if text.strip().isdigit() else parse_kv_bits(text)
@@ -102,7 +112,7 @@ def _option(
     parse: Callable[[Any], Any],
     flag: str,
     env: str,
-    metavar: str,
+    metavar: str | None,
     text: str,
     argument: Callable[[str], Any] | None = None,
 ) -> Any:
@@ -125,6 +135,7 @@ class PagedConfig:
         kv_bits: keys and values are quantised to so many bits when they are written: 8, 4, or (8, 4) for keys and
             values; None keeps them as they are.
         kv_group_size: values of a head's vector that share a scale and a bias then: 32, 64 or 128.
+        kv_rotate: keys and values are rotated before they are quantised; goes with kv_bits.
 
     Raises:
         ConfigError: a value is unusable.
@@ -176,6 +187,15 @@ class PagedConfig:
         "VALUES",
         "Values that share a scale and a bias with --kv-bits: 32, 64 or 128 (default: 64)",
     )
+    kv_rotate: bool = _option(
+        False,
+        parse_switch,
+        "--kv-rotate",
+        "MLX_PAGED_KV_ROTATE",
+        None,
+        "With --kv-bits: rotate keys and values by a Hadamard matrix before they are quantised, which with 4 bits is "
+        "nearer to the cache as it is; such pages are not mlx-lm's files (default: not)",
+    )
 
     def __init__(
         self,
@@ -184,6 +204,7 @@ class PagedConfig:
         kernel: bool | str | None = None,
         kv_bits: int | str | Sequence[int] | None = None,
         kv_group_size: int | str = DEFAULT_GROUP_SIZE,
+        kv_rotate: bool | str = False,
         *,
         use_native_paged_kernel: bool | str | None = None,
     ) -> None:
@@ -191,7 +212,7 @@ class PagedConfig:
             warnings.warn("use_native_paged_kernel is called kernel now", DeprecationWarning, stacklevel=2)
             kernel = use_native_paged_kernel
         values: dict[str, Any] = {"block_size": block_size, "kv_cache_memory": kv_cache_memory, "kernel": kernel}
-        values |= {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
+        values |= {"kv_bits": kv_bits, "kv_group_size": kv_group_size, "kv_rotate": kv_rotate}
         for option in fields(self):
             object.__setattr__(self, option.name, option.metadata["parse"](values[option.name]))
 
@@ -203,12 +224,12 @@ class PagedConfig:
     @property
     def page_format(self) -> PageFormat | None:
         """How pages hold keys and values; None: as they are."""
-        return None if self.kv_bits is None else PageFormat.of(self.kv_bits, self.kv_group_size)
+        return None if self.kv_bits is None else PageFormat.of(self.kv_bits, self.kv_group_size, self.kv_rotate)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> PagedConfig:
-        """Read ``MLX_PAGED_BLOCK_SIZE``, ``MLX_PAGED_KV_CACHE_MEMORY``, ``MLX_PAGED_KERNEL``, ``MLX_PAGED_KV_BITS`` and
-        ``MLX_PAGED_KV_GROUP_SIZE``."""
+        """Read ``MLX_PAGED_BLOCK_SIZE``, ``MLX_PAGED_KV_CACHE_MEMORY``, ``MLX_PAGED_KERNEL``, ``MLX_PAGED_KV_BITS``,
+        ``MLX_PAGED_KV_GROUP_SIZE`` and ``MLX_PAGED_KV_ROTATE``."""
         env = os.environ if env is None else env
         values: dict[str, Any] = {}
         for option in fields(cls):
@@ -234,13 +255,14 @@ class PagedConfig:
                 if known.default is not None:
                     known.default = getattr(cls.from_env(), option.name)
                 continue
+            metavar = option.metadata["metavar"]
+            how = {"type": _argument_type(parse), "metavar": metavar}
             group.add_argument(
                 option.metadata["flag"],
                 dest=f"paged_{option.name}",
-                type=_argument_type(parse),
-                metavar=option.metadata["metavar"],
                 default=argparse.SUPPRESS,
                 help=f"{option.metadata['help']}; also {option.metadata['env']}",
+                **(how if metavar is not None else {"action": argparse.BooleanOptionalAction}),
             )
 
     def with_arguments(self, args: argparse.Namespace) -> PagedConfig:
@@ -251,6 +273,11 @@ class PagedConfig:
     def memory_budget(self) -> int:
         """Bytes the pool of a model may take, now: ``kv_cache_memory``, or a share of what is free."""
         return self.kv_cache_memory if self.kv_cache_memory is not None else int(AUTO_SHARE * free_memory())
+
+    def check_rotation(self) -> None:
+        """Raise ConfigError if keys and values are to be rotated, and are not to be quantised."""
+        if self.kv_rotate and self.kv_bits is None:
+            raise ConfigError("kv_rotate is for quantised pages: it goes with kv_bits of 8, 4 or 8,4")
 
     def check_kernel(self) -> None:
         """Raise KernelUnavailableError if the fused kernel is demanded where none can run."""

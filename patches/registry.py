@@ -148,11 +148,12 @@ def apply_patches(config: PagedConfig | None = None, *, strict: bool = False) ->
         PatchError: strict, and a symbol, or a name that its replacement needs, is missing or has changed. Nothing is
             patched then.
         KernelUnavailableError: the configuration demands a kernel this device does not have.
-        ConfigError: an ``MLX_PAGED_*`` variable has an unusable value.
+        ConfigError: an ``MLX_PAGED_*`` variable has an unusable value, or kv_rotate is without kv_bits.
     """
     global _config
     with _lock:
         config = config or (_config if _originals else PagedConfig.from_env())
+        config.check_rotation()
         config.check_kernel()
         report = PatchReport()
         found: dict[Patch, tuple[Any, Any]] = {}

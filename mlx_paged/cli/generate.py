@@ -78,6 +78,8 @@ def run(upstream: Any, args: argparse.Namespace, setup_arg_parser: Callable[[], 
     asked = KVBits.of(vars(args))
     if args.no_paged and isinstance(args.kv_bits, tuple):
         raise ConfigError("--kv-bits 8,4 is for pages, and --no-paged does without them")
+    if args.no_paged and getattr(args, "paged_kv_rotate", False):
+        raise ConfigError("--kv-rotate is for pages, and --no-paged does without them")
     if asked is not None and asked.format is None and args.prompts_file is not None:
         raise ConfigError(f"--prompts-file: {asked.why_not}")
     if not args.no_paged:

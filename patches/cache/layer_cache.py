@@ -56,11 +56,11 @@ class PagedLayerCache(PagedKVCache):
     @property
     def has_stock_form(self) -> bool:
         """Whether mlx-lm has a cache that holds the same bytes: of quantised ones neither with a window, nor with keys
-        of other bits than values."""
+        of other bits than values, nor rotated."""
         held = self._kv.group.geometry
         if held is None or held.format is None:
             return True
-        return self.window is None and held.format.k_bits == held.format.v_bits
+        return self.window is None and held.format.k_bits == held.format.v_bits and not held.format.rotate
 
     def to_stock(self) -> KVCache | RotatingKVCache | QuantizedKVCache:
         """The same tokens in mlx-lm's own cache, bit for bit and in the same order (a copy); dequantised unless
@@ -91,7 +91,7 @@ class PagedLayerCache(PagedKVCache):
     def _to_stock_quantized(self) -> QuantizedKVCache:
         geometry = self._kv.group.geometry
         assert geometry is not None and geometry.rows is not None and geometry.format is not None
-        bits, _, group_size = geometry.format
+        bits, _, group_size, _ = geometry.format
         stored = zip(geometry.rows, self._kv.read_stored(self.table), strict=True)
         keys, values = (tuple(map(mx.contiguous, form.split(rows))) for form, rows in stored)
         stock = QuantizedKVCache(group_size, bits)

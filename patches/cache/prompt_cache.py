@@ -123,8 +123,8 @@ def save_prompt_cache_patch(original: Callable[..., None]) -> Callable[..., None
     def save_prompt_cache(file_name: str, cache: list[Any], metadata: dict[str, str] | None = None) -> None:
         if any(isinstance(c, PagedLayerCache) and not c.has_stock_form for c in leaves(cache)):
             warn_once(
-                "mlx-lm has no quantised cache with a sliding window, and none with keys and values of different bits: "
-                "such layers of a prompt cache are saved dequantised"
+                "mlx-lm has no quantised cache with a sliding window, none with keys and values of different bits, and "
+                "none of rotated ones: such layers of a prompt cache are saved dequantised"
             )
         stock = with_leaves(cache, [c.to_stock() if isinstance(c, PagedLayerCache) else c for c in leaves(cache)])
         # mlx-lm saves a plain cache with its spare room; what is saved here has none, and loads the same.

@@ -152,6 +152,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with orderly_end("mlx_paged doctor"):
         config = PagedConfig.from_env().with_arguments(args)
+        config.check_rotation()
         config.check_kernel()
         sys.exit(1 if run(config.block_size, config, everything=args.all, report_file=args.report) else 0)
 

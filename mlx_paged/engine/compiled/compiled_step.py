@@ -142,7 +142,7 @@ class CompiledStep:
         self._forward = forward
         self._windows = [pool.layer(layer).window for layer in self._layers_of(pool)]
         self._groups = [pool.group_of(layer) for layer in self._layers_of(pool)]
-        self._pages: list[PageShape | None] = []  # of each layer
+        self._pages: list[tuple[PageShape | None, bool]] = []  # of each layer, and whether what they hold is rotated
         self._model: Any = None
         self._state: ModelState | None = None  # what all traces have read
         self._failures = 0  # in a row
@@ -212,7 +212,7 @@ class CompiledStep:
                 tokens = mx.concatenate([tokens, mx.zeros((missing, 1), tokens.dtype)])
             self._model = model
             own_storages = cast(list[InPlaceStorage], storages)
-            self._pages = [storage.pages for storage in own_storages]
+            self._pages = [(storage.pages, storage.rotates) for storage in own_storages]
             function = self._functions[shapes]
             logits = InPlaceStorage.run(function, own_storages, weights, tokens, arrays, appended=len(rows))
         except Exception as error:
@@ -267,7 +267,7 @@ class CompiledStep:
         self, tensors: Sequence[Any], weights: Sequence[mx.array], tokens: mx.array, arrays: Sequence[Sequence[Any]]
     ) -> tuple[mx.array, list[mx.array]]:
         groups = [GroupArrays(tuple(visible), offsets) for visible, offsets in arrays]
-        blocks = [TracedBlocks(tuple(own), pages) for own, pages in zip(tensors, self._pages, strict=True)]
+        blocks = [TracedBlocks(tuple(own), *pages) for own, pages in zip(tensors, self._pages, strict=True)]
         layers = [
             StepLayer(own, groups[group], window)
             for own, group, window in zip(blocks, self._groups, self._windows, strict=True)

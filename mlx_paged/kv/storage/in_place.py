@@ -13,6 +13,7 @@ from ...kernels.launch_shape import MAX_QUERY_LENGTH
 from ...kernels.prefill import prepare_prefill
 from ...kernels.quantized import moves
 from ...kernels.quantized.pages import PageShape, new_blocks
+from ...kernels.quantized.rotation import rotate
 from ..block_table import BlockTable
 from ..packed_step import PackedStep
 from ..step import Step
@@ -43,6 +44,7 @@ class InPlaceStorage:
         self.geometry = geometry
         self.block_size = block_size
         self.pages = pages_of(geometry)
+        self.rotates = geometry.format is not None and geometry.format.rotate
         self.num_quantized = 0
         # The fence before the latest write, and how many tokens that has quantised.
         self._last_write: tuple[mx.array | None, int] = (None, 0)
@@ -67,6 +69,8 @@ class InPlaceStorage:
                 self.__keys, self.__values, step.slots(tables), self.pages
             )
         self._count(k.shape[0] * k.shape[2])
+        if self.rotates:
+            k, v = rotate(k), rotate(v)
         self.__fence = launch(self.__keys, self.__values, self.__fence, k, v)
 
     def _count(self, num_tokens: int) -> None:
@@ -108,11 +112,15 @@ class InPlaceStorage:
             )  # fmt: skip
         if append is not None:
             self._count(q.shape[0])
+        if self.rotates:
+            q, append = rotate(q), append and (rotate(append[0]), rotate(append[1]))
         if q_len > MAX_QUERY_LENGTH:
             q = split_queries(q)
         out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks, *(append or ()))
         self.decoded_by_kernel = True
-        return out if q_len <= MAX_QUERY_LENGTH else join_queries(out, q_len)
+        if q_len > MAX_QUERY_LENGTH:
+            out = join_queries(out, q_len)
+        return rotate(out) if self.rotates else out
 
     def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: PackedStep, scoring: Scoring) -> mx.array:
         scale, _, window, softcap, sinks = scoring
@@ -127,8 +135,10 @@ class InPlaceStorage:
                 )  # fmt: skip
             except ValueError as error:
                 raise KernelUnavailable(f"a shape that the kernel does not cover: {error}") from error
+        if self.rotates:
+            q = rotate(q)
         out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks)
-        return out
+        return rotate(out) if self.rotates else out
 
     @staticmethod
     def run(
@@ -193,7 +203,7 @@ class InPlaceStorage:
         k, v, self.__fence = kernels.gather_blocks(
             self.__keys, self.__values, self.__fence, block_ids, start, length, self.pages
         )
-        return k, v
+        return (rotate(k), rotate(v)) if self.rotates else (k, v)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.__fence = kernels.copy_blocks(self.__keys, self.__values, self.__fence, sources, targets)
@@ -243,9 +253,11 @@ def _resized(blocks: mx.array, num_blocks: int) -> mx.array:
 class TracedBlocks:
     """One layer's blocks inside a function that :meth:`InPlaceStorage.run` calls; private to it as to the storage."""
 
-    def __init__(self, tensors: tuple[mx.array, mx.array, mx.array], pages: PageShape | None = None) -> None:
+    def __init__(
+        self, tensors: tuple[mx.array, mx.array, mx.array], pages: PageShape | None = None, rotates: bool = False
+    ) -> None:
         self.__keys, self.__values, self.__fence = tensors
-        self._pages = pages
+        self._pages, self._rotates = pages, rotates
 
     def fence(self) -> mx.array:
         return self.__fence
@@ -268,5 +280,7 @@ class TracedBlocks:
             self.__keys, self.__values, visible, n_q_heads=q.shape[1],
             scale=scale, softcap=softcap, sinks=sinks is not None, max_visible=window, append=True, pages=self._pages,
         )  # fmt: skip
+        if self._rotates:
+            q, append = rotate(q), (rotate(append[0]), rotate(append[1]))
         out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks, *append)
-        return out
+        return rotate(out) if self._rotates else out

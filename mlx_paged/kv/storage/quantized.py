@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from ...kernels.build import KernelUnavailable
+from ...kernels.quantized.rotation import rotate
 from ..block_table import BlockTable
 from ..packed_step import PackedStep
 from ..step import Step
@@ -22,16 +23,18 @@ def functional_form(geometry: Geometry) -> Callable[[Geometry, int, int], Storag
 
 class QuantizedStorage:
     """:class:`FunctionalStorage` of rows (see :class:`QuantizedRows`): keys and values are quantised when they are
-    written, and dequantised, one layer at a time, when they are read."""
+    written, and dequantised, one layer at a time, when they are read. If the format says so, the rows are those of
+    rotated keys and values, which nobody sees but who moves rows."""
 
     in_place = decoded_by_kernel = False
 
     def __init__(self, geometry: Geometry, block_size: int, num_blocks: int) -> None:
         forms = geometry.rows
-        assert forms is not None
+        assert forms is not None and geometry.format is not None
         self.geometry = geometry
         self.num_quantized = 0
         self._k, self._v = forms
+        self._rotates = geometry.format.rotate
         self._rows = FunctionalStorage(geometry.stored, block_size, num_blocks)
 
     @property
@@ -49,6 +52,8 @@ class QuantizedStorage:
 
     def _quantized(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         self.num_quantized += k.shape[0] * k.shape[2]
+        if self._rotates:
+            k, v = rotate(k), rotate(v)
         return self._k.quantize(k), self._v.quantize(v)
 
     def read_visible(self, table: BlockTable, *, rotation: int, copy: bool) -> tuple[mx.array, mx.array]:
@@ -61,7 +66,8 @@ class QuantizedStorage:
         return self._rows.read_stored(table)
 
     def _dequantized(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
-        return self._k.dequantize(k), self._v.dequantize(v)
+        k, v = self._k.dequantize(k), self._v.dequantize(v)
+        return (rotate(k), rotate(v)) if self._rotates else (k, v)
 
     def decode(
         self,

@@ -26,6 +26,7 @@ from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 
 HEADS, DIM, SIZE = 2, 64, 8
 FORMATS = [PageFormat(8, 8, 64), PageFormat(4, 4, 32), PageFormat(8, 4, 32)]
+FORMATS += [PageFormat(8, 8, 64, True), PageFormat(4, 4, 32, True)]
 
 
 def noise(seed: int, *shape: int) -> mx.array:
