@@ -225,11 +225,6 @@ class BlockGroup:
     # Tensors --------------------------------------------------------------------------------------------------
 
     @property
-    def may_be_in_place(self) -> bool:
-        """Whether the blocks are written in place, or nothing has been written yet."""
-        return self.in_place or self.geometry is None
-
-    @property
     def is_quantized(self) -> bool:
         """Whether the pages hold quantised keys and values: what was written is not what is read."""
         return self.geometry is not None and self.geometry.format is not None

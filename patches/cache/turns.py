@@ -36,7 +36,9 @@ def guard(model: Any) -> None:
             pool = _pool_of(kwargs.get("cache") or next((arg for arg in args if isinstance(arg, list)), None))
             if pool is None:
                 return inherited(self, *args, **kwargs)
-            with pool.turn, Inference(allowed=all(group.may_be_in_place for group in pool.groups)):
+            # Before the first write, too: what MLX would compile for the first prompt takes seconds.
+            is_functional = any(group.geometry is not None and not group.in_place for group in pool.groups)
+            with pool.turn, Inference(allowed=not is_functional):
                 return inherited(self, *args, **kwargs)
 
         __call__.guarded = original  # type: ignore[attr-defined]
