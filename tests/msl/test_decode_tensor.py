@@ -189,15 +189,16 @@ QUANTIZED_DEFECTS = {
     "bias of keys left out": ("::fmaf(bias, sums[n][g][i], score)", "score"),
     "first group's bias of keys": ("g == 0 ? bias * sums[n][g][i]", "g == 0 ? 0.0f"),
     "scale of another group": ("value_of<T>(factors[g / 2], g % 2), bias = value_of<T>(factors[(KG + g)", "value_of<T>(factors[0], 0), bias = value_of<T>(factors[(KG + g)"),
-    "biases of values left out": ("::fmaf(scale, -offset_of<VBITS>(k), bias)", "scale * -offset_of<VBITS>(k)"),
+    "biases of values left out": ("::fmaf(p[i], bias, plus[n][g][i])", "plus[n][g][i]"),
     "offset of values": ("if constexpr (BITS == 8) {\n    const unsigned low", "if constexpr (BITS == 7) {\n    const unsigned low"),
-    "remainder of weights left out": ("rest[n][0], rest[n][1]", "0u, 0u"),
+    "offsets of other weights": ("+= value_of<Half>(rounded, i)", "+= p[i] * ranged"),
     "range not left again": ("from_half_range(range), plus", "1.0f, plus"),
-    "sums not rescaled": ("% KINDS<VBITS>][i % 2] *= shrink[n][i % 2];", "% KINDS<VBITS>][i % 2] *= 1.0f;"),
-    "outputs not rescaled": ("acc[n][i / 4][i % 4] *= shrink[n][i % 2];", ""),
-    "sums of half the lanes": ("lanes < 32; lanes *= 2) sum", "lanes < 16; lanes *= 2) sum"),
+    "sums not rescaled": ("plus[n][i / 2][i % 2] *= shrink[n][i % 2];", ""),
+    "offsets' sums not rescaled": ("added[n][i / 2][i % 2] *= shrink[n][i % 2];", ""),
+    "outputs not rescaled": ("acc[n][i / 4][i % 4] *= shrink[n][i % 2];", "acc[n][i / 4][i % 4] *= 1.0f;"),
+    "sums of half the lanes": ("lanes < 32; lanes *= 2) {", "lanes < 16; lanes *= 2) {"),
     "tokens exchanged": ("values[u][0][g][w], values[u][1][g][w]", "values[u][1][g][w], values[u][0][g][w]"),
-    "dims exchanged": ("a[j * 2], a[j * 2 + 1], b[j * 2], b[j * 2 + 1], high", "a[j * 2 + 1], a[j * 2], b[j * 2 + 1], b[j * 2], high"),
+    "dims exchanged": ("a[j * 2], a[j * 2 + 1], b[j * 2], b[j * 2 + 1], weight", "a[j * 2 + 1], a[j * 2], b[j * 2 + 1], b[j * 2], weight"),
     "place of another dim": ("k / VD * GS + place % 8 * VD + k % VD", "place"),
     "dead tokens count": ("token >= lo && token < hi ? s", "token >= lo ? s"),
     "another slot": ("metal::min(metal::max(token, lo), hi - 1) % BS", "token % BS"),
@@ -225,9 +226,10 @@ def differs(case, edit, before, written):
 @pytest.mark.parametrize(("which", "name"), WIDE)
 def test_planted_defects_are_seen(which, name):
     edit = (DENSE_DEFECTS if which == "dense" else QUANTIZED_DEFECTS)[name]
-    bits = [None] if which == "dense" else [(8, 8), (4, 4)]
-    for own in bits:
-        case = case_of([129, 300, 900], own, head_dim=128, heads=(6, 2), sinks=True, starts=[10, 0, 7])
+    # Groups of 32 have shorter chunks, of which a warp takes several in a partition.
+    forms = [(None, 0)] if which == "dense" else [((8, 8), 64), ((4, 4), 64), ((8, 4), 32)]
+    for own in forms:
+        case = case_of([129, 300, 900], *own, head_dim=128, heads=(6, 2), sinks=True, starts=[10, 0, 7])
         # Scores, sizes of values and queries that differ much; some groups are negative.
         case = scaled(case, {"q": 3.0})
         k, v = case._dense

@@ -17,15 +17,16 @@ SHARED_MEMORY = 48 << 10  # what CUDA gives without asking
 @pytest.fixture
 def emulated(monkeypatch):
     """Runs the launch code on the emulator; calling the fixture's value with (old, new) plants a mutation."""
-    edits = []
+    edits, planted = [], set()
 
     def build(body, constants):
-        kernel, outputs = tensor_kernel(body, constants, edits)
+        kernel, outputs = tensor_kernel(body, constants, edits, planted)
         # Of two matrices, the third's output is not written.
         return partial(kernel, sparse=outputs[2:], checked=True, orders=(0, 2), tg_limit=SHARED_MEMORY)
 
     monkeypatch.setattr(narrow_matmul, "build_kernel", build)
-    return lambda *edit: edits.append(edit)
+    yield lambda *edit: edits.append(edit)
+    assert planted == set(edits)
 
 
 def factors(num_rows, width, depth, dtype, seed=0):
@@ -161,7 +162,7 @@ def check_residual(emulated):
         (check_gate, ("gate < 0.0f ? tail", "gate > 0.0f ? tail")),
         (check_gate, ("rounded(gate * sigmoid)", "(gate * sigmoid)")),
         (check_residual, ("before + ", "")),
-        (check_residual, ("row) * width + column];", "row) * width + row];")),
+        (check_residual, ("(row) * width + column]);", "(row) * width + row]);")),
         (check_residual, ("static_cast<float>(static_cast<T>(sum))", "sum")),
     ],
 )

@@ -21,15 +21,16 @@ FORMS = [(4, 32), (4, 64), (4, 128), (8, 32), (8, 64), (8, 128)]  # bits, group 
 @pytest.fixture
 def emulated(monkeypatch):
     """Runs the launch code on the emulator; calling the fixture's value with (old, new) plants a mutation."""
-    edits = []
+    edits, planted = [], set()
 
     def build(body, constants):
-        kernel, outputs = tensor_kernel(body, constants, edits)
+        kernel, outputs = tensor_kernel(body, constants, edits, planted)
         # Of two matrices, the third's output is not written.
         return partial(kernel, sparse=outputs[2:], checked=True, orders=(0, 2), tg_limit=SHARED_MEMORY)
 
     monkeypatch.setattr(narrow_matmul, "build_kernel", build)
-    return lambda *edit: edits.append(edit)
+    yield lambda *edit: edits.append(edit)
+    assert planted == set(edits)
 
 
 def weight(width, depth, form, dtype, seed=0, scale=1):
