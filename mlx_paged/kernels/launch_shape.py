@@ -119,7 +119,7 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
         head_round = max(1, min(variant.gqa, floats // (4 * variant.value_dim)))
         groups = (4 if widest <= 64 else 3 if widest <= 128 else 2) - (variant.gqa > 8)
         unroll = _tensor_unroll(variant, widest)
-        if unroll == 2 and 64 < widest and variant.pages is not None and variant.pages.k.bits == 8:
+        if unroll == 2 and widest > 64 and variant.pages is not None and variant.pages.k.bits == 8:
             groups = 2  # more registers each: measured on an NVIDIA H200 (docs/adr/0027)
         return LaunchShape(8, 4, unroll, 1, head_round, 4, groups=groups)
     if variant.backend == "metal":

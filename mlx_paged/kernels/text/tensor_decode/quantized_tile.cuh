@@ -201,8 +201,6 @@ if (first <= last) {
       }
       if (more) load_keys(chunk + SG, ids);
 
-      // Most chunks are of live tokens only.
-      const bool at_edge = chunk * CHUNK < lo || (chunk + 1) * CHUNK > hi;
       bool grown = false;
       float shrink[NT][2];
       UNROLL
@@ -212,21 +210,13 @@ if (first <= last) {
         for (int u = 0; u < U; u++) {
           UNROLL
           for (int i = 0; i < 4; i++) {
-            float& s = scores[n][u][i];
-            s *= gain[n][i % 2];
+            const int token = chunk * CHUNK + u * 16 + i / 2 * 8 + r;
+            float s = scores[n][u][i] * gain[n][i % 2];
             if (SOFTCAP) s = ::tanhf(s) * (params[1] * LOG2E);
+            scores[n][u][i] = token >= lo && token < hi ? s : NOTHING;
+            top[i % 2] = ::fmaxf(top[i % 2], scores[n][u][i]);
           }
         }
-        if (at_edge) {
-          UNROLL
-          for (int i = 0; i < U * 4; i++) {
-            const int token = chunk * CHUNK + i / 4 * 16 + i / 2 % 2 * 8 + r;
-            float& s = scores[n][i / 4][i % 4];
-            s = token >= lo && token < hi ? s : NOTHING;
-          }
-        }
-        UNROLL
-        for (int i = 0; i < U * 4; i++) top[i % 2] = ::fmaxf(top[i % 2], scores[n][i / 4][i % 4]);
         UNROLL
         for (int i = 0; i < 2; i++) {
           top[i] = ::fmaxf(top[i], simd_shuffle_xor(top[i], 4));
