@@ -57,7 +57,7 @@ class LayerGroup(NamedTuple):
         window: sliding window in tokens (a query sees itself and ``window - 1`` tokens before it), or None.
         name: for messages and statistics.
         pinned: so many tokens at a sequence's start stay visible, at the cost of the oldest others in the window.
-        latent: the model computes with what it wrote by itself, such as MLA's latents, not by an attention function.
+        latent: some layer computes with what it wrote by itself, as with MLA's latents, not by an attention function.
     """
 
     layers: tuple[int, ...]

@@ -158,15 +158,16 @@ def _seam_layout(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> Page
     unused = [layer for layer in candidates if layer not in probed]
     if unused:
         reasons = (*reasons, f"{len(unused)} cache(s) that no attention writes to")
-    by_kind: dict[tuple[int | None, int, Geometry, bool], list[int]] = {}
+    by_kind: dict[tuple[int | None, int, Geometry], list[int]] = {}
     for layer, found in probed.items():
-        kind = (window_of(stock[layer]), pinned_in(stock[layer]), found.geometry, found.heads is None)
+        kind = (window_of(stock[layer]), pinned_in(stock[layer]), found.geometry)
         by_kind.setdefault(kind, []).append(layer)
     names = [_name(window, pinned) for window, pinned, *_ in by_kind]
     groups, geometries = [], []
-    for ((window, pinned, geometry, latent), layers), name in zip(by_kind.items(), names, strict=True):
+    for ((window, pinned, geometry), layers), name in zip(by_kind.items(), names, strict=True):
         if names.count(name) > 1:
             name += f", {geometry.num_kv_heads} x {geometry.k_head_dim}/{geometry.v_head_dim}"
+        latent = any(probed[layer].heads is None for layer in layers)
         groups.append(LayerGroup(tuple(layers), window, name, pinned, latent))
         geometries.append((geometry, probed[layers[0]].heads))
     return PagedLayout(tuple(groups), tuple(geometries), False, reasons)

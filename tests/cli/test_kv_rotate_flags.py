@@ -9,7 +9,7 @@ import pytest
 from mlx_paged import ConfigError
 from mlx_paged.config import PagedConfig
 from tests.cli.test_command_line import PROMPT, command, generate, save_model, text_of
-from tests.cli.test_kv_bits import parsed
+from tests.cli.test_kv_bits_flags import parsed
 
 BITS = ("--kv-bits", "4", "--kv-group-size", "32")
 
