@@ -160,9 +160,8 @@ def _seam_layout(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> Page
         reasons = (*reasons, f"{len(unused)} cache(s) that no attention writes to")
     by_kind: dict[tuple[int | None, int, Geometry], list[int]] = {}
     for layer, found in probed.items():
-        kind = (window_of(stock[layer]), pinned_in(stock[layer]), found.geometry)
-        by_kind.setdefault(kind, []).append(layer)
-    names = [_name(window, pinned) for window, pinned, *_ in by_kind]
+        by_kind.setdefault((window_of(stock[layer]), pinned_in(stock[layer]), found.geometry), []).append(layer)
+    names = [_name(window, pinned) for window, pinned, _ in by_kind]
     groups, geometries = [], []
     for ((window, pinned, geometry), layers), name in zip(by_kind.items(), names, strict=True):
         if names.count(name) > 1:

@@ -14,7 +14,30 @@ from .base import Geometry
 from .scoring import Scoring
 
 
-class FunctionalStorage:
+class GatheredStorage:
+    """What storages in ordinary MLX arrays have in common: no kernel writes or reads them."""
+
+    in_place = decoded_by_kernel = False
+
+    def decode(
+        self,
+        q: mx.array,
+        tables: Sequence[BlockTable],
+        step: Step,
+        scoring: Scoring,
+        *,
+        append: tuple[mx.array, mx.array] | None = None,
+    ) -> mx.array:
+        raise KernelUnavailable("the blocks are not written in place")
+
+    def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: PackedStep, scoring: Scoring) -> mx.array:
+        raise KernelUnavailable("the blocks are not written in place")
+
+    def rewind(self, to: mx.array, latest: mx.array) -> bool:
+        return False
+
+
+class FunctionalStorage(GatheredStorage):
     """K ``[n_kv_heads, num_blocks, block_size, k_head_dim]`` and V (with ``v_head_dim``) of one layer.
 
     Heads come before blocks so that blocks with consecutive ids, which a sequence alone in the pool has, are read in
@@ -26,7 +49,6 @@ class FunctionalStorage:
     pool.
     """
 
-    in_place = decoded_by_kernel = False
     num_quantized = 0
 
     def __init__(self, geometry: Geometry, block_size: int, num_blocks: int) -> None:
@@ -55,23 +77,6 @@ class FunctionalStorage:
 
     def write_stored(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
         self.write(tables, step, k, v)
-
-    def decode(
-        self,
-        q: mx.array,
-        tables: Sequence[BlockTable],
-        step: Step,
-        scoring: Scoring,
-        *,
-        append: tuple[mx.array, mx.array] | None = None,
-    ) -> mx.array:
-        raise KernelUnavailable("the blocks are not written in place")
-
-    def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: PackedStep, scoring: Scoring) -> mx.array:
-        raise KernelUnavailable("the blocks are not written in place")
-
-    def rewind(self, to: mx.array, latest: mx.array) -> bool:
-        return False
 
     def write_segments(self, segments: Sequence[Segment], k: mx.array, v: mx.array) -> None:
         """Write tokens of k, v ``[1, n_kv_heads, n, head_dim]``: one slice update per segment.

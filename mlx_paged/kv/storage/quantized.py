@@ -6,14 +6,12 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from ...kernels.build import KernelUnavailable
 from ...kernels.quantized.rotation import rotate
 from ..block_table import BlockTable
 from ..packed_step import PackedStep
 from ..step import Step
 from .base import Geometry, Storage
-from .functional import FunctionalStorage
-from .scoring import Scoring
+from .functional import FunctionalStorage, GatheredStorage
 
 
 def functional_form(geometry: Geometry) -> Callable[[Geometry, int, int], Storage]:
@@ -21,12 +19,10 @@ def functional_form(geometry: Geometry) -> Callable[[Geometry, int, int], Storag
     return FunctionalStorage if geometry.format is None else QuantizedStorage
 
 
-class QuantizedStorage:
+class QuantizedStorage(GatheredStorage):
     """:class:`FunctionalStorage` of rows (see :class:`QuantizedRows`): keys and values are quantised when they are
     written, and dequantised, one layer at a time, when they are read. If the format says so, the rows are those of
     rotated keys and values, which nobody sees but who moves rows."""
-
-    in_place = decoded_by_kernel = False
 
     def __init__(self, geometry: Geometry, block_size: int, num_blocks: int) -> None:
         forms = geometry.rows
@@ -68,23 +64,6 @@ class QuantizedStorage:
     def _dequantized(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         k, v = self._k.dequantize(k), self._v.dequantize(v)
         return (rotate(k), rotate(v)) if self._rotates else (k, v)
-
-    def decode(
-        self,
-        q: mx.array,
-        tables: Sequence[BlockTable],
-        step: Step,
-        scoring: Scoring,
-        *,
-        append: tuple[mx.array, mx.array] | None = None,
-    ) -> mx.array:
-        raise KernelUnavailable("the blocks are not written in place")
-
-    def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: PackedStep, scoring: Scoring) -> mx.array:
-        raise KernelUnavailable("the blocks are not written in place")
-
-    def rewind(self, to: mx.array, latest: mx.array) -> bool:
-        return False
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self._rows.copy_blocks(sources, targets)
