@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +12,7 @@ from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.sequence import SequenceTables
 from ..kv.block_table import BlockTable
+from .request_options import RequestOptions
 from .step_logits import Sampler, StepLogits
 
 
@@ -26,7 +27,7 @@ class Request:
         caches: one per layer, empty or with what came with the request.
         history: the tokens in them, as far as the caller told them.
         sampler, processors, matcher: of mlx-lm, or like its own.
-        salt: only requests with the same one share prefixes.
+        options: what else the caller says of it.
 
     Attributes:
         length: tokens in its cache now.
@@ -60,10 +61,10 @@ class Request:
         sampler: Sampler,
         processors: Sequence[Callable[..., mx.array]],
         matcher: Any,
-        salt: Hashable = None,
+        options: RequestOptions = RequestOptions(),  # noqa: B008 - a tuple, never changed
     ) -> None:
         self.uid = uid
-        self.salt = salt
+        self.options = options
         self.history = list(history)
         self.given = list(caches) if any(not cache.empty() for cache in caches) else None
         sequence = sequence_of(caches)

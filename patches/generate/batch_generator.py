@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +14,7 @@ from ...cache.paged_kv_cache import PagedKVCache
 from ...engine.decode_batch import DecodeBatch
 from ...engine.engine import Engine
 from ...engine.request import Request, sequence_of
+from ...engine.request_options import RequestOptions
 from ...engine.row_by_row import RowByRowBatch
 from ...kv.turn import Stepwise
 from ...prefix.store import PrefixStore
@@ -78,17 +79,17 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         logits_processors: list[Any] | None = None,
         stop_sequences: list[Any] | None = None,
         *,
-        salts: Sequence[Hashable] | None = None,
+        options: Sequence[RequestOptions] | None = None,
     ) -> list[int]:
-        """Queue requests, as in mlx-lm. Only requests with the same salt (of ``salts``, one each) share prefixes.
+        """Queue requests, as in mlx-lm; ``options``, one for each, say what mlx-lm has no argument for.
 
         Raises:
             RequestTooLargeError: one could never run; PromptCacheError: a cache handed in is not the model's.
             Nothing has been queued then.
         """
-        options = (all_tokens, samplers, logits_processors, stop_sequences)
+        rest = (all_tokens, samplers, logits_processors, stop_sequences)
         if self._engine is None:
-            return list(super().insert_segments(segments, max_tokens, caches, *options))
+            return list(super().insert_segments(segments, max_tokens, caches, *rest))
         with mx.stream(self._stream):
             fresh = self._factory()
             if caches is not None:
@@ -96,7 +97,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                     None if given is None else check_given(self.model, given, fresh, self._factory) for given in caches
                 ]
         before: int = self._uid_count
-        uids = super().insert_segments(segments, max_tokens, caches, *options)
+        uids = super().insert_segments(segments, max_tokens, caches, *rest)
         requests: list[Request] = []
         while self._unprocessed_sequences:
             uid, parts, most, cache, history, sampler, processors, stops = self._unprocessed_sequences.popleft()
@@ -110,7 +111,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                     sampler=sampler,
                     processors=processors,
                     matcher=stops.matcher(),
-                    salt=None if salts is None else salts[len(requests)],
+                    options=RequestOptions() if options is None else options[len(requests)],
                 )
             )
         try:

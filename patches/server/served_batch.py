@@ -9,6 +9,7 @@ import mlx.nn as nn
 from mlx_lm import server as upstream
 from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 
+from ...engine.request_options import RequestOptions
 from ...errors import PoolExhaustedError, RequestFailedError
 from ...prefix.store import NoPrefixStore, PrefixStore
 from ...serve.report.server_stats import ServerStats
@@ -108,7 +109,7 @@ class ServedBatch:
             samplers=[upstream._make_sampler(args, tokenizer)],
             logits_processors=[upstream._make_logits_processors(args)],
             stop_sequences=[stop_sequences],
-            salts=[request.salt],
+            options=[RequestOptions(salt=request.salt)],
         )
         queue.counts_prompt = not self.generator.counts_prompt_tokens
         self.served[uid] = Served(

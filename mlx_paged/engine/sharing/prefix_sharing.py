@@ -35,7 +35,7 @@ class PrefixSharing:
             return 0
         longest = self._longest(request)
         return max(
-            self.prefixes.held(request.source, request.salt),
+            self.prefixes.held(request.source, request.options.salt),
             longest[0] if longest is not None and not self.has_windows else 0,
         )
 
@@ -48,9 +48,9 @@ class PrefixSharing:
             if request.given is not None:
                 found.append(0)
                 continue
-            other = oldest.setdefault((request.salt, tuple(request.source[: self.pool.block_size])), request)
+            other = oldest.setdefault((request.options.salt, tuple(request.source[: self.pool.block_size])), request)
             common = 0 if other is request else min(_common(request, other), len(request.source) - 1)
-            found.append(max(common, self.prefixes.held(request.source, request.salt)))
+            found.append(max(common, self.prefixes.held(request.source, request.options.salt)))
         return found
 
     def must_wait(self, request: Request) -> bool:
@@ -76,10 +76,10 @@ class PrefixSharing:
         longest = self._longest(request)
         if longest is not None:
             length, other = longest
-            if length > self.prefixes.held(request.source, request.salt):
+            if length > self.prefixes.held(request.source, request.options.salt):
                 self._insert(request.source[:length], other)
         # No more than can be used: behind a window, what was taken could not be cut.
-        length, tables = self.prefixes.adopt(request.source[: request.prefill_end + 1], request.salt)
+        length, tables = self.prefixes.adopt(request.source[: request.prefill_end + 1], request.options.salt)
         if not length or request.sequence is None:
             return 0
         request.sequence.tables[:] = tables
@@ -92,7 +92,7 @@ class PrefixSharing:
         return [
             other
             for other in self.requests.values()
-            if other is not request and other.kept == 0 and other.caches and other.salt == request.salt
+            if other is not request and other.kept == 0 and other.caches and other.options.salt == request.options.salt
         ]
 
     def _longest(self, request: Request) -> tuple[int, Request] | None:
@@ -135,7 +135,7 @@ class PrefixSharing:
     def _insert(self, tokens: Sequence[int], request: Request) -> None:
         # Tokens that came with a cache may not have been told: then positions and tokens do not agree.
         if tokens and request.sequence is not None and len(request.history) == request.kept:
-            self.prefixes.donate(tokens, request.sequence.tables, request.salt)
+            self.prefixes.donate(tokens, request.sequence.tables, request.options.salt)
 
     def _whole_blocks(self, num_tokens: int) -> int:
         return num_tokens - num_tokens % self.pool.block_size

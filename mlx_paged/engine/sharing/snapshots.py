@@ -67,7 +67,7 @@ class Snapshots:
         for other in self.requests.values():
             if other is request or other.caches is None or other.kept or other.is_prefilled:
                 continue
-            if other.salt != request.salt:
+            if other.options.salt != request.options.salt:
                 continue
             common = min(common_length(request.source, other.source), len(request.source) - 1)
             ends = [*other.boundaries, other.prefill_end]
@@ -92,7 +92,7 @@ class Snapshots:
         fitting = (
             key
             for key, snapshot in self._snapshots.items()
-            if key[0] == request.salt
+            if key[0] == request.options.salt
             and len(key[1]) < len(request.source)
             and request.source[: len(key[1])] == snapshot.tokens
         )
@@ -102,7 +102,12 @@ class Snapshots:
         """Let a chunk end where the prompt parts from those of requests that wait."""
         ends = set(request.boundaries)
         for other in self.requests.values():
-            if other is not request and other.caches is None and other.given is None and other.salt == request.salt:
+            if (
+                other is not request
+                and other.caches is None
+                and other.given is None
+                and other.options.salt == request.options.salt
+            ):
                 common = min(common_length(request.source, other.source), len(other.source) - 1)
                 if common - length >= LEAST_SHARED and common < request.prefill_end:
                     ends.add(common)
@@ -144,7 +149,7 @@ class Snapshots:
         return True
 
     def _keep(self, tokens: list[int], request: Request) -> _Key:
-        key = request.salt, tuple(tokens)
+        key = request.options.salt, tuple(tokens)
         self._snapshots.pop(key, None)
         self._snapshots[key] = Snapshot(list(tokens), copy.deepcopy(request.caches or []))
         while len(self._snapshots) > self.max_snapshots:

@@ -12,6 +12,7 @@ from mlx_lm.models import cache as upstream
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.engine.request_options import RequestOptions
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.detached import SharedPrefixes
@@ -29,7 +30,9 @@ SALTS = [None, "a", "b", None, "a", "b"]
 
 def run(gen: Any, prompts: list[list[int]], salts: list[Any]) -> tuple[list[list[int]], list[int]]:
     """The answers, and how many tokens each request found."""
-    uids = gen.insert_segments([[prompt] for prompt in prompts], [5] * len(prompts), salts=salts)
+    uids = gen.insert_segments(
+        [[prompt] for prompt in prompts], [5] * len(prompts), options=[RequestOptions(salt=salt) for salt in salts]
+    )
     tokens: dict[int, list[int]] = {uid: [] for uid in uids}
     cached = dict.fromkeys(uids, 0)
     while any(answer := gen.next()):
