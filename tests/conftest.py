@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # on CUDA, f32 is compared with f32; read when MLX multiplies first
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's: its threads wait by turning, and references are small
 if hasattr(os, "SCHED_BATCH"):
     # On a CPU, MLX wakes a thread for each operation. If that does not interrupt the one that wakes it, both need less
     # time. Threads and processes that are started inherit it.
@@ -46,6 +48,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no GPU that MLX can use"))
         if "metal" in item.keywords and not has_metal:
             item.add_marker(pytest.mark.skip(reason="no Apple GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays to the end: each of the many collections that tests ask for would go through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -29,12 +29,18 @@ def voyage(num_days: int) -> str:
 
 
 PROMPTS |= {"two blocks": voyage(1), "several blocks": voyage(6), "long": voyage(59)}
-QUICK = ("short", 6, 8)  # five blocks of 8 tokens; the answer goes on in a sixth one
+QUICK = ("short", 6, 8)  # with a short system prompt: several blocks of 8 tokens; the answer goes on in another one
+SYSTEM = {"role": "system", "content": "Be brief."}  # in the place of the template's own, which is longer
 
 
 @functools.cache
 def load_demo(folder: Path):
     return load(str(folder))
+
+
+def chat(tokenizer, name: str, quick: bool) -> mx.array:
+    messages = [*([SYSTEM] if quick else []), {"role": "user", "content": PROMPTS[name]}]
+    return mx.array(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
 
 
 @pytest.mark.demo_model
@@ -44,8 +50,7 @@ def load_demo(folder: Path):
 )
 def test_demo_model_gives_stocks_tokens(name: str, num_tokens: int, block_size: int, demo_model_folder: Path) -> None:
     model, tokenizer = load_demo(demo_model_folder)
-    messages = [{"role": "user", "content": PROMPTS[name]}]
-    prompt = mx.array(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    prompt = chat(tokenizer, name, quick=num_tokens == QUICK[1])
     assert prompt.size > {"two blocks": 32, "several blocks": 100, "long": 1000}.get(name, 0)
 
     def run() -> list[int]:
@@ -72,8 +77,7 @@ def test_demo_model_gives_stocks_tokens_with_8_bits(name: str, num_tokens: int, 
     """With caches that are quantised from the start: mlx-lm computes a prompt's first chunk with keys as they are, and
     quantises its caches then."""
     model, tokenizer = load_demo(demo_model_folder)
-    messages = [{"role": "user", "content": PROMPTS[name]}]
-    prompt = mx.array(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    prompt = chat(tokenizer, name, quick=num_tokens == 8)
 
     def run(**options: Any) -> list[int]:
         steps = generate_step(prompt, model, max_tokens=num_tokens, kv_bits=8, quantized_kv_start=0, **options)

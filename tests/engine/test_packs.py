@@ -24,9 +24,17 @@ from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
 from scripts.support import model_configs
 from tests.support.kernels.fake_kernels import fake_kernels
-from tests.support.models.batch_runs import collect, generator, kv_budget, run_all
-from tests.support.models.builders import KINDS, build, greedy, prompt_of
-from tests.support.models.packs import assert_alike, assert_nothing_is_left, insert, note_packs, packing, prompts_for
+from tests.support.models.batch_runs import Spec, collect, generator, kv_budget, model_of, run_all, solo
+from tests.support.models.builders import KINDS, VOCAB, build, greedy, prompt_of
+from tests.support.models.packs import (
+    LENGTHS,
+    assert_alike,
+    assert_nothing_is_left,
+    insert,
+    note_packs,
+    packing,
+    prompts_for,
+)
 from tests.support.models.toy_engine import ToyEngine, answer, caches_of, make_pool
 from tests.support.models.toy_engine import prompt_of as toy_prompt
 from tests.support.samples import each_value
@@ -70,9 +78,8 @@ def no_kernel(*_: object, **__: object) -> None:
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize(("kind", "config"), each_value(KINDS, STORAGES, times=2), indirect=["config"])
 def test_requests_in_packs_get_their_solo_tokens(kind: str, config: PagedConfig, calls: list[list[int]]) -> None:
-    model = build(kind, head_dim=64)
-    prompts = prompts_for(320)
-    expected = [greedy(model, mx.array(prompt, mx.uint32), 8) for prompt in prompts]
+    model, prompts = model_of(kind, head_dim=64), prompts_for(VOCAB)
+    expected = [solo(kind, Spec(length, 8, seed=length), head_dim=64) for length in LENGTHS]
     mlx_paged.apply_patches(config)
     gen = packing(model)
     outcomes = insert(gen, prompts, 8)

@@ -18,7 +18,7 @@ from mlx_paged.engine import prefill as prefill_module
 from mlx_paged.engine.prefill import MOST_TOKENS, calls_of
 from mlx_paged.engine.scheduler import Chunk
 from mlx_paged.errors import RequestFailedError
-from tests.support.models.batch_runs import Outcome, collect, generator, run_all
+from tests.support.models.batch_runs import Outcome, Spec, collect, generator, model_of, run_all, solo
 from tests.support.models.builders import WINDOW, build, greedy, prompt_of
 
 POISON = 7
@@ -73,9 +73,9 @@ def test_calls_share_what_is_short_and_pad_little() -> None:
 def test_short_prompts_come_in_few_calls_and_give_solo_tokens(
     kind: str, in_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = build(kind, head_dim=64)
+    model = model_of(kind, head_dim=64)
     lengths = (2, 40, 64, 9, 33, 17, 3, WINDOW + 11, 25, 1, 58)
-    expected = [greedy(model, prompt_of(n, seed=n), 12) for n in lengths]
+    expected = [solo(kind, Spec(n, 12, seed=n), head_dim=64) for n in lengths]
     calls = Calls(model, monkeypatch)
     mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
     gen = generator(model, completion_batch_size=16, prefill_batch_size=16)

@@ -48,7 +48,8 @@ def check(pack, edit=(), orders=(0, 2), **options):
 
 @pytest.mark.parametrize("name", list(CLASSES))
 def test_matches_reference(name):
-    check(pack_of(*RAGGED, **CLASSES[name]))
+    # Threads in any order; that another one gives the same is seen with every cut.
+    check(pack_of(*RAGGED, **CLASSES[name]), orders=(2,))
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)

@@ -81,7 +81,7 @@ def test_every_batch_size(kind: str, block_size: int, count: int) -> None:
 
 
 @pytest.mark.usefixtures("no_fall_through")
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3", marks=pytest.mark.slow), "gemma3"])
 def test_joining_and_finishing_at_random(kind: str) -> None:
     rng = random.Random(kind)
     specs = [Spec(rng.choice((1, 9, 32, 77, 150)), rng.randint(1, 30), seed=n) for n in range(12)]
@@ -102,7 +102,6 @@ def test_joining_and_finishing_at_random(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_live_blocks_are_those_of_the_sequences(kind: str) -> None:
     specs = specs_of(7)
-    make_solos(kind, specs)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     gen = generator(model_of(kind), completion_batch_size=4, prefill_batch_size=4, prefill_step_size=64)
     insert(gen, specs, {})

@@ -42,15 +42,15 @@ class Outcome:
 
 
 @functools.cache
-def model_of(kind: str) -> Any:
-    return build(kind) if kind in KINDS else build_recurrent(kind)
+def model_of(kind: str, **changes: Any) -> Any:
+    return build(kind, **changes) if kind in KINDS else build_recurrent(kind)
 
 
 @functools.cache
-def solo(kind: str, spec: Spec) -> tuple[list[int], np.ndarray]:
+def solo(kind: str, spec: Spec, **changes: Any) -> tuple[list[int], np.ndarray]:
     """Stock mlx-lm's greedy tokens and log-probabilities of one request alone."""
     assert not mlx_paged.patches.is_applied(), "compute stock runs before the patches are applied"
-    return greedy(model_of(kind), prompt_of(spec.length, seed=spec.seed), spec.num_tokens)
+    return greedy(model_of(kind, **changes), prompt_of(spec.length, seed=spec.seed), spec.num_tokens)
 
 
 def make_solos(kind: str, specs: Sequence[Spec]) -> None:

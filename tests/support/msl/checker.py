@@ -112,32 +112,48 @@ def line_map(text):
     return m
 
 
-def _walk(c, out, lm, text):
-    for k in c.get_children():
-        if k.location.file and k.location.file.name == "/msl/unit.cpp":
-            loc = "%s:%d" % lm[k.location.line]
-            if (
-                k.kind == CK.VAR_DECL
-                and c.kind in (CK.TRANSLATION_UNIT, CK.NAMESPACE)
-                and k.type.get_address_space() != 2
-            ):
-                out.append(f"{loc}: program-scope variable '{k.spelling}' must be in the constant address space")
-            if k.kind in BANNED:
-                out.append(f"{loc}: {BANNED[k.kind]} is not available in MSL")
-            if k.kind in (CK.VAR_DECL, CK.PARM_DECL, CK.FIELD_DECL, CK.TYPEDEF_DECL, CK.TYPE_ALIAS_DECL):
-                t = k.type if k.kind not in (CK.TYPEDEF_DECL, CK.TYPE_ALIAS_DECL) else k.underlying_typedef_type
-                if t.kind in (TK.POINTER, TK.LVALUEREFERENCE, TK.RVALUEREFERENCE):
-                    p = t.get_pointee()
-                    st = k.extent.start.offset  # leading attribute macros are not part of a cursor's extent
-                    lead = re.split(r"[;{}(,<]", text[:st])[-1] + " ".join(x.spelling for x in k.get_tokens())
-                    lead = re.split(r"[={(]", lead)[0]
-                    if p.kind == TK.FUNCTIONPROTO:
-                        out.append(f"{loc}: function pointer '{k.spelling}'")
-                    elif p.get_address_space() == 0 and not re.search(r"\b(thread|auto)\b", lead):
-                        out.append(
-                            f"{loc}: pointer/reference '{k.spelling}' needs an explicit address space (device, constant, threadgroup or thread)"
-                        )
-        _walk(k, out, lm, text)
+DECLARED = (CK.VAR_DECL, CK.PARM_DECL, CK.FIELD_DECL, CK.TYPEDEF_DECL, CK.TYPE_ALIAS_DECL)
+LOOKED_AT = {kind.value for kind in (*BANNED, *DECLARED)}
+
+
+def _cursors(tu):
+    """-> (cursor, its parent) of the kinds that are looked at, in the unit itself. One visit by libclang: a text has some ten
+    thousand cursors, and asking each for its file takes longer than to parse it."""
+    found, outermost = [], CK.TRANSLATION_UNIT.value
+
+    def visit(k, parent, _):
+        k._tu = parent._tu = tu
+        if parent._kind_id == outermost and not (k.location.file and k.location.file.name == "/msl/unit.cpp"):
+            return 1  # to the next one
+        if k._kind_id in LOOKED_AT:
+            found.append((k, parent))
+        return 2  # into this one
+
+    ci.conf.lib.clang_visitChildren(tu.cursor, ci.callbacks["cursor_visit"](visit), None)
+    return found
+
+
+def _walk(tu, out, lm, text):
+    for k, c in _cursors(tu):
+        loc = "%s:%d" % lm[k.location.line]
+        if k.kind == CK.VAR_DECL and c.kind in (CK.TRANSLATION_UNIT, CK.NAMESPACE) and k.type.get_address_space() != 2:
+            out.append(f"{loc}: program-scope variable '{k.spelling}' must be in the constant address space")
+        if k.kind in BANNED:
+            out.append(f"{loc}: {BANNED[k.kind]} is not available in MSL")
+        if k.kind in DECLARED:
+            t = k.type if k.kind not in (CK.TYPEDEF_DECL, CK.TYPE_ALIAS_DECL) else k.underlying_typedef_type
+            if t.kind in (TK.POINTER, TK.LVALUEREFERENCE, TK.RVALUEREFERENCE):
+                p = t.get_pointee()
+                st = k.extent.start.offset  # leading attribute macros are not part of a cursor's extent
+                lead = text[max(text.rfind(c, 0, st) for c in ";{}(,<") + 1 : st]
+                lead += " ".join(x.spelling for x in k.get_tokens())
+                lead = re.split(r"[={(]", lead)[0]
+                if p.kind == TK.FUNCTIONPROTO:
+                    out.append(f"{loc}: function pointer '{k.spelling}'")
+                elif p.get_address_space() == 0 and not re.search(r"\b(thread|auto)\b", lead):
+                    out.append(
+                        f"{loc}: pointer/reference '{k.spelling}' needs an explicit address space (device, constant, threadgroup or thread)"
+                    )
 
 
 def check_text(text, unit="<unit>"):
@@ -151,7 +167,7 @@ def check_text(text, unit="<unit>"):
             n = d.location.file.name if d.location.file else "?"
             loc = "%s:%d" % lm[d.location.line] if n == "/msl/unit.cpp" else f"{os.path.basename(n)}:{d.location.line}"
             out.append(f"{loc}: {d.spelling}")
-    _walk(tu.cursor, out, lm, text)
+    _walk(tu, out, lm, text)
     return list(dict.fromkeys(out))
 
 
