@@ -19,16 +19,16 @@ FEW_MB = 6 << 20
 
 @pytest.fixture
 def big_pool() -> Iterator[BlockPool]:
-    """About 1 GB of K and V in one layer: 8 heads of 128 + 128 in half precision, 4 KiB per token."""
+    """About 250 MB of K and V in one layer: 8 heads of 128 + 128 in half precision, 4 KiB per token."""
     pool = pool_of(block_size=32)
     table = pool.new_table()
-    pool.append_tokens(table, 250_000)
+    pool.append_tokens(table, 62_500)
     k, v = kv(0, 1, heads=8, kd=128, vd=128, dtype=mx.float16)
     pool.write_decode([table], 0, k, v)
     mx.eval(pool.fence(0))
     pool.release_table(table)
-    assert pool.stats().bytes_reserved > 1_000_000_000
-    assert mx.get_active_memory() > 1_000_000_000
+    assert pool.stats().bytes_reserved > 250_000_000
+    assert mx.get_active_memory() > 250_000_000
     yield pool
     del pool, table
     gc.collect()
@@ -85,7 +85,7 @@ def test_write_never_copies_the_pool(big_pool: BlockPool) -> None:
         x, pending = query(), None
         for _ in range(12):
             slow = mx.ones((256, 256)) * x[0, 0, 0, 0].astype(mx.float32)
-            for _ in range(12):  # keeps the read of this step unfinished while the next one is built
+            for _ in range(3):  # keeps the read of this step unfinished while the next one is built
                 slow = mx.tanh(slow @ slow)
             token = mx.broadcast_to(x[:, :8] + 0 * slow[0, 0].astype(x.dtype), (1, 8, 1, 128))
             out = cache.attend(x, token, token * 0.5, Scoring(0.1))
@@ -115,7 +115,7 @@ def test_write_never_copies_the_pool(big_pool: BlockPool) -> None:
     # The measurement does see a copy: a second handle on the keys' buffer makes MLX copy it on the next write.
     held = pool.groups[0].storages[0]._keys.reshape(-1)
     mx.eval(held)
-    assert extra_peak(decode) > 400_000_000
+    assert extra_peak(decode) > 100_000_000
     del held
     assert extra_peak(decode) < FEW_MB
     pool.check_integrity()

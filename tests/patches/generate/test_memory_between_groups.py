@@ -98,10 +98,10 @@ class Run:
 def test_a_long_prompt_runs_after_a_burst_of_short_ones(cached: bool) -> None:
     """The burst fills the window group's tensors; the long prompt needs the memory in the global group."""
     for rounds in range(1 if cached else 0, 2):  # without the prefix cache, in a second pool of the model, too
-        run = Run("gemma3", 260, cached=cached, rows=24)
+        run = Run("gemma3", 130, cached=cached, rows=12)
         budget = PoolBudget(run.pool, chunk=CHUNK)
         longest = max(n for n in range(1, 2000, 7) if budget.holds(n + 4))
-        for seed in range(24):
+        for seed in range(12):
             run.insert(30, 8, seed)
         run.finish()
         if rounds:
@@ -109,7 +109,7 @@ def test_a_long_prompt_runs_after_a_burst_of_short_ones(cached: bool) -> None:
         for seed in (100, 101):
             run.insert(longest, 4, seed)
             run.finish()
-        for seed in range(24):
+        for seed in range(12):
             run.insert(30, 8, seed)
         run.finish()
 
