@@ -66,6 +66,8 @@ SIGNATURES: dict[str, tuple[list[str], list[str], bool]] = {
     "quantized_prefill_tensor": _PREFILL,
     "quantized_write": ([*_POOL, "k", "v", "slots"], ["fence_out"], True),
     "quantized_gather": ([*_POOL, "blocks", "span"], ["k_out", "v_out", "fence_out"], False),
+    "latent_decode": _DECODE,
+    "latent_decode_tensor": _DECODE,
     "write_rows": ([*_POOL, "k", "v", "slots"], ["fence_out"], False),
     "gather_rows": ([*_POOL, "blocks", "span"], ["k_out", "v_out", "fence_out"], False),
     "narrow_matmul": (["x", "w"], ["out"], False),
@@ -103,6 +105,7 @@ _CUDA_PARTS = {
         body: tuple(f"tensor_prefill/{part}" for part in ("tile", f"{pages}_pages", "lines", f"{pages}_loads", "steps"))
         for body, pages in (("paged_prefill_tensor", "dense"), ("quantized_prefill_tensor", "quantized"))
     },
+    "latent_decode_tensor": ("latent/latent_tensor",),
     "narrow_matmul_group": (f"{_PRODUCTS}_matmul_group", f"{_PRODUCTS}_matmul_tile", _SUMS),
     **{
         body: (*_gate(body), f"{_PRODUCTS}_matmul_single", f"products/{body}", f"{_PRODUCTS}_matmul_tile", _SUMS)
@@ -128,6 +131,9 @@ _PARTS = {
     "paged_decode": tuple(f"decode/{part}" for part in ("begin", "paged_keys", "softmax", "paged_values", "end")),
     "quantized_decode": (
         *("decode/begin", "quantized/quantized_keys", "decode/softmax", "quantized/quantized_values", "decode/end"),
+    ),
+    "latent_decode": (
+        *("decode/begin", "latent/latent_keys", "decode/softmax", "latent/latent_values", "decode/end"),
     ),
     **{body: (f"quantized/{body}",) for body in ("quantized_write", "quantized_gather", "write_rows", "gather_rows")},
 }
@@ -178,6 +184,8 @@ def kernel_text(body: str, dialect: str) -> tuple[str, str]:
         if body.startswith("quantized"):
             helpers = ((folder / f"quantized/{part}").read_text() for part in _QUANTIZED_HELPERS)
             header += _CUDA_HEADER.format("".join(helpers))
+        if body.startswith("latent"):
+            header += _CUDA_HEADER.format((folder / "latent/warpgroup.cuh").read_text())
         return header, source
     source = "".join((folder / f"{part}.metal").read_text() for part in _PARTS.get(body, (body,)))
     if body.startswith("quantized"):

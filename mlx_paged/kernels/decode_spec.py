@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from .build import Constants
-from .launch_shape import FUSED_BODIES, LaunchShape, Variant, run_length, unsupported
+from .launch_shape import FUSED_BODIES, LATENT_BODIES, LaunchShape, Variant, latent_run, run_length, unsupported
 from .quantized.pages import PageShape
 from .trial import MANY, Text, few_of
+
+
+_ALL_TOKENS = 1 << 30  # more than a row has
 
 
 class DecodeSpec(NamedTuple):
@@ -19,7 +22,7 @@ class DecodeSpec(NamedTuple):
 
     Attributes:
         counters: that the kernel needs to join partitions itself.
-        run: partitions that a thread group takes.
+        run: partitions that a thread group takes; of latent_decode_tensor tokens.
         texts: of these launches, for their trial.
     """
 
@@ -49,6 +52,11 @@ def spec_of(
         run = launch_shape.run or run_length(counters * n_partitions)
         spec = _fused_spec(variant, launch_shape, batch, n_q_heads, q_len, -(-n_partitions // run))
         spec = spec._replace(counters=counters, run=run)
+    elif variant.body == LATENT_BODIES[1]:
+        run = launch_shape.run or latent_run(rows * -(-n_q_heads // variant.gqa), n_partitions)
+        n_partitions, size = -(-n_partitions // run), run * launch_shape.partition
+        own = launch_shape._replace(partition=size, span=_ALL_TOKENS // size)
+        spec = _decode_spec(variant, own, batch, n_q_heads, q_len, n_partitions)._replace(run=size)
     else:
         spec = _decode_spec(variant, launch_shape, batch, n_q_heads, q_len, n_partitions)
     few = few_of(variant.backend, tables=1 if few_tables else MANY, ends=rows, sinks=sinks)
@@ -69,7 +77,7 @@ def _decode_spec(
     out_dtype = variant.dtype if single else mx.float32
     decode_constants = (*decode_constants_of(variant, launch_shape), ("SINGLE", single), ("O", out_dtype))
     decode = {
-        "grid": (n_q_heads // variant.gqa * launch_shape.simdgroups * 32, batch * q_len, n_partitions),
+        "grid": (-(-n_q_heads // variant.gqa) * launch_shape.simdgroups * 32, batch * q_len, n_partitions),
         "threadgroup": (launch_shape.simdgroups * 32, 1, 1),
         "output_shapes": [out_shape if single else (lines, n_partitions, value_dim), (lines, n_partitions, 2), (1,)],
         "output_dtypes": [out_dtype, mx.float32, mx.uint32],
@@ -114,6 +122,19 @@ def _partition_constants(launch_shape: LaunchShape) -> Constants:
 
 def decode_constants_of(variant: Variant, launch_shape: LaunchShape) -> Constants:
     """Constants of the decode body that depend on the variant and its launch shape."""
+    if variant.body == LATENT_BODIES[1]:
+        return (
+            ("T", variant.dtype),
+            ("D", variant.head_dim),
+            ("DV", variant.value_dim),
+            ("BS", variant.block_size),
+            ("G", variant.gqa),
+            ("SG", launch_shape.simdgroups),
+            ("KEYS", launch_shape.keys),
+            ("SINKS", variant.sinks),
+            ("SHARED", launch_shape.latent_bytes(variant.head_dim)),
+            ("GROUPS", launch_shape.groups),
+        )
     return (
         ("T", variant.dtype),
         ("D", variant.head_dim),

@@ -30,6 +30,13 @@ MAX_THREADGROUP_BYTES = 32 * 1024
 MAX_TENSOR_HEAD_DIM = 256
 # Bodies for tensor cores, which join their partial results themselves.
 FUSED_BODIES = ("paged_decode_tensor", "quantized_decode_tensor")
+# Bodies over latents (MLA), whose one head all query heads attend to: portable, and for tensor cores.
+LATENT_BODIES = ("latent_decode", "latent_decode_tensor")
+LATENT_TENSOR_HEADS = 64  # query heads that a thread group of the latter takes
+LATENT_PARTITION = 256  # tokens of its smallest partition
+_LATENT_KEYS = 64  # tokens that it takes at a time
+_LATENT_GROUPS = 264  # thread groups that it likes to have: two for each core of an NVIDIA H200
+_ONE_TIER = 1 << 20  # partitions of the smallest size that a row may have: any number
 # Floats of one query or one accumulator that a lane may hold before heads are split over simdgroups.
 _MAX_LANE_FLOATS = 64
 _COMBINE_FLOATS = 4096
@@ -71,12 +78,18 @@ class LaunchShape(NamedTuple):
     partition: int = PARTITION  # tokens of the smallest partition
     span: int = SPAN  # how many of them a row may have
     groups: int = 0  # thread groups that must fit a core together (paged_decode_tensor)
-    run: int | None = None  # partitions that a thread group takes, None: as the launch suggests (paged_decode_tensor)
+    run: int | None = None  # partitions that a thread group takes, None: as the launch suggests (bodies for tensor cores)
+    keys: int = 0  # tokens at a time (latent_decode_tensor)
 
     def threadgroup_bytes(self, gqa: int, value_dim: int) -> int:
         """Threadgroup memory in bytes of one group."""
         heads = -(-gqa // self.head_split)
         return 4 * self.simdgroups * (2 * heads + self.head_round * value_dim)
+
+    def latent_bytes(self, head_dim: int) -> int:
+        """Shared memory in bytes of one group of latent_decode_tensor: queries, keys twice, weights, and two floats a head."""
+        heads = LATENT_TENSOR_HEADS
+        return 2 * (heads * head_dim + 2 * self.keys * head_dim + heads * 64) + 8 * heads
 
 
 def partition_for(cores: int | None) -> int:
@@ -122,6 +135,8 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
         if unroll == 2 and widest > 64 and variant.pages is not None and variant.pages.k.bits == 8:
             groups = 2  # more registers each: measured on an NVIDIA H200 (docs/adr/0027)
         return LaunchShape(8, 4, unroll, 1, head_round, 4, groups=groups)
+    if variant.body in LATENT_BODIES:
+        return _latent_shape(variant, cores)
     if variant.backend == "metal":
         shape = variant.gqa, variant.head_dim, variant.value_dim
         if variant.pages is None:
@@ -142,6 +157,26 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
     if launch_shape.threadgroup_bytes(variant.gqa, variant.value_dim) > MAX_THREADGROUP_BYTES:
         raise ValueError(f"{variant} needs more than {MAX_THREADGROUP_BYTES} bytes of threadgroup memory")
     return launch_shape
+
+
+def _latent_shape(variant: Variant, cores: int | None) -> LaunchShape:
+    """Two query heads a simdgroup: their queries and outputs are what fits the registers of an Apple GPU."""
+    if variant.body == LATENT_BODIES[1]:
+        return LaunchShape(8, 32, 1, 1, 1, 8, LATENT_PARTITION, _ONE_TIER, groups=1, keys=_LATENT_KEYS)
+    head_split = -(-variant.gqa // 2)
+    unroll = 4 if variant.backend == "cuda" else 2 if variant.dtype.size == 2 else 1
+    simdgroups = head_split * max(1, 4 // head_split)
+    return LaunchShape(4, 32, unroll, head_split, 1, simdgroups, partition_for(cores))
+
+
+def latent_run(groups: int, n_partitions: int) -> int:
+    """How many of the smallest partitions each thread group of latent_decode_tensor takes, if there are so many rows
+    times tiles of heads: a power of two. Results of partitions cost as much as some 500 tokens each, so there are no more
+    of them than cores want."""
+    run = 1
+    while groups * -(-n_partitions // run) > _LATENT_GROUPS and run < n_partitions:
+        run *= 2
+    return run
 
 
 def _tensor_unroll(variant: Variant, widest: int) -> int:

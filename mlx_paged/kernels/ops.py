@@ -29,6 +29,7 @@ from .launch_shape import (
     shape_for,
     unsupported,
 )
+from .latent.variants import latent_variants_of
 from .quantized import moves
 from .quantized.pages import PageShape
 from .trial import MANY, failure_of
@@ -223,9 +224,10 @@ def prepare_decode(
     variant: Variant | None = None,
     launch_shape: LaunchShape | None = None,
     pages: PageShape | None = None,
+    latent: bool = False,
 ) -> DecodeLaunch:
     """What :func:`paged_decode` launches over pools of this geometry; visible is (block_tables, context_lens,
-    start_positions).
+    start_positions). latent: over latents and what is rotated of them (latent/variants.py); queries are as long as both.
 
     A text that is needed for the first time in this process is tried first, alone. If that fails, its variant is off,
     with a warning, and the next one is taken; nothing has been launched that writes.
@@ -236,7 +238,7 @@ def prepare_decode(
     dtype, n_kv_heads, block_size, head_dim, value_dim = geometry_of(k_pool, v_pool, pages)
     choices: tuple[Variant, ...] = (variant,) if variant is not None else ()
     if variant is None:
-        choices = variants_of(
+        choices = (latent_variants_of if latent else variants_of)(
             dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap is not None, sinks, pages
         )
     write = None

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from .build import SIGNATURES, Constants
-from .launch_shape import FUSED_BODIES
+from .launch_shape import FUSED_BODIES, LATENT_BODIES
 from .quantized.rows import QuantizedRows
 
 # Metal: inputs of fewer elements are in the address space `constant`, which is another text (docs/adr/0018).
@@ -216,6 +216,7 @@ _SCRATCH: dict[str, Callable[[_Known], Scratch]] = {
     "quantized_decode": _decode,
     "quantized_decode_tensor": _decode,
     "quantized_prefill_tensor": _prefill,
+    **dict.fromkeys(LATENT_BODIES, _decode),
     "merge_partitions": _merge,
     **dict.fromkeys(("write_slots", "quantized_write", "write_rows"), _write),
     **dict.fromkeys(("gather_blocks", "quantized_gather", "gather_rows"), _gather),

@@ -130,6 +130,9 @@ __device__ inline float float_of(unsigned bits) {
 }
 }  // namespace mlx::core::cu
 // The launch's shared memory, which may be more than an array in the text may have.
-#define SHARED_ARRAY(T, name, size) \
-  extern __shared__ __align__(16) unsigned char name##_bytes[]; \
+#define SHARED_BYTES(T, name, alignment) \
+  extern __shared__ __align__(alignment) unsigned char name##_bytes[]; \
   T* const name = reinterpret_cast<T*>(name##_bytes)
+#define SHARED_ARRAY(T, name, size) SHARED_BYTES(T, name, 16)
+// The same, from a multiple of 1024 bytes on.
+#define SHARED_TILES(T, name, size) SHARED_BYTES(T, name, 1024)

@@ -8,20 +8,24 @@ import numpy as np
 
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.launch_shape import FUSED_BODIES
+from mlx_paged.kernels.latent import variants as latent_variants
+from mlx_paged.kernels.launch_shape import FUSED_BODIES, LATENT_BODIES
 from mlx_paged.kernels.quantized import moves
 from tests.support.kernels.quantized_pages import UNSET, dequantized, pages_of, quantized
 from tests.support.msl import emulator
 
 # Outputs that a kernel may leave partly unwritten, and inputs it stores to.
 SPARSE = {
-    **dict.fromkeys(("paged_decode", "quantized_decode"), ("out",)),
+    **dict.fromkeys(("paged_decode", "quantized_decode", *LATENT_BODIES), ("out",)),
     **dict.fromkeys(FUSED_BODIES, ("partial",)),
 }
 WRITES = dict.fromkeys(
-    ("paged_decode", "quantized_decode", "write_slots", "copy_blocks", "quantized_write", "write_rows"),
+    ("paged_decode", "quantized_decode", *LATENT_BODIES, "write_slots", "copy_blocks", "quantized_write", "write_rows"),
     ("k_pool", "v_pool"),
 ) | dict.fromkeys(FUSED_BODIES, ("k_pool", "v_pool", "arrivals"))
+
+
+TENSOR_BODIES = (*FUSED_BODIES, LATENT_BODIES[1])
 
 
 class Emulated:
@@ -32,7 +36,7 @@ class Emulated:
         self.calls, self.written, self.stats = [], {}, {}
 
     def __call__(self, body, constants):
-        if body in FUSED_BODIES:
+        if body in TENSOR_BODIES:
             kernel, _ = tensor_kernel(body, constants, self.edit.get(body, ()))
         else:
             kernel = self._portable(body, constants)
@@ -40,8 +44,8 @@ class Emulated:
         def launch(**call):
             self.calls.append((body, call))
             sparse = SPARSE.get(body, ()) if ("SINGLE", True) not in constants else ()
-            if body in FUSED_BODIES:
-                call["tg_limit"] = CUDA_MEMORY
+            if body in TENSOR_BODIES:
+                call["tg_limit"] = dict(constants).get("SHARED", CUDA_MEMORY)
             out = kernel(**call, checked=self.checked, orders=self.orders, writes=WRITES.get(body, ()), sparse=sparse)
             self.written, self.stats = kernel.written or self.written, kernel.stats
             return out
@@ -62,17 +66,20 @@ def emulated(backend="metal", exact=True, **options):
     """Inside, kernels.* run on the emulator as if on `backend`, without trials. Yields the Emulated. `exact`: whether
     they quantise and dequantise to MLX's bits there."""
     fake = Emulated(**options)
-    real = kernels.build_kernel, kernels.backend, kernels.failure_of, moves.exact
+    real = kernels.build_kernel, kernels.backend, kernels.failure_of, moves.exact, latent_variants.backend
     kernels.variants_of.cache_clear()
+    latent_variants.latent_variants_of.cache_clear()
     kernels.build_kernel, kernels.backend, kernels.failure_of = fake, lambda: backend, lambda text, build: None
+    latent_variants.backend = kernels.backend
     # MLX quantises otherwise on the CPU.
     moves.build_kernel, moves.exact = fake, lambda pages, block_size: moves.Exact(exact, exact)
     try:
         yield fake
     finally:
-        kernels.build_kernel, kernels.backend, kernels.failure_of, moves.exact = real
+        kernels.build_kernel, kernels.backend, kernels.failure_of, moves.exact, latent_variants.backend = real
         moves.build_kernel = kernels.build_kernel
         kernels.variants_of.cache_clear()
+        latent_variants.latent_variants_of.cache_clear()
 
 
 # CUDA's words in the bodies for tensor cores, in the emulator's.
@@ -117,13 +124,17 @@ def tensor_helpers(body):
     here, folder = Path(__file__).parent, Path(kernel_build.__file__).parent / "text"
     whole = (folder / "tensor.cuh").read_text()
     states = whole[whole.index("// Largest score") : whole.index("// 8 x 8 matrix")]
-    own = ("groups.metal", "tensor_codes.cuh", "tensor_quantize.cuh") if body.startswith("quantized") else ()
+    own: tuple[str, ...] = ()
+    if body.startswith("quantized"):
+        own = ("quantized/groups.metal", "quantized/tensor_codes.cuh", "quantized/tensor_quantize.cuh")
+    elif body.startswith("latent"):
+        own = ("latent/warpgroup.cuh",)
     return (
         (here / "tensor_cpu.hpp").read_text()
         + kernel_build.kernel_text("copy_blocks", "metal")[0]
         + (here / "decode_cpu.hpp").read_text()
         + states
-        + "".join((folder / "quantized" / part).read_text() for part in own)
+        + "".join((folder / part).read_text() for part in own)
     )
 
 

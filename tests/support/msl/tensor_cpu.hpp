@@ -60,6 +60,7 @@ struct Number {
   static constexpr int value = N;
 };
 #define SHARED_ARRAY(T, name, size) MSL_TG(T, name, [size])
+#define SHARED_TILES(T, name, size) MSL_TG(T, name, [size])
 // ldmatrix as PTX describes it; the values are loaded by the lane that gets them, so that a race is seen.
 template <class T>
 inline uint4 matrices(const T* row, bool transposed, int op, int line) {

@@ -25,7 +25,7 @@ threadgroup float tg_m[SG * HG];
 threadgroup float tg_l[SG * HG];
 threadgroup float tg_o[SG * HR * DV];
 
-const int n_kv = k_pool_shape[1];
+const int n_kv = static_cast<int>(threadgroups_per_grid.x);  // of latents: tiles of G query heads over the one
 const int max_blocks = tables_shape[1];
 const int q_len = ends_shape[1];
 const int kv_head = static_cast<int>(threadgroup_position_in_grid.x);
