@@ -19,7 +19,7 @@ from ..kv.packed_step import PackedStep
 from ..kv.pool import BlockPool
 from ..kv.step import Step
 from ..kv.storage.choice import kernel_decline, prefill_decline
-from ..kv.storage.scoring import Scoring
+from ..kv.storage.scoring import QueryHeads, Scoring
 from . import gather
 from .masks import causal_mask
 
@@ -151,6 +151,12 @@ def takes_rows(q: mx.array, pool: BlockPool, layer: int, longest: int, scoring: 
         scoring: without a mask.
     """
     return _decline(q, pool.layer(layer).group, longest, scoring) is None
+
+
+def serves_latents(num_q_heads: int, pool: BlockPool, layer: int) -> bool:
+    """Whether a kernel attends over a layer's latents, from so many query heads and for one new token per sequence."""
+    group = pool.layer(layer).group
+    return group.in_place and _decline_heads(group, QueryHeads(num_q_heads, latent=True)) is None
 
 
 def ragged_attention(
@@ -319,7 +325,7 @@ def _decline_packed(q: mx.array, group: BlockGroup, scoring: Scoring) -> str | N
     """Why the kernel for several sequences' new tokens cannot serve this call, or None."""
     if not group.in_place:
         return group.storage_reason
-    why = _decline_dtype(q, group)
+    why = _decline_dtype(q, group, scoring)
     if why is not None:
         return why
     geometry, heads = group.geometry, scoring.heads(q.shape[1])
@@ -329,10 +335,10 @@ def _decline_packed(q: mx.array, group: BlockGroup, scoring: Scoring) -> str | N
     return group.packs_declined[heads]
 
 
-def _decline_dtype(q: mx.array, group: BlockGroup) -> str | None:
+def _decline_dtype(q: mx.array, group: BlockGroup, scoring: Scoring) -> str | None:
     geometry = group.geometry
     assert geometry is not None
-    if q.dtype != geometry.dtype or q.shape[3] != geometry.k_head_dim:
+    if q.dtype != geometry.dtype or q.shape[3] != geometry.k_head_dim + scoring.latent * geometry.v_head_dim:
         return f"queries of {q.dtype} x {q.shape[3]} over keys of {geometry.dtype} x {geometry.k_head_dim}"
     return None
 
@@ -348,13 +354,14 @@ def _decline(q: mx.array, group: BlockGroup, longest: int, scoring: Scoring) -> 
         return group.storage_reason
     if scoring.window is None and isinstance(scoring.mask, mx.array):
         return "a mask that is not causality and a window"
-    why = _decline_dtype(q, group)
-    if why is not None:
-        return why
-    geometry, heads = group.geometry, scoring.heads(num_q_heads)
-    assert geometry is not None
+    return _decline_dtype(q, group, scoring) or _decline_heads(group, scoring.heads(num_q_heads))
+
+
+def _decline_heads(group: BlockGroup, heads: QueryHeads) -> str | None:
+    """Why the kernel cannot serve such queries over the group's blocks, or None."""
     if heads not in group.declined:
-        group.declined[heads] = kernel_decline(geometry, group.block_size, heads)
+        assert group.geometry is not None
+        group.declined[heads] = kernel_decline(group.geometry, group.block_size, heads)
     return group.declined[heads]
 
 

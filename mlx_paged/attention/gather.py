@@ -38,7 +38,9 @@ def attention(
 
     With a soft cap, which MLX's does not have, it is spelled out: scores ``softcap * tanh(q k^T scale / softcap)``.
     """
-    scale, mask, _, softcap, sinks = scoring
+    scale, mask, _, softcap, sinks, latent = scoring
+    if latent:
+        return _latent_attention(q, k, v, scale, mask)
     if softcap is None:
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
     batch, n_q_heads, q_len, _ = q.shape
@@ -57,6 +59,19 @@ def attention(
     if sinks is not None:
         weights = weights[..., 1:]
     return (weights @ v[:, :, None]).reshape(batch, n_q_heads, q_len, -1)
+
+
+def _latent_attention(
+    q: mx.array, latents: mx.array, rotated: mx.array, scale: float, mask: mx.array | str | None
+) -> mx.array:
+    """As mlx-lm's modules do it for one token: the scores of what is rotated are the mask of attention over latents."""
+    rank, q_len, length = latents.shape[3], q.shape[2], latents.shape[2]
+    scores = (q[..., rank:] * scale) @ rotated.swapaxes(-1, -2)
+    if isinstance(mask, str):
+        mask = causal_mask(q_len, length - q_len)
+    if mask is not None:
+        scores = mx.where(mask, scores, mx.array(mx.finfo(scores.dtype).min, scores.dtype))
+    return mx.fast.scaled_dot_product_attention(q[..., :rank], latents, latents, scale=scale, mask=scores)
 
 
 def gather_attention(

@@ -132,9 +132,7 @@ _PARTS = {
     "quantized_decode": (
         *("decode/begin", "quantized/quantized_keys", "decode/softmax", "quantized/quantized_values", "decode/end"),
     ),
-    "latent_decode": (
-        *("decode/begin", "latent/latent_keys", "decode/softmax", "latent/latent_values", "decode/end"),
-    ),
+    "latent_decode": (*("decode/begin", "latent/latent_keys", "decode/softmax", "latent/latent_values", "decode/end"),),
     **{body: (f"quantized/{body}",) for body in ("quantized_write", "quantized_gather", "write_rows", "gather_rows")},
 }
 

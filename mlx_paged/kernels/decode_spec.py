@@ -13,7 +13,6 @@ from .launch_shape import FUSED_BODIES, LATENT_BODIES, LaunchShape, Variant, lat
 from .quantized.pages import PageShape
 from .trial import MANY, Text, few_of
 
-
 _ALL_TOKENS = 1 << 30  # more than a row has
 
 

@@ -78,7 +78,9 @@ class LaunchShape(NamedTuple):
     partition: int = PARTITION  # tokens of the smallest partition
     span: int = SPAN  # how many of them a row may have
     groups: int = 0  # thread groups that must fit a core together (paged_decode_tensor)
-    run: int | None = None  # partitions that a thread group takes, None: as the launch suggests (bodies for tensor cores)
+    run: int | None = (
+        None  # partitions that a thread group takes, None: as the launch suggests (bodies for tensor cores)
+    )
     keys: int = 0  # tokens at a time (latent_decode_tensor)
 
     def threadgroup_bytes(self, gqa: int, value_dim: int) -> int:
@@ -87,7 +89,7 @@ class LaunchShape(NamedTuple):
         return 4 * self.simdgroups * (2 * heads + self.head_round * value_dim)
 
     def latent_bytes(self, head_dim: int) -> int:
-        """Shared memory in bytes of one group of latent_decode_tensor: queries, keys twice, weights, and two floats a head."""
+        """Shared memory in bytes of a group of latent_decode_tensor: queries, keys twice, weights, sums."""
         heads = LATENT_TENSOR_HEADS
         return 2 * (heads * head_dim + 2 * self.keys * head_dim + heads * 64) + 8 * heads
 
@@ -171,8 +173,8 @@ def _latent_shape(variant: Variant, cores: int | None) -> LaunchShape:
 
 def latent_run(groups: int, n_partitions: int) -> int:
     """How many of the smallest partitions each thread group of latent_decode_tensor takes, if there are so many rows
-    times tiles of heads: a power of two. Results of partitions cost as much as some 500 tokens each, so there are no more
-    of them than cores want."""
+    times tiles of heads: a power of two. A partition's results cost as much as some 500 tokens, so there are no more of
+    them than cores want."""
     run = 1
     while groups * -(-n_partitions // run) > _LATENT_GROUPS and run < n_partitions:
         run *= 2

@@ -19,6 +19,7 @@ import mlx.core as mx
 
 from .build import Constants, KernelUnavailable, backend, build_kernel, gpu_cores
 from .decode_spec import counters_of, params_of, pool_constants_of, spec_of
+from .latent.variants import latent_variants_of
 from .launch_shape import (
     ALIGNMENT,
     MAX_QUERY_LENGTH,
@@ -29,7 +30,6 @@ from .launch_shape import (
     shape_for,
     unsupported,
 )
-from .latent.variants import latent_variants_of
 from .quantized import moves
 from .quantized.pages import PageShape
 from .trial import MANY, failure_of
@@ -227,7 +227,7 @@ def prepare_decode(
     latent: bool = False,
 ) -> DecodeLaunch:
     """What :func:`paged_decode` launches over pools of this geometry; visible is (block_tables, context_lens,
-    start_positions). latent: over latents and what is rotated of them (latent/variants.py); queries are as long as both.
+    start_positions). latent: over latents and what is rotated of them; queries are as long as both.
 
     A text that is needed for the first time in this process is tried first, alone. If that fails, its variant is off,
     with a warning, and the next one is taken; nothing has been launched that writes.

@@ -10,8 +10,8 @@ import numpy as np
 from ..kernels.ops import DecodeLaunch, WriteLaunch
 from .block_table import BlockTable
 
-# Number of query heads, scale, window, softcap, whether there are no sinks, whether nothing is appended.
-DecodeKey = tuple[int, float, int | None, float | None, bool, bool]
+# Number of query heads, scale, window, softcap, whether there are no sinks, nothing is appended, it is over latents.
+DecodeKey = tuple[int, float, int | None, float | None, bool, bool, bool]
 ThreeArrays = tuple[mx.array, mx.array, mx.array]
 
 _MAX_INT32 = (1 << 31) - 1

@@ -35,7 +35,7 @@ def adapt(original: ModelCall) -> ModelCall:
                         return logits
                     if step.failure is not None:
                         warn_once(f"decode steps of {type(self).__module__} are not compiled: {step.failure}")
-        return original(self, inputs, cache, input_embeddings)
+        return original(self, inputs, cache, *(() if input_embeddings is None else (input_embeddings,)))
 
     return __call__
 

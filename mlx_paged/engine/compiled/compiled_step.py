@@ -101,8 +101,8 @@ class StepLayer:
         self.attended = 0
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
-        """None: rows are masked by their own lengths and the layer's window."""
-        if N != 1 or return_array or (window_size is not None and (self.window is None or window_size < self.window)):
+        """None: rows are masked by their own lengths and the layer's window, whatever kind of mask is asked for."""
+        if N != 1 or (window_size is not None and (self.window is None or window_size < self.window)):
             raise NotCompilable("the model asks for a mask of its own")
 
     def attend(

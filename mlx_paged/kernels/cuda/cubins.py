@@ -20,6 +20,8 @@ from .nvrtc import OPTIONS, nvrtc
 from .source import Source
 
 _DIGEST_BYTES = 32  # of SHA-256, before the machine code in a file
+# A text that asks for this is compiled for all that the architecture has and later ones have not.
+_OF_ONE = {"sm_90": ("__CUDA_ARCH_FEAT_SM90_ALL", "sm_90a")}
 _SUM = Source(
     "mlx_paged_sum",
     'extern "C" __global__ void mlx_paged_sum(const unsigned* a, unsigned* out) { *out = *a + 7; }',
@@ -122,15 +124,21 @@ class Cubins:
         """The machine code of a text, or None if it does not compile."""
         return self.start(source).result()
 
+    def _architecture_of(self, text: str) -> str:
+        """That a text is compiled for."""
+        asked, whole = _OF_ONE.get(self._architecture, ("", ""))
+        return whole if asked and asked in text else self._architecture
+
     def _key(self, source: Source) -> str:
-        parts = (source.text, self._architecture, self.version, *OPTIONS, str(self._is_packed))
+        parts = (source.text, self._architecture_of(source.text), self.version, *OPTIONS, str(self._is_packed))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]
 
     def _make(self, text: str, key: str, future: Future[bytes | None]) -> None:
         try:
-            cubin = self._compiler.compile(text, self._architecture)
+            architecture = self._architecture_of(text)
+            cubin = self._compiler.compile(text, architecture)
             if self._is_packed:
-                cubin = fat_binary(cubin, self._architecture)
+                cubin = fat_binary(cubin, architecture)
         except Exception:  # MLX compiles it then, and says what is wrong with it
             future.set_result(None)
             return

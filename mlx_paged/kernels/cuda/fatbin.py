@@ -13,6 +13,7 @@ _MAGIC, _VERSION = 0xBA55ED50, 1
 _HEADER, _ENTRY = struct.Struct("<IHHQ"), struct.Struct("<HHIQIIHHIIIQQQ")
 _KIND_ELF, _ENTRY_VERSION = 2, 0x0101
 _FLAGS = 0x1 | 0x10 | 0x2000  # for 64 bits, Linux; LZ4
+_OF_ONE = 0x100000  # for an architecture with all it has and no other can do, like "sm_90a"
 _ELF_VERSION = (8, 1)  # minor, major
 # LZ4's rules for the end of a block.
 _LAST_LITERALS, _LAST_MATCH, _LEAST_MATCH, _FURTHEST = 5, 12, 4, 65535
@@ -20,12 +21,12 @@ _CANDIDATES = 32  # earlier places that are tried
 
 
 def fat_binary(cubin: bytes, architecture: str) -> bytes:
-    """The container with one compressed image, for an architecture like "sm_90".
+    """The container with one compressed image, for an architecture like "sm_90" or "sm_90a".
 
     Raises:
         ValueError: the architecture has no number.
     """
-    number = re.match(r"sm_(\d+)", architecture)
+    number = re.match(r"sm_(\d+)(a?)", architecture)
     if number is None:
         raise ValueError(f"{architecture} has no number")
     packed = lz4_block(cubin)
@@ -41,7 +42,7 @@ def fat_binary(cubin: bytes, architecture: str) -> bytes:
         int(number.group(1)),
         0,
         0,
-        _FLAGS,
+        _FLAGS | (_OF_ONE if number.group(2) else 0),
         0,
         len(cubin),
     )

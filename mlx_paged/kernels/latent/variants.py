@@ -1,7 +1,7 @@
 """Which kernels attend over latents, and how they are cut. Plain arithmetic, no arrays.
 
-A token's page holds a latent of ``rank`` elements (in the pool of keys) and ``rope`` more that are rotated by its position
-(in the pool of values), of one head. Its key is both, one after the other, and its value is the latent.
+A token's page holds a latent of ``rank`` elements (in the pool of keys) and ``rope`` more that are rotated by its
+position (in the pool of values), of one head. Its key is both, one after the other, and its value is the latent.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def latent_variants_of(
     sinks: bool = False,
     pages: PageShape | None = None,
 ) -> tuple[Variant, ...]:
-    """The kernel instances for a geometry, fastest first; empty where MLX has no GPU. A variant's head_dim is rank + rope,
-    its value_dim is rank, and its gqa the query heads that a thread group takes.
+    """The kernel instances for a geometry, fastest first; empty where MLX has no GPU. A variant's head_dim is rank +
+    rope, its value_dim is rank, and its gqa the query heads that a thread group takes.
 
     Raises:
         ValueError: no kernel covers it.

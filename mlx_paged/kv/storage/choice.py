@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ...errors import KernelUnavailableError
 from ...kernels import availability
 from ...kernels import ops as kernels
 from ...kernels.check import SelfCheck, checked
+from ...kernels.latent.check import checked_latent
+from ...kernels.latent.variants import latent_variants_of, unsupported_latent
 from ...kernels.launch_shape import Variant, unsupported
 from ...kernels.prefill import prefill_variants_of, unsupported_prefill
 from ...kernels.prefill_check import checked_prefill
@@ -20,9 +23,10 @@ from .scoring import QueryHeads
 
 def kernel_decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
     """Why the decode kernel cannot serve these blocks and queries, or None. Self-checks it at the first call."""
-    return availability.device_decline() or _variant_decline(
-        geometry, block_size, heads, unsupported, kernels.variants_of, checked
-    )
+    parts: tuple[Any, ...] = unsupported, kernels.variants_of, checked
+    if heads.latent:
+        parts = unsupported_latent, latent_variants_of, checked_latent
+    return availability.device_decline() or _variant_decline(geometry, block_size, heads, *parts)
 
 
 def _variant_decline(

@@ -99,8 +99,8 @@ class InPlaceStorage:
         *,
         append: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
-        q_len, (scale, _, window, softcap, sinks) = q.shape[2], scoring
-        key = (q.shape[1], scale, window, softcap, sinks is None, append is None)
+        q_len, (scale, _, window, softcap, sinks, latent) = q.shape[2], scoring
+        key = (q.shape[1], scale, window, softcap, sinks is None, append is None, latent)
         launch = step.decode_launches.get(key)
         if launch is None:
             visible = step.visible(tables, window)
@@ -108,7 +108,7 @@ class InPlaceStorage:
             launch = step.decode_launches[key] = kernels.prepare_decode(
                 self.__keys, self.__values, visible if q_len <= MAX_QUERY_LENGTH else split_visible(visible),
                 n_q_heads=q.shape[1], scale=scale, softcap=softcap, sinks=sinks is not None, max_visible=window,
-                append=append is not None, pages=self.pages,
+                append=append is not None, pages=self.pages, latent=latent,
             )  # fmt: skip
         if append is not None:
             self._count(q.shape[0])
@@ -123,7 +123,7 @@ class InPlaceStorage:
         return rotate(out) if self.rotates else out
 
     def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: PackedStep, scoring: Scoring) -> mx.array:
-        scale, _, window, softcap, sinks = scoring
+        scale, _, window, softcap, sinks, _ = scoring
         key = (q.shape[1], scale, window, softcap, sinks is not None)
         launch = step.prefill_launches.get(key)
         if launch is None:
@@ -275,10 +275,11 @@ class TracedBlocks:
         scoring: Scoring,
     ) -> mx.array:
         """As :meth:`InPlaceStorage.decode`, for one token per row."""
-        scale, _, window, softcap, sinks = scoring
+        scale, _, window, softcap, sinks, latent = scoring
         launch = kernels.prepare_decode(
             self.__keys, self.__values, visible, n_q_heads=q.shape[1],
             scale=scale, softcap=softcap, sinks=sinks is not None, max_visible=window, append=True, pages=self._pages,
+            latent=latent,
         )  # fmt: skip
         if self._rotates:
             q, append = rotate(q), (rotate(append[0]), rotate(append[1]))

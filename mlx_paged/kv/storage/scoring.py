@@ -13,6 +13,7 @@ class QueryHeads(NamedTuple):
     num_q_heads: int
     softcap: bool = False
     sinks: bool = False
+    latent: bool = False
 
 
 class Scoring(NamedTuple):
@@ -26,6 +27,8 @@ class Scoring(NamedTuple):
             cannot be told to a kernel.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         sinks: one more logit per query head in the softmax, ``[n_q_heads]``.
+        latent: keys are latents and values what is rotated of them (MLA, absorbed): scores are of both, one after the
+            other, so queries are as long as both, and what is summed up are the latents.
     """
 
     scale: float
@@ -33,7 +36,8 @@ class Scoring(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     sinks: mx.array | None = None
+    latent: bool = False
 
     def heads(self, num_q_heads: int) -> QueryHeads:
         """For the choice of a kernel."""
-        return QueryHeads(num_q_heads, self.softcap is not None, self.sinks is not None)
+        return QueryHeads(num_q_heads, self.softcap is not None, self.sinks is not None, self.latent)

@@ -136,6 +136,7 @@ class FakeKernels:
         max_visible: int | None = None,
         append: bool = False,
         pages: PageShape | None = None,
+        latent: bool = False,
     ) -> Any:
         tables, ends, starts = (x.tolist() for x in visible)
         if max_visible is not None:
@@ -166,13 +167,14 @@ class FakeKernels:
                     assert x is not None
                     put(pool, form, blocks, mx.array([p % size for p in newest]), x[mx.array(rows)][:, :, 0])
             keys, values = (dense(pool, form) for pool, form in zip((k_pool, v_pool), forms, strict=True))
+            value_dim = keys.shape[3] if latent else values.shape[3]
             outputs = []
             for b, table in enumerate(tables):
                 columns = []
                 for i in range(q.shape[2]):
                     start, end = starts[b][i], ends[b][i]
                     if start >= end:  # padding
-                        columns.append(mx.zeros((1, n_q_heads, 1, values.shape[3]), q.dtype))
+                        columns.append(mx.zeros((1, n_q_heads, 1, value_dim), q.dtype))
                         continue
                     ids = mx.array(table[start // size : -(-end // size)])
                     k, v = (
@@ -182,7 +184,9 @@ class FakeKernels:
                         for pool in (keys, values)
                     )
                     one = q[b : b + 1, :, i : i + 1]
-                    columns.append(gather.attention(one, k, v, Scoring(scale, None, softcap=softcap, sinks=sinks)))
+                    columns.append(
+                        gather.attention(one, k, v, Scoring(scale, None, softcap=softcap, sinks=sinks, latent=latent))
+                    )
                 outputs.append(mx.concatenate(columns, axis=2))
             return mx.concatenate(outputs), self._pass("paged_decode", k_pool, v_pool, fence)
 

@@ -26,7 +26,7 @@ _INT_INPUTS = ("tables", "ends", "starts", "tiles")
 _FLOAT_INPUTS = ("params", "sinks", "stats", "partial")
 _WORDS = ("fence", "fence_out", "arrivals", "words", "words1", "words2")
 _POOLS = ("k_pool", "v_pool")
-_SHAPES = ("k_pool", "tables", "ends", "x", "w", "w1", "w2", "words", "words1", "words2", "scales")
+_SHAPES = ("q", "k_pool", "tables", "ends", "x", "w", "w1", "w2", "words", "words1", "words2", "scales")
 _HEAD = """#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cstdint>

@@ -1,0 +1,57 @@
+"""Models with multi-head latent attention: decode steps attend over pages of latents, with stock's tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import mlx_paged
+from mlx_paged import PagedConfig, dispatch_counts, reset_dispatch_counts
+from scripts.model_matrix import alone, batched
+from scripts.support import model_configs
+from tests.support.models.builders import greedy, prompt_of, rms
+
+# All whose attention has an adapter; those that share one of another module, too.
+NAMES = [
+    "deepseek_v3", "glm4_moe_lite", "longcat_flash", "longcat_flash_ngram", "kimi_k25", "kimi_vl", "kimi_linear",
+    "kimi_k3", "bailing_hybrid", "bailing_moe_v3", "mistral4",
+]  # fmt: skip
+WIDE = {"kv_lora_rank": 64, "qk_rope_head_dim": 64}  # that the kernels take
+KERNEL = ("kernel", "one new token per sequence")
+TOLERANCE = 5e-3
+
+
+def build(name: str) -> Any:
+    with mock.patch.dict(model_configs.COMMON, WIDE):
+        override = model_configs.OVERRIDES.get(name, {})
+        inner = override.get("text_config", {})
+        with mock.patch.dict(inner, WIDE) if isinstance(inner, dict) and inner else mock.patch.dict(override, {}):
+            return model_configs.build(name)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", NAMES)
+def test_decode_runs_in_the_kernel_and_gives_stocks_tokens(name: str) -> None:
+    model = build(name)
+    prompts = [prompt_of(n, 3) % model_configs.VOCAB for n in (1, 7, 60)]
+    expected = [greedy(model, prompt, 20, prefill_step_size=16) for prompt in prompts]
+    rows = [alone(model, n, 20) for n in (5, 30, 45)]
+    mlx_paged.apply_patches(PagedConfig(block_size=16))
+    for prompt, (tokens, logprobs) in zip(prompts, expected, strict=True):
+        reset_dispatch_counts()
+        got, got_logprobs = greedy(model, prompt, 20, prefill_step_size=16)
+        assert got == tokens
+        assert rms(got_logprobs, logprobs) < TOLERANCE
+        assert set(dispatch_counts()) == {KERNEL}
+    pool = mlx_paged.pool_of(model)
+    assert all(group.in_place and group.spec.latent for group in pool.groups)
+    reset_dispatch_counts()
+    got_rows, _ = batched(model, 20)
+    for (got, got_logprobs), (tokens, logprobs) in zip(got_rows, rows, strict=True):
+        assert got == tokens
+        assert rms(got_logprobs, logprobs) < TOLERANCE
+    assert KERNEL in dispatch_counts()
+    pool.check_integrity()
