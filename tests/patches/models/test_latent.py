@@ -9,8 +9,11 @@ import pytest
 
 import mlx_paged
 from mlx_paged import PagedConfig, dispatch_counts, reset_dispatch_counts
+from mlx_paged.patches.models import compiled
+from scripts import model_matrix
 from scripts.model_matrix import alone, batched
 from scripts.support import model_configs
+from tests.support.kernels.traceable_kernels import traceable_kernels
 from tests.support.models.builders import greedy, prompt_of, rms
 
 # All whose attention has an adapter; those that share one of another module, too.
@@ -18,6 +21,7 @@ NAMES = [
     "deepseek_v3", "glm4_moe_lite", "longcat_flash", "longcat_flash_ngram", "kimi_k25", "kimi_vl", "kimi_linear",
     "kimi_k3", "bailing_hybrid", "bailing_moe_v3", "mistral4",
 ]  # fmt: skip
+COMPILED = ["deepseek_v3", "glm4_moe_lite", "kimi_k25"]
 WIDE = {"kv_lora_rank": 64, "qk_rope_head_dim": 64}  # that the kernels take
 KERNEL = ("kernel", "one new token per sequence")
 TOLERANCE = 5e-3
@@ -55,3 +59,41 @@ def test_decode_runs_in_the_kernel_and_gives_stocks_tokens(name: str) -> None:
         assert rms(got_logprobs, logprobs) < TOLERANCE
     assert KERNEL in dispatch_counts()
     pool.check_integrity()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("name", "num_rows"), [("deepseek_v3", 17), ("glm4_moe_lite", 6), ("mistral4", 2)])
+def test_ragged_batches_give_stocks_tokens(name: str, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(name)
+    lengths = [1 + 7 * n % 40 for n in range(num_rows)]
+    monkeypatch.setattr(model_matrix, "PROMPTS", lengths)
+    rows = [alone(model, n, 12) for n in lengths]
+    mlx_paged.apply_patches(PagedConfig(block_size=16))
+    got, _ = batched(model, 12)
+    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in rows]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", COMPILED)
+def test_decode_steps_are_those_of_the_compiled_step(name: str) -> None:
+    model = build(name)
+    prompt = prompt_of(9, 3) % model_configs.VOCAB
+    expected, _ = greedy(model, prompt, 24)
+    mlx_paged.apply_patches(PagedConfig(block_size=16))
+    got, _ = greedy(model, prompt, 24)
+    step = compiled._steps[mlx_paged.pool_of(model)]
+    assert step.failure is None and step._functions
+    assert got == expected
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", COMPILED)
+def test_decode_steps_can_be_traced(name: str) -> None:
+    model = build(name)
+    with traceable_kernels():
+        mlx_paged.apply_patches(PagedConfig(block_size=16))
+        greedy(model, prompt_of(9, 3) % model_configs.VOCAB, 12)
+        step = compiled._steps[mlx_paged.pool_of(model)]
+        assert step.failure is None and step._functions

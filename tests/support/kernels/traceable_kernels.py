@@ -9,8 +9,10 @@ from unittest import mock
 
 import mlx.core as mx
 
+from mlx_paged.attention import gather
 from mlx_paged.engine.compiled import compiled_step
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kv.storage.scoring import Scoring
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 
 
@@ -38,7 +40,8 @@ def traceable_kernels() -> Iterator[FakeKernels]:
                     x = pool[tables].transpose(0, 2, 1, 3, 4).reshape(q.shape[0], pool.shape[1], -1, pool.shape[3])
                     seen.append(mx.where((positions == ends - 1)[:, None, :, None], newest, x))
                 mask = ((positions < ends) & (positions >= starts))[:, None, None, :]
-                out = mx.fast.scaled_dot_product_attention(q, *seen, scale=options["scale"], mask=mask)
+                scoring = Scoring(options["scale"], mask, latent=options.get("latent", False))
+                out = gather.attention(q, *seen, scoring)
                 return out, fence + 1
 
             return launch
