@@ -131,10 +131,10 @@ class BlockGroup:
         self.page_format = page_format  # wanted
         self.dense_reason: str | None = None  # why keys and values are kept as they are all the same
         self.resize_failed = False  # the latest one: some layers' tensors may have more blocks than there are ids
-        # Why the kernel cannot serve a kind of queries, or None; by (n_q_heads, softcap, sinks).
-        self.declined: dict[tuple[int, bool, bool], str | None] = {}
+        # Why the kernel cannot serve a kind of queries, or None; by what they are.
+        self.declined: dict[QueryHeads, str | None] = {}
         # Why no kernel attends for several sequences' new tokens; the same.
-        self.packs_declined: dict[tuple[int, bool, bool], str | None] = {}
+        self.packs_declined: dict[QueryHeads, str | None] = {}
         self.epoch = 0
         self._choose_storage = choose_storage
         self._device_tables = DeviceTables()

@@ -20,6 +20,7 @@ from mlx_paged.kernels.cuda.cubins import CubinFolder, Cubins
 from mlx_paged.kernels.cuda.launch import CompiledKernel
 from mlx_paged.kernels.cuda.source import Source
 from mlx_paged.kernels.decode_spec import pool_constants_of
+from mlx_paged.kernels.latent.check import latent_texts_of
 from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.layers import embedding_rows, silu_product
 from mlx_paged.kernels.prefill import BODY, QUANTIZED_BODY, prefill_constants_of, prefill_shape_for
@@ -29,6 +30,8 @@ from tests.support.kernels.quantized_pages import page_shape
 
 TENSOR = Variant("paged_decode_tensor", "cuda", mx.bfloat16, 64, 64, 4, 32)
 PLAIN = Variant("paged_decode", "cuda", mx.float32, 64, 80, 3, 16, True, True)
+LATENT = Variant("latent_decode", "cuda", mx.float32, 576, 512, 10, 32)
+LATENT_TENSOR = Variant("latent_decode_tensor", "cuda", mx.bfloat16, 576, 512, 64, 32)
 PAGES = page_shape(64, (8, 4), 32, mx.bfloat16)
 QUANTIZED = Variant("quantized_decode", "cuda", mx.bfloat16, 64, 64, 4, 16, True, True, PAGES)
 POOL = pool_constants_of(mx.bfloat16, 64, 64, 32)
@@ -97,6 +100,7 @@ def texts() -> list[tuple[str, Constants]]:
     quantized = _texts_of(QUANTIZED) + _texts_of(QUANTIZED._replace(body="quantized_decode_tensor"))
     listed = _texts_of(TENSOR) + _texts_of(PLAIN) + quantized + [PREFILL, QUANTIZED_PREFILL]
     listed += [(text.body, text.constants) for text in products + layers]
+    listed += latent_texts_of(LATENT) + latent_texts_of(LATENT_TENSOR)
     assert {body for body, _ in listed} >= set(SIGNATURES)
     return listed
 

@@ -75,14 +75,14 @@ def _difference(variant: Variant, contexts: list[int]) -> float:
     prepare = partial(ops.prepare_decode, k_pool, v_pool, n_q_heads=heads, scale=scale, variant=variant, latent=True)
     out, fence = prepare(visible)(q, k_pool, v_pool, fence)
     newest = [sum(contexts[: b + 1]) - 1 for b in range(batch)]
-    unset = [mx.full((batch, *x.shape[1:]), float("nan"), dtype) for x in (k, v)]
-    fence = ops.write_slots(k_pool, v_pool, fence, *unset, mx.array([slots[i] for i in newest], mx.int32))
+    no_k, no_v = (mx.full((batch, *x.shape[1:]), float("nan"), dtype) for x in (k, v))
+    fence = ops.write_slots(k_pool, v_pool, fence, no_k, no_v, mx.array([slots[i] for i in newest], mx.int32))
     new = [mx.concatenate([x[i : i + 1] for i in newest]) for x in (k, v)]
     again, fence = prepare(visible, append=True)(q, k_pool, v_pool, fence, None, *new)
     if not mx.array_equal(out.astype(mx.float32), again.astype(mx.float32)).item():
         raise RuntimeError("the result differs when the newest tokens come with the call")
-    padded_visible = tuple(_extended(x, 0) for x in visible)
-    padded, fence = prepare(padded_visible, append=True)(
+    tables_padded, ends_padded, starts_padded = (_extended(x, 0) for x in visible)
+    padded, fence = prepare((tables_padded, ends_padded, starts_padded), append=True)(
         _extended(q, float("nan")), k_pool, v_pool, fence, None, *(_extended(x, float("nan")) for x in new)
     )
     if not _alike(padded[:batch], again, variant):

@@ -1,0 +1,250 @@
+# ruff: noqa: E501
+"""The kernels over latents on the emulator: against float64, what they write, bits, registers, and planted defects."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged.kernels.decode_spec import decode_constants_of, spec_of
+from mlx_paged.kernels.latent.variants import latent_variants_of, unsupported_latent
+from mlx_paged.kernels.launch_shape import LATENT_BODIES, MAX_THREADGROUP_BYTES, Variant, latent_run, shape_for
+from mlx_paged.kernels.trial import launch_alone
+from tests.support.kernels.latent_cases import LatentCase
+from tests.support.msl import registers
+from tests.support.msl.emulator import EmuError
+from tests.support.msl.harness import emulated, to_float
+
+PORTABLE, TENSOR = LATENT_BODIES
+TOLERANCE = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 2e-2}
+RAGGED = [1, 15, 16, 17, 150, 33, 5, 6, 70]
+MOST_SHARED = 227 * 1024  # bytes of a thread group on Hopper
+
+CLASSES = {
+    "f32": {},
+    "bf16": {"dtype": mx.bfloat16},
+    "f16 heads of two tiles": {"dtype": mx.float16, "heads": 20},
+    "a prime number of heads": {"heads": 7},
+    "one head": {"heads": 1},
+    "17 heads": {"heads": 17},
+    "rank 512": {"rank": 512, "dtype": mx.bfloat16, "heads": 6},
+    "rope 128": {"rank": 96, "rope": 128},
+    "blocks of 8, three queries": {"block_size": 8, "q_len": 3},
+}
+
+
+@pytest.mark.parametrize("backend", ["metal", "cuda"])
+@pytest.mark.parametrize("name", list(CLASSES))
+def test_matches_reference(name, backend):
+    case = LatentCase(RAGGED, **CLASSES[name])
+    with emulated(backend, orders=(0, 2)):
+        out, fence = case.run()
+    np.testing.assert_allclose(out, case.reference(), atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
+    assert int(np.asarray(fence)[0]) == 8
+
+
+TENSOR_CLASSES = {
+    "few heads": {"heads": 20, "rank": 256},
+    "two tiles of heads": {"heads": 70, "rank": 256, "dtype": mx.float16},
+    "rank 512": {"heads": 3, "rank": 512, "contexts": [65]},
+    "windows": {"heads": 5, "rank": 256, "contexts": [150, 64, 700], "starts": [3, 0, 600]},
+    "three queries": {"heads": 5, "rank": 256, "contexts": [66, 30], "q_len": 3, "block_size": 8},
+    "blocks of 128": {"heads": 5, "rank": 256, "contexts": [130, 257], "block_size": 128},
+}
+
+
+def run_tensor(case, append=None, edit=(), orders=(0, 2), checked=True, **shape):
+    with emulated("cuda", edit={TENSOR: edit}, orders=orders, checked=checked) as fake:
+        variant = case.variant(0)
+        assert variant.body == TENSOR
+        out, fence = case.run(append=append, variant=variant, launch_shape=shape_for(variant)._replace(**shape))
+    assert int(np.asarray(fence)[0]) == 8
+    return out, fake
+
+
+@pytest.mark.parametrize("name", list(TENSOR_CLASSES))
+def test_the_body_for_tensor_cores_matches_reference(name):
+    options = {"contexts": [1, 17, 64, 150], "dtype": mx.bfloat16, **TENSOR_CLASSES[name]}
+    case = LatentCase(**options)
+    out, _ = run_tensor(case)
+    np.testing.assert_allclose(out, case.reference(), atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
+
+
+def test_partitions_of_the_body_for_tensor_cores_are_joined():
+    case = LatentCase([700, 20, 513], heads=4, rank=256, dtype=mx.bfloat16, starts=[70, 0, 0])
+    for run, parts in ((1, 3), (2, 2), (4, 1)):
+        out, fake = run_tensor(case, orders=(0,), run=run)
+        assert fake.calls[0][1]["grid"][2] == parts
+        assert [body for body, _ in fake.calls] == [TENSOR] + (["merge_partitions"] if parts > 1 else [])
+        np.testing.assert_allclose(out, case.reference(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(("body", "dtype"), [(PORTABLE, mx.float32), (PORTABLE, mx.bfloat16), (TENSOR, mx.bfloat16)])
+def test_append_writes_the_newest_token_and_attends_to_it(body, dtype):
+    # Its slot holds NaN: reading it from the pool would be seen. 300 tokens: several partitions.
+    case = LatentCase([1, 16, 17, 300], heads=18, rank=256, dtype=dtype)
+    reference, full = case.reference(), (to_float(case.k_pool), to_float(case.v_pool))
+    append = case.take_out_newest()
+    with emulated("cuda", orders=(0, 2)) as fake:
+        variant = next(v for v in (case.variant(0), case.variant()) if v.body == body)
+        out, _ = case.run(append=append, variant=variant)
+    np.testing.assert_allclose(out, reference, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    for name, expected in zip(("k_pool", "v_pool"), full, strict=True):
+        np.testing.assert_array_equal(to_float(fake.written[name]), expected)
+
+
+@pytest.mark.parametrize("body", LATENT_BODIES)
+def test_rows_that_see_nothing_are_zero(body):
+    for max_blocks in (2, 40):
+        case = LatentCase([4, 20], heads=3, rank=256, dtype=mx.bfloat16, max_blocks=max_blocks)
+        case.ends[0] = 0
+        with emulated("cuda", orders=(0,)):
+            variant = next(v for v in (case.variant(0), case.variant()) if v.body == body)
+            out, _ = case.run(variant=variant)
+        assert not out[0].any()
+        np.testing.assert_allclose(out, case.reference(), atol=2e-2)
+
+
+def test_bits_of_the_portable_body_do_not_depend_on_batchmates():
+    case = LatentCase([100, 700])
+    with emulated(checked=False, orders=(0,)):
+        together, _ = case.run()
+        case.q, case.ends, case.starts = case.q[:1], case.ends[:1], case.starts[:1]
+        case.tables = case.tables[:1, :7]
+        alone, _ = case.run()
+    assert alone[0].tobytes() == together[0].tobytes()
+
+
+@pytest.mark.parametrize("body", LATENT_BODIES)
+def test_a_trial_launches_the_text_and_nothing_is_seen(body):
+    variant = Variant(body, "cuda", mx.bfloat16, 320, 256, 64 if body == TENSOR else 4, 16)
+    with emulated("cuda", orders=(0,)) as fake:
+        for partitions in (1, 2):
+            for text in spec_of(variant, shape_for(variant), 1, variant.gqa, 1, partitions).texts:
+                out, *_ = launch_alone(text, fake)
+                assert not to_float(out).any() or partitions == 2
+
+
+def test_partitions_are_as_many_as_cores_want():
+    assert latent_run(64, 64) == 16  # 32 x 16k, 128 heads: four parts of 4,096 tokens
+    assert latent_run(1, 16) == 1 and latent_run(2, 64) == 1
+    assert latent_run(1000, 5) == 8  # one part
+
+
+def test_what_is_not_covered_is_said():
+    assert "heads" in unsupported_latent(mx.bfloat16, 512, 64, 300, 32)
+    assert "head_dim" in unsupported_latent(mx.bfloat16, 500, 64, 16, 32)
+    with emulated("cuda"), pytest.raises(ValueError, match="one head"):
+        latent_variants_of(mx.bfloat16, 512, 64, 16, 2, 32)
+    with emulated("cuda"):
+        bodies = [v.body for v in latent_variants_of(mx.bfloat16, 512, 64, 16, 1, 32)]
+        assert bodies == [TENSOR, PORTABLE]
+        for dtype, rank, rope in ((mx.float32, 512, 64), (mx.float16, 128, 64), (mx.float16, 512, 128)):
+            assert [v.body for v in latent_variants_of(dtype, rank, rope, 16, 1, 32)] == [PORTABLE]
+    with emulated("metal"):
+        assert [v.body for v in latent_variants_of(mx.bfloat16, 512, 64, 16, 1, 32)] == [PORTABLE]
+
+
+def test_memory_of_a_thread_group_is_bounded():
+    for dtype in TOLERANCE:
+        for heads in range(1, 257):
+            with emulated("metal"):
+                (variant,) = latent_variants_of(dtype, 512, 64, heads, 1, 32)
+            shape = shape_for(variant)
+            assert heads % variant.gqa == 0 and shape.simdgroups % shape.head_split == 0
+            assert shape.threadgroup_bytes(variant.gqa, 512) <= MAX_THREADGROUP_BYTES
+    tensor = Variant(TENSOR, "cuda", mx.bfloat16, 576, 512, 64, 32)
+    assert shape_for(tensor).latent_bytes(576) <= MOST_SHARED
+
+
+@pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize("single", [True, False])
+def test_the_body_for_tensor_cores_does_not_spill(arch, single):
+    variant = Variant(TENSOR, "cuda", mx.bfloat16, 576, 512, 64, 32)
+    out = mx.bfloat16 if single else mx.float32
+    constants = (*decode_constants_of(variant, shape_for(variant)), ("SINGLE", single), ("O", out))
+    found = registers.registers_of(TENSOR, constants, None, arch)
+    assert (found.stored, found.loaded) == (0, 0), found
+
+
+@pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("gqa", [16, 10, 7, 1])
+def test_plans_of_the_portable_body_do_not_spill(gqa, dtype):
+    variant = Variant(PORTABLE, "metal", dtype, 576, 512, gqa, 32)
+    constants = (*decode_constants_of(variant, shape_for(variant)), ("SINGLE", False), ("O", mx.float32))
+    found = registers.registers_of(PORTABLE, constants)
+    assert (found.stored, found.loaded) == (0, 0), found
+
+
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+PORTABLE_DEFECTS = {  # old, new
+    "the rotated part is left out": ("dim < D ? load_packet", "dim < 0 ? load_packet"),
+    "the rotated part of the first token": ("v_pool + slot * (D - DV)", "v_pool + slot / BS * BS * (D - DV)"),
+    "latents of another slot": ("k_pool + slot * DV", "k_pool + slot / 2 * DV"),
+    "reads the slot, not the new latent": ("position == fresh ? k_new", "position == -1 ? k_new"),
+    "reads the slot, not the new rotated part": ("position == fresh ? v_new", "position == -1 ? v_new"),
+    "no tile of heads stores": ("if (kv_head == 0 && fresh", "if (kv_head == 2 && fresh"),
+    "stores half": ("dim < DV; dim += SG * 32", "dim < DV / 2; dim += SG * 32"),
+    "one row for all": ("k_new + static_cast<int64_t>(row) * DV", "k_new + static_cast<int64_t>(0) * DV"),
+    "values of another packet": ("packet_value<T, VEC>(keys[u * NK + i / VEC], i % VEC);\n        UNROLL\n        for (int h = 0; h < HG; h++) {\n          acc", "packet_value<T, VEC>(keys[u * NK + NK - 1 - i / VEC], i % VEC);\n        UNROLL\n        for (int h = 0; h < HG; h++) {\n          acc"),
+    "heads of another tile": ("static_cast<int64_t>(sequence * n_kv + kv_head) * G", "static_cast<int64_t>(sequence * n_kv) * G"),
+}  # fmt: skip
+
+
+def is_caught(case, body, edit):
+    """Whether the emulator objects, or numbers or pools come out wrong."""
+    reference, full = case.reference(), (to_float(case.k_pool), to_float(case.v_pool))
+    append = case.take_out_newest()
+    try:
+        with emulated("cuda", edit={body: edit}, orders=(0, 2)) as fake:
+            variant = next(v for v in (case.variant(0), case.variant()) if v.body == body)
+            out, _ = case.run(append=append, variant=variant)
+    except EmuError:
+        return True
+    pools = zip(("k_pool", "v_pool"), full, strict=True)
+    same = all(np.array_equal(to_float(fake.written[name]), x, equal_nan=True) for name, x in pools)
+    return not same or not np.allclose(out, reference, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", list(PORTABLE_DEFECTS))
+def test_planted_defects_of_the_portable_body_are_caught(name):
+    case = LatentCase([17, 150], heads=20, rank=128)
+    assert is_caught(case, PORTABLE, [PORTABLE_DEFECTS[name]])
+
+
+TENSOR_DEFECTS = {
+    "no barrier after the copies": ("    show_to_products();\n    threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (step < last)", "    if (step < last)"),
+    "no barrier before the maxima": (f"    {BARRIER}\n    float shrink[2];", "    float shrink[2];"),
+    "no barrier before the weights": (f"    show_to_products();\n    {BARRIER}\n    multiply_columns", "    multiply_columns"),
+    "copies are not waited for": ("copies.wait();", ""),
+    "one stage for two": ("stages + (step - first) % 2 * STAGE;\n    UNROLL", "stages;\n    UNROLL"),
+    "dead tokens are seen": ("if (token < lo || token >= hi)", "if (token < lo)"),
+    "tokens before the window are seen": ("if (token < lo || token >= hi)", "if (token >= hi)"),
+    "masked as another half": ("step * KEYS + group * HALF + i / 4 * 8", "step * KEYS + i / 4 * 8"),
+    "own maximum only": ("between[(1 - group) * M + own_head + i * 8]);", "between[group * M + own_head + i * 8]);"),
+    "no rescale": ("acc[i / 4][i % 4] *= shrink[i % 4 / 2];", ""),
+    "rescale of another head": ("*= shrink[i % 4 / 2]", "*= shrink[0]"),
+    "weights of the other half": ("group * (HALF / 8) + j) + c * 2)", "(1 - group) * (HALF / 8) + j) + c * 2)"),
+    "sum of one half": ("between[head] + between[M + head]", "2.0f * between[head]"),
+    "values of the other half": ("stage + group * (DV / 128) * TILE, TILE", "stage + (1 - group) * (DV / 128) * TILE, TILE"),
+    "scores of the other half": ("stage + group * (HALF * 64), TILE", "stage, TILE"),
+    "eighths not swizzled": ("(eighth ^ row % 8) * 8", "(eighth ^ row % 4) * 8 + row % 2 * 0 - 0 * eighth + (row == 9 ? 8 : 0)"),
+    "rotated part left out": ("multiply_rows<TILES>", "multiply_rows<TILES - 1>"),
+    "reads the slot, not the new latent": ("position + t == fresh || (fresh >= 0 && !live) ? new_latent", "false ? new_latent"),
+    "reads the slot, not the new rotated part": ("position + t == fresh || (fresh >= 0 && !live) ? new_rotated", "false ? new_rotated"),
+    "never stores": ("if (head0 == 0 && fresh >= lo", "if (head0 == 1 && fresh >= lo"),
+    "stores to another slot": ("* BS + fresh % BS;", "* BS + (fresh + 1) % BS;"),
+    "block of another eight": ("position / BS, lo / BS)", "step * KEYS / BS, lo / BS)"),
+    "heads past the last": ("const bool live = head0 + head < n_heads;", "const bool live = true;"),
+    "fence not passed on": ("fence_out[0] = fence[0] + 1u;", ""),
+    "partition of another size": ("1 << static_cast<int>(params[3])", "2 << static_cast<int>(params[3])"),
+    "statistics in another base": ("stats[at * 2] = m[i] * gain;", "stats[at * 2] = m[i];"),
+    "outputs of another half": ("group * (DV / 2) + j * 8 + c * 2;", "(1 - group) * (DV / 2) + j * 8 + c * 2;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(TENSOR_DEFECTS))
+def test_planted_defects_of_the_body_for_tensor_cores_are_caught(name):
+    case = LatentCase([300, 70], heads=66, rank=256, dtype=mx.bfloat16, starts=[60, 0])
+    assert is_caught(case, TENSOR, [TENSOR_DEFECTS[name]])
