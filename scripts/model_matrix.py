@@ -177,12 +177,15 @@ def row_of(
 
 def attention_of(model: Any) -> str:
     from mlx_paged.patches.cache.layout import layout_of
+    from mlx_paged.patches.models.latent import attends_latents
 
     layout = layout_of(model)
     if layout is None or not layout.groups:
         return ""
     if layout.adapted:
         return "blocks (adapter)"
+    if any(attends_latents(module) for _, module in model.named_modules()):
+        return "latents"
     seam = [heads is not None for _, heads in layout.geometries]
     return "blocks" if all(seam) else "blocks, some gathered" if any(seam) else "gathered"
 
@@ -198,7 +201,8 @@ in steps of {chunk}, blocks of {block}. `make test-models` repeats it.
 - **Paged**: all layers, some (the others hold states that are not keys and values), or none.
 - **Groups**: paged layers by window and geometry (KV heads x head size; keys/values where they differ).
 - **Attention**: over the blocks, which is the kernel on a GPU if it has the head size and MLX's attention elsewhere; or
-  over arrays gathered from them, where the model computes with keys and values itself.
+  over arrays gathered from them, where the model computes with keys and values itself. Over latents (MLA): decode steps
+  over the blocks where there is a kernel ([ADR 0033](adr/0033-latent-pages.md)), all else over gathered arrays.
 - **Batch**: rows decode in one call, or one by one in models that cannot take rows of different lengths.
 - **Packs**: on CUDA, chunks of several prompts go through the model in one call, as rows of one token; else one by one.
 - **Alone**, **batched**, **packed**: RMS of the log-probabilities against stock's run, on a CPU. The tokens are equal.

@@ -91,7 +91,7 @@ def latent_call(finish: Callable[[Any, mx.array, mx.array], mx.array]) -> Callab
                 return original(self, x, mask, cache)
             return finish(self, _attended(self, project(self, x, cache.offset), mask, cache), x)
 
-        return __call__
+        return _marked(__call__)
 
     return adapt
 
@@ -113,7 +113,17 @@ def adapt_scaled(original: AttentionCall) -> AttentionCall:
         made = made._replace(nope=made.nope * attn_scale, rope=made.rope * attn_scale)
         return finish(self, _attended(self, made, mask, cache), x)
 
-    return __call__
+    return _marked(__call__)
+
+
+def attends_latents(module: Any) -> bool:
+    """Whether a module's attention is replaced by an adapter of this file."""
+    return getattr(type(module).__call__, "attends_latents", False)
+
+
+def _marked(call: AttentionCall) -> AttentionCall:
+    call.attends_latents = True  # type: ignore[attr-defined]
+    return call
 
 
 def _attended(self: Any, made: Projected, mask: mx.array | str | None, cache: Any) -> mx.array:

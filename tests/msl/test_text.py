@@ -88,6 +88,28 @@ def test_quantized_decode_is_clean(bits, single, rows, dtype):
     assert quantized_problems(dtype, rows, head_dim=256, gqa=16, group_size=128, bits=bits) == []
 
 
+def latent_problems(dtype, rows=9, edit=None, gqa=10, single=True):
+    variant = kernels.Variant("latent_decode", "metal", dtype, 576, 512, gqa, 32)
+    out = dtype if single else mx.float32
+    constants = (*decode_constants_of(variant, shape_for(variant)), ("SINGLE", single), ("O", out))
+    outs = [name_of(out), "float32", "uint32"]
+    return problems("latent_decode", constants, decode_inputs(rows, name_of(dtype)), outs, edit)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [2, 9])
+@pytest.mark.parametrize("single", [True, False])
+def test_latent_decode_is_clean(single, rows, dtype):
+    assert latent_problems(dtype, rows, single=single) == []
+
+
+def test_checker_catches_in_latent_decode():
+    stored = ("const_cast<device T*>(v_pool)[at", "v_pool[at")
+    assert latent_problems(mx.bfloat16, edit=stored)
+    assert latent_problems(mx.float16, edit=("const int64_t slot", "const int slot"))
+    assert latent_problems(mx.float32, edit=("const float key = packet", "const T4 key = packet"))
+
+
 WORDS = [(4, 99999, "uint32"), (4, 99999, "uint32"), (1, 1, "uint32")]
 
 
