@@ -216,3 +216,11 @@ def test_the_folder_is_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert folder_path() == tmp_path / ".cache" / "mlx_paged" / "kernels"
+
+
+def test_a_text_that_asks_for_all_an_architecture_has_is_compiled_for_it() -> None:
+    text = "#ifdef __CUDA_ARCH_FEAT_SM90_ALL"
+    assert b"FOR sm_90a" in (make(FakeCompiler(), None).get(source("a", text)) or b"")
+    for architecture in ("sm_80", "sm_100"):
+        code = make(FakeCompiler(), None, architecture).get(source("a", text)) or b""
+        assert code.endswith(f"FOR {architecture}".encode())
