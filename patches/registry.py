@@ -312,7 +312,8 @@ def installed_fingerprint(target: str) -> str:
 
 
 def known_fingerprints() -> dict[str, str]:
-    """The upstream symbols that are replaced, those of the server included, and the fingerprints they must have.
+    """The upstream symbols that are replaced or recognised, those of the server included, and the fingerprints they
+    must have.
 
     Raises:
         PatchError: the server's adapter cannot be imported with this version of mlx-lm.
@@ -322,7 +323,9 @@ def known_fingerprints() -> dict[str, str]:
         server = importlib.import_module(".server.replacements", __package__)
     except (ImportError, AttributeError) as error:
         raise PatchError(f"mlx_lm.server lacks a name that its adapter needs: {error}") from None
-    return known | {f"mlx_lm.server.{name}": value for name, value in server.KNOWN.items()}
+    known |= {f"mlx_lm.server.{name}": value for name, value in server.KNOWN.items()}
+    samplers = importlib.import_module(".generate.known_samplers", __package__)
+    return known | {f"mlx_lm.sample_utils.{name}": value for name, value in samplers.KNOWN.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,8 +16,11 @@ from ..cache.composites import leaves, with_leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..kv.pool import BlockPool
 from .request import Request
-from .step_logits import Sampler, StepLogits
+from .sampling.token_choice import TokenChoice
+from .step_logits import TokenLogits
 from .upstream import Upstream
+
+KEPT_STEPS = 2  # whose logits live on while somebody keeps a token of them
 
 
 class Delivery(NamedTuple):
@@ -23,7 +28,7 @@ class Delivery(NamedTuple):
 
     row: Request
     token: int
-    logits: tuple[StepLogits, int]
+    logits: TokenLogits
 
 
 class DecodeBatch:
@@ -46,11 +51,13 @@ class DecodeBatch:
         self.rows: list[Request] = []
         self.members: set[Request] = set()
         self.failed: list[tuple[Request, Exception]] = []
+        self.choice = TokenChoice(upstream)
         self._inputs: mx.array | None = None  # next token of each row, not delivered yet, [B]
         self._tables: BatchTables | None = None
         # One per layer, parts of composite ones by themselves; paged ones are made anew when the members change.
         self._caches: list[Any] = []
         self._changed = True
+        self._told: deque[list[weakref.ref[TokenLogits]]] = deque()  # of the last steps
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -66,13 +73,11 @@ class DecodeBatch:
         """Rows whose prompt is computed up to its last token."""
         if not rows:
             return
-        for row in rows:
-            if row.processors:
-                row.context = self.upstream.token_buffer(row.cached_tokens())
         inputs = mx.array([row.next_input() for row in rows], mx.uint32)
         if self._inputs is not None:
             inputs = mx.concatenate([self._inputs, inputs])
         self._merge(rows)
+        self.choice.add(rows)
         self._inputs = inputs
         self.rows = [*self.rows, *rows]
         self.members.update(rows)
@@ -117,6 +122,7 @@ class DecodeBatch:
             if not (cache is None or _is_paged(cache)):
                 cache.filter(indices)
         self._inputs = inputs
+        self.choice.keep(keep)
         self.rows = [self.rows[index] for index in keep]
         self.members -= leaving
 
@@ -132,6 +138,7 @@ class DecodeBatch:
     def _clear(self) -> None:
         self.rows, self._inputs, self._caches = [], None, []
         self.members.clear()
+        self.choice.clear()
         self._tables, self._changed = None, True
 
     def _settle(self) -> None:
@@ -198,14 +205,13 @@ class DecodeBatch:
         :meth:`reserve` must have succeeded. A row whose computation, processor or sampler raises is in ``failed``
         afterwards, for the caller to take out; the others go on.
         """
+        self.let_go()
         logits = self._forward()
         if logits is None:
             return []
         inputs = self._inputs
         assert inputs is not None
-        logits, contexts, broken = self._process(logits, inputs)
-        step = StepLogits(logits)
-        sampled = self._sample(step, broken)
+        step, sampled, contexts, broken = self.choice.choose(logits, inputs)
         # States and offsets that no layer happens to read would otherwise become chains, a few nodes a step.
         states = [cache.state for cache in self._caches if not (cache is None or _is_paged(cache))]
         mx.async_eval(sampled, contexts, states)
@@ -214,11 +220,20 @@ class DecodeBatch:
         for index, (row, token) in enumerate(zip(self.rows, _as_ints(inputs), strict=True)):
             if row.logits is not None:
                 row.source.append(token)
-                deliveries.append(Delivery(row, token, row.logits))
+                deliveries.append(Delivery(row, token, TokenLogits(*row.logits)))
             row.undelivered = None
             row.logits = (step, index)
         self.failed += [(self.rows[index], error) for index, error in broken.items()]
+        self._told.append([weakref.ref(delivery.logits) for delivery in deliveries])
         return deliveries
+
+    def let_go(self, *, all_steps: bool = False) -> None:
+        """Whoever keeps log-probabilities from before the last step keeps copies of them, not the logits of all rows.
+        (The last ones are often still in the hands of a loop that is about to drop them.)"""
+        while len(self._told) >= (1 if all_steps else KEPT_STEPS):
+            for reference in self._told.popleft():
+                if (logits := reference()) is not None:
+                    logits.detach()
 
     def _forward(self) -> mx.array | None:
         """Logits ``[B, vocab]`` of the rows that could be computed; the others have left."""
@@ -274,54 +289,6 @@ class DecodeBatch:
         """A step failed as a whole: no row's state is known any more."""
         self.failed += [(row, error) for row in self.rows]
         self._clear()
-
-    def _process(self, logits: mx.array, inputs: mx.array) -> tuple[mx.array, list[mx.array], dict[int, Exception]]:
-        """Logits after the rows' own processors; what these were given; and the rows whose processors raised."""
-        broken: dict[int, Exception] = {}
-        contexts: list[mx.array] = []
-        if not any(row.processors for row in self.rows):
-            return logits, contexts, broken
-        processed = []
-        for index, row in enumerate(self.rows):
-            sample = logits[index : index + 1]
-            if row.processors:
-                assert row.context is not None
-                context = row.context.update_and_fetch(inputs[index : index + 1])
-                contexts.append(context)
-                try:
-                    for processor in row.processors:
-                        sample = processor(context, sample)
-                except Exception as error:
-                    broken[index] = error
-                    sample = logits[index : index + 1]
-            processed.append(sample)
-        return mx.concatenate(processed, axis=0), contexts, broken
-
-    def _sample(self, step: StepLogits, broken: dict[int, Exception]) -> mx.array:
-        """The next token of each row, ``[B]``: one call for all rows with the same sampler."""
-        by_sampler: dict[int, tuple[Sampler, list[int]]] = {}
-        for index, row in enumerate(self.rows):
-            by_sampler.setdefault(id(row.sampler), (row.sampler, []))[1].append(index)
-        groups = list(by_sampler.values())
-        if len(groups) == 1:
-            return self._call(groups[0][0], step, groups[0][1], broken)
-        order = [index for _, indices in groups for index in indices]
-        sampled = mx.concatenate([self._call(sampler, step, indices, broken) for sampler, indices in groups])
-        return sampled[mx.argsort(mx.array(order))]
-
-    def _call(self, sampler: Sampler, step: StepLogits, rows: list[int], broken: dict[int, Exception]) -> mx.array:
-        whole = len(rows) == len(self.rows)
-        if sampler is self.upstream.greedy_sampler:
-            ranking = step.ranking()
-            return mx.argmax(ranking if whole else ranking[mx.array(rows)], axis=-1)
-        logprobs = step.logprobs()
-        try:
-            return sampler(logprobs if whole else logprobs[mx.array(rows)])
-        except Exception as error:
-            if len(rows) == 1:
-                broken.setdefault(rows[0], error)
-                return mx.zeros((1,), mx.uint32)
-            return mx.concatenate([self._call(sampler, step, [row], broken) for row in rows])
 
 
 def _elements(x: mx.array, indices: Sequence[int]) -> mx.array:

@@ -75,6 +75,7 @@ class Engine(LiveRequests):
             if self.failures:
                 raise self.failures.popleft()
             if not len(self.scheduler):
+                self.batch.let_go(all_steps=True)
                 self._return_memory()
                 return [], []
             prompts, generated = self._step()

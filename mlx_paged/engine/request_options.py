@@ -11,6 +11,9 @@ class RequestOptions(NamedTuple):
 
     Attributes:
         salt: only requests with the same one share prefixes.
+        seed: the answer's tokens are a function of it and of the logits, whoever else is in the batch; None draws from
+            ``mx.random``'s state. It needs a sampler of mlx-lm's ``make_sampler``; others draw as they do.
     """
 
     salt: Hashable = None
+    seed: int | None = None

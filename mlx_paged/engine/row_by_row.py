@@ -41,6 +41,7 @@ class RowByRowBatch(DecodeBatch):
             return
         assert self._inputs is not None
         self._inputs = self._inputs[mx.array(keep)]
+        self.choice.keep(keep)
         self.rows = [self.rows[index] for index in keep]
         self.members -= leaving
         self._collect(self.rows)

@@ -1,4 +1,4 @@
-"""StepLogits: what a decode step computed for its rows, and what samplers choose from."""
+"""StepLogits and TokenLogits: what a decode step computed for its rows, and what is kept of it for one token."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Sampler = Callable[[mx.array], mx.array]
 
 
 class StepLogits:
-    """The logits ``[B, vocab]`` of one step. Log-probabilities are computed when somebody asks for them, and take the
-    logits' place."""
+    """The logits ``[B, vocab]`` of one step. Log-probabilities are computed when somebody asks for them; those of all
+    rows take the logits' place."""
 
     def __init__(self, logits: mx.array, *, is_normalised: bool = False) -> None:
         self._values = logits
@@ -24,19 +24,36 @@ class StepLogits:
         return self._values
 
     def row(self, index: int) -> mx.array:
-        """Of one row, ``[vocab]``."""
+        """Log-probabilities of one row, ``[vocab]``."""
         values = self._values[index]
         return values if self._is_normalised else normalised(values)
-
-    def ranking(self) -> mx.array:
-        """``[B, vocab]``, whose largest in a row is the token that mlx-lm chooses. That is the first of the largest
-        log-probabilities as they are rounded: in 16 bits, logits that differ can have the same. In float32 it is the
-        largest logit but for two within some 1e-6, and nothing is normalised for them (docs/adr/0015)."""
-        return self._values if self._values.dtype == mx.float32 else self.logprobs()
 
     def kept(self, index: int) -> StepLogits:
         """One row of it, without the others' memory."""
         return StepLogits(mx.contiguous(self._values[index : index + 1]), is_normalised=self._is_normalised)
+
+
+class TokenLogits:
+    """One row of a step, that of a token that was delivered. The step's rows share their memory: whoever keeps one for
+    longer than that gets a copy (:meth:`detach`).
+
+    Args:
+        step, index: where it is.
+    """
+
+    def __init__(self, step: StepLogits, index: int) -> None:
+        self._step, self._index = step, index
+        self._is_detached = False
+
+    def logprobs(self) -> mx.array:
+        """Log-probabilities, ``[vocab]``, that the token was chosen from."""
+        return self._step.row(self._index)
+
+    def detach(self) -> None:
+        """Take a copy of the row, and let go of the step."""
+        if not self._is_detached:
+            self._step, self._index, self._is_detached = self._step.kept(self._index), 0, True
+            mx.async_eval(self._step._values)
 
 
 def normalised(logits: mx.array) -> mx.array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -32,12 +32,14 @@ class Upstream(NamedTuple):
         prompt_response: makes what the caller gets of a prompt's progress, from uid, (tokens done, tokens in all),
             whether a segment ends there, and whether the prompt does.
         token_buffer: keeps a request's tokens for its logits processors.
-        greedy_sampler: the sampler that takes the most likely token.
+        known_sampler: what a sampler does, as arguments of :class:`SamplingParams`, if that is known; else None.
+        known_processors: likewise, of all of a request's logits processors.
         state_cache: class of the caches of layers that keep a state instead of keys and values.
     """
 
     response: Callable[..., TokenResponse]
     prompt_response: Callable[[int, tuple[int, int], bool, bool], Any]
     token_buffer: Callable[[Sequence[int]], Any]
-    greedy_sampler: Callable[[mx.array], mx.array]
+    known_sampler: Callable[[Callable[..., mx.array]], Mapping[str, Any] | None]
+    known_processors: Callable[[Sequence[Callable[..., mx.array]]], Mapping[str, Any] | None]
     state_cache: type[Any]

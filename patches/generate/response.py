@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationBatch
 
 from ...engine.request import Request
-from ...engine.step_logits import StepLogits
+from ...engine.step_logits import TokenLogits
 from ...errors import PromptCacheError
 
 
@@ -21,7 +21,7 @@ class Response(GenerationBatch.Response):  # type: ignore[misc]
     that need the blocks may take them.
 
     Args:
-        logprobs: of the token's step, ``[vocab]``, or where they are to be had from: a step and a row of it.
+        logprobs: of the token's step, ``[vocab]``, or where they are to be had from.
 
     Attributes:
         num_cached: tokens of the prompt that were found in a prefix cache. Not a field: 0 in what
@@ -32,7 +32,7 @@ class Response(GenerationBatch.Response):  # type: ignore[misc]
         self,
         uid: int,
         token: int,
-        logprobs: mx.array | tuple[StepLogits, int],
+        logprobs: mx.array | TokenLogits,
         finish_reason: str | None,
         prompt_cache: list[Any] | None = None,
         all_tokens: list[int] | None = None,
@@ -54,8 +54,7 @@ class Response(GenerationBatch.Response):  # type: ignore[misc]
         """Log-probabilities ``[vocab]`` the token was sampled from."""
         if isinstance(self._logprobs, mx.array):
             return self._logprobs
-        step, index = self._logprobs
-        return step.row(index)
+        return self._logprobs.logprobs()
 
     @logprobs.setter
     def logprobs(self, value: mx.array) -> None:

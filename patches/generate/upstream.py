@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import ArraysCache, TokenBuffer
-from mlx_lm.sample_utils import greedy_sampler
 
 from ...engine.upstream import Upstream
+from .known_samplers import known_processors, known_sampler
 from .response import Response
 
-UPSTREAM = Upstream(Response, PromptProcessingBatch.Response, TokenBuffer, greedy_sampler, ArraysCache)
+UPSTREAM = Upstream(Response, PromptProcessingBatch.Response, TokenBuffer, known_sampler, known_processors, ArraysCache)

@@ -108,7 +108,8 @@ UPSTREAM = Upstream(
     response=ToyResponse,
     prompt_response=lambda uid, progress, segment_ends, prompt_ends: (uid, progress, prompt_ends),
     token_buffer=_Tokens,
-    greedy_sampler=greedy,
+    known_sampler=lambda sampler: {} if sampler is greedy else None,
+    known_processors=lambda processors: None,
     state_cache=type("NoState", (), {}),
 )
 

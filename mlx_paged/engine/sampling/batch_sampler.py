@@ -1,0 +1,127 @@
+"""BatchSampler: chooses the next token of every row of a batch, in one set of operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .draw import draw, uniforms
+from .filters import kept_words
+from .params import SamplingParams
+from .penalties import Penalties
+from .row_parameters import RowParameters
+
+MOST_KEPT = 8  # selections of rows whose arrays are kept
+
+
+class SampledRow(NamedTuple):
+    """A row that joins.
+
+    Attributes:
+        params: of its request.
+        tokens: that it has seen, without the one that the next step is given; needed if there are penalties.
+        position: in its answer, of the token that the next step chooses.
+    """
+
+    params: SamplingParams
+    tokens: Sequence[int]
+    position: int
+
+
+class BatchSampler:
+    """The rows of a batch, in its order. Arrays of their parameters are made when the rows change; a step computes only
+    what some row needs: an argmax if all are greedy.
+
+    Logits are ``[B, vocab]``, in any float dtype, and never changed.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[SamplingParams] = []
+        self._positions: list[int] = []  # of the rows' next tokens, less the steps until now
+        self._num_steps = 0
+        self._penalties = Penalties()
+        self._penalised: list[int] = []  # rows, in the order of the penalties
+        self._indices: mx.array | None = None  # of them, unless that is all rows
+        self._bias: tuple[mx.array, mx.array, mx.array] | None = None  # rows [R, 1], tokens [R, n] and values
+        self._parameters: dict[tuple[int, ...], tuple[RowParameters, mx.array]] = {}
+
+    # Rows -----------------------------------------------------------------------------------------------------
+
+    def add(self, rows: Sequence[SampledRow]) -> None:
+        """Rows join at the end."""
+        first = len(self.rows)
+        self._penalties.add([(row.params, row.tokens) for row in rows if row.params.has_penalties])
+        self._penalised += [first + i for i, row in enumerate(rows) if row.params.has_penalties]
+        self.rows = [*self.rows, *(row.params for row in rows)]
+        self._positions += [row.position - self._num_steps for row in rows]
+        self._settle()
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """All rows leave but these, ascending."""
+        place = {index: i for i, index in enumerate(indices)}
+        self._penalties.keep([i for i, index in enumerate(self._penalised) if index in place])
+        self._penalised = [place[index] for index in self._penalised if index in place]
+        self.rows = [self.rows[index] for index in indices]
+        self._positions = [self._positions[index] for index in indices]
+        self._settle()
+
+    def _settle(self) -> None:
+        self._parameters.clear()
+        self._indices = mx.array(self._penalised) if len(self._penalised) < len(self.rows) else None
+        biased = [index for index, row in enumerate(self.rows) if row.logit_bias]
+        self._bias = None
+        if biased:
+            most = max(len(self.rows[index].logit_bias) for index in biased)
+            tokens, values = [], []
+            for index in biased:
+                bias = self.rows[index].logit_bias
+                num_free = most - len(bias)
+                tokens.append([*bias, *[next(iter(bias))] * num_free])
+                values.append([*bias.values(), *[0.0] * num_free])
+            self._bias = mx.array(biased)[:, None], mx.array(tokens), mx.array(values, mx.float32)
+
+    # Steps ----------------------------------------------------------------------------------------------------
+
+    def penalised(self, logits: mx.array, inputs: mx.array) -> mx.array:
+        """Begin a step: the logits ``[B, vocab]`` with biases and penalties, in float32 if any row has some.
+
+        Args:
+            logits: of the step.
+            inputs: the tokens that the step was given, ``[B]``; they are part of the history from now on.
+        """
+        self._num_steps += 1
+        if self._bias is not None:
+            rows, tokens, values = self._bias
+            logits = logits.astype(mx.float32).at[rows, tokens].add(values)
+        if self._penalised:
+            self._penalties.see(inputs if self._indices is None else inputs[self._indices])
+            logits = self._penalties.apply(logits.astype(mx.float32), self._indices)
+        return logits
+
+    def sample(self, logits: mx.array, rows: Sequence[int] | None = None, ahead: mx.array | None = None) -> mx.array:
+        """The tokens of the step, ``[T]`` uint32.
+
+        Args:
+            logits: ``[T, vocab]``, with the penalties.
+            rows: which row each is of; a row may have several, or none. None: one of each row.
+            ahead: how many tokens behind the row's next one each stands, ``[T]``; None: 0.
+        """
+        of = tuple(range(len(self.rows))) if rows is None else tuple(rows)
+        if of not in self._parameters:
+            positions = mx.array([self._positions[row] + self._num_steps - 1 for row in of], mx.int64)
+            params = RowParameters([self.rows[row] for row in of], logits.shape[-1])
+            if len(self._parameters) >= MOST_KEPT:
+                self._parameters.clear()
+            self._parameters[of] = params, positions - self._num_steps
+        params, positions = self._parameters[of]
+        greedy = None if params.draws and params.greedy is None else mx.argmax(logits, axis=-1)
+        if not params.draws:
+            assert greedy is not None
+            return greedy
+        positions = positions + self._num_steps
+        numbers = uniforms(params, (positions if ahead is None else positions + ahead).astype(mx.uint32))
+        kept = kept_words(logits, params, numbers[:, 2:])
+        drawn = draw(logits, kept, params.temperature, numbers, keeps_top=params.xtc_probability is None)
+        return drawn if greedy is None or params.greedy is None else mx.where(params.greedy[:, 0], greedy, drawn)

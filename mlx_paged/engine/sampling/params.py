@@ -1,0 +1,118 @@
+"""SamplingParams: how one request's tokens are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import ConfigError
+
+ALL = 1 << 30  # tokens of a context that is the whole history
+_NUMBERS = (
+    *("temperature", "top_p", "min_p", "xtc_probability", "xtc_threshold"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Of one request; the words, the order and the meaning are those of mlx-lm's ``make_sampler`` and
+    ``make_logits_processors``. The defaults are greedy.
+
+    Args:
+        temperature: 0 takes the largest logit, and nothing of what follows matters but the penalties and the bias.
+        top_p: in (0, 1), or off: words are dropped that likelier ones with so much probability together stand before.
+        min_p: words are dropped whose probability is less than this part of the likeliest one's; 0 is off.
+        min_tokens_to_keep: so many of the likeliest words ``min_p`` drops in no case.
+        xtc_probability: of a step in which all words likelier than ``xtc_threshold`` are dropped but the least likely
+            of them; never those in ``xtc_special_tokens``.
+        top_k: so many words are left; 0 is off.
+        repetition_penalty, presence_penalty, frequency_penalty: None or 0 is off.
+        repetition_context_size, ...: tokens, the last ones, that count for it. None or 0 is all, as 0 is in mlx-lm.
+        logit_bias: added to the logits of these tokens, before the penalties.
+        seed: the tokens are a function of it and the logits; None draws from ``mx.random``'s state.
+
+    Raises:
+        ConfigError: a value is none that can be used.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 0.0
+    min_p: float = 0.0
+    min_tokens_to_keep: int = 1
+    top_k: int = 0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_special_tokens: Sequence[int] = ()
+    repetition_penalty: float | None = None
+    repetition_context_size: int | None = 20
+    presence_penalty: float | None = None
+    presence_context_size: int | None = 20
+    frequency_penalty: float | None = None
+    frequency_context_size: int | None = 20
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            _check(name, isinstance(value, (int, float)) or (value is None and name.endswith("penalty")), value)
+        _check("temperature", self.temperature >= 0, self.temperature)
+        _check("min_p", 0 <= self.min_p <= 1, self.min_p)
+        _check("min_tokens_to_keep", _is_int(self.min_tokens_to_keep, 1), self.min_tokens_to_keep)
+        _check("xtc_probability", self.xtc_probability <= 1, self.xtc_probability)
+        _check("xtc_threshold", not self.uses_xtc or 0 <= self.xtc_threshold <= 0.5, self.xtc_threshold)
+        _check("top_k", self.top_k <= 0 or _is_int(self.top_k, 1), self.top_k)
+        _check("repetition_penalty", (self.repetition_penalty or 0) >= 0, self.repetition_penalty)
+        for name in ("repetition_context_size", "presence_context_size", "frequency_context_size"):
+            size = getattr(self, name)
+            _check(name, size is None or _is_int(size, 0), size)
+        _check("seed", self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool)), self.seed)
+
+    def check_words(self, vocab_size: int) -> None:
+        """Raise ConfigError if these cannot be used with so many words."""
+        _check("top_k", not self.draws or self.top_k < vocab_size, self.top_k)
+        tokens = [*self.logit_bias, *(self.xtc_special_tokens if self.draws and self.uses_xtc else ())]
+        _check("token", all(_is_int(token, 0) and token < vocab_size for token in tokens), tokens)
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn at random."""
+        return self.temperature > 0
+
+    @property
+    def uses_top_p(self) -> bool:
+        return 0 < self.top_p < 1
+
+    @property
+    def uses_xtc(self) -> bool:
+        return self.xtc_probability > 0
+
+    @property
+    def penalties(self) -> tuple[float, float, float]:
+        """Repetition, presence, frequency; those that are off change nothing."""
+        return self.repetition_penalty or 1.0, self.presence_penalty or 0.0, self.frequency_penalty or 0.0
+
+    @property
+    def contexts(self) -> tuple[int, int, int]:
+        """Tokens that count for each of the penalties. Those that are off need no more than the others."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        sizes = (self.repetition_context_size, self.presence_context_size, self.frequency_context_size)
+        used = [size or ALL for penalty, size in zip(penalties, sizes, strict=True) if penalty]
+        least = min(used, default=1)
+        first, second, third = ((s or ALL) if p else least for p, s in zip(penalties, sizes, strict=True))
+        return first, second, third
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.repetition_penalty or self.presence_penalty or self.frequency_penalty)
+
+
+def _is_int(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _check(name: str, is_usable: bool, value: Any) -> None:
+    if not is_usable:
+        raise ConfigError(f"{name} cannot be {value!r}")

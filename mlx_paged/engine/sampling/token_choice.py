@@ -1,0 +1,168 @@
+"""TokenChoice: from the logits of a decode step to a token of each row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ...errors import ConfigError
+from ..request import Request
+from ..step_logits import Sampler, StepLogits
+from ..upstream import Upstream
+from .batch_sampler import BatchSampler, SampledRow
+from .params import SamplingParams
+
+
+class Choice(NamedTuple):
+    """What a step chose.
+
+    Attributes:
+        step: the logits that it was chosen from.
+        tokens: of all rows, ``[B]``.
+        contexts: tokens that rows' own processors were given; to be computed with the step.
+        broken: rows whose processor or sampler raised, and what.
+    """
+
+    step: StepLogits
+    tokens: mx.array
+    contexts: list[mx.array]
+    broken: dict[int, Exception]
+
+
+class _Row(NamedTuple):
+    """A row of the batch; ``sampler`` and ``processors`` are what is called for it alone."""
+
+    request: Request
+    sampler: Sampler | None
+    processors: bool
+
+
+class TokenChoice:
+    """Samplers and processors that mlx-lm has made are computed for all rows together. Others are the caller's own:
+    they are called for their rows alone, and what they raise is those rows' failure.
+
+    Args:
+        upstream: of mlx-lm.
+    """
+
+    def __init__(self, upstream: Upstream) -> None:
+        self.upstream = upstream
+        self.sampler = BatchSampler()
+        self._rows: list[_Row] = []
+        self._vocab_size: int | None = None  # the rows' parameters go with it
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Rows join at the end. Their tokens up to the next input are in their caches."""
+        rows, sampled = [], []
+        for request in requests:
+            row, params = self._known(request)
+            rows.append(row)
+            if row.processors:
+                request.context = self.upstream.token_buffer(request.cached_tokens())
+            history = request.cached_tokens() if params.has_penalties else []
+            position = request.num_generated + (request.logits is not None)  # one may be chosen and not delivered
+            sampled.append(SampledRow(params, history, position))
+        self.sampler.add(sampled)
+        self._rows = [*self._rows, *rows]
+
+    def _known(self, request: Request) -> tuple[_Row, SamplingParams]:
+        chooses = self._usable(self.upstream.known_sampler(request.sampler))
+        changes = self._usable(self.upstream.known_processors(request.processors)) if request.processors else {}
+        params = SamplingParams(**(chooses or {}), **(changes or {}), seed=request.options.seed)
+        return _Row(request, request.sampler if chooses is None else None, changes is None), params
+
+    def _usable(self, fields: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """None for what cannot be used: mlx-lm's own function, called for its row alone, says what it does not like."""
+        if fields is None:
+            return None
+        try:
+            params = SamplingParams(**fields)
+            if self._vocab_size is not None:
+                params.check_words(self._vocab_size)
+        except ConfigError:
+            return None
+        return fields
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """All rows leave but these, ascending."""
+        self._rows = [self._rows[index] for index in indices]
+        self.sampler.keep(indices)
+
+    def clear(self) -> None:
+        self._rows = []
+        self.sampler = BatchSampler()
+
+    # Steps ----------------------------------------------------------------------------------------------------
+
+    def choose(self, logits: mx.array, inputs: mx.array) -> Choice:
+        """The next token of each row.
+
+        Args:
+            logits: of the step, ``[B, vocab]``.
+            inputs: the tokens that it was given, ``[B]``.
+        """
+        if self._vocab_size != logits.shape[-1]:
+            self._learn(logits.shape[-1])
+        broken: dict[int, Exception] = {}
+        logits, contexts = self._process(self.sampler.penalised(logits, inputs), inputs, broken)
+        step = StepLogits(logits)
+        return Choice(step, self._sample(logits, step, broken), contexts, broken)
+
+    def _learn(self, vocab_size: int) -> None:
+        """The first step has shown how many words there are: what was thought to be known before may be unusable."""
+        self._vocab_size = vocab_size
+        requests = [row.request for row in self._rows]
+        self.clear()
+        self.add(requests)
+
+    def _process(
+        self, logits: mx.array, inputs: mx.array, broken: dict[int, Exception]
+    ) -> tuple[mx.array, list[mx.array]]:
+        """Logits after the rows' own processors, and what these were given."""
+        contexts: list[mx.array] = []
+        if not any(row.processors for row in self._rows):
+            return logits, contexts
+        processed = []
+        for index, row in enumerate(self._rows):
+            sample = logits[index : index + 1]
+            if row.processors:
+                request = row.request
+                context = request.context.update_and_fetch(inputs[index : index + 1])
+                contexts.append(context)
+                try:
+                    for processor in request.processors:
+                        sample = processor(context, sample)
+                except Exception as error:
+                    broken[index] = error
+                    sample = logits[index : index + 1]
+            processed.append(sample)
+        return mx.concatenate(processed, axis=0), contexts
+
+    def _sample(self, logits: mx.array, step: StepLogits, broken: dict[int, Exception]) -> mx.array:
+        """The next token of each row, ``[B]``: together, but for one call of each sampler of rows' own."""
+        groups: dict[int, tuple[Sampler | None, list[int]]] = {}
+        for index, row in enumerate(self._rows):
+            groups.setdefault(id(row.sampler), (row.sampler, []))[1].append(index)
+        if len(groups) == 1:
+            ((sampler, rows),) = groups.values()
+            return self.sampler.sample(logits) if sampler is None else self._call(sampler, step, rows, broken)
+        order, found = [], []
+        for sampler, rows in groups.values():
+            order += rows
+            if sampler is None:
+                found.append(self.sampler.sample(logits[mx.array(rows)], rows))
+            else:
+                found.append(self._call(sampler, step, rows, broken))
+        return mx.concatenate(found)[mx.argsort(mx.array(order))]
+
+    def _call(self, sampler: Sampler, step: StepLogits, rows: list[int], broken: dict[int, Exception]) -> mx.array:
+        logprobs = step.logprobs()
+        try:
+            return sampler(logprobs if len(rows) == len(self._rows) else logprobs[mx.array(rows)])
+        except Exception as error:
+            if len(rows) == 1:
+                broken.setdefault(rows[0], error)
+                return mx.zeros((1,), mx.uint32)
+            return mx.concatenate([self._call(sampler, step, [row], broken) for row in rows])
