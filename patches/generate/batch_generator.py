@@ -16,6 +16,7 @@ from ...engine.engine import Engine
 from ...engine.request import Request, sequence_of
 from ...engine.request_options import RequestOptions
 from ...engine.row_by_row import RowByRowBatch
+from ...errors import ConfigError
 from ...kv.turn import Stepwise
 from ...prefix.store import PrefixStore
 from ...warn import warn_once
@@ -24,6 +25,7 @@ from ..cache.geometry import probe_geometry
 from ..cache.layer_cache import PagedLayerCache
 from ..cache.layout import name_of, pinned_in, reads_blocks_only, why_one_by_one
 from ..cache.prompt_cache import factory_of
+from . import known_samplers
 from .response import Response
 from .upstream import UPSTREAM
 
@@ -84,11 +86,14 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         """Queue requests, as in mlx-lm; ``options``, one for each, say what mlx-lm has no argument for.
 
         Raises:
-            RequestTooLargeError: one could never run; PromptCacheError: a cache handed in is not the model's.
+            RequestTooLargeError: one could never run; PromptCacheError: a cache handed in is not the model's;
+            ConfigError: a request has a seed that cannot be used.
             Nothing has been queued then.
         """
         rest = (all_tokens, samplers, logits_processors, stop_sequences)
         if self._engine is None:
+            if any(option.seed is not None for option in options or ()):
+                raise ConfigError("requests of a model whose batches are mlx-lm's own cannot have seeds")
             return list(super().insert_segments(segments, max_tokens, caches, *rest))
         with mx.stream(self._stream):
             fresh = self._factory()
@@ -224,6 +229,11 @@ def is_batched_here(fresh: Sequence[Any]) -> bool:
     """Whether the batch runs in this package's engine: always but for plain caches alone, which stay with mlx-lm. Its
     padded prefill corrupts states in models that do not mask it, and its batches forget which tokens are kept."""
     return not all(type(cache) is KVCache for cache in fresh)
+
+
+def seeds_rows(model: Any) -> bool:
+    """Whether requests in batches of the model can have seeds of their own (``RequestOptions.seed``)."""
+    return known_samplers.is_known() and is_batched_here(factory_of(model, None)())
 
 
 def decode_batch(model: Any, fresh: Sequence[Any]) -> DecodeBatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import dataclasses
 import gc
 import logging
 import signal
@@ -26,6 +27,7 @@ from ...serve.server_config import ServerConfig
 from ..cache.geometry import probe_geometry
 from ..cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
 from ..cache.pools import known_pool, pool_of
+from ..generate.batch_generator import seeds_rows
 from .answer_queue import AnswerQueue
 from .model_switch import Candidate, ModelKey
 from .prepared_request import PreparedRequest, RenderedTokenizer, check_sampling, has_images
@@ -294,6 +296,12 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         except Exception as error:
             queue.put(error)
         return True
+
+    def _is_batchable(self, args: Any) -> bool:
+        """mlx-lm's, but that a request with a seed runs beside others where its tokens do not depend on them."""
+        if args.seed is not None and not self._is_distributed and seeds_rows(self.model_provider.model):
+            args = dataclasses.replace(args, seed=None)
+        return bool(super()._is_batchable(args))
 
     def _serve_single(self, request: Any, stream: Any) -> None:
         with salted_store(self.prompt_cache, request[1].salt):

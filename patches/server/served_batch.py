@@ -19,6 +19,7 @@ from ..generate.batch_generator import PagedBatchGenerator
 from .answer_queue import AnswerQueue
 from .model_switch import ModelKey
 from .prepared_request import PreparedRequest
+from .wanted_logprobs import NOT_WANTED, ToldLogprobs, WantedLogprobs, told_logprobs
 
 if TYPE_CHECKING:
     from .response_generator import PagedResponseGenerator
@@ -31,7 +32,7 @@ class Served(NamedTuple):
     ctx: upstream.GenerationContext
     detokenizer: Any
     segment_types: list[str]
-    top_logprobs: int
+    wanted: WantedLogprobs | None
     salt: str | None
 
 
@@ -109,12 +110,11 @@ class ServedBatch:
             samplers=[upstream._make_sampler(args, tokenizer)],
             logits_processors=[upstream._make_logits_processors(args)],
             stop_sequences=[stop_sequences],
-            options=[RequestOptions(salt=request.salt)],
+            options=[RequestOptions(salt=request.salt, seed=args.seed)],
         )
         queue.counts_prompt = not self.generator.counts_prompt_tokens
-        self.served[uid] = Served(
-            queue, ctx, tokenizer.detokenizer, segment_types[::-1], args.top_logprobs, request.salt
-        )
+        wanted = WantedLogprobs.of(args)
+        self.served[uid] = Served(queue, ctx, tokenizer.detokenizer, segment_types[::-1], wanted, request.salt)
         queue.put(ctx)
         self._trim()
 
@@ -140,10 +140,18 @@ class ServedBatch:
                 self.served[response.uid].queue.put(tuple(response.progress))
         if not self.generator.shares_prefixes:
             self._save_segments(prompts)
+        asking = [(r, wanted) for r in generated if r.uid in self.served and (wanted := self.served[r.uid].wanted)]
+        try:
+            told = told_logprobs(asking, self.tokenizer)
+        except Exception as error:
+            told = {}
+            for response, _ in asking:
+                self.generator.remove([response.uid])
+                self._fail(response.uid, error)
         for response in generated:
             if response.uid in self.served:
                 try:
-                    self._deliver(response)
+                    self._deliver(response, told.get(response.uid, NOT_WANTED))
                 except Exception as error:
                     self.generator.remove([response.uid])
                     self._fail(response.uid, error)
@@ -173,7 +181,7 @@ class ServedBatch:
 
     # Inside ---------------------------------------------------------------------------------------------------
 
-    def _deliver(self, response: GenerationBatch.Response) -> None:
+    def _deliver(self, response: GenerationBatch.Response, told: ToldLogprobs) -> None:
         served = self.served[response.uid]
         detokenizer = served.detokenizer
         if self.generator.shares_prefixes:
@@ -182,11 +190,8 @@ class ServedBatch:
             detokenizer.add_token(response.token)
         if response.finish_reason is not None:
             detokenizer.finalize()
-        logprobs = response.logprobs
-        top = upstream._format_top_logprobs(logprobs, served.top_logprobs, self.tokenizer)
-        top = tuple(sorted(top, key=lambda each: -each["logprob"]))
         answer = upstream.Response(
-            detokenizer.last_segment, response.token, logprobs[response.token].item(), response.finish_reason, top
+            detokenizer.last_segment, response.token, told.logprob, response.finish_reason, told.top
         )
         served.queue.put(answer)
         if response.finish_reason is not None or served.queue.is_stopped:

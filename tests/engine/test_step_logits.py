@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.engine.step_logits import StepLogits
+from mlx_paged.engine.step_logits import StepLogits, TokenLogits
 
 
 def logits_of(dtype: mx.Dtype) -> mx.array:
@@ -25,16 +25,6 @@ def test_logprobs_are_normalised_logits_whoever_asks_first() -> None:
         np.testing.assert_allclose(np.array(step.logprobs()), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_the_first_of_a_ranking_is_the_first_of_the_logprobs(dtype: mx.Dtype) -> None:
-    """In 16 bits, logits that differ may be the same log-probability: the first of these counts."""
-    logits = mx.ones((1, 50), dtype)
-    logits[0, 7] = 1 + mx.finfo(dtype).eps
-    assert mx.argmax(logits).item() == 7
-    assert mx.argmax(StepLogits(logits).logprobs()).item() == 0
-    assert mx.argmax(StepLogits(logits).ranking()).item() == 0
-
-
 @pytest.mark.parametrize("is_normalised", [False, True])
 def test_a_kept_row_is_as_it_was_and_has_no_others(is_normalised: bool) -> None:
     step = StepLogits(logits_of(mx.float32))
@@ -43,3 +33,19 @@ def test_a_kept_row_is_as_it_was_and_has_no_others(is_normalised: bool) -> None:
     kept = step.kept(2)
     assert kept.logprobs().shape == (1, 50)
     np.testing.assert_array_equal(np.array(kept.row(0)), np.array(step.row(2)))
+
+
+def test_a_token_that_is_kept_holds_its_own_row_only() -> None:
+    mx.random.seed(0)
+    step = StepLogits(mx.random.normal((64, 100_000)))
+    tokens = [TokenLogits(step, index) for index in (3, 60)]
+    expected = [np.array(token.logprobs()) for token in tokens]
+    del step
+    before = mx.get_active_memory()
+    for token in tokens:
+        token.detach()
+        token.detach()
+    mx.synchronize()
+    assert mx.get_active_memory() < before - 60 * 400_000
+    for token, logprobs in zip(tokens, expected, strict=True):
+        np.testing.assert_array_equal(np.array(token.logprobs()), logprobs)

@@ -32,8 +32,8 @@ def penalised(logits: np.ndarray, params: SamplingParams, history: Sequence[int]
 
 
 def likely_words(x: np.ndarray, params: SamplingParams, *, xtc: bool, slack: float = 0.0) -> np.ndarray:
-    """Which words are left, by sorting. A positive ``slack`` lets those in that rounding could let in, a negative one only
-    those that it could not drop."""
+    """Which words are left, by sorting. A positive ``slack`` lets those in that rounding could let in, a negative one
+    only those that it could not drop."""
     kept = np.isfinite(x)
     probs = np.exp(x - x.max())
     if params.uses_top_p:

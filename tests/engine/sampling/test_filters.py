@@ -123,7 +123,7 @@ CHI_SQUARE = [
 
 @pytest.mark.parametrize("params", CHI_SQUARE, ids=str)
 def test_tokens_are_drawn_with_their_probabilities(params: SamplingParams) -> None:
-    """Chi-square of 40,000 tokens at fixed seeds: the sum of squares is near the number of words, within six deviations."""
+    """Chi-square of 40,000 tokens at fixed seeds: the sum is near the number of words, within six deviations."""
     num_rows, steps = 400, 100
     logits = logits_of(1, 11, spread=1.5)
     sampler = BatchSampler()
