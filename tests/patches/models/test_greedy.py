@@ -32,7 +32,7 @@ def batch_tokens(model: Any, prompts: list[list[int]], **options: Any) -> list[l
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("spread", [0.3, 1.0, 3.0])
 def test_the_largest_logit_is_chosen(dtype: mx.Dtype, spread: float) -> None:
-    """mlx-lm takes the first of the largest log-probabilities, which are rounded to the logits' dtype: in 16 bits, logits
+    """mlx-lm takes the first of the largest log-probabilities, rounded to the logits' dtype: in 16 bits, logits
     that differ may have the same. In float32 it is the same word."""
     mx.random.seed(0)
     logits = (mx.random.normal((256, 8000)) * spread).astype(dtype)
@@ -57,8 +57,8 @@ def is_tie(logprobs: mx.array, ours: mx.array, theirs: mx.array) -> bool:
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 def test_a_row_alone_in_a_batch_gives_the_tokens_of_a_solo_run(dtype: mx.Dtype) -> None:
-    """Of stock mlx-lm and under the patches, bit for bit, until mlx-lm's rounded log-probabilities are a tie. Random models
-    have many words that are nearly even."""
+    """Of stock mlx-lm and under the patches, bit for bit, until mlx-lm's rounded log-probabilities are a tie. Random
+    models have many words that are nearly even."""
     num_ties = 0
     for seed in range(4):
         model = build("llama", seed=seed, vocab_size=8000)

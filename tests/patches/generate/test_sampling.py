@@ -1,0 +1,251 @@
+"""Sampling in batches: whose samplers are known, seeds, and what a step computes, fetches and keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm import sample_utils
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.engine.request_options import RequestOptions
+from mlx_paged.engine.sampling import token_choice
+from mlx_paged.errors import RequestFailedError
+from mlx_paged.patches.generate.known_samplers import KNOWN, known_processors, known_sampler
+from mlx_paged.patches.registry import fingerprint
+from tests.support.models.batch_runs import generator, model_of
+from tests.support.models.builders import prompt_of
+
+NEW = 12
+
+
+@pytest.fixture(autouse=True)
+def patched() -> Iterator[None]:
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    yield
+    mlx_paged.remove_patches()
+
+
+def prompts_of(count: int) -> list[list[int]]:
+    return [prompt_of(5 + 3 * (index % 4), seed=index).tolist() for index in range(count)]
+
+
+def answers(
+    gen: Any, prompts: Sequence[list[int]], between: Callable[[Any, int], None] = lambda gen, step: None, **options: Any
+) -> list[list[int]]:
+    uids = gen.insert_segments([[prompt] for prompt in prompts], [NEW] * len(prompts), **options)
+    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+    step = 0
+    while responses := gen.next_generated():
+        for response in responses:
+            tokens[response.uid].append(response.token)
+        between(gen, step)
+        step += 1
+    return [tokens[uid] for uid in uids]
+
+
+# What is recognised -----------------------------------------------------------------------------------------------
+
+
+def test_what_mlx_lm_makes_is_read_back() -> None:
+    assert known_sampler(make_sampler(0.0)) == {} == known_sampler(sample_utils.greedy_sampler)
+    everything = make_sampler(0.7, 0.9, 0.05, 2, 40, 0.5, 0.2, [3])
+    assert known_sampler(everything) == {
+        **{"temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "min_tokens_to_keep": 2, "top_k": 40},
+        **{"xtc_probability": 0.5, "xtc_threshold": 0.2, "xtc_special_tokens": [3]},
+    }
+    assert known_sampler(make_sampler(1.5, top_p=1.0)) == {"temperature": 1.5}
+    penalties = {"repetition_penalty": 1.1, "repetition_context_size": 7, "frequency_penalty": 0.5}
+    found = known_processors(make_logits_processors({5: 1.5}, **penalties))
+    assert found == {**penalties, "frequency_context_size": 20, "logit_bias": {5: 1.5}}
+    assert known_processors([]) == {}
+
+
+def test_what_others_make_is_theirs() -> None:
+    def sampler(logprobs: mx.array) -> mx.array:
+        return mx.argmax(logprobs, axis=-1)
+
+    assert known_sampler(sampler) is None
+    assert known_sampler(lambda x: sample_utils.apply_top_p(x, 0.5)) is None
+    assert known_processors([lambda tokens, logits: logits]) is None
+    ours = make_logits_processors({5: 1.5}, 1.1)
+    assert known_processors(ours[::-1]) is None and known_processors([*ours, ours[1]]) is None
+    assert all(fingerprint(getattr(sample_utils, name)) == known for name, known in KNOWN.items())
+
+
+def test_parameters_that_mlx_lm_refuses_fail_their_row_alone() -> None:
+    gen = generator(model_of("llama"))
+    samplers = [make_sampler(0.0), make_sampler(1.0, top_k=10**6), make_sampler(0.0), make_sampler(1.0, min_p=2.0)]
+    prompts = prompts_of(4)
+    expected = answers(generator(model_of("llama")), prompts[:1])
+    uids = gen.insert(prompts, [NEW] * 4, samplers=samplers)
+    failed, tokens = {}, []
+    while True:
+        try:
+            responses = gen.next_generated()
+        except RequestFailedError as error:
+            failed[error.uid] = str(error)
+            continue
+        if not responses:
+            break
+        tokens += [response.token for response in responses if response.uid == uids[0]]
+    assert set(failed) == {uids[1], uids[3]} and "top_k" in failed[uids[1]] and "min_p" in failed[uids[3]]
+    assert tokens == expected[0]
+
+
+# Seeds ------------------------------------------------------------------------------------------------------------
+
+SETTINGS = [
+    (make_sampler(1.0), []),
+    (make_sampler(0.8, top_p=0.9), make_logits_processors(repetition_penalty=1.3)),
+    (make_sampler(1.2, top_k=30, min_p=0.01), make_logits_processors({3: 2.0}, frequency_penalty=0.3)),
+    (make_sampler(1.0, xtc_probability=0.5, xtc_threshold=0.01), []),
+]
+
+
+def seeded(count: int) -> dict[str, Any]:
+    chosen = [SETTINGS[index % 4] for index in range(count)]
+    return {
+        "samplers": [sampler for sampler, _ in chosen],
+        "logits_processors": [processors for _, processors in chosen],
+        "options": [RequestOptions(seed=1000 + index // 3) for index in range(count)],
+    }
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch() -> None:
+    model, prompts, options = model_of("llama"), prompts_of(32), seeded(32)
+    whole = answers(generator(model), prompts, **options)
+    for size in (1, 2, 8):
+        for first in range(0, 32, size) if size > 1 else (0, 1, 2, 3, 31):
+            part = slice(first, first + size)
+            mx.random.seed(first)  # plays no part
+            of_part = {name: values[part] for name, values in options.items()}
+            assert answers(generator(model), prompts[part], **of_part) == whole[part], (size, first)
+    assert len({tuple(tokens) for tokens in whole}) == 32
+
+
+def test_a_seed_gives_the_same_tokens_after_making_room() -> None:
+    model, prompts, options = model_of("llama"), prompts_of(4), seeded(4)
+    expected = answers(generator(model), prompts, **options)
+
+    def make_room(gen: Any, step: int) -> None:
+        running = gen._engine.scheduler.running
+        if step % 3 == 1 and len(running) > 1:
+            gen._engine.scheduler.preempt(running[step % len(running)])
+
+    gen = generator(model)
+    assert answers(gen, prompts, make_room, **options) == expected
+    assert gen.preemptions >= 3
+
+
+def test_rows_without_a_seed_draw_from_the_global_state() -> None:
+    model, prompts = model_of("llama"), prompts_of(3)
+    options = {
+        "samplers": [make_sampler(1.0)] * 3,
+        "options": [RequestOptions(), RequestOptions(seed=4), RequestOptions()],
+    }
+    runs = []
+    for seed in (1, 1, 2):
+        mx.random.seed(seed)
+        runs.append(answers(generator(model), prompts, **options))
+    assert runs[0] == runs[1]
+    assert runs[0][1] == runs[2][1] and runs[0][0] != runs[2][0] and runs[0][2] != runs[2][2]
+
+
+def test_a_callers_own_sampler_runs_beside_the_others() -> None:
+    model, prompts = model_of("llama"), prompts_of(4)
+    options = seeded(4)
+    expected = answers(generator(model), prompts, **options)
+    shapes: list[tuple[int, ...]] = []
+
+    def own(logprobs: mx.array) -> mx.array:
+        shapes.append(logprobs.shape)
+        np.testing.assert_allclose(np.exp(np.array(logprobs)).sum(axis=-1), 1.0, rtol=1e-4)
+        return mx.full((logprobs.shape[0],), 7, mx.uint32)
+
+    found = answers(generator(model), prompts, **{**options, "samplers": [*options["samplers"][:3], own]})
+    assert found == [*expected[:3], [7] * NEW]
+    assert {shape[0] for shape in shapes} == {1}
+
+
+# What a step does -------------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """Counts what is evaluated, fetched and normalised."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counts = {"eval": 0, "async_eval": 0, "logsumexp": 0, "array": 0}
+        for name in ("eval", "async_eval", "logsumexp"):
+            monkeypatch.setattr(mx, name, self._counting(name, getattr(mx, name)))
+
+    def _counting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.counts[name] += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+
+@pytest.mark.parametrize("setting", [*range(4), "greedy"])
+def test_a_step_is_evaluated_once_fetched_once_and_never_normalised(
+    setting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, processors = (make_sampler(0.0), []) if setting == "greedy" else SETTINGS[setting]
+    gen = generator(model_of("llama"))
+    gen.insert(prompts_of(3), [40] * 3, samplers=[sampler] * 3, logits_processors=[processors] * 3)
+    for _ in range(4):
+        gen.next_generated()
+    watch = Watch(monkeypatch)
+    fetched = 0
+
+    def as_ints(tokens: mx.array) -> list[int]:
+        nonlocal fetched
+        fetched += 1
+        return tokens.tolist()  # type: ignore[return-value]
+
+    monkeypatch.setattr("mlx_paged.engine.decode_batch._as_ints", as_ints)
+    for _ in range(5):
+        gen.next_generated()
+    assert watch.counts == {"eval": 0, "async_eval": 5, "logsumexp": 0, "array": 0} and fetched == 5
+
+
+def test_parameters_become_arrays_when_the_rows_change_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    original = token_choice.BatchSampler._settle
+    monkeypatch.setattr(token_choice.BatchSampler, "_settle", lambda self: (made.append(self), original(self))[1])
+    gen = generator(model_of("llama"))
+    gen.insert(prompts_of(2), [30] * 2, samplers=[make_sampler(1.0, 0.9), make_sampler(0.5)])
+    for _ in range(5):
+        gen.next_generated()
+    before = len(made)
+    for _ in range(10):
+        gen.next_generated()
+    assert len(made) == before
+
+
+def test_responses_that_are_kept_hold_their_own_rows_only() -> None:
+    model = model_of("llama")
+    vocab, batch, steps = model.args.vocab_size, 16, 30
+    gen = generator(model)
+    gen.insert([prompt_of(4, seed=index).tolist() for index in range(batch)], [steps] * batch)
+    kept, others = [], []
+    for _ in range(steps // 2):
+        responses = gen.next_generated()
+        kept.append(responses[3])
+        others.append(np.array(responses[3].logprobs))
+    del responses
+    gen.next_generated()
+    steps_held = {id(response._logprobs._step) for response in kept}
+    sizes = [response._logprobs._step._values.shape for response in kept]
+    assert sizes[:-2] == [(1, vocab)] * (len(kept) - 2) and len(steps_held) == len(kept)
+    for response, logprobs in zip(kept, others, strict=True):
+        np.testing.assert_array_equal(np.array(response.logprobs), logprobs)
+    while gen.next_generated():
+        pass
+    assert all(response._logprobs._step._values.shape == (1, vocab) for response in kept)
