@@ -111,7 +111,7 @@ check-gpu: $(DEV_STAMP)
 
 compile-metal: $(DEV_STAMP)
 	$(PY) scripts/dump_kernels.py $(METAL)
-	$(PY) scripts/compile_metal.py $(METAL)
+	$(PY) scripts/support/compile_metal.py $(METAL)
 
 test-models: $(DEV_STAMP)
 	$(PY) -m pytest -n $(PYTEST_JOBS) -m models $(PYTEST_ARGS) tests/patches/models/test_models.py

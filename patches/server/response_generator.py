@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import dataclasses
 import gc
 import logging
 import signal
@@ -27,12 +26,11 @@ from ...serve.server_config import ServerConfig
 from ..cache.geometry import probe_geometry
 from ..cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
 from ..cache.pools import known_pool, pool_of
-from ..generate.batch_generator import seeds_rows
 from .answer_queue import AnswerQueue
 from .model_switch import Candidate, ModelKey
 from .prepared_request import PreparedRequest, RenderedTokenizer, check_sampling, has_images
 from .prompt_job import PROCESS, make_prompt
-from .served_batch import ServedBatch
+from .served_batch import ServedBatch, batched_args
 from .tidying import Tidying
 
 POLL_SECONDS = 0.25  # between looks at whether a client is still there
@@ -298,10 +296,8 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         return True
 
     def _is_batchable(self, args: Any) -> bool:
-        """mlx-lm's, but that a request with a seed runs beside others where its tokens do not depend on them."""
-        if args.seed is not None and not self._is_distributed and seeds_rows(self.model_provider.model):
-            args = dataclasses.replace(args, seed=None)
-        return bool(super()._is_batchable(args))
+        model = None if self._is_distributed else self.model_provider.model
+        return bool(super()._is_batchable(batched_args(args, model)))
 
     def _serve_single(self, request: Any, stream: Any) -> None:
         with salted_store(self.prompt_cache, request[1].salt):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
@@ -15,7 +16,7 @@ from ...prefix.store import NoPrefixStore, PrefixStore
 from ...serve.report.server_stats import ServerStats
 from ..cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
 from ..cache.pools import pool_of
-from ..generate.batch_generator import PagedBatchGenerator
+from ..generate.batch_generator import PagedBatchGenerator, seeds_rows
 from .answer_queue import AnswerQueue
 from .model_switch import ModelKey
 from .prepared_request import PreparedRequest
@@ -243,6 +244,14 @@ class ServedBatch:
         if cli_args.prompt_cache_bytes is not None:
             active = self.generator.prompt_cache_nbytes
             self.prompt_cache.trim_to(n_bytes=cli_args.prompt_cache_bytes - active)
+
+
+def batched_args(args: upstream.GenerationArguments, model: nn.Module | None) -> upstream.GenerationArguments:
+    """What mlx-lm is to decide by whether a request can be batched: it takes a seed for a reason against it, and so it
+    is where rows of the model (None: of several ranks) cannot have seeds."""
+    if args.seed is None or model is None or not seeds_rows(model):
+        return args
+    return dataclasses.replace(args, seed=None)
 
 
 def _without(segments: list[list[int]], types: list[str], num_cached: int) -> tuple[list[list[int]], list[str]]:

@@ -1,5 +1,5 @@
-"""scripts/dump_kernels.py and scripts/compile_metal.py: the texts are those that MLX would compile, and what Apple's
-compiler would say of them. libclang stands in for it, and a fake xcrun for the program."""
+"""scripts/dump_kernels.py and scripts/support/compile_metal.py: the texts are those that MLX would compile, and what
+Apple's compiler would say of them. libclang stands in for it, and a fake xcrun for the program."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{name}_under_test", SCRIPTS / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"{Path(name).name}_under_test", SCRIPTS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # its types are looked up there
@@ -35,7 +35,7 @@ def _load(name: str) -> ModuleType:
 
 
 dump_kernels = _load("dump_kernels")
-compile_metal = _load("compile_metal")
+compile_metal = _load("support/compile_metal")
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_ci_compiles_the_texts_and_keeps_the_doctors_report() -> None:
         text=True,
         check=True,
     ).stdout
-    assert "scripts/dump_kernels.py metal\n" in planned and "scripts/compile_metal.py metal\n" in planned
+    assert "scripts/dump_kernels.py metal\n" in planned and "scripts/support/compile_metal.py metal\n" in planned
     assert not compiling.get("continue-on-error")
     (checking,) = (step for step in jobs["macos-metal"]["steps"] if "check-gpu" in step.get("run", ""))
     assert checking["continue-on-error"] and checking["env"] == {"MTL_SHADER_VALIDATION": "1"}

@@ -1,6 +1,6 @@
 """Compile the texts that scripts/dump_kernels.py wrote with Apple's compiler; needs macOS with Xcode, and no GPU.
 
-    python scripts/compile_metal.py FOLDER [--std metal3.1] [--std metal3.2]
+    python scripts/support/compile_metal.py FOLDER [--std metal3.1] [--std metal3.2]
 
 Exits with 1 if a text has an error, a warning, or an array in private memory: an ``alloca`` that is left in its
 AIR is memory that every thread reads and writes in place of registers.
