@@ -1,0 +1,50 @@
+"""Sampling options over HTTP: seeds beside other requests, log-probabilities for those who ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.processes.server_process import ServerProcess
+
+pytestmark = pytest.mark.demo_model
+
+
+@pytest.fixture(scope="module")
+def server(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder)
+    process = ServerProcess(folder, tmp_path_factory.mktemp("server"), "--log-level", "WARNING")
+    yield process
+    assert process.stop() == 0, process.log
+    assert "Traceback" not in process.log, process.log
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2, "repetition_context_size": 0},
+    {"temperature": 1.2, "top_k": 40, "frequency_penalty": 0.2},
+    {"temperature": 1.0, "min_p": 0.02, "presence_penalty": 0.5, "logprobs": True, "top_logprobs": 2},
+]
+
+
+def text(server: ServerProcess, index: int) -> str:
+    messages = [{"role": "user", "content": f"Question {index % 3}?"}]
+    answer = server.chat(messages, max_tokens=12, seed=index // 2, **OPTIONS[index % 4])
+    logprobs = answer["choices"][0].get("logprobs")
+    if "logprobs" in OPTIONS[index % 4]:
+        assert all(len(token["top_logprobs"]) == 2 and token["logprob"] < 0 for token in logprobs["content"])
+    else:
+        assert not logprobs
+    return str(answer["choices"][0]["message"].get("content"))
+
+
+def test_seeds_give_the_same_answers_alone_and_at_once(server: ServerProcess) -> None:
+    alone = [text(server, index) for index in range(12)]
+    assert len(set(alone)) == 12
+    with ThreadPoolExecutor(12) as clients:
+        assert list(clients.map(lambda index: text(server, index), range(12))) == alone
