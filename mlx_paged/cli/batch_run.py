@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TextIO
 
 import mlx.core as mx
 
+from ..engine.request_options import RequestOptions
 from ..errors import ConfigError, PromptsFileError, RequestFailedError
 from ..model_folder import tell_if_unbounded
 from ..serve.stops.stopped_tokens import StoppedTokens
@@ -170,8 +171,9 @@ class BatchRun:
         self.sampling = sampling
         self.stream = stream
         missing = list(results.missing())
-        # What a seed gives must not depend on who else draws: these run one at a time, at the end.
-        seeded = [p for p in missing if "seed" in p.sampling and sampling.draws(p.sampling)]
+        # What a seed gives must not depend on who else draws. In mlx-lm's own batches they run one at a time, at the end.
+        self._seeds_rows = bool(getattr(generator, "seeds_rows", False))
+        seeded = [p for p in missing if "seed" in p.sampling and sampling.draws(p.sampling) and not self._seeds_rows]
         alone = {prompt.index for prompt in seeded}
         self._waiting = deque(prompt for prompt in missing if prompt.index not in alone)
         self._seeded = deque(seeded)
@@ -225,12 +227,15 @@ class BatchRun:
             tokens = self._tokenise(prompt)
             stop = prompt.sampling.get("stop", ())
             answer = StoppedTokens(self.tokenizer, [stop] if isinstance(stop, str) else stop)
-            (uid,) = self.generator.insert(
-                [tokens],
-                [most],
-                samplers=[self.sampling.sampler(prompt.sampling)],
-                logits_processors=[self.sampling.processors(prompt.sampling)],
-            )
+            chosen: dict[str, Any] = {
+                "samplers": [self.sampling.sampler(prompt.sampling)],
+                "logits_processors": [self.sampling.processors(prompt.sampling)],
+            }
+            if self._seeds_rows:
+                options = [RequestOptions(seed=prompt.sampling.get("seed"))]
+                (uid,) = self.generator.insert_segments([[tokens]], [most], **chosen, options=options)
+            else:
+                (uid,) = self.generator.insert([tokens], [most], **chosen)
         except Exception as error:  # templates are the model's and raise what they like
             self.results.add(prompt, error=f"{type(error).__name__}: {error}")
             return

@@ -173,6 +173,11 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         return self._engine is not None and self._engine.sharing is not None
 
     @property
+    def seeds_rows(self) -> bool:
+        """Whether requests can have seeds of their own (``RequestOptions.seed``)."""
+        return self._engine is not None and known_samplers.is_known()
+
+    @property
     def has_windows(self) -> bool:
         """Whether prefixes are only found at the ends of segments and chunks, where a window or a state was kept."""
         return self._engine is not None and self._engine.sharing is not None and self._engine.sharing.has_windows
