@@ -171,7 +171,7 @@ class BatchRun:
         self.sampling = sampling
         self.stream = stream
         missing = list(results.missing())
-        # What a seed gives must not depend on who else draws. In mlx-lm's own batches they run one at a time, at the end.
+        # What a seed gives must not depend on who else draws: in mlx-lm's own batches they run alone, at the end.
         self._seeds_rows = bool(getattr(generator, "seeds_rows", False))
         seeded = [p for p in missing if "seed" in p.sampling and sampling.draws(p.sampling) and not self._seeds_rows]
         alone = {prompt.index for prompt in seeded}
