@@ -79,6 +79,18 @@ __device__ inline float value_of(unsigned word, int high) {
   memcpy(&value, &bits, 2);
   return static_cast<float>(value);
 }
+// Of a product's PG groups of values, side by side, that of lane c's columns: its scale, or with first the number of groups its bias.
+template <class T, int PG, int N>
+__device__ inline float factor_of(const unsigned (&factors)[N], int first, int product, int c) {
+  const int at = first + product * PG;
+  if constexpr (PG == 1) {
+    return value_of<T>(factors[at / 2], at % 2);
+  } else if constexpr (PG == 2) {
+    return value_of<T>(factors[at / 2], c / 2);
+  } else {
+    return value_of<T>(c < 2 ? factors[at / 2] : factors[at / 2 + 1], c % 2);
+  }
+}
 // Powers of two that take numbers of up to such a size, 0 and more, to less than 2^15, and back.
 __device__ inline unsigned exponent_of(float most) {
   const unsigned exponent = word_of(most) >> 23;

@@ -7,7 +7,7 @@ auto finish = [&](int head, int at, State whole, float4 o) {
   for (int i = 0; i < 4; i++) {
     const int place = at * 4 + i;
     const int k = place / 8;
-    out[(line0 + head * q_len) * DV + k / VD * GS + place % 8 * VD + k % VD] = static_cast<T>(values[i] / whole.l);
+    out[(line0 + head * q_len) * DV + k / VD * (VD * 8) + place % 8 * VD + k % VD] = static_cast<T>(values[i] / whole.l);
   }
 };
 
@@ -19,7 +19,7 @@ if (first <= last) {
   float gain[NT][2];
   UNROLL
   for (int n = 0; n < NT; n++) {
-    const int head = n * 8 + r;
+    const int head = n * 8 + r % COLUMNS;
     uint4 raw[KG][GS / 32];
     float most = 0.0f;
     UNROLL
@@ -73,7 +73,7 @@ if (first <= last) {
   }
   float acc[NT][TILES][4];
   // Sums over a lane's tokens, for heads 2c and 2c + 1: p b, and the rounded weights, of which codes' offsets added that many.
-  float plus[NT][VG][2], added[NT][VG][2];
+  float plus[NT][VP][2], added[NT][VP][2];
   float m[NT][2], l[NT][2];
 
   const int first_chunk = lo / CHUNK;
@@ -99,7 +99,7 @@ if (first <= last) {
     return first + static_cast<int64_t>(id) * stride + static_cast<int64_t>(at) * bytes;
   };
   unsigned keys[U][2][KG][KW];       // tokens r of each half
-  unsigned values[U][4][VG][VW];     // tokens 2c, 2c + 1 of each half
+  unsigned values[U][4][VP][VW];     // tokens 2c, 2c + 1 of each half
   unsigned key_factors[U][2][KG];    // tokens r of each half: scales, then biases
   unsigned value_factors[U][2][VG];
   auto load_keys = [&](int chunk, const int (&ids)[U * 2]) {
@@ -118,7 +118,7 @@ if (first <= last) {
       const int at = slot(chunk * CHUNK + i / 2 * 8 + c * 2 + i % 2);
       const char* codes = row_of(v_codes, v_stride, ids[i / 2], at, VC * 4);
       UNROLL
-      for (int g = 0; g < VG; g++) {
+      for (int g = 0; g < VP; g++) {
         if (VD * VBITS < 32) {
           values[i / 4][i % 4][g][0] = stream_half_word(reinterpret_cast<const unsigned short*>(codes) + g * 8);
         } else {
@@ -156,7 +156,7 @@ if (first <= last) {
       UNROLL
       for (int i = 0; i < TILES * 4; i++) acc[n][i / 4][i % 4] = 0.0f;
       UNROLL
-      for (int i = 0; i < VG * 2; i++) plus[n][i / 2][i % 2] = added[n][i / 2][i % 2] = 0.0f;
+      for (int i = 0; i < VP * 2; i++) plus[n][i / 2][i % 2] = added[n][i / 2][i % 2] = 0.0f;
       m[n][0] = m[n][1] = NOTHING;
       l[n][0] = l[n][1] = 0.0f;
     }
@@ -244,7 +244,7 @@ if (first <= last) {
           UNROLL
           for (int i = 0; i < TILES * 4; i++) acc[n][i / 4][i % 4] *= shrink[n][i % 2];
           UNROLL
-          for (int i = 0; i < VG * 2; i++) {
+          for (int i = 0; i < VP * 2; i++) {
             plus[n][i / 2][i % 2] *= shrink[n][i % 2];
             added[n][i / 2][i % 2] *= shrink[n][i % 2];
           }
@@ -261,20 +261,20 @@ if (first <= last) {
         UNROLL
         for (int i = 0; i < NT * TILES * 4; i++) acc[i / (TILES * 4)][i / 4 % TILES][i % 4] *= power_of_two(range, exponent);
         UNROLL
-        for (int i = 0; i < NT * VG * 2; i++) added[i / (VG * 2)][i / 2 % VG][i % 2] *= power_of_two(range, exponent);
+        for (int i = 0; i < NT * VP * 2; i++) added[i / (VP * 2)][i / 2 % VP][i % 2] *= power_of_two(range, exponent);
         range = exponent;
       }
 
       UNROLL
       for (int u = 0; u < U; u++) {
         UNROLL
-        for (int g = 0; g < VG; g++) {
+        for (int g = 0; g < VP; g++) {
           // Rows of 8 tokens x 8 heads become, transposed, the B fragment: column (head) r, tokens 2c and 2c + 1.
           unsigned weight[NT][2];
           UNROLL
           for (int half = 0; half < 2; half++) {
             const auto& factors = value_factors[u][half];
-            const float scale = value_of<T>(factors[g / 2], g % 2), bias = value_of<T>(factors[(VG + g) / 2], (VG + g) % 2);
+            const float scale = factor_of<T, PG>(factors, 0, g, c), bias = factor_of<T, PG>(factors, VG, g, c);
             const float ranged = scale * to_half_range(range);
             UNROLL
             for (int n = 0; n < NT; n++) {
@@ -314,11 +314,11 @@ if (first <= last) {
 
     // What offsets added goes, and the biases' part comes.
     UNROLL
-    for (int i = 0; i < NT * VG * 2; i++) {
+    for (int i = 0; i < NT * VP * 2; i++) {
       UNROLL
       for (int lanes = 4; lanes < 32; lanes *= 2) {
-        plus[i / (VG * 2)][i / 2 % VG][i % 2] += simd_shuffle_xor(plus[i / (VG * 2)][i / 2 % VG][i % 2], lanes);
-        added[i / (VG * 2)][i / 2 % VG][i % 2] += simd_shuffle_xor(added[i / (VG * 2)][i / 2 % VG][i % 2], lanes);
+        plus[i / (VP * 2)][i / 2 % VP][i % 2] += simd_shuffle_xor(plus[i / (VP * 2)][i / 2 % VP][i % 2], lanes);
+        added[i / (VP * 2)][i / 2 % VP][i % 2] += simd_shuffle_xor(added[i / (VP * 2)][i / 2 % VP][i % 2], lanes);
       }
     }
     UNROLL
