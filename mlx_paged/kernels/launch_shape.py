@@ -134,8 +134,8 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
         head_round = max(1, min(variant.gqa, floats // (4 * variant.value_dim)))
         groups = (4 if widest <= 64 else 3 if widest <= 128 else 2) - (variant.gqa > 8)
         unroll = _tensor_unroll(variant, widest)
-        if unroll == 2 and widest > 64 and variant.pages is not None and variant.pages.k.bits == 8:
-            groups = 2  # more registers each: measured on an NVIDIA H200 (docs/adr/0027)
+        if 64 < widest <= 128 and variant.pages is not None and variant.pages.k.bits == 8:
+            groups = _groups_of_codes(variant, unroll)
         return LaunchShape(8, 4, unroll, 1, head_round, 4, groups=groups)
     if variant.body in LATENT_BODIES:
         return _latent_shape(variant, cores)
@@ -187,7 +187,21 @@ def _tensor_unroll(variant: Variant, widest: int) -> int:
         return 2
     pages = variant.pages
     has_room = pages is not None and pages.k.group_size >= 64 and widest <= 128 and variant.gqa <= 8
-    return 2 if has_room else 1
+    return 2 if has_room and not _is_short(variant) else 1
+
+
+def _is_short(variant: Variant) -> bool:
+    """Whether more thread groups, of shorter chunks, are faster: where products have no column without a head."""
+    pages = variant.pages
+    return pages is not None and pages.k.bits == pages.v.bits == 8 and variant.gqa <= 4
+
+
+def _groups_of_codes(variant: Variant, unroll: int) -> int:
+    """Thread groups of a core for keys of 8 bits in heads of 96 to 128, which need more registers each: measured on an
+    NVIDIA H200 (docs/adr/0027)."""
+    if unroll == 2:
+        return 3 if variant.gqa <= 4 else 2
+    return (4 if _is_short(variant) else 3) - (variant.gqa > 8)
 
 
 @lru_cache(maxsize=4096)

@@ -47,6 +47,7 @@ inline uint transpose8x8(uint x, int line = __builtin_LINE()) {
 inline uint select_bits(uint word, uint mask, uint bits) { return (word & mask) | bits; }
 template <int N, bool WHOLE>
 inline void stream_words(const uint* source, uint* target) {
+  static_assert(N == 1 || N == 2 || N == 4);
   if (reinterpret_cast<uint64_t>(source) % (N * 4)) msl_rt::fail("words at an odd address");
   for (int i = 0; i < N; i++) target[i] = source[i];
 }

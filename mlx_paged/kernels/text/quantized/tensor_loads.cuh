@@ -15,6 +15,7 @@ __device__ inline unsigned select_bits(unsigned word, unsigned mask, unsigned bi
 // N words that are read once. WHOLE: by lanes that read whole sectors together, so that L1 need not keep the rest of one.
 template <int N, bool WHOLE>
 __device__ inline void stream_words(const unsigned* source, unsigned* target) {
+  static_assert(N == 1 || N == 2 || N == 4);
   if constexpr (N == 4) {
     const uint4 x = stream_load(source);
     target[0] = x.x, target[1] = x.y, target[2] = x.z, target[3] = x.w;

@@ -15,7 +15,8 @@ constexpr int KC = D * KBITS / 32;   // words of a row's codes; its scales and b
 constexpr int VC = DV * VBITS / 32;
 constexpr int KW = GS * KBITS / 128;                          // words of a lane and group of a key row
 constexpr int KL = KW < 4 ? KW : 4;                           // of one load
-constexpr int PG = VG % 4 == 0 && G <= 2 ? 4 : VG % 2 == 0 && G <= 4 ? 2 : 1;
+constexpr int MOST = 1024 / (GS * VBITS);  // groups of which an eighth is a load of 16 bytes
+constexpr int PG = VG % 4 == 0 && G <= 2 && MOST >= 4 ? 4 : VG % 2 == 0 && G <= 4 && MOST >= 2 ? 2 : 1;
 constexpr int COLUMNS = 8 / PG;      // of a group, if there are several
 constexpr int VP = VG / PG;          // products of a value row
 constexpr int VD = GS * PG / 8;      // dims of a lane and product of a value row
