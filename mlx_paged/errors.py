@@ -97,6 +97,10 @@ class RequestFailedError(PagedCacheError, RuntimeError):
         return cls(uid, without_frames(cause))
 
 
+class GrammarError(PagedCacheError, ValueError):
+    """A grammar for answers cannot be used, or an answer cannot be followed by it."""
+
+
 class PromptsFileError(PagedCacheError, ValueError):
     """A file of prompts, or of their results, cannot be used."""
 

@@ -15,6 +15,7 @@ from ..cache.batch_tables import BatchTables, FailedRow
 from ..cache.composites import leaves, with_leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..kv.pool import BlockPool
+from .grammar.token_mask import constrain
 from .request import Request
 from .sampling.token_choice import TokenChoice
 from .step_logits import TokenLogits
@@ -202,8 +203,8 @@ class DecodeBatch:
     def step(self) -> list[Delivery]:
         """Dispatch the next token of every row, then return the ones computed by the step before.
 
-        :meth:`reserve` must have succeeded. A row whose computation, processor or sampler raises is in ``failed``
-        afterwards, for the caller to take out; the others go on.
+        :meth:`reserve` must have succeeded. A row whose computation, grammar, processor or sampler raises is in
+        ``failed`` afterwards, for the caller to take out; the others go on.
         """
         self.let_go()
         logits = self._forward()
@@ -211,13 +212,15 @@ class DecodeBatch:
             return []
         inputs = self._inputs
         assert inputs is not None
+        logits, tokens, unanswerable = self._constrain(logits, inputs)
         step, sampled, contexts, broken = self.choice.choose(logits, inputs)
+        broken = unanswerable | broken
         # States and offsets that no layer happens to read would otherwise become chains, a few nodes a step.
         states = [cache.state for cache in self._caches if not (cache is None or _is_paged(cache))]
         mx.async_eval(sampled, contexts, states)
         self._inputs = sampled
         deliveries = []
-        for index, (row, token) in enumerate(zip(self.rows, _as_ints(inputs), strict=True)):
+        for index, (row, token) in enumerate(zip(self.rows, tokens or _as_ints(inputs), strict=True)):
             if row.logits is not None:
                 row.source.append(token)
                 deliveries.append(Delivery(row, token, TokenLogits(*row.logits)))
@@ -289,6 +292,15 @@ class DecodeBatch:
         """A step failed as a whole: no row's state is known any more."""
         self.failed += [(row, error) for row in self.rows]
         self._clear()
+
+    def _constrain(self, logits: mx.array, inputs: mx.array) -> tuple[mx.array, list[int], dict[int, Exception]]:
+        """Logits of what the rows' grammars allow; the inputs, if they had to be read; the rows whose grammar raised."""
+        if all(row.grammar is None for row in self.rows):
+            return logits, [], {}
+        mx.async_eval(logits)  # goes on while the inputs, of the step before, are looked at
+        tokens = _as_ints(inputs)
+        logits, unanswerable = constrain(logits, self.rows, tokens)
+        return logits, tokens, unanswerable
 
 
 def _elements(x: mx.array, indices: Sequence[int]) -> mx.array:

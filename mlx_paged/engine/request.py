@@ -46,6 +46,7 @@ class Request:
         undelivered: the next token and where its log-probabilities are, when neither is in a batch; see ``logits``.
         logits: step and row that the next token was sampled from; None as long as nothing was sampled.
         context: its tokens, for its processors; None outside of a batch or without any.
+        grammar: what it may go on with; None: anything. Knows the tokens that were delivered and no others.
         alone: its prompt is computed in calls of its own, because one with others failed.
         common: tokens that its own and those of other requests, by uid, begin with alike, where they differ after them.
     """
@@ -95,6 +96,7 @@ class Request:
         self.undelivered: int | None = None
         self.logits: tuple[StepLogits, int] | None = None
         self.context: Any = None
+        self.grammar = None if options.grammar is None else options.grammar.start()
         self.alone = False
         self.common: dict[int, int] = {}
         self._known: tuple[list[Any] | None, SequenceTables | None] = (None, None)  # caches, and the tables behind them

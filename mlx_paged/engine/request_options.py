@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import NamedTuple
 
+from .grammar.compiled_grammar import CompiledGrammar
+
 
 class RequestOptions(NamedTuple):
     """Of one request.
@@ -13,7 +15,9 @@ class RequestOptions(NamedTuple):
         salt: only requests with the same one share prefixes.
         seed: the answer's tokens are a function of it and of the logits, whoever else is in the batch; None draws from
             ``mx.random``'s state. It needs a sampler of mlx-lm's ``make_sampler``; others draw as they do.
+        grammar: what its answer has to be; None: anything.
     """
 
     salt: Hashable = None
     seed: int | None = None
+    grammar: CompiledGrammar | None = None

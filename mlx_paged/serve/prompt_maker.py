@@ -32,6 +32,7 @@ class PromptSetup:
         key: of the model.
         tokenizer: mlx-lm's wrapper.
         chat_template_args: of the command line.
+        grammars: makes the grammars of answers.
         has_processor: whether the model takes images.
         capacity: most tokens of a request; None: any number.
     """
@@ -42,10 +43,12 @@ class PromptSetup:
         tokenizer: Any,
         chat_template_args: dict[str, Any],
         *,
+        grammars: Any = None,
         has_processor: bool = False,
         capacity: int | None = None,
     ) -> None:
         self.key = key
+        self.grammars = grammars
         self.capacity = capacity
         self.tokenizer, self.chat_template_args = tokenizer, chat_template_args
         self.has_processor = has_processor

@@ -206,6 +206,7 @@ _CHECKS: Mapping[str, _Check] = {
     "stop": _stop,
     "logit_bias": _logit_bias,
     "tools": _objects,
+    "parallel_tool_calls": _flag,
     "role_mapping": _object,
     "chat_template_kwargs": _object,
     "cache_salt": _cache_salt,

@@ -13,6 +13,7 @@ from ...cache.composites import leaves, with_leaves
 from ...cache.paged_kv_cache import PagedKVCache
 from ...engine.decode_batch import DecodeBatch
 from ...engine.engine import Engine
+from ...engine.grammar.processor import GrammarProcessor
 from ...engine.request import Request, sequence_of
 from ...engine.request_options import RequestOptions
 from ...engine.row_by_row import RowByRowBatch
@@ -94,7 +95,10 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         if self._engine is None:
             if any(option.seed is not None for option in options or ()):
                 raise ConfigError("requests of a model whose batches are mlx-lm's own cannot have seeds")
-            return list(super().insert_segments(segments, max_tokens, caches, *rest))
+            processors = with_grammars(logits_processors, options or (), len(segments))
+            return list(
+                super().insert_segments(segments, max_tokens, caches, all_tokens, samplers, processors, stop_sequences)
+            )
         with mx.stream(self._stream):
             fresh = self._factory()
             if caches is not None:
@@ -228,6 +232,19 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             prompts, generated = self.next()
             if generated or not prompts:
                 return list(generated)
+
+
+def with_grammars(
+    processors: list[Any] | None, options: Sequence[RequestOptions], num_requests: int
+) -> list[Any] | None:
+    """Requests' logits processors, their grammars among them, for mlx-lm's own batches."""
+    if all(option.grammar is None for option in options):
+        return processors
+    given = processors or [[] for _ in range(num_requests)]
+    return [
+        [*([] if option.grammar is None else [GrammarProcessor(option.grammar)]), *(mine or [])]
+        for option, mine in zip(options, given, strict=True)
+    ]
 
 
 def is_batched_here(fresh: Sequence[Any]) -> bool:

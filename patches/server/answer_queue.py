@@ -22,6 +22,7 @@ class AnswerQueue(Queue[Any]):
         cancelled: the client has gone; set by its thread.
         ctx: the request's GenerationContext once it has one.
         is_alone: the request is served alone: putting its progress raises once the client has gone, which ends it.
+        text_sm: parts the answer's text, in the place of mlx-lm's; None: mlx-lm's does.
         counts_prompt: whether somebody else counts the prompt tokens computed for it.
     """
 
@@ -31,6 +32,7 @@ class AnswerQueue(Queue[Any]):
         self.is_alone = False
         self.counts_prompt = True
         self.ctx: Any = None
+        self.text_sm: Any = None
         stop_strings = tuple(stop_strings)
         self._answer = StoppedAnswer(stop_strings) if stop_strings else None
 
@@ -46,6 +48,7 @@ class AnswerQueue(Queue[Any]):
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         if isinstance(item, upstream.GenerationContext):
             self.ctx = item
+            item.text_sm = self.text_sm or item.text_sm
         elif self.is_alone and self.cancelled and isinstance(item, tuple):
             raise InterruptedError("the client has gone")
         elif self._answer is not None and isinstance(item, upstream.Response):

@@ -13,6 +13,7 @@ from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 from mlx_lm import server as upstream
 
 from ...serve.connection import Aborted, Connection
+from ...serve.constraints.constraint import Constraint, constraint_of
 from ...serve.model_names import ModelNames
 from ...serve.refusal import RequestRefused, invalid, refusal_of
 from ...serve.report import cache_page, metrics
@@ -41,6 +42,7 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
         self.names = ModelNames(response_generator.cli_args.model, self.config.served_model_names)
         self.has_answered = False
         self.salt: str | None = None  # of the request: who may share its prefixes
+        self.constraint: Constraint | None = None  # of the request: what its answer has to be
         super().__init__(Connection(response_generator, self), *args, **kwargs)
 
     # Requests -------------------------------------------------------------------------------------------------
@@ -134,6 +136,9 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
         body = parse_body(self._read_body(), path)
         self.path = path
         self.salt = self.config.api_keys.salt(key, body.get("cache_salt"))
+        self.constraint = constraint_of(body, chat=path.endswith("/chat/completions"))
+        if body.get("tool_choice") == "none":  # the model calls none that it does not know of
+            body.pop("tools", None)
         # Upstream reads the body again: what it reads is what was checked.
         raw = json.dumps(body).encode()
         self.headers.replace_header("Content-Length", str(len(raw)))
@@ -179,13 +184,19 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
         a stop string has cut away were not."""
         response: dict[str, Any] = super().generate_response(*args, **kwargs)
         tokens, logprobs = kwargs.get("tokens"), kwargs.get("token_logprobs")
+        least = float("-inf")  # of tokens that the answer's grammar does not allow, and JSON has no word for
         if tokens and logprobs:
             tops = kwargs.get("top_tokens") or [()] * len(tokens)
             names = self.generator.model_provider.tokenizer.convert_ids_to_tokens(tokens)
             num_shown = getattr(self.response_generator.ctx, "num_shown", None)  # None: all
             response["choices"][0]["logprobs"] = {
                 "content": [
-                    {"id": token, "token": name, "logprob": logprob, "top_logprobs": list(top)}
+                    {
+                        "id": token,
+                        "token": name,
+                        "logprob": logprob,
+                        "top_logprobs": [other for other in top if other["logprob"] > least],
+                    }
                     for token, name, logprob, top in zip(tokens, names, logprobs, tops, strict=True)
                 ][:num_shown]
             }

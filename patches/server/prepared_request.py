@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.nn as nn
 from mlx_lm import server as upstream
+from mlx_lm.generate import TextStateMachine
 
+from ...engine.grammar.compiled_grammar import CompiledGrammar
+from ...engine.grammar.processor import GrammarProcessor
+from ...serve.constraints.constraint import Constraint
+from ...serve.prompt_maker import PromptSetup
 from ...serve.prompt_messages import MadePrompt
-from ...serve.refusal import invalid
+from ...serve.refusal import RequestRefused, invalid
+from ..grammar.tokenizer_grammars import behind_reasoning
+from ..replaced import replaced
+from .answer_queue import AnswerQueue
 
 
 @dataclass
@@ -19,10 +29,57 @@ class PreparedRequest(upstream.CompletionRequest):  # type: ignore[misc]
     Attributes:
         made: its prompt; None: it has not been made yet.
         salt: only requests with the same one share prefixes.
+        constraint: what its answer has to be, as the client says it.
+        grammar: the same for the model's tokens.
     """
 
     made: MadePrompt | None = None
     salt: str | None = None
+    constraint: Constraint | None = None
+    grammar: CompiledGrammar | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "grammar": None}  # which a process for prompts has no use for, and cannot be sent
+
+    def check_for_ranks(self) -> None:
+        """Raise RequestRefused (501) for what several ranks do not do."""
+        if self.salt is not None:
+            raise RequestRefused(501, "several ranks share all prefixes: no cache_salt, and one API key at most")
+        if self.constraint is not None:
+            raise RequestRefused(501, "several ranks cannot constrain answers", param=self.constraint.param)
+
+    def constrain(self, setup: PromptSetup, queue: AnswerQueue) -> None:
+        """Make the grammar. In the client's thread, so that whoever asks for a large one waits for it alone.
+
+        Raises:
+            RequestRefused: 400, it cannot be used.
+        """
+        if self.constraint is None:
+            return
+        self.grammar = setup.grammars.compile(self.constraint)
+        if self.constraint.tools is None:  # the answer's text may hold what otherwise would begin a tool call
+            end = setup.tokenizer.think_end
+            queue.text_sm = TextStateMachine({"normal": [], "reasoning": [(end, "normal")] if end else []})
+
+    def grammar_from(self, tokenizer: Any) -> CompiledGrammar | None:
+        """The grammar behind the reasoning that the prompt has begun, if it has."""
+        made = self.made
+        if self.grammar is None or made is None or not tokenizer.has_thinking:
+            return self.grammar
+        reasons = made.initial_state == "reasoning"
+        if made.text is not None:
+            reasons = made.text.rfind(tokenizer.think_start) > made.text.rfind(tokenizer.think_end)
+        return behind_reasoning(self.grammar, tokenizer) if reasons else self.grammar
+
+    @contextmanager
+    def alone(self, tokenizer: Any) -> Iterator[None]:
+        """While mlx-lm serves the request alone: its processors are the grammar, then mlx-lm's."""
+        grammar, others = self.grammar_from(tokenizer), upstream._make_logits_processors
+        if grammar is None:
+            yield
+            return
+        with replaced(upstream, _make_logits_processors=lambda args: [GrammarProcessor(grammar), *others(args)]):
+            yield
 
 
 class RenderedTokenizer:

@@ -17,6 +17,7 @@ from mlx_lm import server as upstream
 from mlx_lm.models import cache as stock_cache
 
 from ...serve.capacity import announce, answer_tokens, capacity, check_capacity
+from ...serve.constraints.constraint import Constraint
 from ...serve.prompt_maker import PromptMaker, PromptSetup
 from ...serve.prompt_messages import MadePrompt, PromptJob
 from ...serve.refusal import RequestRefused, invalid, refusal_of
@@ -26,6 +27,7 @@ from ...serve.server_config import ServerConfig
 from ..cache.geometry import probe_geometry
 from ..cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
 from ..cache.pools import known_pool, pool_of
+from ..grammar.tokenizer_grammars import TokenizerGrammars
 from .answer_queue import AnswerQueue
 from .model_switch import Candidate, ModelKey
 from .prepared_request import PreparedRequest, RenderedTokenizer, check_sampling, has_images
@@ -82,6 +84,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         progress_callback: Callable[[int, int], None] | None = None,
         client_is_gone: Callable[[], bool] = lambda: False,
         salt: str | None = None,
+        constraint: Constraint | None = None,
     ) -> tuple[upstream.GenerationContext, Iterator[upstream.Response]]:
         """The request's context, and its answers as they come. Its prompt is made before it is queued.
 
@@ -94,10 +97,9 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         if self.num_waiting >= MAX_WAITING:
             raise RequestRefused(429, f"{MAX_WAITING} requests are waiting", kind="overloaded", retry_after=5)
         queue = AnswerQueue(() if self._is_distributed else generation_args.stop_words)
-        request = PreparedRequest(**vars(request), salt=salt)
+        request = PreparedRequest(**vars(request), salt=salt, constraint=constraint)
         if self._is_distributed:
-            if salt is not None:
-                raise RequestRefused(501, "several ranks share all prefixes: no cache_salt, and one API key at most")
+            request.check_for_ranks()
         else:
             request.made = self._make_prompt(queue, request, generation_args, client_is_gone)
         self.requests.put((queue, request, generation_args))
@@ -110,6 +112,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         if setup is None or setup.key != self._key_of(args.model):
             self.requests.put((queue, None, args))  # the model first; a later turn may have to load it once more
             setup = self._receive(queue, client_is_gone)
+        request.constrain(setup, queue)
         most = setup.capacity
         return self.prompts.make(
             setup,
@@ -300,7 +303,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         return bool(super()._is_batchable(batched_args(args, model)))
 
     def _serve_single(self, request: Any, stream: Any) -> None:
-        with salted_store(self.prompt_cache, request[1].salt):
+        with salted_store(self.prompt_cache, request[1].salt), request[1].alone(self.model_provider.tokenizer):
             super()._serve_single(request, stream)
 
     def _key_of(self, wanted: upstream.ModelDescription) -> ModelKey:
@@ -348,6 +351,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
             provider.model_key,
             provider.tokenizer,
             self.cli_args.chat_template_args,
+            grammars=TokenizerGrammars(provider.tokenizer),
             has_processor=provider.processor is not None,
             capacity=capacity(pool_of(provider.model), self.cli_args.prefill_step_size),
         )

@@ -1,0 +1,1 @@
+"""Grammars for mlx-lm's tokenizers."""
