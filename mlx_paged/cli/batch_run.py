@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import importlib
 import json
 import sys
@@ -15,10 +16,12 @@ from typing import Any, NamedTuple, TextIO
 
 import mlx.core as mx
 
+from ..engine.grammar.processor import GrammarProcessor
 from ..engine.request_options import RequestOptions
 from ..errors import ConfigError, PromptsFileError, RequestFailedError
 from ..model_folder import tell_if_unbounded
 from ..serve.stops.stopped_tokens import StoppedTokens
+from .answer_grammars import AnswerGrammars
 from .progress import BatchProgress
 from .prompts_file import Prompt, Results, read_prompts
 from .sampling import Sampling
@@ -65,12 +68,13 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError(f"--chat-template-config is not valid JSON: {error}") from None
 
 
-def run_prompts_file(args: argparse.Namespace, load: Callable[..., Any]) -> tuple[Any, int]:
+def run_prompts_file(args: argparse.Namespace, load: Callable[..., Any], grammars: AnswerGrammars) -> tuple[Any, int]:
     """Generate for every prompt of the file.
 
     Args:
         args: of mlx-lm's parser, with :func:`add_arguments`.
         load: mlx-lm's ``load``.
+        grammars: of the run.
 
     Returns:
         The model, and how many prompts failed.
@@ -95,6 +99,7 @@ def run_prompts_file(args: argparse.Namespace, load: Callable[..., Any]) -> tupl
         )
         for token in args.extra_eos_token:
             tokenizer.add_eos_token(token)
+        grammars.learn(tokenizer)
         if args.max_kv_size is not None:
             tell_if_unbounded(model)
         vocab_size = getattr(getattr(model, "args", None), "vocab_size", None) or len(tokenizer)
@@ -110,7 +115,7 @@ def run_prompts_file(args: argparse.Namespace, load: Callable[..., Any]) -> tupl
             max_kv_size=args.max_kv_size,
         )
         with generator.stats() as stats:
-            BatchRun(generator, tokenizer, args, results, sampling, sys.stderr).run(model)
+            BatchRun(generator, tokenizer, args, results, sampling, grammars, sys.stderr).run(model)
         generator.close()
         if args.verbose:
             print(
@@ -152,6 +157,7 @@ class BatchRun:
         args: of the command line.
         results: where results go; says which prompts are missing.
         sampling: makes samplers.
+        grammars: makes grammars.
         stream: for the progress bar.
     """
 
@@ -162,9 +168,11 @@ class BatchRun:
         args: argparse.Namespace,
         results: Results,
         sampling: Sampling,
+        grammars: AnswerGrammars,
         stream: TextIO,
     ) -> None:
         self.generator = generator
+        self.grammars = grammars
         self.tokenizer = tokenizer
         self.args = args
         self.results = results
@@ -219,6 +227,8 @@ class BatchRun:
             self._insert(prompt)
 
     def _insert(self, prompt: Prompt) -> None:
+        from ..patches.generate.batch_generator import PagedBatchGenerator
+
         if prompt.error is not None:
             self.results.add(prompt, error=prompt.error)
             return
@@ -227,15 +237,15 @@ class BatchRun:
             tokens = self._tokenise(prompt)
             stop = prompt.sampling.get("stop", ())
             answer = StoppedTokens(self.tokenizer, [stop] if isinstance(stop, str) else stop)
-            chosen: dict[str, Any] = {
-                "samplers": [self.sampling.sampler(prompt.sampling)],
-                "logits_processors": [self.sampling.processors(prompt.sampling)],
-            }
-            if self._seeds_rows:
-                options = [RequestOptions(seed=prompt.sampling.get("seed"))]
-                (uid,) = self.generator.insert_segments([[tokens]], [most], **chosen, options=options)
-            else:
-                (uid,) = self.generator.insert([tokens], [most], **chosen)
+            grammar = self.grammars.grammar(prompt.sampling, tokens)
+            samplers, processors = [self.sampling.sampler(prompt.sampling)], self.sampling.processors(prompt.sampling)
+            insert = self.generator.insert
+            if isinstance(self.generator, PagedBatchGenerator):
+                seed = prompt.sampling.get("seed") if self._seeds_rows else None
+                insert = functools.partial(insert, options=[RequestOptions(seed=seed, grammar=grammar)])
+            elif grammar is not None:
+                processors = [GrammarProcessor(grammar), *processors]
+            (uid,) = insert([tokens], [most], samplers=samplers, logits_processors=[processors])
         except Exception as error:  # templates are the model's and raise what they like
             self.results.add(prompt, error=f"{type(error).__name__}: {error}")
             return

@@ -12,10 +12,13 @@ from typing import Any
 import mlx.core as mx
 
 from ..config import KVBits, PagedConfig
+from ..engine.grammar.processor import GrammarProcessor
 from ..errors import ConfigError
 from ..model_folder import check_model_folder, explain_load_errors, tell_if_unbounded, tell_unbounded
 from ..patches.replaced import replaced
-from . import batch_run
+from ..serve.refusal import RequestRefused
+from . import answer_grammars, batch_run
+from .answer_grammars import AnswerGrammars
 from .progress import prefill_progress
 from .terminal import orderly_end
 
@@ -36,6 +39,7 @@ def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--cache-stats", action="store_true", help="Print what the KV block pool held, and peaks (to stderr)"
     )
     parser.add_argument("--no-paged", action="store_true", help="Run stock mlx-lm, without the paged cache")
+    answer_grammars.add_arguments(parser)
     batch_run.add_arguments(parser)
     return parser
 
@@ -67,6 +71,7 @@ def run(upstream: Any, args: argparse.Namespace, setup_arg_parser: Callable[[], 
 
     used: list[Any] = []
     batch_run.check_arguments(args)
+    grammars = AnswerGrammars(args)
     model_path = check_model_folder(args.model)
     for folder in (model_path, args.draft_model):
         check_model_folder(folder)
@@ -87,25 +92,53 @@ def run(upstream: Any, args: argparse.Namespace, setup_arg_parser: Callable[[], 
         patches.apply_patches(config if asked is None else asked.configured(config))
         raise_cpu_cache_limit()
     if args.prompts_file is not None:
-        model, failed = batch_run.run_prompts_file(args, names["load"])
+        model, failed = batch_run.run_prompts_file(args, names["load"], grammars)
         if args.cache_stats:
             _print_stats([model])
         if failed:
             sys.exit(f"mlx_paged.generate: {failed} prompt(s) failed; their results say why")
         return
+    if grammars.has_default:
+        names["load"] = _teaching(grammars, names["load"])
     for step in ("generate_step", "speculative_generate_step"):
-        names[step] = functools.partial(_generate_step, getattr(upstream, step), used)
+        names[step] = functools.partial(_generate_step, getattr(upstream, step), used, grammars)
     with replaced(upstream, **names):
         upstream.main()
     if args.cache_stats:
         _print_stats(used)
 
 
+def _teaching(grammars: AnswerGrammars, load: Callable[..., Any]) -> Callable[..., Any]:
+    """mlx-lm's ``load``, which tells the grammars of the tokenizer."""
+
+    def load_and_tell(*args: Any, **kw: Any) -> Any:
+        loaded = load(*args, **kw)
+        grammars.learn(loaded[1])
+        return loaded
+
+    return load_and_tell
+
+
 def _generate_step(
-    original: Callable[..., Any], used: list[Any], prompt: mx.array, model: Any, *rest: Any, **kw: Any
+    original: Callable[..., Any],
+    used: list[Any],
+    grammars: AnswerGrammars,
+    prompt: mx.array,
+    model: Any,
+    *rest: Any,
+    **kw: Any,
 ) -> Any:
-    """Upstream's generator, with a prompt cache from a file taken into the pool and a progress bar on a terminal."""
+    """Upstream's generator, with a prompt cache from a file taken into the pool, a progress bar on a terminal, and
+    answers as the command line wants them."""
     from .. import patches
+
+    if grammars.has_default:
+        try:
+            grammar = grammars.grammar({}, prompt.tolist())  # type: ignore[arg-type]
+        except RequestRefused as error:
+            raise ConfigError(f"--json-schema: {error}") from None
+        if grammar is not None:
+            kw["logits_processors"] = [GrammarProcessor(grammar), *(kw.get("logits_processors") or [])]
 
     models = [model, *(m for m in rest[:1] if hasattr(m, "layers"))]  # speculative decoding passes the draft model
     used.extend(models)

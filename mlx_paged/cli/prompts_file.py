@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from ..errors import PromptsFileError
+from ..serve.constraints.constraint import constraint_of
 from ..serve.refusal import RequestRefused, invalid
 from ..serve.request_body import check_parameters, load_object
 
@@ -39,6 +40,8 @@ SAMPLING = frozenset(
         "logit_bias",
         "seed",
         "stop",
+        "response_format",
+        "structured_outputs",
     }
 )
 
@@ -131,6 +134,7 @@ def _from_object(index: int, line: bytes) -> Prompt:
     if ("prompt" in given) == ("messages" in given):
         raise invalid("exactly one of 'prompt' and 'messages' is needed")
     values = check_parameters(given, chat="messages" in given)
+    constraint_of(values, chat=False)
     messages, most = values.get("messages"), values.get("max_completion_tokens", values.get("max_tokens"))
     sampling = {name: value for name, value in values.items() if name in SAMPLING}
     return Prompt(

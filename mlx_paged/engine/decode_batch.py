@@ -294,7 +294,7 @@ class DecodeBatch:
         self._clear()
 
     def _constrain(self, logits: mx.array, inputs: mx.array) -> tuple[mx.array, list[int], dict[int, Exception]]:
-        """Logits of what the rows' grammars allow; the inputs, if they had to be read; the rows whose grammar raised."""
+        """Logits of what the rows' grammars allow; the inputs, if they had to be read; rows whose grammar raised."""
         if all(row.grammar is None for row in self.rows):
             return logits, [], {}
         mx.async_eval(logits)  # goes on while the inputs, of the step before, are looked at

@@ -72,6 +72,10 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                     packs=self.packs if reads_blocks_only(model) else False,
                 )
 
+    def insert(self, prompts: list[list[int]], *args: Any, **options: Any) -> list[int]:
+        """Queue requests whose prompts are not in segments; the rest is as in :meth:`insert_segments`."""
+        return self.insert_segments([[prompt] for prompt in prompts], *args, **options)
+
     def insert_segments(
         self,
         segments: list[list[list[int]]],
@@ -95,7 +99,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         if self._engine is None:
             if any(option.seed is not None for option in options or ()):
                 raise ConfigError("requests of a model whose batches are mlx-lm's own cannot have seeds")
-            processors = with_grammars(logits_processors, options or (), len(segments))
+            processors = with_grammars(logits_processors or [self.logits_processors] * len(segments), options or ())
             return list(
                 super().insert_segments(segments, max_tokens, caches, all_tokens, samplers, processors, stop_sequences)
             )
@@ -234,16 +238,13 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                 return list(generated)
 
 
-def with_grammars(
-    processors: list[Any] | None, options: Sequence[RequestOptions], num_requests: int
-) -> list[Any] | None:
+def with_grammars(processors: Sequence[Any], options: Sequence[RequestOptions]) -> list[Any]:
     """Requests' logits processors, their grammars among them, for mlx-lm's own batches."""
     if all(option.grammar is None for option in options):
-        return processors
-    given = processors or [[] for _ in range(num_requests)]
+        return list(processors)
     return [
         [*([] if option.grammar is None else [GrammarProcessor(option.grammar)]), *(mine or [])]
-        for option, mine in zip(options, given, strict=True)
+        for option, mine in zip(options, processors, strict=True)
     ]
 
 

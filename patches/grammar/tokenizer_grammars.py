@@ -50,7 +50,11 @@ class TokenizerGrammars:
                 what,
             )
         for tool in tools.callable:  # what is wrong with one is said of that one
-            self._compile(GrammarSource.json(tool.schema), tool.param)
+            try:
+                source = GrammarSource.json(tool.schema)
+            except RecursionError:
+                raise invalid(f"{tool.param} is nested too deeply", "tools") from None
+            self._compile(source, tool.param)
         if tools.required:
             return self._compile(calls(tools, form), what)
         if constraint.answer is not None:

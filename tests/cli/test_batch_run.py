@@ -20,6 +20,7 @@ from mlx_lm import generate, load
 from mlx_lm.generate import setup_arg_parser
 from mlx_lm.sample_utils import make_sampler
 
+from mlx_paged.cli.answer_grammars import AnswerGrammars
 from mlx_paged.cli.batch_run import QUEUED_PER_ROW, BatchRun
 from mlx_paged.cli.generate import extend_parser
 from mlx_paged.cli.prompts_file import Prompt, Results
@@ -207,7 +208,9 @@ def test_a_step_that_fails_ends_the_prompts_in_it_and_no_others() -> None:
     args.batch_size = 1 / (1 + QUEUED_PER_ROW)  # one at a time, so that the first fails alone
     out = io.StringIO()
     results = Results([Prompt(i, f"p{i}") for i in range(3)], None, out)
-    BatchRun(Generator(), Tokenizer(), args, results, Sampling(args, Tokenizer(), 10), io.StringIO()).run(object())
+    BatchRun(
+        Generator(), Tokenizer(), args, results, Sampling(args, Tokenizer(), 10), AnswerGrammars(args), io.StringIO()
+    ).run(object())
     assert [record.get("text", record.get("error")) for record in records(out.getvalue())] == [
         "RuntimeError: out of luck",
         "[5]",

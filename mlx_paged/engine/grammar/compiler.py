@@ -21,7 +21,8 @@ from .source import WHITE_SPACE, GrammarSource
 MAX_SOURCE_CHARACTERS = 1 << 18
 MAX_KEPT = 64
 MAX_KEPT_CHARACTERS = 1 << 20  # of the sources of those that are kept
-LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
+# Compiling takes time in the square of a grammar: some seconds at most.
+LIMITS = {"max_lexer_states": 50_000, "max_grammar_size": 20_000, "verbose_errors": False}
 INSTALL = "constrained answers need llguidance: pip install 'mlx_paged[grammar]'"
 
 
@@ -68,7 +69,11 @@ class GrammarCompiler:
             if compiled is not None:
                 self._kept.move_to_end(source)
         if compiled is None:
-            compiled = CompiledGrammar(self._matcher(source), self._tokenizer.vocab_size, tuple(self._eos_tokens))
+            try:
+                matcher = self._matcher(source)
+            except RecursionError:
+                raise GrammarError("it is nested too deeply") from None
+            compiled = CompiledGrammar(matcher, self._tokenizer.vocab_size, tuple(self._eos_tokens))
             self._keep(source, compiled)
         return compiled if trigger is None else replace(compiled, trigger=trigger)
 

@@ -103,4 +103,7 @@ def _structured_outputs(given: Any) -> Constraint:
 
 
 def _json(schema: Any, param: str) -> Constraint:
-    return Constraint(GrammarSource.json(schema), param, schema)
+    try:
+        return Constraint(GrammarSource.json(schema), param, schema)
+    except RecursionError:
+        raise invalid(f"{param} is nested too deeply", param.partition(".")[0]) from None

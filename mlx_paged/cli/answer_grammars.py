@@ -1,0 +1,80 @@
+"""AnswerGrammars: what the answers of a run have to be, by the command line and by what single prompts say."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..engine.grammar.compiler import INSTALL
+from ..errors import ConfigError
+from ..serve.constraints.constraint import Constraint, constraint_of
+from ..serve.refusal import RequestRefused
+from ..serve.request_body import load_object
+
+if TYPE_CHECKING:
+    from ..engine.grammar.compiled_grammar import CompiledGrammar
+    from ..patches.grammar.tokenizer_grammars import TokenizerGrammars
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that say what answers have to be."""
+    parser.add_argument(
+        "--json-schema", metavar="FILE", help="Answers are JSON of this schema (needs the extra 'grammar')"
+    )
+
+
+class AnswerGrammars:
+    """The grammars of a run.
+
+    Args:
+        args: of the command line.
+
+    Raises:
+        ConfigError: the file of ``--json-schema`` cannot be used.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._default: Constraint | None = None
+        self._grammars: TokenizerGrammars | None = None
+        name = args.json_schema
+        if name is None:
+            return
+        if importlib.util.find_spec("llguidance") is None:
+            raise ConfigError(f"--json-schema: {INSTALL}")
+        try:
+            schema = load_object(Path(name).expanduser().read_bytes(), name)
+            described = {"type": "json_schema", "json_schema": {"schema": schema}}
+            self._default = constraint_of({"response_format": described}, chat=False)
+        except (OSError, RequestRefused) as error:
+            raise ConfigError(f"--json-schema: {name} cannot be used: {error}") from None
+
+    @property
+    def has_default(self) -> bool:
+        """Whether the command line says what answers have to be."""
+        return self._default is not None
+
+    def learn(self, tokenizer: Any) -> None:
+        """The model's tokenizer, mlx-lm's wrapper of it."""
+        from ..patches.grammar.tokenizer_grammars import TokenizerGrammars
+
+        self._tokenizer, self._grammars = tokenizer, TokenizerGrammars(tokenizer)
+
+    def grammar(self, options: Mapping[str, Any], prompt: Sequence[int]) -> CompiledGrammar | None:
+        """For the answer to a prompt with these options, which the command line's gives way to.
+
+        Raises:
+            RequestRefused: it cannot be used.
+        """
+        from ..patches.grammar.tokenizer_grammars import behind_reasoning, reasons_first
+
+        constraint = constraint_of(options, chat=False) or self._default
+        if constraint is None:
+            return None
+        assert self._grammars is not None, "the model has been loaded"
+        compiled = self._grammars.compile(constraint)
+        if compiled is not None and reasons_first(self._tokenizer, list(prompt)):
+            return behind_reasoning(compiled, self._tokenizer)
+        return compiled
