@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 
 from mlx_paged.cli.answer_grammars import AnswerGrammars
 from mlx_paged.errors import ConfigError
 from tests.support.models.tiny_model import make_tiny_model
+from tests.support.processes import commands
 
 SCHEMA = {
     "type": "object",
@@ -41,3 +44,46 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match="cannot be used"):
         AnswerGrammars(Namespace(json_schema=str(tmp_path / "none.json")))
     assert not AnswerGrammars(Namespace(json_schema=None)).has_default
+
+
+@pytest.mark.demo_model
+@pytest.mark.parametrize("flags", [(), ("--no-paged",)])
+def test_an_answer_is_of_the_schema(folder: Path, schema: Path, flags: tuple[str, ...]) -> None:
+    prompt = ("--prompt", "Hello", "--max-tokens", "300", "--verbose", "False", "--temp", "1.0", "--seed", "4")
+    done = commands.run("mlx_paged", "generate", "--model", str(folder), *prompt, "--json-schema", str(schema), *flags)
+    assert done.returncode == 0, done.stderr
+    jsonschema.validate(json.loads(done.stdout), SCHEMA)
+
+
+@pytest.mark.demo_model
+@pytest.mark.parametrize("flags", [(), ("--no-paged",)])
+def test_lines_say_what_their_answers_are(folder: Path, schema: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    source = tmp_path / "prompts.jsonl"
+    lines: list[dict[str, Any]] = [
+        {"prompt": "One"},
+        {"prompt": "Two", "structured_outputs": {"choice": ["yes", "no"]}},
+        {"prompt": "Three", "response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": [4, "5"]}}}},
+        {"prompt": "Four", "structured_outputs": {"regex": "("}},
+        {"prompt": "Five", "response_format": {"type": "xml"}},
+    ]
+    source.write_text("\n".join(map(json.dumps, lines)))
+    arguments = ("--prompts-file", str(source), "--json-schema", str(schema), "--max-tokens", "300", *flags)
+    done = commands.run("mlx_paged", "generate", "--model", str(folder), *arguments)
+    assert done.returncode == 1, done.stderr
+    first, second, third, fourth, fifth = (json.loads(line) for line in done.stdout.splitlines())
+    assert first["finish_reason"] == "stop"
+    jsonschema.validate(json.loads(first["text"]), SCHEMA)
+    assert second["text"] in ("yes", "no")
+    assert json.loads(third["text"]) in (4, "5")
+    assert "structured_outputs.regex" in fourth["error"] and "unclosed group" in fourth["error"]
+    assert "line 5: response_format.type" in fifth["error"]
+
+
+@pytest.mark.demo_model
+def test_a_schema_that_cannot_be_used_is_told(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"properties": {"x": {"type": "objekt"}}}')
+    done = commands.run("mlx_paged", "generate", "--model", str(folder), "--prompt", "x", "--json-schema", str(file))
+    assert done.returncode != 0
+    assert "#/properties/x: Invalid type" in done.stderr and "--json-schema" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -50,6 +50,7 @@ def random_answer(grammar: Grammar, seed: int, most: int = 2000) -> list[int]:
         ends = [token for token in tokens if token in (EOS, EOT)]
         if ends and (len(tokens) == len(ends) or rng.random() < 0.5):
             return answer
+        tokens = [token for token in tokens if token not in ends] or tokens
         quotes = [token for token in tokens if token in set(b'"}]')]
         answer.append(rng.choice(quotes) if quotes and rng.random() < 0.5 else rng.choice(tokens))
         grammar.accept(answer[-1])
