@@ -6,7 +6,7 @@ import logging
 from http import HTTPStatus
 from typing import Any
 
-from ..errors import PoolExhaustedError, RequestFailedError, RequestTooLargeError
+from ..errors import GrammarError, PoolExhaustedError, RequestFailedError, RequestTooLargeError
 
 
 class RequestRefused(Exception):
@@ -54,6 +54,8 @@ def refusal_of(error: BaseException) -> RequestRefused:
         return RequestRefused(413, str(error), kind="request_too_large")
     if isinstance(error, PoolExhaustedError):
         return RequestRefused(429, str(error), kind="insufficient_memory", retry_after=1)
+    if isinstance(error, GrammarError):
+        return invalid(str(error))
     if isinstance(error, RequestFailedError) and error.__cause__ is not None:
         return refusal_of(error.__cause__)
     if isinstance(error, ValueError) and str(error).startswith("Speculative decoding requires"):

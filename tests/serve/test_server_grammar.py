@@ -184,6 +184,15 @@ def test_a_schema_that_is_too_deep_or_too_large_takes_nothing_down(server: Serve
     assert server.get("/health").status == 200
 
 
+def test_a_grammar_that_takes_too_much_fails_its_request_alone(server: ServerProcess, client: openai.OpenAI) -> None:
+    body = schema_body({"properties": {f"k{i}": {"type": "string"} for i in range(1000)}})
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(ask, client, "Who?", response_format=FORMAT)
+        answer = server.post(CHAT, {"messages": [{"role": "user", "content": "x"}]} | body)
+        assert answer.status == 400 and "items" in answer.json["error"]["message"], answer.body
+        checked(other.result().choices[0])
+
+
 def test_tool_choice_none_takes_the_tools_away(server: ServerProcess) -> None:
     tools = [{"type": "function", "function": {"name": "f", "strict": True}}]
     plain = server.chat([{"role": "user", "content": "Hello"}], max_tokens=4)
@@ -200,7 +209,7 @@ def test_without_the_extra_a_request_is_told_what_to_install(folder: Path, tmp_p
         answer = server.post(
             CHAT, {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}
         )
-        assert answer.status == 400 and "pip install 'mlx_paged[grammar]'" in answer.json["error"]["message"]
+        assert answer.status == 400 and "pip install llguidance" in answer.json["error"]["message"]
         server.chat([{"role": "user", "content": "x"}])
     finally:
         server.stop()
