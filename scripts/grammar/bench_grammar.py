@@ -1,6 +1,6 @@
 """What grammars cost: decode throughput of a batch, none of whose rows, one, or all have a grammar.
 
-    python scripts/grammar/bench_grammar.py --out out/grammar                  # the demo model, 8 rows
+    python scripts/grammar/bench_grammar.py --dequantize --out out/grammar     # the demo model, 8 rows
     python scripts/grammar/bench_grammar.py --model path/to/model --rows 32 --tokens 256
 
 The sides run in turn, in one process, ``--repeats`` times; the median and the best decode throughput of each are shown.
@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mlx.core as mx
 from demo_model import ensure_demo_model
+from mlx_lm.utils import dequantize_model
 from support.bench_common import machine, table
 
 import mlx_paged
@@ -74,12 +75,16 @@ def decode_rate(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder; the demo model without it")
+    parser.add_argument("--dequantize", action="store_true", help="weights in float32, which a CPU is faster with")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--out", type=Path, default=Path("out/grammar"))
     args = parser.parse_args()
     model, tokenizer = importlib.import_module("mlx_lm").load(str(args.model or ensure_demo_model()))
+    if args.dequantize:
+        model = dequantize_model(model)
+        model.set_dtype(mx.float32)
     mlx_paged.apply_patches()
     grammar = TokenizerGrammars(tokenizer).compile(Constraint(GrammarSource.json(SCHEMA), "schema"))
     prompt = tokenizer.encode("Some people, their ages, cities and what they like, as JSON: ")

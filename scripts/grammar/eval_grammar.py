@@ -1,7 +1,7 @@
 """Whether answers keep to their JSON schemas: random schemas, some prompts, one batch; every finished answer is parsed
 and validated by jsonschema.
 
-    python scripts/grammar/eval_grammar.py                                  # 300 schemas x 3 prompts, the demo model
+    python scripts/grammar/eval_grammar.py --dequantize                     # 300 schemas x 3 prompts, the demo model
     python scripts/grammar/eval_grammar.py --model path/to/model --schemas 50 --temperature 1.0
 
 Schemas are drawn from what is supported: objects with required and optional properties, closed or not, arrays with
@@ -27,6 +27,7 @@ import jsonschema
 import mlx.core as mx
 from demo_model import ensure_demo_model
 from mlx_lm.sample_utils import make_sampler
+from mlx_lm.utils import dequantize_model
 from support.bench_common import machine
 
 import mlx_paged
@@ -119,6 +120,9 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(args.seed)
     schemas = [random_schema(rng) for _ in range(args.schemas)]
     model, tokenizer = importlib.import_module("mlx_lm").load(str(args.model or ensure_demo_model()))
+    if args.dequantize:
+        model = dequantize_model(model)
+        model.set_dtype(mx.float32)
     mlx_paged.apply_patches()
     grammars = TokenizerGrammars(tokenizer)
     generator = importlib.import_module("mlx_lm.generate").BatchGenerator(
@@ -173,6 +177,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder; the demo model without it")
+    parser.add_argument("--dequantize", action="store_true", help="weights in float32, which a CPU is faster with")
     parser.add_argument("--schemas", type=int, default=300)
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), choices=range(1, len(PROMPTS) + 1))
     parser.add_argument("--max-tokens", type=int, default=256)

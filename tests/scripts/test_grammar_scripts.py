@@ -35,7 +35,7 @@ def test_answers_of_random_logits_keep_to_random_schemas(folder: Path, tmp_path:
 
 @pytest.mark.slow
 def test_answers_of_a_model_keep_to_random_schemas(demo_model_folder: Path, tmp_path: Path) -> None:
-    result = evaluated(tmp_path, "--model", str(demo_model_folder), "--schemas", "300", "--prompts", "3")
+    result = evaluated(tmp_path, "--model", str(demo_model_folder), "--dequantize", "--schemas", "300")
     assert result["answers"] == 900 and result["finished"] > 600
 
 
