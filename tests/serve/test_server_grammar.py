@@ -185,7 +185,8 @@ def test_a_schema_that_is_too_deep_or_too_large_takes_nothing_down(server: Serve
 
 
 def test_a_grammar_that_takes_too_much_fails_its_request_alone(server: ServerProcess, client: openai.OpenAI) -> None:
-    body = schema_body({"properties": {f"k{i}": {"type": "string"} for i in range(1000)}})
+    schema = {"properties": {f"k{i}": {"type": "string"} for i in range(1000)}, "required": ["k999"]}
+    body = schema_body({"type": "object", **schema})
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(ask, client, "Who?", response_format=FORMAT)
         answer = server.post(CHAT, {"messages": [{"role": "user", "content": "x"}]} | body)
