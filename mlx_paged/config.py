@@ -22,6 +22,7 @@ from .kv.storage.page_format import DEFAULT_GROUP_SIZE, PageFormat
 # The range the fused kernel is meant for; a pool made by hand may also use blocks of 4.
 MIN_BLOCK_SIZE = 8
 AUTO_SHARE = 0.8
+MAX_PROMPT_LOOKUP = 64
 QUANTIZED_KV_START = 5000  # mlx-lm's default
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -102,6 +103,14 @@ def parse_switch(value: str | bool) -> bool:
     return choices[value.strip().lower()]
 
 
+def parse_prompt_lookup(value: str | int) -> int:
+    """Most tokens proposed in a step: 0 to 64. Raises ConfigError."""
+    text = str(value).strip()
+    if isinstance(value, bool) or not text.isdecimal() or int(text) > MAX_PROMPT_LOOKUP:
+        raise ConfigError(f"prompt_lookup must be a whole number from 0 to {MAX_PROMPT_LOOKUP}, not {value!r}")
+    return int(text)
+
+
 def _kv_bits_argument(text: str) -> int | tuple[int, int] | None:
     """As mlx-lm's flag takes it, any whole number, and more: what pages are not made of, its own caches may be."""
     return int(text) if text.strip().isdigit() else parse_kv_bits(text)
@@ -136,6 +145,8 @@ class PagedConfig:
             values; None keeps them as they are.
         kv_group_size: values of a head's vector that share a scale and a bias then: 32, 64 or 128.
         kv_rotate: keys and values are rotated before they are quantised; goes with kv_bits.
+        prompt_lookup: requests in batches that say nothing else propose up to so many tokens in a step because their
+            prompt or answer had them before; 0: none.
 
     Raises:
         ConfigError: a value is unusable.
@@ -196,6 +207,16 @@ class PagedConfig:
         "With --kv-bits: rotate keys and values by a Hadamard matrix before they are quantised, which with 4 bits is "
         "nearer to the cache as it is; such pages are not mlx-lm's files (default: not)",
     )
+    prompt_lookup: int = _option(
+        0,
+        parse_prompt_lookup,
+        "--prompt-lookup",
+        "MLX_PAGED_PROMPT_LOOKUP",
+        "TOKENS",
+        "In batches (--prompts-file, the server): propose up to so many tokens a step that the prompt or the answer "
+        "had before, which is faster where an answer repeats its prompt; what is generated does not change "
+        "(default: 0, none)",
+    )
 
     def __init__(
         self,
@@ -205,6 +226,7 @@ class PagedConfig:
         kv_bits: int | str | Sequence[int] | None = None,
         kv_group_size: int | str = DEFAULT_GROUP_SIZE,
         kv_rotate: bool | str = False,
+        prompt_lookup: int | str = 0,
         *,
         use_native_paged_kernel: bool | str | None = None,
     ) -> None:
@@ -213,6 +235,7 @@ class PagedConfig:
             kernel = use_native_paged_kernel
         values: dict[str, Any] = {"block_size": block_size, "kv_cache_memory": kv_cache_memory, "kernel": kernel}
         values |= {"kv_bits": kv_bits, "kv_group_size": kv_group_size, "kv_rotate": kv_rotate}
+        values["prompt_lookup"] = prompt_lookup
         for option in fields(self):
             object.__setattr__(self, option.name, option.metadata["parse"](values[option.name]))
 
@@ -229,7 +252,7 @@ class PagedConfig:
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> PagedConfig:
         """Read ``MLX_PAGED_BLOCK_SIZE``, ``MLX_PAGED_KV_CACHE_MEMORY``, ``MLX_PAGED_KERNEL``, ``MLX_PAGED_KV_BITS``,
-        ``MLX_PAGED_KV_GROUP_SIZE`` and ``MLX_PAGED_KV_ROTATE``."""
+        ``MLX_PAGED_KV_GROUP_SIZE``, ``MLX_PAGED_KV_ROTATE`` and ``MLX_PAGED_PROMPT_LOOKUP``."""
         env = os.environ if env is None else env
         values: dict[str, Any] = {}
         for option in fields(cls):

@@ -235,6 +235,8 @@ def packed_attention(
     tables: Sequence[BlockTable],
     step: PackedStep,
     scoring: Scoring,
+    *,
+    as_rows: bool = False,
 ) -> mx.array:
     """Attention of several sequences' new tokens, T in all, which are written: in one kernel for all sequences, or for
     one after the other as :func:`prefill_attention` does it.
@@ -245,12 +247,20 @@ def packed_attention(
         pool, layer, tables: where they were written.
         step: of these tables.
         scoring: without a mask; a window of its own may be narrower than the layer's.
+        as_rows: the kernel is that of decode steps, which cuts long contexts up, and reads them for each token.
 
     Returns:
         ``[T, n_q_heads, 1, v_head_dim]``.
     """
     kv = pool.layer(layer)
     scoring = scoring._replace(window=_seen(kv, scoring))
+    if as_rows and _decline(q, kv.group, 0, scoring) is None:
+        try:
+            out = kv.storage.decode(q, tables, step, scoring)
+            _record(_KERNEL_FEW)
+            return out
+        except KernelUnavailable as error:  # raised before anything was launched
+            _note_decline(kv.group, q, scoring, error)
     declined = _decline_packed(q, kv.group, scoring)
     if declined is None:
         try:

@@ -29,12 +29,13 @@ class Pack:
         rows: the sequences, of one pool, with ``counts`` positions reserved in all groups
             (:meth:`SequenceTables.reserve_all`).
         counts: new tokens of each, at least one.
+        as_rows: they are few behind many, so they are attended to like the rows of a decode step.
 
     Raises:
         BlockStateError: a sequence is of another pool, or its positions are not reserved.
     """
 
-    def __init__(self, rows: Sequence[SequenceTables], counts: Sequence[int]) -> None:
+    def __init__(self, rows: Sequence[SequenceTables], counts: Sequence[int], *, as_rows: bool = False) -> None:
         self.pool: BlockPool = rows[0].pool
         for row, count in zip(rows, counts, strict=True):
             if row.pool is not self.pool:
@@ -44,6 +45,7 @@ class Pack:
                     raise BlockStateError(f"{count} positions of a sequence in a pack are not reserved")
         self.rows = tuple(rows)
         self.counts = tuple(counts)
+        self.as_rows = as_rows
         self.tables: list[list[BlockTable]] = [[row.tables[g] for row in rows] for g in range(len(self.pool.groups))]
         self._place = {layer: index for index, group in enumerate(self.pool.groups) for layer in group.spec.layers}
         self.written: set[int] = set()  # layers
@@ -94,6 +96,22 @@ class Pack:
     def attended(self, layer: int) -> None:
         """What the layer has written has been attended to."""
         self._attended[layer] += 1
+
+    def take(self) -> list[list[BlockTable]]:
+        """Every layer writes and attends to its tokens in one go. Returns the tables of each group."""
+        for layer in self._place:
+            self.wrote(layer)
+            self.attended(layer)
+        return self.tables
+
+    def untake(self) -> None:
+        """Undo :meth:`take`; the layers do it one by one."""
+        self.written.clear()
+        self._attended.clear()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._place)
 
     def settle(self) -> None:
         """After the model call: the sequences' layers are where their tables are.

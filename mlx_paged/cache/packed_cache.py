@@ -185,4 +185,6 @@ def attend_pack(
     """Attention from the pack's tokens, which the layer has written; ``keys`` and ``values`` are they, or None."""
     pack.attended(layer)
     tables, step = pack.tables_of(layer), pack.step(layer)
-    return dispatch.packed_attention(queries, keys, values, pack.pool, layer, tables, step, scoring)
+    return dispatch.packed_attention(
+        queries, keys, values, pack.pool, layer, tables, step, scoring, as_rows=pack.as_rows
+    )

@@ -87,6 +87,14 @@ class SequenceTables:
                 self.pool.trim(table, num_tokens)
             raise
 
+    def cut(self, num_tokens: int) -> None:
+        """Drop the last tokens of all layers, which are all at the end of their tables."""
+        if num_tokens:
+            for table in self.tables:
+                self.pool.trim(table, num_tokens)
+            for layer in self.offsets:
+                self.offsets[layer] -= num_tokens
+
     def window_of(self, mask: mx.array | str | None) -> int | None:
         """The window of a mask made by :meth:`PagedKVCache.make_mask`; None for any other."""
         if mask is not None and not isinstance(mask, str):

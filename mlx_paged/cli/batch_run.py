@@ -10,12 +10,13 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import mlx.core as mx
 
+from ..engine.grammar.compiled_grammar import CompiledGrammar
 from ..engine.grammar.processor import GrammarProcessor
 from ..engine.request_options import RequestOptions
 from ..errors import ConfigError, PromptsFileError, RequestFailedError
@@ -241,8 +242,9 @@ class BatchRun:
             samplers, processors = [self.sampling.sampler(prompt.sampling)], self.sampling.processors(prompt.sampling)
             insert = self.generator.insert
             if isinstance(self.generator, PagedBatchGenerator):
-                seed = prompt.sampling.get("seed") if self._seeds_rows else None
-                insert = functools.partial(insert, options=[RequestOptions(seed=seed, grammar=grammar)])
+                insert = functools.partial(insert, options=[self._options(prompt.sampling, grammar)])
+            elif "prompt_lookup" in prompt.sampling:
+                raise ConfigError("prompt_lookup is for pages, and --no-paged does without them")
             elif grammar is not None:
                 processors = [GrammarProcessor(grammar), *processors]
             (uid,) = insert([tokens], [most], samplers=samplers, logits_processors=[processors])
@@ -250,6 +252,11 @@ class BatchRun:
             self.results.add(prompt, error=f"{type(error).__name__}: {error}")
             return
         self._running[uid] = _Running(prompt, len(tokens), most, answer)
+
+    def _options(self, sampling: Mapping[str, Any], grammar: CompiledGrammar | None) -> RequestOptions:
+        """What a prompt says that mlx-lm's generator has no argument for."""
+        seed = sampling.get("seed") if self._seeds_rows else None
+        return RequestOptions(seed=seed, grammar=grammar, prompt_lookup=sampling.get("prompt_lookup"))
 
     def _tokenise(self, prompt: Prompt) -> list[int]:
         args, tokenizer = self.args, self.tokenizer
@@ -294,6 +301,8 @@ class BatchRun:
                 self._num_prompt_tokens += done - self._prefilled.get(response.uid, 0)
                 self._prefilled[response.uid] = done
         for response in generated:
+            if response.uid not in self._running:  # a stop string has ended it, with a token of the same step
+                continue
             answer, reason = self._running[response.uid].answer, response.finish_reason
             if reason != "stop" and answer.add(response.token) and reason is None:
                 self.generator.remove([response.uid])

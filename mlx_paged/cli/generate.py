@@ -85,6 +85,8 @@ def run(upstream: Any, args: argparse.Namespace, setup_arg_parser: Callable[[], 
         raise ConfigError("--kv-bits 8,4 is for pages, and --no-paged does without them")
     if args.no_paged and getattr(args, "paged_kv_rotate", False):
         raise ConfigError("--kv-rotate is for pages, and --no-paged does without them")
+    if "paged_prompt_lookup" in args and (args.no_paged or args.prompts_file is None):
+        raise ConfigError("--prompt-lookup is for the batch of a --prompts-file on pages, not for a prompt alone")
     if asked is not None and asked.format is None and args.prompts_file is not None:
         raise ConfigError(f"--prompts-file: {asked.why_not}")
     if not args.no_paged:

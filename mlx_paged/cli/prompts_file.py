@@ -42,6 +42,7 @@ SAMPLING = frozenset(
         "stop",
         "response_format",
         "structured_outputs",
+        "prompt_lookup",
     }
 )
 

@@ -16,8 +16,9 @@ from ..cache.composites import leaves, with_leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..kv.pool import BlockPool
 from .grammar.token_mask import constrain
+from .lookup.proposer import Proposer, proposers_of
 from .request import Request
-from .sampling.token_choice import TokenChoice
+from .sampling.token_choice import Choice, Places, TokenChoice
 from .step_logits import TokenLogits
 from .upstream import Upstream
 
@@ -53,6 +54,8 @@ class DecodeBatch:
         self.members: set[Request] = set()
         self.failed: list[tuple[Request, Exception]] = []
         self.choice = TokenChoice(upstream)
+        self.looks_up = False  # whether rows that ask for it have a proposer
+        self.proposers: dict[Request, Proposer] = {}
         self._inputs: mx.array | None = None  # next token of each row, not delivered yet, [B]
         self._tables: BatchTables | None = None
         # One per layer, parts of composite ones by themselves; paged ones are made anew when the members change.
@@ -68,6 +71,16 @@ class DecodeBatch:
         """Bytes of what layers without blocks keep for the rows."""
         return sum(cache.nbytes for cache in self._caches if not (cache is None or _is_paged(cache)))
 
+    @property
+    def inputs(self) -> mx.array:
+        """Next token of each row, not delivered yet, ``[B]``."""
+        assert self._inputs is not None
+        return self._inputs
+
+    @inputs.setter
+    def inputs(self, tokens: mx.array) -> None:
+        self._inputs = tokens
+
     # Members --------------------------------------------------------------------------------------------------
 
     def add(self, rows: Sequence[Request]) -> None:
@@ -82,6 +95,8 @@ class DecodeBatch:
         self._inputs = inputs
         self.rows = [*self.rows, *rows]
         self.members.update(rows)
+        if self.looks_up:
+            self.proposers.update(proposers_of(rows, self.choice))
 
     def _merge(self, rows: Sequence[Request]) -> None:
         """Take the rows' states into the batch's."""
@@ -126,6 +141,7 @@ class DecodeBatch:
         self.choice.keep(keep)
         self.rows = [self.rows[index] for index in keep]
         self.members -= leaving
+        self.proposers = {row: each for row, each in self.proposers.items() if row not in leaving}
 
     def disband(self) -> list[Request]:
         """Take all rows out, to compute them again as after :meth:`suspend`, and touch no cache: for when the batch's
@@ -140,7 +156,13 @@ class DecodeBatch:
         self.rows, self._inputs, self._caches = [], None, []
         self.members.clear()
         self.choice.clear()
+        self.proposers.clear()
         self._tables, self._changed = None, True
+
+    def settle_tables(self) -> None:
+        """Make the rows' own offsets right, to use the rows by themselves."""
+        if self._tables is not None:
+            self._tables.settle()
 
     def _settle(self) -> None:
         if self._tables is not None:
@@ -159,8 +181,7 @@ class DecodeBatch:
 
     def fork(self, row: Request) -> list[Any]:
         """A copy of the row's caches: references to its blocks, copies of other states."""
-        if self._tables is not None:
-            self._tables.settle()
+        self.settle_tables()
         index = self.rows.index(row)
         assert row.caches is not None
         memo: dict[int, Any] = {}
@@ -210,25 +231,28 @@ class DecodeBatch:
         logits = self._forward()
         if logits is None:
             return []
-        inputs = self._inputs
-        assert inputs is not None
-        logits, tokens, unanswerable = self._constrain(logits, inputs)
-        step, sampled, contexts, broken = self.choice.choose(logits, inputs)
-        broken = unanswerable | broken
-        # States and offsets that no layer happens to read would otherwise become chains, a few nodes a step.
-        states = [cache.state for cache in self._caches if not (cache is None or _is_paged(cache))]
-        mx.async_eval(sampled, contexts, states)
-        self._inputs = sampled
-        deliveries = []
-        for index, (row, token) in enumerate(zip(self.rows, tokens or _as_ints(inputs), strict=True)):
-            if row.logits is not None:
-                row.source.append(token)
-                deliveries.append(Delivery(row, token, TokenLogits(*row.logits)))
+        inputs = self.inputs
+        choice = self.choose(self.rows, logits, inputs)
+        self._inputs = choice.tokens
+        deliveries: list[Delivery] = []
+        for index, (row, token) in enumerate(zip(self.rows, choice.inputs or _as_ints(inputs), strict=True)):
+            self.take(row, token, deliveries)
             row.undelivered = None
-            row.logits = (step, index)
-        self.failed += [(self.rows[index], error) for index, error in broken.items()]
-        self._told.append([weakref.ref(delivery.logits) for delivery in deliveries])
+            row.logits = (choice.step, index)
+        self.failed += [(self.rows[index], error) for index, error in choice.broken.items()]
+        self.note_told(deliveries)
         return deliveries
+
+    @staticmethod
+    def take(row: Request, token: int, deliveries: list[Delivery]) -> None:
+        """A token that a step was given: it is delivered, unless it is the prompt's last."""
+        if row.logits is not None:
+            row.source.append(token)
+            deliveries.append(Delivery(row, token, TokenLogits(*row.logits)))
+
+    def note_told(self, deliveries: Sequence[Delivery]) -> None:
+        """See :meth:`let_go`."""
+        self._told.append([weakref.ref(delivery.logits) for delivery in deliveries])
 
     def let_go(self, *, all_steps: bool = False) -> None:
         """Whoever keeps log-probabilities from before the last step keeps copies of them, not the logits of all rows.
@@ -237,6 +261,23 @@ class DecodeBatch:
             for reference in self._told.popleft():
                 if (logits := reference()) is not None:
                     logits.detach()
+
+    def choose(
+        self, rows: Sequence[Request], logits: mx.array, inputs: mx.array, places: Places | None = None
+    ) -> Choice:
+        """Choose a token from each of the logits ``[T, vocab]``, and start computing them.
+
+        Args:
+            rows: whose logits they are; one that looks tokens up may come several times.
+            inputs: the tokens that they follow, ``[T]``.
+            places: where rows do not come once each, in order.
+        """
+        logits, tokens, unanswerable = self._constrain(rows, logits, inputs)
+        choice = self.choice.choose(logits, inputs, places)
+        # States and offsets that no layer happens to read would otherwise become chains, a few nodes a step.
+        states = [cache.state for cache in self._caches if not (cache is None or _is_paged(cache))]
+        mx.async_eval(choice.tokens, choice.contexts, states)
+        return choice._replace(broken=unanswerable | choice.broken, inputs=tokens)
 
     def _forward(self) -> mx.array | None:
         """Logits ``[B, vocab]`` of the rows that could be computed; the others have left."""
@@ -293,13 +334,15 @@ class DecodeBatch:
         self.failed += [(row, error) for row in self.rows]
         self._clear()
 
-    def _constrain(self, logits: mx.array, inputs: mx.array) -> tuple[mx.array, list[int], dict[int, Exception]]:
+    def _constrain(
+        self, rows: Sequence[Request], logits: mx.array, inputs: mx.array
+    ) -> tuple[mx.array, list[int], dict[int, Exception]]:
         """Logits of what the rows' grammars allow; the inputs, if they had to be read; rows whose grammar raised."""
-        if all(row.grammar is None for row in self.rows):
+        if all(row.grammar is None for row in rows):
             return logits, [], {}
         mx.async_eval(logits)  # goes on while the inputs, of the step before, are looked at
         tokens = _as_ints(inputs)
-        logits, unanswerable = constrain(logits, self.rows, tokens)
+        logits, unanswerable = constrain(logits, rows, tokens)
         return logits, tokens, unanswerable
 
 

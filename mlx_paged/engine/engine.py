@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,8 +12,10 @@ import mlx.core as mx
 from ..cache.batch_tables import FailedRow
 from ..errors import PoolExhaustedError, without_frames
 from ..prefix.store import PrefixStore
+from ..warn import warn_once
 from .decode_batch import DecodeBatch, Delivery
 from .live_requests import LiveRequests
+from .lookup.look_up import WHY_NOT, LookUp
 from .prefill import Prefill
 from .request import Request
 from .scheduler import Chunk
@@ -32,6 +35,7 @@ class Engine(LiveRequests):
         batch, prefixes, factory: as for :class:`LiveRequests`.
         counters: mlx-lm's counters of work done.
         prefill_step_size, completion_batch_size, prefill_batch_size, packs: as for :class:`LiveRequests`.
+        reads_blocks_only: the model's attention hands keys and values to attention functions, and does nothing else.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Engine(LiveRequests):
         prefixes: PrefixStore | None = None,
         factory: Callable[[], list[Any]],
         packs: bool | None = None,
+        reads_blocks_only: bool = True,
     ) -> None:
         super().__init__(
             batch,
@@ -53,15 +58,23 @@ class Engine(LiveRequests):
             prefill_batch_size=prefill_batch_size,
             prefixes=prefixes,
             factory=factory,
-            packs=packs,
+            packs=packs if reads_blocks_only else False,
         )
         self.counters = counters
         self.computed_prompt_tokens = 0
         self.prefill = Prefill(batch.model, in_place=self.in_place, shares_calls=self.shares_calls, packs=self.packs)
+        self.look_up: LookUp | None = None
+        if self.can_pack and reads_blocks_only and self.pool is not None and self.budget is not None:
+            self.look_up = LookUp(batch, self.pool, self.budget.has_room)
         self._prefill_steps = 0
         info = mx.device_info()
         self._most_kept = int(info.get("memory_size") or info.get("total_memory") or 0) // KEPT_PART
         self._worked_at: float | None = None  # None: memory has been given back since
+
+    def add(self, request: Request) -> None:
+        if request.options.prompt_lookup and self.look_up is None:
+            warn_once(f"prompt_lookup has no effect in {type(self.batch.model).__module__}: {WHY_NOT}")
+        super().add(request)
 
     # Steps ----------------------------------------------------------------------------------------------------
 
@@ -112,7 +125,7 @@ class Engine(LiveRequests):
                 prompts.append(
                     self.batch.upstream.prompt_response(request.uid, (request.prompt_length,) * 2, True, True)
                 )
-        generated = self._decode() if self.batch.rows else []
+        generated = self._decode(alive.chunks) if self.batch.rows else []
         self._fail_noted()
         prompts += self._prefill(plan.chunks)
         self._fail_noted()
@@ -121,24 +134,28 @@ class Engine(LiveRequests):
     def _is_alive(self, request: Request) -> bool:
         return request.uid in self.requests
 
-    def _decode(self) -> list[TokenResponse]:
+    def _decode(self, chunks: Sequence[Chunk]) -> list[TokenResponse]:
         begin = time.perf_counter()
         try:
-            self._reserve()
             requests = list(self.batch.rows)
-            deliveries = self.batch.step() if requests else []
+            deliveries = self.look_up.step(chunks) if self.look_up is not None and self.batch.proposers else None
+            if deliveries is None:
+                self._reserve()
+                requests = list(self.batch.rows)
+                deliveries = self.batch.step() if requests else []
         except Exception as caught:
             self.batch.fail_all(caught)
             requests, deliveries = [], []
         failed, self.batch.failed = {request: without_frames(error) for request, error in self.batch.failed}, []
         for request in requests:
             if request in self.batch.members:
-                request.length += 1
-        responses = [response for delivery in deliveries if (response := self._deliver(delivery)) is not None]
+                request.length = request.kept + len(request.source)
+        responses, unwanted = self._deliver_all(deliveries)
         finished = [(self.requests[r.uid], r) for r in responses if r.finish_reason is not None]
         self._remove_from_batch([request for request, _ in finished])
         for request, response in finished:
             failed.pop(request, None)  # what failed is a token that nobody is going to see
+            self._cut(request, unwanted[request])
             self._finish(request, response)
         for request, error in failed.items():
             self._note(request, error)
@@ -147,7 +164,7 @@ class Engine(LiveRequests):
             responses = [response for response in responses if response.uid not in lost]
         if deliveries:
             self.counters.decode_time += time.perf_counter() - begin
-            self.counters.generation_tokens += len(deliveries)
+            self.counters.generation_tokens += len(deliveries) - unwanted.total()
             self.counters.generation_steps += 1
             if self.counters.generation_steps % CLEAR_EVERY == 0:
                 mx.clear_cache()
@@ -171,6 +188,33 @@ class Engine(LiveRequests):
 
     def _oldest(self) -> Request:
         return self.scheduler.running[0]
+
+    def _deliver_all(self, deliveries: Sequence[Delivery]) -> tuple[list[TokenResponse], Counter[Request]]:
+        """What the callers get, and how many tokens of each request come behind its last one."""
+        responses = []
+        ended: set[Request] = set()
+        unwanted: Counter[Request] = Counter()
+        for delivery in deliveries:
+            if delivery.row in ended:
+                unwanted[delivery.row] += 1
+                continue
+            response = self._deliver(delivery)
+            if response is not None:
+                responses.append(response)
+            if response is None or response.finish_reason is not None:
+                ended.add(delivery.row)
+        return responses, unwanted
+
+    def _cut(self, request: Request, num_tokens: int) -> None:
+        """Have a request that is out of the batch end where its last tokens are not in its cache."""
+        if num_tokens and request not in self._noted:
+            try:
+                assert request.sequence is not None
+                request.sequence.cut(num_tokens)
+                del request.source[-num_tokens:]
+                request.length -= num_tokens
+            except Exception as error:
+                self._note(request, error)
 
     def _deliver(self, delivery: Delivery) -> TokenResponse | None:
         request = delivery.row

@@ -75,7 +75,8 @@ class LiveRequests:
         self.shares_calls = self.in_place and batch.kind == "together" and can_share_calls(fresh)
         if packs is None:
             packs = self.in_place and prepares_plans()
-        self.packs = packs and self.all_paged and batch.kind == "together" and can_pack(fresh)
+        self.can_pack = self.all_paged and batch.kind == "together" and can_pack(fresh)
+        self.packs = packs and self.can_pack
         self.sharing: PrefixSharing | Snapshots | None = None
         self.budget: RequestBudget | None = None
         pins_tokens = self.pool is not None and self.pool.pins_tokens

@@ -63,6 +63,12 @@ class RequestBudget:
                 return False
         return True
 
+    def has_room(self, growth: Growth) -> bool:
+        """The same of requests that run, as of any step's; prefixes are evicted when it comes to that, not for this."""
+        size = self._block_size
+        most = sum(-(-(num_tokens - 1) // size) + 1 for _, num_tokens in growth)
+        return self.budget.fits_blocks(most) or self.fits(growth, lambda: False)
+
     def grow_for(self, plan: ScheduledStep, requests: Iterable[Request], most_running: int) -> None:
         """Have the pool grow for a step, once for the requests known now.
 

@@ -16,8 +16,11 @@ class RequestOptions(NamedTuple):
         seed: the answer's tokens are a function of it and of the logits, whoever else is in the batch; None draws from
             ``mx.random``'s state. It needs a sampler of mlx-lm's ``make_sampler``; others draw as they do.
         grammar: what its answer has to be; None: anything.
+        prompt_lookup: most tokens proposed in a step because the prompt or the answer had them before; 0:
+            none; None: as configured.
     """
 
     salt: Hashable = None
     seed: int | None = None
     grammar: CompiledGrammar | None = None
+    prompt_lookup: int | None = None

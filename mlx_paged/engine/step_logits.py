@@ -17,6 +17,10 @@ class StepLogits:
         self._values = logits
         self._is_normalised = is_normalised
 
+    @property
+    def num_rows(self) -> int:
+        return int(self._values.shape[0])
+
     def logprobs(self) -> mx.array:
         """Of all rows, ``[B, vocab]``."""
         if not self._is_normalised:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from ..kernels.ops import WriteLaunch
+from ..kernels.ops import DecodeLaunch, WriteLaunch
 from ..kernels.prefill import PrefillLaunch
 from .block_table import BlockTable
-from .step import DeviceTables, Step, tail_slots
+from .step import DecodeKey, DeviceTables, Step, ThreeArrays, padded, table_width, tail_slots
 
 # Number of query heads, scale, window, softcap, whether there are sinks.
 PrefillKey = tuple[int, float, int | None, float | None, bool]
@@ -27,8 +27,8 @@ class PackedStep:
         counts: new tokens of each table, at least one.
         num_tokens: T, all of them.
         spans: where each table's tokens are among the T.
-        write_launch, prefill_launches: kernel launches prepared for this step, for all layers; of attention by what the
-            layers ask for.
+        write_launch, prefill_launches, decode_launches: kernel launches prepared for this step, for all layers; of
+            attention by what the layers ask for.
     """
 
     def __init__(
@@ -47,22 +47,56 @@ class PackedStep:
         self.spans = [slice(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
         self.write_launch: WriteLaunch | None = None
         self.prefill_launches: dict[PrefillKey, PrefillLaunch] = {}
+        self.decode_launches: dict[DecodeKey, DecodeLaunch] = {}
         self._num_blocks = num_blocks
         self._device_tables = device_tables
-        self._slots: mx.array | None = None
+        self._slots: dict[int | None, mx.array] = {}  # by the number of rows
+        self._visible: dict[tuple[int | None, tuple[int, int] | None], ThreeArrays] = {}  # by window and shape
         self._parts: dict[int, Step] = {}
 
-    def slots(self, tables: Sequence[BlockTable]) -> mx.array:
-        """``block_id * block_size + offset`` of each token, ``[T]``; int64 where int32 is too short."""
-        if self._slots is None:
+    def slots(self, tables: Sequence[BlockTable], num_rows: int | None = None) -> mx.array:
+        """``block_id * block_size + offset`` of each token, ``[T]``; int64 where int32 is too short. Up to
+        ``num_rows``, -1, which is not written."""
+        found = self._slots.get(num_rows)
+        if found is None:
             slots = np.concatenate([tail_slots(table, n) for table, n in zip(tables, self.counts, strict=True)])
+            if num_rows is not None:
+                slots = np.concatenate([slots, np.full(num_rows - len(slots), -1, slots.dtype)])
             wide = self._num_blocks * tables[0].block_size > _MAX_INT32
-            self._slots = mx.array(slots if wide else slots.astype(np.int32))
-        return self._slots
+            found = self._slots[num_rows] = mx.array(slots if wide else slots.astype(np.int32))
+        return found
 
     def block_tables(self, tables: Sequence[BlockTable]) -> mx.array:
         """The tables on the device, int32 ``[B, max_blocks]``, by absolute position."""
         return self._device_tables.of(tables)
+
+    def offsets(self, tables: Sequence[BlockTable], num_rows: int | None = None) -> mx.array:
+        """Position of each token, int32 ``[T]``; up to ``num_rows``, rows at position 0."""
+        return mx.array(padded(self._positions(tables), num_rows))
+
+    def _positions(self, tables: Sequence[BlockTable]) -> np.ndarray:
+        spans = [
+            np.arange(table.length - count, table.length, dtype=np.int32)
+            for table, count in zip(tables, self.counts, strict=True)
+        ]
+        return np.concatenate(spans)
+
+    def visible(
+        self, tables: Sequence[BlockTable], window: int | None, shape: tuple[int, int] | None = None
+    ) -> ThreeArrays:
+        """What each token sees, as a row of a decode step: block tables ``[T, max_blocks]``, that of a sequence for
+        each of its tokens, and as int32 ``[T, 1]`` the end and the start of its visible positions. With ``shape``,
+        block tables of that shape; the rows that it adds see nothing."""
+        known = self._visible.get((window, shape))
+        if known is None:
+            if shape is None:
+                shape = (self.num_tokens, table_width(tables))
+            ends = padded(self._positions(tables)[:, None] + 1, shape[0])
+            starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+            each = [table for table, count in zip(tables, self.counts, strict=True) for _ in range(count)]
+            known = (self._device_tables.of(each, shape), mx.array(ends), mx.array(starts))
+            self._visible[window, shape] = known
+        return known
 
     def part(self, tables: Sequence[BlockTable], index: int) -> Step:
         """The step of one table alone, for attention sequence by sequence."""

@@ -64,7 +64,8 @@ class BlockPool:
             for position, layer in enumerate(group.spec.layers)
         }
         self._cow_forks = 0
-        self.preemptions = 0  # counted by whoever schedules sequences over this pool
+        # Counted by whoever schedules sequences over this pool.
+        self.preemptions = self.drafted = self.accepted = 0
 
     @property
     def memory_budget(self) -> int:
@@ -384,6 +385,7 @@ class BlockPool:
                 self.holders(),
                 self.preemptions,
                 self.memory.shrinks,
+                (self.drafted, self.accepted),
             )
 
     def check_integrity(self) -> None:

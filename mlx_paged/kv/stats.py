@@ -39,6 +39,8 @@ class PagedCacheStats:
         quantized_layers: layers whose pages hold quantised keys and values.
         dense_layers: layers whose pages hold them as they are.
         bytes_per_token: of K and V of one token in all layers; 0 before the first write.
+        drafted_tokens: tokens that were proposed because a prompt or an answer had them before, and verified.
+        accepted_tokens: those of them that the model would have chosen.
     """
 
     block_size: int
@@ -61,6 +63,8 @@ class PagedCacheStats:
     quantized_layers: int = 0
     dense_layers: int = 0
     bytes_per_token: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
@@ -75,6 +79,7 @@ class PagedCacheStats:
             f"{self.cow_forks} copy-on-write fork(s); {self.bytes_per_token:,} bytes a token"
             + (f", quantised in {self.quantized_layers} layer(s)" if self.quantized_layers else "")
             + (f", not in {self.dense_layers}" if self.quantized_layers and self.dense_layers else "")
+            + (f"; {self.accepted_tokens} of {self.drafted_tokens} draft(s) accepted" if self.drafted_tokens else "")
         )
 
 
@@ -86,6 +91,7 @@ def count(
     holders: Sequence[BlockHolder] = (),
     preemptions: int = 0,
     shrinks: int = 0,
+    drafts: tuple[int, int] = (0, 0),
 ) -> PagedCacheStats:
     """The statistics of a pool's groups."""
     allocators = [group.allocator for group in groups]
@@ -110,6 +116,8 @@ def count(
         quantized_layers=sum(len(g.spec.layers) for g in groups if g.is_quantized),
         dense_layers=sum(len(g.spec.layers) for g in groups if g.geometry is not None and not g.is_quantized),
         bytes_per_token=sum(g.bytes_per_block for g in groups) // block_size,
+        drafted_tokens=drafts[0],
+        accepted_tokens=drafts[1],
     )
 
 

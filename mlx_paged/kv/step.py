@@ -118,7 +118,7 @@ class Step:
 
     def offsets(self, num_rows: int | None = None) -> mx.array:
         """Position of the first of each row's new tokens, int32 ``[B]``; up to ``num_rows``, rows at position 0."""
-        return mx.array(_padded(self._lengths - np.array(self.counts or self.num_tokens, np.int32), num_rows))
+        return mx.array(padded(self._lengths - np.array(self.counts or self.num_tokens, np.int32), num_rows))
 
     def visible(
         self, tables: Sequence[BlockTable], window: int | None, shape: tuple[int, int] | None = None
@@ -134,7 +134,7 @@ class Step:
         else:
             counts, index = np.array(self.counts, np.int32)[:, None], np.arange(self.num_tokens, dtype=np.int32)
             ends = np.where(index < counts, self._lengths[:, None] - counts + index + 1, 0)
-        ends = _padded(ends, None if shape is None else shape[0])
+        ends = padded(ends, None if shape is None else shape[0])
         own = self._device_tables
         starts = own.starts(ends.shape) if window is None else mx.array(np.maximum(ends - window, 0))
         found = (own.of(tables, shape), mx.array(ends), starts)
@@ -153,7 +153,7 @@ def rounded_up(count: int, least: int) -> int:
     return -(-count // unit) * unit
 
 
-def _padded(rows: np.ndarray, num_rows: int | None) -> np.ndarray:
+def padded(rows: np.ndarray, num_rows: int | None) -> np.ndarray:
     """With rows of zeros up to ``num_rows``."""
     if num_rows is None or num_rows == len(rows):
         return rows

@@ -48,14 +48,12 @@ class Connection:
 
     def generate(self, request: Any, args: Any, progress_callback: Any = None) -> tuple[Any, Iterator[Any]]:
         try:
-            handler = self._handler
             ctx, answers = self._generator.generate(
                 request,
                 args,
                 progress_callback,
                 self.client_is_gone,
-                salt=handler.salt,
-                constraint=handler.constraint,
+                extras=self._handler.extras,
             )
         except (RequestRefused, OSError) as error:
             raise Aborted(error) from None

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..config import MAX_PROMPT_LOOKUP
 from .refusal import RequestRefused, invalid
 
 MAX_BODY_BYTES = 64 << 20
@@ -202,6 +203,7 @@ _CHECKS: Mapping[str, _Check] = {
     "presence_context_size": _whole(0, MAX_CONTEXT),
     "frequency_context_size": _whole(0, MAX_CONTEXT),
     "num_draft_tokens": _whole(0, 64),
+    "prompt_lookup": _whole(0, MAX_PROMPT_LOOKUP),
     "seed": _whole(-(1 << 63), (1 << 64) - 1),
     "stop": _stop,
     "logit_bias": _logit_bias,

@@ -29,6 +29,9 @@ class CacheFactory:
         model: the model; None if nothing is paged.
         layout: which layers are.
         config: of the pool.
+
+    Attributes:
+        prompt_lookup: of requests in batches that say nothing else.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class CacheFactory:
     ) -> None:
         self._stock = stock
         self._layout = layout
+        self.prompt_lookup = 0 if config is None else config.prompt_lookup
         self.pool: BlockPool | None = None
         self._elsewhere: Callable[[mx.Dtype], BlockPool | None] | None = None
         if layout is not None and config is not None and layout.groups:

@@ -69,7 +69,8 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                     prefill_batch_size=self.prefill_batch_size,
                     prefixes=prefixes,
                     factory=self._factory,
-                    packs=self.packs if reads_blocks_only(model) else False,
+                    packs=self.packs,
+                    reads_blocks_only=reads_blocks_only(model),
                 )
 
     def insert(self, prompts: list[list[int]], *args: Any, **options: Any) -> list[int]:
@@ -88,7 +89,8 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         *,
         options: Sequence[RequestOptions] | None = None,
     ) -> list[int]:
-        """Queue requests, as in mlx-lm; ``options``, one for each, say what mlx-lm has no argument for.
+        """Queue requests, as in mlx-lm; ``options``, one for each, say what mlx-lm has no argument for. None: what is
+        configured.
 
         Raises:
             RequestTooLargeError: one could never run; PromptCacheError: a cache handed in is not the model's;
@@ -124,7 +126,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                     sampler=sampler,
                     processors=processors,
                     matcher=stops.matcher(),
-                    options=RequestOptions() if options is None else options[len(requests)],
+                    options=self._resolved(RequestOptions() if options is None else options[len(requests)]),
                 )
             )
         try:
@@ -136,6 +138,9 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         for request in requests:
             self._engine.add(request)
         return list(uids)
+
+    def _resolved(self, options: RequestOptions) -> RequestOptions:
+        return options if options.prompt_lookup is not None else options._replace(prompt_lookup=self.prompt_lookup)
 
     def extract_cache(self, uids: Any) -> dict[int, tuple[list[Any], list[int]]]:
         """Caches of unfinished requests, and the tokens in them; references to the same blocks."""
@@ -169,6 +174,11 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         if self._engine is None:
             return int(super().prompt_cache_nbytes)
         return self._engine.nbytes
+
+    @property
+    def prompt_lookup(self) -> int:
+        """Most tokens that are looked up in a step for a request that says nothing of it."""
+        return self._factory.prompt_lookup
 
     @property
     def preemptions(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...cache.batch_cache import PagedBatchKVCache
+from ...cache.packed_cache import PackedKVCache
 from ...cache.paged_kv_cache import PagedKVCache
 from ...engine.compiled.compiled_step import CompiledStep
 from ...kv.pool import BlockPool
@@ -26,7 +27,8 @@ def adapt(original: ModelCall) -> ModelCall:
     ) -> mx.array:
         if cache and input_embeddings is None and inputs.shape[1] == 1:
             first = cache[0]
-            if isinstance(first, PagedKVCache | PagedBatchKVCache):
+            is_pack = isinstance(first, PackedKVCache) and first.pack.as_rows
+            if is_pack or isinstance(first, PagedKVCache | PagedBatchKVCache):
                 step = step_of(first.pool, original)
                 if step.failure is None:
                     with first.pool.turn:

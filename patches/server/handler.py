@@ -13,7 +13,8 @@ from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 from mlx_lm import server as upstream
 
 from ...serve.connection import Aborted, Connection
-from ...serve.constraints.constraint import Constraint, constraint_of
+from ...serve.constraints.constraint import constraint_of
+from ...serve.extras import RequestExtras
 from ...serve.model_names import ModelNames
 from ...serve.refusal import RequestRefused, invalid, refusal_of
 from ...serve.report import cache_page, metrics
@@ -41,8 +42,7 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
         self.config = response_generator.config
         self.names = ModelNames(response_generator.cli_args.model, self.config.served_model_names)
         self.has_answered = False
-        self.salt: str | None = None  # of the request: who may share its prefixes
-        self.constraint: Constraint | None = None  # of the request: what its answer has to be
+        self.extras = RequestExtras()
         super().__init__(Connection(response_generator, self), *args, **kwargs)
 
     # Requests -------------------------------------------------------------------------------------------------
@@ -135,8 +135,11 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
             raise RequestRefused(404, f"there is nothing at {path}", kind="not_found")
         body = parse_body(self._read_body(), path)
         self.path = path
-        self.salt = self.config.api_keys.salt(key, body.get("cache_salt"))
-        self.constraint = constraint_of(body, chat=path.endswith("/chat/completions"))
+        self.extras = RequestExtras(
+            salt=self.config.api_keys.salt(key, body.get("cache_salt")),
+            constraint=constraint_of(body, chat=path.endswith("/chat/completions")),
+            prompt_lookup=body.get("prompt_lookup"),
+        )
         if body.get("tool_choice") == "none":  # the model calls none that it does not know of
             body.pop("tools", None)
         # Upstream reads the body again: what it reads is what was checked.

@@ -31,12 +31,14 @@ class PreparedRequest(upstream.CompletionRequest):  # type: ignore[misc]
         salt: only requests with the same one share prefixes.
         constraint: what its answer has to be, as the client says it.
         grammar: the same for the model's tokens.
+        prompt_lookup: most tokens that are looked up in a step; None: as configured.
     """
 
     made: MadePrompt | None = None
     salt: str | None = None
     constraint: Constraint | None = None
     grammar: CompiledGrammar | None = None
+    prompt_lookup: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "grammar": None}  # which a process for prompts has no use for, and cannot be sent

@@ -17,7 +17,7 @@ from mlx_lm import server as upstream
 from mlx_lm.models import cache as stock_cache
 
 from ...serve.capacity import announce, answer_tokens, capacity, check_capacity
-from ...serve.constraints.constraint import Constraint
+from ...serve.extras import RequestExtras
 from ...serve.prompt_maker import PromptMaker, PromptSetup
 from ...serve.prompt_messages import MadePrompt, PromptJob
 from ...serve.refusal import RequestRefused, invalid, refusal_of
@@ -64,8 +64,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         config: ServerConfig | None = None,
     ) -> None:
         self.stats = ServerStats()
-        self.prompts = prompts or PromptMaker(make_prompt, PROCESS)
-        self.config = config or ServerConfig()
+        self.prompts, self.config = prompts or PromptMaker(make_prompt, PROCESS), config or ServerConfig()
         self.start_error: Exception | None = None
         self._setup: PromptSetup | None = None  # of the present model
         self._has_started = False
@@ -83,8 +82,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         generation_args: upstream.GenerationArguments,
         progress_callback: Callable[[int, int], None] | None = None,
         client_is_gone: Callable[[], bool] = lambda: False,
-        salt: str | None = None,
-        constraint: Constraint | None = None,
+        extras: RequestExtras | None = None,
     ) -> tuple[upstream.GenerationContext, Iterator[upstream.Response]]:
         """The request's context, and its answers as they come. Its prompt is made before it is queued.
 
@@ -97,7 +95,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         if self.num_waiting >= MAX_WAITING:
             raise RequestRefused(429, f"{MAX_WAITING} requests are waiting", kind="overloaded", retry_after=5)
         queue = AnswerQueue(() if self._is_distributed else generation_args.stop_words)
-        request = PreparedRequest(**vars(request), salt=salt, constraint=constraint)
+        request = PreparedRequest(**vars(request), **(extras or RequestExtras())._asdict())
         if self._is_distributed:
             request.check_for_ranks()
         else:
@@ -357,14 +355,13 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         )
 
     def _announce(self) -> None:
-        provider = self.model_provider
-        announce(provider.model_key[0], pool_of(provider.model), self.cli_args.prefill_step_size)
+        announce(self.model_provider.model_key[0], pool_of(self.model_provider.model), self.cli_args.prefill_step_size)
 
     def _close_batch(self, error: Exception | None) -> None:
         batch, self._batch = self._batch, None
+        if batch is not None and error is not None:
+            batch.fail_all(error)
         if batch is not None:
-            if error is not None:
-                batch.fail_all(error)
             batch.close()
 
     def _tokenize(self, tokenizer: Any, request: PreparedRequest, args: Any) -> Tokenized:
@@ -385,8 +382,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
             try:
                 result = super()._tokenize(RenderedTokenizer(tokenizer, made.text), request, args)
             except Exception as error:
-                message = f"the prompt cannot be made: {type(error).__name__}: {error}"
-                raise invalid(message, "messages") from error
+                raise invalid(f"the prompt cannot be made: {type(error).__name__}: {error}", "messages") from error
         model, chunk = self.model_provider.model, self.cli_args.prefill_step_size
         check_sampling(args, tokenizer, model)
         args.max_tokens = answer_tokens(pool_of(model), chunk, len(result[0]), args.max_tokens)

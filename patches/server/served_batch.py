@@ -111,7 +111,7 @@ class ServedBatch:
             samplers=[upstream._make_sampler(args, tokenizer)],
             logits_processors=[upstream._make_logits_processors(args)],
             stop_sequences=[stop_sequences],
-            options=[RequestOptions(request.salt, args.seed, request.grammar_from(tokenizer))],
+            options=[RequestOptions(request.salt, args.seed, request.grammar_from(tokenizer), request.prompt_lookup)],
         )
         queue.counts_prompt = not self.generator.counts_prompt_tokens
         wanted = WantedLogprobs.of(args)

@@ -183,7 +183,7 @@ def test_a_step_that_fails_ends_the_prompts_in_it_and_no_others() -> None:
     class Generator:
         calls = 0
 
-        def insert(self, prompts: list[list[int]], most: list[int], **options: Any) -> list[int]:
+        def insert_segments(self, segments: list[list[list[int]]], most: list[int], **options: Any) -> list[int]:
             self.calls += 1
             return [self.calls]
 

@@ -16,6 +16,7 @@ from mlx_lm.models import cache as upstream_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.engine.request_options import RequestOptions
 from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.patches import registry
@@ -222,6 +223,7 @@ class Driver:
 
     def _insert(self, index: int) -> None:
         each = self.delivered[index]
+        self.case.tell(each.request.prompt, each.expected.tokens)
         request, prompt, options = each.request, each.request.prompt, {}
         if request.given is not None:
             kind, length = request.given
@@ -237,6 +239,7 @@ class Driver:
             samplers=[request.sampler],
             logits_processors=[request.processors],
             **options,
+            **({"options": [RequestOptions(prompt_lookup=self.case.lookup)]} if self.case.lookup else {}),
         )
         self.by_uid[uid] = each
 

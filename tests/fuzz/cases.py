@@ -83,6 +83,8 @@ class Case:
         budget_slack: blocks of memory beyond what the longest request alone takes; None: ample.
         in_place: the pool is in place, over stand-ins for the kernels.
         prefixes: "none", "memory", or "disk" for a prefix cache that spills.
+        lookup: most tokens that are looked up in a step.
+        tell: told of each request's tokens before it runs, prompt and answer.
     """
 
     seed: int
@@ -96,6 +98,8 @@ class Case:
     prefilling: int
     budget_slack: int | None
     requests: list[Request]
+    lookup: int = 0
+    tell: Callable[[list[int], list[int]], None] = lambda prompt, tokens: None
 
     def __str__(self) -> str:
         return (

@@ -161,6 +161,7 @@ EDGES: dict[str, list[Any]] = {
     "presence_context_size": [0, 1, 1 << 20],
     "frequency_context_size": [0, 1, 1 << 20],
     "num_draft_tokens": [0, 64],
+    "prompt_lookup": [0, 1, 64],
     "seed": [0, -1, 1 << 63, -(1 << 63)],
     "stop": ["a", ["the", " the", "\n"], [], "\x00", "\U0001f600"],
     "logit_bias": [{}, {"0": 1e4}, {"49151": -1e4}, {str(n): -1e4 for n in range(300)}],

@@ -10,10 +10,6 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 
 from ...attention import dispatch
-from ...cache.batch_cache import PagedBatchKVCache
-from ...cache.batch_tables import BatchTables
-from ...cache.paged_kv_cache import PagedKVCache
-from ...cache.sequence import SequenceTables
 from ...kernels.products.inference import Inference
 from ...kernels.quantized.pages import PageShape
 from ...kv.block_table import BlockTable
@@ -24,6 +20,7 @@ from ...kv.storage.in_place import InPlaceStorage, TracedBlocks
 from ...kv.storage.scoring import Scoring
 from .model_state import ModelState, StateNotKnown, substituted
 from .narrow_layers import narrow_layers
+from .step_rows import GroupArrays, PackRows, StepRows, rows_of
 
 # From the model, tokens [B, 1] and the layers' caches to logits [B, 1, vocab].
 Forward = Callable[[Any, mx.array, Sequence[Any]], mx.array]
@@ -44,18 +41,6 @@ class NotCompilable(Exception):
     """The model does something in a decode step that the compiled step has no answer to."""
 
 
-class GroupArrays(NamedTuple):
-    """What the layers of a group share in a step.
-
-    Attributes:
-        visible: block tables, ends and starts, of :meth:`Step.visible`.
-        offsets: position of each row's new token, int32 ``[B]``.
-    """
-
-    visible: tuple[mx.array, mx.array, mx.array]
-    offsets: mx.array
-
-
 class StepShapes(NamedTuple):
     """What a trace of a step is made for.
 
@@ -63,23 +48,27 @@ class StepShapes(NamedTuple):
         num_rows: of the batch.
         widths: of each group's block tables.
         sizes: blocks of each group.
+        is_pack: several rows may be tokens of one sequence.
     """
 
     num_rows: int
     widths: tuple[int, ...]
     sizes: tuple[int, ...]
+    is_pack: bool = False
 
     @classmethod
-    def of(cls, num_rows: int, pool: BlockPool, tables: Sequence[Sequence[BlockTable]]) -> StepShapes:
+    def of(
+        cls, num_rows: int, pool: BlockPool, tables: Sequence[Sequence[BlockTable]], *, is_pack: bool = False
+    ) -> StepShapes:
         """The smallest for so many rows with these tables, one list for each group."""
         sizes = tuple(group.allocator.num_blocks for group in pool.groups)
-        return cls(padded_rows(num_rows), tuple(map(table_width, tables)), sizes)
+        return cls(padded_rows(num_rows), tuple(map(table_width, tables)), sizes, is_pack)
 
     def can_hold(self, other: StepShapes) -> bool:
         """Whether a step of the other's shapes can be padded to these. One sequence alone never is."""
         return (
             1 < other.num_rows <= self.num_rows <= max(ANY_ROWS, 2 * other.num_rows)
-            and self.sizes == other.sizes
+            and (self.sizes, self.is_pack) == (other.sizes, other.is_pack)
             and all(mine >= theirs for mine, theirs in zip(self.widths, other.widths, strict=True))
         )
 
@@ -98,6 +87,7 @@ class StepLayer:
         self.offset = arrays.offsets
         self.window = window
         self._visible = arrays.visible
+        self._slots = arrays.slots[0] if arrays.slots else None
         self.attended = 0
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
@@ -118,7 +108,8 @@ class StepLayer:
         if not keys.dtype == values.dtype == queries.dtype == self.blocks.dtype:
             raise NotCompilable("keys of another dtype than the blocks")
         self.attended += 1
-        return self.blocks.decode(queries, self._visible, (keys, values), scoring._replace(window=self.window))
+        scoring = scoring._replace(window=self.window)
+        return self.blocks.decode(queries, self._visible, (keys, values), scoring, self._slots)
 
 
 class CompiledStep:
@@ -168,7 +159,7 @@ class CompiledStep:
         Raises:
             PoolExhaustedError: as the step itself would.
         """
-        rows = _rows_of(caches)
+        rows = rows_of(caches)
         if self.failure is not None or rows is None or len(rows) != tokens.shape[0]:
             return None
         pool = rows.pool
@@ -184,7 +175,7 @@ class CompiledStep:
 
     def _compiled(
         self,
-        rows: _Sequence | _Batch,
+        rows: StepRows,
         storages: Sequence[Storage],
         model: Any,
         tokens: mx.array,
@@ -195,7 +186,7 @@ class CompiledStep:
         arrays = []
         tables = rows.take(caches)
         try:
-            shapes = self._shapes_for(StepShapes.of(len(rows), pool, tables))
+            shapes = self._shapes_for(StepShapes.of(len(rows), pool, tables, is_pack=isinstance(rows, PackRows)))
             if shapes is None:
                 rows.untake()
                 return None
@@ -204,9 +195,7 @@ class CompiledStep:
                 rows.untake()
                 return None
             for group, own, width in zip(pool.groups, tables, shapes.widths, strict=True):
-                step = pool.layer(group.spec.layers[0]).step(own, 1)
-                visible = step.visible(own, group.spec.window, (shapes.num_rows, width))
-                arrays.append(GroupArrays(visible, step.offsets(shapes.num_rows)))
+                arrays.append(rows.arrays(pool.layer(group.spec.layers[0]), own, (shapes.num_rows, width)))
             missing = shapes.num_rows - len(rows)
             if missing:
                 tokens = mx.concatenate([tokens, mx.zeros((missing, 1), tokens.dtype)])
@@ -266,7 +255,7 @@ class CompiledStep:
     def _trace(
         self, tensors: Sequence[Any], weights: Sequence[mx.array], tokens: mx.array, arrays: Sequence[Sequence[Any]]
     ) -> tuple[mx.array, list[mx.array]]:
-        groups = [GroupArrays(tuple(visible), offsets) for visible, offsets in arrays]
+        groups = [GroupArrays(tuple(visible), offsets, tuple(slots)) for visible, offsets, slots in arrays]
         blocks = [TracedBlocks(tuple(own), *pages) for own, pages in zip(tensors, self._pages, strict=True)]
         layers = [
             StepLayer(own, groups[group], window)
@@ -284,59 +273,3 @@ class CompiledStep:
         if self._state is None or self._state.arrays_of(self._model) is None:
             raise NotCompilable("the model changes its own attributes in a step")
         return logits, [own.fence() for own in blocks]
-
-
-class _Sequence:
-    """The caches of one sequence's layers, as a batch of one."""
-
-    def __init__(self, sequence: SequenceTables) -> None:
-        self.sequence = sequence
-        self.pool = sequence.pool
-
-    def __len__(self) -> int:
-        return 1
-
-    def take(self, caches: Sequence[Any]) -> list[list[BlockTable]]:
-        for cache in caches:
-            self.sequence.reserve(cache.layer, 1)
-        return [[table] for table in self.sequence.tables]
-
-    def untake(self) -> None:
-        for layer in self.sequence.offsets:
-            self.sequence.offsets[layer] -= 1  # the position stays reserved, for the layers to take again
-
-
-class _Batch:
-    """The caches of a batch's layers."""
-
-    def __init__(self, batch: BatchTables) -> None:
-        self.batch = batch
-        self.pool = batch.pool
-
-    def __len__(self) -> int:
-        return len(self.batch)
-
-    def take(self, caches: Sequence[Any]) -> list[list[BlockTable]]:
-        for cache in caches:
-            self.batch.take(cache.layer)
-        return self.batch.tables
-
-    def untake(self) -> None:
-        self.batch.untake()
-
-
-def _rows_of(caches: Sequence[Any]) -> _Sequence | _Batch | None:
-    """The rows these caches belong to, if they are all paged, of the same rows, and cover the pool's layers."""
-    first = caches[0] if caches else None
-    if isinstance(first, PagedKVCache):
-        sequence = first.sequence
-        layers = len(sequence.offsets)
-        if len(caches) == layers and all(isinstance(c, PagedKVCache) and c.sequence is sequence for c in caches):
-            return _Sequence(sequence)
-    elif isinstance(first, PagedBatchKVCache):
-        batch = first.batch
-        if len(caches) == batch.num_layers and all(
-            isinstance(c, PagedBatchKVCache) and c.batch is batch and not c.is_padded for c in caches
-        ):
-            return _Batch(batch)
-    return None

@@ -44,6 +44,8 @@ class BatchSampler:
         self._penalties = Penalties()
         self._penalised: list[int] = []  # rows, in the order of the penalties
         self._indices: mx.array | None = None  # of them, unless that is all rows
+        self._draws = False  # whether some row does
+        self._biased: list[int] = []  # rows
         self._bias: tuple[mx.array, mx.array, mx.array] | None = None  # rows [R, 1], tokens [R, n] and values
         self._parameters: dict[tuple[int, ...], tuple[RowParameters, mx.array]] = {}
 
@@ -70,37 +72,52 @@ class BatchSampler:
     def _settle(self) -> None:
         self._parameters.clear()
         self._indices = mx.array(self._penalised) if len(self._penalised) < len(self.rows) else None
-        biased = [index for index, row in enumerate(self.rows) if row.logit_bias]
+        self._draws = any(row.draws for row in self.rows)
+        self._biased = [index for index, row in enumerate(self.rows) if row.logit_bias]
         self._bias = None
-        if biased:
-            most = max(len(self.rows[index].logit_bias) for index in biased)
+        if self._biased:
+            most = max(len(self.rows[index].logit_bias) for index in self._biased)
             tokens, values = [], []
-            for index in biased:
+            for index in self._biased:
                 bias = self.rows[index].logit_bias
                 num_free = most - len(bias)
                 tokens.append([*bias, *[next(iter(bias))] * num_free])
                 values.append([*bias.values(), *[0.0] * num_free])
-            self._bias = mx.array(biased)[:, None], mx.array(tokens), mx.array(values, mx.float32)
+            self._bias = mx.array(self._biased)[:, None], mx.array(tokens), mx.array(values, mx.float32)
 
     # Steps ----------------------------------------------------------------------------------------------------
 
-    def penalised(self, logits: mx.array, inputs: mx.array) -> mx.array:
+    def penalised(self, logits: mx.array, inputs: mx.array, places: Sequence[int] | None = None) -> mx.array:
         """Begin a step: the logits ``[B, vocab]`` with biases and penalties, in float32 if any row has some.
 
         Args:
             logits: of the step.
             inputs: the tokens that the step was given, ``[B]``; they are part of the history from now on.
+            places: which row each of the logits is of, where rows come several times: not those with any of that.
         """
         self._num_steps += 1
+        at = {} if places is None else {row: place for place, row in enumerate(places)}
         if self._bias is not None:
             rows, tokens, values = self._bias
+            if at:
+                rows = mx.array([at[row] for row in self._biased])[:, None]
             logits = logits.astype(mx.float32).at[rows, tokens].add(values)
         if self._penalised:
-            self._penalties.see(inputs if self._indices is None else inputs[self._indices])
-            logits = self._penalties.apply(logits.astype(mx.float32), self._indices)
+            indices = mx.array([at[row] for row in self._penalised]) if at else self._indices
+            self._penalties.see(inputs if indices is None else inputs[indices])
+            logits = self._penalties.apply(logits.astype(mx.float32), indices)
         return logits
 
-    def sample(self, logits: mx.array, rows: Sequence[int] | None = None, ahead: mx.array | None = None) -> mx.array:
+    def skip(self, counts: Sequence[int]) -> None:
+        """Rows have taken so many tokens more than one of the last step, ``[B]``."""
+        if any(counts):
+            self._positions = [position + count for position, count in zip(self._positions, counts, strict=True)]
+            if any(row.seed is not None for row in self.rows):
+                self._parameters.clear()
+
+    def sample(
+        self, logits: mx.array, rows: Sequence[int] | None = None, ahead: Sequence[int] | None = None
+    ) -> mx.array:
         """The tokens of the step, ``[T]`` uint32.
 
         Args:
@@ -108,6 +125,8 @@ class BatchSampler:
             rows: which row each is of; a row may have several, or none. None: one of each row.
             ahead: how many tokens behind the row's next one each stands, ``[T]``; None: 0.
         """
+        if not self._draws:
+            return mx.argmax(logits, axis=-1)
         of = tuple(range(len(self.rows))) if rows is None else tuple(rows)
         if of not in self._parameters:
             positions = mx.array([self._positions[row] + self._num_steps - 1 for row in of], mx.int64)
@@ -121,7 +140,9 @@ class BatchSampler:
             assert greedy is not None
             return greedy
         positions = positions + self._num_steps
-        numbers = uniforms(params, (positions if ahead is None else positions + ahead).astype(mx.uint32))
+        numbers = uniforms(
+            params, (positions if ahead is None else positions + mx.array(list(ahead))).astype(mx.uint32)
+        )
         kept = kept_words(logits, params, numbers[:, 2:])
         drawn = draw(logits, kept, params.temperature, numbers, keeps_top=params.xtc_probability is None)
         return drawn if greedy is None or params.greedy is None else mx.where(params.greedy[:, 0], greedy, drawn)

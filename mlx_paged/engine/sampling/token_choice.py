@@ -15,6 +15,18 @@ from .batch_sampler import BatchSampler, SampledRow
 from .params import SamplingParams
 
 
+class Places(NamedTuple):
+    """Whose logits a step has, where rows do not come once each, in order.
+
+    Attributes:
+        rows: of the batch, ascending; those with penalties or processors come once.
+        ahead: how many tokens behind its row's next one each stands.
+    """
+
+    rows: list[int]
+    ahead: list[int]
+
+
 class Choice(NamedTuple):
     """What a step chose.
 
@@ -23,12 +35,14 @@ class Choice(NamedTuple):
         tokens: of all rows, ``[B]``.
         contexts: tokens that rows' own processors were given; to be computed with the step.
         broken: rows whose processor or sampler raised, and what.
+        inputs: the tokens that the step was given, if they had to be read.
     """
 
     step: StepLogits
     tokens: mx.array
     contexts: list[mx.array]
     broken: dict[int, Exception]
+    inputs: list[int]
 
 
 class _Row(NamedTuple):
@@ -94,21 +108,28 @@ class TokenChoice:
         self._rows = []
         self.sampler = BatchSampler()
 
+    def samples(self, request: Request) -> bool:
+        """Whether the request's sampler is one that the rows have together."""
+        return self._usable(self.upstream.known_sampler(request.sampler)) is not None
+
     # Steps ----------------------------------------------------------------------------------------------------
 
-    def choose(self, logits: mx.array, inputs: mx.array) -> Choice:
+    def choose(self, logits: mx.array, inputs: mx.array, places: Places | None = None) -> Choice:
         """The next token of each row.
 
         Args:
-            logits: of the step, ``[B, vocab]``.
-            inputs: the tokens that it was given, ``[B]``.
+            logits: of the step, ``[B, vocab]``, or ``[T, vocab]`` with ``places``.
+            inputs: the tokens that it was given, as many.
+            places: whose they are.
         """
         if self._vocab_size != logits.shape[-1]:
             self._learn(logits.shape[-1])
         broken: dict[int, Exception] = {}
-        logits, contexts = self._process(self.sampler.penalised(logits, inputs), inputs, broken)
+        penalised = self.sampler.penalised(logits, inputs, None if places is None else places.rows)
+        rows = self._rows if places is None else [self._rows[row] for row in places.rows]
+        logits, contexts = self._process(rows, penalised, inputs, broken)
         step = StepLogits(logits)
-        return Choice(step, self._sample(logits, step, broken), contexts, broken)
+        return Choice(step, self._sample(rows, places, logits, step, broken), contexts, broken, [])
 
     def _learn(self, vocab_size: int) -> None:
         """The first step has shown how many words there are: what was thought to be known before may be unusable."""
@@ -118,14 +139,14 @@ class TokenChoice:
         self.add(requests)
 
     def _process(
-        self, logits: mx.array, inputs: mx.array, broken: dict[int, Exception]
+        self, rows: Sequence[_Row], logits: mx.array, inputs: mx.array, broken: dict[int, Exception]
     ) -> tuple[mx.array, list[mx.array]]:
         """Logits after the rows' own processors, and what these were given."""
         contexts: list[mx.array] = []
-        if not any(row.processors for row in self._rows):
+        if not any(row.processors for row in rows):
             return logits, contexts
         processed = []
-        for index, row in enumerate(self._rows):
+        for index, row in enumerate(rows):
             sample = logits[index : index + 1]
             if row.processors:
                 request = row.request
@@ -140,27 +161,39 @@ class TokenChoice:
             processed.append(sample)
         return mx.concatenate(processed, axis=0), contexts
 
-    def _sample(self, logits: mx.array, step: StepLogits, broken: dict[int, Exception]) -> mx.array:
-        """The next token of each row, ``[B]``: together, but for one call of each sampler of rows' own."""
+    def _sample(
+        self,
+        rows: Sequence[_Row],
+        places: Places | None,
+        logits: mx.array,
+        step: StepLogits,
+        broken: dict[int, Exception],
+    ) -> mx.array:
+        """A token from each of the logits: together, but for one call of each sampler of rows' own."""
         groups: dict[int, tuple[Sampler | None, list[int]]] = {}
-        for index, row in enumerate(self._rows):
+        for index, row in enumerate(rows):
             groups.setdefault(id(row.sampler), (row.sampler, []))[1].append(index)
         if len(groups) == 1:
-            ((sampler, rows),) = groups.values()
-            return self.sampler.sample(logits) if sampler is None else self._call(sampler, step, rows, broken)
+            ((sampler, whole),) = groups.values()
+            if sampler is not None:
+                return self._call(sampler, step, whole, broken)
+            return self.sampler.sample(logits) if places is None else self.sampler.sample(logits, *places)
         order, found = [], []
-        for sampler, rows in groups.values():
-            order += rows
-            if sampler is None:
-                found.append(self.sampler.sample(logits[mx.array(rows)], rows))
+        for sampler, part in groups.values():
+            order += part
+            if sampler is not None:
+                found.append(self._call(sampler, step, part, broken))
+            elif places is None:
+                found.append(self.sampler.sample(logits[mx.array(part)], part))
             else:
-                found.append(self._call(sampler, step, rows, broken))
+                own = [places.rows[index] for index in part], [places.ahead[index] for index in part]
+                found.append(self.sampler.sample(logits[mx.array(part)], *own))
         return mx.concatenate(found)[mx.argsort(mx.array(order))]
 
     def _call(self, sampler: Sampler, step: StepLogits, rows: list[int], broken: dict[int, Exception]) -> mx.array:
         logprobs = step.logprobs()
         try:
-            return sampler(logprobs if len(rows) == len(self._rows) else logprobs[mx.array(rows)])
+            return sampler(logprobs if len(rows) == step.num_rows else logprobs[mx.array(rows)])
         except Exception as error:
             if len(rows) == 1:
                 broken.setdefault(rows[0], error)

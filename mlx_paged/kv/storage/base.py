@@ -124,7 +124,7 @@ class Storage(Protocol):
         self,
         q: mx.array,
         tables: Sequence[BlockTable],
-        step: Step,
+        step: Step | PackedStep,
         scoring: Scoring,
         *,
         append: tuple[mx.array, mx.array] | None = None,
@@ -133,7 +133,7 @@ class Storage(Protocol):
 
         Args:
             q: ``[B, n_q_heads, q_len, head_dim]``: the step's positions.
-            tables, step: of the B sequences.
+            tables, step: of the B sequences; or of B tokens of a packed step, which are written.
             scoring: no query sees more tokens than its window; there is no mask.
             append: keys and values of the step's positions (q_len 1), for the same kernel to write first.
 

@@ -23,7 +23,7 @@ class GatheredStorage:
         self,
         q: mx.array,
         tables: Sequence[BlockTable],
-        step: Step,
+        step: Step | PackedStep,
         scoring: Scoring,
         *,
         append: tuple[mx.array, mx.array] | None = None,

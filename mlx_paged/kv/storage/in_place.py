@@ -94,7 +94,7 @@ class InPlaceStorage:
         self,
         q: mx.array,
         tables: Sequence[BlockTable],
-        step: Step,
+        step: Step | PackedStep,
         scoring: Scoring,
         *,
         append: tuple[mx.array, mx.array] | None = None,
@@ -273,15 +273,20 @@ class TracedBlocks:
         visible: tuple[mx.array, mx.array, mx.array],
         append: tuple[mx.array, mx.array],
         scoring: Scoring,
+        slots: mx.array | None = None,
     ) -> mx.array:
-        """As :meth:`InPlaceStorage.decode`, for one token per row."""
+        """As :meth:`InPlaceStorage.decode`, for one token per row. With ``slots`` the tokens are written there first,
+        so that rows of one sequence see those before them."""
         scale, _, window, softcap, sinks, latent = scoring
         launch = kernels.prepare_decode(
-            self.__keys, self.__values, visible, n_q_heads=q.shape[1],
-            scale=scale, softcap=softcap, sinks=sinks is not None, max_visible=window, append=True, pages=self._pages,
-            latent=latent,
+            self.__keys, self.__values, visible, n_q_heads=q.shape[1], scale=scale, softcap=softcap,
+            sinks=sinks is not None, max_visible=window, append=slots is None, pages=self._pages, latent=latent,
         )  # fmt: skip
         if self._rotates:
             q, append = rotate(q), (rotate(append[0]), rotate(append[1]))
-        out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks, *append)
+        if slots is not None:
+            write = kernels.prepare_write(self.__keys, self.__values, slots, self._pages)
+            self.__fence = write(self.__keys, self.__values, self.__fence, *append)
+        new = append if slots is None else ()
+        out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks, *new)
         return rotate(out) if self._rotates else out

@@ -35,6 +35,8 @@ _COUNTERS = {
     "preemptions": "Requests that made room for others",
     "shrinks": "Times a layer group's tensors were made smaller",
     "quantized_tokens": "Tokens quantised when they were written",
+    "drafted_tokens": "Tokens that were proposed because a prompt or an answer had them before",
+    "accepted_tokens": "Those of them that the model would have chosen",
 }
 _SERVER_COUNTERS = {
     "prompt_tokens": "Tokens of prompts",

@@ -76,3 +76,28 @@ def test_a_client_is_told_when_keeping_its_prefix_fails(kind: str) -> None:
     pool.collect()
     pool.check_integrity()
     assert not batch.generator._engine.requests
+
+
+def test_tokens_of_one_step_behind_a_stop_string_are_nobodys() -> None:
+    told: list[Any] = []
+
+    class Queue:
+        is_wanted = True
+        is_stopped = property(lambda self: len(told) >= 2)
+        put = staticmethod(told.append)
+
+    logprobs = mx.zeros((10,))
+    step = [SimpleNamespace(uid=1, token=n, finish_reason=None, logprobs=logprobs, num_cached=0) for n in range(3)]
+    finished: list[int] = []
+    batch = object.__new__(ServedBatch)
+    batch.owner = SimpleNamespace(cli_args=SimpleNamespace(prompt_cache_size=None, prompt_cache_bytes=None))
+    batch.tokenizer, batch._num_computed = None, 0
+    batch.stats = SimpleNamespace(count_computed=lambda count: None)
+    batch.generator = SimpleNamespace(
+        next=lambda: ([], step), computed_prompt_tokens=0, shares_prefixes=True, finish=finished.extend
+    )
+    ctx = SimpleNamespace(prompt_cache_count=0)
+    batch.served = {1: Served(Queue(), ctx, Detokenizer(), [], 0, salt=None)}
+    batch.step()
+    assert [answer and answer.token for answer in told] == [0, 1, None]
+    assert finished == [1] and not batch.served

@@ -1,0 +1,234 @@
+"""Look-up over real models and every form of storage: the tokens of stock mlx-lm, and its probabilities."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.sample_utils import make_sampler
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.engine.compiled import compiled_step
+from mlx_paged.engine.compiled.step_rows import PackRows
+from mlx_paged.engine.lookup import proposer
+from mlx_paged.engine.lookup.proposer import Drafts
+from mlx_paged.engine.request_options import RequestOptions
+from scripts.support import model_configs
+from tests.support.kernels.fake_kernels import FakeKernels
+from tests.support.models.batch_runs import Outcome, generator, run_all
+from tests.support.models.builders import KINDS, VOCAB, build, greedy, prompt_of
+from tests.support.models.oracle import Oracle, oracles
+from tests.support.models.recurrent import build_recurrent
+
+MOST, TOKENS = 4, 22
+LENGTHS = (3, 37, 12)  # shorter than the windows; longer with the answer
+
+
+@pytest.fixture
+def oracle() -> Iterator[type[Oracle]]:
+    with oracles(VOCAB) as fresh:
+        yield fresh
+
+
+@functools.cache
+def model_of(kind: str) -> Any:
+    return build(kind, head_dim=64)
+
+
+@functools.cache
+def solos(kind: str) -> list[tuple[list[int], list[int], np.ndarray]]:
+    """Prompts, and what stock mlx-lm says behind them."""
+    assert not mlx_paged.patches.is_applied()
+    prompts = [prompt_of(length, seed=length).tolist() for length in LENGTHS]
+    return [(p, *greedy(model_of(kind), mx.array(p, mx.uint32), TOKENS + MOST)) for p in prompts]
+
+
+def insert(gen: Any, prompts: Sequence[list[int]], num_tokens: int, lookup: int = MOST, **options: Any) -> Any:
+    """Queue requests that look tokens up. Returns their outcomes by uid."""
+    count = len(prompts)
+    asked = [RequestOptions(prompt_lookup=lookup)] * count
+    uids = gen.insert_segments([[p] for p in prompts], [num_tokens] * count, options=asked, **options)
+    return {uid: Outcome() for uid in uids}
+
+
+def run_alike(kind: str, config: PagedConfig, oracle: type[Oracle]) -> Any:
+    """Run the kind's prompts, which must give stock's tokens and log-probabilities. Returns the pool's statistics."""
+    expected = solos(kind)
+    oracle.answers.update({tuple(prompt): tokens for prompt, tokens, _ in expected})
+    mlx_paged.apply_patches(config)
+    gen = generator(model_of(kind))
+    outcomes = insert(gen, [prompt for prompt, _, _ in expected], TOKENS)
+    run_all(gen, outcomes)
+    for outcome, (prompt, tokens, logprobs) in zip(outcomes.values(), expected, strict=True):
+        assert outcome.tokens == tokens[:TOKENS] and outcome.all_tokens == prompt + outcome.tokens
+        assert np.abs(np.stack(outcome.logprobs) - logprobs[:TOKENS]).max() < 1e-4
+    pool = mlx_paged.pool_of(model_of(kind))
+    pool.check_integrity()
+    stats = pool.stats()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens and stats.live_blocks == 0
+    return stats
+
+
+@pytest.mark.usefixtures("no_fall_through")
+@pytest.mark.parametrize("kind", KINDS)
+def test_functional_pools(kind: str, oracle: type[Oracle]) -> None:
+    solos(kind)
+    run_alike(kind, PagedConfig(block_size=8), oracle)
+
+
+@pytest.mark.usefixtures("no_fall_through")
+@pytest.mark.parametrize("kind", KINDS)
+def test_pools_in_place(
+    kind: str, kernels: FakeKernels | None, oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solos(kind)
+    compiled: Counter[str] = Counter()
+    original = compiled_step.CompiledStep._compiled
+
+    def count(self: Any, rows: Any, *rest: Any) -> Any:
+        logits = original(self, rows, *rest)
+        compiled["pack" if isinstance(rows, PackRows) else "rows"] += logits is not None
+        return logits
+
+    monkeypatch.setattr(compiled_step.CompiledStep, "_compiled", count)
+    monkeypatch.setattr(compiled_step, "PATIENCE", 1)
+    run_alike(kind, PagedConfig(block_size=8, kernel="on"), oracle)
+    paths = {choice.path for choice in mlx_paged.dispatch_counts()}
+    assert paths <= {"kernel", "prefill"}, "nothing is gathered"
+    assert compiled["pack"] > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"kernel": "on"}], ids=["functional", "in place"])
+def test_quantised_pages(options: dict[str, Any], oracle: type[Oracle], request: pytest.FixtureRequest) -> None:
+    """Compared with the same batch without look-up: what pages hold depends on nothing but the token."""
+    if options:
+        request.getfixturevalue("fake")
+    config = PagedConfig(block_size=8, kv_bits=8, kv_group_size=32, **options)
+    prompts = [prompt for prompt, _, _ in solos("llama")]
+    mlx_paged.apply_patches(config)
+    model = model_of("llama")
+    plain = insert(gen := generator(model), prompts, TOKENS + MOST, 0)
+    run_all(gen, plain)
+    for prompt, outcome in zip(prompts, plain.values(), strict=True):
+        oracle.answers[tuple(prompt)] = outcome.tokens
+    quantized = mlx_paged.pool_of(model).stats().quantized_tokens
+    outcomes = insert(gen := generator(model), prompts, TOKENS)
+    run_all(gen, outcomes)
+    for outcome, expected in zip(outcomes.values(), plain.values(), strict=True):
+        assert outcome.tokens == expected.tokens[:TOKENS]
+        assert np.abs(np.stack(outcome.logprobs) - np.stack(expected.logprobs)[:TOKENS]).max() < 1e-4
+    stats = mlx_paged.pool_of(model).stats()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    assert stats.quantized_tokens > quantized
+    mlx_paged.pool_of(model).check_integrity()
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeKernels]:
+    from tests.support.kernels.fake_kernels import fake_kernels
+
+    with fake_kernels() as kernels:
+        yield kernels
+
+
+@pytest.mark.parametrize("name", ["phi3", "gpt_oss", "gemma2"])
+def test_models_behind_the_seam(name: str) -> None:
+    model = model_configs.build(name)
+    vocab = model_configs.VOCAB
+    prompts = [(prompt_of(length, seed=length) % vocab).tolist() for length in LENGTHS]
+    expected = [greedy(model, mx.array(prompt, mx.uint32), TOKENS + MOST)[0] for prompt in prompts]
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    with oracles(vocab) as oracle:
+        oracle.answers.update({tuple(prompt): tokens for prompt, tokens in zip(prompts, expected, strict=True)})
+        gen = generator(model)
+        outcomes = insert(gen, prompts, TOKENS)
+        run_all(gen, outcomes)
+    assert [outcome.tokens for outcome in outcomes.values()] == [tokens[:TOKENS] for tokens in expected]
+    stats = mlx_paged.pool_of(model).stats()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+
+
+def test_layers_with_states_are_not_cut() -> None:
+    model = build_recurrent("mamba")
+    prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [3, 3, 3, 3]]
+    expected = [greedy(model, mx.array(prompt, mx.uint32), 10)[0] for prompt in prompts]
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    gen = generator(model)
+    with pytest.warns(mlx_paged.FallThroughWarning, match="prompt_lookup has no effect"):
+        outcomes = insert(gen, prompts, 10)
+    run_all(gen, outcomes)
+    assert [outcome.tokens for outcome in outcomes.values()] == expected
+
+
+def test_the_configured_number_is_that_of_requests_that_say_nothing() -> None:
+    model = model_of("llama")
+    mlx_paged.apply_patches(PagedConfig(block_size=8, prompt_lookup=3))
+    gen = generator(model)
+    assert gen.prompt_lookup == 3
+    (uid,) = gen.insert([[1, 2, 3]], [4])
+    (other,) = insert(gen, [[1, 2, 3]], 4, 0)
+    requests = gen._engine.requests
+    assert (requests[uid].options.prompt_lookup, requests[other].options.prompt_lookup) == (3, 0)
+    run_all(gen, {uid: Outcome(), other: Outcome()})
+
+
+# Sampling ---------------------------------------------------------------------------------------------------------
+
+DRAWN, POSITIONS = 1500, 3
+
+
+class Guess(Oracle):
+    """Always the same words, each of which is likely."""
+
+    words: tuple[int, ...] = ()
+
+    def drafts(self, skipped: int, most: int, price: float = 0.0) -> Any:
+        found = self.words[: min(self.most, most)]
+        return None if not found else Drafts(list(found), float(len(found)))
+
+
+@pytest.mark.parametrize("options", [{"temp": 1.0}, {"temp": 0.7, "top_p": 0.9, "top_k": 5}], ids=["plain", "filters"])
+def test_samples_are_distributed_as_without(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first tokens of many answers to one prompt, against what the sampler gives of the model's probabilities."""
+    model = build("llama", vocab_size=6, num_hidden_layers=1, hidden_size=32, intermediate_size=32, head_dim=32)
+    model.lm_head.weight = model.lm_head.weight * 1.5
+    prompt, sampler = [1, 2, 3], make_sampler(**options)
+    mx.random.seed(11)
+    # By the model's own code, without caches: every continuation of so many tokens, and how likely it is.
+    chances = {(): 1.0}
+    for _ in range(POSITIONS):
+        longer = {}
+        for tokens, chance in chances.items():
+            logits = model(mx.array([prompt + list(tokens)], mx.uint32))[:, -1]
+            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            drawn = np.bincount(np.array(sampler(mx.repeat(logprobs, 40_000, axis=0))), minlength=6) / 40_000
+            longer.update({(*tokens, token): chance * p for token, p in enumerate(drawn) if p > 0})
+        chances = longer
+    guess = max(chances, key=lambda tokens: chances[tokens])
+    monkeypatch.setattr(Guess, "words", guess)
+    monkeypatch.setattr(proposer, "Proposer", Guess)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    gen = generator(model, completion_batch_size=100)
+    outcomes: dict[int, Outcome] = {}
+    for _ in range(DRAWN // 100):
+        batch = insert(gen, [prompt] * 100, POSITIONS, samplers=[sampler] * 100)
+        run_all(gen, batch)
+        outcomes.update(batch)
+    found = Counter(tuple(outcome.tokens) for outcome in outcomes.values())
+    stats = mlx_paged.pool_of(model).stats()
+    assert 0.1 < stats.accepted_tokens / stats.drafted_tokens < 0.95
+    assert set(found) <= set(chances)
+    # Continuations that are rare count together.
+    rare = [tokens for tokens, chance in chances.items() if chance * DRAWN < 8]
+    groups = [[tokens] for tokens in chances if tokens not in rare] + ([rare] if rare else [])
+    expected_counts = np.array([DRAWN * sum(chances[t] for t in group) for group in groups])
+    counts = np.array([sum(found[t] for t in group) for group in groups])
+    chi_square = float((((counts - expected_counts) ** 2) / np.maximum(expected_counts, 1)).sum())
+    freedom = len(groups) - 1
+    assert chi_square < freedom + 4 * np.sqrt(2 * freedom), f"{chi_square} with {freedom} degrees of freedom"

@@ -1,0 +1,82 @@
+"""Proposer: what is expected next, and that nothing is proposed where it does not come true."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from mlx_paged.engine.lookup.proposer import CPU_PRICE, PRICE, Proposer
+
+ANY = 64
+
+
+def feed(proposer: Proposer, tokens: list[int]) -> None:
+    for token in tokens:
+        proposer.add(token)
+
+
+def test_what_followed_is_proposed_no_further_than_is_wanted() -> None:
+    text = list(range(30))
+    proposer = Proposer([*text, 5, 6, 7], 4)
+    found = proposer.drafts(0, ANY)
+    assert found is not None and found.tokens == [8, 9, 10, 11]
+    assert 0 < found.gain < 4
+    assert proposer.drafts(0, 2).tokens == [8, 9]
+    assert proposer.drafts(1, ANY).tokens == [9, 10, 11, 12], "behind a token that is being computed"
+    assert proposer.drafts(1, ANY).gain < found.gain
+    assert proposer.drafts(0, 0) is None and Proposer(text, 4).drafts(0, ANY) is None
+
+
+def test_the_longer_a_row_repeats_the_more_is_expected() -> None:
+    text = np.random.default_rng(0).permutation(400).tolist()
+    proposer = Proposer([*text, *text[:3]], 16)
+    before = proposer.drafts(0, ANY)
+    feed(proposer, text[3:60])
+    after = proposer.drafts(0, ANY)
+    assert before.gain < 6
+    assert after.tokens == text[60:76] and after.gain > 12
+    assert proposer.num_tokens == 460
+
+
+def test_what_costs_more_is_proposed_more_seldom() -> None:
+    proposer = Proposer([*range(30), 5, 6, 7], 16)
+    cheap, dear = proposer.drafts(0, ANY, PRICE), proposer.drafts(0, ANY, CPU_PRICE)
+    assert len(dear.tokens) < len(cheap.tokens) and dear.gain < cheap.gain
+    assert proposer.drafts(0, ANY, 0.99) is None
+
+
+def test_a_row_that_circles_goes_on_circling() -> None:
+    proposer = Proposer([9, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2], 7)
+    assert proposer.drafts(0, ANY).tokens == [1, 2, 1, 2, 1, 2, 1]
+    assert Proposer([4, 7, 7, 7, 7, 7, 7, 7, 7], 3).drafts(1, ANY).tokens == [7, 7, 7]
+
+
+def test_a_row_whose_predictions_fail_stops_proposing_and_begins_again_when_they_hold() -> None:
+    rng = np.random.default_rng(1)
+    proposer = Proposer([], 8)
+    gains = []
+    for another in range(1000, 1300):  # pairs come again, and what follows them is another word each time
+        feed(proposer, [1, 2])
+        found = proposer.drafts(0, ANY)
+        gains.append(0.0 if found is None else found.gain)
+        proposer.add(another)
+    assert max(gains[1:4]) > 0.5 and max(gains[-50:]) == 0, "a chance below its price"
+    text = rng.permutation(200).tolist()
+    feed(proposer, [*text, *text[:30]])
+    assert proposer.drafts(0, ANY).tokens == text[30:38]
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_drafts_are_what_comes_when_the_text_is_repeated(skipped: int) -> None:
+    text = np.random.default_rng(2).integers(0, 50, 120).tolist()
+    proposer = Proposer(text, 5)
+    hits = total = 0
+    for place in itertools.takewhile(lambda p: p < 100, itertools.count()):
+        found = proposer.drafts(skipped, ANY)
+        for offset, token in enumerate([] if found is None else found.tokens):
+            total += 1
+            hits += token == text[place + skipped + offset]
+        proposer.add(text[place])
+    assert total > 300 and hits / total > 0.9
