@@ -111,7 +111,6 @@ UPSTREAM = Upstream(
     known_sampler=lambda sampler: {} if sampler is greedy else None,
     known_processors=lambda processors: None,
     state_cache=type("NoState", (), {}),
-    draws_alone=lambda sampler: sampler is greedy,
 )
 
 
