@@ -19,7 +19,7 @@ from ..kv.packed_step import PackedStep
 from ..kv.pool import BlockPool
 from ..kv.step import Step
 from ..kv.storage.choice import kernel_decline, prefill_decline
-from ..kv.storage.scoring import QueryHeads, Scoring
+from ..kv.storage.scoring import QueryHeads, Scoring, Window
 from . import gather
 from .masks import causal_mask
 
@@ -185,7 +185,7 @@ def ragged_attention(
     kv = pool.layer(layer)
     step = kv.step(tables, q.shape[2], counts)
     kv.write_step(tables, step, k, v)
-    group, window = kv.group, kv.window
+    group, window = kv.group, kv.sees
     try:
         out = kv.storage.decode(q, tables, step, scoring._replace(window=window))
     except KernelUnavailable as error:
@@ -283,19 +283,19 @@ def packed_attention(
     return step.join(outputs)
 
 
-def _mask_of(num_tokens: int, table: BlockTable, window: int | None) -> mx.array | str:
+def _mask_of(num_tokens: int, table: BlockTable, window: Window | None) -> mx.array | str:
     """For the table's last tokens over its visible ones."""
     before = table.num_visible - num_tokens
-    if window is None or before + num_tokens <= window:
+    if window is None or not window.first_seen(before + num_tokens - 1):
         return "causal"
     return causal_mask(num_tokens, before, window)
 
 
-def _seen(kv: PoolLayer, scoring: Scoring) -> int | None:
-    """Most tokens that a query sees: the layer's window, or a narrower one."""
-    if kv.window is None or (scoring.window is not None and scoring.window < kv.window):
+def _seen(kv: PoolLayer, scoring: Scoring) -> Window | None:
+    """What a query sees: the layer's window, or a narrower one."""
+    if kv.sees is None or (scoring.window is not None and scoring.window.size < kv.sees.size):
         return scoring.window
-    return kv.window
+    return kv.sees
 
 
 def _attend(

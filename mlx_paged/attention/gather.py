@@ -12,17 +12,17 @@ from ..kv.storage.scoring import Scoring
 from .masks import causal_mask
 
 
-def ring_rotation(table: BlockTable, window: int | None) -> int:
+def ring_rotation(table: BlockTable, ring: int | None) -> int:
     """Where the order of gathered keys starts so that it equals mlx-lm's rotating buffer, in visible tokens.
 
     Attention is a sum over keys in any order, but floating-point sums are not: a decode step reproduces dense
-    mlx-lm bit for bit only in the order of its buffer. Once ``window`` tokens are visible, that buffer holds position
-    p in slot ``(p - ring_origin) % window``; with fewer or (after a prefill) more, it is in order of position. Pinned
+    mlx-lm bit for bit only in the order of its buffer. Once ``ring`` tokens are visible, that buffer holds position
+    p in slot ``(p - ring_origin) % ring``; with fewer or (after a prefill) more, it is in order of position. Pinned
     tokens come first and are not counted, neither in positions nor in the window.
     """
-    if window is None or table.length <= window or table.num_visible != window:
+    if ring is None or table.length <= ring or table.num_visible != ring:
         return 0
-    ring = window - table.pinned
+    ring -= table.pinned
     newest_slot = (table.length - 1 - table.pinned - table.ring_origin) % ring
     # The window's oldest token has index 0 here; slot 0 holds the token `newest_slot` before the newest.
     return (ring - 1 - newest_slot) % ring
@@ -93,7 +93,7 @@ def gather_attention(
     """
     outputs = []
     for row, table in enumerate(tables):
-        rotation = ring_rotation(table, pool.groups[table.group].spec.window) if q.shape[2] == 1 else 0
+        rotation = ring_rotation(table, pool.groups[table.group].spec.ring) if q.shape[2] == 1 else 0
         k, v = pool.gather_visible(table, layer, rotation=rotation, copy=False)
         row_q = q[row : row + 1] if len(tables) > 1 else q
         outputs.append(attention(row_q, k, v, scoring))

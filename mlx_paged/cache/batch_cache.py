@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..attention import dispatch, gather
+from ..attention.masks import window_under
 from ..errors import GeometryError, PromptCacheError
 from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer
@@ -59,7 +60,7 @@ class PagedBatchKVCache:
 
     @property
     def window(self) -> int | None:
-        """Sliding window in tokens, or None."""
+        """Most tokens that one sees, itself included, or None."""
         return self._kv.window
 
     @property
@@ -207,7 +208,7 @@ class PagedBatchKVCache:
         counts = [width] * len(self.batch)
         if self._unpadded is not None:
             counts = [min(width, left) for left in self._unpadded]
-        return LeftPadding(self.batch.offsets(self.layer), counts, width, self.window)
+        return LeftPadding(self.batch.offsets(self.layer), counts, width, self._kv.sees)
 
     def _take_counts(self, width: int) -> list[int]:
         """Real tokens of each row among the next ``width``, which are about to be written row by row."""
@@ -230,9 +231,9 @@ class PagedBatchKVCache:
         """
         if not (return_array or self.row_type.masks_rows) and window_size in (None, self.window):
             return None if N == 1 else "causal"
-        window = self.window if window_size is None else min(window_size, self.window or window_size)
+        window = window_under(self._kv.spec, window_size and min(window_size, self.window or window_size))
         mask = self._columns(N).mask(window, [row.table(self.layer) for row in self.batch.rows])
-        if window == self.window:
+        if window == self._kv.sees:
             self.batch.masks[self.pool.group_of(self.layer)] = mask
         return mask
 
@@ -305,7 +306,8 @@ class PagedBatchKVCache:
         return self.size() == 0
 
     def is_trimmable(self) -> bool:
-        return self.window is None or max(self.batch.offsets(self.layer), default=0) < self.window
+        ring = self._kv.spec.ring
+        return ring is None or max(self.batch.offsets(self.layer), default=0) < ring
 
     def trim(self, n: int) -> int:
         """Drop up to ``n`` tokens from the end of every row. Returns how many the longest row lost."""

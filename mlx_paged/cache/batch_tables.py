@@ -12,6 +12,7 @@ import mlx.core as mx
 from ..errors import BlockStateError, without_frames
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
+from ..kv.storage.scoring import Window
 from .sequence import SequenceTables
 
 T = TypeVar("T")
@@ -105,11 +106,11 @@ class BatchTables:
         behind = self._reserved[group] - self._written[layer]
         return [table.length - behind for table in self.tables[group]]
 
-    def window_of(self, mask: mx.array | str | None) -> int | None:
+    def window_of(self, mask: mx.array | str | None) -> Window | None:
         """Of a mask made for one of the groups: a window that leaves each row what the group does. None for others."""
         for group, made in self.masks.items():
             if made is mask:
-                return self.pool.groups[group].spec.window or 1 << 30
+                return self.pool.groups[group].spec.sees or Window(1 << 30)
         return None
 
     def device_offsets(self, layer: int) -> mx.array:

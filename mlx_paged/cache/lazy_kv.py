@@ -12,7 +12,7 @@ import mlx.core as mx
 from ..attention import dispatch
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
-from ..kv.storage.scoring import Scoring
+from ..kv.storage.scoring import Scoring, Window
 from ..kv.turn import in_turn
 
 
@@ -32,7 +32,7 @@ class Rows(Protocol):
     def tables_of(self, layer: int) -> Sequence[BlockTable]:
         """Of the layer's group, one for each sequence."""
 
-    def window_of(self, mask: mx.array | str | None) -> int | None:
+    def window_of(self, mask: mx.array | str | None) -> Window | None:
         """The window that a mask stands for; None if it is one of the caller's own."""
 
 

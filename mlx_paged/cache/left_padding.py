@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import mlx.core as mx
+import numpy as np
 
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
 from ..kv.step import Step
+from ..kv.storage.scoring import Window
 
 
 class LeftPadding:
@@ -18,16 +20,16 @@ class LeftPadding:
         offsets: tokens each row has had.
         counts: real new tokens of each row.
         width: new tokens, padding included.
-        window: sliding window of the layer, or None.
+        window: of the layer, or None.
     """
 
-    def __init__(self, offsets: Sequence[int], counts: Sequence[int], width: int, window: int | None) -> None:
+    def __init__(self, offsets: Sequence[int], counts: Sequence[int], width: int, window: Window | None) -> None:
         self.offsets = offsets
         self.counts = counts
         self.width = width
         self.window = window
         # Visible tokens of each row before the new ones.
-        self.before = [offset if window is None else min(offset, window - 1) for offset in offsets]
+        self.before = [offset if window is None else offset - window.first_seen(offset) for offset in offsets]
         self.longest = max(self.before, default=0) + width
 
     @property
@@ -49,7 +51,7 @@ class LeftPadding:
         positions = mx.where(indices < 0, indices, indices + behind)
         return mx.where(indices < pinned, indices, positions) if pinned else positions
 
-    def mask(self, window: int | None, tables: Sequence[BlockTable]) -> mx.array:
+    def mask(self, window: Window | None, tables: Sequence[BlockTable]) -> mx.array:
         """What each new token sees, boolean ``[B, 1, width, longest]``.
 
         Args:
@@ -57,14 +59,13 @@ class LeftPadding:
             tables: of the rows.
         """
         if self.width == 1 and window is not None and window != self.window and tables and tables[0].pinned:
-            return self._narrow_mask(window, tables)
+            return self._narrow_mask(window.size, tables)
         # By number, not by position: as in mlx-lm, tokens behind the window count neither for it nor for pinned ones.
         keys = self._indices()[:, None, None]
-        queries = mx.array(self.before, mx.int32)[:, None, None, None]
-        queries = queries + mx.arange(self.width, dtype=mx.int32)[:, None]
-        mask = (keys >= 0) & (keys <= queries)
+        queries = np.array(self.before, np.int32)[:, None, None, None] + np.arange(self.width, dtype=np.int32)[:, None]
+        mask = (keys >= 0) & (keys <= mx.array(queries))
         if window is not None:
-            mask = mask & (keys > queries - window)
+            mask = mask & (keys >= mx.array(window.first_seen_by(queries)))
         if self.is_padded:
             ends = [before + count for before, count in zip(self.before, self.counts, strict=True)]
             mask = mask & (keys < mx.array(ends, mx.int32)[:, None, None, None])
@@ -74,14 +75,15 @@ class LeftPadding:
         """For one new token, a window narrower than the layer's, and pinned tokens: mlx-lm goes back from the newest
         slot of its buffer, pinned ones included, and takes the first slot for it where the ring begins anew."""
         assert self.window is not None
-        pinned, ring = tables[0].pinned, self.window - tables[0].pinned
+        size = self.window.size
+        pinned, ring = tables[0].pinned, size - tables[0].pinned
         offsets = mx.array(list(self.offsets), mx.int32)[:, None]
         origins = mx.array([pinned + table.ring_origin for table in tables], mx.int32)[:, None]
         indices, newest = self._indices(), pinned + (offsets - origins) % ring
         slots = mx.where(indices < pinned, indices, pinned + (self._positions(pinned) - origins) % ring)
-        newest = mx.where((newest == pinned) & (offsets >= self.window), 0, newest)
+        newest = mx.where((newest == pinned) & (offsets >= size), 0, newest)
         newest = mx.where(offsets < pinned, offsets, newest)
-        return ((indices >= 0) & ((newest - slots) % self.window < window))[:, None, None]
+        return ((indices >= 0) & ((newest - slots) % size < window))[:, None, None]
 
     def read(
         self, pool: BlockPool, layer: int, tables: Sequence[BlockTable], step: Step | None = None
@@ -95,7 +97,7 @@ class LeftPadding:
         known = None if step is None else step.columns.get(self.longest)
         if known is None:
             if step is not None:
-                block_ids = step.visible(tables, spec.window)[0]
+                block_ids = step.visible(tables, spec.sees)[0]
             else:
                 most = max(1, *[len(table.block_ids) for table in tables])
                 block_ids = mx.array([table.block_ids + [0] * (most - len(table.block_ids)) for table in tables])

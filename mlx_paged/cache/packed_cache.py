@@ -8,10 +8,11 @@ from threading import get_ident
 import mlx.core as mx
 
 from ..attention import dispatch
+from ..attention.masks import window_under
 from ..errors import GeometryError, PromptCacheError
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
-from ..kv.storage.scoring import QueryHeads, Scoring
+from ..kv.storage.scoring import QueryHeads, Scoring, Window
 from ..kv.turn import in_turn
 from .lazy_kv import LazyKV, compute_rewound, hand_out
 from .pack import NotPackableError, Pack
@@ -40,7 +41,7 @@ class PackedKVCache:
 
     @property
     def window(self) -> int | None:
-        """Sliding window in tokens, or None."""
+        """Most tokens that one sees, itself included, or None."""
         return self._kv.window
 
     @property
@@ -122,6 +123,7 @@ class PackedKVCache:
             return None
         if self.window is not None and window_size > self.window:
             raise NotPackableError(f"a mask of {window_size} tokens over a window of {self.window}")
+        window_under(self._kv.spec, window_size)  # raises if there is no such mask
         return self.pack.mask(window_size)
 
     def size(self) -> int:
@@ -176,7 +178,7 @@ def known_mask(pack: Pack, scoring: Scoring) -> Scoring:
     window = pack.window_of(scoring.mask)
     if window is None:
         raise NotPackableError("the model's attention makes a mask of its own")
-    return scoring._replace(mask=None, window=window)
+    return scoring._replace(mask=None, window=Window(window))
 
 
 def attend_pack(

@@ -9,13 +9,13 @@ import mlx.core as mx
 
 from ..attention import dispatch
 from ..attention.gather import ring_rotation
-from ..attention.masks import causal_mask
+from ..attention.masks import causal_mask, window_under
 from ..errors import GeometryError, PromptCacheError
 from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
 from ..kv.step import Step
-from ..kv.storage.scoring import QueryHeads, Scoring
+from ..kv.storage.scoring import QueryHeads, Scoring, Window
 from ..kv.turn import MovedError, in_turn
 from .lazy_kv import Fences, LazyKV, compute_rewound, hand_out
 from .sequence import SequenceTables
@@ -51,8 +51,13 @@ class PagedKVCache:
 
     @property
     def window(self) -> int | None:
-        """Sliding window in tokens, or None."""
+        """Most tokens that one sees, itself included, or None."""
         return self._kv.window
+
+    @property
+    def sees(self) -> Window | None:
+        """What a token sees of those before it; None: all."""
+        return self._kv.sees
 
     @property
     def pinned(self) -> int:
@@ -151,7 +156,7 @@ class PagedKVCache:
         kv, table = self._kv, tables[0]
         written = kv.fence() if kv.in_place else None
         # After several new tokens mlx-lm's order is by position, and so is this (see ring_rotation).
-        keys, values = kv.gather_visible(table, rotation=ring_rotation(table, self.window))
+        keys, values = kv.gather_visible(table, rotation=ring_rotation(table, self._kv.spec.ring))
         fences = None
         if written is not None:
             fences = Fences(written if before is None else before, written, kv.fence())
@@ -179,7 +184,8 @@ class PagedKVCache:
         start, spec = offset - keys.shape[2], self._kv.spec
         head = spec.pinned if start > 0 else 0
         start += head
-        if self.offset or start < 0 or start > spec.first_kept(offset):
+        surplus = -start % spec.stride  # tokens of a chunk that has begun before them
+        if self.offset or start < 0 or start + surplus > spec.first_kept(offset):
             raise PromptCacheError(
                 f"layer {self.layer}: cannot load {keys.shape[2]} tokens ending at {offset} into a cache at "
                 f"{self.offset}" + (f" with window {self.window}" if self.window else "")
@@ -188,10 +194,12 @@ class PagedKVCache:
         kv = self._kv
         if not stored:
             kv.set_geometry(keys, values, batch=1)
+        keys, values, start = keys[:, :, surplus:], values[:, :, surplus:], start + surplus
         table = self.table
         if table.length == 0:
             table = self.pool.new_table(table.group, start=start)
-            self.pool.append_tokens(table, offset - start)
+            if offset > start:
+                self.pool.append_tokens(table, offset - start)
             self.sequence.tables[table.group] = table
         elif (table.length, table.logical_start) != (offset, start):
             raise PromptCacheError(f"layer {self.layer} ends at {offset}, the layers before it at {table.length}")
@@ -199,6 +207,8 @@ class PagedKVCache:
         if head:
             kv.write_pinned(table, keys[:, :, :head], values[:, :, :head])
             keys, values = keys[:, :, head:], values[:, :, head:]
+        if offset == start:
+            return
         (kv.write_stored if stored else kv.write)([table], keys, values)
         mx.eval(kv.fence())  # layer by layer, so that one layer's keys are held twice, not all
 
@@ -248,13 +258,14 @@ class PagedKVCache:
 
     def is_trimmable(self) -> bool:
         """As in mlx-lm: always, except in a sliding window that has been filled."""
-        return self.window is None or self.offset < self.window
+        ring = self._kv.spec.ring
+        return ring is None or self.offset < ring
 
     def trim(self, n: int) -> int:
         """Drop up to ``n`` tokens from the end. Returns how many.
 
         Raises:
-            TrimError: the window before the new end is no longer held (see :meth:`is_trimmable`).
+            TrimError: what the token after the new end sees is no longer held (see :meth:`is_trimmable`).
         """
         n = min(self.offset, n)
         if n > 0:
@@ -272,39 +283,41 @@ class PagedKVCache:
             self.sequence.masks[self.table.group] = (mask, window)
         return mask
 
-    def _mask(self, N: int, return_array: bool, window_size: int | None) -> tuple[mx.array | str | None, int]:
+    def _mask(self, N: int, return_array: bool, window_size: int | None) -> tuple[mx.array | str | None, Window]:
         """The mask, and the window it stands for."""
-        everything = self.offset + N
-        if self.window is None:
-            if window_size is not None:
-                return causal_mask(N, self.offset, window_size), window_size
+        everything, own = self.offset + N, self._kv.sees
+        seen = window_under(self._kv.spec, window_size)
+        if self.window is None or own is None:
+            if seen is not None:
+                return causal_mask(N, self.offset, seen), seen
             if N == 1:
-                return None, everything
-            return (causal_mask(N, self.offset) if return_array else "causal"), everything
+                return None, Window(everything)
+            return (causal_mask(N, self.offset) if return_array else "causal"), Window(everything)
+        assert seen is not None
         if N > 1:
-            width = window_size or self.window
-            before = min(self.window - 1, self.offset)
+            before = self.offset - own.first_seen(self.offset)
             decoded = self.sequence.decoded
-            if self.pinned and decoded and self.offset < decoded.stop and width == self.window < everything:
-                return self._recomputing_mask(N, before), width
-            if before + N > width or return_array:
-                return causal_mask(N, before, width), width
-            return "causal", width
-        if window_size is None or self.offset < window_size or self.window <= window_size:
-            return None, self.window
+            if self.pinned and decoded and self.offset < decoded.stop and seen == own and own.size < everything:
+                return self._recomputing_mask(N, before), own
+            if return_array or seen.first_seen(before + N - 1):
+                return causal_mask(N, before, seen), seen
+            return "causal", seen
+        if window_size is None or self.offset < window_size or own.size <= window_size:
+            return None, own
         # A narrower window than the one kept, over one new token: the newest `window_size` slots of the ring.
         visible = min(self.offset + 1, self.window)
         newest = self.offset
         if self.offset >= self.window:
             slot = (self.offset - self.pinned - self.table.ring_origin) % (self.window - self.pinned)
             newest = self.pinned + slot if slot else 0  # mlx-lm's, which takes no account of pinned tokens here
-        return mx.roll(mx.arange(visible) >= visible - window_size, newest + 1), window_size
+        return mx.roll(mx.arange(visible) >= visible - window_size, newest + 1), seen
 
     def _recomputing_mask(self, N: int, before: int) -> mx.array:
         """Mask for ``N`` tokens some of which were decoded one by one: each of these saw the pinned tokens and the
         latest others, while in a chunk the pinned ones leave the window first."""
         assert self.window is not None
-        prompt, decoded = causal_mask(N, before, self.window), causal_mask(N, before, self.window - self.pinned)
+        prompt = causal_mask(N, before, Window(self.window))
+        decoded = causal_mask(N, before, Window(self.window - self.pinned))
         decoded = decoded | (mx.arange(before + N) < self.pinned)
         was_decoded = mx.array([self.offset + i in self.sequence.decoded for i in range(N)])
         return mx.where(was_decoded[:, None], decoded, prompt)

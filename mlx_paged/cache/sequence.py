@@ -10,6 +10,7 @@ import mlx.core as mx
 from ..errors import BlockStateError
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
+from ..kv.storage.scoring import Window
 
 
 class SequenceTables:
@@ -29,7 +30,7 @@ class SequenceTables:
         self.offsets: dict[int, int] = {layer: 0 for group in pool.groups for layer in group.spec.layers}
 
         # The latest mask made for each group, with its window: a mask that comes back can then be told to a kernel.
-        self.masks: dict[int, tuple[mx.array, int]] = {}
+        self.masks: dict[int, tuple[mx.array, Window]] = {}
         # Positions decoded one by one, for when they are computed again in chunks; matters with pinned tokens only.
         self.decoded = range(0)
 
@@ -95,7 +96,7 @@ class SequenceTables:
             for layer in self.offsets:
                 self.offsets[layer] -= num_tokens
 
-    def window_of(self, mask: mx.array | str | None) -> int | None:
+    def window_of(self, mask: mx.array | str | None) -> Window | None:
         """The window of a mask made by :meth:`PagedKVCache.make_mask`; None for any other."""
         if mask is not None and not isinstance(mask, str):
             for made, window in self.masks.values():

@@ -202,6 +202,7 @@ def prepare_prefill(
     softcap: float | None = None,
     sinks: bool = False,
     window: int | None = None,
+    stride: int = 1,
     variant: Variant | None = None,
     launch_shape: PrefillShape | None = None,
     pages: PageShape | None = None,
@@ -209,7 +210,8 @@ def prepare_prefill(
     """What attends for the new tokens of B sequences over pools of this geometry.
 
     Token i of sequence s has position ``lengths[s] - counts[s] + i`` and sees the positions up to its own that are
-    greater than its own less the window. Entries of the table that no token sees are not followed.
+    greater than its own less the window, from the first multiple of ``stride`` among them on. Entries of the table that
+    no token sees are not followed.
 
     Args:
         tables: block ids by absolute position, int32 ``[B, max_blocks]``.
@@ -234,8 +236,8 @@ def prepare_prefill(
     for count, length in zip(counts, lengths, strict=True):
         if not 1 <= count <= length <= reach:
             raise ValueError(f"{count} new tokens of a sequence of {length} do not fit a table of {reach} tokens")
-    if not batch or scale <= 0 or (window is not None and window < 1):
-        raise ValueError(f"cannot attend for {batch} sequences with scale {scale} and window {window}")
+    if not batch or scale <= 0 or (window is not None and window < 1) or stride < 1:
+        raise ValueError(f"cannot attend for {batch} sequences with scale {scale}, window {window} and stride {stride}")
     if variant is None:
         variant = choices[0] if choices else None
         if variant is None:
@@ -257,5 +259,5 @@ def prepare_prefill(
         "output_shapes": [(sum(counts), n_q_heads, 1, value_dim), (1,)],
         "output_dtypes": [dtype, mx.uint32],
     }
-    params = mx.array([scale, softcap or 1.0, seen, 0.0], mx.float32)
+    params = mx.array([scale, softcap or 1.0, seen, stride if seen == window else 1], mx.float32)
     return PrefillLaunch(build_kernel(variant.body, constants), options, tables, mx.array(tiles, mx.int32), params)

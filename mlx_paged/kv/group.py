@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -13,10 +13,10 @@ from .allocator import NULL_BLOCK, BlockAllocator
 from .block_table import BlockTable
 from .packed_step import PackedStep, packed_key
 from .step import DeviceTables, Step, step_key
-from .storage.base import Geometry, Storage
+from .storage.base import ChooseStorage, Geometry, Storage
 from .storage.page_format import PageFormat
-from .storage.quantized import functional_form
-from .storage.scoring import QueryHeads
+from .storage.quantized import functional_storage
+from .storage.scoring import QueryHeads, Window
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 128
 # Doubling a large pool would reserve up to twice what is in use; see docs/adr/0001.
@@ -32,32 +32,17 @@ PACED_TOKENS = 128
 LAYERS_AHEAD = 2
 
 
-class StorageChoice(NamedTuple):
-    """Form of a group's storage, and why."""
-
-    form: Callable[[Geometry, int, int], Storage]
-    reason: str
-
-
-# From a group's geometry, block size, (if known) the queries that will attend over it and the number of its pinned
-# tokens to the form of its storage. May raise KernelUnavailableError.
-ChooseStorage = Callable[[Geometry, int, QueryHeads | None, int], StorageChoice]
-
-
-def functional_storage(geometry: Geometry, block_size: int, heads: QueryHeads | None, pinned: int) -> StorageChoice:
-    """The choice that works everywhere."""
-    return StorageChoice(functional_form(geometry), "the pool was made without kernels")
-
-
 class LayerGroup(NamedTuple):
     """What a group is: its model layers and its policy.
 
     Attributes:
         layers: indices of the model's layers, in order.
-        window: sliding window in tokens (a query sees itself and ``window - 1`` tokens before it), or None.
+        window: most tokens that a query sees, itself included, or None.
         name: for messages and statistics.
         pinned: so many tokens at a sequence's start stay visible, at the cost of the oldest others in the window.
         latent: some layer computes with what it wrote by itself, as with MLA's latents, not by an attention function.
+        stride: what a query sees begins at a multiple of it: 1 in a sliding window; the window itself where tokens see
+            the chunk of so many tokens that they lie in.
     """
 
     layers: tuple[int, ...]
@@ -65,6 +50,17 @@ class LayerGroup(NamedTuple):
     name: str = "global"
     pinned: int = 0
     latent: bool = False
+    stride: int = 1
+
+    @property
+    def sees(self) -> Window | None:
+        """What a token sees of those before it; None: all."""
+        return None if self.window is None else Window(self.window, self.stride)
+
+    @property
+    def ring(self) -> int | None:
+        """Slots of the rotating buffer that mlx-lm has for the window, or None if it has none."""
+        return self.window if self.stride == 1 else None
 
     @property
     def why_dense(self) -> str | None:
@@ -76,8 +72,8 @@ class LayerGroup(NamedTuple):
     def first_kept(self, length: int) -> int:
         """Of a sequence of ``length`` tokens, the first position after the pinned ones that the next token sees; 0 if
         it sees them all."""
-        start = 0 if self.window is None else length - self.window + 1
-        return start + self.pinned if start > 0 else 0
+        start = 0 if self.window is None else Window(self.window, self.stride).first_seen(length)
+        return start + self.pinned if start else 0
 
     def most_blocks(self, length: int, num_tokens: int, chunk: int, block_size: int) -> int:
         """Most blocks a sequence of ``length`` tokens holds while so many are appended, ``chunk`` at a time."""
@@ -91,9 +87,9 @@ class LayerGroup(NamedTuple):
 
     def ring_origin(self, length: int) -> int:
         """``BlockTable.ring_origin`` after several tokens at once, up to ``length``."""
-        if self.window is None or length < self.window:
+        if self.ring is None or length < self.ring:
             return 0
-        return (length - self.pinned) % (self.window - self.pinned)
+        return (length - self.pinned) % (self.ring - self.pinned)
 
 
 def check_layout(groups: Sequence[LayerGroup], block_size: int) -> None:
@@ -106,8 +102,10 @@ def check_layout(groups: Sequence[LayerGroup], block_size: int) -> None:
     if not layers or len(set(layers)) != len(layers):
         raise ConfigError("each layer must belong to exactly one group, and there must be at least one layer")
     if any(group.window is not None and group.window < 1 for group in groups):
-        raise ConfigError("a sliding window must be at least one token")
-    if any(group.pinned and not 0 < group.pinned < (group.window or 0) for group in groups):
+        raise ConfigError("a window must be at least one token")
+    if any(group.stride != 1 and group.stride != group.window for group in groups):
+        raise ConfigError("what a token sees begins at a multiple of one token (a sliding window) or of the window")
+    if any(group.pinned and not 0 < group.pinned < (group.ring or 0) for group in groups):
         raise ConfigError("tokens can be pinned in a sliding window only, and fewer than it has")
 
 

@@ -27,7 +27,7 @@ class PoolLayer:
         memory: of the pool.
     """
 
-    __slots__ = ("group", "group_index", "holders", "memory", "number", "position", "spec", "turn", "window")
+    __slots__ = ("group", "group_index", "holders", "memory", "number", "position", "sees", "spec", "turn", "window")
 
     def __init__(self, number: int, group: BlockGroup, group_index: int, position: int, memory: PoolMemory) -> None:
         self.number = number
@@ -36,7 +36,7 @@ class PoolLayer:
         self.position = position
         self.memory = memory
         self.holders, self.turn = memory.holders, memory.turn
-        self.spec, self.window = group.spec, group.spec.window
+        self.spec, self.window, self.sees = group.spec, group.spec.window, group.spec.sees
 
     @property
     def in_place(self) -> bool:

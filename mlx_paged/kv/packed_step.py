@@ -11,9 +11,10 @@ from ..kernels.ops import DecodeLaunch, WriteLaunch
 from ..kernels.prefill import PrefillLaunch
 from .block_table import BlockTable
 from .step import DecodeKey, DeviceTables, Step, ThreeArrays, padded, table_width, tail_slots
+from .storage.scoring import Window
 
 # Number of query heads, scale, window, softcap, whether there are sinks.
-PrefillKey = tuple[int, float, int | None, float | None, bool]
+PrefillKey = tuple[int, float, Window | None, float | None, bool]
 
 _MAX_INT32 = (1 << 31) - 1
 
@@ -51,7 +52,7 @@ class PackedStep:
         self._num_blocks = num_blocks
         self._device_tables = device_tables
         self._slots: dict[int | None, mx.array] = {}  # by the number of rows
-        self._visible: dict[tuple[int | None, tuple[int, int] | None], ThreeArrays] = {}  # by window and shape
+        self._visible: dict[tuple[Window | None, tuple[int, int] | None], ThreeArrays] = {}  # by window and shape
         self._parts: dict[int, Step] = {}
 
     def slots(self, tables: Sequence[BlockTable], num_rows: int | None = None) -> mx.array:
@@ -82,7 +83,7 @@ class PackedStep:
         return np.concatenate(spans)
 
     def visible(
-        self, tables: Sequence[BlockTable], window: int | None, shape: tuple[int, int] | None = None
+        self, tables: Sequence[BlockTable], window: Window | None, shape: tuple[int, int] | None = None
     ) -> ThreeArrays:
         """What each token sees, as a row of a decode step: block tables ``[T, max_blocks]``, that of a sequence for
         each of its tokens, and as int32 ``[T, 1]`` the end and the start of its visible positions. With ``shape``,
@@ -92,7 +93,7 @@ class PackedStep:
             if shape is None:
                 shape = (self.num_tokens, table_width(tables))
             ends = padded(self._positions(tables)[:, None] + 1, shape[0])
-            starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+            starts = np.zeros_like(ends) if window is None else window.first_seen_by(ends - 1)
             each = [table for table, count in zip(tables, self.counts, strict=True) for _ in range(count)]
             known = (self._device_tables.of(each, shape), mx.array(ends), mx.array(starts))
             self._visible[window, shape] = known

@@ -11,12 +11,14 @@ import mlx.core as mx
 from ..errors import GeometryError, TrimError
 from .allocator import NULL_BLOCK
 from .block_table import BlockTable
-from .group import BlockGroup, ChooseStorage, LayerGroup, check_layout, functional_storage
+from .group import BlockGroup, LayerGroup, check_layout
 from .holders import BlockHolder, Holders
 from .layer import PoolLayer
 from .memory import PoolMemory
 from .stats import PagedCacheStats, check_group, count
+from .storage.base import ChooseStorage
 from .storage.page_format import PageFormat
+from .storage.quantized import functional_storage
 from .storage.scoring import QueryHeads
 from .turn import Turn
 

@@ -9,9 +9,10 @@ import numpy as np
 
 from ..kernels.ops import DecodeLaunch, WriteLaunch
 from .block_table import BlockTable
+from .storage.scoring import Window
 
 # Number of query heads, scale, window, softcap, whether there are no sinks, nothing is appended, it is over latents.
-DecodeKey = tuple[int, float, int | None, float | None, bool, bool, bool]
+DecodeKey = tuple[int, float, Window | None, float | None, bool, bool, bool]
 ThreeArrays = tuple[mx.array, mx.array, mx.array]
 
 _MAX_INT32 = (1 << 31) - 1
@@ -89,7 +90,7 @@ class Step:
         self._wide = num_blocks * size > _MAX_INT32
         self._rows: tuple[mx.array, mx.array] | None = None
         self._slots: mx.array | None = None
-        self._visible: dict[tuple[int | None, tuple[int, int] | None], ThreeArrays] = {}  # by window and shape
+        self._visible: dict[tuple[Window | None, tuple[int, int] | None], ThreeArrays] = {}  # by window and shape
 
     def rows(self, tables: Sequence[BlockTable]) -> tuple[mx.array, mx.array]:
         """Block id and offset in the block, int32 ``[B]`` each, of the newest token of each table."""
@@ -121,7 +122,7 @@ class Step:
         return mx.array(padded(self._lengths - np.array(self.counts or self.num_tokens, np.int32), num_rows))
 
     def visible(
-        self, tables: Sequence[BlockTable], window: int | None, shape: tuple[int, int] | None = None
+        self, tables: Sequence[BlockTable], window: Window | None, shape: tuple[int, int] | None = None
     ) -> ThreeArrays:
         """What each new token sees: block tables ``[B, max_blocks]``, and as int32 ``[B, num_tokens]`` the end
         (exclusive: its own position + 1) and the start of its visible positions. With ``shape``, block tables of that
@@ -136,7 +137,7 @@ class Step:
             ends = np.where(index < counts, self._lengths[:, None] - counts + index + 1, 0)
         ends = padded(ends, None if shape is None else shape[0])
         own = self._device_tables
-        starts = own.starts(ends.shape) if window is None else mx.array(np.maximum(ends - window, 0))
+        starts = own.starts(ends.shape) if window is None else mx.array(window.first_seen_by(ends - 1))
         found = (own.of(tables, shape), mx.array(ends), starts)
         self._visible[window, shape] = found
         return found

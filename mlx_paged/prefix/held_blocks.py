@@ -24,7 +24,7 @@ class HeldBlocks:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = weakref.ref(pool)
         self.block_size = pool.block_size
-        self.windows = [group.spec.window for group in pool.groups]
+        self.windows = [group.spec.sees for group in pool.groups]
         self.counts: list[Counter[int]] = [Counter() for _ in pool.groups]  # by block
         weakref.finalize(self, _abandon, self._pool, self.counts).atexit = False
 

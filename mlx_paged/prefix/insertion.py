@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from ..kv.allocator import NULL_BLOCK
 from ..kv.block_table import BlockTable
+from ..kv.storage.scoring import Window
 from .held_blocks import HeldBlocks
 from .radix_node import RadixNode
 
 
-def check_tables(windows: Sequence[int | None], tokens: tuple[int, ...], tables: Sequence[BlockTable]) -> None:
+def check_tables(windows: Sequence[Window | None], tokens: tuple[int, ...], tables: Sequence[BlockTable]) -> None:
     """Raise ValueError unless the tables, one per group, hold the tokens."""
     if not tokens:
         raise ValueError("a prefix has at least one token")

@@ -9,9 +9,10 @@ from ..errors import BlockStateError
 from ..kv.allocator import NULL_BLOCK
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
+from ..kv.storage.scoring import Window
 from .radix_node import RadixNode
 
-Windows = Sequence[int | None]
+Windows = Sequence[Window | None]
 
 
 def servable_length(path: Sequence[RadixNode], limit: int, windows: Windows, block_size: int) -> int:
@@ -24,9 +25,7 @@ def servable_length(path: Sequence[RadixNode], limit: int, windows: Windows, blo
         length = shortest
 
 
-def _servable_by(group: int, path: Sequence[RadixNode], limit: int, window: int | None, block_size: int) -> int:
-    if window == 1:
-        return limit  # a token that sees only itself needs nothing from before
+def _servable_by(group: int, path: Sequence[RadixNode], limit: int, window: Window | None, block_size: int) -> int:
     run_start, best = 0, 0  # keys are held without a gap from run_start to the end of the node looked at
     for node in path:
         end = min(node.end, limit)
@@ -36,10 +35,17 @@ def _servable_by(group: int, path: Sequence[RadixNode], limit: int, window: int 
         valid_from = node.valid_from[group]
         # A node's first block is right from its beginning, so a run may begin a little before the node.
         run_start = min(run_start, floor) if valid_from <= floor else valid_from
-        needed = 0 if window is None else max(0, end - window + 1)
-        if run_start < end and run_start <= needed:
+        needed = _needed_from(window, end)
+        if run_start <= needed:
             best = end
+        elif _needed_from(window, needed) == needed:  # what comes next there sees itself only, as at a chunk's start
+            best = max(best, needed)
     return best
+
+
+def _needed_from(window: Window | None, length: int) -> int:
+    """Of a prefix of so many tokens, the first one that the next token sees."""
+    return 0 if window is None else window.first_seen(length)
 
 
 def path_blocks(path: Sequence[RadixNode], length: int, windows: Windows, block_size: int) -> tuple[list[int], ...]:
@@ -54,9 +60,10 @@ def path_blocks(path: Sequence[RadixNode], length: int, windows: Windows, block_
             first = node.start // block_size
             blocks = node.blocks[group][: len(ids) - first]
             ids[first : first + len(blocks)] = blocks
-        behind = 0 if window is None else min(len(ids), max(0, length - window + 1) // block_size)
+        needed = _needed_from(window, length)
+        behind = min(len(ids), needed // block_size)
         ids[:behind] = [NULL_BLOCK] * behind
-        if window == 1:
+        if needed == length:
             del ids[behind:]  # nothing is visible: the block that the next token falls into is its own
         result.append(ids)
     return tuple(result)
@@ -70,7 +77,7 @@ def table_over(pool: BlockPool, group: int, block_ids: Sequence[int], length: in
         pool: the blocks' pool.
         group: index of their group.
         block_ids: by absolute position, ``ceil(length / block_size)`` of them; null behind the group's window, but for
-            pinned tokens. With a window of one token, only whole blocks.
+            pinned tokens. Where the next token sees itself only, whole blocks.
         length: tokens they hold.
     """
     spec = pool.groups[group].spec

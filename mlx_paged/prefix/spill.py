@@ -12,6 +12,7 @@ from ..errors import PoolExhaustedError
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
 from ..kv.storage.base import first_keys
+from ..kv.storage.scoring import Window
 from .radix import RadixTree
 from .radix_node import RadixNode
 from .radix_path import table_over
@@ -182,12 +183,12 @@ class SpillStore:
         tree.hit_tokens = hits  # nobody was served yet
         for group, window in enumerate(tree.windows):
             start = length
-            if window is not None and end - window + 1 > length:
-                start = end - window + 1
+            if window is not None and window.first_seen(end) > length:
+                start = window.first_seen(end)
                 behind, tables[group] = tables[group], pool.new_table(group, start=start)
                 pool.release_table(behind)
             if start == end:
-                continue  # a window of one token needs nothing from before
+                continue  # what comes next sees itself only
             pool.append_tokens(tables[group], end - start)
             for layer in pool.groups[group].spec.layers:
                 parts: dict[str, list[mx.array]] = {"k": [], "v": []}
@@ -282,7 +283,8 @@ def _is_like(a: Sequence[BlockGeometry], b: Sequence[BlockGeometry]) -> bool:
 
 def _root(identity: str, pool: BlockPool) -> str:
     """The chain of a pool's first blocks under an identity."""
-    groups = [(group.spec.layers, group.spec.window, group.spec.pinned) for group in pool.groups]
+    specs = [group.spec for group in pool.groups]
+    groups = [(spec.layers, spec.window if spec.stride == 1 else spec.sees, spec.pinned) for spec in specs]
     pages = "" if pool.page_format is None else f" {tuple(pool.page_format)}"
     return hashlib.sha256(f"{FORMAT} {pool.block_size}{pages} {groups} {identity}".encode()).hexdigest()[:32]
 
@@ -310,7 +312,7 @@ def _covers(block: SpilledBlock, tokens: tuple[int, ...], starts: tuple[int, ...
     return all(mine <= other or other >= len(tokens) for mine, other in zip(block.starts, starts, strict=True))
 
 
-def _servable_end(blocks: Sequence[SpilledBlock], base: int, length: int, windows: Sequence[int | None]) -> int:
+def _servable_end(blocks: Sequence[SpilledBlock], base: int, length: int, windows: Sequence[Window | None]) -> int:
     """The longest prefix that the blocks, from position ``base`` on, make servable together with the ``length``
     tokens that every group can serve already."""
     best, position = length, base
@@ -320,7 +322,7 @@ def _servable_end(blocks: Sequence[SpilledBlock], base: int, length: int, window
             if position + start > max(length, position):
                 run_starts[group] = position + start
         position += len(block.tokens)
-        needed = [0 if window is None else max(0, position - window + 1) for window in windows]
+        needed = [0 if window is None else window.first_seen(position) for window in windows]
         if position > best and all(run <= need for run, need in zip(run_starts, needed, strict=True)):
             best = position
     return best

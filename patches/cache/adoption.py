@@ -55,7 +55,7 @@ def adopt_prompt_cache(model: Any, cache: list[Any], factory: CacheFactory | Non
         warn_once(f"a prompt cache of type {kinds} with these options is not paged yet: mlx-lm's own cache is used")
         return cache
     for old, new in pairs:
-        if window_of(old) != new.window:
+        if window_of(old) != new.sees:
             raise PromptCacheError(f"layer {new.layer} of the prompt cache has another window than the model's")
         if old.empty():
             continue
@@ -140,7 +140,8 @@ def _in_order(cache: Any) -> tuple[mx.array, mx.array]:
         keys, values = cache._temporal_order(cache.keys), cache._temporal_order(cache.values)
         count = min(cache.offset, keys.shape[2])
         return keys[..., -count:, :], values[..., -count:, :]
-    return cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :]
+    keys, values = cache.keys_and_values()
+    return keys, values
 
 
 def kv_shape_of(model: Any) -> tuple[int, int] | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from ...attention.gather import ring_rotation
 from ...cache.batch_cache import PagedBatchKVCache
@@ -22,13 +22,15 @@ from ...warn import warn_once
 class PagedLayerCache(PagedKVCache):
     """PagedKVCache that can turn into mlx-lm's caches, for what is not paged.
 
-    For ``isinstance`` it is a ``KVCache``, or with a window a ``RotatingKVCache``: scripts ask which of the two a layer
-    has. It inherits nothing of them, and ``type`` tells it apart. mlx-lm's library asks for neither.
+    For ``isinstance`` it is a ``KVCache``, or with a window a ``RotatingKVCache`` or ``ChunkedKVCache``: scripts ask
+    which of them a layer has. It inherits nothing of them, and ``type`` tells it apart. mlx-lm's library asks for none.
     """
 
     def __init__(self, sequence: SequenceTables, layer: int) -> None:
         super().__init__(sequence, layer)
-        self._stands_for = KVCache if self.window is None else RotatingKVCache
+        self._stands_for = KVCache
+        if self.window is not None:
+            self._stands_for = RotatingKVCache if self._kv.spec.ring else ChunkedKVCache
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -40,17 +42,31 @@ class PagedLayerCache(PagedKVCache):
 
     @property
     def max_size(self) -> int:
-        """As of a ``RotatingKVCache``. Raises AttributeError without a window."""
-        return self._as_rotating("max_size", self.window)
+        """As of a ``RotatingKVCache``. Raises AttributeError without a sliding window."""
+        return self._if(RotatingKVCache, "max_size", self.window)
 
     @property
     def keep(self) -> int:
-        """As of a ``RotatingKVCache``. Raises AttributeError without a window."""
-        return self._as_rotating("keep", self.pinned)
+        """As of a ``RotatingKVCache``. Raises AttributeError without a sliding window."""
+        return self._if(RotatingKVCache, "keep", self.pinned)
 
-    def _as_rotating(self, name: str, value: int | None) -> int:
-        if self.window is None or value is None:
-            raise AttributeError(f"a cache without a window has no {name}", name=name, obj=self)
+    @property
+    def chunk_size(self) -> int:
+        """As of a ``ChunkedKVCache``. Raises AttributeError without chunks."""
+        return self._if(ChunkedKVCache, "chunk_size", self.window)
+
+    @property
+    def start_position(self) -> int:
+        """The first token that the next one sees, as of a ``ChunkedKVCache``. Raises AttributeError without chunks."""
+        return self._if(ChunkedKVCache, "start_position", self._kv.spec.first_kept(self.offset))
+
+    def maybe_trim_front(self) -> None:
+        """As of a ``ChunkedKVCache``: what the next token does not see goes when that is written."""
+
+    def _if(self, kind: type, name: str, value: int | None) -> int:
+        if self._stands_for is not kind or value is None:
+            kind = self._stands_for
+            raise AttributeError(f"a cache that stands for a {kind.__name__} has no {name}", name=name, obj=self)
         return value
 
     @property
@@ -62,29 +78,33 @@ class PagedLayerCache(PagedKVCache):
             return True
         return self.window is None and held.format.k_bits == held.format.v_bits and not held.format.rotate
 
-    def to_stock(self) -> KVCache | RotatingKVCache | QuantizedKVCache:
+    def to_stock(self) -> KVCache | RotatingKVCache | ChunkedKVCache | QuantizedKVCache:
         """The same tokens in mlx-lm's own cache, bit for bit and in the same order (a copy); dequantised unless
         :attr:`has_stock_form`."""
         if self._kv.is_quantized and self.has_stock_form and not self.empty():
             return self._to_stock_quantized()
-        window, pinned = self.window, self.pinned
-        stock = KVCache() if window is None else RotatingKVCache(max_size=window, keep=pinned)
+        ring, pinned = self._kv.spec.ring, self.pinned
+        if self.window is None:
+            stock = KVCache()
+        else:
+            stock = RotatingKVCache(max_size=ring, keep=pinned) if ring else ChunkedKVCache(self.window)
         if self.empty():
             return stock
         keys, values = self.keys_and_values()
-        if window is None:
-            stock.state = (keys, values, self.offset)
+        if ring is None:
+            chunks = () if self.window is None else (self.window, self.offset - keys.shape[2])
+            stock.state = (keys, values, self.offset, *chunks)
             return stock
         # A full ring has `window` slots. The token just behind the window may be released already: mlx-lm overwrites
         # its slot before reading it, so zeros do.
-        missing = max(0, min(self.offset, window) - keys.shape[2])
+        missing = max(0, min(self.offset, ring) - keys.shape[2])
         if missing:
             keys, values = (
                 mx.concatenate([x[:, :, :pinned], mx.zeros_like(x[:, :, :missing]), x[:, :, pinned:]], axis=2)
                 for x in (keys, values)
             )
-        rotation = ring_rotation(self.table, window)
-        stock.state = (keys, values, self.offset, pinned, window, window - rotation if rotation else keys.shape[2])
+        rotation = ring_rotation(self.table, ring)
+        stock.state = (keys, values, self.offset, pinned, ring, ring - rotation if rotation else keys.shape[2])
         return stock
 
     @in_turn
@@ -142,6 +162,8 @@ class PagedLayerCache(PagedKVCache):
             if (bits, bits, group_size) == held[:3]:
                 return self
             raise PromptCacheError(f"these pages hold {held}, and are not made {bits} bits in groups of {group_size}")
+        if self._stands_for is ChunkedKVCache:
+            return self  # as mlx-lm's, which cannot be quantised
         warn_once(
             "pages are quantised (kv_bits) to 8 or 4 bits and from the first token on, not from some other "
             "quantized_kv_start: these layers go on in mlx-lm's own cache"

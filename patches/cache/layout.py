@@ -6,14 +6,14 @@ import threading
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from ...by_model import ByModel
 from ...cache.composites import leaves
 from ...errors import GeometryError
 from ...kv.group import LayerGroup
 from ...kv.storage.base import Geometry
-from ...kv.storage.scoring import QueryHeads
+from ...kv.storage.scoring import QueryHeads, Window
 from .probe import probe_layers, probe_rows
 
 
@@ -39,7 +39,8 @@ class PagedLayout(NamedTuple):
         return frozenset(layer for group in self.groups for layer in group.layers)
 
 
-# Models whose attention depends on where in the buffer a key is, or how long it is, which padding changes.
+# Models whose attention depends on where in the buffer a key is, or how long it is, which padding changes; unless an
+# adapter has taken that away.
 PADDING_MATTERS = {
     "mlx_lm.models.afm7": "layers that reuse keys take their position from the length of the longest row",
     "mlx_lm.models.phi3small": "its block-sparse attention counts from the first column, padding included",
@@ -82,13 +83,18 @@ def why_one_by_one(model: Any, fresh: Sequence[Any]) -> str | None:
     if layout is not None and layout.adapted:
         return None
     module = type(model).__module__
-    if module in PADDING_MATTERS:
+    if module in PADDING_MATTERS and not takes_rows(model):
         return PADDING_MATTERS[module]
     known = module.startswith("mlx_lm.models.")
     seam = layout is not None and all(heads is not None for _, heads in layout.geometries)
-    if not known and not (seam and all(can_be_paged(cache) for cache in leaves(fresh))):
+    if not known and not (seam and all(_seam_can_page(cache) for cache in leaves(fresh))):
         return "what a model from elsewhere does with padding is not known"
     return probe_rows(model, fresh)
+
+
+def takes_rows(model: Any) -> bool:
+    """Whether an adapter of the model's body computes rows of different lengths, whatever upstream's code does."""
+    return bool(getattr(type(getattr(model, "model", None)).__call__, "takes_rows", False))
 
 
 def reads_blocks_only(model: Any) -> bool:
@@ -119,9 +125,11 @@ def forget_layouts() -> None:
 
 
 def can_be_paged(cache: Any) -> bool:
-    """Whether a stock cache is one that blocks can stand in for."""
+    """Whether a stock cache is one that blocks can stand in for; with chunks, only where an adapter makes the masks."""
     # A cache with no room beyond what it keeps drops new tokens in mlx-lm.
-    return type(cache) is KVCache or (type(cache) is RotatingKVCache and 0 <= cache.keep < cache.max_size)
+    if type(cache) is RotatingKVCache:
+        return bool(0 <= cache.keep < cache.max_size)
+    return type(cache) in (KVCache, ChunkedKVCache)
 
 
 def pinned_in(cache: Any) -> int:
@@ -129,26 +137,35 @@ def pinned_in(cache: Any) -> int:
     return int(getattr(cache, "keep", 0))
 
 
-def window_of(cache: Any) -> int | None:
-    """Sliding window of a cache that can be paged."""
-    return int(cache.max_size) if isinstance(cache, RotatingKVCache) else None
+def window_of(cache: Any) -> Window | None:
+    """What a token sees in a cache that can be paged."""
+    if isinstance(cache, ChunkedKVCache):
+        return Window(int(cache.chunk_size), int(cache.chunk_size))
+    return Window(int(cache.max_size)) if isinstance(cache, RotatingKVCache) else None
 
 
 def _kind(cache: Any) -> Hashable:
-    return (type(cache), getattr(cache, "max_size", None), getattr(cache, "keep", None))
+    return (type(cache), window_of(cache), getattr(cache, "keep", None))
 
 
 def _adapter_layout(stock: Sequence[Any]) -> PagedLayout:
-    by_window: dict[tuple[int | None, int], list[int]] = {}
+    by_window: dict[tuple[Window | None, int], list[int]] = {}
     for layer, cache in enumerate(stock):
         by_window.setdefault((window_of(cache), pinned_in(cache)), []).append(layer)
-    groups = tuple(LayerGroup(tuple(layers), w, _name(w, pinned), pinned) for (w, pinned), layers in by_window.items())
+    groups = tuple(_group(layers, w, _name(w, pinned), pinned) for (w, pinned), layers in by_window.items())
     return PagedLayout(groups, (), True, ())
+
+
+def _group(
+    layers: Sequence[int], window: Window | None, name: str, pinned: int = 0, latent: bool = False
+) -> LayerGroup:
+    size, stride = (None, 1) if window is None else window
+    return LayerGroup(tuple(layers), size, name, pinned, latent, stride)
 
 
 def _seam_layout(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> PagedLayout:
     reasons = _reasons(stock)
-    candidates = [layer for layer, cache in enumerate(stock) if can_be_paged(cache)]
+    candidates = [layer for layer, cache in enumerate(stock) if _seam_can_page(cache)]
     if not candidates:
         return PagedLayout((), (), False, reasons)
     try:
@@ -158,7 +175,7 @@ def _seam_layout(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> Page
     unused = [layer for layer in candidates if layer not in probed]
     if unused:
         reasons = (*reasons, f"{len(unused)} cache(s) that no attention writes to")
-    by_kind: dict[tuple[int | None, int, Geometry], list[int]] = {}
+    by_kind: dict[tuple[Window | None, int, Geometry], list[int]] = {}
     for layer, found in probed.items():
         by_kind.setdefault((window_of(stock[layer]), pinned_in(stock[layer]), found.geometry), []).append(layer)
     names = [_name(window, pinned) for window, pinned, _ in by_kind]
@@ -167,7 +184,7 @@ def _seam_layout(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> Page
         if names.count(name) > 1:
             name += f", {geometry.num_kv_heads} x {geometry.k_head_dim}/{geometry.v_head_dim}"
         latent = any(probed[layer].heads is None for layer in layers)
-        groups.append(LayerGroup(tuple(layers), window, name, pinned, latent))
+        groups.append(_group(layers, window, name, pinned, latent))
         geometries.append((geometry, probed[layers[0]].heads))
     return PagedLayout(tuple(groups), tuple(geometries), False, reasons)
 
@@ -175,7 +192,7 @@ def _seam_layout(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> Page
 def _reasons(stock: Sequence[Any]) -> tuple[str, ...]:
     kinds: dict[str, None] = {}
     for cache in stock:
-        if not can_be_paged(cache):
+        if not _seam_can_page(cache):
             name = type(cache).__name__
             kinds[name + (" with no room beyond the tokens it keeps (max_kv_size)" if pinned_in(cache) else "")] = None
     return tuple(f"cache type {kind}" for kind in kinds)
@@ -190,7 +207,14 @@ def _why_not(error: Exception) -> str:
     return f"a model that cannot be tried ({type(error).__name__}: {error})"
 
 
-def _name(window: int | None, pinned: int) -> str:
+def _seam_can_page(cache: Any) -> bool:
+    """Without an adapter: chunks are masked by what a model's own code knows of mlx-lm's cache."""
+    return can_be_paged(cache) and type(cache) is not ChunkedKVCache
+
+
+def _name(window: Window | None, pinned: int) -> str:
     if window is None:
         return "global"
-    return f"window {window}" + (f" with {pinned} pinned" if pinned else "")
+    if window.stride > 1:
+        return f"chunk {window.size}"
+    return f"window {window.size}" + (f" with {pinned} pinned" if pinned else "")

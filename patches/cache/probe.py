@@ -44,6 +44,13 @@ class ProbeLayer:
     def offset(self) -> int:
         return int(self._stock.offset)
 
+    @property
+    def start_position(self) -> int:  # of chunks; for any other cache an AttributeError
+        return int(self._stock.start_position)
+
+    def maybe_trim_front(self) -> None:
+        self._stock.maybe_trim_front()
+
     def make_mask(self, *args: Any, **kwargs: Any) -> mx.array | str | None:
         mask: mx.array | str | None = self._stock.make_mask(*args, **kwargs)
         return mask

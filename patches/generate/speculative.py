@@ -8,6 +8,7 @@ from typing import Any, SupportsIndex
 from ...config import KVBits
 from ...errors import PromptCacheError
 from ..cache import kv_bits
+from ..cache.layer_cache import PagedLayerCache
 from ..cache.prompt_cache import factory_of
 from . import steps
 
@@ -35,6 +36,10 @@ class TwoCaches(list[Any]):
         return super().__getitem__(index)
 
 
+def _is_chunked(cache: Any) -> bool:
+    return isinstance(cache, PagedLayerCache) and cache.sees is not None and cache.sees.stride > 1
+
+
 def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     """The replacement of ``speculative_generate_step``."""
     original = steps.adapt(original)
@@ -47,6 +52,8 @@ def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]
         options["prompt_cache"] = prompt_cache
         kv_bits.settle([model, draft_model], options)
         prompt_cache = options.pop("prompt_cache")
+        if prompt_cache is None and any(map(_is_chunked, drafted := factory_of(draft_model, None, change)())):
+            prompt_cache = [*factory_of(model, None, change)(), *drafted]
         if prompt_cache is not None:
             num_layers, num_caches = len(model.layers), len(factory_of(model, None, change)())
             if num_caches != num_layers:
@@ -55,6 +62,12 @@ def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]
                     raise PromptCacheError(
                         f"the prompt cache has {len(prompt_cache)} parts, the model and its draft model {expected}"
                     )
+            # Drafts go one by one past the end of a chunk and are taken back behind it, where its blocks are gone. What
+            # mlx-lm's own cache has lost by then, it says nothing of; of drafts that is no matter.
+            for place, cache in enumerate(prompt_cache[num_caches:], num_caches):
+                if _is_chunked(cache):
+                    prompt_cache[place] = cache.to_stock()
+            if num_caches != num_layers:
                 prompt_cache = TwoCaches(prompt_cache, num_layers, num_caches)
         return original(prompt, model, draft_model, *arguments, prompt_cache=prompt_cache, **options)
 

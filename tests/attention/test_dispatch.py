@@ -24,7 +24,7 @@ from mlx_paged.errors import GeometryError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.storage.scoring import Scoring
+from mlx_paged.kv.storage.scoring import Scoring, Window
 
 HEADS, Q_HEADS, DIM, VDIM, SCALE = 2, 6, 16, 8, 0.25
 
@@ -186,7 +186,7 @@ def test_prefill_equals_dense_with_and_without_a_prefix(prefix: int, mask: str |
     n = 5
     pool, tables, [(k, v)] = pool_with([prefix + n])
     q = noise(99, 1, Q_HEADS, n, DIM)
-    given = causal_mask(n, prefix, 3) if mask == "array" else mask
+    given = causal_mask(n, prefix, Window(3)) if mask == "array" else mask
     got = prefill_attention(q, k[:, :, prefix:], v[:, :, prefix:], pool, 0, tables[0], Scoring(SCALE, given))
     assert_equal(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=SCALE, mask=given))
     dispatch = last_dispatch()

@@ -171,7 +171,9 @@ def test_requests_that_are_cancelled_in_the_middle_leave_the_others_alone(steps:
         ("phi3", {}, True),
         ("qwen3", {"max_kv_size": 20}, False),  # pinned tokens
         ("deepseek_v3", {}, False),  # its attention works with what is fetched
-        ("gpt_bigcode", {}, False),  # one row after the other
+        ("gpt_bigcode", {}, True),
+        ("llama4", {}, True),
+        ("minimax_m3_vl", {}, False),  # one row after the other
         ("falcon_h1", {}, False),  # other states than keys and values
     ],
 )

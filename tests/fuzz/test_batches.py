@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.fuzz import batches
-from tests.fuzz.cases import draw
+from tests.fuzz.cases import FAMILIES, draw
 
 SAMPLE = 12
 FOUND = (336,)  # requests with cached prefixes made room for each other for ever
@@ -24,8 +24,20 @@ def test_batches_deliver_what_single_runs_do(first: int) -> None:
         _run(seed)
 
 
-def _run(seed: int) -> None:
-    case = draw(seed)
+@pytest.mark.parametrize("seed", range(6))
+def test_chunks_in_a_batch(seed: int) -> None:
+    _run(seed, ("llama4",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(6, 206, SHARE))
+def test_chunks_in_batches(first: int) -> None:
+    for seed in range(first, first + SHARE):
+        _run(seed, ("llama4",))
+
+
+def _run(seed: int, families: tuple[str, ...] = FAMILIES) -> None:
+    case = draw(seed, families)
     try:
         batches.run(case)
     except Exception as error:

@@ -66,7 +66,7 @@ def test_the_kernel_passes(emulated: object, change: dict[str, object]) -> None:
     ("old", "new"),
     [
         ("token > own ||", "token > own + 1 ||"),
-        ("token <= own - window", "token < own - window"),
+        ("token < from)", "token < from - 1)"),
         ("< static_cast<uint>(hi - lo);", "< static_cast<uint>(BS * 1000);"),
         ("n_kv + kv_head) * G", "n_kv + 0) * G"),
         ("l[i] = metal::fma(l[i], shrink[i], sum);", "l[i] += sum;"),

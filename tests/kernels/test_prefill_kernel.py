@@ -19,10 +19,10 @@ COUNTS, PREFIXES = [333, 1, 200, 77], [64, 500, 0, 129]
 class Pack:
     """New tokens over a pool in which what no token sees is NaN."""
 
-    def __init__(self, heads=(8, 2), head_dim=64, value_dim=None, block=32, dtype=mx.bfloat16, window=None):
+    def __init__(self, heads=(8, 2), head_dim=64, value_dim=None, block=32, dtype=mx.bfloat16, window=None, stride=1):
         mx.random.seed(0)
         self.n_q, n_kv = heads
-        self.scale, self.window = head_dim**-0.5, window
+        self.scale, self.window, self.stride = head_dim**-0.5, window, stride
         self.lengths = [n + p for n, p in zip(COUNTS, PREFIXES, strict=True)]
         used = [-(-n // block) for n in self.lengths]
         order = random.Random(0).sample(range(1, sum(used) + 1), sum(used))
@@ -30,13 +30,19 @@ class Pack:
         self.tables = mx.array([row + [0] * (max(used) - len(row)) for row in ids], mx.int32)
         slots = []
         for row, length, prefix in zip(ids, self.lengths, PREFIXES, strict=True):
-            first = max(0, prefix - window + 1) if window else 0
+            first = int(self.first_seen(prefix))
             slots += [row[t // block] * block + t % block if t >= first else -1 for t in range(length)]
         dims = head_dim, value_dim or head_dim
         self.rows = [mx.random.normal((len(slots), n_kv, dim)).astype(dtype) for dim in dims]
         self.pools = [mx.full((sum(used) + 1, n_kv, block, dim), float("nan"), dtype) for dim in dims]
         self.fence = ops.write_slots(*self.pools, ops.new_fence(), *self.rows, mx.array(slots, mx.int32))
         self.q = mx.random.normal((sum(COUNTS), self.n_q, 1, head_dim)).astype(dtype)
+
+    def first_seen(self, position):
+        """Of a token at a position, the first one that it sees."""
+        if not self.window:
+            return 0 * position
+        return -(-np.maximum(position - self.window + 1, 0) // self.stride) * self.stride
 
     def run(self, sequences=(0, 1, 2, 3), sinks=None, **options):
         rows = [slice(sum(COUNTS[:s]), sum(COUNTS[: s + 1])) for s in sequences]
@@ -49,6 +55,7 @@ class Pack:
             scale=self.scale,
             sinks=sinks is not None,
             window=self.window,
+            stride=self.stride,
             **options,
         )
         q = mx.concatenate([self.q[row] for row in rows])
@@ -61,7 +68,7 @@ class Pack:
         out, row, first = np.zeros((*q.shape[:3], v.shape[2]), np.float32), 0, 0
         for count, length in zip(COUNTS, self.lengths, strict=True):
             own, position = np.arange(length - count, length)[:, None], np.arange(length)
-            seen = (position <= own) & (position > own - (self.window or length))
+            seen = (position <= own) & (position >= self.first_seen(own))
             for h in range(self.n_q):
                 keys, values = (x[first : first + length, h * k.shape[1] // self.n_q] for x in (k, v))
                 s = q[row : row + count, h, 0] @ keys.T * self.scale
@@ -90,6 +97,13 @@ def test_every_block_size_with_a_window(block):
     pack = Pack(block=block, window=90, heads=(6, 2))
     sinks = mx.random.normal((6,))
     assert rms(pack.run(softcap=5.0, sinks=sinks), pack.reference(5.0, sinks)) < 2e-3
+
+
+@pytest.mark.parametrize("chunk", [64, 90])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_chunks(head_dim, chunk):
+    pack = Pack(head_dim=head_dim, window=chunk, stride=chunk)
+    assert rms(pack.run(), pack.reference()) < 2e-3
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

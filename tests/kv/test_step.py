@@ -9,6 +9,7 @@ import pytest
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.step import DeviceTables, Step, rounded_up, tail_slots
+from mlx_paged.kv.storage.scoring import Window
 from tests.support.pools import pool_of
 
 LENGTHS = (3, 9, 4)
@@ -40,7 +41,9 @@ def test_a_new_token_sees_all_up_to_itself() -> None:
     own = DeviceTables()
     assert seen(step_of(tables, 1, own), tables, None) == [[list(range(n))] for n in LENGTHS]
     assert seen(step_of(tables, 2, own), tables, None) == [[list(range(n - 1)), list(range(n))] for n in LENGTHS]
-    assert seen(step_of(tables, 2, own), tables, 3) == [[[*range(n - 1)][-3:], [*range(n)][-3:]] for n in LENGTHS]
+    assert seen(step_of(tables, 2, own), tables, Window(3)) == [
+        [[*range(n - 1)][-3:], [*range(n)][-3:]] for n in LENGTHS
+    ]
 
 
 def test_padding_sees_nothing() -> None:
@@ -72,8 +75,17 @@ def test_what_does_not_change_is_not_sent_again(shape: tuple[int, int] | None) -
     assert ids2[0, :2].tolist() == tables[0].block_ids
     two = step_of(tables[:2], 1, own).visible(tables[:2], None)
     assert two[0].shape[0] == 2 and two[2].shape == (2, 1) and not two[2].any().item()
-    windowed = step_of(tables, 1, own).visible(tables, 2, shape)
+    windowed = step_of(tables, 1, own).visible(tables, Window(2), shape)
     assert windowed[2][0].item() == tables[0].length - 2
+
+
+def test_what_tokens_see_of_their_chunks() -> None:
+    tables = tables_of(pool_of())
+    assert seen(step_of(tables, 3, DeviceTables()), tables, Window(4, 4)) == [
+        [[0], [0, 1], [0, 1, 2]],
+        [[4, 5, 6], [4, 5, 6, 7], [8]],
+        [[0, 1], [0, 1, 2], [0, 1, 2, 3]],
+    ]
 
 
 def test_widths_change_seldom() -> None:

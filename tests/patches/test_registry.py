@@ -200,7 +200,7 @@ class Attention(nn.Module):
 
 def test_a_patch_says_that_it_adapts_attention_whatever_the_class_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {patch.target for patch in registry._patches() if patch.adapts_attention} == {
-        f"mlx_lm.models.{model}.Attention.__call__" for model in ("llama", "qwen3", "gemma2", "gemma3_text")
+        f"mlx_lm.models.{model}.Attention.__call__" for model in ("llama", "llama4", "qwen3", "gemma2", "gemma3_text")
     }
 
     def patch(kind: type, *, adapts_attention: bool) -> registry.Patch:

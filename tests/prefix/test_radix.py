@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from mlx_paged.errors import BlockStateError
+from mlx_paged.kv.storage.scoring import Window
 from mlx_paged.prefix.radix import RadixTree
 from tests.support.prefixes import add, check_contents, compute, found, hold, make_pool, make_tree, new_tables, release
 from tests.support.without_collector import without_collector
@@ -45,6 +46,22 @@ def test_the_last_token_is_always_left_to_compute() -> None:
     assert pool.stats().prefix_hit_tokens == 0  # nobody has adopted anything
     tree.adopt(range(8))
     assert pool.stats().prefix_hit_tokens == 7
+
+
+def test_where_a_chunk_begins_nothing_before_it_is_needed() -> None:
+    tree, pool = make_tree((None, Window(10, 10)))
+    add(tree, range(36), chunks=(9, 17, 25, 33))  # the table holds its last chunk
+    # Held: the end, and what comes after position 30. Before, a prefix is found up to its own chunk's start.
+    assert [found(tree, range(length)) for length in (36, 34, 31, 30, 29, 21, 20, 19, 10, 9)] == [
+        36, 34, 31, 30, 20, 20, 20, 10, 10, 0,
+    ]  # fmt: skip
+    _, tables = tree.adopt([*range(20), -1])
+    assert (tables[1].length, tables[1].logical_start, tables[1].num_blocks) == (20, 20, 0)
+    compute(pool, tables, range(33))
+    check_contents(pool, tables, range(33))
+    assert tree.insert(range(29), tables).node.valid_from[1] == 20 and found(tree, range(29)) == 29
+    release(pool, tables)
+    tree.check_integrity()
 
 
 def test_salts_are_apart() -> None:

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 
 from mlx_paged.errors import PoolExhaustedError
 from mlx_paged.kv.block_table import BlockTable
+from mlx_paged.kv.storage.scoring import Window
 from mlx_paged.prefix.radix import RadixTree
 from tests.support.prefixes import check_contents, compute, make_pool, new_tables, release
 
@@ -37,11 +38,13 @@ class TreeMachine(RuleBasedStateMachine):
     """Requests that adopt, compute, insert, go on or end; locks, evictions and a pool that runs out."""
 
     @initialize(
-        windows=st.sampled_from([(None,), (None, 5), (6,), (None, 2, 9), (1, None)]),
+        windows=st.sampled_from(
+            [(None,), (None, 5), (6,), (None, 2, 9), (1, None), (None, Window(6, 6)), (Window(8, 8), 3)]
+        ),
         blocks=st.sampled_from([14, 40, 1000]),
     )
-    def start(self, windows: tuple[int | None, ...], blocks: int) -> None:
-        self.windows = windows
+    def start(self, windows: tuple[int | Window | None, ...], blocks: int) -> None:
+        self.windows = [Window(window) if isinstance(window, int) else window for window in windows]
         self.pool = make_pool(windows, num_blocks=blocks * len(windows))
         self.tree = RadixTree(self.pool)
         self.live: list[tuple[str, Tokens, list[BlockTable]]] = []
@@ -76,11 +79,11 @@ class TreeMachine(RuleBasedStateMachine):
         if set(self.windows) == {None}:
             assert length == max((agreed for agreed, _, _ in known), default=0)
         for agreed, other, starts in known:
-            needed = [0 if w is None else max(0, agreed - w + 1) for w in self.windows]
+            needed = [0 if w is None else w.first_seen(agreed) for w in self.windows]
             if all(start <= need for start, need in zip(starts, needed, strict=True)) and len(other) >= agreed:
                 assert length >= agreed
         for group, window in enumerate(self.windows):
-            for position in range(max(0, length - window + 1) if window else 0, length):
+            for position in range(window.first_seen(length) if window else 0, length):
                 assert any(agreed > position >= starts[group] for agreed, _, starts in known)
 
     # Rules --------------------------------------------------------------------------------------------------------

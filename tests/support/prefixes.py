@@ -14,17 +14,23 @@ import numpy as np
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import UNLIMITED, BlockPool
+from mlx_paged.kv.storage.scoring import Window
 from mlx_paged.prefix.radix import RadixTree
 
 BYTES_PER_TOKEN = 3 * 4
 
 
 def make_pool(
-    windows: Sequence[int | None] = (None,), *, block_size: int = 4, num_blocks: int | None = None
+    windows: Sequence[int | Window | None] = (None,), *, block_size: int = 4, num_blocks: int | None = None
 ) -> BlockPool:
-    """A pool with one layer per group; ``num_blocks`` is its budget, null blocks included."""
+    """A pool with one layer per group, a number being a sliding window; ``num_blocks`` is its budget, null blocks
+    included."""
+    own = [Window(window) if isinstance(window, int) else window for window in windows]
     return BlockPool(
-        [LayerGroup((layer,), window, f"group {layer}") for layer, window in enumerate(windows)],
+        [
+            LayerGroup((layer,), window and window.size, f"group {layer}", stride=window.stride if window else 1)
+            for layer, window in enumerate(own)
+        ],
         block_size=block_size,
         memory_budget=UNLIMITED if num_blocks is None else num_blocks * block_size * BYTES_PER_TOKEN,
     )
@@ -91,7 +97,7 @@ def hold(pool: BlockPool, tokens: Sequence[int]) -> list[BlockTable]:
     return tables
 
 
-def make_tree(windows: Sequence[int | None], **options: Any) -> tuple[RadixTree, BlockPool]:
+def make_tree(windows: Sequence[int | Window | None], **options: Any) -> tuple[RadixTree, BlockPool]:
     """A tree and its pool, which the tree does not keep."""
     pool = make_pool(windows)
     return RadixTree(pool, **options), pool

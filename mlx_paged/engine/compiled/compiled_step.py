@@ -17,7 +17,7 @@ from ...kv.pool import BlockPool
 from ...kv.step import rounded_up, table_width
 from ...kv.storage.base import Storage
 from ...kv.storage.in_place import InPlaceStorage, TracedBlocks
-from ...kv.storage.scoring import Scoring
+from ...kv.storage.scoring import Scoring, Window
 from .model_state import ModelState, StateNotKnown, substituted
 from .narrow_layers import narrow_layers
 from .step_rows import GroupArrays, PackRows, StepRows, rows_of
@@ -82,17 +82,23 @@ def padded_rows(num_rows: int) -> int:
 class StepLayer:
     """What an attention layer sees of its cache while a decode step is traced."""
 
-    def __init__(self, blocks: TracedBlocks, arrays: GroupArrays, window: int | None) -> None:
+    def __init__(self, blocks: TracedBlocks, arrays: GroupArrays, window: Window | None) -> None:
         self.blocks = blocks
         self.offset = arrays.offsets
-        self.window = window
+        self._sees = window
         self._visible = arrays.visible
         self._slots = arrays.slots[0] if arrays.slots else None
         self.attended = 0
 
+    @property
+    def window(self) -> int | None:
+        """Most tokens that one sees, itself included, or None."""
+        return None if self._sees is None else self._sees.size
+
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
         """None: rows are masked by their own lengths and the layer's window, whatever kind of mask is asked for."""
-        if N != 1 or (window_size is not None and (self.window is None or window_size < self.window)):
+        is_narrower = window_size is not None and (self.window is None or window_size < self.window)
+        if N != 1 or is_narrower:
             raise NotCompilable("the model asks for a mask of its own")
 
     def attend(
@@ -108,7 +114,7 @@ class StepLayer:
         if not keys.dtype == values.dtype == queries.dtype == self.blocks.dtype:
             raise NotCompilable("keys of another dtype than the blocks")
         self.attended += 1
-        scoring = scoring._replace(window=self.window)
+        scoring = scoring._replace(window=self._sees)
         return self.blocks.decode(queries, self._visible, (keys, values), scoring, self._slots)
 
 
@@ -131,7 +137,7 @@ class CompiledStep:
     def __init__(self, pool: BlockPool, forward: Forward) -> None:
         self.failure: str | None = None  # why no step is compiled any more
         self._forward = forward
-        self._windows = [pool.layer(layer).window for layer in self._layers_of(pool)]
+        self._windows = [pool.layer(layer).sees for layer in self._layers_of(pool)]
         self._groups = [pool.group_of(layer) for layer in self._layers_of(pool)]
         self._pages: list[tuple[PageShape | None, bool]] = []  # of each layer, and whether what they hold is rotated
         self._model: Any = None

@@ -37,7 +37,7 @@ class _Newest:
     def arrays(self, layer: PoolLayer, tables: Sequence[BlockTable], shape: tuple[int, int]) -> GroupArrays:
         """What the layers of a group share, with block tables of the shape."""
         step = layer.step(tables, 1)
-        return GroupArrays(step.visible(tables, layer.window, shape), step.offsets(shape[0]))
+        return GroupArrays(step.visible(tables, layer.sees, shape), step.offsets(shape[0]))
 
 
 class SequenceRows(_Newest):
@@ -98,7 +98,7 @@ class PackRows:
     def arrays(self, layer: PoolLayer, tables: Sequence[BlockTable], shape: tuple[int, int]) -> GroupArrays:
         """What the layers of a group share, with block tables of the shape."""
         step = layer.packed_step(tables, self.pack.counts)
-        visible = step.visible(tables, layer.window, shape)
+        visible = step.visible(tables, layer.sees, shape)
         return GroupArrays(visible, step.offsets(tables, shape[0]), (step.slots(tables, shape[0]),))
 
 

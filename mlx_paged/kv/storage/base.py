@@ -3,7 +3,7 @@ rows, and in place."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
@@ -13,7 +13,7 @@ from ..block_table import BlockTable
 from ..packed_step import PackedStep
 from ..step import Step
 from .page_format import PageFormat
-from .scoring import Scoring
+from .scoring import QueryHeads, Scoring
 
 
 class Geometry(NamedTuple):
@@ -182,3 +182,15 @@ class Storage(Protocol):
 
     def forget_failed_writes(self) -> None:
         """After :meth:`latest` could not be computed: go on without the writes since it could."""
+
+
+class StorageChoice(NamedTuple):
+    """Form of a group's storage, and why."""
+
+    form: Callable[[Geometry, int, int], Storage]
+    reason: str
+
+
+# From a group's geometry, block size, (if known) the queries that will attend over it and the number of its pinned
+# tokens to the form of its storage. May raise KernelUnavailableError.
+ChooseStorage = Callable[[Geometry, int, QueryHeads | None, int], StorageChoice]

@@ -14,8 +14,7 @@ from ...kernels.latent.variants import latent_variants_of, unsupported_latent
 from ...kernels.launch_shape import Variant, unsupported
 from ...kernels.prefill import prefill_variants_of, unsupported_prefill
 from ...kernels.prefill_check import checked_prefill
-from ..group import ChooseStorage, StorageChoice
-from .base import Geometry
+from .base import ChooseStorage, Geometry, StorageChoice
 from .in_place import InPlaceStorage, pages_of
 from .quantized import functional_form
 from .scoring import QueryHeads

@@ -18,7 +18,7 @@ from ..block_table import BlockTable
 from ..packed_step import PackedStep
 from ..step import Step
 from .base import Geometry
-from .scoring import Scoring
+from .scoring import Scoring, Window
 from .split import join_queries, split_queries, split_visible
 
 
@@ -107,8 +107,8 @@ class InPlaceStorage:
             self.decoded_by_kernel = False  # until one that works is known
             launch = step.decode_launches[key] = kernels.prepare_decode(
                 self.__keys, self.__values, visible if q_len <= MAX_QUERY_LENGTH else split_visible(visible),
-                n_q_heads=q.shape[1], scale=scale, softcap=softcap, sinks=sinks is not None, max_visible=window,
-                append=append is not None, pages=self.pages, latent=latent,
+                n_q_heads=q.shape[1], scale=scale, softcap=softcap, sinks=sinks is not None,
+                max_visible=_size_of(window), append=append is not None, pages=self.pages, latent=latent,
             )  # fmt: skip
         if append is not None:
             self._count(q.shape[0])
@@ -131,7 +131,8 @@ class InPlaceStorage:
                 launch = step.prefill_launches[key] = prepare_prefill(
                     self.__keys, self.__values, step.block_tables(tables), step.counts,
                     [table.length for table in tables], n_q_heads=q.shape[1],
-                    scale=scale, softcap=softcap, sinks=sinks is not None, window=window, pages=self.pages,
+                    scale=scale, softcap=softcap, sinks=sinks is not None, window=_size_of(window),
+                    stride=window.stride if window else 1, pages=self.pages,
                 )  # fmt: skip
             except ValueError as error:
                 raise KernelUnavailable(f"a shape that the kernel does not cover: {error}") from error
@@ -237,6 +238,10 @@ class InPlaceStorage:
         return True
 
 
+def _size_of(window: Window | None) -> int | None:
+    return None if window is None else window.size
+
+
 def _resized(blocks: mx.array, num_blocks: int) -> mx.array:
     """A copy with more blocks, of zeros, or with only the first ones."""
     missing = num_blocks - blocks.shape[0]
@@ -280,7 +285,8 @@ class TracedBlocks:
         scale, _, window, softcap, sinks, latent = scoring
         launch = kernels.prepare_decode(
             self.__keys, self.__values, visible, n_q_heads=q.shape[1], scale=scale, softcap=softcap,
-            sinks=sinks is not None, max_visible=window, append=slots is None, pages=self._pages, latent=latent,
+            sinks=sinks is not None, max_visible=_size_of(window), append=slots is None, pages=self._pages,
+            latent=latent,
         )  # fmt: skip
         if self._rotates:
             q, append = rotate(q), (rotate(append[0]), rotate(append[1]))

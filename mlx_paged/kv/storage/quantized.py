@@ -10,13 +10,19 @@ from ...kernels.quantized.rotation import rotate
 from ..block_table import BlockTable
 from ..packed_step import PackedStep
 from ..step import Step
-from .base import Geometry, Storage
+from .base import Geometry, Storage, StorageChoice
 from .functional import FunctionalStorage, GatheredStorage
+from .scoring import QueryHeads
 
 
 def functional_form(geometry: Geometry) -> Callable[[Geometry, int, int], Storage]:
     """The form that works everywhere."""
     return FunctionalStorage if geometry.format is None else QuantizedStorage
+
+
+def functional_storage(geometry: Geometry, block_size: int, heads: QueryHeads | None, pinned: int) -> StorageChoice:
+    """The choice that works everywhere."""
+    return StorageChoice(functional_form(geometry), "the pool was made without kernels")
 
 
 class QuantizedStorage(GatheredStorage):

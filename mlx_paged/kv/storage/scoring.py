@@ -5,6 +5,26 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
+
+
+class Window(NamedTuple):
+    """Which of the tokens before it a token sees: at most ``size``, itself included, and from a multiple of ``stride``
+    on. With a stride of 1 the window slides; with one of ``size`` it is the chunk that the token lies in.
+
+    Positions may be counted from any multiple of the stride.
+    """
+
+    size: int
+    stride: int = 1
+
+    def first_seen(self, position: int) -> int:
+        """Of a token at this position, the first one that it sees."""
+        return max(0, -((self.size - 1 - position) // self.stride) * self.stride)
+
+    def first_seen_by(self, positions: np.ndarray) -> np.ndarray:
+        """The same of each of several tokens."""
+        return np.maximum(-((self.size - 1 - positions) // self.stride) * self.stride, 0)
 
 
 class QueryHeads(NamedTuple):
@@ -23,8 +43,7 @@ class Scoring(NamedTuple):
         scale: factor on the scores.
         mask: over the visible keys, as for ``mx.fast.scaled_dot_product_attention``. Of several new tokens, None and
             "causal" are causal where blocks are read; over arrays, None masks nothing.
-        window: the mask says no more than causality and a sliding window of this many tokens. An array without it
-            cannot be told to a kernel.
+        window: the mask says no more than causality and this window. An array without it cannot be told to a kernel.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         sinks: one more logit per query head in the softmax, ``[n_q_heads]``.
         latent: keys are latents and values what is rotated of them (MLA, absorbed): scores are of both, one after the
@@ -33,7 +52,7 @@ class Scoring(NamedTuple):
 
     scale: float
     mask: mx.array | str | None = None
-    window: int | None = None
+    window: Window | None = None
     softcap: float | None = None
     sinks: mx.array | None = None
     latent: bool = False

@@ -28,6 +28,7 @@ SAMPLE = (
     "qwen3_moe", "deepseek_v2", "deepseek_v3",  # experts, latent attention
     "nemotron-nas", "openelm", "phi3small",  # layers that differ, block-sparse
     "mamba", "jamba", "falcon_h1", "qwen3_next", "rwkv7", "recurrent_gemma",  # states
+    "stablelm", "plamo", "plamo2", "gpt_bigcode",  # adapters that lead to the seam
     "llama4", "longcat_flash", "pixtral", "deepseek_v41",  # chunks, composites, wrappers, caches of their own
 )  # fmt: skip
 # The classes that the whole of the interface is tried with.

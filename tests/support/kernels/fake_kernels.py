@@ -29,7 +29,7 @@ from mlx_paged.kernels.quantized.pages import PageShape
 from mlx_paged.kernels.quantized.rows import QuantizedRows
 from mlx_paged.kv.storage import choice, in_place
 from mlx_paged.kv.storage.base import Geometry
-from mlx_paged.kv.storage.scoring import QueryHeads, Scoring
+from mlx_paged.kv.storage.scoring import QueryHeads, Scoring, Window
 from tests.support.kernels.quantized_pages import pages_of, rows_of
 
 
@@ -205,6 +205,7 @@ class FakeKernels:
         softcap: float | None = None,
         sinks: bool = False,
         window: int | None = None,
+        stride: int = 1,
         pages: PageShape | None = None,
     ) -> Any:
         assert tables.dtype == mx.int32 and tables.shape[0] == len(counts) == len(lengths)
@@ -219,11 +220,12 @@ class FakeKernels:
             pools = [dense(*pair) for pair in zip((k_pool, v_pool), pages or (None, None), strict=True)]
             outputs, first = [], 0
             for row, count, length in zip(rows, counts, lengths, strict=True):
-                start = 0 if window is None else max(0, length - count + 1 - window)
+                seen = None if window is None else Window(window, stride)
+                start = 0 if seen is None else seen.first_seen(length - count)
                 ids = mx.array(row[start // size : -(-length // size)])
                 k, v = (pool[ids].transpose(1, 0, 2, 3).reshape(1, pool.shape[1], -1, pool.shape[3]) for pool in pools)
                 k, v = (x[:, :, start % size : start % size + length - start] for x in (k, v))
-                mask = causal_mask(count, length - start - count, window)
+                mask = causal_mask(count, length - start - count, seen)
                 one = q[first : first + count].swapaxes(0, 2)
                 out = gather.attention(one, k, v, Scoring(scale, mask, softcap=softcap, sinks=sinks_of))
                 outputs.append(out.swapaxes(0, 2))

@@ -47,6 +47,7 @@ class Pack:
         block_size=16,
         dtype=mx.bfloat16,
         window=None,
+        stride=1,
         softcap=None,
         sinks=False,
         seed=0,
@@ -57,6 +58,7 @@ class Pack:
         self.counts, self.lengths = list(counts), [n + p for n, p in zip(counts, prefixes, strict=True)]
         self.n_q, self.n_kv = heads
         self.dtype, self.block_size, self.window, self.softcap = dtype, block_size, window, softcap
+        self.stride = stride
         self.pages = pages
         self.scale = head_dim**-0.5
         used = [-(-n // block_size) for n in self.lengths]
@@ -73,7 +75,7 @@ class Pack:
         self.rows = []
         for s, (length, prefix) in enumerate(zip(self.lengths, prefixes, strict=True)):
             self.rows.append([rows(self.n_kv, length, dim) for dim in (head_dim, value_dim)])
-            first = max(0, prefix - window + 1) if window else 0
+            first = self._first_seen(prefix)
             for t in range(first, length):
                 if t == first or t % block_size == 0:
                     self.tables[s, t // block_size] = order.pop()
@@ -82,6 +84,10 @@ class Pack:
         self.k_pool, self.v_pool = (mx.array(pool).astype(dtype) for pool in pools)
         if pages is not None:
             self._quantize(pools)
+
+    def _first_seen(self, position):
+        """With a stride of the window's size, the start of the chunk that the token lies in."""
+        return -(-max(0, position - self.window + 1) // self.stride) * self.stride if self.window else 0
 
     def _quantize(self, pools):
         """Make quantised pages of the pools; rows are what these hold from here on."""
@@ -113,7 +119,7 @@ class Pack:
         token, group = 0, self.n_q // self.n_kv
         for count, length, (keys, values) in zip(self.counts, self.lengths, self.rows, strict=True):
             for own in range(length - count, length):
-                lo = max(0, own - self.window + 1) if self.window else 0
+                lo = self._first_seen(own)
                 for h in range(self.n_q):
                     k, v = (x[h // group, lo : own + 1].astype(np.float64) for x in (keys, values))
                     s = k @ q[token, h, 0] * self.scale
@@ -139,6 +145,7 @@ class Pack:
             softcap=self.softcap,
             sinks=self.sinks is not None,
             window=self.window,
+            stride=self.stride,
             pages=self.pages,
             **options,
         )

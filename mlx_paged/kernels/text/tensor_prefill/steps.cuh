@@ -87,14 +87,15 @@ for (int step = first; step <= last; step++) {
       x = (1.0f - metal::fast::divide(2.0f, 1.0f + e)) * (params[1] * LOG2E);
     }
   }
-  if (step * KEYS + KEYS - 1 > origin || step * KEYS <= hi - 1 - window) {
+  if (step * KEYS + KEYS - 1 > origin || step * KEYS < first_seen(hi - 1)) {
     UNROLL
     for (int i = 0; i < RT * 2; i++) {
       const int own = origin + metal::min((opaque(first_line) + i * 8) / G, n_tokens - 1) - step * KEYS - c * 2;
+      const int from = first_seen(own + step * KEYS + c * 2) - step * KEYS - c * 2;
       UNROLL
       for (int j = 0; j < KEYS / 4; j++) {
         const int token = j / 2 * 8 + j % 2;
-        if (token > own || token <= own - window) s[i / 2][j / 2][i % 2 * 2 + j % 2] = NOTHING;
+        if (token > own || token < from) s[i / 2][j / 2][i % 2 * 2 + j % 2] = NOTHING;
       }
     }
   }

@@ -33,7 +33,12 @@ const int r = lane / 4;
 const int c = lane % 4;
 const int first_line = warp * (RT * 16) + r;  // rows of a lane are this, and 8 more each
 const int window = static_cast<int>(params[2]);
-const int lo = metal::max(origin - window + 1, 0);
+const int stride = static_cast<int>(params[3]);
+// What a token sees: at most so many tokens, itself included, from a multiple of the stride on.
+auto first_seen = [=](int position) {
+  return (metal::max(position - window + 1, 0) + stride - 1) / stride * stride;
+};
+const int lo = first_seen(origin);
 const int hi = origin + n_tokens;
 const int first = lo / KEYS;
 const int last = (hi - 1) / KEYS;

@@ -1,0 +1,261 @@
+"""Llama 4: layers that see chunks and layers that see everything, against plain masks over all keys."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models import cache as upstream
+from mlx_lm.models import llama4 as llama4_module
+
+import mlx_paged
+from mlx_paged import PagedConfig, TrimError
+from mlx_paged.patches.cache.layout import why_one_by_one
+from mlx_paged.patches.cache.prompt_cache import factory_of
+from mlx_paged.patches.models import compiled
+from mlx_paged.prefix.detached import SharedPrefixes
+from mlx_paged.prefix.radix import RadixTree
+from tests.support.models import llama4
+from tests.support.models.batch_runs import (
+    Outcome,
+    generator,
+    mlx_lm_generate,
+    packing_generator,
+    run_all,
+)
+from tests.support.models.builders import greedy
+
+pytestmark = pytest.mark.usefixtures("no_fall_through")
+BLOCK = 8
+CHUNKS = [24, 20]  # whole blocks, and not
+model_of = functools.cache(llama4.build)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, llama4.VOCAB, length).tolist()
+
+
+def chunk_group(pool: Any) -> Any:
+    (group,) = [group for group in pool.groups if group.spec.stride > 1]
+    return group
+
+
+def run(gen: Any, prompts: list[list[int]], num_tokens: list[int]) -> list[Outcome]:
+    outcomes = {uid: Outcome() for uid in gen.insert(prompts, num_tokens)}
+    run_all(gen, outcomes)
+    return list(outcomes.values())
+
+
+@pytest.mark.parametrize("step", [16, 512])
+@pytest.mark.parametrize("length", [1, 23, 53])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_alone_it_gives_what_the_dense_reference_does(chunk: int, length: int, step: int) -> None:
+    model, prompt = model_of(chunk), prompt_of(length)
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+    tokens, logprobs = greedy(model, mx.array(prompt), 30, prefill_step_size=step)
+    llama4.check(model, prompt, tokens, logprobs)
+    pool = mlx_paged.pool_of(model)
+    assert [(group.spec.name, len(group.spec.layers)) for group in pool.groups] == [
+        (f"chunk {chunk}", 6),
+        ("global", 2),
+    ]
+    assert pool.stats().live_blocks == 0
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_ragged_batches_decode_together_in_the_kernel(chunk: int, packs: bool, kernels: Any) -> None:
+    model = model_of(chunk)
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+    prompts = [prompt_of(length, seed=length) for length in (5, chunk - 1, chunk, 53, 70)]
+    gen = packing_generator(model, 40, prefill_step_size=32) if packs else generator(model, prefill_step_size=32)
+    assert why_one_by_one(model, factory_of(model, None)._stock()) is None
+    for prompt, outcome in zip(prompts, run(gen, prompts, [30, 12, 25, 30, 8]), strict=True):
+        llama4.check(model, prompt, outcome.tokens, np.stack(outcome.logprobs))
+    paths = {(choice.path, choice.reason) for choice in mlx_paged.dispatch_counts()}
+    assert ("kernel", "one new token per sequence") in paths
+    if kernels is not None:  # the kernel for packs takes 16 bits; its stand-in does what it is given
+        assert (("kernel", "several sequences' new tokens") in paths) == packs
+    assert {reason for path, reason in paths if path == "gather"} <= {"several new tokens after a prefix"}
+    gen.close()
+    mlx_paged.pool_of(model).check_integrity()
+
+
+def test_decode_steps_are_compiled(kernels: Any) -> None:
+    model, prompt = llama4.build(20), prompt_of(30)
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+    tokens, logprobs = greedy(model, mx.array(prompt), 40)
+    llama4.check(model, prompt, tokens, logprobs)
+    step = compiled.step_of(mlx_paged.pool_of(model), llama4_module.Model.__call__)
+    assert step.failure is None and step._functions
+
+
+# Blocks ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [600, pytest.param(5_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_a_chunk_and_a_step_are_all_that_is_held(chunk: int, num_tokens: int) -> None:
+    step, model = 32, llama4.build(chunk, num_hidden_layers=4, hidden_size=16, head_dim=16)
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+    prompt, cache, most = mx.array(prompt_of(num_tokens // 2)), upstream.make_prompt_cache(model), 0
+    pool = mlx_paged.pool_of(model)
+    group = chunk_group(pool)
+
+    def note(*_: Any) -> None:
+        nonlocal most
+        most = max(most, group.allocator.num_live)
+
+    for _ in generate_step(
+        prompt, model, max_tokens=num_tokens // 2, prompt_cache=cache, prefill_step_size=step,
+        prompt_progress_callback=note,
+    ):  # fmt: skip
+        note()
+        assert cache[0].table.num_blocks <= -(-chunk // BLOCK) + 1  # a step is one token here
+    assert chunk // BLOCK <= most <= -(-(chunk + step) // BLOCK) + 1
+    assert cache[3].table.num_blocks == -(-cache[3].offset // BLOCK)
+
+
+# Prefixes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_prefixes_are_shared_to_the_token(chunk: int, kernels: Any) -> None:
+    model = model_of(chunk)
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+    pool = mlx_paged.pool_of(model)
+    tree = RadixTree(pool)
+    gen = generator(model, prefill_step_size=512, prefixes=SharedPrefixes(tree))
+    first = prompt_of(5)
+    (outcome,) = run(gen, [first], [3 * chunk])
+    llama4.check(model, first, outcome.tokens, np.stack(outcome.logprobs))
+    first = [*first, *outcome.tokens]
+    # The last chunk is held; a prefix that ends before it is found up to its own chunk's start, which needs nothing.
+    for common, found in ((3 * chunk + 3, 3 * chunk + 3), (3 * chunk + 1, 3 * chunk + 1), (2 * chunk + 3, 2 * chunk)):
+        prompt = [*first[:common], *prompt_of(9, seed=common)]
+        prompt[common] = (first[common] + 1) % llama4.VOCAB
+        hits = tree.hit_tokens
+        (outcome,) = run(gen, [prompt], [chunk + 3])
+        llama4.check(model, prompt, outcome.tokens, np.stack(outcome.logprobs))
+        assert tree.hit_tokens - hits == found
+    gen.close()
+    tree.clear()
+    pool.check_integrity()
+
+
+# Taking tokens back ---------------------------------------------------------------------------------------------------
+
+
+def test_what_stock_has_dropped_is_refused_here_and_wrong_there() -> None:
+    """Stock keeps as many tokens as a chunk has: taken back behind its start, the chunk before is not whole."""
+    chunk = 12
+    model, prompt = model_of(chunk), prompt_of(40)
+
+    def after_trim(cache: list[Any]) -> np.ndarray:
+        model(mx.array(prompt[:20])[None], cache=cache)
+        for token in prompt[20:26]:  # 24 begins a chunk
+            model(mx.array([[token]]), cache=cache)
+        assert upstream.can_trim_prompt_cache(cache)
+        upstream.trim_prompt_cache(cache, 4)
+        logits = model(mx.array([prompt[22:23]]), cache=cache)[0, -1]
+        return np.array(logits - mx.logsumexp(logits))
+
+    right = llama4.dense_logprobs(model, prompt[:23])[-1]
+    assert np.abs(after_trim(upstream.make_prompt_cache(model)) - right).max() > 1e-3
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+    with pytest.raises(TrimError):
+        after_trim(upstream.make_prompt_cache(model))
+
+
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_drafts_do_not_change_a_token(has_cache: bool, kernels: Any) -> None:
+    model, prompt = model_of(20), prompt_of(33)
+    for draft in (model, llama4.build(20, seed=1)):
+        mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+        cache = [*upstream.make_prompt_cache(model), *upstream.make_prompt_cache(draft)] if has_cache else None
+        found = list(
+            mlx_lm_generate.speculative_generate_step(
+                mx.array(prompt), model, draft, num_draft_tokens=3, max_tokens=40, prompt_cache=cache
+            )
+        )
+        llama4.check(model, prompt, [int(token) for token, *_ in found], np.stack([np.array(p) for _, p, _ in found]))
+        assert any(drafted for *_, drafted in found) or draft is not model
+        mlx_paged.pool_of(model).check_integrity()
+        mlx_paged.remove_patches()
+
+
+# To and from mlx-lm's caches ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [13, 20, 33, 40, 41])
+def test_a_file_goes_on_in_stock_and_comes_back(length: int, tmp_path: Any) -> None:
+    model, prompt = model_of(20), prompt_of(length)
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+    cache = upstream.make_prompt_cache(model)
+    model(mx.array(prompt)[None], cache=cache)
+    upstream.save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
+    for load in (lambda c: c, lambda c: mlx_paged.adopt_prompt_cache(model, c)):
+        given = load(upstream.load_prompt_cache(str(tmp_path / "cache.safetensors")))
+        more = prompt_of(1, seed=5)
+        tokens, logprobs = greedy(model, mx.array(more), 25, prompt_cache=given)
+        llama4.check(model, [*prompt, *more], tokens, logprobs)
+
+
+def test_stock_caches_of_any_age_are_adopted() -> None:
+    model = model_of(20)
+    for length in (5, 20, 27, 40, 59):
+        prompt, cache = prompt_of(length), upstream.make_prompt_cache(model)
+        for token in prompt:
+            model(mx.array([[token]]), cache=cache)
+        mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+        adopted = mlx_paged.adopt_prompt_cache(model, cache)
+        assert isinstance(adopted[0], upstream.ChunkedKVCache) and isinstance(adopted[3], upstream.KVCache)
+        assert adopted[0].chunk_size == 20 and adopted[0].start_position == length // 20 * 20
+        assert not hasattr(adopted[0], "max_size") and not hasattr(adopted[3], "chunk_size")
+        tokens, logprobs = greedy(model, mx.array(prompt[:1]), 25, prompt_cache=adopted)
+        llama4.check(model, [*prompt, prompt[0]], tokens, logprobs)
+        mlx_paged.remove_patches()
+
+
+def test_max_kv_size_changes_nothing_as_in_stock() -> None:
+    model, prompt = model_of(20), prompt_of(50)
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+    tokens, logprobs = greedy(model, mx.array(prompt), 20, max_kv_size=16)
+    llama4.check(model, prompt, tokens, logprobs)
+
+
+def test_several_rows_in_one_cache_are_stock() -> None:
+    model, rows = model_of(20), mx.array([prompt_of(30), prompt_of(30, seed=1)])
+    expected = model(rows, cache=upstream.make_prompt_cache(model))
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cache = upstream.make_prompt_cache(model)
+        got = model(rows, cache=cache)
+    assert mx.array_equal(got, expected) and all(type(c).__module__ == "mlx_lm.models.cache" for c in cache)
+
+
+def test_caches_outlive_the_patches() -> None:
+    model, prompt = model_of(20), prompt_of(45)
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+    cache = upstream.make_prompt_cache(model)
+    model(mx.array(prompt[:30])[None], cache=cache)
+    mlx_paged.remove_patches()
+    logits = model(mx.array(prompt[30:])[None], cache=cache)[0]
+    got = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+    assert np.sqrt(np.mean((got - llama4.dense_logprobs(model, prompt)[30:]) ** 2)) <= 1e-5
+
+
+@pytest.mark.parametrize("kv_bits", [8])
+def test_pages_of_chunks_are_quantised(kv_bits: int) -> None:
+    model, prompt = model_of(20), prompt_of(50)
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK, kv_bits=kv_bits, kv_group_size=32))
+    tokens, logprobs = greedy(model, mx.array(prompt), 20)
+    dense = llama4.dense_logprobs(model, [*prompt, *tokens])[len(prompt) - 1 : -1]
+    assert all(group.is_quantized for group in mlx_paged.pool_of(model).groups)
+    assert 0 < np.sqrt(np.mean((dense - logprobs) ** 2)) < 2e-2
