@@ -105,6 +105,8 @@ def test_stats_count_blocks_and_bytes() -> None:
         "evictions": 0,
         "prefix_hit_tokens": 0,
         "preemptions": 0,
+        "drafted_tokens": 0,
+        "accepted_tokens": 0,
         "peak_bytes_in_use": 0,
         "shrinks": 0,
         "quantized_tokens": 0,
