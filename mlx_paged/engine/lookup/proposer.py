@@ -42,7 +42,7 @@ class Proposer:
         self.most = most
         self._index = NgramIndex(tokens)
         # Of the next token being the one that follows, by the number of tokens that match; before anything is known.
-        self._chances = [1 - 0.5 ** (matched / 2) for matched in range(MOST_COMPARED + 1)]
+        self._chances = [1 - 0.5 ** (matched / 3) for matched in range(MOST_COMPARED + 1)]
         self._next = 0  # position of the token that is predicted
         self._matched = 0  # tokens before it that are the row's latest ones; 0: nothing is predicted
         self._look()

@@ -24,7 +24,7 @@ def test_what_followed_is_proposed_no_further_than_is_wanted() -> None:
     assert found is not None and found.tokens == [8, 9, 10, 11]
     assert 0 < found.gain < 4
     assert proposer.drafts(0, 2).tokens == [8, 9]
-    assert proposer.drafts(1, ANY).tokens == [9, 10, 11, 12], "behind a token that is being computed"
+    assert proposer.drafts(1, ANY).tokens == [9, 10, 11], "behind a token that is being computed"
     assert proposer.drafts(1, ANY).gain < found.gain
     assert proposer.drafts(0, 0) is None and Proposer(text, 4).drafts(0, ANY) is None
 
@@ -41,7 +41,7 @@ def test_the_longer_a_row_repeats_the_more_is_expected() -> None:
 
 
 def test_what_costs_more_is_proposed_more_seldom() -> None:
-    proposer = Proposer([*range(30), 5, 6, 7], 16)
+    proposer = Proposer([*range(30), *range(5, 11)], 16)
     cheap, dear = proposer.drafts(0, ANY, PRICE), proposer.drafts(0, ANY, CPU_PRICE)
     assert len(dear.tokens) < len(cheap.tokens) and dear.gain < cheap.gain
     assert proposer.drafts(0, ANY, 0.99) is None
@@ -62,7 +62,7 @@ def test_a_row_whose_predictions_fail_stops_proposing_and_begins_again_when_they
         found = proposer.drafts(0, ANY)
         gains.append(0.0 if found is None else found.gain)
         proposer.add(another)
-    assert max(gains[1:4]) > 0.5 and max(gains[-50:]) == 0, "a chance below its price"
+    assert max(gains[1:4]) > 0.25 and max(gains[-50:]) == 0, "a chance below its price"
     text = rng.permutation(200).tolist()
     feed(proposer, [*text, *text[:30]])
     assert proposer.drafts(0, ANY).tokens == text[30:38]
