@@ -77,6 +77,7 @@ SIGNATURES: dict[str, tuple[list[str], list[str], bool]] = {
     "narrow_matmul_group": (["x", "w", "w1", "w2"], ["out", "out1", "out2"], False),
     "silu_product": (["left", "right"], ["out"], False),
     "embedding_rows": (["table", "tokens"], ["out"], False),
+    "draw_rows": (["x", "params", "keys", "positions"], ["out"], False),
     "narrow_quantized": (["x", *_PACKED], ["out"], False),
     "narrow_quantized_bias": (["x", *_PACKED, "bias"], ["out"], False),
     "narrow_quantized_add": (["x", *_PACKED, "residual"], ["out"], False),

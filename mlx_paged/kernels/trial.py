@@ -209,6 +209,14 @@ def _rows(known: _Known) -> Scratch:
     return given, _options((32, 1, 1), 32, ((1, 8), known["T"]))
 
 
+def _draw(known: _Known) -> Scratch:
+    """The first of eight equal words, in each row."""
+    rows, threads = 1 if known.is_few("positions") else MANY, known["SG"] * 32
+    given = {"x": mx.zeros((rows, 8), known["T"]), "params": mx.zeros((rows, 8))}
+    given |= {"keys": mx.zeros((rows, 8), mx.uint32), "positions": mx.zeros((rows,), mx.uint32)}
+    return given, _options((rows * threads, 1, 1), threads, ((rows,), known["O"]))
+
+
 _SCRATCH: dict[str, Callable[[_Known], Scratch]] = {
     "paged_decode": _decode,
     "paged_decode_tensor": _decode,
@@ -223,4 +231,5 @@ _SCRATCH: dict[str, Callable[[_Known], Scratch]] = {
     "copy_blocks": _copy,
     "silu_product": _silu,
     "embedding_rows": _rows,
+    "draw_rows": _draw,
 }

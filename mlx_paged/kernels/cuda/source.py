@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 # What an input or output points to: a type of C, or the constant that names it. An input that is not listed here is not
 # known to this module, and MLX compiles its text.
 _TYPES = {
-    **dict.fromkeys(("fence", "fence_out", "arrivals", "words", "words1", "words2"), "uint32_t"),
+    **dict.fromkeys(("fence", "fence_out", "arrivals", "words", "words1", "words2", "keys", "positions"), "uint32_t"),
     **dict.fromkeys(("tables", "ends", "starts", "blocks", "span", "pairs", "tiles"), "int"),
     **dict.fromkeys(("params", "sinks", "stats", "partial"), "float"),
     **dict.fromkeys(

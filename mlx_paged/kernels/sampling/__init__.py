@@ -1,0 +1,1 @@
+"""The kernel that draws the tokens of a batch."""
