@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import mlx.core as mx
 
+from ...kernels.sampling import draw_rows
 from .draw import draw, uniforms
 from .filters import kept_words
+from .kernel_rows import KernelRows
 from .params import SamplingParams
 from .penalties import Penalties
 from .row_parameters import RowParameters
@@ -47,7 +50,8 @@ class BatchSampler:
         self._draws = False  # whether some row does
         self._biased: list[int] = []  # rows
         self._bias: tuple[mx.array, mx.array, mx.array] | None = None  # rows [R, 1], tokens [R, n] and values
-        self._parameters: dict[tuple[int, ...], tuple[RowParameters, mx.array]] = {}
+        # By rows, and whether the kernel draws for them.
+        self._parameters: dict[tuple[tuple[int, ...], bool], RowParameters | KernelRows] = {}
 
     # Rows -----------------------------------------------------------------------------------------------------
 
@@ -110,10 +114,7 @@ class BatchSampler:
 
     def skip(self, counts: Sequence[int]) -> None:
         """Rows have taken so many tokens more than one of the last step, ``[B]``."""
-        if any(counts):
-            self._positions = [position + count for position, count in zip(self._positions, counts, strict=True)]
-            if any(row.seed is not None for row in self.rows):
-                self._parameters.clear()
+        self._positions = [position + count for position, count in zip(self._positions, counts, strict=True)]
 
     def sample(
         self, logits: mx.array, rows: Sequence[int] | None = None, ahead: Sequence[int] | None = None
@@ -128,21 +129,26 @@ class BatchSampler:
         if not self._draws:
             return mx.argmax(logits, axis=-1)
         of = tuple(range(len(self.rows))) if rows is None else tuple(rows)
-        if of not in self._parameters:
-            positions = mx.array([self._positions[row] + self._num_steps - 1 for row in of], mx.int64)
-            params = RowParameters([self.rows[row] for row in of], logits.shape[-1])
+        serves = draw_rows.serves(logits)
+        params = self._parameters.get((of, serves))
+        if params is None:
+            make = KernelRows if serves else RowParameters
+            params = make([self.rows[row] for row in of], logits.shape[-1])
             if len(self._parameters) >= MOST_KEPT:
                 self._parameters.clear()
-            self._parameters[of] = params, positions - self._num_steps
-        params, positions = self._parameters[of]
-        greedy = None if params.draws and params.greedy is None else mx.argmax(logits, axis=-1)
+            self._parameters[of, serves] = params
         if not params.draws:
-            assert greedy is not None
-            return greedy
-        positions = positions + self._num_steps
-        numbers = uniforms(
-            params, (positions if ahead is None else positions + mx.array(list(ahead))).astype(mx.uint32)
-        )
+            return mx.argmax(logits, axis=-1)
+        begun = self._num_steps - 1
+        places = [
+            (self._positions[row] + begun + n) % (1 << 32) for row, n in zip(of, ahead or repeat(0), strict=False)
+        ]
+        positions = mx.array(places, mx.uint32)
+        if isinstance(params, KernelRows):
+            return params.draw(logits, positions)
+        numbers = uniforms(params, positions)
         kept = kept_words(logits, params, numbers[:, 2:])
         drawn = draw(logits, kept, params.temperature, numbers, keeps_top=params.xtc_probability is None)
-        return drawn if greedy is None or params.greedy is None else mx.where(params.greedy[:, 0], greedy, drawn)
+        if params.greedy is None:
+            return drawn
+        return mx.where(params.greedy[:, 0], mx.argmax(logits, axis=-1), drawn)

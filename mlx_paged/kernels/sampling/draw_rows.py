@@ -30,7 +30,7 @@ def draw_rows(x: mx.array, params: mx.array, keys: mx.array, positions: mx.array
     """A word of each row.
 
     Args:
-        x: logits ``[R, vocab]``, of which :func:`serves` is true. What is -inf is not drawn, as long as there are others.
+        x: logits ``[R, vocab]``, of which :func:`serves` is true. What is -inf is not drawn, unless all is.
         params: ``[R, 8]`` float32, of :meth:`DrawnRow.params`.
         keys: ``[R, 8]`` uint32, of :meth:`DrawnRow.key_words`.
         positions: ``[R]`` uint32.
@@ -57,7 +57,7 @@ def text_of(dtype: mx.Dtype, dialect: str) -> Text:
 
 
 def serves(x: mx.array) -> bool:
-    """Whether the kernel draws from such logits ``[R, vocab]`` on this machine. The first call for a dtype checks it."""
+    """Whether the kernel draws from such logits ``[R, vocab]`` here. The first call for a dtype checks it."""
     most = _WORDS_OF_GROUP * min(_GROUPS.values())
     return x.dtype in DTYPES and 0 < x.shape[-1] <= most and device_decline() is None and works(x.dtype)
 

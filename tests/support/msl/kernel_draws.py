@@ -1,0 +1,25 @@
+"""The kernel that draws, launched on the emulator as if on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_paged.kernels.sampling import draw_rows
+from tests.support.msl.harness import Emulated
+
+
+def use_emulator(
+    monkeypatch: pytest.MonkeyPatch, groups: int = 2, *, checked: bool = False, orders: Any = (0,), edit: Any = None
+) -> None:
+    """With so many simdgroups to a row."""
+    build = Emulated(checked=checked, orders=orders, edit=edit)
+
+    def build_kernel(body: str, constants: Any) -> Any:
+        return lambda **call: [mx.array(out) for out in build(body, constants)(**call)]
+
+    monkeypatch.setattr(draw_rows, "build_kernel", build_kernel)
+    monkeypatch.setattr(draw_rows, "backend", lambda: "metal")
+    monkeypatch.setattr(draw_rows, "_GROUPS", {"metal": groups})
