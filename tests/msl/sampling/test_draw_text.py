@@ -77,7 +77,7 @@ def test_no_order_of_threads_changes_a_word(monkeypatch: pytest.MonkeyPatch, cou
     check_words(301, count, mx.bfloat16)
 
 
-@pytest.mark.parametrize("dialect", ["cuda", "metal"])
+@pytest.mark.parametrize("dialect", ["cuda", "metal"], ids=["NVIDIA", "Apple"])
 def test_the_self_check_passes_with_the_groups_of_a_gpu(monkeypatch: pytest.MonkeyPatch, dialect: str) -> None:
     use_emulator(monkeypatch, module._GROUPS[dialect])
     assert module._difference(mx.bfloat16) == 0
@@ -234,7 +234,7 @@ def test_a_missing_barrier_is_found(monkeypatch: pytest.MonkeyPatch, after: str)
 
 
 @pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
-@pytest.mark.parametrize("dialect", ["cuda", "metal"])
+@pytest.mark.parametrize("dialect", ["cuda", "metal"], ids=["NVIDIA", "Apple"])
 def test_a_thread_keeps_what_it_holds_in_its_registers(dialect: str) -> None:
     text: Text = text_of(mx.bfloat16, dialect)
     found = registers.registers_of(text.body, text.constants, None if dialect == "cuda" else registers.REGISTERS)

@@ -1,0 +1,121 @@
+"""Rows of a batch whose tokens the kernel draws, on the emulator: the same alone and in any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged.engine.sampling import kernel_rows
+from mlx_paged.engine.sampling.batch_sampler import BatchSampler, SampledRow
+from mlx_paged.engine.sampling.params import SamplingParams
+from mlx_paged.kernels.sampling import draw_rows
+from tests.support import sampling_model
+from tests.support.msl.kernel_draws import use_emulator
+
+VOCAB = 150
+SEEDED = [
+    SamplingParams(1.0, seed=1),
+    SamplingParams(0.7, top_p=0.8, seed=2),
+    SamplingParams(1.5, top_k=12, seed=-3),
+    SamplingParams(1.0, min_p=0.1, min_tokens_to_keep=3, seed=1 << 70),
+    SamplingParams(1.0, xtc_probability=0.5, xtc_threshold=0.05, top_k=40, seed=5),
+    SamplingParams(1.3, top_p=0.9, repetition_penalty=1.3, seed=6),
+    SamplingParams(0.0, top_p=0.5, seed=7),
+]
+OTHERS = [SamplingParams(), SamplingParams(1.0, xtc_probability=1.0), SamplingParams(2.0, frequency_penalty=0.2)]
+
+
+@pytest.fixture(autouse=True)
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    use_emulator(monkeypatch)
+    monkeypatch.setattr(draw_rows, "serves", lambda x: True)
+    yield
+
+
+def logits_of(rows: int, seed: int, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
+    return (mx.random.normal((rows, VOCAB), key=mx.random.key(seed)) * 2).astype(dtype)
+
+
+def answers(rows: list[SamplingParams], logits: list[mx.array], position: int = 0) -> np.ndarray:
+    """Tokens of each step, of each row."""
+    sampler = BatchSampler()
+    sampler.add([SampledRow(row, (4, 5, 6), position) for row in rows])
+    found, inputs = [], mx.full((len(rows),), 9, mx.uint32)
+    for step in logits:
+        inputs = sampler.sample(sampler.penalised(step, inputs))
+        found.append(inputs.tolist())
+    return np.array(found)
+
+
+def test_a_seeds_tokens_are_the_same_alone_and_in_any_batch() -> None:
+    steps = [logits_of(len(SEEDED), seed) for seed in range(6)]
+    together = answers(SEEDED, steps)
+    for index, row in enumerate(SEEDED):
+        own = [step[index : index + 1] for step in steps]
+        assert answers([row], own)[:, 0].tolist() == together[:, index].tolist()
+        beside = [mx.concatenate([logits_of(len(OTHERS), 77), each]) for each in own]
+        assert answers([*OTHERS, row], beside)[:, -1].tolist() == together[:, index].tolist()
+        # After a preemption.
+        assert answers([row], own[3:], 3)[:, 0].tolist() == together[3:, index].tolist() or row.has_penalties
+    assert len({tuple(column) for column in together.T}) == len(SEEDED)
+
+
+def test_several_positions_of_a_row_have_the_tokens_of_its_steps() -> None:
+    row, step = SamplingParams(3.0, seed=8), logits_of(1, 3)
+    one_by_one = answers([row], [step] * 4)[:, 0].tolist()
+    sampler = BatchSampler()
+    sampler.add([SampledRow(row, (), 0)])
+    logits = sampler.penalised(mx.contiguous(mx.broadcast_to(step, (4, VOCAB))), mx.zeros((1,), mx.uint32))
+    assert sampler.sample(logits, [0] * 4, mx.arange(4)).tolist() == one_by_one
+    assert len(set(one_by_one)) > 1
+
+
+def test_greedy_rows_take_the_first_of_the_largest_and_cost_no_launch_of_their_own() -> None:
+    logits = logits_of(3, 5)
+    logits[1, [40, 90]] = 30.0
+    rows = [SamplingParams(1.0), SamplingParams(), SamplingParams(1.0)]
+    with mock.patch.object(mx, "argmax", side_effect=AssertionError("a launch of its own")):
+        assert answers(rows, [logits])[0, 1] == 40
+    with mock.patch.object(kernel_rows, "draw_rows", side_effect=AssertionError("nobody draws")):
+        assert answers([SamplingParams()] * 3, [logits])[0, 1] == 40
+
+
+def test_rows_without_a_seed_follow_mlxs_state_and_differ() -> None:
+    logits = mx.zeros((6, VOCAB))
+    found = []
+    for seed in (1, 1, 2):
+        mx.random.seed(seed)
+        found.append(answers([SamplingParams(1.0)] * 6, [logits] * 3))
+    assert (found[0] == found[1]).all() and (found[0] != found[2]).any()
+    assert len(set(found[0].ravel().tolist())) > 9
+
+
+CHI_SQUARE = [
+    SamplingParams(1.3, top_p=0.9, min_p=0.02, top_k=30),
+    SamplingParams(1.0, xtc_probability=0.5, xtc_threshold=0.05, xtc_special_tokens=(1,), top_p=0.95),
+]
+
+
+@pytest.mark.parametrize("params", CHI_SQUARE, ids=str)
+def test_tokens_have_their_probabilities(params: SamplingParams) -> None:
+    """Chi-square, near the number of words; within five deviations."""
+    mx.random.seed(3)
+    count, steps, logits = 300, 4, logits_of(1, 11, mx.float32)
+    batch = mx.contiguous(mx.broadcast_to(logits, (count, VOCAB)))
+    found = answers([params] * count, [batch] * steps)
+    x, share = np.array(logits[0]).astype(np.float64), params.xtc_probability
+    expected = sum(
+        part * sampling_model.probabilities(x, params, sampling_model.likely_words(x, params, xtc=xtc))
+        for part, xtc in ((1 - share, False), (share, True))
+    ) * (count * steps)
+    counts = np.bincount(found.ravel(), minlength=VOCAB)
+    assert not counts[expected == 0].any()
+    often = expected >= 5
+    groups, wanted = (np.append(each[often], each[~often].sum()) for each in (counts, expected))
+    groups, wanted = groups[wanted > 0], wanted[wanted > 0]
+    freedom = len(groups) - 1
+    assert abs(((groups - wanted) ** 2 / wanted).sum() - freedom) < 5 * (2 * freedom) ** 0.5
