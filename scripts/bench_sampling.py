@@ -39,6 +39,7 @@ SETTINGS: dict[str, Callable[[int], dict[str, Any]]] = {
     "top-p": lambda row: {"temperature": 0.5 + 0.05 * row, "top_p": 0.9 - 0.01 * row},
     "penalties": lambda row: PENALTIES,
     "top-p, penalties": lambda row: {**SETTINGS["top-p"](row), **PENALTIES},
+    "all": lambda row: {**SETTINGS["top-p"](row), "min_p": 0.001 + 0.001 * row, "top_k": 40 + row, **PENALTIES},
 }
 MAKES_SAMPLER = ("temperature", "top_p", "min_p", "top_k")
 

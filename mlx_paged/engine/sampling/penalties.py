@@ -96,7 +96,7 @@ class Penalties:
             self._arrange(list(range(len(self.rows))), ())
         token, slot = tokens.astype(mx.int32)[:, None], self._lengths
         is_same = self._words == token
-        count = (self._counts * is_same).max(axis=-1, keepdims=True) + 1
+        count = mx.where(is_same, self._counts, 0).max(axis=-1, keepdims=True) + 1
         counts = mx.where(is_same, count, self._counts)
         words = mx.put_along_axis(self._words, slot, token, axis=1)
         counts = mx.put_along_axis(counts, mx.broadcast_to(slot, count.shape), count, axis=2)
@@ -122,9 +122,10 @@ class Penalties:
     def _penalised(self, x: mx.array) -> mx.array:
         """Logits of the entries' words ``[R, L]``, as the penalties make them."""
         repetition, presence, frequency = self._values
-        x = mx.where(self._counts[0] > 0, mx.where(x > 0, x / repetition, x * repetition), x)
-        x = x - presence * (self._counts[1] > 0)
-        return x - frequency * self._counts[2]
+        repeated, present, count = self._counts  # by one number each, MLX would gather them
+        x = mx.where(repeated > 0, mx.where(x > 0, x / repetition, x * repetition), x)
+        x = mx.where(present > 0, x - presence, x)
+        return x - frequency * count
 
 
 def _enter(words: np.ndarray, counts: np.ndarray, params: SamplingParams, tokens: Sequence[int]) -> None:
