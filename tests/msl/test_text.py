@@ -13,6 +13,7 @@ from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.decode_spec import decode_constants_of
 from mlx_paged.kernels.launch_shape import HEAD_DIMS, shape_for
 from mlx_paged.kernels.quantized import moves
+from mlx_paged.kernels.sampling import draw_rows
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl import msl_source
 
@@ -155,6 +156,23 @@ def other_problems(body, dtype, rows, edit=None):
 @pytest.mark.parametrize("body", list(OTHERS))
 def test_others_are_clean(body, rows, dtype):
     assert other_problems(body, dtype, rows) == []
+
+
+def draw_problems(dtype, rows, edit=None):
+    inputs = [(2, rows * 999, name_of(dtype)), (2, rows * 8, "float32"), (2, rows * 8, "uint32"), (1, rows, "uint32")]
+    return problems("draw_rows", draw_rows.text_of(dtype, "metal").constants, inputs, ["uint32"], edit)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 9])
+def test_draw_rows_is_clean(rows, dtype):
+    assert draw_problems(dtype, rows) == []
+
+
+def test_checker_catches_in_draw_rows():
+    assert draw_problems(mx.bfloat16, 9, ("static_cast<float>(x[start + i]), LEAST", "x[start + i], LEAST"))
+    assert draw_problems(mx.float16, 9, ("-static_cast<float>(place)", "-place"))
+    assert draw_problems(mx.float32, 9, ("const int64_t start", "const int start"))
 
 
 BAD = {

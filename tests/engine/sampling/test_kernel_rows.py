@@ -14,7 +14,7 @@ from mlx_paged.engine.sampling.batch_sampler import BatchSampler, SampledRow
 from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.kernels.sampling import draw_rows
 from tests.support import sampling_model
-from tests.support.msl.kernel_draws import use_emulator
+from tests.support.kernels.emulated_draws import use_emulator
 
 VOCAB = 150
 SEEDED = [

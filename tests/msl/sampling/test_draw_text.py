@@ -13,10 +13,10 @@ from mlx_paged.kernels.sampling.draw_rows import BODY, DTYPES, draw_rows, text_o
 from mlx_paged.kernels.sampling.drawn_row import DrawnRow
 from mlx_paged.kernels.trial import Text, launch_alone
 from tests.support import sampling_model
+from tests.support.kernels.emulated_draws import use_emulator
 from tests.support.msl import registers
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import Emulated, to_float
-from tests.support.msl.kernel_draws import use_emulator
 
 GROUPS = 3
 SETTINGS = (
