@@ -70,7 +70,7 @@ def test_several_positions_of_a_row_have_the_tokens_of_its_steps() -> None:
     sampler = BatchSampler()
     sampler.add([SampledRow(row, (), 0)])
     logits = sampler.penalised(mx.contiguous(mx.broadcast_to(step, (4, VOCAB))), mx.zeros((1,), mx.uint32))
-    assert sampler.sample(logits, [0] * 4, mx.arange(4)).tolist() == one_by_one
+    assert sampler.sample(logits, [0] * 4, range(4)).tolist() == one_by_one
     assert len(set(one_by_one)) > 1
 
 
@@ -119,3 +119,21 @@ def test_tokens_have_their_probabilities(params: SamplingParams) -> None:
     groups, wanted = groups[wanted > 0], wanted[wanted > 0]
     freedom = len(groups) - 1
     assert abs(((groups - wanted) ** 2 / wanted).sum() - freedom) < 5 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("seed", [None, 4])
+def test_numbers_of_a_draft_that_was_taken_are_not_used_again(seed: int | None) -> None:
+    """A step draws three tokens of a row, and two of them are taken: the next one is of the third position."""
+    sampler, same = BatchSampler(), mx.zeros((3, VOCAB))
+    sampler.add([SampledRow(SamplingParams(1.0, seed=seed), (), 0)] * 2)
+    found = []
+    for _ in range(12):
+        sampler.penalised(same, mx.zeros((3,), mx.uint32), [0, 0, 1])
+        found.append(sampler.sample(same, [0, 0, 1], [0, 1, 0]).tolist())
+        sampler.skip([1, 0])
+    taken = [token for step in found for token in step[:2]]
+    assert len(set(taken)) > 15, "of 150 words, 24 times"
+    if seed is not None:
+        steps = answers([SamplingParams(1.0, seed=seed)], [same[:1]] * 24)
+        assert taken == steps[:, 0].tolist()
+        assert [step[2] for step in found] == steps[:12, 0].tolist()
