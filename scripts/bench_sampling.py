@@ -198,15 +198,21 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=9, help="steps whose median counts")
     parser.add_argument("--setting", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--random", choices=sorted(PRESETS), help="measure whole steps of such a model, too")
+    parser.add_argument("--model-only", action="store_true", help="with --random: nothing but whole steps")
     parser.add_argument("--out", type=Path, help="folder for sampling.json and sampling.png")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
-    args = make_parser().parse_args(given)
+    parser = make_parser()
+    args = parser.parse_args(given)
+    if args.model_only and args.random is None:
+        parser.error("--model-only needs --random")
     try:
-        results = measure_alone(args.batch, args.vocab, args.dtype, args.steps, args.setting)
+        results = []
+        if not args.model_only:
+            results += measure_alone(args.batch, args.vocab, args.dtype, args.steps, args.setting)
         if args.random is not None:
             results += measure_model(args, list(dict.fromkeys(["greedy", *args.setting])))
     except BenchError as error:

@@ -33,6 +33,15 @@ def test_sampling_alone_and_whole_steps_are_measured(tmp_path: Path) -> None:
     assert "ours / greedy" in done.stdout
 
 
+def test_whole_steps_alone(tmp_path: Path) -> None:
+    done = bench("--random", "tiny", "--model-only", "--setting", "temperature", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "sampling.json").read_text())["results"]
+    assert [(result["part"], result["setting"]) for result in results] == [("model", "greedy"), ("model", "temperature")]
+    done = bench("--model-only")
+    assert done.returncode == 2 and "needs --random" in done.stderr
+
+
 def test_a_setting_that_there_is_not_is_refused() -> None:
     done = bench("--setting", "all of it")
     assert done.returncode == 2 and "invalid choice" in done.stderr

@@ -60,13 +60,22 @@ for (uint attempt = 0u; attempt < MOST && scale > 0.0f; attempt++) {
   float mass = 0.0f;
   for (int i = begin + lane; i < end; i += 32 * AHEAD) {
     float values[AHEAD];
+    float largest = LEAST;
     UNROLL
     for (int j = 0; j < AHEAD; j++) {
-      values[j] = i + 32 * j < end ? static_cast<float>(x[start + i + 32 * j]) : 0.0f;
+      values[j] = i + 32 * j < end ? static_cast<float>(x[start + i + 32 * j]) : LEAST;
     }
     UNROLL
     for (int j = 0; j < AHEAD; j++) {
-      const float value = metal::min(metal::max(values[j], LEAST), -LEAST);
+      values[j] = metal::min(metal::max(values[j], LEAST), -LEAST);
+      largest = metal::max(values[j], largest);
+    }
+    if (largest < pivot) {
+      continue;  // as most are, once a word has been drawn
+    }
+    UNROLL
+    for (int j = 0; j < AHEAD; j++) {
+      const float value = values[j];
       const bool is_above = value > pivot && i + 32 * j < end;
       const bool is_before = is_above || (value == pivot && i + 32 * j < metal::min(word, end));
       weight += is_before ? metal::fast::exp2(metal::max((value - top) * scale, MIN_POWER)) : 0.0f;

@@ -195,6 +195,7 @@ DEFECTS = [
     ("(value - top) * LOG2E", "(value - top) * scale"),
     ("schedule[(i / 4 + 2) % 3]", "schedule[(i / 4) % 3]"),
     ("2u * attempt", "attempt"),
+    ("if (largest < pivot)", "if (largest <= pivot)"),
     ("positions[row] +", "positions[0] +"),
     ("keys[row * 8 + 1], 0x", "keys[1], 0x"),
     ("place = value > best", "place = value >= best"),
