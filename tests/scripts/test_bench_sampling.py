@@ -37,7 +37,10 @@ def test_whole_steps_alone(tmp_path: Path) -> None:
     done = bench("--random", "tiny", "--model-only", "--setting", "temperature", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "sampling.json").read_text())["results"]
-    assert [(result["part"], result["setting"]) for result in results] == [("model", "greedy"), ("model", "temperature")]
+    assert [(result["part"], result["setting"]) for result in results] == [
+        ("model", "greedy"),
+        ("model", "temperature"),
+    ]
     done = bench("--model-only")
     assert done.returncode == 2 and "needs --random" in done.stderr
 
