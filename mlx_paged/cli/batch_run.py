@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import functools
 import importlib
 import json
 import sys
@@ -228,7 +227,6 @@ class BatchRun:
             self._insert(prompt)
 
     def _insert(self, prompt: Prompt) -> None:
-        from ..patches.generate.batch_generator import PagedBatchGenerator
 
         if prompt.error is not None:
             self.results.add(prompt, error=prompt.error)
@@ -240,14 +238,16 @@ class BatchRun:
             answer = StoppedTokens(self.tokenizer, [stop] if isinstance(stop, str) else stop)
             grammar = self.grammars.grammar(prompt.sampling, tokens)
             samplers, processors = [self.sampling.sampler(prompt.sampling)], self.sampling.processors(prompt.sampling)
-            insert = self.generator.insert
-            if isinstance(self.generator, PagedBatchGenerator):
-                insert = functools.partial(insert, options=[self._options(prompt.sampling, grammar)])
+            rest: dict[str, Any] = {}
+            if not self.args.no_paged:
+                rest["options"] = [self._options(prompt.sampling, grammar)]
             elif "prompt_lookup" in prompt.sampling:
                 raise ConfigError("prompt_lookup is for pages, and --no-paged does without them")
             elif grammar is not None:
                 processors = [GrammarProcessor(grammar), *processors]
-            (uid,) = insert([tokens], [most], samplers=samplers, logits_processors=[processors])
+            (uid,) = self.generator.insert_segments(
+                [[tokens]], [most], samplers=samplers, logits_processors=[processors], **rest
+            )
         except Exception as error:  # templates are the model's and raise what they like
             self.results.add(prompt, error=f"{type(error).__name__}: {error}")
             return

@@ -12,6 +12,7 @@ import pytest
 from mlx_lm.generate import setup_arg_parser
 
 from mlx_paged import ConfigError
+from mlx_paged.cli.answer_grammars import AnswerGrammars
 from mlx_paged.cli.batch_run import QUEUED_PER_ROW, BatchRun
 from mlx_paged.cli.generate import extend_parser
 from mlx_paged.cli.prompts_file import Prompt, Results, read_prompts
@@ -95,7 +96,8 @@ def run(prompts: list[Prompt], *flags: str) -> tuple[list[dict[str, Any]], Gener
     args.batch_size = 1 / (1 + QUEUED_PER_ROW)  # one at a time
     out, generator = io.StringIO(), Generator()
     sampling = Sampling(args, Tokenizer(), 10)
-    BatchRun(generator, Tokenizer(), args, Results(prompts, None, out), sampling, io.StringIO()).run(object())
+    results = Results(prompts, None, out)
+    BatchRun(generator, Tokenizer(), args, results, sampling, AnswerGrammars(args), io.StringIO()).run(object())
     return [json.loads(line) for line in out.getvalue().splitlines()], generator
 
 
@@ -104,7 +106,7 @@ def test_a_stop_string_ends_an_answer_among_the_tokens_of_one_step() -> None:
     records, generator = run(prompts)
     assert [(r["text"], r["finish_reason"]) for r in records] == [("a", "stop"), ("abcd", "length")]
     assert generator.removed == [1]
-    assert generator.options[0] is None and generator.options[1][0].prompt_lookup == 3
+    assert [options[0].prompt_lookup for options in generator.options] == [None, 3]
 
 
 def test_a_line_cannot_look_up_without_pages() -> None:
