@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from itertools import repeat
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -48,6 +48,8 @@ class BatchSampler:
         self._penalised: list[int] = []  # rows, in the order of the penalties
         self._indices: mx.array | None = None  # of them, unless that is all rows
         self._draws = False  # whether some row does
+        # The last step's positions: whose they are, which step that was, and the array.
+        self._counted: tuple[tuple[int, ...], int, mx.array] | None = None
         self._biased: list[int] = []  # rows
         self._bias: tuple[mx.array, mx.array, mx.array] | None = None  # rows [R, 1], tokens [R, n] and values
         # By rows, and whether the kernel draws for them.
@@ -77,6 +79,7 @@ class BatchSampler:
         self._parameters.clear()
         self._indices = mx.array(self._penalised) if len(self._penalised) < len(self.rows) else None
         self._draws = any(row.draws for row in self.rows)
+        self._counted = None
         self._biased = [index for index, row in enumerate(self.rows) if row.logit_bias]
         self._bias = None
         if self._biased:
@@ -115,6 +118,20 @@ class BatchSampler:
     def skip(self, counts: Sequence[int]) -> None:
         """Rows have taken so many tokens more than one of the last step, ``[B]``."""
         self._positions = [position + count for position, count in zip(self._positions, counts, strict=True)]
+        self._counted = None
+
+    def _positions_of(self, of: tuple[int, ...], ahead: Sequence[int] | None) -> mx.array:
+        """Of the tokens of a step, ``[T]``. From step to step they are counted on the device: an array from the host
+        takes a GPU some 0.3 ms to get at."""
+        begun = self._num_steps - 1
+        if ahead is None and self._counted is not None and self._counted[:2] == (of, begun - 1):
+            positions = self._counted[2] + _one()
+        else:
+            first = [self._positions[row] + begun for row in of]
+            places = first if ahead is None else [place + n for place, n in zip(first, ahead, strict=True)]
+            positions = mx.array([place % (1 << 32) for place in places], mx.uint32)
+        self._counted = (of, begun, positions) if ahead is None else None
+        return positions
 
     def sample(
         self, logits: mx.array, rows: Sequence[int] | None = None, ahead: Sequence[int] | None = None
@@ -139,11 +156,7 @@ class BatchSampler:
             self._parameters[of, serves] = params
         if not params.draws:
             return mx.argmax(logits, axis=-1)
-        begun = self._num_steps - 1
-        places = [
-            (self._positions[row] + begun + n) % (1 << 32) for row, n in zip(of, ahead or repeat(0), strict=False)
-        ]
-        positions = mx.array(places, mx.uint32)
+        positions = self._positions_of(of, ahead)
         if isinstance(params, KernelRows):
             return params.draw(logits, positions)
         numbers = uniforms(params, positions)
@@ -152,3 +165,10 @@ class BatchSampler:
         if params.greedy is None:
             return drawn
         return mx.where(params.greedy[:, 0], mx.argmax(logits, axis=-1), drawn)
+
+
+@functools.cache
+def _one() -> mx.array:
+    one = mx.array(1, mx.uint32)
+    mx.eval(one)
+    return one
