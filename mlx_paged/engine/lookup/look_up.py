@@ -75,14 +75,18 @@ class LookUp:
         """Drafts of the rows that have some, if together they are worth a step."""
         proposers, num_rows = self.batch.proposers, len(self.batch.rows)
         price = PRICE if self.pool.groups[0].in_place else CPU_PRICE
-        share = (MOST_TOKENS - num_rows) // len(proposers)
-        share = min(share, MOST_READS // max(1, sum(row.length for row in proposers)))
+        share = None
         drafts: dict[Request, list[int]] = {}
         gain = 0.0
         for row, proposer in proposers.items():
             known = len(row.history) + len(row.source)
-            for token in row.source[len(row.source) - max(0, known - proposer.num_tokens) :]:
-                proposer.add(token)
+            for place in range(proposer.num_tokens - len(row.history), len(row.source)):
+                proposer.add(row.source[place])
+            if not proposer.expects:
+                continue
+            if share is None:
+                share = (MOST_TOKENS - num_rows) // len(proposers)
+                share = min(share, MOST_READS // max(1, sum(each.length for each in proposers)))
             is_delivered = row.logits is not None  # with this step, its next token
             most = min(share, row.max_tokens - row.num_generated - is_delivered)
             found = proposer.drafts(known + is_delivered - proposer.num_tokens, most, price)

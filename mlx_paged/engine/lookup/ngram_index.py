@@ -36,25 +36,25 @@ class NgramIndex:
             )
             for size in SIZES
         ]
+        self._latest = [tuple(self.tokens[-size:]) for size in SIZES]  # the runs at the end, or all there is
 
     def add(self, token: int) -> None:
         """The row's next token."""
         tokens = self.tokens
         end = len(tokens)
-        for size, ends in zip(SIZES, self._ends, strict=True):
-            if end >= size:
-                ends[tuple(tokens[end - size :])] = end
+        (long, short), (long_ends, short_ends) = self._latest, self._ends
+        long_ends[long], short_ends[short] = end, end
         tokens.append(token)
+        self._latest = [(*long[-2:], token), (*short[-1:], token)]
 
     def find(self) -> tuple[int, int] | None:
         """Where what stands at the end has stood before: the position behind it, and how many tokens are the same, up
         to 8."""
-        tokens = self.tokens
-        end = len(tokens)
-        for size, ends in zip(SIZES, self._ends, strict=True):
-            found = ends.get(tuple(tokens[end - size :])) if end > size else None
-            if found is not None:
-                return found, size + _common_end(tokens, found - size, end - size)
+        for size, ends, run in zip(SIZES, self._ends, self._latest, strict=True):
+            found = ends.get(run)
+            if found is not None and len(run) == size:
+                end = len(self.tokens)
+                return found, size + _common_end(self.tokens, found - size, end - size)
         return None
 
 

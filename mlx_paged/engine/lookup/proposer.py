@@ -48,6 +48,11 @@ class Proposer:
         self._look()
 
     @property
+    def expects(self) -> bool:
+        """Whether anything is predicted."""
+        return self._matched > 0
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the row that are known here."""
         return len(self._index.tokens)

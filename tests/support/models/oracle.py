@@ -19,6 +19,8 @@ class Oracle(Proposer):
         vocab: of the model.
     """
 
+    expects = True
+
     answers: dict[tuple[int, ...], list[int]] = {}  # noqa: RUF012 - of one test
     right: Callable[[int], int] = staticmethod(lambda place: place % 6)
     vocab = 24
