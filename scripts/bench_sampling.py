@@ -22,7 +22,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import TokenBuffer
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
-from support.bench_common import DTYPES, PRESETS, BenchError, machine, random_model, table
+from support.bench_common import DTYPES, PRESETS, BenchError, changed_preset, machine, random_model, table
 
 import mlx_paged
 from mlx_paged.engine.sampling.batch_sampler import BatchSampler, SampledRow
@@ -145,9 +145,8 @@ def tokens_seconds(model: Any, rows: Sequence[dict[str, Any]], steps: int) -> fl
 
 
 def measure_model(args: argparse.Namespace, settings: Sequence[str]) -> list[dict[str, Any]]:
-    preset = PRESETS[args.random]
-    PRESETS[args.random] = preset._replace(args={**preset.args, "vocab_size": args.vocab})
-    model = random_model(args.random, args.dtype)
+    with changed_preset(args.random, vocab_size=args.vocab):
+        model = random_model(args.random, args.dtype)
     seconds: dict[tuple[str, str], float] = {}
     for side in ("stock", "ours"):
         if side == "ours":

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import greedy_sampler, make_sampler
-from support.bench_common import PRESETS, SEED, BenchError, random_model
+from support.bench_common import PRESETS, SEED, BenchError, changed_preset, random_model
 
 WORDS = 200  # that a model of random weights says
 LIKELY = 4  # that may follow each of them in prose
@@ -43,8 +43,8 @@ def successor_model(preset: str, dtype: str | None) -> Any:
     cost what any other's do."""
     if PRESETS[preset].module.__name__.rsplit(".", 1)[-1] != "llama":
         raise BenchError(f"--random {preset}: an answer's words can be foretold of Llama shapes only")
-    PRESETS[preset].args["tie_word_embeddings"] = False
-    model = random_model(preset, dtype)
+    with changed_preset(preset, tie_word_embeddings=False):
+        model = random_model(preset, dtype)
     for layer in model.layers:
         for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
             linear.weight = linear.weight * 1e-3
