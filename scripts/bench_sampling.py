@@ -22,7 +22,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import TokenBuffer
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
-from support.bench_common import DTYPES, PRESETS, BenchError, changed_preset, machine, random_model, table
+from support.bench_common import DTYPES, PRESETS, BenchError, machine, random_model, table
+from support.changed_preset import changed_preset
 
 import mlx_paged
 from mlx_paged.engine.sampling.batch_sampler import BatchSampler, SampledRow

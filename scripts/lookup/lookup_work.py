@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import greedy_sampler, make_sampler
-from support.bench_common import PRESETS, SEED, BenchError, changed_preset, random_model
+from support.bench_common import PRESETS, SEED, BenchError, random_model
+from support.changed_preset import changed_preset
 
 WORDS = 200  # that a model of random weights says
 LIKELY = 4  # that may follow each of them in prose

@@ -10,8 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,17 +146,6 @@ def preset_model(preset: str) -> Any:
     if tied:
         model.sanitize({})
     return model
-
-
-@contextmanager
-def changed_preset(preset: str, **args: Any) -> Iterator[None]:
-    """While a preset's models have other arguments."""
-    before = PRESETS[preset]
-    PRESETS[preset] = before._replace(args={**before.args, **args})
-    try:
-        yield
-    finally:
-        PRESETS[preset] = before
 
 
 def random_model(preset: str, dtype: str | None, bits: int | None = None, group_size: int = 64) -> Any:
