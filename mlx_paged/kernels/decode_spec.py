@@ -123,11 +123,7 @@ def decode_constants_of(variant: Variant, launch_shape: LaunchShape) -> Constant
     """Constants of the decode body that depend on the variant and its launch shape."""
     if variant.body == LATENT_BODIES[1]:
         return (
-            ("T", variant.dtype),
-            ("D", variant.head_dim),
-            ("DV", variant.value_dim),
-            ("BS", variant.block_size),
-            ("G", variant.gqa),
+            *variant.constants,
             ("SG", launch_shape.simdgroups),
             ("KEYS", launch_shape.keys),
             ("SINKS", variant.sinks),
@@ -135,11 +131,7 @@ def decode_constants_of(variant: Variant, launch_shape: LaunchShape) -> Constant
             ("GROUPS", launch_shape.groups),
         )
     return (
-        ("T", variant.dtype),
-        ("D", variant.head_dim),
-        ("DV", variant.value_dim),
-        ("BS", variant.block_size),
-        ("G", variant.gqa),
+        *variant.constants,
         ("HS", launch_shape.head_split),
         ("HR", launch_shape.head_round),
         ("SG", launch_shape.simdgroups),

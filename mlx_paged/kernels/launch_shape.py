@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -57,6 +57,17 @@ class Variant(NamedTuple):
     softcap: bool = False
     sinks: bool = False
     pages: PageShape | None = None  # quantised ones
+
+    @property
+    def constants(self) -> tuple[tuple[str, Any], ...]:
+        """Of every text that attends: dtype, head sizes, block size, query heads a kv head."""
+        return (
+            ("T", self.dtype),
+            ("D", self.head_dim),
+            ("DV", self.value_dim),
+            ("BS", self.block_size),
+            ("G", self.gqa),
+        )
 
     def __str__(self) -> str:
         extras = ("+softcap" if self.softcap else "") + ("+sinks" if self.sinks else "")

@@ -130,11 +130,7 @@ def unsupported_prefill(dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int
 def prefill_constants_of(variant: Variant, launch_shape: PrefillShape) -> Constants:
     """Constants of the body."""
     return (
-        ("T", variant.dtype),
-        ("D", variant.head_dim),
-        ("DV", variant.value_dim),
-        ("BS", variant.block_size),
-        ("G", variant.gqa),
+        *variant.constants,
         ("SG", launch_shape.simdgroups),
         ("RT", launch_shape.row_tiles),
         ("KEYS", launch_shape.keys),

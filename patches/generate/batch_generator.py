@@ -97,7 +97,6 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             ConfigError: a request has a seed that cannot be used.
             Nothing has been queued then.
         """
-        rest = (all_tokens, samplers, logits_processors, stop_sequences)
         if self._engine is None:
             if any(option.seed is not None for option in options or ()):
                 raise ConfigError("requests of a model whose batches are mlx-lm's own cannot have seeds")
@@ -112,7 +111,9 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                     None if given is None else check_given(self.model, given, fresh, self._factory) for given in caches
                 ]
         before: int = self._uid_count
-        uids = super().insert_segments(segments, max_tokens, caches, *rest)
+        uids = super().insert_segments(
+            segments, max_tokens, caches, all_tokens, samplers, logits_processors, stop_sequences
+        )
         requests: list[Request] = []
         while self._unprocessed_sequences:
             uid, parts, most, cache, history, sampler, processors, stops = self._unprocessed_sequences.popleft()

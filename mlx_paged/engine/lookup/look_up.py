@@ -79,9 +79,7 @@ class LookUp:
         drafts: dict[Request, list[int]] = {}
         gain = 0.0
         for row, proposer in proposers.items():
-            known = len(row.history) + len(row.source)
-            for place in range(proposer.num_tokens - len(row.history), len(row.source)):
-                proposer.add(row.source[place])
+            proposer.follow(row)
             if not proposer.expects:
                 continue
             if share is None:
@@ -89,6 +87,7 @@ class LookUp:
                 share = min(share, MOST_READS // max(1, sum(each.length for each in proposers)))
             is_delivered = row.logits is not None  # with this step, its next token
             most = min(share, row.max_tokens - row.num_generated - is_delivered)
+            known = len(row.history) + len(row.source)
             found = proposer.drafts(known + is_delivered - proposer.num_tokens, most, price)
             if found is not None:
                 drafts[row] = found.tokens
@@ -185,6 +184,5 @@ class LookUp:
     def _tell(self, row: Request, following: int) -> None:
         """What the row has taken, and its next token: the next drafts come behind that."""
         proposer = self.batch.proposers[row]
-        for token in row.source[proposer.num_tokens - len(row.history) :]:
-            proposer.add(token)
+        proposer.follow(row)
         proposer.add(following)

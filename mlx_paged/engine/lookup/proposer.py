@@ -60,6 +60,11 @@ class Proposer:
     def _look(self) -> None:
         self._next, self._matched = self._index.find() or (0, 0)
 
+    def follow(self, row: Request) -> None:
+        """Those of the row's tokens that are not known here yet."""
+        for place in range(self.num_tokens - len(row.history), len(row.source)):
+            self.add(row.source[place])
+
     def add(self, token: int) -> None:
         """The row's next token, delivered or about to be."""
         if self._matched:
