@@ -78,6 +78,11 @@ SIGNATURES: dict[str, tuple[list[str], list[str], bool]] = {
     "silu_product": (["left", "right"], ["out"], False),
     "embedding_rows": (["table", "tokens"], ["out"], False),
     "draw_rows": (["x", "params", "keys", "positions"], ["out"], False),
+    "penalise_rows": (
+        ["x", "tokens", "places", "words", "counts", "spans", "penalties"],
+        ["out", "words_out", "counts_out", "spans_out"],
+        False,
+    ),
     "narrow_quantized": (["x", *_PACKED], ["out"], False),
     "narrow_quantized_bias": (["x", *_PACKED, "bias"], ["out"], False),
     "narrow_quantized_add": (["x", *_PACKED, "residual"], ["out"], False),

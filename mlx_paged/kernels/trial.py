@@ -217,6 +217,16 @@ def _draw(known: _Known) -> Scratch:
     return given, _options((rows * threads, 1, 1), threads, ((rows,), known["O"]))
 
 
+def _penalise(known: _Known) -> Scratch:
+    """A word that each row sees for the first time."""
+    rows, threads = 1 if known.is_few("tokens") else MANY, known["SG"] * 32
+    given = {"x": mx.zeros((rows, 8), known["T"]), "tokens": mx.zeros((rows,), known["S"])}
+    given |= {"places": mx.array([0, *[-1] * (rows - 1)], mx.int32), "words": mx.zeros((1, 8), mx.uint32)}
+    given |= {"counts": mx.zeros((4, 1, 8), mx.int32), "spans": mx.ones((1, 8), mx.int32), "penalties": mx.ones((1, 8))}
+    outputs = [((rows, 8), known["O"]), ((1, 8), mx.uint32), ((4, 1, 8), mx.int32), ((1, 8), mx.int32)]
+    return given, _options((rows * threads, 1, 1), threads, *outputs)
+
+
 _SCRATCH: dict[str, Callable[[_Known], Scratch]] = {
     "paged_decode": _decode,
     "paged_decode_tensor": _decode,
@@ -232,4 +242,5 @@ _SCRATCH: dict[str, Callable[[_Known], Scratch]] = {
     "silu_product": _silu,
     "embedding_rows": _rows,
     "draw_rows": _draw,
+    "penalise_rows": _penalise,
 }

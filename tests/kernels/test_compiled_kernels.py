@@ -25,7 +25,7 @@ from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.layers import embedding_rows, silu_product
 from mlx_paged.kernels.prefill import BODY, QUANTIZED_BODY, prefill_constants_of, prefill_shape_for
 from mlx_paged.kernels.products import narrow_matmul
-from mlx_paged.kernels.sampling import draw_rows
+from mlx_paged.kernels.sampling import draw_rows, penalise_rows
 from mlx_paged.kernels.trial import Text, launch_alone
 from tests.support.kernels.quantized_pages import page_shape
 
@@ -97,7 +97,7 @@ def texts() -> list[tuple[str, Constants]]:
         for body in narrow_matmul.BODIES
         for bits in (0, 4)
     ]
-    layers = [draw_rows.text_of(mx.bfloat16, "cuda")]
+    layers = [draw_rows.text_of(mx.bfloat16, "cuda"), penalise_rows.text_of(mx.bfloat16)]
     layers += [silu_product.text_of(mx.bfloat16, 3), embedding_rows.text_of(mx.bfloat16, mx.uint32)]
     quantized = _texts_of(QUANTIZED) + _texts_of(QUANTIZED._replace(body="quantized_decode_tensor"))
     listed = _texts_of(TENSOR) + _texts_of(PLAIN) + quantized + [PREFILL, QUANTIZED_PREFILL]
@@ -137,6 +137,7 @@ def test_a_launch_gives_what_the_text_declares(mlx: FakeMLX, body: str, constant
         *_texts_of(QUANTIZED),
         *texts()[-2:],
         draw_rows.text_of(mx.float16, "cuda")[:2],
+        penalise_rows.text_of(mx.float16)[:2],
     ],
 )
 def test_texts_compile_without_a_header(tmp_path: Path, body: str, constants: Constants | None) -> None:

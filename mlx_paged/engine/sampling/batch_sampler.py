@@ -46,7 +46,6 @@ class BatchSampler:
         self._num_steps = 0
         self._penalties = Penalties()
         self._penalised: list[int] = []  # rows, in the order of the penalties
-        self._indices: mx.array | None = None  # of them, unless that is all rows
         self._draws = False  # whether some row does
         # The last step's positions: whose they are, which step that was, and the array.
         self._counted: tuple[tuple[int, ...], int, mx.array] | None = None
@@ -77,7 +76,6 @@ class BatchSampler:
 
     def _settle(self) -> None:
         self._parameters.clear()
-        self._indices = mx.array(self._penalised) if len(self._penalised) < len(self.rows) else None
         self._draws = any(row.draws for row in self.rows)
         self._counted = None
         self._biased = [index for index, row in enumerate(self.rows) if row.logit_bias]
@@ -110,9 +108,8 @@ class BatchSampler:
                 rows = mx.array([at[row] for row in self._biased])[:, None]
             logits = logits.astype(mx.float32).at[rows, tokens].add(values)
         if self._penalised:
-            indices = mx.array([at[row] for row in self._penalised]) if at else self._indices
-            self._penalties.see(inputs if indices is None else inputs[indices])
-            logits = self._penalties.apply(logits.astype(mx.float32), indices)
+            rows_of = [at[row] for row in self._penalised] if at else self._penalised
+            logits = self._penalties.step(logits, inputs, rows_of)
         return logits
 
     def skip(self, counts: Sequence[int]) -> None:

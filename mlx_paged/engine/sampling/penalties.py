@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,6 +10,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ...kernels.sampling import penalise_rows
+from ...kernels.sampling.penalise_rows import WIDTH, Histories
 from .params import ALL, SamplingParams
 
 ROOM = 256  # entries more than needed, so that arrays get another shape as seldom
@@ -19,16 +22,11 @@ class Seen(NamedTuple):
 
     Attributes:
         params: of the row.
-        length: entries of its history at present.
+        length: entries of its history, but for the steps since the arrays were made.
     """
 
     params: SamplingParams
     length: int
-
-    @property
-    def num_needed(self) -> int:
-        """Entries, the last ones, that still count."""
-        return min(self.length, max(self.params.contexts))
 
 
 class Penalties:
@@ -36,17 +34,24 @@ class Penalties:
     and writes as many logits as a row has seen tokens, in the whole history or in the longest of its windows.
 
     Every entry knows how often its word stands in each of the row's three windows, so it does not matter how often a
-    word has an entry; free entries repeat another one.
+    word has an entry; free entries repeat another one (:class:`.penalise_rows.Histories`).
     """
 
     def __init__(self) -> None:
         self.rows: list[Seen] = []
-        self._words = mx.zeros((0, 0), mx.int32)  # [R, L]
-        self._counts = mx.zeros((3, 0, 0), mx.int32)  # [3, R, L]
-        self._lengths = self._contexts = self._values = mx.zeros((0,))
+        self._seen: Histories | None = None
+        self._num_steps = 0  # since the arrays were made
+        self._num_left = 0  # more steps that they have room for
+        self._has_windows = False
+        self._placed: tuple[tuple[int, ...], int, mx.array] | None = None  # see _places_of
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def capacity(self) -> int:
+        """Entries that each row has room for."""
+        return 0 if self._seen is None else int(self._seen.words.shape[1])
 
     def add(self, rows: Sequence[tuple[SamplingParams, Sequence[int]]]) -> None:
         """Rows and the tokens that they have seen."""
@@ -60,57 +65,100 @@ class Penalties:
 
     def _arrange(self, indices: Sequence[int], joining: Sequence[tuple[SamplingParams, Sequence[int]]]) -> None:
         """Arrays of the rows that stay and of those that join, with what counts, and room."""
-        stay = [self.rows[index] for index in indices]
-        rows = [row._replace(length=row.num_needed) for row in stay]
+        lengths = [self.rows[index].length + self._num_steps for index in indices]
+        stay = [self.rows[index].params for index in indices]
+        rows = [Seen(params, min(n, max(params.contexts))) for params, n in zip(stay, lengths, strict=True)]
         rows += [Seen(params, min(len(tokens), max(params.contexts))) for params, tokens in joining]
-        capacity = -(-(max((row.length for row in rows), default=0) + 1) // ROOM) * ROOM
+        longest = max((row.length for row in rows), default=0)
+        capacity = -(-(longest + 1) // ROOM) * ROOM
         words, counts = [], []
         if stay:
-            columns = np.zeros((len(stay), capacity), np.int32)
-            for place, row in enumerate(stay):
-                start, last = row.length - row.num_needed, max(row.length - 1, 0)
-                columns[place] = np.minimum(np.arange(capacity) + start, last)
-            at, which = mx.array(columns), mx.array(list(indices))
-            words.append(mx.take_along_axis(self._words[which], at, axis=1))
-            counts.append(mx.take_along_axis(self._counts[:, which], mx.broadcast_to(at, (3, *at.shape)), axis=2))
+            assert self._seen is not None
+            columns = np.arange(capacity)[None] + np.array([[n - rows[i].length] for i, n in enumerate(lengths)])
+            ends = np.array([[n] for n in lengths])
+            at = mx.array(np.minimum(columns, np.maximum(ends - 1, 0)).astype(np.int32))
+            is_entry = mx.array((columns < ends).astype(np.int32))
+            which = mx.array(list(indices))
+            words.append(mx.take_along_axis(self._seen.words[which], at, axis=1))
+            kept = mx.take_along_axis(self._seen.counts[:, which], mx.broadcast_to(at, (4, *at.shape)), axis=2)
+            counts.append(mx.where(_last(), kept * is_entry, kept))
         if joining:
             own_words, own_counts = (
-                np.zeros((len(joining), capacity), np.int32),
-                np.zeros((3, len(joining), capacity), np.int32),
+                np.zeros((len(joining), capacity), np.uint32),
+                np.zeros((4, len(joining), capacity), np.int32),
             )
             for place, (params, tokens) in enumerate(joining):
                 _enter(own_words[place], own_counts[:, place], params, tokens)
             words.append(mx.array(own_words))
             counts.append(mx.array(own_counts))
         self.rows = rows
+        self._num_steps, self._num_left = 0, capacity - longest
+        self._has_windows = any(min(row.params.contexts) < ALL for row in rows)
         if not rows:
+            self._seen = None
             return
-        self._words, self._counts = mx.concatenate(words), mx.concatenate(counts, axis=1)
-        self._lengths = mx.array([row.length for row in rows], mx.int32)[:, None]
-        self._contexts = mx.array([row.params.contexts for row in rows], mx.int32).T[:, :, None]
-        self._values = mx.array([row.params.penalties for row in rows], mx.float32).T[:, :, None]
+        free = [0.0] * (WIDTH - 3)
+        self._seen = Histories(
+            mx.concatenate(words),
+            mx.concatenate(counts, axis=1),
+            mx.array([[row.length, *row.params.contexts, *[0] * (WIDTH - 4)] for row in rows], mx.int32),
+            mx.array([[*row.params.penalties, *free] for row in rows], mx.float32),
+        )
 
-    def see(self, tokens: mx.array) -> None:
-        """One more token of each row, ``[R]``."""
-        if max(row.length for row in self.rows) >= self._words.shape[1]:
+    def step(self, logits: mx.array, inputs: mx.array, rows: Sequence[int]) -> mx.array:
+        """One more token of each row, and the logits with the penalties.
+
+        Args:
+            logits: ``[T, vocab]``.
+            inputs: the tokens that they follow, ``[T]``.
+            rows: which of them are these rows', in order.
+
+        Returns:
+            ``[T, vocab]`` float32, a new array.
+        """
+        if self._num_left == 0:
             self._arrange(list(range(len(self.rows))), ())
-        token, slot = tokens.astype(mx.int32)[:, None], self._lengths
-        is_same = self._words == token
-        count = mx.where(is_same, self._counts, 0).max(axis=-1, keepdims=True) + 1
-        counts = mx.where(is_same, count, self._counts)
-        words = mx.put_along_axis(self._words, slot, token, axis=1)
-        counts = mx.put_along_axis(counts, mx.broadcast_to(slot, count.shape), count, axis=2)
-        if any(min(row.params.contexts) < ALL for row in self.rows):
-            first = slot - self._contexts  # the entry that the windows leave behind
+        assert self._seen is not None
+        if penalise_rows.serves(logits):
+            places = self._places_of(tuple(rows), logits.shape[0])
+            changed, self._seen = penalise_rows.penalise_rows(logits, inputs, places, self._seen)
+        else:
+            indices = None if len(rows) == logits.shape[0] else mx.array(list(rows))
+            self._see(inputs if indices is None else inputs[indices])
+            changed = self._apply(logits.astype(mx.float32), indices)
+        self._num_steps += 1
+        self._num_left -= 1
+        return changed
+
+    def _places_of(self, rows: tuple[int, ...], count: int) -> mx.array:
+        """Which of these rows each of the logits is of, or -1; the last answer is kept."""
+        if self._placed is None or self._placed[:2] != (rows, count):
+            places = np.full(count, -1, np.int32)
+            places[list(rows)] = np.arange(len(rows))
+            self._placed = rows, count, mx.array(places)
+        return self._placed[2]
+
+    def _see(self, tokens: mx.array) -> None:
+        """One more token of each row, ``[R]``."""
+        assert self._seen is not None
+        words, counts, spans, penalties = self._seen
+        token, slot = tokens.astype(mx.uint32)[:, None], spans[:, :1]
+        is_same = words == token
+        count = mx.where(_last(), 0, mx.where(is_same, counts, 0).max(axis=-1, keepdims=True) + 1)
+        counts = mx.where(is_same, count, counts)
+        words = mx.put_along_axis(words, slot, token, axis=1)
+        counts = mx.put_along_axis(counts, mx.broadcast_to(slot, count.shape), mx.where(_last(), 1, count), axis=2)
+        if self._has_windows:
+            contexts = mx.concatenate([spans[:, 1:4], mx.full(slot.shape, ALL, mx.int32)], axis=1)
+            first = slot - contexts.T[:, :, None]  # the entry that the windows leave behind
             gone = mx.take_along_axis(mx.broadcast_to(words, counts.shape), mx.maximum(first, 0), axis=2)
             counts = counts - ((words == gone) & (first >= 0))
-        self._words, self._counts = words, counts
-        self._lengths = slot + 1
-        self.rows = [row._replace(length=row.length + 1) for row in self.rows]
+        self._seen = Histories(words, counts, spans + _step(), penalties)
 
-    def apply(self, logits: mx.array, indices: mx.array | None) -> mx.array:
+    def _apply(self, logits: mx.array, indices: mx.array | None) -> mx.array:
         """Logits ``[B, vocab]`` in float32, with the penalties of these rows ``[R]`` (all if None); a new array."""
-        words = self._words
+        assert self._seen is not None
+        words = self._seen.words
         if indices is None:
             return mx.put_along_axis(logits, words, self._penalised(mx.take_along_axis(logits, words, axis=1)), axis=1)
         rows = indices[:, None]
@@ -121,11 +169,28 @@ class Penalties:
 
     def _penalised(self, x: mx.array) -> mx.array:
         """Logits of the entries' words ``[R, L]``, as the penalties make them."""
-        repetition, presence, frequency = self._values
-        repeated, present, count = self._counts  # by one number each, MLX would gather them
+        assert self._seen is not None
+        repetition, presence, frequency = self._seen.penalties[:, :3].T[:, :, None]
+        repeated, present, count, _ = self._seen.counts  # by one number each, MLX would gather them
         x = mx.where(repeated > 0, mx.where(x > 0, x / repetition, x * repetition), x)
         x = mx.where(present > 0, x - presence, x)
         return x - frequency * count
+
+
+@functools.cache
+def _last() -> mx.array:
+    """Which of the counts says that an entry is its word's last, ``[4, 1, 1]``."""
+    last = mx.array([False, False, False, True])[:, None, None]
+    mx.eval(last)
+    return last
+
+
+@functools.cache
+def _step() -> mx.array:
+    """What a token adds to a row's spans."""
+    step = mx.array([1, *[0] * (WIDTH - 1)], mx.int32)
+    mx.eval(step)
+    return step
 
 
 def _enter(words: np.ndarray, counts: np.ndarray, params: SamplingParams, tokens: Sequence[int]) -> None:
@@ -141,3 +206,4 @@ def _enter(words: np.ndarray, counts: np.ndarray, params: SamplingParams, tokens
         of_entry = [counted[token] for token in last]
         counts[kind] = of_entry[-1]
         counts[kind, : len(last)] = of_entry
+    counts[3, list({token: entry for entry, token in enumerate(last)}.values())] = 1

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 _TYPES = {
     **dict.fromkeys(("fence", "fence_out", "arrivals", "words", "words1", "words2", "keys", "positions"), "uint32_t"),
     **dict.fromkeys(("tables", "ends", "starts", "blocks", "span", "pairs", "tiles"), "int"),
-    **dict.fromkeys(("params", "sinks", "stats", "partial"), "float"),
+    **dict.fromkeys(("places", "counts", "counts_out", "spans", "spans_out"), "int"),
+    "words_out": "uint32_t",
+    **dict.fromkeys(("params", "sinks", "stats", "partial", "penalties"), "float"),
     **dict.fromkeys(
         ("q", "k", "v", "k_pool", "v_pool", "k_new", "v_new", "k_out", "v_out", "out", "out1", "out2"), "T"
     ),

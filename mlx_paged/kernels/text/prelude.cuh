@@ -23,6 +23,7 @@ __device__ inline float tanh(float x) { return ::tanhf(x); }
 }  // namespace metal
 
 enum class mem_flags : unsigned { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
+__device__ constexpr mem_flags operator|(mem_flags a, mem_flags) { return a; }
 __device__ inline void threadgroup_barrier(mem_flags) { __syncthreads(); }
 
 template <class V>

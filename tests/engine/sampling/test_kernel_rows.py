@@ -12,7 +12,7 @@ import pytest
 from mlx_paged.engine.sampling import kernel_rows
 from mlx_paged.engine.sampling.batch_sampler import BatchSampler, SampledRow
 from mlx_paged.engine.sampling.params import SamplingParams
-from mlx_paged.kernels.sampling import draw_rows
+from mlx_paged.kernels.sampling import draw_rows, penalise_rows
 from tests.support import sampling_model
 from tests.support.kernels.emulated_draws import use_emulator
 
@@ -33,6 +33,7 @@ OTHERS = [SamplingParams(), SamplingParams(1.0, xtc_probability=1.0), SamplingPa
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     use_emulator(monkeypatch)
     monkeypatch.setattr(draw_rows, "serves", lambda x: True)
+    monkeypatch.setattr(penalise_rows, "serves", lambda x: True)
     yield
 
 

@@ -1,4 +1,4 @@
-"""The kernel that draws, launched on the emulator as if on a GPU."""
+"""The kernels that draw and that penalise, launched on the emulator as if on a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_paged.kernels.sampling import draw_rows
+from mlx_paged.kernels.sampling import draw_rows, penalise_rows
 from tests.support.msl.harness import Emulated
 
 
@@ -21,5 +21,6 @@ def use_emulator(
         return lambda **call: [mx.array(out) for out in build(body, constants)(**call)]
 
     monkeypatch.setattr(draw_rows, "build_kernel", build_kernel)
+    monkeypatch.setattr(penalise_rows, "build_kernel", build_kernel)
     monkeypatch.setattr(draw_rows, "backend", lambda: "metal")
     monkeypatch.setattr(draw_rows, "_GROUPS", {"metal": groups})

@@ -22,9 +22,11 @@ from tests.support.msl import emulator
 
 REGISTERS = 128
 _TYPES = kernel_build._TYPE_NAMES["cuda"]
-_INT_INPUTS = ("tables", "ends", "starts", "tiles")
-_FLOAT_INPUTS = ("params", "sinks", "stats", "partial")
-_WORDS = ("fence", "fence_out", "arrivals", "words", "words1", "words2", "keys", "positions")
+_INT_INPUTS = ("tables", "ends", "starts", "tiles", "places", "counts", "spans")
+_FLOAT_INPUTS = ("params", "sinks", "stats", "partial", "penalties")
+_WORDS = ("fence", "fence_out", "arrivals", "words", "words1", "words2", "keys", "positions", "tokens")
+_OUTPUTS = {"stats": "float", "partial": "float", "fence_out": "uint32_t", "words_out": "uint32_t"}
+_OUTPUTS |= {"counts_out": "int", "spans_out": "int"}
 _POOLS = ("k_pool", "v_pool")
 _SHAPES = ("q", "k_pool", "tables", "ends", "x", "w", "w1", "w2", "words", "words1", "words2", "scales")
 _HEAD = """#include <cuda_bf16.h>
@@ -62,9 +64,7 @@ def registers_of(body: str, constants: Constants, most: int | None = REGISTERS, 
         parameters.append(f"const {'uint32_t' if is_words else kind}* {name}")
         parameters += [f"const __grid_constant__ Shape {name}_shape"] if name in _SHAPES else []
     for name in outputs:
-        kind = {"stats": "float", "partial": "float", "fence_out": "uint32_t"}.get(name) or _TYPES[
-            known.get("O", known["T"])
-        ]
+        kind = _OUTPUTS.get(name) or _TYPES[known.get("O", known["T"])]
         parameters.append(f"{kind}* {name}")
     bounds = f"__launch_bounds__({32 * known['SG']}, {known['GROUPS']})" if "GROUPS" in known else ""
     text = (

@@ -1,0 +1,127 @@
+"""The penalties of a step of a batch, in one launch: each row's history takes one more token, and the logits of the
+words in it are changed."""
+
+from __future__ import annotations
+
+import warnings
+from functools import lru_cache
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from ..availability import device_decline
+from ..build import build_kernel, told_when_compiling
+from ..check import outcome_of
+from ..trial import Text
+from .penalty_model import penalised_step
+
+BODY = "penalise_rows"
+DTYPES = (mx.bfloat16, mx.float16, mx.float32)
+GROUPS = 8  # simdgroups
+CHUNK = 8192  # words of a row that they take
+WIDTH = 8  # numbers of a row in an array, so that no array is of less than 8, which is another text on Metal
+
+
+class Histories(NamedTuple):
+    """What R rows have seen; entries behind a row's length repeat another one.
+
+    Attributes:
+        words: an entry for each token, ``[R, L]`` uint32.
+        counts: in how many places of each of the row's three windows (of the repetition, the presence and the frequency
+            penalty) the entry's word stands, and 1 in the last entry of each word, ``[4, R, L]`` int32.
+        spans: entries of the row, and of its three windows, ``[R, 8]`` int32.
+        penalties: repetition, presence and frequency, ``[R, 8]`` float32.
+    """
+
+    words: mx.array
+    counts: mx.array
+    spans: mx.array
+    penalties: mx.array
+
+
+def penalise_rows(x: mx.array, tokens: mx.array, places: mx.array, seen: Histories) -> tuple[mx.array, Histories]:
+    """The logits of a step with penalties, and the histories behind it.
+
+    Args:
+        x: logits ``[T, vocab]``, of which :func:`serves` is true.
+        tokens: the tokens that they follow, ``[T]`` uint32.
+        places: whose they are in the histories, or -1, ``[T]`` int32; each place comes once.
+        seen: each row has room for an entry more.
+
+    Returns:
+        ``[T, vocab]`` float32, and the histories with the tokens.
+    """
+    text = text_of(x.dtype)
+    count, vocab = x.shape
+    words, counts, spans, penalties = seen
+    out, words, counts, spans = build_kernel(text.body, text.constants)(
+        inputs=[x, tokens, places, words, counts, spans, penalties],
+        grid=(count * -(-vocab // CHUNK) * 32 * GROUPS, 1, 1),
+        threadgroup=(32 * GROUPS, 1, 1),
+        output_shapes=[x.shape, words.shape, counts.shape, spans.shape],
+        output_dtypes=[mx.float32, mx.uint32, mx.int32, mx.int32],
+    )
+    return out, Histories(words, counts, spans, penalties)
+
+
+def text_of(dtype: mx.Dtype) -> Text:
+    """The text for logits of a dtype."""
+    return Text(BODY, (("T", dtype), ("O", mx.float32), ("S", mx.uint32), ("SG", GROUPS), ("CW", CHUNK)))
+
+
+def serves(x: mx.array) -> bool:
+    """Whether the kernel changes such logits ``[T, vocab]`` here. The first call for a dtype checks it."""
+    return x.dtype in DTYPES and x.size > 0 and device_decline() is None and works(x.dtype)
+
+
+@lru_cache(maxsize=8)
+def works(dtype: mx.Dtype) -> bool:
+    """Whether the kernel passes its self-check. One that does not, or does not compile, warns once and is not used."""
+    with told_when_compiling():
+        *_, reason = outcome_of(lambda: _difference(dtype))
+    if reason:
+        warnings.warn(f"mlx_paged: {BODY} ({dtype}) is off, MLX's operations penalise: {reason}", stacklevel=2)
+    return not reason
+
+
+def _difference(dtype: mx.Dtype) -> float:
+    """The largest difference from the model, as part of the largest logit; 1 if histories differ. Of few rows and of
+    more: on Metal these are two texts (kernels/trial.py)."""
+    rng, worst = np.random.default_rng(31), 0.0
+    for count in (2, 24):
+        given = example(rng, count, vocab=3001, room=80)
+        x, tokens, places, seen = given
+        logits = mx.array(x).astype(dtype)
+        found, after = penalise_rows(
+            logits, mx.array(tokens), mx.array(places), Histories(*(mx.array(each) for each in seen))
+        )
+        expected, *known = penalised_step(np.array(logits.astype(mx.float32)), tokens, places, *seen)
+        if any((np.array(a) != b).any() for a, b in zip(after[:3], known, strict=True)):
+            return 1.0
+        worst = max(worst, float(np.abs(np.array(found) - expected).max() / np.abs(expected).max()))
+    return worst
+
+
+def example(
+    rng: np.random.Generator, count: int, vocab: int, room: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[np.ndarray, ...]]:
+    """Logits, tokens, places and histories of rows, half of which have some; made by steps of the model."""
+    num_rows = max(count // 2, 1)
+    places = np.full(count, -1, np.int32)
+    places[rng.permutation(count)[:num_rows]] = rng.permutation(num_rows)
+    windows = rng.choice([1, 2, 7, 20, 1 << 30], (num_rows, 3))
+    spans = np.concatenate([np.zeros((num_rows, 1)), windows, np.zeros((num_rows, WIDTH - 4))], axis=1).astype(np.int32)
+    penalties = np.concatenate([rng.uniform(0.5, 1.5, (num_rows, 3)), np.zeros((num_rows, WIDTH - 3))], axis=1)
+    words, counts = np.zeros((num_rows, room), np.uint32), np.zeros((4, num_rows, room), np.int32)
+    known: tuple[np.ndarray, ...] = (words, counts, spans, penalties.astype(np.float32))
+    # Few words, or none would come again; some of the last chunk.
+    some = np.append(rng.integers(0, vocab, 9), vocab - 1).astype(np.uint32)
+    # Rows of several lengths: those that step less have no place in the other steps.
+    for step in range(int(rng.integers(room // 2, room))):
+        taking = np.arange(num_rows, dtype=np.int32)
+        taking[step % 3 :: 3] = -1
+        _, *state = penalised_step(np.zeros((num_rows, vocab), np.float32), rng.choice(some, num_rows), taking, *known)
+        known = (*state, known[3])
+    x = rng.normal(size=(count, vocab)).astype(np.float32) * 4
+    return x, rng.choice(some, count), places, known

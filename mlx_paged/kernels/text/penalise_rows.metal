@@ -1,0 +1,89 @@
+// One more token of each row with penalties, and its logits as they make them; other rows' logits as they are.
+// A row's history is a list of words, an entry for each token: in how many places of each of three windows its word
+// stands (counts 0 to 2), and whether the entry is the word's last (count 3), which is the one that writes.
+// spans: entries of the row, and of each window. penalties: repetition, presence, frequency.
+// Grid: x = row and chunk of CW words of it, SG simdgroups. A chunk's group writes its words, the first one's the
+// history too.
+threadgroup float tg_best[3 * SG];
+
+const int vocab = x_shape[1];
+const int num_rows = words_shape[0];
+const int room = words_shape[1];
+const int chunks = (vocab + CW - 1) / CW;
+const int row = static_cast<int>(threadgroup_position_in_grid.x) / chunks;
+const int begin = static_cast<int>(threadgroup_position_in_grid.x) % chunks * CW;
+const int end = metal::min(begin + CW, vocab);
+const int64_t start = static_cast<int64_t>(row) * vocab;
+const int lane = static_cast<int>(thread_index_in_simdgroup);
+const int sg = static_cast<int>(simdgroup_index_in_threadgroup);
+const int thread_ = sg * 32 + lane;
+const int place = places[row];
+
+for (int i = begin + thread_; i < end; i += 32 * SG) {
+  out[start + i] = static_cast<float>(x[start + i]);
+}
+if (place >= 0) {
+  const uint token = tokens[row];
+  const int length = spans[place * 8];
+  const int first = place * room;
+  const int plane = num_rows * room;
+  float best[3] = {0.0f, 0.0f, 0.0f};
+  for (int entry = thread_; entry < room; entry += 32 * SG) {
+    const bool is_same = words[first + entry] == token;
+    UNROLL
+    for (int kind = 0; kind < 3; kind++) {
+      best[kind] = is_same ? metal::max(best[kind], static_cast<float>(counts[kind * plane + first + entry])) : best[kind];
+    }
+  }
+  UNROLL
+  for (int kind = 0; kind < 3; kind++) {
+    const float most = simd_max(best[kind]);
+    if (lane == 0) {
+      tg_best[kind * SG + sg] = most;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device);
+  int now[3];     // how often the token stands in a window, itself included
+  bool goes[3];   // whether the window leaves a word behind, and which
+  uint gone[3];
+  UNROLL
+  for (int kind = 0; kind < 3; kind++) {
+    now[kind] = static_cast<int>(simd_max(lane < SG ? tg_best[kind * SG + lane] : 0.0f)) + 1;
+    const int left = length - spans[place * 8 + 1 + kind];
+    goes[kind] = left >= 0;
+    gone[kind] = words[first + metal::max(left, 0)];
+  }
+  const float repetition = penalties[place * 8];
+  const float presence = penalties[place * 8 + 1];
+  const float frequency = penalties[place * 8 + 2];
+  for (int entry = thread_; entry < room; entry += 32 * SG) {
+    const uint word = entry == length ? token : words[first + entry];
+    const bool is_same = word == token;
+    int count[3];
+    UNROLL
+    for (int kind = 0; kind < 3; kind++) {
+      count[kind] = is_same ? now[kind] : counts[kind * plane + first + entry];
+      count[kind] -= goes[kind] && word == gone[kind] ? 1 : 0;
+    }
+    const int is_last = is_same ? (entry == length ? 1 : 0) : counts[3 * plane + first + entry];
+    if (begin == 0) {
+      words_out[first + entry] = word;
+      UNROLL
+      for (int kind = 0; kind < 3; kind++) {
+        counts_out[kind * plane + first + entry] = count[kind];
+      }
+      counts_out[3 * plane + first + entry] = is_last;
+    }
+    const int at = static_cast<int>(word);
+    if (is_last == 1 && at >= begin && at < end) {
+      float value = static_cast<float>(x[start + at]);
+      const float repeated = value > 0.0f ? value / repetition : value * repetition;
+      value = count[0] > 0 ? repeated : value;
+      value = count[1] > 0 ? value - presence : value;
+      out[start + at] = value - frequency * static_cast<float>(count[2]);
+    }
+  }
+  if (begin == 0 && thread_ < 8) {
+    spans_out[place * 8 + thread_] = spans[place * 8 + thread_] + (thread_ == 0 ? 1 : 0);
+  }
+}
