@@ -6,7 +6,8 @@ and validated by jsonschema.
 
 Schemas are drawn from what is supported: objects with required and optional properties, closed or not, arrays with
 bounds, tuples, strings with lengths, patterns and formats, numbers with bounds, enumerations, alternatives, references,
-up to four levels deep. An answer that ends because ``--max-tokens`` are used up is counted and not judged. Writes
+up to four levels deep. With --schemas-file they are others, of which some may be refused.
+An answer that ends because ``--max-tokens`` are used up is counted and not judged. Writes
 eval_grammar.json to ``--out``, with all that was wrong, and exits with 1 if there is any.
 """
 
@@ -34,6 +35,7 @@ import mlx_paged
 from mlx_paged.engine.request_options import RequestOptions
 from mlx_paged.patches.grammar.tokenizer_grammars import TokenizerGrammars
 from mlx_paged.serve.constraints.constraint import constraint_of
+from mlx_paged.serve.refusal import RequestRefused
 
 PROMPTS = (
     "Describe a city as JSON.",
@@ -118,7 +120,10 @@ def judge(text: str, schema: dict[str, Any]) -> str:
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     mx.random.seed(args.seed)
     rng = random.Random(args.seed)
-    schemas = [random_schema(rng) for _ in range(args.schemas)]
+    if args.schemas_file is None:
+        schemas = [random_schema(rng) for _ in range(args.schemas)]
+    else:
+        schemas = json.loads(args.schemas_file.read_text())
     model, tokenizer = importlib.import_module("mlx_lm").load(str(args.model or ensure_demo_model()))
     if args.dequantize:
         model = dequantize_model(model)
@@ -132,12 +137,17 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         completion_batch_size=args.batch_size,
     )
     asked: dict[int, tuple[dict[str, Any], str]] = {}
+    refused = []
     begin = time.perf_counter()
     for schema in schemas:
         described = {"type": "json_schema", "json_schema": {"schema": schema}}
         constraint = constraint_of({"response_format": described}, chat=True)
         assert constraint is not None
-        compiled = grammars.compile(constraint)
+        try:
+            compiled = grammars.compile(constraint)
+        except RequestRefused as error:
+            refused.append({"schema": schema, "reason": str(error)})
+            continue
         for prompt in PROMPTS[: args.prompts]:
             message = [{"role": "user", "content": prompt}]
             tokens = tokenizer.apply_chat_template(message, add_generation_prompt=True)
@@ -163,6 +173,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "machine": machine(),
         "schemas": len(schemas),
+        "refused": refused,
         "answers": len(asked),
         "finished": reasons["stop"],
         "cut_off": reasons["length"],
@@ -179,6 +190,7 @@ def main() -> None:
     parser.add_argument("--model", help="a folder; the demo model without it")
     parser.add_argument("--dequantize", action="store_true", help="weights in float32, which a CPU is faster with")
     parser.add_argument("--schemas", type=int, default=300)
+    parser.add_argument("--schemas-file", type=Path, help="a list of them, as random_schemas.py writes it")
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), choices=range(1, len(PROMPTS) + 1))
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.7)
@@ -192,9 +204,10 @@ def main() -> None:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "eval_grammar.json").write_text(json.dumps(result, indent=2))
     print(
-        f"{result['schemas']} schemas, {result['answers']} answers: {result['finished']} finished, {result['valid']} "
-        f"of these valid, {result['cut_off']} cut off at {args.max_tokens} tokens; {result['tokens']} tokens in "
-        f"{result['seconds']:.0f} s, {result['seconds_of_compiling']:.1f} s of them compiling"
+        f"{result['schemas']} schemas, {len(result['refused'])} of them refused, {result['answers']} answers: "
+        f"{result['finished']} finished, {result['valid']} of these valid, {result['cut_off']} cut off at "
+        f"{args.max_tokens} tokens; {result['tokens']} tokens in {result['seconds']:.0f} s, "
+        f"{result['seconds_of_compiling']:.1f} s of them compiling"
     )
     for each in result["wrong"][:5]:
         print(json.dumps(each, ensure_ascii=False))

@@ -65,6 +65,7 @@ class TokenChoice:
         self.upstream = upstream
         self.sampler = BatchSampler()
         self._rows: list[_Row] = []
+        self._all_together = True  # no row has a sampler or processors of its own
         self._vocab_size: int | None = None  # the rows' parameters go with it
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -80,6 +81,7 @@ class TokenChoice:
             sampled.append(SampledRow(params, history, position))
         self.sampler.add(sampled)
         self._rows = [*self._rows, *rows]
+        self._settle()
 
     def _known(self, request: Request) -> tuple[_Row, SamplingParams]:
         chooses = self._usable(self.upstream.known_sampler(request.sampler))
@@ -103,10 +105,15 @@ class TokenChoice:
         """All rows leave but these, ascending."""
         self._rows = [self._rows[index] for index in indices]
         self.sampler.keep(indices)
+        self._settle()
 
     def clear(self) -> None:
         self._rows = []
         self.sampler = BatchSampler()
+        self._settle()
+
+    def _settle(self) -> None:
+        self._all_together = not any(row.sampler is not None or row.processors for row in self._rows)
 
     def samples(self, request: Request) -> bool:
         """Whether the request's sampler is one that the rows have together."""
@@ -126,6 +133,9 @@ class TokenChoice:
             self._learn(logits.shape[-1])
         broken: dict[int, Exception] = {}
         penalised = self.sampler.penalised(logits, inputs, None if places is None else places.rows)
+        if self._all_together:
+            tokens = self.sampler.sample(penalised) if places is None else self.sampler.sample(penalised, *places)
+            return Choice(StepLogits(penalised), tokens, [], broken, [])
         rows = self._rows if places is None else [self._rows[row] for row in places.rows]
         logits, contexts = self._process(rows, penalised, inputs, broken)
         step = StepLogits(logits)
