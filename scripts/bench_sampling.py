@@ -120,16 +120,15 @@ def measure_alone(batch: int, vocab: int, dtype: str, steps: int, settings: Sequ
     return results
 
 
-def tokens_seconds(model: Any, rows: Sequence[dict[str, Any]], steps: int) -> float:
+def tokens_seconds(model: Any, chosen: Sequence[tuple[Any, list[Any]]], steps: int) -> float:
     """Median seconds of a decode step of mlx-lm's batch generator, patched or not."""
     generator = importlib.import_module("mlx_lm.generate").BatchGenerator(
-        model, completion_batch_size=len(rows), prefill_batch_size=len(rows)
+        model, completion_batch_size=len(chosen), prefill_batch_size=len(chosen)
     )
-    chosen = [made(row) for row in rows]
-    prompts = [[1 + (7 * index + place) % 1000 for place in range(64)] for index in range(len(rows))]
+    prompts = [[1 + (7 * index + place) % 1000 for place in range(64)] for index in range(len(chosen))]
     generator.insert(
         prompts,
-        [steps + 16] * len(rows),
+        [steps + 16] * len(chosen),
         samplers=[sampler for sampler, _ in chosen],
         logits_processors=[processors for _, processors in chosen],
     )
@@ -137,7 +136,7 @@ def tokens_seconds(model: Any, rows: Sequence[dict[str, Any]], steps: int) -> fl
     while len(times) < steps + 8:
         begin = time.perf_counter()
         responses = generator.next_generated()
-        if len(responses) == len(rows):
+        if len(responses) == len(chosen):
             times.append(time.perf_counter() - begin)
         elif not responses:
             raise BenchError("the generator ended early")
@@ -153,11 +152,11 @@ def measure_model(args: argparse.Namespace, settings: Sequence[str]) -> list[dic
         if side == "ours":
             mlx_paged.apply_patches()
         times: dict[str, list[float]] = {name: [] for name in settings}
+        chosen = {name: [made(SETTINGS[name](index)) for index in range(args.batch)] for name in settings}
         # In rounds, the first of which does not count: what comes first is the slowest, whatever it is.
         for number in range(args.rounds + 1):
             for name in settings:
-                rows = [SETTINGS[name](index) for index in range(args.batch)]
-                taken = tokens_seconds(model, rows, args.steps if number else 2)
+                taken = tokens_seconds(model, chosen[name], args.steps if number else 2)
                 times[name] += [taken] if number else []
         for name in settings:
             seconds[side, name] = statistics.median(times[name])

@@ -23,6 +23,8 @@ BODY = "draw_rows"
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 # Simdgroups of a row. What is drawn depends on it.
 _GROUPS = {"cuda": 32, "metal": 16}
+# Logits that a lane loads at a time: as many as its registers hold, as a pass waits for them.
+_AHEAD = {"cuda": 16, "metal": 8}
 _WORDS_OF_GROUP = 32**3
 
 
@@ -53,7 +55,7 @@ def draw_rows(x: mx.array, params: mx.array, keys: mx.array, positions: mx.array
 def text_of(dtype: mx.Dtype, dialect: str) -> Text:
     """The text for logits of a dtype."""
     bounds = (("GROUPS", 1),) if dialect == "cuda" else ()
-    return Text(BODY, (("T", dtype), ("O", mx.uint32), ("SG", _GROUPS[dialect]), *bounds))
+    return Text(BODY, (("T", dtype), ("O", mx.uint32), ("SG", _GROUPS[dialect]), ("AHEAD", _AHEAD[dialect]), *bounds))
 
 
 def serves(x: mx.array) -> bool:

@@ -3,12 +3,12 @@
 // what is left is a beginning of that order. A word is drawn from all; if it is not left, nor is one behind it, and
 // the next one is drawn from those before it: the word that ends it has the probabilities of those left, exactly.
 // params: log2(e) / temperature, top-p, log(min-p), top-k, words that min-p does not drop, whether any are dropped.
-// Grid: x = row, SG simdgroups. Word column + 32 * (line + 32 * n) of a simdgroup's part is one of its lane `column`.
+// Grid: x = row, SG simdgroups, whose lanes have AHEAD logits in flight. Word column + 32 * (line + 32 * n) of a
+// simdgroup's part is one of its lane `column`.
 constexpr float FLOOR = -2.0e38f;   // below every logit
 constexpr float LEAST = -1.0e38f;   // stands for what is less, which weighs nothing
 constexpr float MIN_POWER = -200.0f;
 constexpr float LOG2E = 1.44269504088896341f;
-constexpr int AHEAD = 8;            // logits in flight
 constexpr uint MOST = 1024u;        // draws, of which a row needs as many as a random order has maxima, at most
 
 threadgroup float tg_weight[SG];
@@ -34,10 +34,18 @@ const bool is_limited = params[row * 8 + 5] > 0.0f;
 
 float best = FLOOR;
 int place = 0;
-for (int i = begin + lane; i < end; i += 32) {
-  const float value = metal::min(metal::max(static_cast<float>(x[start + i]), LEAST), -LEAST);
-  place = value > best ? i : place;
-  best = metal::max(value, best);
+for (int i = begin + lane; i < end; i += 32 * AHEAD) {
+  float values[AHEAD];
+  UNROLL
+  for (int j = 0; j < AHEAD; j++) {
+    values[j] = i + 32 * j < end ? static_cast<float>(x[start + i + 32 * j]) : FLOOR;
+  }
+  UNROLL
+  for (int j = 0; j < AHEAD; j++) {
+    const float value = i + 32 * j < end ? metal::min(metal::max(values[j], LEAST), -LEAST) : FLOOR;
+    place = value > best ? i + 32 * j : place;
+    best = metal::max(value, best);
+  }
 }
 const float highest = simd_max(best);
 const float first = -simd_max(best == highest ? -static_cast<float>(place) : FLOOR);

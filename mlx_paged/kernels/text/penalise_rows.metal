@@ -4,6 +4,8 @@
 // spans: entries of the row, and of each window. penalties: repetition, presence, frequency.
 // Grid: x = row and chunk of CW words of it, SG simdgroups. A chunk's group writes its words, the first one's the
 // history too.
+constexpr int AHEAD = 8;  // logits in flight
+
 threadgroup float tg_best[3 * SG];
 
 const int vocab = x_shape[1];
@@ -19,8 +21,18 @@ const int sg = static_cast<int>(simdgroup_index_in_threadgroup);
 const int thread_ = sg * 32 + lane;
 const int place = places[row];
 
-for (int i = begin + thread_; i < end; i += 32 * SG) {
-  out[start + i] = static_cast<float>(x[start + i]);
+for (int i = begin + thread_; i < end; i += 32 * SG * AHEAD) {
+  T values[AHEAD];
+  UNROLL
+  for (int j = 0; j < AHEAD; j++) {
+    values[j] = x[start + metal::min(i + 32 * SG * j, end - 1)];
+  }
+  UNROLL
+  for (int j = 0; j < AHEAD; j++) {
+    if (i + 32 * SG * j < end) {
+      out[start + i + 32 * SG * j] = static_cast<float>(values[j]);
+    }
+  }
 }
 if (place >= 0) {
   const uint token = tokens[row];
