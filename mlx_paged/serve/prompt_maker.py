@@ -81,7 +81,7 @@ class PromptProcess:
         command = [sys.executable, "-m", self._module, *(str(limit) for limit in self._limits)]
         path = os.pathsep.join(filter(None, sys.path))
         quiet = {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
-        env = {**os.environ, **quiet, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+        env = {**os.environ, **quiet, "PYTHONPATH": path}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
         self._setup = None
 

@@ -32,6 +32,7 @@ from mlx_lm.utils import dequantize_model
 from support.bench_common import machine
 
 import mlx_paged
+from mlx_paged import RequestFailedError
 from mlx_paged.engine.request_options import RequestOptions
 from mlx_paged.patches.grammar.tokenizer_grammars import TokenizerGrammars
 from mlx_paged.serve.constraints.constraint import constraint_of
@@ -156,9 +157,16 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
             asked[uid] = schema, prompt
     compiling = time.perf_counter() - begin
     answers: dict[int, list[int]] = {uid: [] for uid in asked}
-    wrong, reasons = [], {"stop": 0, "length": 0}
+    wrong, reasons = [], {"stop": 0, "length": 0, "error": 0}
     while len(asked) > sum(reasons.values()):
-        for response in generator.next_generated():
+        try:
+            generated = generator.next_generated()
+        except RequestFailedError as error:
+            schema, prompt = asked[error.uid]
+            wrong.append({"schema": schema, "prompt": prompt, "text": "", "fault": str(error)})
+            reasons["error"] += 1
+            continue
+        for response in generated:
             if response.finish_reason != "stop":
                 answers[response.uid].append(response.token)
             if response.finish_reason is None:
@@ -177,7 +185,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         "answers": len(asked),
         "finished": reasons["stop"],
         "cut_off": reasons["length"],
-        "valid": reasons["stop"] - len(wrong),
+        "failed": reasons["error"],
+        "valid": reasons["stop"] - (len(wrong) - reasons["error"]),
         "tokens": sum(map(len, answers.values())),
         "seconds_of_compiling": compiling,
         "seconds": time.perf_counter() - begin,

@@ -64,20 +64,19 @@ def object_schemas(inner: dict[str, Any]) -> dict[str, Any]:
     return _kind("object", properties=named, additionalProperties={"const": False})
 
 
-def _require(part: Any, rng: random.Random) -> None:
-    """Some of each object's properties are required."""
+def _settled(part: Any, rng: random.Random) -> Any:
+    """Some of each object's properties are required, and strings have characters of the first two planes: others, most
+    of them private, tokenizers may have no bytes for."""
+    if isinstance(part, str):
+        return "".join(character if ord(character) < 0x20000 else chr(ord(character) % 0xD800) for character in part)
     if isinstance(part, list):
-        for each in part:
-            _require(each, rng)
-        return
+        return [_settled(each, rng) for each in part]
     if not isinstance(part, dict):
-        return
-    for key in ("items", "anyOf"):
-        _require(part.get(key), rng)
-    if isinstance(part.get("properties"), dict):
-        for each in part["properties"].values():
-            _require(each, rng)
-        part["required"] = [name for name in part["properties"] if rng.random() < 0.7]
+        return part
+    settled = {_settled(name, rng): _settled(each, rng) for name, each in part.items()}
+    if settled.get("type") == "object":
+        settled["required"] = [name for name in settled["properties"] if rng.random() < 0.7]
+    return settled
 
 
 def schemas(count: int, number: int) -> list[dict[str, Any]]:
@@ -99,10 +98,7 @@ def schemas(count: int, number: int) -> list[dict[str, Any]]:
     collect()
     rng = random.Random(number)
     chosen = rng.sample(sorted(found), min(count, len(found)))
-    result = [json.loads(text) for text in chosen]
-    for schema in result:
-        _require(schema, rng)
-    return result
+    return [_settled(json.loads(text), rng) for text in chosen]
 
 
 if __name__ == "__main__":
