@@ -94,6 +94,9 @@ demo: $(STAMP)
 	@model="$$($(PY) scripts/demo_model.py)" && \
 	$(BIN)/mlx_paged.generate --model "$$model" --prompt "$$PROMPT" --max-tokens $(MAX_TOKENS) --cache-stats
 
+# Sources are compiled, and assertions rewritten, once for all processes and runs, wherever the tests are started.
+test test-slow test-models: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(DEV_STAMP)
 	@$(PY) scripts/demo_model.py >/dev/null
 	$(PY) -m pytest -n $(PYTEST_JOBS) --dist worksteal --durations 10 -m "not slow" $(PYTEST_ARGS)
