@@ -95,7 +95,7 @@ def sampling_params(row: DrawnRow) -> SamplingParams:
     return SamplingParams(row.temperature, top_p, row.min_p, row.min_kept, row.top_k or 0)
 
 
-def check_kept(vocab: int = 40, count: int = 300) -> None:
+def check_kept(vocab: int = 24, count: int = 180) -> None:
     """All words that are left are drawn in time, equal ones too, and no other."""
     x = np.random.default_rng(4).normal(size=vocab).round(1)
     x[3:6] = x.max()
@@ -114,9 +114,9 @@ def test_words_that_are_left_are_drawn_and_no_others(monkeypatch: pytest.MonkeyP
 
 
 def test_words_have_their_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chi-square of 1,200 words each, near the number of words; within five deviations."""
+    """Chi-square of 600 words each, near the number of words; within five deviations."""
     use_emulator(monkeypatch, GROUPS)
-    rng, vocab, count = np.random.default_rng(9), 64, 1200
+    rng, vocab, count = np.random.default_rng(9), 64, 600
     x = rng.normal(size=vocab)
     for row in SETTINGS[1:]:
         if row.top_k == 1:
