@@ -71,13 +71,13 @@ def test_demo_model_gives_stocks_tokens(name: str, num_tokens: int, block_size: 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("name", "num_tokens"),
-    [("short", 8), *(pytest.param(name, 200, marks=SLOW) for name in ("short", "list", "several blocks"))],
+    [("short", 4), *(pytest.param(name, 200, marks=SLOW) for name in ("short", "list", "several blocks"))],
 )
 def test_demo_model_gives_stocks_tokens_with_8_bits(name: str, num_tokens: int, demo_model_folder: Path) -> None:
     """With caches that are quantised from the start: mlx-lm computes a prompt's first chunk with keys as they are, and
     quantises its caches then."""
     model, tokenizer = load_demo(demo_model_folder)
-    prompt = chat(tokenizer, name, quick=num_tokens == 8)
+    prompt = chat(tokenizer, name, quick=num_tokens == 4)
 
     def run(**options: Any) -> list[int]:
         steps = generate_step(prompt, model, max_tokens=num_tokens, kv_bits=8, quantized_kv_start=0, **options)

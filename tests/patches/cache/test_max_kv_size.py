@@ -63,11 +63,11 @@ def test_single_sequences_equal_stock_bit_for_bit(kind: str, step: int, part: in
 @pytest.mark.parametrize(("kind", "size"), each_value(KINDS, (5, 6, 9)))
 def test_hardly_more_room_than_is_pinned(kind: str, size: int) -> None:
     lengths = (1, 4, 5, 6, 30)
-    expected = [solo(kind, length, 40, size, 7) for length in lengths]
+    expected = [solo(kind, length, 24, size, 7) for length in lengths]
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     for length, (tokens, logprobs) in zip(lengths, expected, strict=True):
         prompt = prompt_of(length, seed=length)
-        got = greedy(model_of(kind), prompt, 40, max_kv_size=size, prefill_step_size=7)
+        got = greedy(model_of(kind), prompt, 24, max_kv_size=size, prefill_step_size=7)
         assert got[0] == tokens
         assert rms(got[1], logprobs) == 0.0
 

@@ -79,14 +79,14 @@ def test_other_ways_to_attend_equal_stocks_single_runs(name: str) -> None:
     model, lengths = model_configs.build(name), (5, 30, 45)
     prompts = [prompt_of(n, seed=n) % model_configs.VOCAB for n in lengths]
     options = {"max_kv_size": 20, "prefill_step_size": 16}
-    expected = [greedy(model, prompt, 40, **options) for prompt in prompts]
+    expected = [greedy(model, prompt, 24, **options) for prompt in prompts]
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     for prompt, (tokens, logprobs) in zip(prompts, expected, strict=True):
-        got = greedy(model, prompt, 40, **options)
+        got = greedy(model, prompt, 24, **options)
         assert got[0] == tokens
         assert rms(got[1], logprobs) == 0.0
     gen = generator(model, **options)
-    uids = gen.insert([prompt.tolist() for prompt in prompts], [40] * 3)
+    uids = gen.insert([prompt.tolist() for prompt in prompts], [24] * 3)
     outcomes = {uid: Outcome() for uid in uids}
     run_all(gen, outcomes)
     for uid, (tokens, logprobs) in zip(uids, expected, strict=True):

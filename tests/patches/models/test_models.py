@@ -36,6 +36,11 @@ CLASSES = {
     "global": "qwen2", "sliding": "olmo3", "sinks": "gpt_oss", "experts": "qwen3_moe", "shared keys": "gemma3n",
     "latent": "deepseek_v3", "soft cap": "gemma2",
 }  # fmt: skip
+# Paged in whole: plain, latent, shared keys. In part: states beside keys.
+ROOMS = [
+    "qwen2", "deepseek_v3", "falcon_h1", "afm7",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "jamba", "gpt_bigcode")),
+]  # fmt: skip
 TOKENS = 14  # past the window of the shortest prompt
 
 
@@ -127,7 +132,7 @@ def test_prefixes_are_shared(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "deepseek_v3", "jamba", "falcon_h1", "gpt_bigcode", "afm7"])
+@pytest.mark.parametrize("name", ROOMS)
 def test_requests_make_room_in_a_small_budget(name: str) -> None:
     """Rows that decode together or one by one, paged in part or in whole, are computed again; no token comes twice."""
     model = model_configs.build(name)

@@ -139,9 +139,9 @@ def test_in_place_pools_behind_the_seam(name: str) -> None:
     model computed with the arrays."""
     model = model_configs.build(name)
     with fake_kernels() as kernels:
-        expected = [greedy(model, prompt(n), 40, prefill_step_size=16) for n in (5, 45)]
+        expected = [greedy(model, prompt(n), 24, prefill_step_size=16) for n in (5, 45)]
         mlx_paged.apply_patches(PagedConfig(block_size=8, **ON))
-        got = [greedy(model, prompt(n), 40, prefill_step_size=16) for n in (5, 45)]
+        got = [greedy(model, prompt(n), 24, prefill_step_size=16) for n in (5, 45)]
         for (tokens, logprobs), (stock_tokens, stock_logprobs) in zip(got, expected, strict=True):
             assert tokens == stock_tokens
             assert rms(logprobs, stock_logprobs) < 1e-5
@@ -160,9 +160,9 @@ def test_batches_of_in_place_pools_behind_the_seam(name: str) -> None:
     with fake_kernels() as kernels:
         from scripts.model_matrix import alone
 
-        expected = [alone(model, length, 24) for length in lengths]
+        expected = [alone(model, length, 12) for length in lengths]
         mlx_paged.apply_patches(PagedConfig(block_size=8, **ON))
-        runs, _ = batched(model, 24)
+        runs, _ = batched(model, 12)
         for (tokens, logprobs), (stock_tokens, stock_logprobs) in zip(runs, expected, strict=True):
             assert tokens == stock_tokens
             assert rms(logprobs, stock_logprobs) < 1e-5

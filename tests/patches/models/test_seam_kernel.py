@@ -22,6 +22,7 @@ WIDE = {
     "query_pre_attn_scalar": 64,
 }
 TOLERANCE = 5e-3
+TOKENS = 12
 
 
 def build(name: str) -> Any:
@@ -37,17 +38,17 @@ def build(name: str) -> Any:
 def test_decode_runs_in_the_kernel_and_gives_stocks_tokens(name: str) -> None:
     model, lengths = build(name), (7, model_configs.WINDOW + 20)
     prompts = [prompt_of(n, 3) % model_configs.VOCAB for n in lengths]
-    expected = [greedy(model, prompt, 24, prefill_step_size=16) for prompt in prompts]
-    rows = [alone(model, n, 24) for n in (5, 30, 45)]
+    expected = [greedy(model, prompt, TOKENS, prefill_step_size=16) for prompt in prompts]
+    rows = [alone(model, n, TOKENS) for n in (5, 30, 45)]
     mlx_paged.apply_patches(PagedConfig(block_size=16))
     for prompt, (tokens, logprobs) in zip(prompts, expected, strict=True):
-        got, got_logprobs = greedy(model, prompt, 24, prefill_step_size=16)
+        got, got_logprobs = greedy(model, prompt, TOKENS, prefill_step_size=16)
         assert mlx_paged.last_dispatch() == ("kernel", "one new token per sequence")
         assert got == tokens
         assert rms(got_logprobs, logprobs) < TOLERANCE
     pool = mlx_paged.pool_of(model)
     assert all(group.in_place for group in pool.groups)
-    got_rows, _ = batched(model, 24)
+    got_rows, _ = batched(model, TOKENS)
     assert mlx_paged.last_dispatch() == ("kernel", "one new token per sequence")
     for (got, got_logprobs), (tokens, logprobs) in zip(got_rows, rows, strict=True):
         assert got == tokens
