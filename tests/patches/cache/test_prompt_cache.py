@@ -31,7 +31,7 @@ def history(model, prompt_tokens: int, decoded: int):
 
 
 def goes_on(model, cache):
-    return greedy(model, prompt_of(6, seed=5), 20, prompt_cache=cache)
+    return greedy(model, prompt_of(6, seed=5), 10, prompt_cache=cache)
 
 
 # Always each history by a kind with windows and by one without: they are neighbours.

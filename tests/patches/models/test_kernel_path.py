@@ -20,6 +20,7 @@ from tests.support.samples import each_value
 
 pytestmark = pytest.mark.usefixtures("no_fall_through")
 ON = {"kernel": "on"}
+TOKENS = 24
 MODELS = {kind: build(kind, head_dim=64) for kind in KINDS}
 
 
@@ -40,11 +41,11 @@ def paths() -> dict[str, int]:
 @pytest.mark.parametrize(("kind", "length"), each_value(KINDS, [33, 257, 1]))
 def test_tokens_equal_stock(kind: str, length: int) -> None:
     model, prompt = MODELS[kind], prompt_of(length)
-    tokens, logprobs = greedy(model, prompt)
+    tokens, logprobs = greedy(model, prompt, TOKENS)
     mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
-    paged_tokens, paged_logprobs = greedy(model, prompt)
+    paged_tokens, paged_logprobs = greedy(model, prompt, TOKENS)
     assert mlx_paged.last_dispatch().path == "kernel"
-    assert paths()["kernel"] >= 63 * len(model.layers) and "gather" not in paths()
+    assert paths()["kernel"] >= (TOKENS - 1) * len(model.layers) and "gather" not in paths()
     assert paged_tokens == tokens
     assert rms(paged_logprobs, logprobs) < 5e-3
     pool = mlx_paged.pool_of(model)
@@ -57,18 +58,18 @@ def test_tokens_equal_stock(kind: str, length: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunked_prefill_gathers_the_prefix(kind: str) -> None:
     model, prompt = MODELS[kind], prompt_of(200)
-    tokens, _ = greedy(model, prompt, prefill_step_size=50)
+    tokens, _ = greedy(model, prompt, TOKENS, prefill_step_size=50)
     mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
-    assert greedy(model, prompt, prefill_step_size=50)[0] == tokens
-    assert paths()["gather"] >= 2 * len(model.layers) and paths()["kernel"] >= 63 * len(model.layers)
+    assert greedy(model, prompt, TOKENS, prefill_step_size=50)[0] == tokens
+    assert paths()["gather"] >= 2 * len(model.layers) and paths()["kernel"] >= (TOKENS - 1) * len(model.layers)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_speculative_verification_runs_in_the_kernel(kind: str, kernels: object) -> None:
     model, draft, prompt = MODELS[kind], perturbed(kind, 0.02), prompt_of(100)
-    stock = [t for t, _, _ in speculative_generate_step(prompt, model, draft, num_draft_tokens=4, max_tokens=50)]
+    stock = [t for t, _, _ in speculative_generate_step(prompt, model, draft, num_draft_tokens=4, max_tokens=30)]
     mlx_paged.apply_patches(PagedConfig(block_size=16))
-    paged = [t for t, _, _ in speculative_generate_step(prompt, model, draft, num_draft_tokens=4, max_tokens=50)]
+    paged = [t for t, _, _ in speculative_generate_step(prompt, model, draft, num_draft_tokens=4, max_tokens=30)]
     assert paged == stock
     few = [c for c in mlx_paged.dispatch_counts() if c.path == "kernel" and c.reason.startswith("a few")]
     assert few

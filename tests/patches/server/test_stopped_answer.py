@@ -135,7 +135,7 @@ def cases(draw: st.DrawFn) -> tuple[list[str], list[str]]:
     return pieces, [text[at : at + draw(st.integers(1, 6))] + draw(st.sampled_from(["", "", "#"])) for at in starts]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(cases(), st.sampled_from(["stop", "length"]), st.booleans())
 @example((["a <", " b"], [" b"]), "stop", True)  # "<" may begin a marker, and has to be said all the same
 @example((["a <", ""], ["<b"]), "length", False)
