@@ -20,13 +20,15 @@ from mlx_paged.kernels.check import SelfCheck
 from mlx_paged.kernels.launch_shape import DTYPES, HEAD_DIMS, Variant
 from mlx_paged.kernels.prefill import prefill_variants_of
 from mlx_paged.kernels.products import narrow_matmul
+from tests.support.processes import commands
 
 CPU_ONLY = pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="there is a GPU")
 
 
 @CPU_ONLY
 def test_without_a_gpu_it_says_so_and_passes() -> None:
-    run = subprocess.run([sys.executable, "-m", "mlx_paged", "doctor"], capture_output=True, text=True, check=True)
+    run = commands.run("mlx_paged", "doctor")
+    assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
     assert any(line.startswith("mlx ") for line in lines)
     rows = [line for line in lines if " gqa " in line]
@@ -37,9 +39,7 @@ def test_without_a_gpu_it_says_so_and_passes() -> None:
 
 @CPU_ONLY
 def test_a_demanded_kernel_without_a_gpu_is_an_error() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "mlx_paged", "doctor", "--kernel", "on"], capture_output=True, text=True, check=False
-    )
+    run = commands.run("mlx_paged", "doctor", "--kernel", "on")
     assert run.returncode == 1
     assert run.stderr.startswith("mlx_paged doctor: kernel=on, but MLX")
     assert "Traceback" not in run.stderr

@@ -30,6 +30,7 @@ from mlx_paged.kernels import timing as kernel_timing
 from mlx_paged.kernels.check import SelfCheck
 from mlx_paged.kernels.launch_shape import DTYPES, Variant
 from scripts import demo_model
+from tests.support.processes import commands
 
 CPU_ONLY = pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="there is a GPU")
 
@@ -146,8 +147,7 @@ def test_failed_checks_fail_the_run(
 def test_a_report_that_cannot_be_written_is_an_error_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "report.json"
-    command = [sys.executable, "-m", "mlx_paged", "doctor", "--report", str(path)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    run = commands.run("mlx_paged", "doctor", "--report", path, timeout=100)
     assert run.returncode == 1 and run.stderr.startswith("mlx_paged doctor: cannot write the report")
     assert run.stdout == "" and "Traceback" not in run.stderr
     with pytest.raises(ConfigError, match="cannot write"):

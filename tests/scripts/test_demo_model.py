@@ -21,6 +21,7 @@ import pytest
 
 from scripts import demo_model
 from tests.support.models.tiny_gguf import Tiny, write_tiny
+from tests.support.samples import each_value
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "demo_model.py"
 
@@ -146,8 +147,8 @@ def test_an_incomplete_folder_is_rebuilt(patched: Tiny, tmp_path: Path, damage: 
 STEPS = ["_build", "gguf.convert_gguf", "gguf._write_tokenizer", "_write_manifest", "_put_in_place"]
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("when", ["before", "after"])
+# After a step is before the next: each step always one way, the last one after it, when the folder is there.
+@pytest.mark.parametrize(("step", "when"), each_value(STEPS, ["after", "before"]))
 def test_an_interrupted_run_leaves_the_wheel_and_no_folder(patched: Tiny, tmp_path: Path, step: str, when: str) -> None:
     *module, name = step.split(".")
     owner = getattr(demo_model, *module) if module else demo_model
