@@ -128,7 +128,7 @@ def test_random_steps_in_packs(num_blocks: int, in_place: bool, monkeypatch: pyt
         prefill, "compute_pack", lambda model, chunks: sizes.append(len(chunks)) or original(model, chunks)
     )
     with fake_kernels() if in_place else contextlib.nullcontext():
-        random_steps(num_blocks, 250, packs=45, prefill_batch_size=6)
+        random_steps(num_blocks, 160, packs=45, prefill_batch_size=6)
     assert len(sizes) > 10 and max(sizes) >= 3
 
 

@@ -9,6 +9,7 @@ from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.launch_shape import HEAD_DIMS, MAX_THREADGROUP_BYTES, shape_for
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import Case, emulated, to_float
+from tests.support.samples import each_pair
 
 TOLERANCE = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 2e-2}
 RAGGED = [1, 15, 16, 17, 150, 5, 6, 7, 33]  # 9 rows: inputs of 8 and more elements are in device memory
@@ -36,9 +37,7 @@ def check(case, launch_shape=None, backend="metal", **options):
     return out, fake
 
 
-@pytest.mark.parametrize("backend", ["metal", "cuda"])
-@pytest.mark.parametrize("contexts", [RAGGED, FEW], ids=["ragged", "few"])
-@pytest.mark.parametrize("name", list(CLASSES))
+@pytest.mark.parametrize(("name", "contexts", "backend"), each_pair(list(CLASSES), [RAGGED, FEW], ["metal", "cuda"]))
 def test_matches_reference(name, contexts, backend):
     check(Case(contexts, **CLASSES[name]), backend=backend)
 

@@ -13,6 +13,7 @@ from mlx_paged.kernels.launch_shape import HEAD_DIMS, MAX_THREADGROUP_BYTES, Var
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import Case, emulated
+from tests.support.samples import each_pair
 
 BODY = "quantized_decode"
 TOLERANCE = {mx.float32: 3e-6, mx.float16: 2e-3, mx.bfloat16: 2e-2}
@@ -47,9 +48,7 @@ CLASSES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["metal", "cuda"])
-@pytest.mark.parametrize("contexts", [RAGGED, FEW], ids=["ragged", "few"])
-@pytest.mark.parametrize("name", list(CLASSES))
+@pytest.mark.parametrize(("name", "contexts", "backend"), each_pair(list(CLASSES), [RAGGED, FEW], ["metal", "cuda"]))
 def test_matches_reference(name: str, contexts: list[int], backend: str) -> None:
     check(case_of(contexts, **CLASSES[name]), backend=backend)
 
