@@ -115,7 +115,7 @@ def test_saved_caches_are_stocks_both_ways(kind: str, turns: tuple[int, ...], tm
     file, paged_file = str(tmp_path / "stock.safetensors"), str(tmp_path / "paged.safetensors")
 
     def goes_on(cache: list[Any], first: int = 6) -> tuple[list[int], np.ndarray]:
-        return greedy(model, prompt_of(first, seed=5), 45, prompt_cache=cache)
+        return greedy(model, prompt_of(first, seed=5), 36, prompt_cache=cache)
 
     upstream.save_prompt_cache(file, conversation(model, turns)[0])
     expected = goes_on(upstream.load_prompt_cache(file))

@@ -41,7 +41,7 @@ ROOMS = [
     "qwen2", "deepseek_v3", "falcon_h1", "afm7",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "jamba", "gpt_bigcode")),
 ]  # fmt: skip
-TOKENS = 14  # past the window of the shortest prompt
+TOKENS = 10  # past the window of the shortest prompt
 
 
 def without_figures(line: str) -> list[str]:
