@@ -7,7 +7,7 @@ import logging
 from ..errors import ConfigError, RequestTooLargeError
 from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
-from .request_body import MAX_TOKENS
+from .api.checks import MAX_TOKENS
 
 
 def capacity(pool: BlockPool | None, chunk: int) -> int | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..warn import warn_once
 from .prompt_messages import MadePrompt, PromptJob, receive, send
-from .refusal import RequestRefused, invalid
+from .refusal import RequestRefused, invalid, too_many_tokens
 
 MakePrompt = Callable[[Any, dict[str, Any], PromptJob], MadePrompt]  # from a tokenizer, and arguments of its template
 PROMPT_SECONDS = 20.0  # for one prompt
@@ -204,7 +204,7 @@ class PromptMaker:
 
         Args:
             setup: of the request's model.
-            request: mlx-lm's CompletionRequest.
+            request: mlx-lm's CompletionRequest, and its prompt if that has been made.
             template_kwargs: those of the request.
             most_tokens: see PromptJob.
             has_images: the text is wanted, not its tokens.
@@ -214,6 +214,8 @@ class PromptMaker:
             RequestRefused: the prompt cannot be made, or too many bytes of others are waiting (429).
             ConnectionAbortedError: the client has gone.
         """
+        if request.made is not None:
+            return _checked(request.made, setup, most_tokens)
         job = PromptJob(request, template_kwargs, most_tokens, self.allow_template, has_images and setup.has_processor)
         if setup.payload is None:
             with self._here:
@@ -278,3 +280,13 @@ class PromptMaker:
         """End the processes; prompts that are being made fail."""
         self._for_small.close()
         self._for_large.close()
+
+
+def _checked(made: MadePrompt, setup: PromptSetup, most_tokens: int | None) -> MadePrompt:
+    """A copy of a prompt of token ids, which a client may have sent. Raises RequestRefused: it cannot be computed."""
+    if most_tokens is not None and len(made.tokens) > most_tokens:
+        raise too_many_tokens(len(made.tokens), most_tokens)
+    if max(made.tokens, default=0) >= len(setup.tokenizer):
+        raise invalid(f"prompt: token ids go from 0 to {len(setup.tokenizer) - 1}", "prompt")
+    segments = [list(segment) for segment in made.segments]
+    return MadePrompt(list(made.tokens), segments, list(made.segment_types), made.initial_state, made.text)

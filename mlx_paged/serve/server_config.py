@@ -26,6 +26,7 @@ class ServerConfig:
         api_keys: what a client must send as its bearer token, if anything.
         served_model_names: other names of the model.
         allow_chat_template_override: whether a request may bring its own chat template.
+        ignore_unknown_parameters: whether parameters that are not in the tables pass, and are not refused.
     """
 
     prefix_cache: bool = True
@@ -35,6 +36,7 @@ class ServerConfig:
     api_keys: ApiKeys = field(default_factory=ApiKeys)
     served_model_names: tuple[str, ...] = ()
     allow_chat_template_override: bool = False
+    ignore_unknown_parameters: bool = False
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -71,6 +73,11 @@ class ServerConfig:
             action="store_true",
             help="Let requests bring a chat template in chat_template_kwargs; it is run, in a sandbox and with limits",
         )
+        group.add_argument(
+            "--ignore-unknown-parameters",
+            action="store_true",
+            help="Let parameters pass that this server does not know, with a line in the log; without it they are 400",
+        )
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> ServerConfig:
@@ -90,6 +97,7 @@ class ServerConfig:
             api_keys=ApiKeys.from_options(args.api_key, os.environ.get(VARIABLE)),
             served_model_names=names,
             allow_chat_template_override=args.allow_chat_template_override,
+            ignore_unknown_parameters=args.ignore_unknown_parameters,
         )
 
 

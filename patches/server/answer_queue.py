@@ -56,7 +56,7 @@ class AnswerQueue(Queue[Any]):
                 return
             item = self._answer.take(item)
             if self.is_stopped:
-                self.ctx.num_shown = self._answer.num_shown
+                self.ctx.num_shown, self.ctx.stop_string = self._answer.num_shown, self._answer.stop_string
                 self.ctx.stop()  # ends mlx-lm's own loop, where the request is served alone
         if isinstance(item, Exception):  # its frames hold this queue, and often the batch and its model
             item = without_frames(item)

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-import io
+import functools
 import json
 import logging
+import time
+import uuid
 from collections.abc import Callable
-from http.server import ThreadingHTTPServer
+from importlib.metadata import version
 from typing import Any
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from mlx_lm import server as upstream
 
-from ...serve.connection import Aborted, Connection
-from ...serve.constraints.constraint import constraint_of
-from ...serve.extras import RequestExtras
+from ...serve.api.forms import form_of, translated
+from ...serve.api.messages import error_of
+from ...serve.api.openapi import description
+from ...serve.api.parameters import COMPLETIONS, COUNT_TOKENS, DETOKENIZE, TOKENIZE, Endpoint, endpoint_of
+from ...serve.api.pieces import Head
+from ...serve.http.body import has_body, read_body
+from ...serve.http.connection import Connection
+from ...serve.http.event_stream import EventStream
 from ...serve.model_names import ModelNames
 from ...serve.refusal import RequestRefused, invalid, refusal_of
 from ...serve.report import cache_page, metrics
-from ...serve.request_body import MAX_BODY_BYTES, parse_body
-from .prepared_request import has_images
+from ...serve.request_body import parse_body
+from .answers.answering import Answering, takes_text_only
+from .answers.order import Order, order_of
+from .answers.tokens import Tokens
 from .response_generator import PagedResponseGenerator
 
 SOCKET_SECONDS = 60  # without a byte from or to a client, after which it is taken to be gone
-COMPLETIONS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")
 POLLED = ("/v1/cache/stats", "/health", "/metrics")  # asked for again and again, by the page and by monitors
 STATES = {"ready": ("ok", 200), "loading": ("loading", 503), "failed": ("failed", 503)}  # "ok" is mlx-lm's word
 
@@ -31,8 +39,11 @@ STATES = {"ready": ("ok", 200), "loading": ("loading", 503), "failed": ("failed"
 class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
     """mlx-lm's handler: requests are checked first, errors are JSON, and there are pages about the cache."""
 
+    protocol_version = "HTTP/1.1"  # connections stay open for the next request
+    disable_nagle_algorithm = True  # headers and bodies are written apart
     timeout = SOCKET_SECONDS
     path: str
+    close_connection: bool
     rfile: Any
     headers: Any
     body: Any
@@ -41,9 +52,9 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
         self.generator = response_generator
         self.config = response_generator.config
         self.names = ModelNames(response_generator.cli_args.model, self.config.served_model_names)
-        self.has_answered = False
-        self.extras = RequestExtras()
-        super().__init__(Connection(response_generator, self), *args, **kwargs)
+        self.has_answered = self.is_read = False
+        self.events: EventStream | None = None
+        super().__init__(response_generator, *args, **kwargs)
 
     # Requests -------------------------------------------------------------------------------------------------
 
@@ -56,18 +67,23 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
     def do_HEAD(self) -> None:
         self._guarded(self._get)
 
+    def do_OPTIONS(self) -> None:
+        self._guarded(super().do_OPTIONS)
+
     def _guarded(self, answer: Callable[[], None]) -> None:
         """Run a request; what it raises becomes an answer, as long as none has begun."""
         stats = self.generator.stats
-        self.has_answered = False
+        self.has_answered, self.is_read = False, not has_body(self.headers)
+        self.events = None
+        self.created = int(time.time())
         counts = self.command == "POST"
         try:
             answer()
             outcome = "ok"
-        except Aborted as aborted:
-            outcome = self._refuse(aborted.reason)
         except Exception as error:
             outcome = self._refuse(error)
+        self.events = None
+        self.close_connection = self.close_connection or not self.is_read  # what is left would be the next request
         if counts:
             stats.count_request(outcome)
 
@@ -78,15 +94,18 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
             self.close_connection = True
             return "cancelled"
         refusal = refusal_of(error)
-        self.close_connection = True
         self._headers_buffer: list[bytes] = []  # upstream may have begun an answer that was not sent
         try:
-            if self.has_answered:
-                self.wfile.write(f"data: {json.dumps(refusal.body())}\n\n".encode())
-            else:
+            if not self.has_answered:
                 retry = {} if refusal.retry_after is None else {"Retry-After": str(refusal.retry_after)}
-                self._send(refusal.status, json.dumps(refusal.body()).encode(), "application/json", **retry)
+                of_messages = self.path.startswith("/v1/messages")
+                self._send_json(refusal.status, error_of(refusal) if of_messages else refusal.body(), **retry)
+            else:
+                self.close_connection = True
+                if self.events is not None:
+                    self.events.fail(refusal)
         except OSError:
+            self.close_connection = True
             return "cancelled"
         return "failed" if refusal.status >= 500 else "refused"
 
@@ -104,6 +123,8 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
         self.send_header("Content-Length", str(len(body)))
         for name, value in headers.items():
             self.send_header(name, value)
+        if self.close_connection or not self.is_read:
+            self.send_header("Connection", "close")
         self._set_cors_headers()
         self.end_headers()
         if self.command != "HEAD":
@@ -121,7 +142,7 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
     def _check_key(self) -> str | None:
         """The API key that the request came with, if the server has any."""
         keys = self.config.api_keys
-        key = keys.find(self.headers.get("Authorization", ""))
+        key = keys.find(self.headers.get("Authorization") or f"Bearer {self.headers.get('x-api-key', '')}")
         if keys and key is None:
             raise RequestRefused(401, "this server needs an API key: Authorization: Bearer KEY", kind="unauthorized")
         return key
@@ -131,79 +152,56 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
     def _post(self) -> None:
         key = self._check_key()
         path = self._url().path
-        if path not in COMPLETIONS:
+        endpoint = endpoint_of(path)
+        if endpoint is None:
             raise RequestRefused(404, f"there is nothing at {path}", kind="not_found")
-        body = parse_body(self._read_body(), path)
-        self.path = path
-        self.extras = RequestExtras(
-            salt=self.config.api_keys.salt(key, body.get("cache_salt")),
-            constraint=constraint_of(body, chat=path.endswith("/chat/completions")),
-            prompt_lookup=body.get("prompt_lookup"),
-        )
-        if body.get("tool_choice") == "none":  # the model calls none that it does not know of
-            body.pop("tools", None)
-        # Upstream reads the body again: what it reads is what was checked.
-        raw = json.dumps(body).encode()
-        self.headers.replace_header("Content-Length", str(len(raw)))
-        stream, self.rfile = self.rfile, io.BytesIO(raw)
+        raw = read_body(self.headers, self.rfile)
+        self.is_read = True
+        body = parse_body(raw, endpoint, ignores_unknown=self.config.ignore_unknown_parameters)
+        connection = Connection(self)
+        tokens = Tokens(self.generator, connection.client_is_gone)
+        if endpoint is TOKENIZE:
+            self._send_json(200, tokens.tokenize(body))
+        elif endpoint is DETOKENIZE:
+            self._send_json(200, tokens.detokenize(body))
+        elif endpoint is COUNT_TOKENS:
+            self._send_json(200, tokens.count(translated(endpoint, body)))
+        else:
+            order = self._order(endpoint, body, self.config.api_keys.salt(key, body.get("cache_salt")))
+            head = Head(str(uuid.uuid4()), body.get("model", "default_model"), self.created, self.system_fingerprint)
+            make_form = functools.partial(form_of, endpoint, head, body, order.num_top)
+            answering = Answering(self.generator, connection, order, make_form)
+            if body.get("stream"):
+                answering.stream(self._begin_stream)
+            else:
+                self._send_json(200, answering.whole())
+
+    def _order(self, endpoint: Endpoint, body: dict[str, Any], salt: str | None) -> Order:
+        meant = translated(endpoint, body)
+        if endpoint is COMPLETIONS:
+            return order_of(meant, self.generator.cli_args, salt)
+        if meant.get("tool_choice") == "none":  # the model calls none that it does not know of
+            meant.pop("tools", None)
+        if takes_text_only(self.generator, meant["messages"]):
+            # Before mlx-lm fetches images from wherever they are said to be.
+            raise invalid("this model takes text only", "messages")
+        self.body, self.stream = meant, bool(meant.get("stream"))
         try:
-            super().do_POST()
-        finally:
-            self.rfile = stream
-
-    def handle_chat_completions(self) -> Any:
-        if self.generator.model_provider.processor is None and has_images(self.body["messages"]):
-            # Before mlx-lm fetches them from wherever they are said to be.
-            raise Aborted(invalid("this model takes text only", "messages"))
-        return self._checked(super().handle_chat_completions)
-
-    def handle_text_completions(self) -> Any:
-        return self._checked(super().handle_text_completions)
-
-    def _checked(self, make: Callable[[], Any]) -> Any:
-        try:
-            return make()
+            chat = self.handle_chat_completions()
         except Exception as error:
-            raise Aborted(invalid(f"{type(error).__name__}: {error}")) from error
+            raise invalid(f"{type(error).__name__}: {error}") from error
+        return order_of(meant, self.generator.cli_args, salt, chat)
 
-    def _read_body(self) -> bytes:
-        length = self.headers.get("Content-Length")
-        if length is None:
-            raise RequestRefused(411, "the Content-Length header is required")
-        if not (length.isascii() and length.isdigit()):
-            raise RequestRefused(400, "Content-Length must be a number")
-        if len(length) > 18 or int(length) > MAX_BODY_BYTES:
-            raise RequestRefused(413, f"a request body has at most {MAX_BODY_BYTES} bytes")
-        try:
-            raw: bytes = self.rfile.read(int(length))
-        except TimeoutError:
-            raise RequestRefused(408, "the request body did not come") from None
-        if len(raw) < int(length):
-            raise ConnectionAbortedError("the client closed the connection before its request was complete")
-        return raw
-
-    def generate_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """mlx-lm's, with log-probabilities of the tokens that were said; mlx-lm gives any of the likeliest. Tokens that
-        a stop string has cut away were not."""
-        response: dict[str, Any] = super().generate_response(*args, **kwargs)
-        tokens, logprobs = kwargs.get("tokens"), kwargs.get("token_logprobs")
-        least = float("-inf")  # of tokens that the answer's grammar does not allow, and JSON has no word for
-        if tokens and logprobs:
-            tops = kwargs.get("top_tokens") or [()] * len(tokens)
-            names = self.generator.model_provider.tokenizer.convert_ids_to_tokens(tokens)
-            num_shown = getattr(self.response_generator.ctx, "num_shown", None)  # None: all
-            response["choices"][0]["logprobs"] = {
-                "content": [
-                    {
-                        "id": token,
-                        "token": name,
-                        "logprob": logprob,
-                        "top_logprobs": [other for other in top if other["logprob"] > least],
-                    }
-                    for token, name, logprob, top in zip(tokens, names, logprobs, tops, strict=True)
-                ][:num_shown]
-            }
-        return response
+    def _begin_stream(self) -> EventStream:
+        is_chunked = self.request_version != "HTTP/1.0"
+        self._set_stream_headers(200)
+        if is_chunked:
+            self.send_header("Transfer-Encoding", "chunked")
+        else:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.events = EventStream(self.wfile.write, is_chunked=is_chunked)
+        return self.events
 
     # GET ------------------------------------------------------------------------------------------------------
 
@@ -215,11 +213,19 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
             self._send(307, b"", "text/plain", Location="/cache")
         elif url.path == "/cache":  # has no figures in it; it asks for them, and for the key if need be
             self._send(200, cache_page.html(), "text/html; charset=utf-8", **cache_page.HEADERS)
+        elif url.path == "/openapi.json":
+            self._send_json(200, description(version("mlx_paged"), has_keys=bool(self.config.api_keys)))
         else:
             self._check_key()
             if url.path == "/v1/cache/stats":
                 report = self.generator.report(with_blocks="blocks" in parse_qs(url.query))
                 self._send_json(200, report, **{"Cache-Control": "no-store"})
+            elif url.path == "/version":
+                self._send_json(
+                    200,
+                    {name: version(name) for name in ("mlx_paged", "mlx", "mlx-lm")}
+                    | {"version": version("mlx_paged")},
+                )
             elif url.path == "/metrics":
                 self._send(200, self._metrics(), metrics.CONTENT_TYPE)
             elif url.path in ("/v1/models", "/v1/models/"):
@@ -244,19 +250,3 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
             return metrics.metrics_text(self.generator.report())
         except metrics.MetricsUnavailable as error:
             raise RequestRefused(501, str(error), kind="not_available") from None
-
-
-class Server(ThreadingHTTPServer):
-    """Many clients may come at once: a burst is not to be refused by the system."""
-
-    request_queue_size = 128
-    daemon_threads = True
-
-    def server_activate(self) -> None:
-        super().server_activate()
-        host, port = str(self.server_address[0]), int(self.server_address[1])
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        logging.info("API at %s/v1, the cache's page at %s/cache", url, url)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        logging.debug("connection of %s ended", client_address, exc_info=True)

@@ -20,6 +20,7 @@ from ...serve.refusal import RequestRefused, invalid
 from ..grammar.tokenizer_grammars import behind_reasoning
 from ..replaced import replaced
 from .answer_queue import AnswerQueue
+from .answers.scoring import PromptScoring
 
 
 @dataclass
@@ -32,6 +33,7 @@ class PreparedRequest(upstream.CompletionRequest):  # type: ignore[misc]
         constraint: what its answer has to be, as the client says it.
         grammar: the same for the model's tokens.
         prompt_lookup: most tokens that are looked up in a step; None: as configured.
+        scoring: computes the log-probabilities of the prompt's own tokens; None: they are not wanted.
     """
 
     made: MadePrompt | None = None
@@ -39,9 +41,11 @@ class PreparedRequest(upstream.CompletionRequest):  # type: ignore[misc]
     constraint: Constraint | None = None
     grammar: CompiledGrammar | None = None
     prompt_lookup: int | None = None
+    scoring: PromptScoring | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "grammar": None}  # which a process for prompts has no use for, and cannot be sent
+        # Which a process for prompts has no use for, and cannot be sent.
+        return {**vars(self), "grammar": None, "scoring": None}
 
     def check_for_ranks(self) -> None:
         """Raise RequestRefused (501) for what several ranks do not do."""
@@ -49,6 +53,26 @@ class PreparedRequest(upstream.CompletionRequest):  # type: ignore[misc]
             raise RequestRefused(501, "several ranks share all prefixes: no cache_salt, and one API key at most")
         if self.constraint is not None:
             raise RequestRefused(501, "several ranks cannot constrain answers", param=self.constraint.param)
+        if self.made is not None:
+            raise RequestRefused(501, "several ranks take prompts as text only", param="prompt")
+        if self.scoring is not None:
+            raise RequestRefused(501, "several ranks cannot tell log-probabilities of prompts", param="echo")
+
+    def begin(self, args: upstream.GenerationArguments, tokenizer: Any, model: nn.Module, tokens: list[int]) -> None:
+        """Check what the model has to say to it, and compute its prompt's log-probabilities if they are wanted.
+
+        Args:
+            args, tokenizer, model: as for ``check_sampling``.
+            tokens: of the prompt.
+
+        Raises:
+            RequestRefused: 400, it cannot be computed.
+        """
+        check_sampling(args, tokenizer, model)
+        if max(tokens) >= vocabulary(model, tokenizer):
+            raise invalid(f"prompt: token ids go from 0 to {vocabulary(model, tokenizer) - 1}", "prompt")
+        if self.scoring is not None:
+            self.scoring.compute(model, tokens)
 
     def constrain(self, setup: PromptSetup, queue: AnswerQueue) -> None:
         """Make the grammar. In the client's thread, so that whoever asks for a large one waits for it alone.
@@ -105,6 +129,11 @@ def has_images(messages: list[Any] | None) -> bool:
     return any(upstream._image_parts(messages))
 
 
+def vocabulary(model: nn.Module, tokenizer: Any) -> int:
+    """How many tokens a model knows."""
+    return getattr(getattr(model, "args", None), "vocab_size", None) or len(tokenizer)
+
+
 def check_sampling(args: upstream.GenerationArguments, tokenizer: Any, model: nn.Module) -> None:
     """Check what mlx-lm takes for granted in a request's sampling options; ``top_k`` is cut to what there is.
 
@@ -116,7 +145,7 @@ def check_sampling(args: upstream.GenerationArguments, tokenizer: Any, model: nn
     Raises:
         RequestRefused: 400, they cannot be used.
     """
-    vocab = getattr(getattr(model, "args", None), "vocab_size", None) or len(tokenizer)
+    vocab = vocabulary(model, tokenizer)
     if any(not 0 <= token < vocab for token in args.logits.logit_bias or ()):
         raise invalid(f"logit_bias: token ids go from 0 to {vocab - 1}", "logit_bias")
     args.sampling.top_k = min(args.sampling.top_k, vocab - 1)

@@ -7,18 +7,17 @@ import warnings
 from typing import Any
 
 from mlx_lm import server as upstream
-from mlx_lm.generate import TextStateMachine as StockTextStateMachine
 from mlx_lm.models.cache import LRUPromptCache
 
 from ...prefix.spill import SpillStore
+from ...serve.http.listener import Listener
 from ...serve.identities import Identities, noting_configs
 from ...serve.model_names import ModelNames
 from ...serve.prompt_maker import PromptMaker
 from ...serve.server_config import ServerConfig
-from ...serve.stops.stopped_answer import LastText
 from ..cache.lru_prompt_cache import PagedPromptCache, PromptStore
 from ..registry import fingerprint
-from .handler import PagedAPIHandler, Server
+from .handler import PagedAPIHandler
 from .prompt_job import PROCESS, make_prompt
 from .response_generator import PagedResponseGenerator
 
@@ -26,7 +25,6 @@ from .response_generator import PagedResponseGenerator
 KNOWN = {
     "ResponseGenerator": "aee1d7c01c8126e7",
     "APIHandler": "a66091f4d0265f80",
-    "TextStateMachine": "5a534080da8f152d",
     "_run_http_server": "3eb4368eeee268de",
     "run": "1f26d0701397089d",
 }
@@ -72,19 +70,6 @@ def make_response_generator(
     return _generator
 
 
-class TextStateMachine(StockTextStateMachine):  # type: ignore[misc]
-    """mlx-lm's, which parts an answer into reasoning, tool calls and content; at a LastText it gives back what it held
-    as the possible beginning of a marker."""
-
-    @staticmethod
-    def split(state: Any, text: str) -> tuple[Any, list[tuple[Any, str]]]:
-        state, segments = StockTextStateMachine.split(state, text)
-        if isinstance(text, LastText):
-            state, held, name = StockTextStateMachine.flush(state)
-            segments.append((name, held))
-        return state, segments
-
-
 def replacements(module: Any) -> dict[str, Any]:
     """Names of ``mlx_lm.server`` and what to put in their place; empty, with a warning, if it is not the one known."""
     changed = [name for name, known in KNOWN.items() if not _is_known(module, name, known)]
@@ -100,9 +85,8 @@ def replacements(module: Any) -> dict[str, Any]:
         "ResponseGenerator": make_response_generator,
         "load": noting_configs(module.load),
         "_run_http_server": functools.partial(
-            module._run_http_server, server_class=Server, handler_class=PagedAPIHandler
+            module._run_http_server, server_class=Listener, handler_class=PagedAPIHandler
         ),
-        "TextStateMachine": TextStateMachine,
     }
 
 

@@ -30,7 +30,7 @@ from ..cache.pools import known_pool, pool_of
 from ..grammar.tokenizer_grammars import TokenizerGrammars
 from .answer_queue import AnswerQueue
 from .model_switch import Candidate, ModelKey
-from .prepared_request import PreparedRequest, RenderedTokenizer, check_sampling, has_images
+from .prepared_request import PreparedRequest, RenderedTokenizer, has_images
 from .prompt_job import PROCESS, make_prompt
 from .served_batch import ServedBatch, batched_args
 from .tidying import Tidying
@@ -99,11 +99,11 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         if self._is_distributed:
             request.check_for_ranks()
         else:
-            request.made = self._make_prompt(queue, request, generation_args, client_is_gone)
+            request.made = self.make_prompt(queue, request, generation_args, client_is_gone)
         self.requests.put((queue, request, generation_args))
         return self._receive(queue, client_is_gone), self._answers(queue, progress_callback, client_is_gone)
 
-    def _make_prompt(
+    def make_prompt(
         self, queue: AnswerQueue, request: PreparedRequest, args: Any, client_is_gone: Callable[[], bool]
     ) -> MadePrompt:
         setup = self._setup
@@ -384,7 +384,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
             except Exception as error:
                 raise invalid(f"the prompt cannot be made: {type(error).__name__}: {error}", "messages") from error
         model, chunk = self.model_provider.model, self.cli_args.prefill_step_size
-        check_sampling(args, tokenizer, model)
+        request.begin(args, tokenizer, model, result[0])
         args.max_tokens = answer_tokens(pool_of(model), chunk, len(result[0]), args.max_tokens)
         return result
 

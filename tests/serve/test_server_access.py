@@ -170,7 +170,7 @@ def test_a_client_that_has_said_all_gets_its_answer(server: ServerProcess, versi
         client.sendall(head.encode() + raw)
         client.shutdown(socket.SHUT_WR)
         answer = b"".join(iter(lambda: client.recv(65536), b""))
-    interim, status = b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.0 200 OK\r\n"
+    interim, status = b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\n"
     assert answer.removeprefix(interim).startswith(status) and answer.count(status) == 1
     assert version == "1.1" or not answer.startswith(interim)
     if stream:

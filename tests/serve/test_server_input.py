@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mlx_paged.serve import request_body
+from mlx_paged.serve.api import parameters
+from mlx_paged.serve.api.parameters import ENDPOINTS, Support
 from mlx_paged.serve.refusal import RequestRefused
 from mlx_paged.serve.request_body import parse_body
 from tests.support.models.tiny_model import make_tiny_model
@@ -21,7 +23,17 @@ from tests.support.processes.server_process import ServerProcess
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 2}
-NAMES = [*request_body._CHECKS, "messages", "prompt"]
+NAMES = sorted({name for table in (parameters.CHAT, parameters.COMPLETIONS) for name in table.parameters})
+EVERY = [(path, name) for path, table in ENDPOINTS.items() for name in table.parameters]
+LEAST: dict[str, dict[str, Any]] = {  # of each endpoint, a body that passes
+    CHAT: HI,
+    COMPLETIONS: {"prompt": "x", "max_tokens": 2},
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": HI,
+    "/v1/messages/count_tokens": {"messages": HI["messages"]},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [1]},
+}
 
 
 # The parser alone -------------------------------------------------------------------------------------------------
@@ -54,11 +66,15 @@ bodies = st.dictionaries(st.sampled_from(NAMES), json_values, max_size=4).flatma
 )
 
 
+def parse(body: Any, path: str, **options: bool) -> Any:
+    return parse_body(json.dumps(body).encode(), ENDPOINTS[path], **options)
+
+
 @settings(max_examples=300, deadline=None)
 @given(bodies | json_values)
 def test_a_body_passes_or_is_refused(body: Any) -> None:
     try:
-        parsed = parse_body(json.dumps(body).encode(), CHAT)
+        parsed = parse(body, CHAT)
     except RequestRefused as refusal:
         assert refusal.status == 400 and refusal.body()["error"]["message"]
     else:
@@ -69,19 +85,35 @@ def test_a_body_passes_or_is_refused(body: Any) -> None:
 @given(st.binary(max_size=50))
 def test_bytes_pass_or_are_refused(raw: bytes) -> None:
     with pytest.raises(RequestRefused) as caught:
-        parse_body(raw, COMPLETIONS)
+        parse_body(raw, ENDPOINTS[COMPLETIONS])
     assert caught.value.status == 400
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_wrong_types_are_refused_by_name(name: str) -> None:
-    wrong: Any = [1] if name in ("messages", "tools", "stop") else "x" if name != "prompt" else 1
-    if name in ("model", "draft_model", "adapters", "cache_salt"):
-        wrong = {}
-    path = COMPLETIONS if name == "prompt" else CHAT
-    with pytest.raises(RequestRefused) as caught:
-        parse_body(json.dumps({**HI, "prompt": "x", name: wrong}).encode(), path)
-    assert caught.value.param == name and name in str(caught.value)
+@pytest.mark.parametrize("path, name", EVERY)
+def test_wrong_types_are_refused_by_name(path: str, name: str) -> None:
+    assert parse(LEAST[path], path)
+    refused = 0
+    for wrong in ({}, [], [1.5], "x", 1.5, True):
+        try:
+            parse({**LEAST[path], name: wrong}, path)
+        except RequestRefused as refusal:
+            refused += 1
+            assert refusal.status == 400 and refusal.param == name and name in str(refusal)
+    assert refused >= (6 if ENDPOINTS[path].parameters[name].support is Support.REFUSED else 2)
+    assert parse({**LEAST[path], name: None}, path) if name not in LEAST[path] else True  # as if it were not there
+
+
+def test_what_is_needed_and_what_is_not_known(caplog: pytest.LogCaptureFixture) -> None:
+    for path, body in LEAST.items():
+        for name in ENDPOINTS[path].required:
+            with pytest.raises(RequestRefused, match=f"{name} is required"):
+                parse({key: value for key, value in body.items() if key != name}, path)
+        with pytest.raises(RequestRefused, match="temprature is not a parameter") as caught:
+            parse({**body, "temprature": 0}, path)
+        assert caught.value.param == "temprature"
+        for _ in range(2):
+            assert parse({**body, "temprature": 0}, path, ignores_unknown=True) == parse(body, path)
+        assert caplog.text.count(f"is not a parameter of {path},") == 1
 
 
 @pytest.mark.parametrize(
@@ -100,7 +132,7 @@ def test_wrong_types_are_refused_by_name(name: str) -> None:
 )
 def test_what_is_not_json_is_refused(raw: bytes) -> None:
     with pytest.raises(RequestRefused) as caught:
-        parse_body(raw, COMPLETIONS)
+        parse_body(raw, ENDPOINTS[COMPLETIONS])
     assert caught.value.status == 400
 
 
@@ -115,19 +147,18 @@ def test_a_body_of_very_many_values_is_not_parsed(junk: str, monkeypatch: pytest
 
     monkeypatch.setattr(request_body.json, "loads", loads)
     with pytest.raises(RequestRefused) as caught:
-        parse_body(('{"prompt": "x", "junk": ' + junk).encode(), COMPLETIONS)
+        parse_body(('{"prompt": "x", "junk": ' + junk).encode(), ENDPOINTS[COMPLETIONS])
     assert caught.value.status == 413
 
 
 def test_a_long_text_is_one_value() -> None:
     for text in ('he said, "[{," ' * 200_000, "\\" * 1_000_000, ',"' * 700_000):
         body = {"prompt": text, "logit_bias": {str(n): 1 for n in range(1000)}}
-        assert parse_body(json.dumps(body).encode(), COMPLETIONS) == body
+        assert parse(body, COMPLETIONS) == body
 
 
 def test_null_is_as_not_given_and_seeds_are_made_fit() -> None:
-    body = parse_body(json.dumps({"prompt": "x", "seed": -1, "temperature": None, "other": 3}).encode(), COMPLETIONS)
-    assert body == {"prompt": "x", "seed": 2**64 - 1, "other": 3}
+    assert parse({"prompt": "x", "seed": -1, "temperature": None}, COMPLETIONS) == {"prompt": "x", "seed": 2**64 - 1}
 
 
 # The server -------------------------------------------------------------------------------------------------------
@@ -146,7 +177,8 @@ EDGES: dict[str, list[Any]] = {
     "stream": [True, False],
     "stream_options": [{}, {"include_usage": True}],
     "logprobs": [True, False],
-    "top_logprobs": [-1, 0, 1, 11],
+    "n": [1, 3],
+    "top_logprobs": [-1, 0, 1, 20],
     "max_tokens": [1, 2, 3],
     "temperature": [0, 0.0, 1e-300, 1e-5, 1, 100],
     "top_p": [0, 1e-9, 0.5, 1, 1.0],
@@ -258,5 +290,5 @@ def test_broken_requests_do_not_hang_the_server(server: ServerProcess) -> None:
         assert server.post(path, {"prompt": "x", "max_tokens": 1}).status == status
     assert server.get("/nothing").status == 404
     assert server.request("PUT", CHAT, b"{}", {}, 10).status == 501  # of Python's server: there is no such method
-    assert server.request("POST", CHAT, None, {"Transfer-Encoding": "chunked"}, 10).status in (400, 411)
+    assert server.request("POST", CHAT, b"x", {"Transfer-Encoding": "chunked"}, 10).status == 400
     server.wait_until(lambda: server.is_idle)

@@ -27,6 +27,7 @@ class StopStrings:
     def __init__(self, strings: Iterable[str]) -> None:
         self.cut: int | None = None
         self.is_found = False
+        self._strings: list[str] = []
         self._length = 0
         self._held = ""  # the end of the text so far
         self._node = 0  # the longest end of the text that some string begins with
@@ -63,6 +64,13 @@ class StopStrings:
         self.is_found = self.cut is not None
         return self._show(len(self._held) if self.cut is None else self.cut - (self._length - len(self._held)))
 
+    @property
+    def found(self) -> str | None:
+        """The stop string at which the text is cut, once it is certain; the longest of those that begin there."""
+        if not self.is_found:
+            return None
+        return max(filter(self._held.startswith, self._strings), key=len)
+
     def _show(self, num_characters: int) -> str:
         shown, self._held = self._held[:num_characters], self._held[num_characters:]
         return shown
@@ -76,6 +84,7 @@ class StopStrings:
     def _add(self, string: str) -> None:
         if not string:
             raise ValueError("a stop string is empty")
+        self._strings.append(string)
         node = 0
         for character in string:
             child = self._children[node].get(character)

@@ -35,6 +35,11 @@ class StoppedAnswer:
         return self._strings.is_found
 
     @property
+    def stop_string(self) -> str | None:
+        """The one that has ended the answer."""
+        return self._strings.found
+
+    @property
     def num_shown(self) -> int:
         """Tokens with some text before the stop string."""
         return len(self._starts) if self._strings.cut is None else bisect_left(self._starts, self._strings.cut)

@@ -1,26 +1,17 @@
-"""Connection: the response generator as one client's handler sees it."""
+"""Connection: whether the client of one request is still there."""
 
 from __future__ import annotations
 
 import select
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from .refusal import RequestRefused
-
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
-STREAM_PROBE = b": are you there?\n\n"  # a comment, which readers of event streams skip
+STREAM_PROBE = "are you there?"  # a comment, which readers of event streams skip
 # Seconds between the questions of the system to a client that may be gone, and how many of them.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-
-
-class Aborted(BaseException):
-    """Ends a request from within mlx-lm's handler, which catches every Exception and answers 404."""
-
-    def __init__(self, reason: Exception) -> None:
-        self.reason = reason
 
 
 class Connection:
@@ -33,44 +24,24 @@ class Connection:
     there the system is left to find out, which can take a minute.
 
     Args:
-        generator: of the server's answers; asked for everything else.
         handler: of the client: its connection, the version of its request, and what of an answer was sent.
+
+    Attributes:
+        beat: called at each look, by the thread that writes the answer.
     """
 
-    def __init__(self, generator: Any, handler: Any) -> None:
-        self._generator = generator
+    def __init__(self, handler: Any) -> None:
         self._handler = handler
         self._has_probed = False
-        self.ctx: Any = None  # of the latest request
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._generator, name)
-
-    def generate(self, request: Any, args: Any, progress_callback: Any = None) -> tuple[Any, Iterator[Any]]:
-        try:
-            ctx, answers = self._generator.generate(
-                request,
-                args,
-                progress_callback,
-                self.client_is_gone,
-                extras=self._handler.extras,
-            )
-        except (RequestRefused, OSError) as error:
-            raise Aborted(error) from None
-        self.ctx = ctx
-        return ctx, self._pass_on(answers)
-
-    def _pass_on(self, answers: Iterator[Any]) -> Iterator[Any]:
-        try:
-            yield from answers
-        except (RequestRefused, OSError) as error:
-            raise Aborted(error) from None
+        self.beat: Callable[[], None] | None = None
 
     def client_is_gone(self) -> bool:
         """Whether the client has closed the connection; what it may have sent meanwhile stays to be read. To be asked
         by the handler's thread, which writes the answer."""
         connection: socket.socket = self._handler.connection
         try:
+            if self.beat is not None:
+                self.beat()
             poll = select.poll()
             poll.register(connection, select.POLLIN)
             if not poll.poll(0):
@@ -87,8 +58,8 @@ class Connection:
     def _probe(self, connection: socket.socket) -> None:
         handler = self._handler
         if handler.has_answered:
-            if handler.stream:
-                handler.wfile.write(STREAM_PROBE)
+            if handler.events is not None:
+                handler.events.comment(STREAM_PROBE)
         elif handler.request_version != "HTTP/1.0":
             handler.wfile.write(PROBE)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
