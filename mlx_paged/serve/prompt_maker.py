@@ -214,8 +214,8 @@ class PromptMaker:
             RequestRefused: the prompt cannot be made, or too many bytes of others are waiting (429).
             ConnectionAbortedError: the client has gone.
         """
-        if request.made is not None:
-            return _checked(request.made, setup, most_tokens)
+        if (made := getattr(request, "made", None)) is not None:
+            return _checked(made, setup, most_tokens)
         job = PromptJob(request, template_kwargs, most_tokens, self.allow_template, has_images and setup.has_processor)
         if setup.payload is None:
             with self._here:

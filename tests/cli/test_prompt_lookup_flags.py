@@ -18,8 +18,8 @@ from mlx_paged.cli.generate import extend_parser
 from mlx_paged.cli.prompts_file import Prompt, Results, read_prompts
 from mlx_paged.cli.sampling import Sampling
 from mlx_paged.config import PagedConfig
-from mlx_paged.serve.refusal import RequestRefused
 from mlx_paged.serve.api.parameters import COMPLETIONS
+from mlx_paged.serve.refusal import RequestRefused
 from mlx_paged.serve.request_body import parse_body
 from tests.cli.test_command_line import PROMPT, generate, save_model
 from tests.cli.test_kv_bits_flags import parsed

@@ -290,5 +290,5 @@ def test_broken_requests_do_not_hang_the_server(server: ServerProcess) -> None:
         assert server.post(path, {"prompt": "x", "max_tokens": 1}).status == status
     assert server.get("/nothing").status == 404
     assert server.request("PUT", CHAT, b"{}", {}, 10).status == 501  # of Python's server: there is no such method
-    assert server.request("POST", CHAT, b"x", {"Transfer-Encoding": "chunked"}, 10).status == 400
+    assert server.request("POST", CHAT, b"x\r\n", {"Transfer-Encoding": "chunked"}, 10).status == 400
     server.wait_until(lambda: server.is_idle)

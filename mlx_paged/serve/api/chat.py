@@ -18,15 +18,16 @@ class ChatForm:
     Args:
         head: of the answer.
         includes_usage: whether a stream ends with it.
+        tells_logprobs: whether log-probabilities are wanted.
     """
 
     stream_object = "chat.completion.chunk"
     whole_object = "chat.completion"
     id_prefix = "chatcmpl-"
 
-    def __init__(self, head: Head, *, includes_usage: bool = False) -> None:
+    def __init__(self, head: Head, *, includes_usage: bool = False, tells_logprobs: bool = False) -> None:
         self._head = head
-        self._includes_usage = includes_usage
+        self._includes_usage, self._tells_logprobs = includes_usage, tells_logprobs
 
     def begin(self, usage: Usage) -> list[Event]:
         return []
@@ -60,7 +61,7 @@ class ChatForm:
 
     def _choice(self, piece: Piece, key: str) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish}
-        if piece.tokens:
+        if self._tells_logprobs:
             choice["logprobs"] = content_logprobs(piece.tokens)
         message: dict[str, Any] = {"role": "assistant"}
         calls = piece.calls

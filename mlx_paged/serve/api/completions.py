@@ -22,7 +22,7 @@ class CompletionForm(ChatForm):
 
     Args:
         head: of the answer.
-        includes_usage: whether a stream ends with it.
+        includes_usage, tells_logprobs: as in chats.
         num_top: OpenAI's ``logprobs``; None: log-probabilities are not wanted, or in mlx-lm's form.
         echoes: of each answer, what it begins with; empty: nothing.
     """
@@ -31,9 +31,15 @@ class CompletionForm(ChatForm):
     id_prefix = "cmpl-"
 
     def __init__(
-        self, head: Head, *, includes_usage: bool = False, num_top: int | None = None, echoes: Sequence[Echo] = ()
+        self,
+        head: Head,
+        *,
+        includes_usage: bool = False,
+        tells_logprobs: bool = False,
+        num_top: int | None = None,
+        echoes: Sequence[Echo] = (),
     ) -> None:
-        super().__init__(head, includes_usage=includes_usage)
+        super().__init__(head, includes_usage=includes_usage, tells_logprobs=tells_logprobs)
         self._num_top = num_top
         self._echoes = list(echoes)
         self._offsets: dict[int, int] = {}  # of the texts so far, by index, in characters
@@ -57,7 +63,7 @@ class CompletionForm(ChatForm):
         choice: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish}
         if self._num_top is not None:
             choice["logprobs"] = self._logprobs(piece)
-        elif piece.tokens:
+        elif self._tells_logprobs:
             choice["logprobs"] = content_logprobs(piece.tokens)
         choice["text"] = piece.text
         return choice

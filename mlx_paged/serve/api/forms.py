@@ -44,7 +44,10 @@ def form_of(
         return ResponseForm(head, body)
     if endpoint is MESSAGES:
         return MessageForm(head)
-    includes_usage = bool(body.get("stream_options", {}).get("include_usage"))
+    options: dict[str, Any] = {
+        "includes_usage": bool(body.get("stream_options", {}).get("include_usage")),
+        "tells_logprobs": bool(body.get("logprobs")) or body.get("top_logprobs", 0) > 0,
+    }
     if endpoint is COMPLETIONS:
-        return CompletionForm(head, includes_usage=includes_usage, num_top=num_top, echoes=echoes)
-    return ChatForm(head, includes_usage=includes_usage)
+        return CompletionForm(head, **options, num_top=num_top, echoes=echoes)
+    return ChatForm(head, **options)

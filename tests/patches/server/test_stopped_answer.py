@@ -1,4 +1,4 @@
-"""Stop strings among reasoning, tool calls and their markers: scripted answers through mlx-lm's own request handler."""
+"""Answers are parted as mlx-lm's own handler does; stop strings among reasoning, tool calls and their markers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm import server as upstream
 from mlx_lm.generate import make_text_state_machine
 
 from mlx_paged.patches.server.answer_queue import AnswerQueue
-from mlx_paged.patches.server.handler import PagedAPIHandler
-from mlx_paged.patches.server.replacements import replacements
+from mlx_paged.patches.server.answers.answer import Answer
+from mlx_paged.serve.api.chat import ChatForm
+from mlx_paged.serve.api.pieces import Head, Piece, Usage
 from tests.serve.stops.test_stop_strings import cut_of
 
 TOKENIZER = SimpleNamespace(
@@ -31,14 +31,6 @@ TOKENIZER = SimpleNamespace(
     structural_markers=(),
     response_transitions={},
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def state_machine() -> Iterator[None]:
-    """As the server puts it into mlx-lm's module."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(upstream, "TextStateMachine", replacements(upstream)["TextStateMachine"])
-        yield
 
 
 class Script:
@@ -74,11 +66,11 @@ class Script:
                 break
 
 
-class Handler(PagedAPIHandler):
-    """Writes to memory, for a request that has been read."""
+class Handler(upstream.APIHandler):
+    """mlx-lm's; writes to memory, for a request that has been read."""
 
     def __init__(self, script: Script, stream: bool) -> None:
-        self.response_generator = self.generator = script
+        self.response_generator = script
         self.stream, self.stream_options = stream, {"include_usage": True}
         self.requested_model = self.request_id = self.system_fingerprint = ""
         self.requested_draft_model, self.adapter, self.created, self.num_draft_tokens = "", None, 0, 0
@@ -93,28 +85,50 @@ class Handler(PagedAPIHandler):
         self.headers, self.wfile = Message(), io.BytesIO()
         self.requestline, self.request_version, self.client_address = "", "HTTP/1.1", ("", 0)
 
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
 
 class Told(dict[str, Any]):
-    """What the client was told: content, reasoning, tool_calls, finish_reason, tokens."""
+    """What the client was told: content, reasoning, tool_calls, finish_reason."""
 
 
 def tell(pieces: list[str], reason: str, stops: list[str], stream: bool) -> Told:
+    """What a client is told, in pieces or at the end."""
     script = Script(pieces, reason, stops)
-    handler = Handler(script, stream)
-    handler.handle_completion(upstream.CompletionRequest("chat", "", [], None, None), stops)
+    ctx, said = script.generate(None, None, None)
+    answer = Answer(0, ctx, None, None)
+    told = [piece for each in said if (piece := answer.take(each)) is not None] + [answer.finish()]
+    head = Head("", "", 0, "")
+    usage = Usage(1, 0, answer.num_tokens)
+    assert answer.num_tokens == script.num_taken
+    if stream:
+        events = [event for piece in told for event in ChatForm(head).piece(piece)]
+        assert all(piece.stop is None for piece in told[:-1])
+        return read([event.data for event in events], "delta")
+    return read([ChatForm(head).whole([Piece.joined(told)], usage)], "message")
+
+
+def tell_upstream(pieces: list[str], reason: str, stream: bool) -> Told:
+    """The same of mlx-lm's handler, without stop strings."""
+    handler = Handler(Script(pieces, reason, []), stream)
+    handler.handle_completion(upstream.CompletionRequest("chat", "", [], None, None), [])
     body = handler.wfile.getvalue().split(b"\r\n\r\n", 1)[1].decode()
-    told = Told(content="", reasoning="", tool_calls=[], finish_reason=None, tokens=None)
-    chunks = [json.loads(body)] if not stream else [json.loads(x[6:]) for x in body.split("\n\n")[:-2]]
+    if stream:
+        return read([json.loads(line[6:]) for line in body.split("\n\n")[:-2]], "delta")
+    return read([json.loads(body)], "message")
+
+
+def read(chunks: list[Any], key: str) -> Told:
+    told = Told(content="", reasoning="", tool_calls=[], finish_reason=None)
     for chunk in chunks:
-        if "usage" in chunk:
-            told["tokens"] = chunk["usage"]["completion_tokens"]
         for choice in chunk["choices"]:
-            part = choice["delta" if stream else "message"]
+            part = choice[key]
             told["content"] += part.get("content") or ""
             told["reasoning"] += part.get("reasoning", "")
             told["tool_calls"] += [call["function"]["name"] for call in part.get("tool_calls", [])]
+            assert all(("index" in call) == (key == "delta") for call in part.get("tool_calls", []))
             told["finish_reason"] = choice["finish_reason"]
-    assert told["tokens"] == script.num_taken
     return told
 
 
@@ -154,7 +168,7 @@ def test_an_answer_is_parted_as_if_its_text_had_ended_before_the_stop_string(
         expected = tell([cut_of(text, stops)], "length", [], stream)
         assert told["finish_reason"] == ("tool_calls" if expected["tool_calls"] else "stop")
     else:
-        expected = tell(pieces, reason, [], stream)
+        expected = tell_upstream(pieces, reason, stream)
         assert told["finish_reason"] == expected["finish_reason"]
     for name in ("content", "reasoning", "tool_calls"):
         assert told[name] == expected[name], name
