@@ -1,0 +1,425 @@
+"""Every parameter and what it does, through the official openai and anthropic clients."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import anthropic
+import mlx.core as mx
+import mlx_lm
+import openai
+import pytest
+from anthropic.types import message_create_params
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+
+from mlx_paged.serve.api import parameters
+from mlx_paged.serve.api.parameters import Support
+from tests.support.models.tools_model import make_tools_model
+from tests.support.processes.server_process import ServerProcess
+
+pytestmark = pytest.mark.demo_model
+
+HI: list[Any] = [{"role": "user", "content": "Hi."}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+CLOCK = {"name": "clock", "description": "Tells the time", "parameters": SCHEMA}
+OF_CHAT, OF_RESPONSE = {"type": "function", "function": CLOCK}, {"type": "function", **CLOCK}
+OF_MESSAGE = {"name": "clock", "description": "Tells the time", "input_schema": SCHEMA}
+WHITE = {str(token): -100 for token in (216, 197, 198, 201, 202, 220, 222)}  # white space of the tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tools_model(tmp_path_factory.mktemp("tools"), demo_model_folder)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    flags = ("--max-tokens", "4", "--log-level", "WARNING", "--chat-template-args", '{"enable_thinking": false}')
+    process = ServerProcess(folder, tmp_path_factory.mktemp("server"), *flags)
+    yield process
+    process.wait_until(lambda: process.is_idle)
+    assert process.stop() == 0, process.log
+    assert "Traceback" not in process.log, process.log
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+@pytest.fixture
+def claude(server: ServerProcess) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)
+
+
+# Every parameter ----------------------------------------------------------------------------------------------------
+
+SAMPLING: dict[str, Any] = {
+    **{"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "xtc_probability": 0.5, "xtc_threshold": 0.1},
+    **{"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_context_size": 5},
+    **{"presence_context_size": 5, "frequency_context_size": 5, "logit_bias": {"39": 1}, "seed": 7, "prompt_lookup": 2},
+    **{"cache_salt": "mine", "structured_outputs": {"regex": "[ab]"}, "model": "default_model"},
+    **{"num_draft_tokens": 2, "stream": False},
+}
+RECORDS: dict[str, Any] = {
+    **{"user": "me", "metadata": {"a": "b"}, "safety_identifier": "me", "store": False, "prompt_cache_key": "k"},
+    **{"prompt_cache_retention": "24h", "prompt_cache_options": {}, "service_tier": "auto"},
+}
+KWARGS = {"chat_template_kwargs": {"enable_thinking": False}}
+USED: dict[str, dict[str, Any]] = {  # values of what is supported or has no effect
+    "/v1/chat/completions": {
+        **SAMPLING,
+        **RECORDS,
+        **KWARGS,
+        **{"max_tokens": 2, "max_completion_tokens": 2, "n": 2, "stop": ["x"], "logprobs": True, "top_logprobs": 20},
+        **{"response_format": {"type": "text"}, "tools": [OF_CHAT], "tool_choice": "none", "role_mapping": {"a": "b"}},
+        **{"parallel_tool_calls": False, "reasoning_effort": "low", "modalities": ["text"], "verbosity": "medium"},
+        **{"prediction": {"type": "content", "content": "x"}, "stream_options": {"include_usage": True}},
+        "messages": HI,
+    },
+    "/v1/completions": {
+        **SAMPLING,
+        **{"max_tokens": 2, "max_completion_tokens": 2, "n": 2, "best_of": 3, "echo": True, "stop": "x", "logprobs": 3},
+        **{"top_logprobs": 2, "response_format": {"type": "text"}, "user": "me", "metadata": {"a": "b"}},
+        **{"stream_options": {"include_usage": True}, "prompt": ["Hello", [1, 2]]},
+    },
+    "/v1/responses": {
+        **SAMPLING,
+        **RECORDS,
+        **KWARGS,
+        **{"instructions": "Rhyme.", "max_output_tokens": 2, "text": {"format": {"type": "text"}}, "tools": []},
+        **{"tool_choice": "auto", "parallel_tool_calls": True, "top_logprobs": 0, "reasoning": {"effort": "low"}},
+        **{"include": ["message.output_text.logprobs"], "background": False, "truncation": "disabled", "input": "Hi."},
+        "stream_options": {"include_obfuscation": False},
+    },
+    "/v1/messages": {
+        **SAMPLING,
+        **KWARGS,
+        **{"system": "Rhyme.", "stop_sequences": ["x"], "tools": [OF_MESSAGE], "tool_choice": {"type": "none"}},
+        **{"thinking": {"type": "enabled", "budget_tokens": 1024}, "output_config": {"effort": "low"}, "max_tokens": 2},
+        **{"metadata": {"user_id": "me"}, "cache_control": {"type": "ephemeral"}, "service_tier": "auto"},
+        "messages": HI,
+    },
+}
+OF_HEADERS = {"user_profile_id", "workspace_id"}  # which is what the client makes of them
+MODELS_OF_DISK = {"adapters", "draft_model"}  # with a folder only; see test_server_access
+
+
+def ask(client: openai.OpenAI, claude: anthropic.Anthropic, path: str, **options: Any) -> Any:
+    """By the client's own arguments, and its way to send others."""
+    make: Any = {
+        "/v1/chat/completions": client.chat.completions.create,
+        "/v1/completions": client.completions.create,
+        "/v1/responses": client.responses.create,
+        "/v1/messages": claude.messages.create,
+    }[path]
+    least = {name: USED[path][name] for name in parameters.ENDPOINTS[path].required}
+    known = set(get_type_hints(OFFICIAL[path]))
+    given = {"model": "default_model", **least, **options}
+    own = {name: value for name, value in given.items() if name in known - OF_HEADERS}
+    return make(**own, extra_body={name: value for name, value in given.items() if name not in own})
+
+
+OFFICIAL: dict[str, Any] = {
+    "/v1/chat/completions": chat_create_params.CompletionCreateParamsNonStreaming,
+    "/v1/completions": completion_create_params.CompletionCreateParamsNonStreaming,
+    "/v1/responses": response_create_params.ResponseCreateParamsNonStreaming,
+    "/v1/messages": message_create_params.MessageCreateParamsNonStreaming,
+}
+
+
+@pytest.mark.parametrize("path", USED)
+def test_every_parameter_is_taken_or_refused_by_name(
+    path: str, client: openai.OpenAI, claude: anthropic.Anthropic
+) -> None:
+    table = parameters.ENDPOINTS[path].parameters
+    assert set(get_type_hints(OFFICIAL[path])) - {"stream"} <= set(table)
+    refused = {name for name, parameter in table.items() if parameter.support is Support.REFUSED}
+    assert set(USED[path]) == set(table) - refused - MODELS_OF_DISK
+
+    def used(name: str) -> Any:
+        return ask(client, claude, path, **{"max_tokens": 2} if path == "/v1/messages" else {}, **given(name))
+
+    def given(name: str) -> dict[str, Any]:
+        return {} if name == "max_tokens" and path == "/v1/messages" else {name: USED[path][name]}
+
+    def refuse(name: str) -> str:
+        with pytest.raises((openai.BadRequestError, anthropic.BadRequestError)) as caught:
+            ask(client, claude, path, **{name: "x"})
+        error: Any = caught.value.body
+        assert name in str(caught.value)
+        return str((error.get("error") or error)["param"])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(used, USED[path]))
+        assert list(pool.map(refuse, sorted(refused))) == sorted(refused)
+        assert refuse("temprature") == "temprature"
+
+
+# Chats and completions ----------------------------------------------------------------------------------------------
+
+
+def test_n_answers_compute_their_prompt_once(server: ServerProcess, client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "What is to be said of forks, of which there are many? " * 30}]
+    options: dict[str, Any] = {"model": "default_model", "messages": messages, "temperature": 1, "max_tokens": 5}
+    before = server.stats()["server"]["computed_prompt_tokens"]
+    answer = client.chat.completions.create(**options, n=4, seed=3)
+    num_prompt = answer.usage.prompt_tokens
+    assert num_prompt > 300 and answer.usage.completion_tokens == 20
+    assert server.stats()["server"]["computed_prompt_tokens"] - before <= num_prompt + 4
+    assert answer.usage.prompt_tokens_details.cached_tokens < 9  # what all chats begin with
+    said = [choice.message.content for choice in answer.choices]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3] and len(set(said)) == 4
+    assert client.chat.completions.create(**options, seed=5).choices[0].message.content == said[2]
+    streamed = ["", "", "", ""]
+    ends: list[int] = []
+    for chunk in client.chat.completions.create(
+        **options, n=4, seed=3, stream=True, stream_options={"include_usage": True}
+    ):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+            ends += [choice.index] if choice.finish_reason else []
+    assert streamed == said and sorted(ends) == [0, 1, 2, 3]
+    assert chunk.usage.completion_tokens == 20 and chunk.usage.prompt_tokens == num_prompt
+
+
+def test_prompts_of_all_kinds_are_answered_together(client: openai.OpenAI, folder: Path) -> None:
+    _, tokenizer = mlx_lm.load(str(folder))
+    texts = ["Once upon a time", "The sea is"]
+    alone = [client.completions.create(model="default_model", prompt=text).choices[0].text for text in texts]
+    ids = [tokenizer.encode(text) for text in texts]
+    for prompt in (texts, ids, [texts[0], ids[1]]):
+        answer = client.completions.create(model="default_model", prompt=prompt, n=2)
+        assert [choice.text for choice in answer.choices] == [alone[0], alone[0], alone[1], alone[1]]
+        assert answer.usage.prompt_tokens == sum(map(len, ids)) and answer.usage.completion_tokens == 16
+    assert client.completions.create(model="default_model", prompt=ids[0]).choices[0].text == alone[0]
+    for wrong, words in (([[49152]], "from 0 to 49151"), (["x"] * 257, "at most 256"), ([[]], "not empty")):
+        with pytest.raises(openai.BadRequestError, match=words):
+            client.completions.create(model="default_model", prompt=wrong)
+
+
+def test_echoes_have_the_log_probabilities_of_the_model(client: openai.OpenAI, folder: Path) -> None:
+    model, tokenizer = mlx_lm.load(str(folder))
+    text = ("The quick brown fox jumps over the lazy dog. " * 27).strip()
+    tokens = tokenizer.encode(text)
+    assert 256 < len(tokens) < 300  # are scored at two times
+    logits = model(mx.array([tokens]))[0].astype(mx.float32)
+    rows = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    expected = [rows[place, token].item() for place, token in enumerate(tokens[1:])]
+    create: Any = client.completions.create
+    choice = create(model="default_model", prompt=text, echo=True, logprobs=3, max_tokens=2).choices[0]
+    told = choice.logprobs
+    assert choice.text.startswith(text) and "".join(told.tokens) == choice.text
+    assert len(told.tokens) == len(tokens) + 2 == len(told.top_logprobs)
+    assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
+    assert max(abs(a - b) for a, b in zip(told.token_logprobs[1:-2], expected, strict=True)) < 1e-3
+    assert all(choice.text[at:].startswith(token) for at, token in zip(told.text_offset, told.tokens, strict=True))
+    assert all(3 <= len(top) <= 4 for top in told.top_logprobs[1:])
+    short: dict[str, Any] = {"model": "default_model", "prompt": "The quick brown fox", "echo": True, "logprobs": 1}
+    alone = create(**short, max_tokens=0)
+    assert alone.choices[0].text == "The quick brown fox" and alone.usage.completion_tokens == 0
+    assert alone.choices[0].logprobs.token_logprobs[1:] == pytest.approx(expected[:3], abs=1e-3)
+    chunks = list(create(**short, n=2, max_tokens=3, stream=True))
+    for index in range(2):
+        told = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        assert "".join(each.text for each in told).startswith("The quick brown fox")
+        assert sum(len(each.logprobs.tokens) for each in told) == 4 + 3
+    bare = create(model="default_model", prompt="Hi", echo=True).choices[0]
+    assert bare.text.startswith("Hi") and len(bare.text) > 2 and bare.logprobs is None
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        create(model="default_model", prompt="Hi", max_tokens=0)
+
+
+def test_the_best_answers_are_the_likeliest(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {
+        "model": "default_model",
+        "prompt": "Once",
+        "temperature": 1.5,
+        "seed": 11,
+        "max_tokens": 3,
+    }
+    every = client.completions.create(**options, n=5, logprobs=0)
+    means = [sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs) for choice in every.choices]
+    order = sorted(range(5), key=lambda index: -means[index])
+    best = client.completions.create(**options, n=2, best_of=5)
+    assert [choice.text for choice in best.choices] == [every.choices[index].text for index in order[:2]]
+    assert best.usage.completion_tokens == 15 and best.choices[0].logprobs is None
+    for wrong in ({"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}):
+        with pytest.raises(openai.BadRequestError, match="best_of"):
+            client.completions.create(**options, **wrong)
+
+
+def test_streams_tell_log_probabilities(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "default_model", "messages": HI, "max_tokens": 5, "logprobs": True}
+    whole = client.chat.completions.create(**options, top_logprobs=20).choices[0].logprobs.content
+    told = [
+        token
+        for chunk in client.chat.completions.create(**options, top_logprobs=20, stream=True)
+        for token in chunk.choices[0].logprobs.content
+    ]
+    assert [token.token for token in told] == [token.token for token in whole] and len(told) == 5
+    for ours, theirs in zip(told, whole, strict=True):
+        assert math.isclose(ours.logprob, theirs.logprob, abs_tol=1e-4) and len(ours.top_logprobs) == 20
+
+
+def test_tools_are_called(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "default_model", "messages": HI, "max_tokens": 90, "logit_bias": WHITE}
+    named = {"type": "function", "function": {"name": "clock"}}
+    for choice in ("required", named):
+        answer = client.chat.completions.create(
+            **options, tools=[OF_CHAT], tool_choice=choice, parallel_tool_calls=False
+        )
+        (call,) = answer.choices[0].message.tool_calls
+        assert answer.choices[0].finish_reason == "tool_calls" and call.function.name == "clock"
+        assert isinstance(json.loads(call.function.arguments)["ok"], bool)
+    again = [*HI, answer.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "noon"}]
+    assert client.chat.completions.create(model="default_model", messages=again).choices[0].message.content
+
+
+# Responses ----------------------------------------------------------------------------------------------------------
+
+
+def test_responses_are_chats_in_another_form(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model="default_model", messages=[{"role": "system", "content": "Rhyme."}, *HI], max_tokens=6
+    )
+    options: dict[str, Any] = {"model": "default_model", "instructions": "Rhyme.", "max_output_tokens": 6}
+    whole = client.responses.create(**options, input="Hi.", metadata={"a": "b"})
+    assert whole.output_text == chat.choices[0].message.content
+    assert whole.status == "incomplete" and whole.incomplete_details.reason == "max_output_tokens"
+    assert (whole.usage.input_tokens, whole.usage.output_tokens) == (chat.usage.prompt_tokens, 6)
+    assert whole.metadata == {"a": "b"} and whole.instructions == "Rhyme."
+    with client.responses.stream(**options, input=[{"role": "user", "content": "Hi."}]) as stream:
+        kinds = [event.type for event in stream]
+    assert event.response.output_text == whole.output_text
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.incomplete"
+    assert "response.output_text.delta" in kinds and "response.output_item.done" in kinds
+    told = client.responses.create(**options, input="Hi.", include=["message.output_text.logprobs"], top_logprobs=2)
+    assert all(len(token.top_logprobs) == 2 for token in told.output[0].content[0].logprobs)
+    parsed = client.responses.create(
+        model="default_model",
+        input="Hi.",
+        max_output_tokens=60,
+        text={"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
+        extra_body={"logit_bias": WHITE},
+    )
+    assert isinstance(json.loads(parsed.output_text)["ok"], bool) and parsed.status == "completed"
+
+
+def test_responses_call_tools_and_reason(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "default_model", "max_output_tokens": 90, "tools": [OF_RESPONSE]}
+    options |= {"tool_choice": "required", "parallel_tool_calls": False, "extra_body": {"logit_bias": WHITE}}
+    whole = client.responses.create(**options, input="Hi.")
+    (call,) = whole.output
+    assert call.type == "function_call" and call.name == "clock" and json.loads(call.arguments)
+    with client.responses.stream(**options, input="Hi.") as stream:
+        kinds = [event.type for event in stream]
+    assert "response.function_call_arguments.done" in kinds and kinds[-1] == "response.completed"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "noon"}
+    history: list[Any] = [{"role": "user", "content": "Hi."}, call.to_dict(), result]
+    assert client.responses.create(model="default_model", input=history).output_text
+    thinks = {"chat_template_kwargs": {"enable_thinking": True}, "logit_bias": {"3": -100}}
+    thought = client.responses.create(model="default_model", input="Hi.", max_output_tokens=4, extra_body=thinks)
+    assert thought.output[0].type == "reasoning" and thought.output[0].content[0].text
+    assert thought.usage.output_tokens_details.reasoning_tokens == 4
+    assert client.responses.create(model="default_model", input=[*history[:1], thought.output[0].to_dict(), history[0]])
+    for wrong in ([{"type": "image_generation_call"}], [{"type": "message", "role": "x", "content": "y"}]):
+        with pytest.raises(openai.BadRequestError, match="input"):
+            client.responses.create(model="default_model", input=wrong)
+    for name, value in (("store", True), ("background", True), ("include", ["x"]), ("tools", [{"type": "web_search"}])):
+        with pytest.raises(openai.BadRequestError, match=name):
+            client.responses.create(**{"model": "default_model", "input": "Hi.", name: value})
+
+
+# Messages -----------------------------------------------------------------------------------------------------------
+
+
+def test_messages_are_chats_in_another_form(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    chat = client.chat.completions.create(
+        model="default_model", messages=[{"role": "system", "content": "Rhyme."}, *HI], max_tokens=6
+    )
+    options: dict[str, Any] = {"model": "default_model", "max_tokens": 6, "system": "Rhyme."}
+    whole = claude.messages.create(**options, messages=HI)
+    assert whole.content[0].text == chat.choices[0].message.content and whole.stop_reason == "max_tokens"
+    usage = whole.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == chat.usage.prompt_tokens and usage.output_tokens == 6
+    parts: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "Hi."}]}]
+    with claude.messages.stream(**options, messages=parts) as stream:
+        assert "".join(stream.text_stream) == whole.content[0].text
+        assert stream.get_final_message().stop_reason == "max_tokens"
+    counted = claude.messages.count_tokens(model="default_model", system="Rhyme.", messages=HI)
+    assert counted.input_tokens == chat.usage.prompt_tokens
+    stop = whole.content[0].text[3:6]
+    cut = claude.messages.create(**options, messages=HI, stop_sequences=["#never#", stop])
+    assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
+    assert cut.content[0].text == whole.content[0].text[: whole.content[0].text.index(stop)]
+    form: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    parsed = claude.messages.create(
+        model="default_model", max_tokens=60, messages=HI, output_config=form, extra_body={"logit_bias": WHITE}
+    )
+    assert isinstance(json.loads(parsed.content[0].text)["ok"], bool) and parsed.stop_reason == "end_turn"
+
+
+def test_messages_use_tools_and_think(claude: anthropic.Anthropic) -> None:
+    options: dict[str, Any] = {"model": "default_model", "max_tokens": 90, "tools": [OF_MESSAGE], "messages": HI}
+    options["extra_body"] = {"logit_bias": WHITE}
+    for kind in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "clock"}):
+        whole = claude.messages.create(**options, tool_choice=kind)
+        (use,) = whole.content
+        assert whole.stop_reason == "tool_use" and use.name == "clock" and isinstance(use.input["ok"], bool)
+    with claude.messages.stream(**options, tool_choice=kind) as stream:
+        final = stream.get_final_message()
+    assert final.content[0].input == use.input and final.stop_reason == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "noon"}
+    history: list[Any] = [*HI, {"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}]
+    assert claude.messages.create(model="default_model", max_tokens=3, messages=history, tools=[OF_MESSAGE]).content
+    thinking: Any = {"type": "enabled", "budget_tokens": 1024}
+    no_end = {"logit_bias": {"3": -100}}
+    with claude.messages.stream(
+        model="default_model", max_tokens=4, messages=HI, thinking=thinking, extra_body=no_end
+    ) as stream:
+        thought = stream.get_final_message()
+    assert thought.content[0].type == "thinking" and thought.content[0].thinking
+    for name, value in (
+        ("tool_choice", {"type": "x"}),
+        ("tools", [{"type": "bash_20250124", "name": "bash"}]),
+        ("thinking", {"type": "much"}),
+        ("output_config", {"format": {"type": "xml"}}),
+        ("messages", [{"role": "user", "content": [{"type": "document", "source": {}}]}]),
+    ):
+        with pytest.raises(anthropic.BadRequestError, match=name):
+            claude.messages.create(**{"model": "default_model", "max_tokens": 2, "messages": HI, name: value})
+    with pytest.raises(anthropic.NotFoundError):
+        claude.messages.create(model="nobody", max_tokens=2, messages=HI)
+
+
+# The rest -----------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_of_texts_and_texts_of_tokens(server: ServerProcess, client: openai.OpenAI) -> None:
+    tokens = server.post("/tokenize", {"prompt": "Once upon a time"}).json["tokens"]
+    assert server.post("/detokenize", {"tokens": tokens}).json == {"prompt": "Once upon a time"}
+    told = server.post("/tokenize", {"messages": HI}).json
+    usage = client.chat.completions.create(model="default_model", messages=HI).usage
+    assert told["count"] == len(told["tokens"]) == usage.prompt_tokens
+    for path, body, name in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": HI}, "prompt"),
+        ("/detokenize", {"tokens": [49152]}, "tokens"),
+        ("/detokenize", {"tokens": []}, "tokens"),
+    ):
+        answer = server.post(path, body)
+        assert answer.status == 400 and answer.json["error"]["param"] == name, answer.body
+    assert set(server.get("/version").json) >= {"version", "mlx", "mlx-lm"}
