@@ -70,6 +70,14 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
     def do_OPTIONS(self) -> None:
         self._guarded(super().do_OPTIONS)
 
+    def do_PUT(self) -> None:
+        self._guarded(self._refuse_method)
+
+    do_PATCH = do_DELETE = do_TRACE = do_PUT
+
+    def _refuse_method(self) -> None:
+        raise RequestRefused(405, f"there is no {self.command} here: GET, HEAD, POST and OPTIONS alone")
+
     def _guarded(self, answer: Callable[[], None]) -> None:
         """Run a request; what it raises becomes an answer, as long as none has begun."""
         stats = self.generator.stats
@@ -97,9 +105,11 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
         self._headers_buffer: list[bytes] = []  # upstream may have begun an answer that was not sent
         try:
             if not self.has_answered:
-                retry = {} if refusal.retry_after is None else {"Retry-After": str(refusal.retry_after)}
+                more = {} if refusal.retry_after is None else {"Retry-After": str(refusal.retry_after)}
+                if refusal.status == 405:
+                    more["Allow"] = "GET, HEAD, POST, OPTIONS"
                 of_messages = self.path.startswith("/v1/messages")
-                self._send_json(refusal.status, error_of(refusal) if of_messages else refusal.body(), **retry)
+                self._send_json(refusal.status, error_of(refusal) if of_messages else refusal.body(), **more)
             else:
                 self.close_connection = True
                 if self.events is not None:
@@ -232,6 +242,8 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
                 self._send_json(200, {"object": "list", "data": self.names.listed(self.created)})
             elif url.path.startswith("/v1/models/"):
                 self._model(unquote(url.path.removeprefix("/v1/models/")))
+            elif endpoint_of(url.path) is not None:
+                raise RequestRefused(405, f"{url.path} is asked with POST")
             else:
                 raise RequestRefused(404, f"there is nothing at {url.path}", kind="not_found")
 

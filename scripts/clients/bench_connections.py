@@ -1,6 +1,6 @@
 """What idle connections and slow readers cost: the server's memory, and how long another client waits.
 
-python scripts/clients/bench_connections.py [--idle 1000] [--slow 20]
+python scripts/clients/bench_connections.py [--idle 1000] [--slow 10]
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def tell(server: ServerProcess, what: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--idle", type=int, default=1000)
-    parser.add_argument("--slow", type=int, default=20)
+    parser.add_argument("--slow", type=int, default=10)
     args = parser.parse_args()
     raised_file_limit()
     with tempfile.TemporaryDirectory() as folder:
@@ -64,7 +64,7 @@ def main() -> None:
             assert client.recv(4096).startswith(b"HTTP/1.1 200")
             idle.append(client)
         tell(server, f"{args.idle} idle connections")
-        body = {"prompt": "Hello", "max_tokens": 3000, "stream": True}
+        body = {"prompt": "Hello", "max_tokens": 400, "stream": True, "logprobs": True, "top_logprobs": 20}
         slow = [server.send_and_leave_open(COMPLETIONS, body) for _ in range(args.slow)]
         server.wait_until(lambda: server.is_idle, 600)  # all is generated, and nobody has read it
         tell(server, f"and {args.slow} that do not read")

@@ -210,7 +210,9 @@ logit_bias = Check(
         "additionalProperties": {"type": "number", "minimum": -1e4, "maximum": 1e4},
     },
 )
-stream_options = Check(_stream_options, {"type": "object", "properties": {"include_usage": {"type": "boolean"}}})
+stream_options = Check(
+    _stream_options, {"type": "object", "properties": {"include_usage": {"type": ["boolean", "null"]}}}
+)
 objects = Check(_objects, _OBJECTS)
 logprobs_flag = Check(_logprobs_flag, {"type": "boolean"})
 logprobs = Check(_logprobs, {"oneOf": [{"type": "boolean"}, {"type": "integer", "minimum": 0, "maximum": 20}]})
@@ -226,8 +228,8 @@ messages = Check(
         "minItems": 1,
         "items": {
             "type": "object",
-            "required": ["role", "content"],
-            "properties": {"role": {"type": "string"}, "content": _TEXT_OR_PARTS},
+            "required": ["role"],
+            "properties": {"role": {"type": "string"}, "content": {"anyOf": [_TEXT_OR_PARTS, {"type": "null"}]}},
         },
     },
 )

@@ -55,7 +55,7 @@ def description(version: str, *, has_keys: bool = False) -> dict[str, Any]:
 def _post(endpoint: Endpoint) -> dict[str, Any]:
     answers = _answers("application/json", tuple(ERRORS))
     if "stream" in endpoint.parameters:
-        answers["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        answers["200"]["content"]["text/event-stream"] = {"schema": {}}
     schema = {
         "type": "object",
         "properties": {name: _property(parameter) for name, parameter in endpoint.parameters.items()},

@@ -103,7 +103,9 @@ _SAMPLING = [
 _TEMPLATE = [Parameter("chat_template_kwargs", object_, "variables that the chat template reads")]
 _STREAM = [
     Parameter("stream", flag),
-    Parameter("stream_options", checks.stream_options, "`include_usage`; `include_obfuscation` has no effect"),
+    Parameter(
+        "stream_options", checks.stream_options, "with `stream`: `include_usage`; `include_obfuscation` has no effect"
+    ),
 ]
 _TOP = Parameter("top_logprobs", whole(-1, 20), "beyond 11, more than mlx-lm gives")
 _ONE_TIER = [_without_effect("service_tier", one_of("auto", "default"), "there is one tier")]

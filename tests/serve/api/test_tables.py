@@ -10,7 +10,29 @@ from mlx_paged.serve.api.parameters import ENDPOINTS, Support, endpoint_of
 from mlx_paged.serve.refusal import RequestRefused
 from scripts.clients.write_api_tables import PAGE, updated
 
-SAMPLES = [None, True, False, 0, 1, 7, -3, 1.5, 300, "", "x", "auto", [], ["x"], [1], [[1, 2]], [{}], {}, {"type": "x"}]
+SAMPLES = [
+    "disabled",
+    "medium",
+    None,
+    True,
+    False,
+    0,
+    1,
+    7,
+    -3,
+    1.5,
+    300,
+    "",
+    "x",
+    "auto",
+    [],
+    ["x"],
+    [1],
+    [[1, 2]],
+    [{}],
+    {},
+    {"type": "x"},
+]
 SAMPLES += [
     {"1": 2},
     {"x": 2},
