@@ -73,7 +73,7 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
     def do_PUT(self) -> None:
         self._guarded(self._refuse_method)
 
-    do_PATCH = do_DELETE = do_TRACE = do_PUT
+    do_PATCH = do_DELETE = do_TRACE = do_QUERY = do_PUT
 
     def _refuse_method(self) -> None:
         raise RequestRefused(405, f"there is no {self.command} here: GET, HEAD, POST and OPTIONS alone")

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from mlx_paged.serve.http.listener import raised_file_limit
 from scripts.demo_model import ensure_demo_model
-from tests.support.models.tools_model import make_tools_model
+from tests.support.models.tiny_model import make_tools_model
 from tests.support.processes.server_process import ServerProcess
 
 COMPLETIONS = "/v1/completions"

@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.demo_model import ensure_demo_model
-from tests.support.models.tools_model import make_tools_model
+from tests.support.models.tiny_model import make_tools_model
 from tests.support.processes.server_process import ServerProcess
 
 

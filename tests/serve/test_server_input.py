@@ -289,7 +289,7 @@ def test_broken_requests_do_not_hang_the_server(server: ServerProcess) -> None:
     for path, status in (("/v1/completionsx", 404), ("/v1/completions?x=1", 200), ("/", 404)):
         assert server.post(path, {"prompt": "x", "max_tokens": 1}).status == status
     assert server.get("/nothing").status == 404
-    for method, status in (("PUT", 405), ("DELETE", 405), ("TRACE", 405), ("GET", 405), ("BREW", 501)):
+    for method, status in (("PUT", 405), ("DELETE", 405), ("TRACE", 405), ("QUERY", 405), ("GET", 405), ("BREW", 501)):
         assert server.request(method, CHAT, b"{}", {}, 10).status == status
     assert server.request("POST", CHAT, b"x\r\n", {"Transfer-Encoding": "chunked"}, 10).status == 400
     server.wait_until(lambda: server.is_idle)

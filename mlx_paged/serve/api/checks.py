@@ -121,7 +121,7 @@ def _logit_bias(name: str, value: Any) -> None:
 
 def _stream_options(name: str, value: Any) -> None:
     is_right = isinstance(value, dict) and all(
-        isinstance(value.get(key) or False, bool) for key in ("include_usage", "include_obfuscation")
+        value.get(key) is None or isinstance(value[key], bool) for key in ("include_usage", "include_obfuscation")
     )
     if not is_right:
         raise invalid(f"{name} must be an object, its include_usage true or false", name)

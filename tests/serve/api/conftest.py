@@ -1,0 +1,38 @@
+"""One server for all tests of what clients may say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import anthropic
+import openai
+import pytest
+
+from tests.support.models.tiny_model import make_tools_model
+from tests.support.processes.server_process import ServerProcess
+
+
+@pytest.fixture(scope="package")
+def folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tools_model(tmp_path_factory.mktemp("tools"), demo_model_folder)
+
+
+@pytest.fixture(scope="package")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    flags = ("--max-tokens", "4", "--log-level", "WARNING", "--chat-template-args", '{"enable_thinking": false}')
+    process = ServerProcess(folder, tmp_path_factory.mktemp("server"), *flags)
+    yield process
+    process.wait_until(lambda: process.is_idle)
+    assert process.stop() == 0, process.log
+    assert "Traceback" not in process.log, process.log
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+@pytest.fixture
+def claude(server: ServerProcess) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)
