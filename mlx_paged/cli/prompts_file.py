@@ -141,7 +141,7 @@ def _from_object(index: int, line: bytes) -> Prompt:
     if not isinstance(values.get("prompt", ""), str):
         raise invalid("prompt must be a string", "prompt")
     if values.get("max_tokens") == 0:
-        raise invalid("max_tokens must be at least 1", "max_tokens")
+        raise invalid("max_tokens must be from 1", "max_tokens")
     constraint_of(values, chat=False)
     messages, most = values.get("messages"), values.get("max_completion_tokens", values.get("max_tokens"))
     sampling = {name: value for name, value in values.items() if name in SAMPLING}
