@@ -83,8 +83,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if argv is not None:
         sys.argv = [sys.argv[0], *argv]
     start_error: Callable[[], Exception | None] = lambda: None  # noqa: E731
+    begin_drain: Callable[[], bool] = lambda: False  # noqa: E731
     try:
-        from ..patches.server.replacements import replacements, start_error
+        from ..patches.server.replacements import begin_drain, replacements, start_error
 
         names = replacements(upstream)
     except (ImportError, AttributeError) as error:  # a name that it needs is missing in this version of mlx-lm
@@ -95,7 +96,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore", message="mlx_lm.server is not recommended for production")
     names["argparse"] = SimpleNamespace(ArgumentParser=ServerParser)
     names["load"] = explain_load_errors(names.get("load", upstream.load))
-    signal.signal(signal.SIGTERM, _interrupt)  # mlx-lm ends in order at an interrupt only
+
+    def end(number: int, frame: Any) -> None:
+        if not begin_drain():
+            raise KeyboardInterrupt  # mlx-lm ends in order at an interrupt only
+
+    signal.signal(signal.SIGTERM, end)
     try:
         with replaced(upstream, **names):
             upstream.main()
@@ -103,26 +109,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"mlx_paged.server: {error}")
     except OSError as error:
         print(f"mlx_paged.server: the server cannot start: {error}", file=sys.stderr)
-        _leave(1)
+        leave(1)
     except KeyboardInterrupt:
         logging.info("interrupted")
+    except Exception:  # the computing thread would keep the process, which serves nobody
+        logging.exception("the server has failed")
+        leave(1)
     failure = start_error()
     if failure is not None:
         print(f"mlx_paged.server: the server cannot start: {failure}", file=sys.stderr)
-    _leave(0 if failure is None else 1)
+    leave(0 if failure is None else 1)
 
 
-def _leave(status: int) -> NoReturn:
+def leave(status: int) -> NoReturn:
     """End the process, everything being saved. At a normal exit, MLX's CPU streams of threads that have ended abort it;
     and where the port cannot be had, mlx-lm's computing thread would keep it running."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def _interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class Engine(LiveRequests):
             packs=packs if reads_blocks_only else False,
         )
         self.counters = counters
-        self.computed_prompt_tokens = 0
+        self.computed_prompt_tokens = self.num_steps = 0
         self.prefill = Prefill(batch.model, in_place=self.in_place, shares_calls=self.shares_calls, packs=self.packs)
         self.look_up: LookUp | None = None
         if self.can_pack and reads_blocks_only and self.pool is not None and self.budget is not None:
@@ -104,6 +104,7 @@ class Engine(LiveRequests):
                 self.pool.return_memory()
 
     def _step(self) -> tuple[list[Any], list[TokenResponse]]:
+        self.num_steps += 1
         plan = self.scheduler.plan()
         for request, error in plan.failed:
             self._end_failed(request, error)

@@ -101,6 +101,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # by age, oldest first
         self.preemptions = 0
+        self.admits = True  # whether requests may start beside those that run
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running)
@@ -169,6 +170,13 @@ class Scheduler:
         self.preempt(youngest)
         return True
 
+    def preempt_youngest(self) -> bool:
+        """Preempt the youngest running request, between two steps, unless it runs alone. Returns whether one was."""
+        if len(self.running) < 2:
+            return False
+        self.preempt(self.running[-1])
+        return True
+
     def _fits_after_preempting(
         self, growth: Growth, beneficiary: Request, failed: list[tuple[Request, Exception]]
     ) -> bool:
@@ -231,6 +239,8 @@ class Scheduler:
     def _admit(self, num_prefilling: int, failed: list[tuple[Request, Exception]]) -> Request | None:
         """The request that waits longest, if it may start."""
         if not self.waiting or len(self.running) >= self.max_running or num_prefilling >= self.max_prefilling:
+            return None
+        if self.running and not self.admits:
             return None
         request = self.waiting[0]
         # Room for all of its prompt and a token more, beyond what those running are going to need.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -42,6 +43,7 @@ class PoolMemory:
         self.groups = groups
         self.budget = budget
         self.shrinks = 0  # how often a group's tensors were made smaller
+        self.spare: int | None = None  # bytes to grow by beyond what is needed at once; None: what the budget allows
         self.holders = holders
         self.turn = turn
 
@@ -54,6 +56,11 @@ class PoolMemory:
     def unreserved_bytes(self) -> int:
         """Bytes of the budget that no tensor takes."""
         return self.budget - sum(group.bytes_reserved for group in self.groups)
+
+    @property
+    def _ahead_bytes(self) -> int:
+        """Bytes of the budget that may be reserved before they are needed."""
+        return self.unreserved_bytes if self.spare is None else min(self.unreserved_bytes, self.spare)
 
     @property
     def reclaimable_bytes(self) -> int:
@@ -85,7 +92,7 @@ class PoolMemory:
         """
         with self.turn:
             self.holders.collect()
-            share = 1.0 if in_all is None else min(1.0, self.unreserved_bytes / max(1, self._missing_bytes(in_all)))
+            share = 1.0 if in_all is None else min(1.0, self._ahead_bytes / max(1, self._missing_bytes(in_all)))
             for index, group in enumerate(self.groups):
                 count, num_free = counts[index], group.allocator.num_free
                 if count <= num_free:
@@ -119,7 +126,7 @@ class PoolMemory:
             if missing <= 0:
                 return
             # Beyond the need, at most half of what is left: another group may need the rest.
-            target = min(target, allocator.num_blocks + max(missing, self.unreserved_bytes // per_block // 2))
+            target = min(target, allocator.num_blocks + max(missing, self._ahead_bytes // per_block // 2))
         self.turn.is_dirty = True
         group.grow(target)
 
@@ -202,6 +209,20 @@ class PoolMemory:
         self.holders.renumber(index, moves)
         self.shrinks += 1
         group.renumber(moves, num_blocks)
+
+    def give_back(self, num_bytes: int) -> None:
+        """:meth:`return_unused`, of so many bytes if they can be had: where free blocks are not enough, prefix caches
+        give some up. For the thread that computes, between steps."""
+        with self.turn:
+            self.holders.collect()
+            missing = num_bytes - (self.unheld_bytes - self.unreserved_bytes)
+            reclaimable = self.reclaimable_bytes
+            if missing > 0 and reclaimable:
+                share = min(1.0, missing / reclaimable)
+                for index in range(len(self.groups)):
+                    self.holders.evict(index, math.ceil(self.holders.reclaimable(index) * share))
+            if self.unheld_bytes > self.unreserved_bytes:
+                self.return_unused()
 
     def return_unused(self) -> None:
         """See :meth:`BlockPool.return_memory`."""

@@ -377,18 +377,16 @@ class BlockPool:
     # Accounts -------------------------------------------------------------------------------------------------
 
     def stats(self) -> PagedCacheStats:
-        with self._lock:
-            self._holders.collect()
-            return count(
-                self.groups,
-                self.block_size,
-                self.memory_budget,
-                self._cow_forks,
-                self.holders(),
-                self.preemptions,
-                self.memory.shrinks,
-                (self.drafted, self.accepted),
-            )
+        """Figures of the moment; waits for nobody who computes."""
+
+        def read(is_exact: bool) -> PagedCacheStats:
+            if is_exact:
+                self.collect()
+            of_batches = self.preemptions, self.memory.shrinks, (self.drafted, self.accepted)
+            holders = self.holders()
+            return count(self.groups, self.block_size, self.memory_budget, self._cow_forks, holders, *of_batches)
+
+        return self.turn.glance(read)
 
     def check_integrity(self) -> None:
         """Raise BlockStateError unless reference counts, free lists, tables and tensors agree."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -14,6 +15,8 @@ from .group import BlockGroup
 
 P = ParamSpec("P")
 R = TypeVar("R")
+GLANCE_SECONDS = 0.02  # for the lock: whoever has it longer computes, and changes nothing meanwhile
+GLANCES = 5
 
 
 class _ThreadState(threading.local):
@@ -99,6 +102,30 @@ class Turn:
         finally:
             self._depth -= 1
             self._lock.release()
+
+    def glance(self, read: Callable[[bool], R]) -> R:
+        """What ``read`` returns, without waiting for a turn. It may be called several times, and only reads.
+
+        A thread has its turn while it computes, for seconds where that is a long prompt on a CPU. So who only wants to
+        look takes the lock if it is free soon; otherwise figures are those of the moment, and seldom of two.
+
+        Args:
+            read: told whether it has the lock.
+
+        Raises:
+            RuntimeError, LookupError: what was read changed each time.
+        """
+        if self._lock.acquire(timeout=GLANCE_SECONDS):
+            try:
+                return read(True)
+            finally:
+                self._lock.release()
+        for _ in range(GLANCES - 1):
+            try:
+                return read(False)
+            except (RuntimeError, LookupError):  # something has changed its size
+                time.sleep(0.001)
+        return read(False)
 
     def compute(self, *, wait: bool) -> None:
         """Have what the thread left here computed; with ``wait`` it is done on return."""

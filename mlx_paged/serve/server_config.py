@@ -10,6 +10,8 @@ from pathlib import Path
 from ..config import parse_memory
 from ..errors import ConfigError
 from .api_keys import VARIABLE, ApiKeys
+from .health.drain import SECONDS as DRAIN_SECONDS
+from .health.memory_watch import WATERMARK
 
 DISK_CAP = 10 << 30
 
@@ -27,6 +29,10 @@ class ServerConfig:
         served_model_names: other names of the model.
         allow_chat_template_override: whether a request may bring its own chat template.
         ignore_unknown_parameters: whether parameters that are not in the tables pass, and are not refused.
+        memory_watermark: share of the memory's limit above which prefixes and requests make room; 0: it is not watched.
+        watchdog_timeout: seconds without progress after which the thread that computes is replaced; 0: it never is;
+            None: as long as is plenty on the device.
+        drain_timeout: seconds that requests have to finish at SIGTERM.
     """
 
     prefix_cache: bool = True
@@ -37,6 +43,9 @@ class ServerConfig:
     served_model_names: tuple[str, ...] = ()
     allow_chat_template_override: bool = False
     ignore_unknown_parameters: bool = False
+    memory_watermark: float = WATERMARK
+    watchdog_timeout: float | None = None
+    drain_timeout: float = DRAIN_SECONDS
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -78,6 +87,29 @@ class ServerConfig:
             action="store_true",
             help="Let parameters pass that this server does not know, with a line in the log; without it they are 400",
         )
+        group = parser.add_argument_group("staying alive")
+        group.add_argument(
+            "--memory-watermark",
+            type=_percent,
+            metavar="PERCENT",
+            default=WATERMARK,
+            help="Of the memory's limit: above it cached prefixes go, then no request starts beside others, then the "
+            f"youngest makes room (default: {WATERMARK:.0%}; 0: not watched)".replace("%", "%%"),
+        )
+        group.add_argument(
+            "--watchdog-timeout",
+            type=_seconds_or_none,
+            metavar="SECONDS",
+            help="Replace the thread that computes after so long without any progress (default: 300 on a GPU, where "
+            "a step is short, 3600 on a CPU; 0: never)",
+        )
+        group.add_argument(
+            "--drain-timeout",
+            type=_seconds_or_none,
+            metavar="SECONDS",
+            default=DRAIN_SECONDS,
+            help="At SIGTERM, requests have so long to finish (default: 30); a second signal ends the server at once",
+        )
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> ServerConfig:
@@ -98,6 +130,9 @@ class ServerConfig:
             served_model_names=names,
             allow_chat_template_override=args.allow_chat_template_override,
             ignore_unknown_parameters=args.ignore_unknown_parameters,
+            memory_watermark=args.memory_watermark,
+            watchdog_timeout=args.watchdog_timeout,
+            drain_timeout=args.drain_timeout,
         )
 
 
@@ -108,6 +143,20 @@ def _seconds(text: str) -> float:
         value = 0.0
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text!r}")
+    return value
+
+
+def _seconds_or_none(text: str) -> float:
+    return 0.0 if text.strip() in ("0", "0.0") else _seconds(text)
+
+
+def _percent(text: str) -> float:
+    try:
+        value = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 100, in percent, not {text!r}")
     return value
 
 

@@ -112,6 +112,12 @@ class PagedPromptCache:
         the same name, it need not be the same."""
         self.others.trim_to(n_sequences=0)
 
+    def forget_pool(self, pool: BlockPool) -> None:
+        """Know nothing more of a pool that is no good, and save nothing of it. Waits for nobody who works on it."""
+        self._trees.pop(pool, None)
+        self._identities.pop(pool, None)
+        self._salt = None  # of whoever was at it
+
     def tidy(self, is_wanted: Callable[[], bool] = lambda: False) -> None:
         """For idle moments: give up what has expired, and write what is not on disk yet, so that it outlives a crash.
 
@@ -180,24 +186,29 @@ class PagedPromptCache:
         """Nodes of all trees: runs of tokens between places where prefixes part."""
         total = 0
         for tree in list(self._trees.values()):
-            with tree.pool.lock:
-                total += sum(1 for _ in tree.nodes())
+            total += tree.pool.turn.glance(partial(_num_nodes, tree))
         return total
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         """Entries and bytes by type; a block shared by several counts for the type of the first node that has it."""
         result: dict[str, dict[str, int]] = self.others.stats_by_type()
         for tree in list(self._trees.values()):
-            with tree.pool.lock:
-                seen: list[set[int]] = [{0} for _ in tree.pool.groups]
-                for node in tree.nodes():
-                    kind = result[self._kind(node)]
-                    kind["n_sequences"] += self._counts(tree, node)
-                    for known, group, blocks in zip(seen, tree.pool.groups, node.blocks, strict=True):
-                        new = set(blocks) - known
-                        known |= new
-                        kind["n_bytes"] += len(new) * group.bytes_per_block
+            for name, counted in tree.pool.turn.glance(partial(self._by_type, tree)).items():
+                for figure, number in counted.items():
+                    result[name][figure] += number
         return result
+
+    def _by_type(self, tree: RadixTree, _: bool) -> dict[str, dict[str, int]]:
+        found = {name: {"n_sequences": 0, "n_bytes": 0} for name in self._kinds}
+        seen: list[set[int]] = [{0} for _ in tree.pool.groups]
+        for node in tree.nodes():
+            kind = found[self._kind(node)]
+            kind["n_sequences"] += self._counts(tree, node)
+            for known, group, blocks in zip(seen, tree.pool.groups, node.blocks, strict=True):
+                new = set(blocks) - known
+                known |= new
+                kind["n_bytes"] += len(new) * group.bytes_per_block
+        return found
 
     def figures(self) -> dict[str, Any]:
         """What ``/v1/cache/stats`` says of it."""
@@ -325,9 +336,11 @@ class PagedPromptCache:
     def _num_paged(self) -> int:
         total = 0
         for tree in list(self._trees.values()):
-            with tree.pool.lock:
-                total += sum(self._counts(tree, node) for node in tree.nodes())
+            total += tree.pool.turn.glance(partial(self._num_entries, tree))
         return total
+
+    def _num_entries(self, tree: RadixTree, _: bool) -> int:
+        return sum(self._counts(tree, node) for node in tree.nodes())
 
     def _paged_bytes(self) -> int:
         return sum(tree.nbytes for tree in list(self._trees.values()))
@@ -340,6 +353,10 @@ PromptStore: TypeAlias = PagedPromptCache | LRUPromptCache
 def salted_store(store: PromptStore, salt: Hashable) -> AbstractContextManager[None]:
     """For the time of a ``with`` block, the prefixes of requests with this salt alone."""
     return store.salted(salt) if isinstance(store, PagedPromptCache) else nullcontext()
+
+
+def _num_nodes(tree: RadixTree, _: bool) -> int:
+    return sum(1 for _ in tree.nodes())
 
 
 def _on_disk(identity: str, number: int, salt: Hashable) -> str:

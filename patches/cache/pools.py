@@ -108,6 +108,12 @@ def pool_of(model: Any) -> BlockPool | None:
     return pool
 
 
+def forget_pool(model: Any) -> None:
+    """Let the registry drop a model's pools: its next prompt cache lies in a new one. Waits for nobody's turn."""
+    with _lock:
+        _pools.put(model, _Pools())
+
+
 def forget_pools() -> None:
     """Let the registry drop its pools; caches in use keep theirs alive."""
     with _lock:

@@ -27,6 +27,7 @@ from ..cache.layer_cache import PagedLayerCache
 from ..cache.layout import name_of, pinned_in, reads_blocks_only, why_one_by_one
 from ..cache.prompt_cache import factory_of
 from . import known_samplers
+from .request_progress import request_progress
 from .response import Response
 from .upstream import UPSTREAM
 
@@ -212,25 +213,43 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         return 0 if self._engine is None else self._engine.computed_prompt_tokens
 
     @property
+    def num_steps(self) -> int:
+        """Steps of prompts and of tokens that have been computed."""
+        engine = self._engine  # which another thread may abandon
+        return 0 if engine is None else engine.num_steps
+
+    @property
+    def admits(self) -> bool:
+        """Whether requests that wait may start beside those that run."""
+        return self._engine is None or self._engine.scheduler.admits
+
+    @admits.setter
+    def admits(self, value: bool) -> None:
+        if self._engine is not None:
+            self._engine.scheduler.admits = value
+
+    def preempt_youngest(self) -> bool:
+        """Have the youngest of several running requests make room, as if its blocks were needed: it waits, and is
+        computed again later. Returns whether one has."""
+        if self._engine is None:
+            return False
+        with mx.stream(self._stream):
+            return self._engine.scheduler.preempt_youngest()
+
+    def abandon(self) -> None:
+        """After a call has failed half-way: let go of all requests. Nothing of them is kept."""
+        self._engine = None
+
+    @property
     def num_waiting(self) -> int:
         """Requests that have not started."""
-        return len(self._unprocessed_sequences) if self._engine is None else len(self._engine.scheduler.waiting)
+        engine = self._engine
+        return len(self._unprocessed_sequences) if engine is None else len(engine.scheduler.waiting)
 
     def progress(self) -> list[dict[str, Any]]:
         """How far each unfinished request is. May be called by any thread, and is only about right then."""
-        if self._engine is None:
-            return []
-        return [
-            {
-                "uid": request.uid,
-                "waiting": request.caches is None,
-                "prompt_tokens": request.kept + request.prompt_length,
-                "cached_tokens": request.num_cached or 0,
-                "tokens": request.length,
-                "generated_tokens": request.num_generated,
-            }
-            for request in list(self._engine.requests.values())
-        ]
+        engine = self._engine
+        return [] if engine is None else [request_progress(request) for request in list(engine.requests.values())]
 
     def next(self) -> tuple[list[Any], list[Any]]:
         """Responses of prompts and of generated tokens; both empty when nothing is left to do."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Iterable
 from queue import Queue
 from typing import Any
@@ -10,6 +12,8 @@ from mlx_lm import server as upstream
 
 from ...errors import without_frames
 from ...serve.stops.stopped_answer import StoppedAnswer
+
+_numbers = itertools.count(1)
 
 
 class AnswerQueue(Queue[Any]):
@@ -23,6 +27,10 @@ class AnswerQueue(Queue[Any]):
         ctx: the request's GenerationContext once it has one.
         is_alone: the request is served alone: putting its progress raises once the client has gone, which ends it.
         text_sm: parts the answer's text, in the place of mlx-lm's; None: mlx-lm's does.
+        num_put: items that were put.
+        num_tokens: those of them that were tokens.
+        number: of the request, in the order they came.
+        asked_at: when it came, in seconds of the monotonic clock.
         counts_prompt: whether somebody else counts the prompt tokens computed for it.
     """
 
@@ -31,6 +39,10 @@ class AnswerQueue(Queue[Any]):
         self.cancelled = False
         self.is_alone = False
         self.counts_prompt = True
+        self.num_put = self.num_tokens = 0
+        self.number = next(_numbers)
+        self.asked_at = time.monotonic()
+        self._is_failed = False
         self.ctx: Any = None
         self.text_sm: Any = None
         stop_strings = tuple(stop_strings)
@@ -45,7 +57,16 @@ class AnswerQueue(Queue[Any]):
     def is_wanted(self) -> bool:
         return not (self.cancelled or (self.ctx is not None and self.ctx._should_stop))
 
+    def fail(self, error: Exception) -> None:
+        """The last item, whatever somebody who was taken to be dead still puts. By any thread."""
+        self._is_failed = True
+        super().put(without_frames(error))
+
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        self.num_put += 1
+        if self._is_failed:
+            return
+        self.num_tokens += isinstance(item, upstream.Response)
         if isinstance(item, upstream.GenerationContext):
             self.ctx = item
             item.text_sm = self.text_sm or item.text_sm

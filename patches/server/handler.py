@@ -33,7 +33,7 @@ from .response_generator import PagedResponseGenerator
 
 SOCKET_SECONDS = 60  # without a byte from or to a client, after which it is taken to be gone
 POLLED = ("/v1/cache/stats", "/health", "/metrics")  # asked for again and again, by the page and by monitors
-STATES = {"ready": ("ok", 200), "loading": ("loading", 503), "failed": ("failed", 503)}  # "ok" is mlx-lm's word
+HEALTHY = ("ok", "degraded")  # "ok" is mlx-lm's word
 
 
 class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
@@ -59,7 +59,8 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
     # Requests -------------------------------------------------------------------------------------------------
 
     def do_POST(self) -> None:
-        self._guarded(self._post)
+        with self.generator.drain.answering():
+            self._guarded(self._post)
 
     def do_GET(self) -> None:
         self._guarded(self._get)
@@ -248,8 +249,9 @@ class PagedAPIHandler(upstream.APIHandler):  # type: ignore[misc]
                 raise RequestRefused(404, f"there is nothing at {url.path}", kind="not_found")
 
     def _health(self) -> None:
-        status, code = STATES[self.generator.state]
-        self._send_json(code, {"status": status}, **{"Cache-Control": "no-store"})
+        health = self.generator.health()
+        code = 200 if health["status"] in HEALTHY else 503
+        self._send_json(code, health, **{"Cache-Control": "no-store"})
 
     def _model(self, name: str) -> None:
         found = self.names.find(name, self.created)

@@ -30,6 +30,7 @@ KNOWN = {
 }
 _config = ServerConfig()
 _generator: PagedResponseGenerator | None = None
+_start_errors: list[Exception] = []
 
 
 def configure(config: ServerConfig) -> None:
@@ -40,7 +41,12 @@ def configure(config: ServerConfig) -> None:
 
 def start_error() -> Exception | None:
     """Why the server that ran could not be started, if so."""
-    return None if _generator is None else _generator.start_error
+    return _start_errors[-1] if _start_errors else None
+
+
+def begin_drain() -> bool:
+    """Let the requests of the server that runs finish, and end it then. False: end it now."""
+    return _generator is not None and _generator.begin_drain()
 
 
 def make_prompt_cache_store(max_size: int | None) -> PromptStore:
@@ -66,7 +72,9 @@ def make_response_generator(
     if not model_provider.is_distributed:
         prompts.start()  # while the model is loaded
     global _generator
-    _generator = PagedResponseGenerator(model_provider, prompt_cache, prompts=prompts, config=_config)
+    _generator = PagedResponseGenerator(
+        model_provider, prompt_cache, prompts=prompts, config=_config, on_start_error=_start_errors.append
+    )
     return _generator
 
 

@@ -6,18 +6,21 @@ import _thread
 import gc
 import logging
 import signal
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from queue import Empty
 from typing import Any
 
-import mlx.core as mx
 from mlx_lm import server as upstream
 from mlx_lm.models import cache as stock_cache
 
 from ...serve.capacity import announce, answer_tokens, capacity, check_capacity
 from ...serve.extras import RequestExtras
+from ...serve.health.drain import Drain
+from ...serve.health.memory_watch import MemoryWatch, Pressure
+from ...serve.health.watchdog import default_timeout
+from ...serve.model_names import ModelNames
 from ...serve.prompt_maker import PromptMaker, PromptSetup
 from ...serve.prompt_messages import MadePrompt, PromptJob
 from ...serve.refusal import RequestRefused, invalid, refusal_of
@@ -29,20 +32,22 @@ from ..cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
 from ..cache.pools import known_pool, pool_of
 from ..grammar.tokenizer_grammars import TokenizerGrammars
 from .answer_queue import AnswerQueue
+from .computing.computing_loop import ComputingLoop
+from .computing.open_requests import OpenRequests
+from .computing.supervisor import Supervisor
 from .model_switch import Candidate, ModelKey
 from .prepared_request import PreparedRequest, RenderedTokenizer, has_images
 from .prompt_job import PROCESS, make_prompt
-from .served_batch import ServedBatch, batched_args
-from .tidying import Tidying
+from .served_batch import batched_args
 
 POLL_SECONDS = 0.25  # between looks at whether a client is still there
-IDLE_SECONDS = 0.1
 MAX_WAITING = 1024  # requests; each takes a thread
 Tokenized = tuple[list[int], list[list[int]], list[str], str, Any]  # as in mlx-lm; the last one is of images
 
 
 class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
-    """One thread computes all requests: those that can be batched together, others alone, in the order they came.
+    """One thread computes all requests: those that can be batched together, others alone, in the order they came. If
+    it fails or hangs, its requests are told so, and it is started again (:class:`.computing.supervisor.Supervisor`).
 
     A process of several (distributed) ranks runs mlx-lm's own loop instead, which keeps the ranks in step.
 
@@ -51,9 +56,11 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         prompt_cache: of all models.
         prompts: makes the prompts.
         config: of the server.
+        on_start_error: told of ``start_error``; that may be before this is made.
 
     Attributes:
         start_error: why the server's own model cannot be served, if so; the server ends then.
+        drain: who is being answered, and whether anybody new is.
     """
 
     def __init__(
@@ -62,17 +69,22 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         prompt_cache: PromptStore,
         prompts: PromptMaker | None = None,
         config: ServerConfig | None = None,
+        on_start_error: Callable[[Exception], None] = lambda error: None,
     ) -> None:
+        self._on_start_error = on_start_error
         self.stats = ServerStats()
         self.prompts, self.config = prompts or PromptMaker(make_prompt, PROCESS), config or ServerConfig()
         self.start_error: Exception | None = None
+        self.drain = Drain(self.config.drain_timeout)
+        self.memory_watch = MemoryWatch(self.config.memory_watermark)
         self._setup: PromptSetup | None = None  # of the present model
-        self._has_started = False
-        self._batch: ServedBatch | None = None
-        self._pending: deque[tuple[AnswerQueue, PreparedRequest | None, upstream.GenerationArguments]] = deque()
-        self._stream: Any = None  # the thread's
-        self._tidying = Tidying()
+        self.has_started = False
+        self._open = OpenRequests()
+        timeout = self.config.watchdog_timeout
+        self.supervisor = Supervisor(self, default_timeout() if timeout is None else timeout)
         super().__init__(model_provider, prompt_cache)  # starts the thread
+        if not self._is_distributed:
+            self.supervisor.watchdog.start()
 
     # Clients' threads -----------------------------------------------------------------------------------------
 
@@ -90,25 +102,28 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
             RequestRefused: the request is not, or no longer, served.
             ConnectionAbortedError: the client has gone; what the request holds is freed.
         """
-        if not self.generation_available():
-            raise RequestRefused(503, "the generation thread has died: see the server's log")
+        self.drain.check()
+        self._check_thread()
         if self.num_waiting >= MAX_WAITING:
             raise RequestRefused(429, f"{MAX_WAITING} requests are waiting", kind="overloaded", retry_after=5)
         queue = AnswerQueue(() if self._is_distributed else generation_args.stop_words)
         request = PreparedRequest(**vars(request), **(extras or RequestExtras())._asdict())
-        if self._is_distributed:
-            request.check_for_ranks()
-        else:
-            request.made = self.make_prompt(queue, request, generation_args, client_is_gone)
-        self.requests.put((queue, request, generation_args))
-        return self._receive(queue, client_is_gone), self._answers(queue, progress_callback, client_is_gone)
+        with self._open.ending(queue):
+            if self._is_distributed:
+                request.check_for_ranks()
+            else:
+                request.made = self.make_prompt(queue, request, generation_args, client_is_gone)
+            self._open.put(self.requests, (queue, request, generation_args))
+            return self._receive(queue, client_is_gone), self._answers(queue, progress_callback, client_is_gone)
 
     def make_prompt(
         self, queue: AnswerQueue, request: PreparedRequest, args: Any, client_is_gone: Callable[[], bool]
     ) -> MadePrompt:
         setup = self._setup
-        if setup is None or setup.key != self._key_of(args.model):
-            self.requests.put((queue, None, args))  # the model first; a later turn may have to load it once more
+        if setup is None or setup.key != self.key_of(args.model):
+            self._open.put(
+                self.requests, (queue, None, args)
+            )  # the model first; a later turn may have to load it once more
             setup = self._receive(queue, client_is_gone)
         request.constrain(setup, queue)
         most = setup.capacity
@@ -129,12 +144,16 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
             try:
                 item = queue.get(timeout=POLL_SECONDS)
             except Empty:
-                if not self.generation_available():
-                    raise RequestRefused(503, "the generation thread has died: see the server's log") from None
+                self._check_thread()
                 continue
             if isinstance(item, Exception):
                 raise refusal_of(item)
             return item
+
+    def _check_thread(self) -> None:
+        if not self.generation_available():
+            message = "the generation thread has died: see the server's log"
+            raise RequestRefused(503, message, retry_after=None if self.start_error else 5)
 
     def _answers(
         self,
@@ -154,73 +173,107 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
                     self.stats.count_prompt(num_tokens, num_cached)
                     if queue.counts_prompt:
                         self.stats.count_computed(num_tokens - num_cached)
+                    self.stats.count_first_token(time.monotonic() - queue.asked_at)
                     is_first = False
                 self.stats.count_generated(1)
                 yield item
         finally:
             queue.cancelled = True
+            self._open.end(queue)
 
     @property
     def num_waiting(self) -> int:
         """Requests that have not been looked at, and those that wait in the batch."""
-        batch = self._batch
+        loop = self.supervisor.loop
+        batch = loop.batch
         waiting = 0 if batch is None else batch.generator.num_waiting
-        return int(self.requests.qsize()) + len(self._pending) + waiting + self.prompts.num_waiting
+        return int(self.requests.qsize()) + len(loop.pending) + waiting + self.prompts.num_waiting
 
     @property
     def state(self) -> str:
-        """``loading``, ``ready`` or ``failed``."""
+        """``loading``, ``ok``, ``degraded``, ``draining`` or ``failed``."""
         if not self.generation_available() or self.start_error is not None:
             return "failed"
-        return "ready" if self._has_started else "loading"
+        if self.drain.is_draining:
+            return "draining"
+        if not self.has_started:
+            return "loading"
+        is_short = self.memory_watch.pressure >= Pressure.HOLDING
+        return "degraded" if is_short or self.supervisor.restarts.is_recent else "ok"
+
+    def health(self) -> dict[str, Any]:
+        """What ``/health`` says. Waits for nobody."""
+        return {
+            "status": self.state,
+            **self.supervisor.restarts.as_dict(),
+            "memory": self.memory_watch.as_dict(),
+        }
+
+    def begin_drain(self) -> bool:
+        """Let those who are being answered finish, and have the process interrupted then. False: nobody is, or the
+        server is ending already."""
+        if self.drain.is_draining or self.drain.seconds <= 0 or self.state not in ("ok", "degraded"):
+            return False
+        self.drain.begin(lambda: _thread.interrupt_main(signal.SIGTERM))
+        return True
 
     def report(self, *, with_blocks: bool = False) -> dict[str, Any]:
         """What ``/v1/cache/stats`` says."""
-        model, batch = self.model_provider.model, self._batch
+        model, batch = self.model_provider.model, self.supervisor.loop.batch
+        key = self.model_provider.model_key
         cache = getattr(self, "prompt_cache", None)  # gone when the server shuts down
         return server_report(
             self.stats,
             None if model is None else known_pool(model),
-            [] if batch is None else batch.generator.progress(),
+            [] if batch is None else batch.progress(),
+            self._open.progress(),
             self.num_waiting,
             cache.figures() if isinstance(cache, PagedPromptCache) else None,
+            model=None if key is None or key[0] is None else ModelNames(str(key[0])).names[0],
+            health=self.health(),
             with_blocks=with_blocks,
         )
 
     # The computing thread -------------------------------------------------------------------------------------
 
-    def _generate(self) -> None:
+    def _run_generate(self) -> None:
         if self._is_distributed:
-            super()._generate()
-            return
-        self._stream = mx.default_stream(mx.default_device())
-        try:
-            self._load_default()
-            while not self._stop and self.start_error is None:
-                try:
-                    self._turn()
-                except Exception as error:
-                    logging.exception("a step failed; its requests are given up")
-                    self._close_batch(error)
-        finally:
-            self._close_batch(RequestRefused(503, "the server is shutting down", retry_after=5))
-            for queue, *_ in self._pending:
-                queue.put(RequestRefused(503, "the server is shutting down", retry_after=5))
-            if isinstance(self.prompt_cache, PagedPromptCache):
-                self.prompt_cache.close()  # to disk, if there is a folder for it
-            # In this thread, as mlx-lm does: arrays go where they were made.
-            self._setup = None
-            self.model_provider.reset()
-            del self.prompt_cache
-            gc.collect()
+            super()._run_generate()
+        else:
+            self.supervisor.run()
 
-    def _load_default(self) -> None:
+    @property
+    def is_stopping(self) -> bool:
+        return bool(self._stop)
+
+    def end(self, loop: ComputingLoop) -> None:
+        """The server ends in order; in the loop's thread."""
+        self.supervisor.watchdog.stop()
+        loop.refuse_all()
+        if isinstance(self.prompt_cache, PagedPromptCache):
+            self.prompt_cache.close()  # to disk, if there is a folder for it
+        # In this thread, as mlx-lm does: arrays go where they were made.
+        self._setup = None
+        self.model_provider.reset()
+        del self.prompt_cache
+        gc.collect()
+
+    def fail_taken(self, why: str) -> None:
+        """Requests that have been looked at fail with 503; those that still wait in the queue have lost nothing."""
+        self._open.fail_taken(self.requests, lambda: RequestRefused(503, why, retry_after=5))
+
+    def restart(self) -> None:
+        """A thread in the place of one that hangs."""
+        self._generation_thread = threading.Thread(target=self._run_generate, daemon=True)
+        self._generation_thread.start()
+
+    def load_default(self) -> None:
         """Load the model that the command line names. If it cannot be served, the process is asked to end."""
         provider = self.model_provider
         try:
             provider.load_default()
             if provider.model is not None:
-                self._learn_layout()
+                self.learn_layout()
                 check_capacity(pool_of(provider.model), self.cli_args.prefill_step_size)
                 if self._setup is not None:
                     self.prompts.learn(self._setup)
@@ -229,72 +282,19 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
                 return
             logging.error("the model %s cannot be served: %s", self.cli_args.model, error)
             self.start_error = error
+            self._on_start_error(error)
             _thread.interrupt_main(signal.SIGTERM)
             return
-        self._has_started = True
+        self.has_started = True
         if provider.model is not None:
             self._announce()
 
-    def _turn(self) -> None:
-        self._take_requests()
-        while self._pending and self._start(*self._pending[0]):
-            self._pending.popleft()
-        if self._batch is not None:
-            self._batch.step()
-        self._tidying.while_busy(self.prompt_cache)
-
-    def _take_requests(self) -> None:
-        """Everything that has come; if there is nothing to do, wait for it a little, and tidy up."""
-        if not self._pending and (self._batch is None or not self._batch.served):
-            try:
-                self._pending.append(self.requests.get(timeout=IDLE_SECONDS))
-            except Empty:
-                models = (self.model_provider.model, self.model_provider.draft_model)
-                self._tidying.while_idle(self.prompt_cache, models, lambda: not self.requests.empty() or self._stop)
-        while True:
-            try:
-                self._pending.append(self.requests.get_nowait())
-            except Empty:
-                break
-        if self._pending or (self._batch is not None and self._batch.served):
-            self._tidying.note_work()
-        gone = [item for item in self._pending if not item[0].is_wanted]
-        for item in gone:
-            self._pending.remove(item)
-
-    def _start(self, queue: AnswerQueue, request: PreparedRequest | None, args: Any) -> bool:
-        """Begin a request, or answer it at once. False if it has to wait until the batch is done."""
-        busy = self._batch is not None and bool(self._batch.served)
-        try:
-            if self._key_of(args.model) != self.model_provider.model_key:
-                if busy:
-                    return False
-                self._load_model(args.model)
-            if request is None:  # only the model was wanted, to make the prompt with
-                if self._setup is None:
-                    self._learn_layout()
-                queue.put(self._setup)
-                return True
-            if not self._is_batchable(args) or has_images(request.messages):
-                if not busy:
-                    queue.is_alone = True
-                    self._serve_single((queue, request, args), self._stream)
-                return not busy
-            if self._batch is None:
-                provider = self.model_provider
-                self._batch = ServedBatch(
-                    self,
-                    provider.model,
-                    provider.tokenizer,
-                    provider.model_key,
-                    self.prompt_cache,
-                    self.stats,
-                    self._stream,
-                )
-            self._batch.insert(queue, request, args)
-        except Exception as error:
-            queue.put(error)
-        return True
+    def present_setup(self) -> PromptSetup:
+        """What prompts of the present model are made with."""
+        if self._setup is None:
+            self.learn_layout()
+        assert self._setup is not None
+        return self._setup
 
     def _is_batchable(self, args: Any) -> bool:
         model = None if self._is_distributed else self.model_provider.model
@@ -304,7 +304,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         with salted_store(self.prompt_cache, request[1].salt), request[1].alone(self.model_provider.tokenizer):
             super()._serve_single(request, stream)
 
-    def _key_of(self, wanted: upstream.ModelDescription) -> ModelKey:
+    def key_of(self, wanted: upstream.ModelDescription) -> ModelKey:
         """What mlx-lm's model provider is going to call this model."""
         provider = self.model_provider
         return (
@@ -313,27 +313,30 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
             provider._draft_model_map.get(wanted.draft, wanted.draft),
         )
 
-    def _load_model(self, wanted: upstream.ModelDescription) -> None:
+    def load_model(self, wanted: upstream.ModelDescription, make_way: Callable[[], None]) -> None:
         """Load another model, in the present one's place. One that cannot be loaded leaves everything as it is.
+
+        Args:
+            make_way: lets go of what holds the present one.
 
         Raises:
             RequestRefused: 404, it cannot be loaded. Why, the log says: a client is not told what there is on disk.
         """
         try:
-            candidate = Candidate(self.model_provider, self._key_of(wanted))
+            candidate = Candidate(self.model_provider, self.key_of(wanted))
             if isinstance(self.prompt_cache, PagedPromptCache):
                 self.prompt_cache.tidy()  # the model's prefixes go with it
-            self._close_batch(None)
+            make_way()
             self._setup = None  # until the new one's is known
             candidate.take_over()
         except Exception as error:
             logging.warning("the model %r cannot be loaded: %s: %s", wanted.model, type(error).__name__, error)
             message = f"the model {wanted.model} cannot be loaded, or is not what the request needs"
             raise RequestRefused(404, message, kind="not_found", param="model") from None
-        self._learn_layout()
+        self.learn_layout()
         self._announce()
 
-    def _learn_layout(self) -> None:
+    def learn_layout(self) -> None:
         """Make the model's pool known, so that prefixes on disk are found, and its tokenizer, to make prompts with."""
         provider = self.model_provider
         caches = stock_cache.make_prompt_cache(provider.model)
@@ -356,13 +359,6 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
 
     def _announce(self) -> None:
         announce(self.model_provider.model_key[0], pool_of(self.model_provider.model), self.cli_args.prefill_step_size)
-
-    def _close_batch(self, error: Exception | None) -> None:
-        batch, self._batch = self._batch, None
-        if batch is not None and error is not None:
-            batch.fail_all(error)
-        if batch is not None:
-            batch.close()
 
     def _tokenize(self, tokenizer: Any, request: PreparedRequest, args: Any) -> Tokenized:
         """mlx-lm's, from a prompt made before, and with what mlx-lm takes for granted checked; ``args.max_tokens`` is
@@ -396,5 +392,8 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
     def stop_and_join(self) -> None:
         begin = time.monotonic()
         self.prompts.close()
-        super().stop_and_join()
+        self._stop = True
+        self._generation_thread.join(self.supervisor.watchdog.timeout or None)
+        if self._generation_thread.is_alive():
+            logging.critical("the generation thread hangs: what it computed is not kept")
         logging.info("stopped after %.1f s", time.monotonic() - begin)

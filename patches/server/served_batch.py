@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
@@ -75,6 +76,20 @@ class ServedBatch:
             stream=stream,
         )
         self._num_computed = 0
+
+    @property
+    def num_steps(self) -> int:
+        """Changes with each step that computes something; also while nothing of it can be told."""
+        return self.generator.num_steps
+
+    def progress(self) -> list[dict[str, Any]]:
+        """How far each request is, as its generator knows, and of which client. May be called by any thread."""
+        served = dict(self.served)
+        return [
+            {**each, "number": of.queue.number, "age_seconds": round(time.monotonic() - of.queue.asked_at, 1)}
+            for each in self.generator.progress()
+            if (of := served.get(each["uid"])) is not None
+        ]
 
     def insert(self, queue: AnswerQueue, request: PreparedRequest, args: upstream.GenerationArguments) -> None:
         """Queue a request; its context goes to the client.

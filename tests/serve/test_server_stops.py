@@ -242,7 +242,7 @@ def test_where_mlx_lms_own_batches_compute(own_batches: OwnBatches) -> None:
     assert complete("b: ", 20, []) == ("7" * 20, 20, 0)
     found = [complete(f"{name}: " + "7" * 20 + " and", 1, [])[2] for name in "ab"]
     assert found[0] == found[1] >= 20
-    batch = own_batches.generator._batch
+    batch = own_batches.generator.supervisor.loop.batch
     assert batch is not None and not batch.generator.shares_prefixes and not batch.served
 
 

@@ -14,8 +14,7 @@ STATES = {"f": "free", "l": "live", "s": "shared", "c": "cached"}
 
 def block_map(pool: BlockPool) -> list[list[tuple[str, int]]]:
     """For each group, runs of blocks in the same state: ``[("l", 12), ("f", 3), ...]``, in order of their ids."""
-    with pool.lock:
-        return [_runs(pool, index) for index in range(len(pool.groups))]
+    return pool.turn.glance(lambda _: [_runs(pool, index) for index in range(len(pool.groups))])
 
 
 def _runs(pool: BlockPool, index: int) -> list[tuple[str, int]]:

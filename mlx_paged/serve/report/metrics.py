@@ -43,6 +43,8 @@ _SERVER_COUNTERS = {
     "cached_tokens": "Tokens of prompts found in the prefix cache",
     "computed_prompt_tokens": "Tokens of prompts computed",
     "generated_tokens": "Tokens generated",
+    "first_tokens": "Requests whose first token has come",
+    "first_token_seconds": "Seconds that they have waited for it, in all",
 }
 
 
@@ -82,6 +84,12 @@ def _families(stats: dict[str, Any]) -> Iterator[Any]:
     yield GaugeMetricFamily("mlx_paged_running_requests", "Requests that run", value=running["running"])
     yield GaugeMetricFamily("mlx_paged_waiting_requests", "Requests that wait", value=running["waiting"])
     yield GaugeMetricFamily("mlx_paged_prefix_hit_rate", "Share of prompt tokens cached", value=server["hit_rate"])
+    if (health := stats.get("health")) is not None:
+        yield CounterMetricFamily("mlx_paged_restarts", "Times the computing thread was replaced", health["restarts"])
+        yield GaugeMetricFamily("mlx_paged_draining", "Whether the server ends", health["status"] == "draining")
+        if (memory := health["memory"]) is not None:
+            yield GaugeMetricFamily("mlx_paged_memory_used_bytes", "Memory in use", memory["used_bytes"])
+            yield GaugeMetricFamily("mlx_paged_memory_limit_bytes", "Its limit", memory["limit_bytes"])
     pool = stats["pool"]
     if pool is not None:
         for name, text in _GAUGES.items():

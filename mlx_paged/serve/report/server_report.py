@@ -16,24 +16,34 @@ def server_report(
     stats: ServerStats,
     pool: BlockPool | None,
     sequences: Sequence[dict[str, Any]],
+    others: Sequence[dict[str, Any]],
     num_waiting: int,
     prefix_cache: dict[str, Any] | None,
     *,
+    model: str | None = None,
+    health: dict[str, Any] | None = None,
     with_blocks: bool = False,
 ) -> dict[str, Any]:
-    """Figures of the server, its pool and its prefix cache. May be called by any thread.
+    """Figures of the server, its pool and its prefix cache. May be called by any thread, and waits for none.
 
     Args:
         stats: of the server.
         pool: of the present model.
         sequences: how far each request of the batch is.
+        others: the same of all requests, as far as is known of those outside the batch; those in it may be among them.
         num_waiting: requests that have not started.
         prefix_cache: figures of it.
-        with_blocks: also the state of every block, and the sequences.
+        model: the present one's name.
+        health: what ``/health`` says.
+        with_blocks: also the state of every block, the sequences, and the last minutes.
     """
+    in_batch = {each["number"] for each in sequences}
+    requests = [*sequences, *(each for each in others if each["number"] not in in_batch)]
     report: dict[str, Any] = {
+        "model": model,
+        "health": health,
         "server": stats.as_dict(),
-        "running": {"running": sum(not each["waiting"] for each in sequences), "waiting": num_waiting},
+        "running": {"running": sum(not each["waiting"] for each in requests), "waiting": num_waiting},
         "pool": None if pool is None else pool.stats().as_dict(),
         "pages": [] if pool is None else [_pages_of(group) for group in pool.groups],
         "prefix_cache": prefix_cache,
@@ -44,8 +54,12 @@ def server_report(
     }
     if with_blocks:
         runs = [] if pool is None else zip(pool.groups, block_map(pool), strict=True)
-        report["sequences"] = sequences
-        report["blocks"] = [{"group": group.spec.name, "runs": of_group} for group, of_group in runs]
+        report["history"] = stats.history_dict()
+        report["sequences"] = sorted(requests, key=lambda each: each["number"])
+        report["blocks"] = [
+            {"group": group.spec.name, "bytes_per_block": group.bytes_per_block, "runs": of_group}
+            for group, of_group in runs
+        ]
     return report
 
 

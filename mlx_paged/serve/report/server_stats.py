@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .history import History
+
 RATE_SECONDS = 10.0
 
 
@@ -23,6 +25,9 @@ class ServerStats:
         cached_tokens: of these, found in the prefix cache.
         computed_prompt_tokens: prompt tokens computed, again after a preemption included.
         generated_tokens: delivered.
+        first_tokens: requests whose first token has come.
+        first_token_seconds: that they have waited for it, in all.
+        history: of the last minutes.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -32,9 +37,12 @@ class ServerStats:
     cached_tokens: int = 0
     computed_prompt_tokens: int = 0
     generated_tokens: int = 0
+    first_tokens: int = 0
+    first_token_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
+        self.history = History(self.clock)
         self._recent: deque[tuple[float, int]] = deque()  # seconds, tokens generated in them
 
     def count_request(self, outcome: str) -> None:
@@ -45,15 +53,25 @@ class ServerStats:
         with self._lock:
             self.prompt_tokens += num_tokens
             self.cached_tokens += num_cached
+            self.history.add(prompt=num_tokens, cached=num_cached)
 
     def count_computed(self, num_tokens: int) -> None:
         with self._lock:
             self.computed_prompt_tokens += num_tokens
+            self.history.add(computed=num_tokens)
+
+    def count_first_token(self, seconds: float) -> None:
+        """A request's first token has come, so long after the request."""
+        with self._lock:
+            self.first_tokens += 1
+            self.first_token_seconds += seconds
+            self.history.add(first_tokens=1, first_token_seconds=seconds)
 
     def count_generated(self, num_tokens: int) -> None:
         now = self.clock()
         with self._lock:
             self.generated_tokens += num_tokens
+            self.history.add(generated=num_tokens)
             if self._recent and now - self._recent[-1][0] < 0.1:
                 self._recent[-1] = (self._recent[-1][0], self._recent[-1][1] + num_tokens)
             else:
@@ -80,6 +98,11 @@ class ServerStats:
             span = max(1.0, now - self._recent[0][0])
             return sum(num_tokens for _, num_tokens in self._recent) / span
 
+    def history_dict(self) -> dict[str, Any]:
+        """See :meth:`History.as_dict`."""
+        with self._lock:
+            return self.history.as_dict()
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "uptime_seconds": round(time.time() - self.started, 1),
@@ -88,6 +111,8 @@ class ServerStats:
             "cached_tokens": self.cached_tokens,
             "computed_prompt_tokens": self.computed_prompt_tokens,
             "generated_tokens": self.generated_tokens,
+            "first_tokens": self.first_tokens,
+            "first_token_seconds": round(self.first_token_seconds, 3),
             "hit_rate": round(self.hit_rate, 4),
             "tokens_per_second": round(self.tokens_per_second, 2),
         }

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 
 import mlx.nn as nn
 
-from ..cache.lru_prompt_cache import PagedPromptCache, PromptStore
-from ..cache.pools import known_pool
+from ...cache.lru_prompt_cache import PagedPromptCache, PromptStore
+from ...cache.pools import known_pool
 
 TIDY_EVERY_SECONDS, TIDY_SECONDS = 30, 0.1
 RETURN_MEMORY_SECONDS = 5  # without work, until pools give memory back

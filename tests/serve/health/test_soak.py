@@ -1,0 +1,33 @@
+"""Twice what the budget holds, for minutes: see scripts/soak/soak_server.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.soak.soak_server import medians
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.processes import commands
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "soak" / "soak_server.py"
+
+
+def test_memory_is_compared_by_parts_of_the_time() -> None:
+    samples = [(float(second), 100 + (second >= 50) * 10 + (second == 7) * 900) for second in range(100)]
+    assert medians(samples, 4) == [100, 100, 110, 110]
+
+
+@pytest.mark.slow
+@pytest.mark.demo_model
+@pytest.mark.parametrize("minutes, num_tokens, num_clients", [(5, 2048, 12)])
+def test_nothing_is_lost_under_load(
+    demo_model_folder: Path, tmp_path: Path, minutes: int, num_tokens: int, num_clients: int
+) -> None:
+    model = make_tiny_model(tmp_path, demo_model_folder)
+    flags = ("--minutes", minutes, "--tokens", num_tokens, "--clients", num_clients)
+    done = commands.run(SCRIPT, "--model", model, *flags, timeout=60 * minutes + 300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["preemptions"] > 0 and figures["evictions"] > 0 and figures["requests"]["ok"] > num_clients

@@ -1,0 +1,63 @@
+"""The server, with faults: a script to run in its place.
+
+``SIGUSR1`` has the thread that computes meet the fault that the file ``FAULT`` names, once, in its next decode step,
+while it has the pool's turn:
+
+- ``raises``: an exception that is no error of a request.
+- ``loops``: it goes on for ever in code of Python.
+- ``blocks``: it waits for a lock that nobody gives back.
+- ``loses``: as ``raises``, and a block of the pool is held by nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from mlx_paged.engine.decode_batch import DecodeBatch
+
+_is_due = threading.Event()
+_reserve = DecodeBatch.reserve
+
+
+class Fault(BaseException):
+    """What no part of the engine catches."""
+
+
+def reserve(self: DecodeBatch) -> Any:
+    if not _is_due.is_set():
+        return _reserve(self)
+    _is_due.clear()
+    kind = Path(os.environ["FAULT"]).read_text()
+    sequence = next(iter(self.rows)).sequence
+    assert sequence is not None
+    with sequence.pool.turn:
+        if kind == "raises":
+            raise Fault("as asked")
+        if kind == "loses":
+            sequence.pool.groups[0].allocator.allocate(1)
+            raise Fault("as asked")
+        if kind == "blocks":
+            held = threading.Lock()
+            held.acquire()
+            held.acquire()
+        while True:
+            time.sleep(0.01)
+
+
+def main() -> None:
+    DecodeBatch.reserve = reserve  # type: ignore[method-assign]
+    signal.signal(signal.SIGUSR1, lambda *_: _is_due.set())
+    from mlx_paged.cli import server
+
+    sys.argv = sys.argv[:1] + sys.argv[2:]  # the command's name
+    server.main()
+
+
+if __name__ == "__main__":
+    main()
