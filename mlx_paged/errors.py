@@ -30,6 +30,10 @@ class KernelUnavailableError(PagedCacheError, RuntimeError):
     """The fused kernel was demanded where it cannot run."""
 
 
+class RankError(PagedCacheError, RuntimeError):
+    """Another process that computes the same model is gone, or something has failed there."""
+
+
 class ModelFolderError(PagedCacheError, ValueError):
     """A model folder is missing, incomplete or unreadable."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib
+import io
 import json
 import sys
 import time
@@ -17,6 +18,7 @@ import mlx.core as mx
 
 from ..engine.grammar.compiled_grammar import CompiledGrammar
 from ..engine.grammar.processor import GrammarProcessor
+from ..engine.ranks.ranks import Ranks
 from ..engine.request_options import RequestOptions
 from ..errors import ConfigError, PromptsFileError, RequestFailedError
 from ..model_folder import tell_if_unbounded
@@ -68,13 +70,16 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError(f"--chat-template-config is not valid JSON: {error}") from None
 
 
-def run_prompts_file(args: argparse.Namespace, load: Callable[..., Any], grammars: AnswerGrammars) -> tuple[Any, int]:
+def run_prompts_file(
+    args: argparse.Namespace, load: Callable[..., Any], grammars: AnswerGrammars, ranks: Ranks | None = None
+) -> tuple[Any, int]:
     """Generate for every prompt of the file.
 
     Args:
         args: of mlx-lm's parser, with :func:`add_arguments`.
         load: mlx-lm's ``load``.
         grammars: of the run.
+        ranks: that compute it together. The first reads the prompts and writes the results.
 
     Returns:
         The model, and how many prompts failed.
@@ -83,9 +88,17 @@ def run_prompts_file(args: argparse.Namespace, load: Callable[..., Any], grammar
         PromptsFileError: the prompts or the results cannot be used; before the model is loaded.
         KeyboardInterrupt: with what is done written.
     """
-    prompts = _read(args.prompts_file)
-    path = None if args.output is None else Path(args.output)
-    results = Results(prompts, path, sys.stdout, resume=args.resume)
+    is_first = ranks is None or ranks.rank == 0
+    lines = _lines(args.prompts_file) if is_first else []
+    if ranks is not None:
+        lines = [line.encode("latin-1") for line in ranks.broadcast([line.decode("latin-1") for line in lines])]
+    prompts = read_prompts(lines, "stdin" if args.prompts_file == "-" else args.prompts_file)
+    path = None if args.output is None or not is_first else Path(args.output)
+    results = Results(prompts, path, sys.stdout, resume=args.resume and is_first)
+    missing = list(results.missing())
+    if ranks is not None:
+        missing = [prompts[index] for index in ranks.broadcast([prompt.index for prompt in missing])]
+    stderr = sys.stderr if is_first else io.StringIO()
     try:
         if args.seed is not None:
             mx.random.seed(args.seed)
@@ -115,9 +128,9 @@ def run_prompts_file(args: argparse.Namespace, load: Callable[..., Any], grammar
             max_kv_size=args.max_kv_size,
         )
         with generator.stats() as stats:
-            BatchRun(generator, tokenizer, args, results, sampling, grammars, sys.stderr).run(model)
+            BatchRun(generator, tokenizer, args, results, sampling, grammars, stderr, missing).run(model)
         generator.close()
-        if args.verbose:
+        if args.verbose and is_first:
             print(
                 f"{results.counts.done} prompts: {stats.prompt_tokens} prompt tokens, {stats.generation_tokens} "
                 f"generated, {stats.generation_tokens / max(stats.wall_time, 1e-9):.1f} tokens/s, peak memory "
@@ -129,12 +142,12 @@ def run_prompts_file(args: argparse.Namespace, load: Callable[..., Any], grammar
         results.close()
 
 
-def _read(name: str) -> list[Prompt]:
+def _lines(name: str) -> list[bytes]:
     if name == "-":
-        return read_prompts(sys.stdin.buffer, "stdin")
+        return list(sys.stdin.buffer)
     try:
         with Path(name).expanduser().open("rb") as lines:
-            return read_prompts(lines, name)
+            return list(lines)
     except OSError as error:
         raise PromptsFileError(f"{name} cannot be read: {error}") from None
 
@@ -159,6 +172,7 @@ class BatchRun:
         sampling: makes samplers.
         grammars: makes grammars.
         stream: for the progress bar.
+        missing: prompts to generate for; None: those that the results miss.
     """
 
     def __init__(
@@ -170,6 +184,7 @@ class BatchRun:
         sampling: Sampling,
         grammars: AnswerGrammars,
         stream: TextIO,
+        missing: Sequence[Prompt] | None = None,
     ) -> None:
         self.generator = generator
         self.grammars = grammars
@@ -178,7 +193,7 @@ class BatchRun:
         self.results = results
         self.sampling = sampling
         self.stream = stream
-        missing = list(results.missing())
+        missing = list(results.missing()) if missing is None else missing
         # What a seed gives must not depend on who else draws: in mlx-lm's own batches they run alone, at the end.
         self._seeds_rows = bool(getattr(generator, "seeds_rows", False))
         seeded = [p for p in missing if "seed" in p.sampling and sampling.draws(p.sampling) and not self._seeds_rows]

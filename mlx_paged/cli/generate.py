@@ -13,11 +13,12 @@ import mlx.core as mx
 
 from ..config import KVBits, PagedConfig
 from ..engine.grammar.processor import GrammarProcessor
+from ..engine.ranks.ranks import Ranks
 from ..errors import ConfigError
 from ..model_folder import check_model_folder, explain_load_errors, tell_if_unbounded, tell_unbounded
 from ..patches.replaced import replaced
 from ..serve.refusal import RequestRefused
-from . import answer_grammars, batch_run
+from . import answer_grammars, batch_run, over_ranks
 from .answer_grammars import AnswerGrammars
 from .progress import prefill_progress
 from .terminal import orderly_end
@@ -41,6 +42,7 @@ def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("--no-paged", action="store_true", help="Run stock mlx-lm, without the paged cache")
     answer_grammars.add_arguments(parser)
     batch_run.add_arguments(parser)
+    over_ranks.add_arguments(parser)
     return parser
 
 
@@ -57,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             sys.argv = [sys.argv[0], *argv]
         args = setup_arg_parser().parse_args()
         try:
-            run(upstream, args, setup_arg_parser)
+            with over_ranks.over_ranks(args) as ranks:
+                run(upstream, args, setup_arg_parser, ranks)
         except KeyboardInterrupt:
             if args.prompts_file is None:
                 raise
@@ -65,8 +68,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise KeyboardInterrupt(f"interrupted{kept}") from None
 
 
-def run(upstream: Any, args: argparse.Namespace, setup_arg_parser: Callable[[], argparse.ArgumentParser]) -> None:
-    """Upstream's main, with its names replaced for the time of the call."""
+def run(
+    upstream: Any,
+    args: argparse.Namespace,
+    setup_arg_parser: Callable[[], argparse.ArgumentParser],
+    ranks: Ranks | None = None,
+) -> None:
+    """Upstream's main, with its names replaced for the time of the call; with a part of the model on several ranks."""
     from .. import patches
 
     used: list[Any] = []
@@ -77,7 +85,15 @@ def run(upstream: Any, args: argparse.Namespace, setup_arg_parser: Callable[[], 
         check_model_folder(folder)
     if args.max_kv_size is not None and args.draft_model is not None:
         tell_unbounded("a draft model needs the whole cache")
-    names: dict[str, Any] = {"setup_arg_parser": setup_arg_parser, "load": explain_load_errors(upstream.load)}
+    load = upstream.load if ranks is None else over_ranks.loading(ranks, pipeline=args.pipeline)
+    names: dict[str, Any] = {"setup_arg_parser": setup_arg_parser, "load": explain_load_errors(load)}
+    if args.pipeline:
+        over_ranks.warn_of_pipeline()
+        args.no_paged = True
+    if ranks is not None:
+        args.cache_stats = args.cache_stats and ranks.rank == 0
+        if args.prompts_file is None and args.prompt == "-":
+            over_ranks.share_stdin(ranks)
     if args.prompt_cache_file is not None:
         names["load_prompt_cache"] = explain_load_errors(upstream.load_prompt_cache, args.prompt_cache_file)
     asked = KVBits.of(vars(args))
@@ -94,7 +110,7 @@ def run(upstream: Any, args: argparse.Namespace, setup_arg_parser: Callable[[], 
         patches.apply_patches(config if asked is None else asked.configured(config))
         raise_cpu_cache_limit()
     if args.prompts_file is not None:
-        model, failed = batch_run.run_prompts_file(args, names["load"], grammars)
+        model, failed = batch_run.run_prompts_file(args, names["load"], grammars, ranks)
         if args.cache_stats:
             _print_stats([model])
         if failed:
@@ -103,7 +119,7 @@ def run(upstream: Any, args: argparse.Namespace, setup_arg_parser: Callable[[], 
     if grammars.has_default:
         names["load"] = _teaching(grammars, names["load"])
     for step in ("generate_step", "speculative_generate_step"):
-        names[step] = functools.partial(_generate_step, getattr(upstream, step), used, grammars)
+        names[step] = functools.partial(_generate_step, getattr(upstream, step), used, grammars, ranks)
     with replaced(upstream, **names):
         upstream.main()
     if args.cache_stats:
@@ -125,6 +141,7 @@ def _generate_step(
     original: Callable[..., Any],
     used: list[Any],
     grammars: AnswerGrammars,
+    ranks: Ranks | None,
     prompt: mx.array,
     model: Any,
     *rest: Any,
@@ -142,6 +159,9 @@ def _generate_step(
         if grammar is not None:
             kw["logits_processors"] = [GrammarProcessor(grammar), *(kw.get("logits_processors") or [])]
 
+    if ranks is not None:
+        sampler = kw.get("sampler") or (lambda logprobs: mx.argmax(logprobs, axis=-1))
+        kw["sampler"] = lambda logprobs: ranks.agreed(sampler(logprobs))
     models = [model, *(m for m in rest[:1] if hasattr(m, "layers"))]  # speculative decoding passes the draft model
     used.extend(models)
     cache = kw.get("prompt_cache")

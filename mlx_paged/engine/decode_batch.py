@@ -17,6 +17,7 @@ from ..cache.paged_kv_cache import PagedKVCache
 from ..kv.pool import BlockPool
 from .grammar.token_mask import constrain
 from .lookup.proposer import Proposer, proposers_of
+from .ranks.ranks import Ranks
 from .request import Request
 from .sampling.token_choice import Choice, Places, TokenChoice
 from .step_logits import TokenLogits
@@ -43,12 +44,15 @@ class DecodeBatch:
     Args:
         model: whose forward pass takes ``cache``, a list.
         upstream: of mlx-lm.
+        ranks: that the model is sharded over; None: it is all here.
     """
 
     kind = "together"
 
-    def __init__(self, model: Any, upstream: Upstream) -> None:
+    def __init__(self, model: Any, upstream: Upstream, ranks: Ranks | None = None) -> None:
         self.model = model
+        self.ranks = ranks
+        self.call = model if ranks is None else ranks.agreeing(model)
         self.upstream = upstream
         self.rows: list[Request] = []
         self.members: set[Request] = set()
@@ -274,6 +278,8 @@ class DecodeBatch:
         """
         logits, tokens, unanswerable = self._constrain(rows, logits, inputs)
         choice = self.choice.choose(logits, inputs, places)
+        if self.ranks is not None:
+            choice = choice._replace(tokens=self.ranks.agreed(choice.tokens))
         # States and offsets that no layer happens to read would otherwise become chains, a few nodes a step.
         states = [cache.state for cache in self._caches if not (cache is None or _is_paged(cache))]
         mx.async_eval(choice.tokens, choice.contexts, states)
@@ -283,7 +289,7 @@ class DecodeBatch:
         """Logits ``[B, vocab]`` of the rows that could be computed; the others have left."""
         assert self._inputs is not None
         try:
-            logits: mx.array = self.model(self._inputs[:, None], cache=self._composed(self._caches))[:, -1, :]
+            logits: mx.array = self.call(self._inputs[:, None], cache=self._composed(self._caches))[:, -1, :]
         except Exception as error:
             if self._tables is None or not all(_is_paged(cache) for cache in self._caches):
                 # States of other layers may have taken the token already: no row can be computed again.
@@ -319,7 +325,7 @@ class DecodeBatch:
                 found.update(dict.fromkeys(half, failed.error))
                 continue
             try:
-                logits = self.model(self._inputs[mx.array(half)][:, None], cache=self._composed(caches))[:, -1, :]
+                logits = self.call(self._inputs[mx.array(half)][:, None], cache=self._composed(caches))[:, -1, :]
             except Exception as again:
                 tables.take_back()
                 tables.settle()

@@ -62,7 +62,9 @@ class Engine(LiveRequests):
         )
         self.counters = counters
         self.computed_prompt_tokens = self.num_steps = 0
-        self.prefill = Prefill(batch.model, in_place=self.in_place, shares_calls=self.shares_calls, packs=self.packs)
+        self.prefill = Prefill(
+            batch.model, in_place=self.in_place, shares_calls=self.shares_calls, packs=self.packs, call=batch.call
+        )
         self.look_up: LookUp | None = None
         if self.can_pack and reads_blocks_only and self.pool is not None and self.budget is not None:
             self.look_up = LookUp(batch, self.pool, self.budget.has_room)
@@ -83,6 +85,7 @@ class Engine(LiveRequests):
 
         Raises:
             RequestFailedError: a request has failed. Each is reported once, and the others go on.
+            RankError: another rank has ended.
         """
         while True:
             if self.failures:
@@ -98,13 +101,20 @@ class Engine(LiveRequests):
 
     def _return_memory(self) -> None:
         """Called without work, now and then: give memory back that nothing has needed for a while."""
-        if self._worked_at is not None and time.perf_counter() - self._worked_at >= IDLE_SECONDS:
+        is_due = self._worked_at is not None and time.perf_counter() - self._worked_at >= IDLE_SECONDS
+        if self.agreement is not None:
+            is_due = self.agreement.ranks.broadcast(is_due)
+        if is_due:
             self._worked_at = None
             if self.pool is not None:
                 self.pool.return_memory()
 
     def _step(self) -> tuple[list[Any], list[TokenResponse]]:
         self.num_steps += 1
+        if self.agreement is not None:
+            self.agreement.begin_step()
+            while self._drop_finished():  # who holds a response, and how long, may differ
+                pass
         plan = self.scheduler.plan()
         for request, error in plan.failed:
             self._end_failed(request, error)
@@ -130,6 +140,8 @@ class Engine(LiveRequests):
         self._fail_noted()
         prompts += self._prefill(plan.chunks)
         self._fail_noted()
+        if self.agreement is not None:
+            self.agreement.note_step(plan, generated, self.failures)
         return prompts, generated
 
     def _is_alive(self, request: Request) -> bool:

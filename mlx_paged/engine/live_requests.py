@@ -24,6 +24,7 @@ from .prefill import (
     can_pack,
     can_share_calls,
 )
+from .ranks.agreement import Agreement
 from .request import Request, sequence_of
 from .request_budget import RequestBudget
 from .scheduler import Growth, Scheduler
@@ -70,6 +71,7 @@ class LiveRequests:
         fresh = factory()
         sequence = sequence_of(fresh)
         self.pool: BlockPool | None = None if sequence is None else sequence.pool
+        self.agreement = None if batch.ranks is None else Agreement(batch.ranks, self.pool)
         self.all_paged = all(isinstance(cache, PagedKVCache) for cache in fresh)
         self.in_place = self.all_paged and self.pool is not None and all(g.in_place for g in self.pool.groups)
         self.shares_calls = self.in_place and batch.kind == "together" and can_share_calls(fresh)
@@ -199,12 +201,16 @@ class LiveRequests:
             raise RequestTooLargeError(request.prefill_end + 1)
 
     def add(self, request: Request) -> None:
+        if self.agreement is not None:
+            self.agreement.note_insertion(request)
         self.requests[request.uid] = request
         self.scheduler.add(request)
 
     def remove(self, uids: Sequence[int], *, finished: bool = False) -> None:
         """Cancel requests; what they held is released, and a failure not reported yet is dropped. With ``finished``
         other requests find all that was computed, as after a stop token."""
+        if self.agreement is not None:
+            self.agreement.note_removal(uids, finished)
         self.failures = deque(failure for failure in self.failures if failure.uid not in uids)
         for uid in uids:
             request = self.requests.get(uid)

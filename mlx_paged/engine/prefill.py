@@ -44,10 +44,20 @@ class Prefill:
         in_place: the caches write blocks in place.
         shares_calls: short chunks of several requests may go through the model together, padded.
         packs: all chunks of a step go through the model together, as a pack.
+        call: calls the model; None: it is called itself.
     """
 
-    def __init__(self, model: Any, *, in_place: bool, shares_calls: bool, packs: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        in_place: bool,
+        shares_calls: bool,
+        packs: bool = False,
+        call: Callable[..., Any] | None = None,
+    ) -> None:
         self.model = model
+        self.call = model if call is None else call
         self.in_place = in_place
         self.shares_calls = shares_calls
         self.packs = packs and _not_packed.get(model) is None
@@ -122,10 +132,10 @@ class Prefill:
     def _call(self, call: Sequence[Chunk]) -> None:
         is_packed = bool(call) and self._is_pack(call) and self._packed(call)
         if not is_packed and len(call) > 1:
-            compute_together(self.model, call)
+            compute_together(self.call, call)
         elif not is_packed:
             for request, num_tokens in call:
-                self.model(mx.array(request.next_tokens(num_tokens), mx.uint32)[None], cache=request.caches)
+                self.call(mx.array(request.next_tokens(num_tokens), mx.uint32)[None], cache=request.caches)
         if not self.in_place:  # its reads must be over before the next one writes, or the pool is copied
             mx.eval([cache.state for request, _ in call for cache in request.caches or ()])
 
@@ -133,7 +143,7 @@ class Prefill:
         """Compute the chunks as a pack; False if the model does not pack, as it turns out, and a chunk that is alone is
         to be computed otherwise, at the positions it has. Several are for whoever catches the NotPackableError."""
         try:
-            compute_pack(self.model, chunks)
+            compute_pack(self.call, chunks)
         except NotPackableError as error:
             self.packs = False
             _not_packed.put(self.model, str(error))

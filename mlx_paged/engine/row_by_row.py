@@ -77,7 +77,7 @@ class RowByRowBatch(DecodeBatch):
         broken: list[tuple[Request, Exception]] = []
         for index, row in enumerate(self.rows):
             try:
-                found.append(self.model(self._inputs[index : index + 1, None], cache=row.caches)[:, -1, :])
+                found.append(self.call(self._inputs[index : index + 1, None], cache=row.caches)[:, -1, :])
             except Exception as error:
                 broken.append((row, error))
         self.failed += broken

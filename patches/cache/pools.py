@@ -11,6 +11,8 @@ from mlx_lm.models import cache as stock_cache
 
 from ...by_model import ByModel
 from ...config import PagedConfig
+from ...engine.ranks.pool_agreement import agreed_budget, agreed_storage, check_heads
+from ...engine.ranks.world import ranks_of
 from ...kv.pool import BlockPool
 from ...kv.storage.base import first_keys
 from ...kv.storage.choice import storage_choice
@@ -53,7 +55,7 @@ def pool_for(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dty
             pools = _pools.put(model, _Pools())
         if pools.latest is not None and pools.latest[:2] == (config, layout) and _holds(pools.latest[2], dtype):
             return pools.latest[2]
-        pool = pools.in_use.get((config, layout, dtype)) or _new_pool(layout, config, dtype)
+        pool = pools.in_use.get((config, layout, dtype)) or _new_pool(model, layout, config, dtype)
         pools.in_use[config, layout, dtype] = pool
         pools.latest = (config, layout, pool)
         return pool
@@ -63,12 +65,17 @@ def _holds(pool: BlockPool, dtype: mx.Dtype | None) -> bool:
     return dtype is None or any(group.geometry is not None and group.geometry.dtype == dtype for group in pool.groups)
 
 
-def _new_pool(layout: PagedLayout, config: PagedConfig, dtype: mx.Dtype | None = None) -> BlockPool:
+def _new_pool(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dtype | None = None) -> BlockPool:
+    ranks = ranks_of(model)
+    budget, choose = max(1, config.memory_budget()), storage_choice(config.kernel)
+    if ranks is not None:
+        check_heads(model, ranks)
+        budget, choose = agreed_budget(ranks, budget, repr(config)), agreed_storage(ranks, choose)
     pool = BlockPool(
         layout.groups,
         block_size=config.block_size,
-        memory_budget=max(1, config.memory_budget()),
-        choose_storage=storage_choice(config.kernel),
+        memory_budget=budget,
+        choose_storage=choose,
         page_format=config.page_format,
     )
     for group, (geometry, heads) in zip(layout.groups, layout.geometries, strict=False):

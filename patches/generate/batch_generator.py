@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ from ...cache.paged_kv_cache import PagedKVCache
 from ...engine.decode_batch import DecodeBatch
 from ...engine.engine import Engine
 from ...engine.grammar.processor import GrammarProcessor
+from ...engine.ranks.world import ranks_of
 from ...engine.request import Request, sequence_of
 from ...engine.request_options import RequestOptions
 from ...engine.row_by_row import RowByRowBatch
@@ -255,7 +257,8 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         """Responses of prompts and of generated tokens; both empty when nothing is left to do."""
         if self._engine is None:
             return tuple(super().next())  # type: ignore[return-value]
-        with mx.stream(self._stream), Stepwise():
+        agreement = self._engine.agreement
+        with agreement.step() if agreement is not None else nullcontext(), mx.stream(self._stream), Stepwise():
             return self._engine.next()
 
     def next_generated(self) -> list[Any]:
@@ -298,9 +301,9 @@ def decode_batch(model: Any, fresh: Sequence[Any]) -> DecodeBatch:
         stock = [c.to_stock() if isinstance(c, PagedLayerCache) else c for c in leaves(fresh)]
         why = why_one_by_one(model, with_leaves(fresh, stock))
     if why is None:
-        return DecodeBatch(model, UPSTREAM)
+        return DecodeBatch(model, UPSTREAM, ranks_of(model))
     warn_once(f"rows of a batch are computed one by one in models of type {name_of(model)}: {why}")
-    return RowByRowBatch(model, UPSTREAM)
+    return RowByRowBatch(model, UPSTREAM, ranks_of(model))
 
 
 def adapt(original: type) -> type:

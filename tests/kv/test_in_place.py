@@ -258,7 +258,8 @@ def test_no_mlx_op_can_read_the_blocks() -> None:
     assert sum("_resized(" in ast.unparse(node) for node in tree.body if isinstance(node, ast.ClassDef)) == 1
     names = {name for name in vars(InPlaceStorage) if not name.startswith("_")}
     assert names == {
-        "after_writes", "copy_blocks", "decode", "fence", "forget_failed_writes", "in_place", "latest", "num_blocks",
+        "after_writes", "checkpoint", "copy_blocks", "decode", "fence", "forget_failed_writes", "go_back", "in_place",
+        "latest", "num_blocks",
         "prefill", "read_rows", "read_stored", "read_visible", "resize", "rewind", "run", "write",
         "write_packed", "write_stored",
     }  # fmt: skip

@@ -8,6 +8,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.nn.layers.distributed import (
+    AllToShardedLinear,
+    QuantizedAllToShardedLinear,
+    QuantizedShardedToAllLinear,
+    ShardedToAllLinear,
+)
 from mlx.utils import tree_flatten
 
 from ...kernels.products import narrow_matmul
@@ -56,6 +62,51 @@ class NarrowQuantizedEmbedding(nn.QuantizedEmbedding):
         if weight is None or not narrow_matmul.covers(x, [weight]):
             return super().as_linear(x)
         return narrow_matmul.products(x, [weight])[0]
+
+
+class NarrowAllToShardedLinear(AllToShardedLinear):
+    """A linear layer with some of the rows of its weight, of which the other ranks have the others."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        weight, bias = self["weight"], self.get("bias")
+        if not narrow_matmul.covers(x, [weight], bias):
+            return super().__call__(x)
+        return narrow_matmul.products(x, [weight], bias)[0]
+
+
+class NarrowQuantizedAllToShardedLinear(QuantizedAllToShardedLinear):
+    """The same with a quantised weight."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        weight, bias = PackedWeight.of(self), self.get("bias")
+        if weight is None or not narrow_matmul.covers(x, [weight], bias):
+            return super().__call__(x)
+        return narrow_matmul.products(x, [weight], bias)[0]
+
+
+class NarrowShardedToAllLinear(ShardedToAllLinear):
+    """A linear layer with some of the columns of its weight: the products of all ranks are added."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        weight = self["weight"]
+        if not narrow_matmul.covers(x, [weight]):
+            return super().__call__(x)
+        return _summed(self, narrow_matmul.products(x, [weight])[0])
+
+
+class NarrowQuantizedShardedToAllLinear(QuantizedShardedToAllLinear):
+    """The same with a quantised weight."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        weight = PackedWeight.of(self)
+        if weight is None or not narrow_matmul.covers(x, [weight]):
+            return super().__call__(x)
+        return _summed(self, narrow_matmul.products(x, [weight])[0])
+
+
+def _summed(layer: nn.Module, product: mx.array) -> mx.array:
+    total = mx.distributed.all_sum(product, group=layer.group)
+    return total + layer["bias"] if "bias" in layer else total
 
 
 def projected(layers: Sequence[nn.Module], x: mx.array, heads: Sequence[int] | None = None) -> list[mx.array]:
@@ -107,9 +158,9 @@ def _weights_of(layers: Sequence[nn.Module]) -> list[narrow_matmul.Matrix] | Non
     weights: list[narrow_matmul.Matrix] = []
     for layer in layers:
         weight = None
-        if "bias" not in layer and type(layer) is NarrowLinear:
+        if "bias" not in layer and type(layer) in (NarrowLinear, NarrowAllToShardedLinear):
             weight = layer["weight"]
-        elif "bias" not in layer and type(layer) is NarrowQuantizedLinear:
+        elif "bias" not in layer and type(layer) in (NarrowQuantizedLinear, NarrowQuantizedAllToShardedLinear):
             weight = PackedWeight.of(layer)
         if weight is None:
             return None
@@ -122,6 +173,10 @@ _NARROW: dict[type, type] = {
     nn.Embedding: NarrowEmbedding,
     nn.QuantizedLinear: NarrowQuantizedLinear,
     nn.QuantizedEmbedding: NarrowQuantizedEmbedding,
+    AllToShardedLinear: NarrowAllToShardedLinear,
+    QuantizedAllToShardedLinear: NarrowQuantizedAllToShardedLinear,
+    ShardedToAllLinear: NarrowShardedToAllLinear,
+    QuantizedShardedToAllLinear: NarrowQuantizedShardedToAllLinear,
 }
 
 

@@ -111,7 +111,7 @@ class LookUp:
             pack = Pack(sequences, counts, as_rows=True)
             caches = batch.rows[0].caches or []
             layers = [PackedKVCache(pack, cache.layer) for cache in leaves(caches)]
-            logits: mx.array = batch.model(inputs[:, None], cache=with_leaves(caches, layers))[:, -1, :]
+            logits: mx.array = batch.call(inputs[:, None], cache=with_leaves(caches, layers))[:, -1, :]
             pack.settle()
         except Exception as error:  # a step without drafts says whose fault it is
             for sequence, count in reserved:

@@ -4,7 +4,7 @@ rows, and in place."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -182,6 +182,13 @@ class Storage(Protocol):
 
     def forget_failed_writes(self) -> None:
         """After :meth:`latest` could not be computed: go on without the writes since it could."""
+
+    def checkpoint(self) -> Any:
+        """What :meth:`go_back` takes. Not to be kept while anything is computed: it keeps buffers."""
+
+    def go_back(self, checkpoint: Any) -> None:
+        """Forget what was built since the checkpoint, none of which has been computed. Does nothing if there are more
+        or fewer blocks now."""
 
 
 class StorageChoice(NamedTuple):

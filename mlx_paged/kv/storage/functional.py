@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy as handle_of
+from typing import Any
 
 import mlx.core as mx
 
@@ -208,6 +210,15 @@ class FunctionalStorage(GatheredStorage):
 
     def forget_failed_writes(self) -> None:
         """Nothing can be done: the tensors are what could not be computed."""
+
+    def checkpoint(self) -> Any:
+        # Other handles of the same arrays: assigning to a slice changes what a handle stands for.
+        return handle_of(self._keys), handle_of(self._values)
+
+    def go_back(self, checkpoint: Any) -> None:
+        keys, values = checkpoint
+        if keys.shape == self._keys.shape:
+            self._keys, self._values = keys, values
 
 
 def _runs(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -227,6 +227,14 @@ class InPlaceStorage:
     def forget_failed_writes(self) -> None:
         self.__fence = kernels.new_fence()  # what was not computed has not written
 
+    def checkpoint(self) -> Any:
+        return self.num_blocks, self.__fence, self.num_quantized, self._last_write
+
+    def go_back(self, checkpoint: Any) -> None:
+        num_blocks, *state = checkpoint
+        if num_blocks == self.num_blocks:
+            self.__fence, self.num_quantized, self._last_write = state
+
     def rewind(self, to: mx.array, latest: mx.array) -> bool:
         if self.__fence is not latest:
             return False

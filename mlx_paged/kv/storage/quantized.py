@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -88,3 +89,10 @@ class QuantizedStorage(GatheredStorage):
 
     def forget_failed_writes(self) -> None:
         self._rows.forget_failed_writes()
+
+    def checkpoint(self) -> Any:
+        return self._rows.checkpoint(), self.num_quantized
+
+    def go_back(self, checkpoint: Any) -> None:
+        rows, self.num_quantized = checkpoint
+        self._rows.go_back(rows)

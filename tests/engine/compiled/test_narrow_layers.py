@@ -105,6 +105,28 @@ def test_every_product_with_quantised_weights_is_a_launch(
                 assert batch(model, 5) == got
 
 
+@pytest.mark.parametrize("bits", [None, 4])
+def test_every_product_of_sharded_layers_is_a_launch(
+    bits: int | None, products: list[tuple[str, int]], kernels: Any
+) -> None:
+    """What a rank has of a model; here of a group of one. The products that are added up cannot add the residual."""
+    model = model_of("llama", mx.bfloat16)
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits)
+    expected = {GROUPED: 3, PLAIN: 2 * 3 + 1, GATED: 3}
+    model.shard(mx.distributed.init())
+    classes = [type(module) for module in model.modules()]
+    with mlx_dequantizes():
+        got = batch(model, 5)
+        bodies = Counter(body for body, num_rows in products if num_rows == 8)
+        steps = bodies.total() // sum(expected.values())
+        assert steps and bodies == Counter({body: n * steps for body, n in expected.items()})
+        if kernels is not None:
+            with mock.patch.object(narrow_matmul, "works", lambda *choice: False):
+                assert batch(model, 5) == got
+    assert [type(module) for module in model.modules()] == classes
+
+
 @contextmanager
 def mlx_dequantizes() -> Iterator[None]:
     """MLX multiplies with the dequantised weight."""

@@ -1,0 +1,126 @@
+"""A command that ``mlx.launch`` has started on several ranks."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+
+from ..engine.ranks.ranks import Ranks
+from ..engine.ranks.world import RANK_TIMEOUT, VARIABLE, connect, parse_timeout
+from ..errors import ConfigError
+from ..patches.replaced import replaced
+from ..warn import warn_once
+
+# What mlx-lm does not do over ranks either.
+REFUSED = {"adapter_path": "--adapter-path", "draft_model": "--draft-model", "prompt_cache_file": "--prompt-cache-file"}
+
+
+def _timeout(text: str) -> float:
+    try:
+        return parse_timeout(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags for several ranks."""
+    group = parser.add_argument_group("several ranks (mlx.launch)")
+    group.add_argument(
+        "--rank-timeout",
+        type=_timeout,
+        metavar="SECONDS",
+        help="How long no sign of another rank may come until this one ends with an error "
+        f"(default: {RANK_TIMEOUT:.0f}); also {VARIABLE}",
+    )
+    if "--pipeline" not in parser._option_string_actions:
+        group.add_argument(
+            "--pipeline", action="store_true", help="Shard the model by layers, without the paged cache, as mlx-lm does"
+        )
+
+
+@contextmanager
+def over_ranks(args: argparse.Namespace) -> Iterator[Ranks | None]:
+    """Within, this process is one of several ranks, of which the first alone prints; None where there is one only.
+
+    What is raised within ends all ranks, each with a line on stderr and a status that is not 0.
+
+    Raises:
+        ConfigError: a flag does not go with several ranks, or with one; RankError: they have not found each other.
+    """
+    group = mx.distributed.init()
+    if group.size() == 1:
+        if args.pipeline:
+            raise ConfigError("--pipeline needs several ranks: mlx.launch -n 2 starts them")
+        yield None
+        return
+    for name, flag in REFUSED.items():
+        if getattr(args, name, None):
+            raise ConfigError(f"{flag} does not go with several ranks")
+    ranks = connect(group, args.rank_timeout)
+    mx.random.seed(ranks.broadcast(random.getrandbits(32)))
+    try:
+        with contextlib.ExitStack() as stack:
+            if ranks.rank > 0:
+                stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+            yield ranks
+        ranks.close()
+    except (SystemExit, KeyboardInterrupt):
+        ranks.close()
+        raise
+    except BaseException as error:
+        ranks.fail(error)
+
+
+def share_stdin(ranks: Ranks) -> None:
+    """Have every rank read what the first one reads."""
+    sys.stdin = io.StringIO(ranks.broadcast(sys.stdin.read() if ranks.rank == 0 else ""))
+
+
+def loading(ranks: Ranks, *, pipeline: bool) -> Callable[..., Any]:
+    """In the place of mlx-lm's ``load``: this rank's part of the model."""
+
+    def load(
+        path: str,
+        *_: Any,
+        tokenizer_config: dict[str, Any] | None = None,
+        return_config: bool = False,
+        trust_remote_code: bool = False,
+        **__: Any,
+    ) -> Any:
+        from mlx_lm.utils import sharded_load
+
+        groups = (ranks.group, None) if pipeline else (None, ranks.group)
+        try:
+            with replaced(mx.distributed, **_on_device()):
+                return sharded_load(
+                    path, *groups, return_config, tokenizer_config=tokenizer_config, trust_remote_code=trust_remote_code
+                )
+        except ValueError as error:
+            raise ConfigError(f"the model cannot be sharded over {ranks.size} ranks: {error}") from error
+
+    return load
+
+
+def _on_device() -> dict[str, Callable[..., mx.array]]:
+    """mlx-lm waits for all ranks with a reduction on the CPU, which NCCL does not have."""
+    if mx.default_device() != mx.Device(mx.gpu) or "NCCL_HOST_IP" not in os.environ:
+        return {}
+    original = mx.distributed.all_sum
+
+    def all_sum(x: Any, *, group: Any = None, stream: Any = None) -> mx.array:
+        return original(x, group=group)
+
+    return {"all_sum": all_sum}
+
+
+def warn_of_pipeline() -> None:
+    warn_once("--pipeline runs in mlx-lm's own caches: each rank has layers of its own, and pages are of whole models")

@@ -1,0 +1,234 @@
+"""Ranks: the processes that compute one model together, as one of them sees it."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn, TypeVar
+
+import mlx.core as mx
+
+from ...cache.composites import leaves
+from ...errors import RankError
+from .peer import DATA, FAULT, LEAVE, Peer
+from .rendezvous import meet
+from .step_record import StepRecord
+from .undo import checkpoint
+from .watch import GRACE_SECONDS, Watch
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """What ranks tell each other beside the model's reductions (docs/adr/0035).
+
+    All ranks run the same program: they make the same calls here, in the same order, from one thread. What comes from
+    outside (a file, a client, a clock, free memory) is known to rank 0 or differs; :meth:`broadcast` and
+    :meth:`exchange` make it the same. Messages go over connections of their own, not through reductions: one that rank
+    0 sends is there when the others come to it, while the step before is still being computed.
+
+    With each message goes a checksum of all that was decided before it (:attr:`record`). If it is another rank's than
+    rank 0's, every process ends with a report of both, as it does when a rank dies, stops or hangs (:class:`Watch`).
+
+    Args:
+        group: of MLX, of more than one rank. All its ranks make this at the same time.
+        timeout: seconds without a sign of a rank until the others end.
+
+    Raises:
+        RankError: the ranks have not found each other.
+
+    Attributes:
+        rank, size: of this process, and of the group.
+        record: of what this rank has decided.
+    """
+
+    def __init__(self, group: Any, timeout: float) -> None:
+        self.group = group
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self.record = StepRecord()
+        self._compared = 0  # entries of the record that were compared
+        self._sequence = 0
+        self._peers: list[Peer] = meet(group, timeout)
+        self._watch = Watch(self.rank, self.size, self._peers, timeout)
+        self._watch.explain = self._explain
+        self._watch.start()
+        atexit.register(self.close)
+
+    # Agreeing -------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether all that was decided so far was compared with rank 0's."""
+        return self._compared == self.record.count
+
+    def broadcast(self, value: T | None = None) -> T:
+        """Rank 0's value, on every rank. Rank 0 does not wait for the others.
+
+        Args:
+            value: of what JSON has; rank 0's counts.
+
+        Raises:
+            RankError: rank 0 has ended.
+        """
+        head = self._head("broadcast")
+        if self.rank == 0:
+            for peer in self._peers:
+                peer.send(DATA, [*head, value])
+            return value  # type: ignore[return-value]
+        return self._received(head)  # type: ignore[no-any-return]
+
+    def exchange(self, value: T) -> list[T]:
+        """The values of all ranks, by rank. Waits for all of them.
+
+        Raises:
+            RankError: one has ended.
+        """
+        head = self._head("exchange")
+        if self.rank == 0:
+            values = [value]
+            for peer in self._peers:
+                *theirs, each = self._wait_for(peer)
+                if theirs[:2] != head[:2]:
+                    self._diverged_from(peer, theirs)
+                values.append(each)
+            for peer in self._peers:
+                peer.send(DATA, [*head, values])
+            return values
+        self._peers[0].send(DATA, [*head, value])
+        return self._received(head)  # type: ignore[no-any-return]
+
+    def all_min(self, value: int) -> int:
+        """The least of all ranks' values."""
+        return min(self.exchange(value))
+
+    def all_max(self, value: int) -> int:
+        """The largest of all ranks' values."""
+        return max(self.exchange(value))
+
+    def agreed(self, tokens: mx.array) -> mx.array:
+        """Rank 0's tokens on every rank, as part of the step that is being built: ranks whose last bits differ, as of
+        different machines, would choose differently where two tokens are equally likely."""
+        # By their own: a step that nothing depends on would not be computed.
+        mine = tokens if self.rank == 0 else tokens * 0
+        return mx.distributed.all_sum(mine, group=self.group)
+
+    def agreeing(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """The model, whose calls fail on all ranks if they fail on one.
+
+        MLX is lazy: when a call returns nothing has been computed, so no rank is in a reduction where the one that
+        failed will not come, and what it has built of writes to blocks is undone. What raises later, while it is
+        computed, cannot be shared; see :class:`Watch`.
+        """
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result, error = None, None
+            undo = _undo_of(kwargs.get("cache"))
+            try:
+                result = model(*args, **kwargs)
+            except Exception as raised:
+                error = raised
+            failures = self.exchange(None if error is None else f"{type(error).__name__}: {error}")
+            failed = next((rank for rank, failure in enumerate(failures) if failure is not None), None)
+            if failed is None:
+                return result
+            result = None
+            undo()
+            raise RankError(f"rank {failed}: {failures[failed]}") if error is None else error
+
+        return call
+
+    # Steps and faults -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A section in which the ranks compute together: one that stays in it alone hangs."""
+        self._watch.step += 1
+        self._watch.begin()
+        try:
+            yield
+        finally:
+            self._watch.end()
+
+    def on_fault(self, callback: Callable[[str], None]) -> None:
+        """Have it called, in a thread of its own, before this process ends because of another; it has two seconds."""
+        self._watch.on_fault.append(callback)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """End all ranks because of what has happened in this one."""
+        self._watch.end_process(f"rank {self.rank} has failed: {type(error).__name__}: {error}")
+        raise AssertionError  # not reached
+
+    def close(self) -> None:
+        """Say farewell to the other ranks. May be called again."""
+        atexit.unregister(self.close)
+        raised = getattr(sys, "last_value", None)
+        if raised is not None and not hasattr(sys, "ps1") and not isinstance(raised, KeyboardInterrupt):
+            self.fail(raised)  # the interpreter ends with it, and the others must not wait
+        self._watch.close()
+        for peer in self._peers:
+            with suppress(RankError):
+                peer.send(LEAVE, None)
+        for peer in self._peers:
+            peer.close()
+
+    @property
+    def num_sent(self) -> tuple[int, int]:
+        """Messages sent so far, and their bytes."""
+        return sum(peer.num_sent for peer in self._peers), sum(peer.bytes_sent for peer in self._peers)
+
+    # Parts ----------------------------------------------------------------------------------------------------------
+
+    def _head(self, what: str) -> list[Any]:
+        self._sequence += 1
+        self._compared = self.record.count
+        return [self._sequence, what, self.record.checksum]
+
+    def _wait_for(self, peer: Peer) -> Any:
+        busy = self._watch.is_busy
+        self._watch.end()
+        try:
+            return peer.receive()
+        finally:
+            if busy:
+                self._watch.begin()
+
+    def _received(self, head: list[Any]) -> Any:
+        *theirs, value = self._wait_for(self._peers[0])
+        if theirs != head:
+            self._diverged_from(self._peers[0], theirs)
+        return value
+
+    def _diverged_from(self, peer: Peer, theirs: list[Any]) -> NoReturn:
+        """End all ranks: this one and ``peer`` have not decided alike."""
+        mine = [self._sequence, self.record.count, self.record.describe()]
+        if self.rank == 0:
+            self._watch.end_process(f"rank {peer.rank} makes another call than rank 0: {theirs}; rank 0: {mine}")
+        report = {"diverged": self.rank, "decided": mine}
+        with suppress(RankError):
+            peer.send(FAULT, report)
+            threading.Event().wait(2 * GRACE_SECONDS)  # rank 0 answers with its own, which ends this process
+        self._watch.end_process(self._explain(report))
+        raise AssertionError
+
+    def _explain(self, report: Any) -> str:
+        if not isinstance(report, dict):
+            return str(report)
+        theirs = _in_words(report["decided"])
+        text = f"the ranks have not decided alike. Rank {report['diverged']} {theirs}."
+        if self.rank == 0:
+            text += f" Rank 0 {_in_words([self._sequence, self.record.count, self.record.describe()])}."
+        return text
+
+
+def _undo_of(caches: Sequence[Any] | None) -> Callable[[], None]:
+    pool = next((cache.pool for cache in leaves(caches or []) if hasattr(cache, "pool")), None)
+    return (lambda: None) if pool is None else checkpoint(pool)
+
+
+def _in_words(decided: list[Any]) -> str:
+    sequence, count, last = decided
+    return f"at message {sequence}, after {count} decisions: {last}"

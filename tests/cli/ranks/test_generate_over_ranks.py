@@ -1,0 +1,76 @@
+"""mlx_paged.generate on two ranks, as mlx.launch starts it: the output of one process, from the first rank alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mlx_paged.engine.ranks.watch import EXIT_STATUS
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.processes import commands
+from tests.support.ranks.launch import Launch
+
+LINES = [
+    {"prompt": "one two three", "id": "a"},
+    {"prompt": "seven", "temperature": 0.9, "seed": 5, "max_tokens": 9},
+    {"prompt": "stops", "stop": ["a"], "repetition_penalty": 1.2},
+    {"prompt": "", "max_tokens": -1},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, demo_model_folder: Path) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder)
+
+
+def _both(folder: Path, *args: object, size: int = 2) -> tuple[str, list[str]]:
+    """Standard output of one process, and that of each rank."""
+    alone = commands.run("mlx_paged.generate", *args, cwd=folder, timeout=200)
+    found = Launch(size, "mlx_paged.generate", args, folder, MLX_PAGED_RANK_TIMEOUT="30").ended()
+    for ended in found:
+        assert ended.status == alone.returncode, ended.stderr
+    return alone.stdout, [ended.stdout for ended in found]
+
+
+def test_a_prompt(model: Path, tmp_path: Path) -> None:
+    args = ["--model", model, "--prompt", "one two three", "--max-tokens", 12, "--verbose", "False"]
+    alone, (first, second) = _both(tmp_path, *args)
+    assert first == alone
+    assert second == ""
+
+
+def test_a_file_of_prompts(model: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    args = ["--model", model, "--prompts-file", prompts, "--max-tokens", 16, "--kv-cache-memory", "64M"]
+    alone, (first, second) = _both(tmp_path, *args)
+    assert [json.loads(line) for line in first.splitlines()] == [json.loads(line) for line in alone.splitlines()]
+    assert len(first.splitlines()) == len(LINES)
+    assert second == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "flags", "reason"),
+    [
+        ("llama", 4, [], "do not divide by 4 ranks"),
+        ("mamba", 2, [], "does not support tensor parallelism"),
+        ("llama", 2, ["--draft-model", "."], "--draft-model does not go with several ranks"),
+    ],
+)
+def test_what_is_refused(
+    kind: str, size: int, flags: list[str], reason: str, model: Path, demo_model_folder: Path, tmp_path: Path
+) -> None:
+    folder = model if kind == "llama" else make_tiny_model(tmp_path / kind, demo_model_folder, kind)
+    args = ["--model", folder, "--prompt", "one", "--max-tokens", 2, *flags]
+    for ended in Launch(size, "mlx_paged.generate", args, tmp_path).ended():
+        assert ended.status in (1, EXIT_STATUS)
+        assert ended.stdout == ""
+        assert reason in ended.stderr
+
+
+def test_a_pipeline_needs_several_ranks(model: Path, tmp_path: Path) -> None:
+    found = commands.run("mlx_paged.generate", "--model", model, "--prompt", "one", "--pipeline", cwd=tmp_path)
+    assert found.returncode == 1
+    assert "--pipeline needs several ranks" in found.stderr

@@ -1,0 +1,68 @@
+"""What goes wrong on one rank while all compute."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from tests.support.ranks.scenarios import World, prompt
+
+
+def play(name: str, folder: Path) -> None:
+    """Steps without an end, with ``name`` happening on rank 1 in the middle; see :data:`FAULTS`."""
+    world = World()
+    gen = world.generator(completion_batch_size=4)
+    gen.insert([prompt(9, 1), prompt(5, 2)], [10**6] * 2)
+    is_one = world.group.rank() == 1
+    for index in itertools.count():
+        if index == 20:
+            Path(folder, f"{world.group.rank()}.running").touch()
+        if index == 30 and is_one and name in FAULTS:
+            FAULTS[name](world, gen)
+        world.step(gen)
+        if len(world.tokens) and index % 200 == 0:  # a row is not to outgrow the pool
+            gen.remove(list(gen._engine.requests))
+            gen.insert([prompt(9, 1), prompt(5, 2)], [10**6] * 2)
+
+
+def _diverge(world: World, gen: Any) -> None:
+    """An event that only this rank knows."""
+    gen.remove([min(gen._engine.requests)])
+
+
+def _hang(world: World, gen: Any) -> None:
+    kind = type(world.model)
+
+    def hanging(self: Any, *args: Any, **options: Any) -> mx.array:
+        time.sleep(600)
+        raise AssertionError
+
+    kind.__call__ = hanging
+
+
+def _raise(world: World, gen: Any) -> None:
+    """Outside of the engine, as a script may."""
+    raise ValueError("injected: the script")
+
+
+def _leave(world: World, gen: Any) -> None:
+    """Ends as if all were done."""
+    raise SystemExit(0)
+
+
+def _raise_late(world: World, gen: Any) -> None:
+    """While the step is computed, not while it is built."""
+    original = mx.async_eval
+
+    def raising(*arrays: Any) -> None:
+        mx.async_eval = original
+        raise RuntimeError("injected: out of memory")
+
+    mx.async_eval = raising
+
+
+FAULTS = {"diverge": _diverge, "hang": _hang, "raise": _raise, "leave": _leave, "raise_late": _raise_late}

@@ -1,0 +1,267 @@
+"""What ranks are made to do, one process at a time or several together; what comes of it must be the same."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import llama
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.engine.request_options import RequestOptions
+from mlx_paged.errors import RequestFailedError
+from mlx_paged.patches import registry
+from mlx_paged.prefix.detached import SharedPrefixes
+from mlx_paged.prefix.radix import RadixTree
+
+VOCAB, BLOCK, LAYERS, KV_HEADS, HEAD_DIM = 128, 8, 2, 4, 16
+generate = importlib.import_module("mlx_lm.generate")
+
+
+class World:
+    """The model of a scenario, sharded if there are several ranks, and what the scenario delivers.
+
+    Args:
+        num_blocks: of the pool.
+        config: of its pages.
+        options: of the model.
+    """
+
+    def __init__(self, num_blocks: int = 400, config: dict[str, Any] | None = None, **options: Any) -> None:
+        mx.random.seed(7)
+        shape = {"hidden_size": 64, "num_hidden_layers": LAYERS, "intermediate_size": 96, "vocab_size": VOCAB}
+        heads = {"num_attention_heads": 8, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "rms_norm_eps": 1e-5}
+        args = {"model_type": "llama", "tie_word_embeddings": False, **shape, **heads, **options}
+        self.model = llama.Model(llama.ModelArgs(**args))
+        mx.eval(self.model.parameters())
+        self.group = mx.distributed.init()
+        if self.group.size() > 1:
+            self.model.shard(self.group)
+        local = KV_HEADS // self.group.size()
+        budget = num_blocks * BLOCK * 2 * LAYERS * local * HEAD_DIM * 4
+        registry.remove_patches()
+        mlx_paged.apply_patches(PagedConfig(block_size=BLOCK, kv_cache_memory=budget, **(config or {})))
+        self.tokens: dict[int, list[int]] = {}
+        self.reasons: dict[int, str] = {}
+        self.failures: dict[int, str] = {}
+        self.pool = mlx_paged.pool_of(self.model)
+
+    def generator(self, *, packs: bool = False, shares: bool = False, **options: Any) -> Any:
+        kind = generate.BatchGenerator
+        prefixes = SharedPrefixes(RadixTree(self.pool)) if shares else None
+        gen = (
+            type("Packing", (kind,), {"packs": True})(self.model, prefixes=prefixes, **options)
+            if packs
+            else kind(self.model, prefixes=prefixes, **options)
+        )
+        return gen
+
+    def step(self, gen: Any) -> bool:
+        try:
+            prompts, generated = gen.next()
+        except RequestFailedError as error:
+            self.failures[error.uid] = str(error.__cause__ or error)
+            return True
+        for response in generated:
+            self.tokens.setdefault(response.uid, []).append(response.token)
+            if response.finish_reason is not None:
+                self.reasons[response.uid] = response.finish_reason
+        return bool(prompts or generated)
+
+    def run(self, gen: Any) -> None:
+        while self.step(gen):
+            pass
+
+    def outcome(self, gen: Any, **more: Any) -> dict[str, Any]:
+        self.pool.check_integrity()
+        outcome = {"tokens": self.tokens, "reasons": self.reasons, "failures": self.failures, **more}
+        outcome["preemptions"] = gen.preemptions
+        outcome["live"] = self.pool.stats().live_blocks
+        gen.close()
+        return outcome
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    chosen = random.Random(seed)
+    return [chosen.randrange(VOCAB) for _ in range(length)]
+
+
+def ragged() -> dict[str, Any]:
+    world = World()
+    gen = world.generator(completion_batch_size=4, prefill_step_size=16)
+    gen.insert([prompt(n, n) for n in (1, 3, 40, 17, 9, 25)], [6, 12, 5, 9, 3, 8])
+    world.run(gen)
+    return world.outcome(gen)
+
+
+def packs() -> dict[str, Any]:
+    world = World()
+    gen = world.generator(packs=True, completion_batch_size=6)
+    gen.insert([prompt(n, n) for n in (1, 3, 40, 17, 9, 25)], [6, 12, 5, 9, 3, 8])
+    world.run(gen)
+    return world.outcome(gen, packs=gen._engine.packs)
+
+
+def shared_prefixes() -> dict[str, Any]:
+    world = World()
+    gen = world.generator(shares=True, completion_batch_size=3, prefill_step_size=16)
+    common = prompt(40, 1)
+    gen.insert([common + prompt(n, n) for n in (5, 9, 12)], [6, 8, 5])
+    world.run(gen)
+    gen.insert([common + prompt(n, n) for n in (5, 30)], [6, 8])
+    world.run(gen)
+    return world.outcome(gen, computed=gen.computed_prompt_tokens)
+
+
+def preemption() -> dict[str, Any]:
+    world = World(num_blocks=14)
+    gen = world.generator(completion_batch_size=4, prefill_step_size=16)
+    gen.insert([prompt(n, n) for n in (20, 18, 25, 22)], [40, 40, 30, 30])
+    world.run(gen)
+    return world.outcome(gen)
+
+
+def windows() -> dict[str, Any]:
+    world = World(layer_types=["sliding_attention", "full_attention"], sliding_window=16)
+    gen = world.generator(completion_batch_size=3, prefill_step_size=16)
+    gen.insert([prompt(n, n) for n in (30, 5, 22)], [20, 20, 20])
+    world.run(gen)
+    return world.outcome(gen)
+
+
+def quantized() -> dict[str, Any]:
+    world = World(config={"kv_bits": 8, "kv_group_size": 32}, head_dim=32)
+    gen = world.generator(completion_batch_size=3, prefill_step_size=16)
+    gen.insert([prompt(n, n) for n in (30, 5, 22)], [10, 10, 10])
+    world.run(gen)
+    return world.outcome(gen)
+
+
+def cancels() -> dict[str, Any]:
+    world = World()
+    gen = world.generator(shares=True, completion_batch_size=3, prefill_step_size=8)
+    uids = gen.insert([prompt(n, n) for n in (60, 20, 50)], [10, 10, 10])
+    for _ in range(2):
+        world.step(gen)
+    gen.remove([uids[0]])
+    for _ in range(6):
+        world.step(gen)
+    gen.finish([uids[1]])
+    world.run(gen)
+    return world.outcome(gen)
+
+
+def sampling() -> dict[str, Any]:
+    world = World()
+    stop = [[5], [9, 3]]
+    gen = world.generator(completion_batch_size=5, prefill_step_size=16, stop_tokens=stop)
+    samplers = [None, make_sampler(0.8), make_sampler(1.0, top_p=0.9), make_sampler(0.7, top_k=12), make_sampler(1.0)]
+    penalties = make_logits_processors(repetition_penalty=1.3, logit_bias={3: 1.5})
+    options = [RequestOptions(seed=seed) for seed in (None, 3, 4, 5, 2**63)]
+    gen.insert_segments(
+        [[prompt(n, n)] for n in (12, 5, 22, 9, 3)],
+        [20] * 5,
+        samplers=[each or (lambda x: mx.argmax(x, axis=-1)) for each in samplers],
+        logits_processors=[[], penalties, [], penalties, []],
+        options=options,
+    )
+    world.run(gen)
+    return world.outcome(gen)
+
+
+def unseeded() -> dict[str, Any]:
+    """Rows whose draws differ from rank to rank, until rank 0's are taken."""
+    world = World()
+    mx.random.seed(100 + world.group.rank())
+    gen = world.generator(completion_batch_size=3)
+    gen.insert([prompt(n, n) for n in (12, 5)], [30, 30], samplers=[make_sampler(1.0)] * 2)
+    world.run(gen)
+    return world.outcome(gen)
+
+
+def look_up() -> dict[str, Any]:
+    world = World(config={"prompt_lookup": 6})
+    gen = world.generator(completion_batch_size=3)
+    gen.insert([prompt(6, n) * 5 for n in (1, 2)], [40, 40])
+    world.run(gen)
+    return world.outcome(gen, drafted=world.pool.stats().drafted_tokens)
+
+
+def failing_call() -> dict[str, Any]:
+    """The model raises for a row on the last rank alone, and for another one everywhere: both fail everywhere."""
+    world = World()
+    last = world.group.rank() == world.group.size() - 1
+    kind = type(world.model)
+    plain = kind.__call__
+
+    def raising(self: Any, inputs: mx.array, *args: Any, **options: Any) -> mx.array:
+        first = inputs.tolist()[0][0] if inputs.shape[1] > 1 else None
+        if first == 103 and last:
+            raise ValueError("before anything is built")
+        result = plain(self, inputs, *args, **options)
+        if first == 101 and last:
+            raise ValueError("on one rank")  # with its writes built
+        if first == 102:
+            raise ValueError("on all ranks")
+        return result
+
+    gen = world.generator(completion_batch_size=4, prefill_step_size=16)
+    kind.__call__ = raising
+    try:
+        gen.insert([*([first, *prompt(8, first)] for first in (101, 102, 103)), prompt(9, 3), prompt(5, 4)], [6] * 5)
+        world.run(gen)
+    finally:
+        kind.__call__ = plain
+    return world.outcome(gen)
+
+
+def schedule(count: int = 100, seed: int = 0) -> dict[str, Any]:
+    """Random operations, in a small pool with a prefix tree; integrity is checked on every rank as it goes."""
+    world = World(num_blocks=16)
+    gen = world.generator(shares=True, completion_batch_size=5, prefill_step_size=16)
+    chosen = random.Random(seed)
+    active: list[int] = []
+    roots = [prompt(24, 50 + i) for i in range(3)]
+    for index in range(count):
+        operation = chosen.random()
+        if operation < 0.25 and len(active) < 8:
+            tokens = chosen.choice(roots)[: chosen.randrange(1, 24)]
+            tokens += prompt(chosen.randrange(1, 30), chosen.randrange(9))
+            drawn = chosen.random() < 0.4
+            options = RequestOptions(seed=chosen.randrange(1000) if drawn else None)
+            sampler = make_sampler(0.9, top_p=0.95) if drawn else make_sampler(0.0)
+            most = chosen.randrange(1, 25)
+            active += gen.insert_segments([[tokens]], [most], samplers=[sampler], options=[options])
+        elif operation < 0.32 and active:
+            uid = active.pop(chosen.randrange(len(active)))
+            (gen.finish if chosen.random() < 0.5 else gen.remove)([uid])
+        else:
+            world.step(gen)
+            active = [uid for uid in active if uid not in world.reasons and uid not in world.failures]
+        if index % 10 == 0:
+            world.pool.check_integrity()
+    world.run(gen)
+    return world.outcome(gen)
+
+
+SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
+    each.__name__: each
+    for each in (
+        ragged, packs, shared_prefixes, preemption, windows, quantized, cancels, sampling, unseeded, look_up,
+        failing_call, schedule,
+    )
+}  # fmt: skip
+
+
+def play(names: Sequence[str]) -> dict[str, Any]:
+    """The outcomes of scenarios, by name, with string keys as JSON has them."""
+    found = {}
+    for name in names:
+        base, _, count = name.partition(":")
+        found[name] = schedule(int(count)) if count else SCENARIOS[base]()
+    return found

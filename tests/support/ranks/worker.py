@@ -1,0 +1,35 @@
+"""One of several ranks: plays the scenarios it is told, and writes what came of them to a file.
+
+python worker.py FOLDER SCENARIO...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from mlx_paged.engine.ranks.world import ranks_of
+from tests.support.ranks import faults, scenarios
+
+
+def main() -> None:
+    folder, *names = sys.argv[1:]
+    rank = int(os.environ["MLX_RANK"])
+    if names[0].startswith("fault:"):
+        faults.play(names[0].removeprefix("fault:"), Path(folder))
+        return
+    found = scenarios.play(names)
+    world = scenarios.World()
+    ranks = ranks_of(world.model)
+    assert ranks is not None
+    found["record"] = [ranks.record.count, ranks.record.checksum]
+    found["sent"] = list(ranks.num_sent)
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
