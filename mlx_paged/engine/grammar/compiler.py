@@ -15,6 +15,7 @@ import numpy as np
 from ...errors import GrammarError
 from .compiled_grammar import CompiledGrammar
 from .grammar import reason
+from .long_numbers import long_numbers
 from .schema_fault import place_of_fault
 from .source import WHITE_SPACE, GrammarSource
 
@@ -93,6 +94,9 @@ class GrammarCompiler:
             if fault:
                 where = place_of_fault(schema, fault, lambda part: self._try_schema(part)[0])
                 raise GrammarError(f"{where}: {fault}")
+            for where, number in long_numbers(schema):
+                if not self._is_read_right(number):
+                    raise GrammarError(f"{where}: {number!r} has more digits than would be kept")
             return matcher
         library = self._library.LLMatcher
         make = library.grammar_from_regex if source.kind == "regex" else library.grammar_from_lark
@@ -109,6 +113,11 @@ class GrammarCompiler:
         except ValueError as error:
             return str(error), None
         return self._try(grammar)
+
+    def _is_read_right(self, number: float) -> bool:
+        """Whether llguidance takes a number for itself: of some with 16 digits and more it takes the neighbour."""
+        fault, matcher = self._try_schema({"const": number})
+        return not fault and float(matcher.compute_ff_bytes()) == number
 
     def _try(self, grammar: str) -> tuple[str, Any]:
         matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)

@@ -12,6 +12,7 @@ import pytest
 
 from mlx_paged.engine.grammar import compiler as module
 from mlx_paged.engine.grammar.compiler import MAX_KEPT, GrammarCompiler
+from mlx_paged.engine.grammar.long_numbers import long_numbers
 from mlx_paged.engine.grammar.source import GrammarSource
 from mlx_paged.errors import GrammarError
 from tests.support.models.byte_tokenizer import byte_tokenizer
@@ -43,6 +44,13 @@ BROKEN: list[tuple[Any, str]] = [
     ({"$ref": "#"}, "#: there is no answer that it allows"),
     ({"properties": {"a": {"uniqueItems": True, "type": "array"}}}, "#/properties/a: Unimplemented"),
     ({"x-guidance": {"lenient": True}, "not": {}}, "#: Unimplemented keys"),
+]
+
+
+LONG = -936044455.8565181  # llguidance 1.9 reads it as ...518
+BROKEN += [
+    ({"const": LONG}, "#/const: -936044455.8565181 has more digits than would be kept"),
+    ({"properties": {"a/b": {"enum": [1.5, {"x": [LONG]}]}}}, "#/properties/a~1b/enum/1/x/0: .* more digits"),
 ]
 
 
@@ -167,3 +175,9 @@ def test_a_tokenizer_that_is_none_of_the_fast_ones_is_refused() -> None:
 def test_nothing_is_imported_before_a_grammar_is_compiled() -> None:
     program = "import sys, mlx_paged.patches, mlx_paged.cli.generate; sys.exit('llguidance' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=120).returncode == 0
+
+
+def test_long_numbers_that_are_read_right_are_taken(compiler: GrammarCompiler) -> None:
+    numbers = [0.1, 0.30000000000000004, 2.2250738585e-313, 1e23, 12, 123456789012345678901]
+    assert [found for _, found in long_numbers({"enum": numbers})] == [0.30000000000000004, 2.2250738585e-313, 1e23]
+    compiler.compile(GrammarSource.json({"enum": numbers}))

@@ -69,7 +69,7 @@ def test_requests_that_are_sent_at_once_are_answered_in_order(server: ServerProc
         client.sendall(one + one + last)
         answer = b"".join(iter(lambda: client.recv(65536), b""))
     assert answer.count(b"HTTP/1.1 200 OK") == 3 and answer.count(b"text_completion") == 2
-    assert answer.endswith(b'{"status": "ok"}')
+    assert json.loads(answer.rpartition(b"\r\n\r\n")[2])["status"] == "ok"
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:  # HTTP/1.0 has no chunks
         streamed = body[:-1] + b', "stream": true}'
         client.sendall(
