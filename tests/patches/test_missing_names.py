@@ -71,7 +71,7 @@ def test_a_server_that_cannot_be_adapted_says_so_and_does_not_pretend_to_ask_for
         parser.parse_args()
 
     ended: list[Any] = []
-    monkeypatch.setattr(server, "_leave", ended.append)
+    monkeypatch.setattr(server, "leave", ended.append)
     monkeypatch.setattr(server.signal, "signal", lambda *args: None)
     monkeypatch.setattr(upstream, "main", upstream_main)
     monkeypatch.setattr(server.ServerParser, "shares", True)
