@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
+from .schema_fault import escaped
+
 # So many digits, and powers of ten, are read exactly by every parser that reckons in doubles.
 DIGITS, POWER = 15, 22
 
@@ -26,4 +28,4 @@ def long_numbers(schema: Any, place: str = "#") -> Iterator[tuple[str, float]]:
             yield from long_numbers(each, f"{place}/{index}")
     elif isinstance(schema, dict):
         for name, each in schema.items():
-            yield from long_numbers(each, f"{place}/{name.replace('~', '~0').replace('/', '~1')}")
+            yield from long_numbers(each, f"{place}/{escaped(name)}")

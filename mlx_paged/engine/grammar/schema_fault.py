@@ -49,7 +49,7 @@ def _parts(schema: Any, place: str, part: dict[str, Any]) -> Iterator[tuple[str,
             yield reference, target
     for key in OF_SCHEMAS:
         if key not in SHARED and isinstance(part.get(key), dict):
-            yield from ((f"{place}/{key}/{_escaped(name)}", child) for name, child in part[key].items())
+            yield from ((f"{place}/{key}/{escaped(name)}", child) for name, child in part[key].items())
     for key in LISTS:
         if isinstance(part.get(key), list):
             yield from ((f"{place}/{key}/{index}", child) for index, child in enumerate(part[key]))
@@ -61,5 +61,6 @@ def _alone(schema: Any, part: Any) -> Any:
     return {**shared, **part} if isinstance(part, dict) else part
 
 
-def _escaped(name: str) -> str:
+def escaped(name: str) -> str:
+    """A name as a part of a JSON pointer."""
     return json.dumps(name)[1:-1].replace("~", "~0").replace("/", "~1")

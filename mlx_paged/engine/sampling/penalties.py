@@ -11,7 +11,8 @@ import mlx.core as mx
 import numpy as np
 
 from ...kernels.sampling import penalise_rows
-from ...kernels.sampling.penalise_rows import WIDTH, Histories
+from ...kernels.sampling.drawn_row import WIDTH
+from ...kernels.sampling.penalise_rows import Histories
 from .params import ALL, SamplingParams
 
 ROOM = 256  # entries more than needed, so that arrays get another shape as seldom

@@ -6,18 +6,17 @@ so a row's word does not depend on the rows beside it.
 
 from __future__ import annotations
 
-import warnings
 from functools import lru_cache
 
 import mlx.core as mx
 import numpy as np
 
 from ..availability import device_decline
-from ..build import backend, build_kernel, told_when_compiling
-from ..check import outcome_of
+from ..build import backend, build_kernel
 from ..trial import Text
 from .draw_model import drawn_word
 from .drawn_row import DrawnRow
+from .self_check import passes
 
 BODY = "draw_rows"
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
@@ -67,11 +66,7 @@ def serves(x: mx.array) -> bool:
 @lru_cache(maxsize=8)
 def works(dtype: mx.Dtype) -> bool:
     """Whether the kernel passes its self-check. One that does not, or does not compile, warns once and is not used."""
-    with told_when_compiling():
-        *_, reason = outcome_of(lambda: _difference(dtype))
-    if reason:
-        warnings.warn(f"mlx_paged: {BODY} ({dtype}) is off, MLX's operations draw: {reason}", stacklevel=2)
-    return not reason
+    return passes(BODY, dtype, _difference, "MLX's operations draw")
 
 
 # Of the self-check.

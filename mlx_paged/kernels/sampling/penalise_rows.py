@@ -3,7 +3,6 @@ words in it are changed."""
 
 from __future__ import annotations
 
-import warnings
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -11,16 +10,16 @@ import mlx.core as mx
 import numpy as np
 
 from ..availability import device_decline
-from ..build import build_kernel, told_when_compiling
-from ..check import outcome_of
+from ..build import build_kernel
 from ..trial import Text
+from .drawn_row import WIDTH
 from .penalty_model import penalised_step
+from .self_check import passes
 
 BODY = "penalise_rows"
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 GROUPS = 8  # simdgroups
 CHUNK = 8192  # words of a row that they take
-WIDTH = 8  # numbers of a row in an array, so that no array is of less than 8, which is another text on Metal
 
 
 class Histories(NamedTuple):
@@ -78,11 +77,7 @@ def serves(x: mx.array) -> bool:
 @lru_cache(maxsize=8)
 def works(dtype: mx.Dtype) -> bool:
     """Whether the kernel passes its self-check. One that does not, or does not compile, warns once and is not used."""
-    with told_when_compiling():
-        *_, reason = outcome_of(lambda: _difference(dtype))
-    if reason:
-        warnings.warn(f"mlx_paged: {BODY} ({dtype}) is off, MLX's operations penalise: {reason}", stacklevel=2)
-    return not reason
+    return passes(BODY, dtype, _difference, "MLX's operations penalise")
 
 
 def _difference(dtype: mx.Dtype) -> float:

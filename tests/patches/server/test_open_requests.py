@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from queue import Empty, Queue
+from queue import Queue
 from typing import Any
 
 import mlx_paged
@@ -11,16 +11,8 @@ from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.patches.generate.request_progress import runs
 from mlx_paged.patches.server.answer_queue import AnswerQueue
 from mlx_paged.patches.server.computing.open_requests import OpenRequests
+from tests.support.answers import answers
 from tests.support.models.builders import build, prompt_of
-
-
-def items(queue: AnswerQueue) -> list[Any]:
-    found = []
-    try:
-        while True:
-            found.append(queue.get_nowait())
-    except Empty:
-        return found
 
 
 def test_those_that_were_taken_fail_and_get_nothing_more() -> None:
@@ -35,11 +27,11 @@ def test_those_that_were_taken_fail_and_get_nothing_more() -> None:
     taken.put((1, 2))
     open_requests.fail_taken(requests, lambda: ValueError("dead"))
     taken.put((2, 2))  # by whoever was taken to be dead
-    assert [str(item) for item in items(taken)] == ["(1, 2)", "dead"]
-    assert items(waiting) == items(ended) == []
+    assert [str(item) for item in answers(taken)] == ["(1, 2)", "dead"]
+    assert answers(waiting) == answers(ended) == []
     assert [each["number"] for each in open_requests.progress()] == [waiting.number]
     waiting.put((1, 2))
-    assert items(waiting) == [(1, 2)]
+    assert answers(waiting) == [(1, 2)]
     del queue, waiting
     requests.get()
     assert open_requests.progress() == []  # nobody waits for it any more

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from queue import Empty
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +13,7 @@ from mlx_paged import PagedConfig
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.patches.server.answer_queue import AnswerQueue
 from mlx_paged.patches.server.served_batch import Served, ServedBatch
+from tests.support.answers import answers
 from tests.support.models.builders import build, prompt_of
 
 
@@ -35,15 +35,6 @@ class Detokenizer:
     def add_token(self, token: int) -> None: ...
 
     def finalize(self) -> None: ...
-
-
-def answers(queue: AnswerQueue) -> list[Any]:
-    found = []
-    try:
-        while True:
-            found.append(queue.get_nowait())
-    except Empty:
-        return found
 
 
 @pytest.mark.parametrize("kind", ["assistant", "system"])
