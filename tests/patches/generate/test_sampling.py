@@ -177,13 +177,19 @@ def test_a_callers_own_sampler_runs_beside_the_others() -> None:
 # What a step does -------------------------------------------------------------------------------------------------
 
 
+TRANSFERS = ("tolist", "item", "__array__", "__dlpack__", "__bool__", "__int__", "__float__", "__index__")
+
+
 class Watch:
-    """Counts what is evaluated and normalised, but for the blocks, of which the pool takes care (mlx_paged/kv)."""
+    """Counts what is evaluated, normalised and read by the host, but for the blocks, of which the pool takes care
+    (mlx_paged/kv)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.counts = {"eval": 0, "async_eval": 0, "logsumexp": 0}
+        self.counts = {"eval": 0, "async_eval": 0, "logsumexp": 0, "transfer": 0}
         for name in ("eval", "async_eval", "logsumexp"):
             monkeypatch.setattr(mx, name, self._counting(name, getattr(mx, name)))
+        for name in TRANSFERS:
+            monkeypatch.setattr(mx.array, name, self._counting("transfer", getattr(mx.array, name)))
 
     def _counting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -203,17 +209,16 @@ def test_a_step_is_evaluated_once_fetched_once_and_never_normalised(
     for _ in range(4):
         gen.next_generated()
     watch = Watch(monkeypatch)
-    fetched = 0
-
-    def as_ints(tokens: mx.array) -> list[int]:
-        nonlocal fetched
-        fetched += 1
-        return tokens.tolist()  # type: ignore[return-value]
-
-    monkeypatch.setattr("mlx_paged.engine.decode_batch._as_ints", as_ints)
     for _ in range(5):
         gen.next_generated()
-    assert watch.counts == {"eval": 0, "async_eval": 5, "logsumexp": 0} and fetched == 5
+    assert watch.counts == {"eval": 0, "async_eval": 5, "logsumexp": 0, "transfer": 5}
+
+
+def test_reading_an_array_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Watch(monkeypatch)
+    one = mx.array([1])
+    assert [one.tolist(), one.item(), int(one), float(one), bool(one)] == [[1], 1, 1, 1.0, True]
+    assert watch.counts["transfer"] == 5
 
 
 def test_parameters_become_arrays_when_the_rows_change_only(monkeypatch: pytest.MonkeyPatch) -> None:
