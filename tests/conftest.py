@@ -28,6 +28,8 @@ from mlx_paged.kernels import ops as gpu_kernels
 from mlx_paged.patches import registry
 from mlx_paged.warn import forget_warnings
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
+from tests.support.processes.precompiled import precompile_headers
+from tests.support.samples import mark_surplus
 
 # The same examples in every run; HYPOTHESIS_PROFILE=default draws new ones, as "make test-slow" does.
 settings.register_profile("fixed", derandomize=True, database=None)
@@ -36,10 +38,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 # Tests apply the patches some thousand times, and mlx-lm's sources stay as they are.
 registry.fingerprint = functools.cache(registry.fingerprint)
 
+precompile_headers()
+
 REAL = gpu_kernels.prepare_decode, compiled_step.compile_function
 
 
+@pytest.hookimpl(tryfirst=True)  # before "-m" chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_surplus(items)
     has_gpu = mx.default_device() == mx.Device(mx.gpu)
     has_metal = mx.metal.is_available()
     items.sort(key=lambda item: "demo_model" not in item.keywords)  # the longest: not at the end, one after the other

@@ -27,6 +27,7 @@ DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 # update_and_fetch -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 1, 2, 5, 8, 16])
 @pytest.mark.parametrize("seed", range(4))

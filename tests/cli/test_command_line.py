@@ -199,6 +199,7 @@ def test_an_error_amid_the_text_begins_a_line(folder: Path, tmp_path: Path) -> N
     assert error.startswith("KV block pool exhausted: 1 more block(s) needed")
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("command_name", ["generate", "chat"])
 def test_an_interrupt_ends_quietly(folder: Path, command_name: str) -> None:
     arguments = ["--model", str(folder), "--max-tokens", "100000"]

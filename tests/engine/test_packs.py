@@ -75,6 +75,7 @@ def no_kernel(*_: object, **__: object) -> None:
     raise KernelUnavailable("not here")
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize(("kind", "config"), each_value(KINDS, STORAGES, times=2), indirect=["config"])
 def test_requests_in_packs_get_their_solo_tokens(kind: str, config: PagedConfig, calls: list[list[int]]) -> None:
@@ -90,6 +91,7 @@ def test_requests_in_packs_get_their_solo_tokens(kind: str, config: PagedConfig,
     assert_nothing_is_left(model)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize("name", GENERIC)
 def test_models_behind_the_seam_pack_too(name: str, calls: list[list[int]]) -> None:

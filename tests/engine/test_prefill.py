@@ -68,6 +68,7 @@ def test_calls_share_what_is_short_and_pad_little() -> None:
     assert calls_of([], 100) == []
 
 
+@pytest.mark.sample
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_short_prompts_come_in_few_calls_and_give_solo_tokens(

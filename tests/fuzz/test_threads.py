@@ -78,6 +78,7 @@ class Work:
         return [int(token) for token, _ in steps]
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("seed", range(SAMPLE))
 def test_threads_get_what_single_runs_give(seed: int) -> None:
     _run(seed)

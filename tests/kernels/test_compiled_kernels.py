@@ -127,6 +127,7 @@ def test_a_launch_gives_what_the_text_declares(mlx: FakeMLX, body: str, constant
     assert set(re.findall(r"(\w+)_shape\[", source.text)) >= {inputs[i] for i, _ in source.axes}
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize(
     ("body", "constants"),
     [

@@ -145,6 +145,7 @@ def built_by(texts: Texts) -> Iterator[None]:
         yield
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("pages", [None, page_shape(64, (8, 4), 32, mx.bfloat16)])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("gqa", [1, 4, 8])

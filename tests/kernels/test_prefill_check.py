@@ -62,6 +62,7 @@ def test_the_kernel_passes(emulated: object, change: dict[str, object]) -> None:
     assert result.ok and result.rms < 2e-3, result.reason
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     ("old", "new"),
     [

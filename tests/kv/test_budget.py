@@ -91,6 +91,7 @@ def test_behind_a_window_any_length_is_held_once_the_window_and_a_chunk_are() ->
     assert not PoolBudget(pool_of((9,), 4), chunk=CHUNK).holds(100_000)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("windows", WINDOWS, ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_what_fits_can_be_appended_in_any_order(windows: tuple[int | None, ...], seed: int) -> None:

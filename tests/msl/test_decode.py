@@ -37,11 +37,13 @@ def check(case, launch_shape=None, backend="metal", **options):
     return out, fake
 
 
+@pytest.mark.sample(every=3, keep="extras")
 @pytest.mark.parametrize(("name", "contexts", "backend"), each_pair(list(CLASSES), [RAGGED, FEW], ["metal", "cuda"]))
 def test_matches_reference(name, contexts, backend):
     check(Case(contexts, **CLASSES[name]), backend=backend)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_head_dim(head_dim):
     check(Case([33, 3], head_dim=head_dim, heads=(4, 2), dtype=mx.bfloat16), orders=(0, 2))
@@ -101,6 +103,7 @@ def test_max_visible_changes_nothing():
     assert grids[1] < grids[0] and wide.tobytes() == narrow.tobytes()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("contexts", [[1, 16, 17, 150, 300], [64, 65]])
 def test_append_writes_the_newest_token_and_attends_to_it(contexts, dtype):
@@ -176,6 +179,7 @@ APPEND_DEFECTS = {  # old, new: seen in the result or in the pool
 }
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("name", list(APPEND_DEFECTS))
 def test_planted_append_defects_are_caught(name):
     case = Case([17, 150], head_dim=64)
@@ -232,6 +236,7 @@ CAUGHT = {  # body, old, new: the emulator itself objects
 }
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("name", list(CAUGHT))
 def test_emulator_catches(name):
     body, old, new, want = CAUGHT[name]
@@ -263,6 +268,7 @@ WRONG = {  # body, old, new: the numbers come out wrong
 }  # fmt: skip
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("name", list(WRONG))
 def test_wrong_numbers_are_seen(name):
     body, old, new = WRONG[name]

@@ -71,6 +71,7 @@ CLASSES = {
 }
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("name", list(CLASSES))
 def test_matches_reference(name):
     check(case_of(RAGGED, **CLASSES[name]))
@@ -114,6 +115,7 @@ def test_bits_depend_neither_on_batchmates_nor_on_runs(bits):
     assert alone[0].tobytes() == expected[1].tobytes()
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     "shape", [{"unroll": 2}, {"unroll": 4, "simdgroups": 8, "head_round": 1}, {"partition": 64, "span": 1}], ids=str
 )
@@ -122,6 +124,7 @@ def test_every_cut(shape):
         check(case_of([100, 200, 330], bits, starts=[1, 20, 300], heads=(3, 1)), orders=(0,), **shape)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(("bits", "group_size"), [(None, 64), ((8, 4), 64), ((4, 8), 32), ((4, 8), 128)])
 def test_append_quantises_the_newest_token_and_attends_to_it(bits, group_size, dtype):
@@ -148,6 +151,7 @@ def scaled(case, by):
     return case
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4)])
 @pytest.mark.parametrize(
     "by", [{"v": 2.0**-20}, {"v": 2.0**30}, {"q": 2.0**-30, "k": 2.0**30}, {"q": 2.0**40, "k": 2.0**-40}], ids=str
@@ -259,6 +263,7 @@ def case_for_defects(bits, group_size):
     return case, before, written
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize(("which", "name"), WIDE)
 def test_planted_defects_are_seen(which, name):
     edit = (DENSE_DEFECTS if which == "dense" else QUANTIZED_DEFECTS)[name]

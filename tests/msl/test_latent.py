@@ -32,6 +32,7 @@ CLASSES = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", ["metal", "cuda"])
 @pytest.mark.parametrize("name", list(CLASSES))
 def test_matches_reference(name, backend):
@@ -61,6 +62,7 @@ def run_tensor(case, append=None, edit=(), orders=(0, 2), checked=True, **shape)
     return out, fake
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("name", list(TENSOR_CLASSES))
 def test_the_body_for_tensor_cores_matches_reference(name):
     options = {"contexts": [1, 17, 64, 150], "dtype": mx.bfloat16, **TENSOR_CLASSES[name]}
@@ -156,6 +158,7 @@ def test_memory_of_a_thread_group_is_bounded():
     assert shape_for(tensor).latent_bytes(576) <= MOST_SHARED
 
 
+@pytest.mark.sample
 @pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
 @pytest.mark.parametrize("single", [True, False])
@@ -167,6 +170,7 @@ def test_the_body_for_tensor_cores_does_not_spill(arch, single):
     assert (found.stored, found.loaded) == (0, 0), found
 
 
+@pytest.mark.sample
 @pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
 @pytest.mark.parametrize("gqa", [16, 10, 7, 1])
@@ -207,6 +211,7 @@ def is_caught(case, body, edit):
     return not same or not np.allclose(out, reference, atol=2e-2)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("name", list(PORTABLE_DEFECTS))
 def test_planted_defects_of_the_portable_body_are_caught(name):
     case = LatentCase([17, 150], heads=20, rank=128)
@@ -245,6 +250,7 @@ TENSOR_DEFECTS = {
 OF_PARTITIONS = ("partition of another size", "statistics in another base")
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("name", list(TENSOR_DEFECTS))
 def test_planted_defects_of_the_body_for_tensor_cores_are_caught(name):
     contexts, starts = ([300], [0]) if name in OF_PARTITIONS else ([100, 7], [37, 0])

@@ -28,6 +28,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda *edit: edits.append(edit)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", silu_product.DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1, 5), (3, 1, 704), (2, 1033)])
 def test_silu_product_rounds_where_mlx_does(emulated: Any, dtype: mx.Dtype, shape: tuple[int, ...]) -> None:
@@ -41,6 +42,7 @@ def test_silu_product_rounds_where_mlx_does(emulated: Any, dtype: mx.Dtype, shap
     assert np.array_equal(got, to_float(expected))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("dtype", "token_dtype"),
     [(mx.bfloat16, mx.uint32), (mx.float16, mx.int32), (mx.float32, mx.int32), (mx.uint32, mx.uint32)],

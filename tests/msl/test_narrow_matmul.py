@@ -55,6 +55,7 @@ def close(got, want, dtype):
     np.testing.assert_allclose(got, want, rtol=2.0**-digits, atol=2.0**-digits)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", narrow_matmul.DTYPES)
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(("num_rows", "width", "depth"), [(1, 40, 8), (13, 33, 72), (37, 70, 1096)])
@@ -74,6 +75,7 @@ def test_a_row_does_not_depend_on_the_others(emulated, tile):
         assert np.array_equal(run(x[mx.array(rows)], w, None, tile), whole[rows])
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("widths", [(40, 33, 70), (5, 64), (32, 16, 1)])
 def test_several_matrices(emulated, tile, widths):
@@ -92,6 +94,7 @@ def test_values_at_any_address(emulated):
     close(run(x, w, None, TILES[0]), expected(x, w, None), mx.float16)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", narrow_matmul.DTYPES)
 @pytest.mark.parametrize("tile", TILES)
 def test_a_residual_is_added_to_the_rounded_product(emulated, dtype, tile):
@@ -103,6 +106,7 @@ def test_a_residual_is_added_to_the_rounded_product(emulated, dtype, tile):
     assert np.array_equal(to_float(out), to_float(residual + product))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", narrow_matmul.DTYPES)
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(("num_rows", "width", "depth"), [(1, 5, 8), (37, 70, 1096)])
@@ -153,6 +157,7 @@ def check_residual(emulated):
     test_a_residual_is_added_to_the_rounded_product(emulated, mx.bfloat16, TILES[1])
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     ("check", "edit"),
     [
@@ -172,6 +177,7 @@ def test_mutations_of_what_follows_a_product_are_found(emulated, check, edit):
         check(emulated)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutations_are_found(emulated, name):
     emulated(*MUTATIONS[name])

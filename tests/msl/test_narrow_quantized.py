@@ -79,6 +79,7 @@ def test_the_reference_is_what_mlx_dequantizes():
         np.testing.assert_allclose(values_of(w, mx.float16), to_float(want), rtol=2e-3, atol=1e-4)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("dtype", "tile"), list(zip(narrow_matmul.DTYPES, TILES, strict=True)))
 def test_products(emulated, dtype, form, tile):
@@ -97,6 +98,7 @@ def test_a_row_does_not_depend_on_the_others_or_on_the_tile(emulated, bits):
         assert np.array_equal(run(x[mx.array([36, 0, 12])], w, None, tile), whole[[36, 0, 12]])
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("widths", [(40, 33, 70), (5, 64), (32, 16, 1)])
 def test_several_matrices(emulated, tile, widths):
@@ -108,6 +110,7 @@ def test_several_matrices(emulated, tile, widths):
         assert np.array_equal(to_float(out), run(x, w, None, tile))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", narrow_matmul.DTYPES)
 def test_a_residual_is_added_to_the_rounded_product(emulated, dtype, bits):
@@ -119,6 +122,7 @@ def test_a_residual_is_added_to_the_rounded_product(emulated, dtype, bits):
     assert np.array_equal(to_float(out), to_float(residual + product))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("tile", TILES)
 def test_a_gate_is_rounded_where_mlx_rounds(emulated, tile, bits):
@@ -155,6 +159,7 @@ MUTATIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutations_are_found(emulated, name):
     emulated(*MUTATIONS[name])
@@ -167,6 +172,7 @@ def test_mutations_are_found(emulated, name):
     pytest.fail("not found")
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(
     "edit",
     [("partner_scales = scales1", "partner_scales = scales"), ("partner_biases = biases1", "partner_biases = biases")],
@@ -184,6 +190,7 @@ def test_mutations_of_several_matrices_are_found(emulated, name):
         test_several_matrices(emulated, TILES[0], (40, 70, 33))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("body", narrow_matmul.BODIES)
 def test_a_trial_reads_nothing_astray(emulated, body, bits):
@@ -193,6 +200,7 @@ def test_a_trial_reads_nothing_astray(emulated, body, bits):
         assert all(not to_float(out).any() for out in outs)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("body", narrow_matmul.BODIES)
 def test_the_self_check_passes_and_finds_a_mutation(emulated, body, monkeypatch):
     build = narrow_matmul.build_kernel
@@ -208,6 +216,7 @@ def test_the_self_check_passes_and_finds_a_mutation(emulated, body, monkeypatch)
     assert not narrow_matmul.self_check(body, mx.bfloat16, TILES[0], 4).ok
 
 
+@pytest.mark.sample
 @pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("body", [GATED, GROUPED])

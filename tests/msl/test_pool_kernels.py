@@ -30,6 +30,7 @@ def written(fake):
     return [to_float(fake.written[name]) for name in ("k_pool", "v_pool")]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["NHD", "1HND", "NH1D", "BHLD"])
 def test_write_slots(dtype, layout):
@@ -130,6 +131,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("name", list(MUTATIONS))
 def test_mutations_are_caught(name):
     body, old, new = MUTATIONS[name]

@@ -45,12 +45,14 @@ def check(pack, edit=(), orders=(0, 2), **options):
     return out
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("name", list(CLASSES))
 def test_matches_reference(name):
     # Threads in any order; that another one gives the same is seen with every cut.
     check(Pack(*RAGGED, **CLASSES[name]), orders=(2,))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("name", ["f16 extras", "window", "gqa 7"])
 def test_every_cut(name, cut):
@@ -180,6 +182,7 @@ CAUGHT = {  # old, new, what the emulator says
 }  # fmt: skip
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("name", list(CAUGHT))
 def test_emulator_catches(name):
     old, new, want = CAUGHT[name]
@@ -231,6 +234,7 @@ WRONG = {  # the numbers come out wrong
 }  # fmt: skip
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("name", list(WRONG))
 def test_wrong_numbers_are_seen(name):
     edit = WRONG[name]

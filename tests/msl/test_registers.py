@@ -29,6 +29,7 @@ def spilled(dtype: mx.Dtype, head_dim: int, gqa: int, single: bool = False) -> r
     )
 
 
+@pytest.mark.sample(every=3)
 @needs_compiler
 @pytest.mark.parametrize(("head_dim", "gqa"), POPULAR)
 def test_plans_of_popular_models_do_not_spill(head_dim: int, gqa: int) -> None:
@@ -46,6 +47,7 @@ def spilled_by_quantized(
     return registers.registers_of("quantized_decode", constants)
 
 
+@pytest.mark.sample(every=2)
 @needs_compiler
 @pytest.mark.parametrize(
     ("head_dim", "gqa", "bits"), [(64, 4, (8, 8)), (128, 4, (8, 4)), (128, 8, (4, 4)), (256, 2, (8, 8))]
@@ -99,6 +101,7 @@ def spill_limit(head_dim: int) -> int:
     return {64: 0, 80: 16}.get(head_dim, 16 if head_dim > 128 else 128)
 
 
+@pytest.mark.sample(every=3)
 @needs_compiler
 @pytest.mark.parametrize(
     ("head_dim", "gqa", "options"),
@@ -139,6 +142,7 @@ def quantized_registers(
     return registers.registers_of(body, constants, None, "sm_90")
 
 
+@pytest.mark.sample(every=2)
 @needs_compiler
 @pytest.mark.parametrize(
     ("head_dim", "gqa", "bits"), [(64, 4, (8, 8)), (128, 4, (8, 8)), (128, 8, (4, 4)), (256, 2, (8, 8))]
@@ -149,6 +153,7 @@ def test_decoding_quantised_pages_does_not_spill(head_dim: int, gqa: int, bits: 
     assert max(found.stored, found.loaded) <= (48 if head_dim > 128 else 32), found
 
 
+@pytest.mark.sample(every=3)
 @needs_compiler
 @pytest.mark.parametrize(("head_dim", "gqa", "bits"), [(64, 4, (8, 8)), (128, 4, (4, 4)), (256, 2, (8, 8))])
 def test_quantised_prefill_does_not_spill(head_dim: int, gqa: int, bits: tuple[int, int]) -> None:

@@ -81,6 +81,7 @@ def test_every_head_dim_is_clean(head_dim):
     assert decode_problems(mx.bfloat16, head_dim=head_dim, gqa=16, block=8, extras=False) == []
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [2, 9])
 @pytest.mark.parametrize(("bits", "single"), [((8, 8), True), ((4, 4), False), ((8, 4), True)])
@@ -126,6 +127,7 @@ def move_problems(body, dtype, rows, edit=None):
     return problems(body, known, inputs, outs, edit)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [2, 9])
 @pytest.mark.parametrize("body", ["quantized_write", "quantized_gather", "write_rows", "gather_rows"])
@@ -151,6 +153,7 @@ def other_problems(body, dtype, rows, edit=None):
     return problems(body, tuple(constants), OTHERS[body](d, rows), outs, edit)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [2, 9])
 @pytest.mark.parametrize("body", list(OTHERS))

@@ -61,6 +61,7 @@ CHANGES = [other_block_size, other_budget, mlx_paged.remove_patches, applied_ane
 
 @pytest.mark.parametrize("kind", KINDS)
 class TestLiveBatches:
+    @pytest.mark.sample
     @pytest.mark.parametrize("change", CHANGES)
     def test_a_batch_goes_on_as_it_began(self, kind: str, change: Callable[[], Any]) -> None:
         model = model_of(kind)
@@ -79,6 +80,7 @@ class TestLiveBatches:
                 found.setdefault(response.uid, []).append(response.token)
         assert [found[uid] for uid in uids] == solo
 
+    @pytest.mark.sample
     def test_a_cache_made_under_other_options_is_refused_and_the_others_go_on(self, kind: str) -> None:
         model = model_of(kind)
         solo = greedy(model, PROMPTS[0], TOKENS)[0]
@@ -98,6 +100,7 @@ class TestLiveBatches:
 
 @pytest.mark.parametrize("kind", KINDS)
 class TestDtypes:
+    @pytest.mark.sample
     def test_the_next_generation_after_set_dtype_has_a_pool_of_its_own(self, kind: str) -> None:
         expected, model = [], model_of(kind)
         for dtype in (mx.float32, mx.bfloat16, mx.float32):
@@ -114,6 +117,7 @@ class TestDtypes:
         assert found[0] == expected[0] and found[2] == expected[2]
         assert dtypes == [{mx.float32}, {mx.bfloat16}, {mx.float32}]
 
+    @pytest.mark.sample
     def test_a_batch_after_set_dtype(self, kind: str) -> None:
         model = model_of(kind)
         mlx_paged.apply_patches(CONFIG)
@@ -130,6 +134,7 @@ class TestDtypes:
         assert pool is not None
         assert {group.geometry.dtype for group in pool.groups if group.geometry is not None} == {mx.bfloat16}
 
+    @pytest.mark.sample
     def test_a_generation_under_way_goes_on_when_the_dtype_changes(self, kind: str) -> None:
         def run(model: Any) -> list[int]:
             found = []
@@ -144,6 +149,7 @@ class TestDtypes:
         found = run(model_of(kind))
         assert found[:4] == expected[:4] and len(found) == TOKENS
 
+    @pytest.mark.sample
     def test_f32_embeddings_into_a_bf16_model(self, kind: str) -> None:
         model = model_of(kind)
         model.set_dtype(mx.bfloat16)

@@ -54,6 +54,7 @@ def check_parity(kind: str, length: int, block_size: int, step: int, num_tokens:
     assert pool.stats().peak_live_blocks > 0
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize(
     ("kind", "length", "block_size"), [*SAMPLE, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)]
@@ -62,6 +63,7 @@ def test_logits_equal_stock_bit_for_bit(kind: str, length: int, block_size: int)
     check_parity(kind, length, block_size, 2048, 64 if length in LONG_LENGTHS else 24)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize(("kind", "step"), each_value(KINDS, [7, 40, 50]))
 def test_chunked_prefill_equals_stock(kind: str, step: int) -> None:
@@ -94,6 +96,7 @@ def test_gemma3_wrapper_is_paged() -> None:
     assert len(mlx_paged.pool_of(model).groups) == 2
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize("kind", KINDS)
 def test_multi_turn_chat_equals_stock(kind: str) -> None:
@@ -117,6 +120,7 @@ def make_prompt_cache_now(model):
     return make_prompt_cache(model)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("kind", ["llama-sliding", "gemma3"])
 def test_sliding_layers_hold_blocks_of_their_window_only(kind: str) -> None:
     model = model_of(kind)
@@ -133,6 +137,7 @@ def test_sliding_layers_hold_blocks_of_their_window_only(kind: str) -> None:
     assert cache[0].offset > 257
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_speculative_decoding_equals_stock(kind: str) -> None:

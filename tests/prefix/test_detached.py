@@ -89,6 +89,7 @@ def test_write_prefill_after_shared_prefix_adopt_allocates_only_suffix_blocks() 
 
 
 # Always each cut by a kind with windows and by one without: they are neighbours.
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(("kind", "cut"), each_value(KINDS, [1, BLOCK, 3 * BLOCK + 5, 57], times=2))
 def test_shared_prefix_gives_the_bits_of_a_cold_prefill_cut_at_the_same_token(kind: str, cut: int) -> None:
     model = paged(kind)

@@ -42,6 +42,7 @@ def logits_of(model: Any, caches: list[Any]) -> mx.array:
     return logits
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("bits", BITS, ids=str)
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_a_prefix_is_the_same_rows_wherever_it_comes_from(kind: str, bits: Any, tmp_path: Path) -> None:
@@ -166,6 +167,7 @@ def test_preempted_requests_come_to_the_same_tokens() -> None:
 # Capacity -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(("bits", "times"), [(8, 1.8), (4, 3.4)])
 def test_the_same_memory_holds_more_requests(bits: int, times: float) -> None:
     """Of keys of bfloat16, heads of 64 and groups of 64: admitted at once, and computed."""

@@ -225,7 +225,7 @@ COMMON: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("num_examples", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_prefixes(num_examples: int) -> None:
     sizes = {"max_examples": num_examples, "stateful_step_count": 30}
     run_state_machine_as_test(TreeMachine, settings=settings(**sizes, **COMMON))

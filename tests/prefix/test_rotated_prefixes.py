@@ -22,6 +22,7 @@ def configure(bits: Any, *, rotate: bool) -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=SIZE, kv_bits=bits, kv_group_size=32, kv_rotate=rotate))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("bits", [8, 4, (8, 4)], ids=str)
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_hits_and_restored_prefixes_equal_the_run_that_went_on(kind: str, bits: Any, tmp_path: Path) -> None:

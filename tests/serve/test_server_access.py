@@ -39,6 +39,7 @@ def folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     flags = ["--max-tokens", "3", "--kv-cache-memory", "8MB", "--allow-chat-template-override"]
     flags += ["--served-model-name", "house", "--served-model-name", "org/house"]
+    flags += ["--drain-timeout", "1"]  # the last prompt never ends
     process = ServerProcess(folder, tmp_path_factory.mktemp("server"), *flags, MLX_PAGED_API_KEY="one,two\n")
     yield process
     assert process.stop() == 0, process.log[-3000:]

@@ -88,6 +88,7 @@ def test_every_product_of_a_compiled_step_is_a_launch(kind: str, products: list[
         assert got == plain
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_every_product_with_quantised_weights_is_a_launch(

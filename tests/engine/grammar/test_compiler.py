@@ -102,6 +102,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("source", HOSTILE, ids=lambda source: f"{source.kind}-{source.text[:20]}")
 def test_nothing_takes_the_process_down(compiler: GrammarCompiler, source: GrammarSource) -> None:
     try:

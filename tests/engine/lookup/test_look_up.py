@@ -52,6 +52,7 @@ def check_left(pool: BlockPool, toy: ToyEngine) -> None:
 PROMPTS = [prompt_of(length, seed=length) for length in (1, 6, 15, 16, 2, 31, 8, 3, 12, 5, 9, 17, 4, 7, 11, 10, 14)]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 17])
 def test_rows_get_their_own_tokens(num_rows: int, window: int | None, oracle: type[Oracle]) -> None:

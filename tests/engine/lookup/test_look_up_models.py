@@ -75,6 +75,7 @@ def run_alike(kind: str, config: PagedConfig, oracle: type[Oracle]) -> Any:
     return stats
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize("kind", KINDS)
 def test_functional_pools(kind: str, oracle: type[Oracle]) -> None:
@@ -193,6 +194,7 @@ class Guess(Oracle):
         return None if not found else Drafts(list(found), float(len(found)))
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("options", [{"temp": 1.0}, {"temp": 0.7, "top_p": 0.9, "top_k": 5}], ids=["plain", "filters"])
 def test_samples_are_distributed_as_without(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first tokens of many answers to one prompt, against what the sampler gives of the model's probabilities."""

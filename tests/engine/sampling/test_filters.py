@@ -84,6 +84,7 @@ def test_every_row_keeps_the_words_of_its_own_parameters(
     np.testing.assert_array_equal(np.array(logits.astype(mx.float32)), before)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.99])
 def test_top_p_keeps_what_mlx_lms_keeps(dtype: mx.Dtype, top_p: float) -> None:
@@ -121,6 +122,7 @@ CHI_SQUARE = [
 ]
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("params", CHI_SQUARE, ids=str)
 def test_tokens_are_drawn_with_their_probabilities(params: SamplingParams) -> None:
     """Chi-square of 40,000 tokens at fixed seeds: the sum is near the number of words, within six deviations."""

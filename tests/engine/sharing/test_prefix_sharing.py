@@ -83,6 +83,7 @@ def test_a_burst_computes_and_stores_its_system_prompt_once(length: int, request
     assert pool.stats().peak_live_blocks <= length // 32 + requests * own + 1
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bursts_of_every_kind_share_and_answer_as_alone(kind: str) -> None:
     """Sliding windows are crossed by the prompt. Chunks are smaller than the shared prefix."""
@@ -97,6 +98,7 @@ def test_bursts_of_every_kind_share_and_answer_as_alone(kind: str) -> None:
     assert all(101 - slack <= cached <= 101 for cached in gen.num_cached[1:5])
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_prompt_again_computes_at_most_a_block(kind: str) -> None:
     prompt = prompt_of(100, seed=3).tolist()
@@ -188,6 +190,7 @@ def state_burst(kind: str, prompts: list[list[int]], expected: list[list[int]]) 
     return gen
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_bursts_share_in_place_pools(kind: str) -> None:
     """Blocks that kernels write in place (stand-ins here) are shared while their owner writes on."""
@@ -264,6 +267,7 @@ class Tight:
 
 
 # Always each size by a kind with windows and by one without: they are neighbours.
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("kind, size", each_value(KINDS, [(100, 128), (100, 32), (96, 8), (250, 32)], times=2))
 def test_the_longest_request_that_the_budget_holds_uses_all_of_a_known_prefix(kind: str, size: tuple[int, int]) -> None:
     """The copy of a block shared in part is counted: there is room for it, and no token is computed again."""

@@ -48,6 +48,7 @@ def same_mask(a: mx.array | str | None, b: mx.array | str | None) -> bool:
     return a is b or a == b
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("window", "pinned", "block_size"), [(5, 4, 4), (6, 4, 8), (32, 4, 8), (33, 9, 4), (40, 17, 16)]
 )

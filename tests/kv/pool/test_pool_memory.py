@@ -179,6 +179,7 @@ def test_whoever_holds_moved_blocks_finds_them(in_place: bool) -> None:
     pool.check_integrity()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("failing", range(1, 7))
 @pytest.mark.parametrize("verb", ["copy_blocks", "resize"])
 def test_a_move_that_fails_leaves_every_layer_usable(

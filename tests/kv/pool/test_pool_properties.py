@@ -294,7 +294,7 @@ COMMON: dict[str, Any] = {
 
 
 def test_random_histories() -> None:
-    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=50, stateful_step_count=30, **COMMON))
+    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=25, stateful_step_count=30, **COMMON))
 
 
 class InPlacePoolMachine(PoolMachine):

@@ -10,6 +10,7 @@ from mlx_paged.errors import BlockStateError
 from tests.support.pools import assert_holds, joined, pool_of, put
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("window", "block_size"), [(5, 4), (8, 4), (64, 8)])
 @pytest.mark.parametrize("step", [1, 7])
 def test_a_sliding_window_holds_no_more_than_it_needs(window: int, block_size: int, step: int) -> None:

@@ -155,6 +155,7 @@ def test_rows_move_without_being_quantised_again() -> None:
     assert [pool.stats().quantized_tokens for pool in pools] == [11, 0]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(s, marks=pytest.mark.slow) for s in range(3, 40))])
 def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: int | None) -> None:

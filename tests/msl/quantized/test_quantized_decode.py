@@ -48,11 +48,13 @@ CLASSES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(every=3, keep="extras")
 @pytest.mark.parametrize(("name", "contexts", "backend"), each_pair(list(CLASSES), [RAGGED, FEW], ["metal", "cuda"]))
 def test_matches_reference(name: str, contexts: list[int], backend: str) -> None:
     check(case_of(contexts, **CLASSES[name]), backend=backend)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4)])
 @pytest.mark.parametrize("head_dim", [dim for dim in HEAD_DIMS if dim % 32 == 0])
 def test_every_head_dim(head_dim: int, bits: tuple[int, int]) -> None:
@@ -101,6 +103,7 @@ def test_bits_do_not_depend_on_batchmates() -> None:
     assert alone[0].tobytes() == together[0].tobytes()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4), (8, 4)])
 @pytest.mark.parametrize("contexts", [[1, 16, 17, 150, 300], [64, 65]])
@@ -188,6 +191,7 @@ APPEND_DEFECTS = {  # old, new: seen in the result or in the pool
 }  # fmt: skip
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("name", list(APPEND_DEFECTS))
 def test_planted_append_defects_are_caught(name: str) -> None:
     case = case_of([17, 150], head_dim=64)
@@ -225,6 +229,7 @@ WRONG = {  # old, new: the numbers come out wrong, or the emulator objects
 }  # fmt: skip
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("name", list(WRONG))
 def test_wrong_numbers_are_seen(name: str) -> None:
     case = case_of([129, 300], starts=[10, 0], heads=(4, 2), q_len=2, sinks=True, head_dim=128)

@@ -72,6 +72,7 @@ def check_write(pages: PageShape, length: int = 5, batch: int = 2, flat: bool = 
         np.testing.assert_array_equal(rows_of(np.asarray(fake.written[name]), form), expected)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4), (8, 4)])
@@ -118,6 +119,7 @@ def test_the_model_of_a_gpu_differs_from_the_cpu_only_where_signs_do() -> None:
     assert (quantized(x, form) != np.array(form.quantize(mx.array(x)))).any()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("start", "length"), [(0, 32), (7, 2), (5, 1), (9, 20)])
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4), (8, 4)])
@@ -222,6 +224,7 @@ def by_a_gpu(form: QuantizedRows, x: mx.array) -> mx.array:
     return mx.array(quantized(to_float(x), form))
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("block_size", [8, 32, 128])
 def test_the_check_of_bits(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the emulator: MLX on the CPU quantises otherwise, which is found, and as a GPU's it would be alike."""
@@ -296,6 +299,7 @@ RUNS: dict[str, Callable[[], None]] = {
 }
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("name", list(MUTATIONS))
 def test_mutations_are_caught(name: str) -> None:
     body, old, new = MUTATIONS[name]

@@ -46,12 +46,14 @@ def check(pack, edit=(), orders=(0, 2), **options):
     assert fence == 8
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("name", list(CLASSES))
 def test_matches_reference(name):
     # Threads in any order; that another one gives the same is seen with every cut.
     check(pack_of(*RAGGED, **CLASSES[name]), orders=(2,))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("name", ["f16 extras", "window", "gqa 7"])
 def test_every_cut(name, cut):
@@ -119,6 +121,7 @@ for (int i = 0; i < 4; i++) out[thread_position_in_grid.x * 4 + i] = pairs[i];
 """
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_values_are_those_of_one_rounding(dtype, bits):
@@ -179,6 +182,7 @@ WRONG = {  # seen by the emulator, or the numbers come out wrong
 }  # fmt: skip
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("name", list(WRONG))
 def test_planted_defects_are_seen(name):
     for pack in (

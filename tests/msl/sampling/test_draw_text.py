@@ -63,6 +63,7 @@ def check_words(vocab: int, count: int, dtype: mx.Dtype = mx.float32, seed: int 
     assert drawn(x, rows, positions, dtype) == expected
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("vocab", "count"), [(1, 10), (5, 20), (96, 20), (3 * 1024 + 97, 20), (7000, 10)])
 def test_words_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch, vocab: int, count: int, dtype: mx.Dtype) -> None:
@@ -205,6 +206,7 @@ DEFECTS = [
 ]
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize(("old", "new"), DEFECTS)
 def test_planted_defects_are_found(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     use_emulator(monkeypatch, GROUPS, edit={BODY: [(old, new)]})
@@ -234,6 +236,7 @@ def test_a_missing_barrier_is_found(monkeypatch: pytest.MonkeyPatch, after: str)
         check_words(301, 9)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
 @pytest.mark.parametrize("dialect", ["cuda", "metal"], ids=["NVIDIA", "Apple"])
 def test_a_thread_keeps_what_it_holds_in_its_registers(dialect: str) -> None:

@@ -39,6 +39,7 @@ def check_step(count: int, vocab: int, room: int, dtype: mx.Dtype = mx.float32, 
         np.testing.assert_array_equal(np.array(mine), right)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("count", "vocab", "room"), [(1, 5, 8), (3, 200, 40), (9, 450, 130)])
 def test_a_step_is_that_of_the_model(
@@ -121,6 +122,7 @@ DEFECTS = [
 ]
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize(("old", "new"), DEFECTS)
 def test_planted_defects_are_found(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     use_emulator(monkeypatch, edit={BODY: [(old, new)]})
@@ -139,6 +141,7 @@ def test_a_missing_barrier_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         check_step(9, 301, 50)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
 @pytest.mark.parametrize("dialect", ["cuda", "metal"], ids=["NVIDIA", "Apple"])
 def test_a_thread_keeps_what_it_holds_in_its_registers(dialect: str) -> None:

@@ -31,6 +31,7 @@ def whole_quantized(kind: str) -> bool:
     return kind in ("llama", "qwen3")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("group_size", [32, 64])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -98,6 +99,7 @@ def test_a_speculating_model_and_its_draft_are_quantised() -> None:
     assert [mlx_paged.pool_of(each).page_format for each in (model, draft)] == [PageFormat(8, 8, 64)] * 2
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(("count", "kind"), each_value((5, 17, 1), KINDS))
 def test_ragged_batches_equal_their_solo_runs(kind: str, count: int) -> None:
     model = build(kind)

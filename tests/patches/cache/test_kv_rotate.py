@@ -38,6 +38,7 @@ def test_log_probabilities_are_near_to_those_of_dense_pages(kind: str) -> None:
     assert mlx_paged.pool_of(model).page_format == PageFormat(8, 8, 64, True)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(("count", "kind"), each_value((5, 1, 17), KINDS[::-1]))
 def test_ragged_batches_equal_their_solo_runs(kind: str, count: int) -> None:
     model = build(kind)

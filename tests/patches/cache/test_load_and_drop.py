@@ -95,6 +95,7 @@ def check(name: str) -> None:
         assert [ref() for ref in gone] == [None] * len(gone)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_family_keeps_neither_blocks_nor_pool_nor_model(name: str) -> None:
@@ -132,6 +133,7 @@ def check_flat(name: str, times: int) -> None:
         gc.enable()
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FLAT)
 def test_loads_and_drops_leave_memory_flat(name: str) -> None:

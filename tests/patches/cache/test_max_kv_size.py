@@ -38,6 +38,7 @@ STEPS = (7, STEP, 2048)
 LENGTHS = (1, 3, 20, SIZE - 1, SIZE, SIZE + 1, SIZE + 2, 75)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -60,6 +61,7 @@ def test_single_sequences_equal_stock_bit_for_bit(kind: str, step: int, part: in
     assert pool.stats().peak_live_blocks <= blocks_at_most(SIZE, min(step, 75), 8)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(("kind", "size"), each_value(KINDS, (5, 6, 9)))
 def test_hardly_more_room_than_is_pinned(kind: str, size: int) -> None:
     lengths = (1, 4, 5, 6, 30)
@@ -109,6 +111,7 @@ HISTORIES = [
 ]
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(("kind", "turns"), each_value(KINDS, HISTORIES), ids=str)
 def test_saved_caches_are_stocks_both_ways(kind: str, turns: tuple[int, ...], tmp_path: Path) -> None:
     model = model_of(kind)
@@ -162,6 +165,7 @@ def test_speculative_decoding_within_the_bound_equals_stock() -> None:
 # Models and pools -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_and_without_a_bound_alternately(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, sizes = model_of(kind), (SIZE, None, 48)

@@ -38,6 +38,7 @@ def check(kind: str, length: int, outcome: Outcome, *, bits: bool = False) -> No
     assert outcome.reason == "length"
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_join_and_finish_equal_stocks_single_runs(kind: str) -> None:
     """mlx-lm's own batches forget which tokens to keep, and their rows are other than single runs."""
@@ -73,6 +74,7 @@ def test_rows_that_join_and_finish_equal_stocks_single_runs(kind: str) -> None:
     gen.close()
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("name", ["pixtral", "mistral3", "gemma2", "mistral4"])
 def test_other_ways_to_attend_equal_stocks_single_runs(name: str) -> None:
     """A narrower window than the bound by an adapter and by the seam, a soft cap, and keys gathered for all rows."""
@@ -95,6 +97,7 @@ def test_other_ways_to_attend_equal_stocks_single_runs(name: str) -> None:
     gen.close()
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_made_room_go_on_as_if_nothing_had_been(kind: str) -> None:
     """Tokens that were decoded saw the pinned ones; computed again in chunks they must, too."""
@@ -124,6 +127,7 @@ def test_rows_that_made_room_go_on_as_if_nothing_had_been(kind: str) -> None:
     gen.close()
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_caches_computed_alone_join_a_batch(kind: str) -> None:
     """Chunks begin where the cache that was given ends, as they do alone; stock's own caches are taken over."""

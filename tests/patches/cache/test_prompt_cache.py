@@ -35,6 +35,7 @@ def goes_on(model, cache):
 
 
 # Always each history by a kind with windows and by one without: they are neighbours.
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(("kind", "tokens"), each_value(KINDS, HISTORIES, times=2), ids=str)
 def test_round_trips_with_stock(kind: str, tokens: tuple[int, int], tmp_path: Path) -> None:
     model, (prompt_tokens, decoded) = build(kind), tokens

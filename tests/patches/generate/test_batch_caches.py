@@ -66,6 +66,7 @@ def test_segments_end_chunks_and_their_caches_can_be_extracted() -> None:
     check_released("llama")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 @pytest.mark.parametrize("paged", [True, False])
 def test_caches_handed_in_go_on_where_they_end(kind: str, paged: bool) -> None:

@@ -62,6 +62,7 @@ def run_batch(kind: str, specs: list[Spec], config: PagedConfig | None = None, *
     return gen
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize(("kind", "count"), sampled((KINDS, COUNTS), SAMPLE))
 def test_rows_equal_their_solo_runs(kind: str, count: int) -> None:
@@ -80,6 +81,7 @@ def test_every_batch_size(kind: str, block_size: int, count: int) -> None:
     check_released(kind)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3", marks=pytest.mark.slow), "gemma3"])
 def test_joining_and_finishing_at_random(kind: str) -> None:
@@ -251,6 +253,7 @@ def test_the_patch_replaces_the_class_where_it_was_imported_and_goes_again() -> 
     assert mlx_lm_generate.BatchGenerator is original is mlx_lm.server.BatchGenerator
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(("kind", "in_place"), each_value(["llama", "llama-sliding", "gemma3"], [False, True]))
 def test_the_pool_does_not_grow_beyond_what_its_requests_can_need(kind: str, in_place: bool) -> None:
     lengths, num_tokens = (200, 5, 60, 90, 40), 20
@@ -305,6 +308,7 @@ def _arrays(cache: Any) -> list[mx.array]:
 # In place, through the kernel ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.usefixtures("kernels", "no_fall_through")
 @pytest.mark.parametrize(("kind", "num_blocks"), each_value(["llama", "gemma3"], [None, 40]))
 def test_in_place_pools_and_kernels_give_each_row_its_solo_tokens(kind: str, num_blocks: int | None) -> None:
@@ -331,6 +335,7 @@ def test_in_place_pools_and_kernels_give_each_row_its_solo_tokens(kind: str, num
 # Prefixes --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 @pytest.mark.parametrize("num_blocks", [None, 20])
 def test_prefixes_are_adopted_and_donated_and_make_room(kind: str, num_blocks: int | None) -> None:

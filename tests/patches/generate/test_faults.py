@@ -259,6 +259,7 @@ def calls_of(scene_name: str, part: str) -> list[int]:
     return sorted({call for ends in faults.paths.values() for call in ends})
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("scene, part", CASES)
 def test_a_fault_in_a_part_of_one_requests_life_is_that_requests_failure(scene: str, part: str) -> None:
     calls = calls_of(scene, part)

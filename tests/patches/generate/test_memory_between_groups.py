@@ -94,6 +94,7 @@ class Run:
             self.prompts.tree_of(self.pool).check_integrity()
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_long_prompt_runs_after_a_burst_of_short_ones(cached: bool) -> None:
     """The burst fills the window group's tensors; the long prompt needs the memory in the global group."""
@@ -114,6 +115,7 @@ def test_a_long_prompt_runs_after_a_burst_of_short_ones(cached: bool) -> None:
         run.finish()
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(
     ("kind", "cached", "layer_blocks"), each_pair(["gemma3", "llama-sliding"], [False, True], [40, 61, 90])
 )
@@ -195,6 +197,7 @@ def random_history(kind: str, seed: int, *, in_place: bool, tmp_path: Any) -> in
 
 
 # Always a history with a prefix cache, by one storage on disk, too (4), and one without, for each kind and storage.
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(
     ("kind", "in_place", "seeds"),
     [

@@ -30,6 +30,7 @@ def test_only_mlx_lms_own_cut_is_moved() -> None:
     assert caches[1] == "b" and caches[:4] == ["a", "b", "c", "d"] and caches[1:5] == ["b", "c", "d", "e"]
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("name", SHARED)
 def test_a_prompt_cache_of_both_models_gives_the_tokens_of_none(name: str) -> None:
     model, draft = model_configs.build(name), model_configs.build(name)

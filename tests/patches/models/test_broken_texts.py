@@ -69,6 +69,7 @@ def one_text_broken(model: Any, is_broken: Callable[[Text], bool], **config: Any
         mlx_paged.remove_patches()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("is_broken", [several_partitions, merge])
 @pytest.mark.parametrize(("kind", "patience"), [("llama", 0), ("gemma3", 10**6)])
 def test_a_generation_whose_table_grows_goes_on(
@@ -82,6 +83,7 @@ def test_a_generation_whose_table_grows_goes_on(
         assert solo(model, prompt, 40) == stock
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(("kind", "patience"), [("llama", 0), ("llama-sliding", 10**6), ("gemma3", 10**6)])
 def test_a_batch_that_gets_more_rows_goes_on(monkeypatch: pytest.MonkeyPatch, kind: str, patience: int) -> None:
     monkeypatch.setattr(compiled_step, "PATIENCE", patience)

@@ -128,6 +128,7 @@ def assert_speculated_alike(got: Any, expected: Any) -> None:
     assert got[1] == expected[1] if isinstance(expected[1], str) else rms(got[1], expected[1]) <= 1e-6
 
 
+@pytest.mark.sample(every=3)
 @all_but("experts", "hybrid in turn")
 def test_speculative_decoding(case: Case) -> None:
     """Within a window, across its edge, and beyond it, where mlx-lm takes nothing back."""
@@ -149,6 +150,7 @@ def test_speculative_decoding(case: Case) -> None:
             assert_paged_and_whole(model)
 
 
+@pytest.mark.sample(every=3)
 def test_speculative_decoding_on_a_prompt_cache(case: Case) -> None:
     """Refused, as mlx-lm does, where the cache cannot be cut: a full window, or states."""
     draft = draft_of(case)
@@ -169,6 +171,7 @@ def test_speculative_decoding_on_a_prompt_cache(case: Case) -> None:
 # Prompt caches ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(every=3)
 @all_but("experts", "global")
 def test_a_prompt_cache_over_turns_saved_and_loaded(case: Case, tmp_path: Path) -> None:
     files = {by: str(tmp_path / f"{by}.safetensors") for by in ("stock", "paged")}
@@ -226,6 +229,7 @@ def answers_of(gen: Any, requests: list[list[int]]) -> tuple[list[list[int]], li
     return list(tokens.values()), [cached[uid] for uid in tokens]
 
 
+@pytest.mark.sample(every=3)
 @all_but("global")
 def test_prefixes_are_shared(case: Case) -> None:
     """By the requests of a burst, by the first one again, and by the chat that goes on from it."""
@@ -287,6 +291,7 @@ def make_folder(name: str, tokenizer: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.demo_model
 @all_but("global", "sliding", "hybrid in turn", "experts")
 def test_the_server(case: Case, demo_model_folder: Path, tmp_path: Path) -> None:

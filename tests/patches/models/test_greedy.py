@@ -29,6 +29,7 @@ def batch_tokens(model: Any, prompts: list[list[int]], **options: Any) -> list[l
     return [tokens[uid] for uid in uids]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("spread", [0.3, 1.0, 3.0])
 def test_the_largest_logit_is_chosen(dtype: mx.Dtype, spread: float) -> None:
@@ -55,6 +56,7 @@ def is_tie(logprobs: mx.array, ours: mx.array, theirs: mx.array) -> bool:
     return bool(mx.array_equal(both[:, 0], both[:, 1]))
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 def test_a_row_alone_in_a_batch_gives_the_tokens_of_a_solo_run(dtype: mx.Dtype) -> None:
     """Of stock mlx-lm and under the patches, bit for bit, until mlx-lm's rounded log-probabilities are a tie. Random

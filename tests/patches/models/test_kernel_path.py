@@ -37,6 +37,7 @@ def paths() -> dict[str, int]:
     return found
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("kind", "length"), each_value(KINDS, [33, 257, 1]))
 def test_tokens_equal_stock(kind: str, length: int) -> None:
@@ -54,6 +55,7 @@ def test_tokens_equal_stock(kind: str, length: int) -> None:
     assert pool.stats().live_blocks == 0 and pool.stats().peak_live_blocks > 0
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunked_prefill_gathers_the_prefix(kind: str) -> None:
@@ -64,6 +66,7 @@ def test_chunked_prefill_gathers_the_prefix(kind: str) -> None:
     assert paths()["gather"] >= 2 * len(model.layers) and paths()["kernel"] >= (TOKENS - 1) * len(model.layers)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_speculative_verification_runs_in_the_kernel(kind: str, kernels: object) -> None:
     model, draft, prompt = MODELS[kind], perturbed(kind, 0.02), prompt_of(100)
@@ -142,6 +145,7 @@ def test_a_mask_of_the_callers_own_is_not_given_to_the_kernel() -> None:
     np.testing.assert_allclose(np.array(got), np.array(expected), atol=5e-3)
 
 
+@pytest.mark.sample
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("softcap", [None, 5.0])

@@ -35,6 +35,7 @@ def build(name: str) -> Any:
             return model_configs.build(name)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", NAMES)
@@ -61,6 +62,7 @@ def test_decode_runs_in_the_kernel_and_gives_stocks_tokens(name: str) -> None:
     pool.check_integrity()
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("name", "num_rows"), [("deepseek_v3", 17), ("glm4_moe_lite", 6), ("mistral4", 2)])
@@ -88,6 +90,7 @@ def test_decode_steps_are_those_of_the_compiled_step(name: str) -> None:
     assert got == expected
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", COMPILED)
 def test_decode_steps_can_be_traced(name: str) -> None:

@@ -51,6 +51,7 @@ def run(gen: Any, prompts: list[list[int]], num_tokens: list[int]) -> list[Outco
     return list(outcomes.values())
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("step", [16, 512])
 @pytest.mark.parametrize("length", [1, 23, 53])
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -67,6 +68,7 @@ def test_alone_it_gives_what_the_dense_reference_does(chunk: int, length: int, s
     assert pool.stats().live_blocks == 0
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_ragged_batches_decode_together_in_the_kernel(chunk: int, packs: bool, kernels: Any) -> None:
@@ -98,6 +100,7 @@ def test_decode_steps_are_compiled(kernels: Any) -> None:
 # Blocks ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("num_tokens", [600, pytest.param(5_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_a_chunk_and_a_step_are_all_that_is_held(chunk: int, num_tokens: int) -> None:
@@ -124,6 +127,7 @@ def test_a_chunk_and_a_step_are_all_that_is_held(chunk: int, num_tokens: int) ->
 # Prefixes -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_prefixes_are_shared_to_the_token(chunk: int, kernels: Any) -> None:
     model = model_of(chunk)
@@ -172,6 +176,7 @@ def test_what_stock_has_dropped_is_refused_here_and_wrong_there() -> None:
         after_trim(upstream.make_prompt_cache(model))
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("has_cache", [False, True])
 def test_drafts_do_not_change_a_token(has_cache: bool, kernels: Any) -> None:
     model, prompt = model_of(20), prompt_of(33)
@@ -192,6 +197,7 @@ def test_drafts_do_not_change_a_token(has_cache: bool, kernels: Any) -> None:
 # To and from mlx-lm's caches ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("length", [13, 20, 33, 40, 41])
 def test_a_file_goes_on_in_stock_and_comes_back(length: int, tmp_path: Any) -> None:
     model, prompt = model_of(20), prompt_of(length)

@@ -33,6 +33,7 @@ def build(name: str) -> Any:
         return model_configs.build(name)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", NAMES)
 def test_decode_runs_in_the_kernel_and_gives_stocks_tokens(name: str) -> None:

@@ -231,6 +231,7 @@ def test_batches_say_what_they_said(
     assert (3, 1) in [shape[:2] for shape in multiplied]
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
 def test_a_compiled_step_without_our_products_multiplies_all_rows_at_once(

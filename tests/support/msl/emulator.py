@@ -119,23 +119,22 @@ def _run(cmd):
 def _build(cpp, checked):
     os.makedirs(CACHE, exist_ok=True)
     rts = open(f"{HERE}/msl_rt.cpp").read() + open(f"{HERE}/msl_rt.hpp").read()
-    rt = f"{CACHE}/rt_{hashlib.sha256((rts + CXX).encode()).hexdigest()[:16]}.o"
+    # One runtime for all programs, which they are linked to: what it keeps for a launch is there once.
+    rt = f"{CACHE}/librt_{hashlib.sha256((rts + CXX).encode()).hexdigest()[:16]}.so"
     if not os.path.exists(rt):
         own = f"{rt}.{os.getpid()}"  # several test processes may be at it
-        _run([CXX, "-std=c++17", "-O2", "-fPIC", "-c", f"{HERE}/msl_rt.cpp", "-o", own])
+        _run([CXX, "-std=c++17", "-O2", "-fPIC", "-shared", f"{HERE}/msl_rt.cpp", "-o", own, "-ldl"])
         os.replace(own, rt)
     fl = _flags(checked)
     h = hashlib.sha256((cpp + rts + open(f"{HERE}/msl_cpu.hpp").read() + repr(fl) + CXX).encode()).hexdigest()[:24]
     so = f"{CACHE}/k_{h}.so"
     if not os.path.exists(so):
         own = f"{CACHE}/k_{h}.{os.getpid()}"
-        src, obj = own + ".cpp", own + ".o"
-        open(src, "w").write(cpp)
-        _run([CXX, *[x for x in fl if x != "-shared"], "-I" + HERE, "-c", src, "-o", obj])
-        _run([CXX, "-shared", "-o", own + ".so", obj, rt, "-lm", "-ldl"])
+        open(own + ".cpp", "w").write(cpp)
+        # The sanitizer's own library is not linked to: the runtime has its functions.
+        _run([CXX, *fl, "-nostdlib", "-I" + HERE, own + ".cpp", "-o", own + ".so", rt, "-lm", "-lc"])
         os.replace(own + ".so", so)
-        os.unlink(obj)
-        os.unlink(src)
+        os.unlink(own + ".cpp")
     return so
 
 
