@@ -65,6 +65,8 @@ def check_parameters(given: Mapping[str, Any], endpoint: Endpoint) -> dict[str, 
     for name in endpoint.required:
         if name not in body:
             raise invalid(f"{name} is required", name)
+    if "stream_options" in body and not body.get("stream"):
+        raise invalid("stream_options is allowed with stream alone", "stream_options")
     if isinstance(body.get("seed"), int):
         body["seed"] %= 1 << 64
     for name in ("xtc_probability", "xtc_threshold"):  # mlx-lm takes floats only

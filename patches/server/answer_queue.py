@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from queue import Queue
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_lm import server as upstream
 
 from ...errors import without_frames
+from ...serve.refusal import RequestRefused
 from ...serve.stops.stopped_answer import StoppedAnswer
 
+MOST_UNREAD = 4096  # tokens, and the likeliest told with them, that wait for a client that reads nothing
+
 _numbers = itertools.count(1)
+
+
+class ClientSide(NamedTuple):
+    """What is told to, and asked of, a client's thread; by any thread.
+
+    Attributes:
+        accept: called when a request's prompt is made: it waits for nothing but its turn.
+        is_stalled: whether the client takes nothing of what is being written to it.
+    """
+
+    accept: Callable[[], None] = lambda: None
+    is_stalled: Callable[[], bool] = lambda: False
+
+
+NOBODY = ClientSide()
 
 
 class AnswerQueue(Queue[Any]):
@@ -21,6 +39,7 @@ class AnswerQueue(Queue[Any]):
 
     Args:
         stop_strings: the answer ends before the first of them.
+        is_stalled: see :class:`ClientSide`. Beyond :data:`MOST_UNREAD`, the answer to such a client ends.
 
     Attributes:
         cancelled: the client has gone; set by its thread.
@@ -34,8 +53,10 @@ class AnswerQueue(Queue[Any]):
         counts_prompt: whether somebody else counts the prompt tokens computed for it.
     """
 
-    def __init__(self, stop_strings: Iterable[str] = ()) -> None:
+    def __init__(self, stop_strings: Iterable[str] = (), is_stalled: Callable[[], bool] = NOBODY.is_stalled) -> None:
         super().__init__()
+        self._is_stalled = is_stalled
+        self._num_unread = 0
         self.cancelled = False
         self.is_alone = False
         self.counts_prompt = True
@@ -62,6 +83,15 @@ class AnswerQueue(Queue[Any]):
         self._is_failed = True
         super().put(without_frames(error))
 
+    def _put(self, item: Any) -> None:
+        self._num_unread += _weight(item)
+        super()._put(item)
+
+    def _get(self) -> Any:
+        item = super()._get()
+        self._num_unread -= _weight(item)
+        return item
+
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         self.num_put += 1
         if self._is_failed:
@@ -82,3 +112,12 @@ class AnswerQueue(Queue[Any]):
         if isinstance(item, Exception):  # its frames hold this queue, and often the batch and its model
             item = without_frames(item)
         super().put(item, block, timeout)
+        if self._num_unread > MOST_UNREAD and self._is_stalled():
+            self.fail(RequestRefused(408, "the answer was not read: too much of it waited"))
+            self.cancelled = True
+            if self.ctx is not None:
+                self.ctx.stop()
+
+
+def _weight(item: Any) -> int:
+    return 1 + len(item.top_tokens or ()) if isinstance(item, upstream.Response) else 1

@@ -31,7 +31,7 @@ from ..cache.geometry import probe_geometry
 from ..cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
 from ..cache.pools import known_pool, pool_of
 from ..grammar.tokenizer_grammars import TokenizerGrammars
-from .answer_queue import AnswerQueue
+from .answer_queue import NOBODY, AnswerQueue, ClientSide
 from .computing.computing_loop import ComputingLoop
 from .computing.open_requests import OpenRequests
 from .computing.supervisor import Supervisor
@@ -95,8 +95,10 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         progress_callback: Callable[[int, int], None] | None = None,
         client_is_gone: Callable[[], bool] = lambda: False,
         extras: RequestExtras | None = None,
+        client: ClientSide = NOBODY,
     ) -> tuple[upstream.GenerationContext, Iterator[upstream.Response]]:
-        """The request's context, and its answers as they come. Its prompt is made before it is queued.
+        """The request's context, and its answers as they come. Between its prompt, which is made first, and its turn,
+        ``client.accept`` is called.
 
         Raises (both the call and the iterator):
             RequestRefused: the request is not, or no longer, served.
@@ -106,13 +108,14 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         self._check_thread()
         if self.num_waiting >= MAX_WAITING:
             raise RequestRefused(429, f"{MAX_WAITING} requests are waiting", kind="overloaded", retry_after=5)
-        queue = AnswerQueue(() if self._is_distributed else generation_args.stop_words)
+        queue = AnswerQueue(() if self._is_distributed else generation_args.stop_words, client.is_stalled)
         request = PreparedRequest(**vars(request), **(extras or RequestExtras())._asdict())
         with self._open.ending(queue):
             if self._is_distributed:
                 request.check_for_ranks()
             else:
                 request.made = self.make_prompt(queue, request, generation_args, client_is_gone)
+                client.accept()
             self._open.put(self.requests, (queue, request, generation_args))
             return self._receive(queue, client_is_gone), self._answers(queue, progress_callback, client_is_gone)
 
@@ -121,9 +124,8 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
     ) -> MadePrompt:
         setup = self._setup
         if setup is None or setup.key != self.key_of(args.model):
-            self._open.put(
-                self.requests, (queue, None, args)
-            )  # the model first; a later turn may have to load it once more
+            # The model first; a later turn may have to load it once more.
+            self._open.put(self.requests, (queue, None, args))
             setup = self._receive(queue, client_is_gone)
         request.constrain(setup, queue)
         most = setup.capacity
@@ -219,8 +221,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
 
     def report(self, *, with_blocks: bool = False) -> dict[str, Any]:
         """What ``/v1/cache/stats`` says."""
-        model, batch = self.model_provider.model, self.supervisor.loop.batch
-        key = self.model_provider.model_key
+        model, key, batch = self.model_provider.model, self.model_provider.model_key, self.supervisor.loop.batch
         cache = getattr(self, "prompt_cache", None)  # gone when the server shuts down
         return server_report(
             self.stats,

@@ -1,15 +1,18 @@
 """Loads a server with about twice what its budget holds, for some minutes, and checks that nothing is lost.
 
-    python scripts/soak/soak_server.py --model path/to/model --minutes 60 --tokens 4096
+    python scripts/soak/soak_server.py --model path/to/model --minutes 60 --rounds 12 --tokens 4096
 
 It starts ``python -m mlx_paged server`` with room for ``--tokens`` tokens. Clients that together want twice as many
 come and go: short and long prompts, with beginnings that others share and without, streams, answers that nobody waits
-for, samples with seeds, stop strings. At the end it exits with 1 unless
+for, samples with seeds, stop strings. They do so in rounds, between which the server rests until it has given back
+what it keeps for work to come. At the end the script exits with 1 unless
 
 - the process is the one that was started, it is healthy, has restarted nothing, and no request has failed;
 - every block that is held is held by the prefix cache;
-- resident memory has grown by no more than 2 %, from the first quarter of the time to the last (medians, without the
-  first fifth of it). In between it goes up and down with the buffers that MLX keeps, a few megabytes.
+- resident memory at rest has grown by no more than 2 % since the first round, which is there to warm up: in it every
+  kind of request has been answered, requests have been preempted, and blocks evicted. At rest the process holds what
+  it holds; at work, MLX keeps freed buffers for the next step, of which there are more or fewer at any moment, some
+  tens of megabytes. What was resident at work is told as well, by rounds.
 
 The figures are printed as JSON.
 """
@@ -31,12 +34,13 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 FLAT = 0.02
-WARM_PART = 0.2  # of the time, before memory is compared
 SAMPLE_SECONDS = 2.0
+REST_SECONDS = 10.0  # without work: the server gives memory back after 5
+KINDS = ["whole", "stream", "cancel", "seed", "stop"]
 WORDS = ["the", "river", "bank", "was", "cold", "and", "nobody", "who", "had", "seen", "it", "before", "a", "lamp"]
 
 
@@ -100,7 +104,7 @@ class Clients:
         with self._lock:
             rng = random.Random(self._rng.random())
         while time.monotonic() < deadline:
-            kind = rng.choice(["whole", "whole", "stream", "cancel", "seed", "stop"])
+            kind = rng.choice([*KINDS, "whole"])
             try:
                 status = self._ask(kind, rng)
             except (OSError, HTTPException) as error:
@@ -147,45 +151,69 @@ class Clients:
             self.faults.append(what)
 
 
-def medians(samples: list[tuple[float, int]], parts: int) -> list[int]:
-    """Of the parts of the time, each as long."""
-    begin, end = samples[0][0], samples[-1][0] + 1e-9
-    of_parts: list[list[int]] = [[] for _ in range(parts)]
-    for at, value in samples:
-        of_parts[int((at - begin) / (end - begin) * parts)].append(value)
-    return [int(statistics.median(values)) for values in of_parts if values]
+class Round(NamedTuple):
+    """Of the time.
+
+    Attributes:
+        at_work: resident bytes while there were clients, median.
+        at_rest: resident bytes when the server had rested.
+        warms: whether all that the load consists of had been there by its end.
+    """
+
+    at_work: int
+    at_rest: int
+    warms: bool
 
 
-def soak(server: Server, minutes: float, num_clients: int, tokens: int, seed: int) -> dict[str, Any]:
-    """The figures, and under ``faults`` what is not as it should be."""
-    begin = time.monotonic()
-    deadline = begin + 60 * minutes
-    clients = Clients(server, tokens, seed)
-    samples: list[tuple[float, int]] = []
+def growth(values: list[int]) -> float:
+    """From the first to the last, as a share."""
+    return values[-1] / values[0] - 1
+
+
+def run_round(server: Server, clients: Clients, num_clients: int, seconds: float) -> Round | None:
+    """Clients for so long, and the rest after that. None: the server has ended."""
+    deadline = time.monotonic() + seconds
+    samples = []
     with ThreadPoolExecutor(num_clients) as pool:
         running = [pool.submit(clients.run, deadline) for _ in range(num_clients)]
         while not all(each.done() for each in running) and server.process.poll() is None:
-            samples.append((time.monotonic() - begin, server.resident_bytes))
-            time.sleep(min(SAMPLE_SECONDS, 6 * minutes))
+            samples.append(server.resident_bytes)
+            time.sleep(SAMPLE_SECONDS)
         for each in running:
             each.result()
+    idle_since = time.monotonic()
+    while time.monotonic() < idle_since + REST_SECONDS:
+        if server.process.poll() is not None:
+            return None
+        # What was cancelled last is noticed a little later; what never ends is a fault that is found at the end.
+        if any((report := server.get("/v1/cache/stats"))["running"].values()) and time.monotonic() < deadline + 300:
+            idle_since = time.monotonic()
+        time.sleep(0.5)
+    has_all = all(clients.counts[f"{kind} 200"] for kind in KINDS)
+    counts = report["pool"]
+    warms = has_all and counts["preemptions"] > 0 and counts["evictions"] > 0
+    return Round(int(statistics.median(samples)), server.resident_bytes, warms)
+
+
+def soak(server: Server, minutes: float, rounds: int, num_clients: int, tokens: int, seed: int) -> dict[str, Any]:
+    """The figures, and under ``faults`` what is not as it should be."""
+    begin = time.monotonic()
+    clients = Clients(server, tokens, seed)
+    done: list[Round] = []
     faults = clients.faults
-    if server.process.poll() is not None:
-        return {"faults": [*faults, f"the server has ended with {server.process.poll()}"]}
-    report: dict[str, Any] = {}
-    for _ in range(600):  # what was cancelled last is noticed a little later
-        report = server.get("/v1/cache/stats?blocks=1")
-        if not any(report["running"].values()):
-            break
-        time.sleep(0.1)
-    pool_figures, health = report["pool"], server.get("/health")
+    for number in range(rounds):
+        each = run_round(server, clients, num_clients, 60 * minutes / rounds)
+        if each is None:
+            return {"faults": [*faults, f"the server has ended with {server.process.poll()}"]}
+        done.append(each)
+        print(f"round {number + 1}: {each}, {sum(clients.counts.values())} requests", file=sys.stderr, flush=True)
+    report, health = server.get("/v1/cache/stats?blocks=1"), server.get("/health")
+    pool_figures = report["pool"]
     states: Counter[str] = Counter()
     for group in report["blocks"]:
         for state, number in group["runs"]:
             states[state] += number
-    warm = [sample for sample in samples if sample[0] >= WARM_PART * 60 * minutes] or samples
-    resident = medians(warm, 4)
-    growth = resident[-1] / resident[0] - 1
+    at_rest, at_work = [each.at_rest for each in done], [each.at_work for each in done]
     for is_wrong, what in (
         (any(report["running"].values()), "requests are left"),
         (states["l"] or states["s"], f"{states['l'] + states['s']} blocks are held by nobody who is known"),
@@ -196,7 +224,8 @@ def soak(server: Server, minutes: float, num_clients: int, tokens: int, seed: in
         ),
         (report["server"]["requests"]["failed"], "requests have failed"),
         (health["restarts"], "the generation thread was started again"),
-        (growth > FLAT, f"resident memory has grown by {growth:.1%}"),
+        (not done[0].warms, "the first round was too short to warm up"),
+        (growth(at_rest) > FLAT, f"resident memory at rest has grown by {growth(at_rest):.1%}"),
     ):
         if is_wrong:
             faults.append(what)
@@ -212,9 +241,10 @@ def soak(server: Server, minutes: float, num_clients: int, tokens: int, seed: in
         "preemptions": pool_figures["preemptions"],
         "evictions": pool_figures["evictions"],
         "blocks": {name: pool_figures[f"{name}_blocks"] for name in ("total", "live", "cached", "free")},
-        "resident_mb": [round(value / 1e6, 1) for value in resident],
-        "resident_growth": round(growth, 4),
-        "resident_spread": round(max(resident) / min(resident) - 1, 4),
+        "at_rest_mb": [round(value / 1e6, 1) for value in at_rest],
+        "at_rest_growth": round(growth(at_rest), 4),
+        "at_work_mb": [round(value / 1e6, 1) for value in at_work],
+        "at_work_growth": round(growth(at_work), 4),
     }
 
 
@@ -222,6 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="that the time has (default: 5)")
     parser.add_argument("--tokens", type=int, default=4096, help="that the budget holds, about (default: 4096)")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
@@ -235,7 +266,7 @@ def main() -> None:
     # A prompt has two thirds of this on average, and an answer half; together they want twice the budget.
     each = int(2 * args.tokens / args.clients / 1.1)
     try:
-        figures = soak(server, args.minutes, args.clients, each, args.seed)
+        figures = soak(server, args.minutes, args.rounds, args.clients, each, args.seed)
     finally:
         server.process.terminate()
     if (code := server.process.wait(120)) != 0:

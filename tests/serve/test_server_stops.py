@@ -87,7 +87,8 @@ class Answer(NamedTuple):
 
 def ask(server: ServerProcess, body: dict[str, Any]) -> Answer:
     """An answer, whole or as a stream."""
-    got = server.post(COMPLETIONS, {**body, "stream_options": {"include_usage": True}})
+    options = {"stream_options": {"include_usage": True}} if body.get("stream") else {}
+    got = server.post(COMPLETIONS, {**body, **options})
     assert got.status == 200, got.body
     if not body.get("stream"):
         (choice,) = got.json["choices"]
@@ -265,7 +266,8 @@ def test_with_a_draft_model(folder: Path, unstopped: list[Unstopped], tmp_path: 
     for whole in unstopped[:2]:
         for begin in range(0, len(whole.text) - 4, 17):
             stops = [whole.text[begin + 2 : begin + 5]]
-            check(ask(server, {**whole.body, "stop": stops, "stream": begin % 2 == 0}), whole, stops)
+            body = {**whole.body, "stop": stops, "stream": begin % 2 == 0, "num_draft_tokens": 1 + begin % 3}
+            check(ask(server, body), whole, stops)
     assert server.stop() == 0 and "Traceback" not in server.log, server.log
 
 

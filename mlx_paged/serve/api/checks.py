@@ -235,6 +235,22 @@ messages = Check(
 )
 
 
+_ROLES = {"enum": ["user", "assistant", "system"]}
+messages_of_claude = Check(
+    _messages,
+    {
+        "type": "array",
+        "minItems": 1,
+        "items": {
+            "type": "object",
+            "required": ["role", "content"],
+            "properties": {"role": _ROLES, "content": _TEXT_OR_PARTS},
+            "additionalProperties": False,
+        },
+    },
+)
+
+
 def text_or_objects(name: str, value: Any) -> None:
     if not isinstance(value, str):
         _objects(name, value)

@@ -56,12 +56,17 @@ def _post(endpoint: Endpoint) -> dict[str, Any]:
     answers = _answers("application/json", tuple(ERRORS))
     if "stream" in endpoint.parameters:
         answers["200"]["content"]["text/event-stream"] = {"schema": {}}
-    schema = {
+    schema: dict[str, Any] = {
         "type": "object",
         "properties": {name: _property(parameter) for name, parameter in endpoint.parameters.items()},
         "required": endpoint.required,
         "additionalProperties": False,
     }
+    if "stream_options" in endpoint.parameters:
+        schema["anyOf"] = [
+            {"properties": {"stream": {"const": True}}, "required": ["stream"]},
+            {"properties": {"stream_options": {"type": "null"}}},
+        ]
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
     return {"summary": endpoint.summary, "requestBody": body, "responses": answers}
 

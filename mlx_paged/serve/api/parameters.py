@@ -79,7 +79,7 @@ _MODEL = [
     Parameter("model", string, "a name or folder; without it the model of `--model`"),
     Parameter("adapters", string, "of mlx-lm"),
     Parameter("draft_model", string, "of mlx-lm"),
-    Parameter("num_draft_tokens", whole(0, 64), "of mlx-lm"),
+    Parameter("num_draft_tokens", whole(0, 64), "of mlx-lm; 400 without a draft model"),
 ]
 _SAMPLING = [
     Parameter("temperature", number(0, 100)),
@@ -104,7 +104,9 @@ _TEMPLATE = [Parameter("chat_template_kwargs", object_, "variables that the chat
 _STREAM = [
     Parameter("stream", flag),
     Parameter(
-        "stream_options", checks.stream_options, "with `stream`: `include_usage`; `include_obfuscation` has no effect"
+        "stream_options",
+        checks.stream_options,
+        "with `stream`, else 400: `include_usage`; `include_obfuscation` has no effect",
     ),
 ]
 _TOP = Parameter("top_logprobs", whole(-1, 20), "beyond 11, more than mlx-lm gives")
@@ -146,9 +148,11 @@ CHAT = _endpoint(
         _FORMAT,
         Parameter("tools", checks.objects),
         Parameter("tool_choice", checks.tool_choice),
-        Parameter("parallel_tool_calls", flag),
+        Parameter("parallel_tool_calls", flag, "`false`: the first call alone is told"),
         _EFFORT,
-        Parameter("role_mapping", object_, "of mlx-lm, for models without a chat template"),
+        Parameter(
+            "role_mapping", object_, "of mlx-lm, for models without a chat template; without effect where there is one"
+        ),
     ],
     _RECORDS,
     _ONE_TIER,
@@ -206,7 +210,7 @@ RESPONSES = _endpoint(
         Parameter("text", object_, "`format`: `text`, `json_object`, `json_schema`; `verbosity`: `medium`"),
         Parameter("tools", checks.objects, "of type `function`"),
         Parameter("tool_choice", checks.tool_choice),
-        Parameter("parallel_tool_calls", flag),
+        Parameter("parallel_tool_calls", flag, "`false`: the first call alone is told"),
         Parameter("top_logprobs", whole(0, 20), "with `include`"),
         Parameter(
             "include",
@@ -235,7 +239,9 @@ MESSAGES = _endpoint(
     "/v1/messages",
     "An answer in the form of Anthropic's Messages",
     [
-        Parameter("messages", checks.messages, "texts, images, tool uses and results, thinking", is_required=True),
+        Parameter(
+            "messages", checks.messages_of_claude, "texts, images, tool uses and results, thinking", is_required=True
+        ),
         Parameter("max_tokens", whole(1, MAX_TOKENS), is_required=True),
         Parameter("system", checks.content),
     ],

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable
 from ..api.form import Event, Form
 from ..refusal import RequestRefused
 
+STALL_SECONDS = 0.25  # in one write
 BEAT_SECONDS = 1.0  # without anything written, after which a comment is
 
 
 class EventStream:
-    """The body of an answer. For one thread.
+    """The body of an answer. For one thread, but for ``is_stalled``.
 
     Args:
         write: to the client.
@@ -28,6 +29,14 @@ class EventStream:
         self._write = write
         self._is_chunked = is_chunked
         self._last = time.monotonic()
+        self._writes_since: float | None = None
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the client has been taking nothing for a while of what is being written to it: what the systems in
+        between keep for it is full."""
+        since = self._writes_since
+        return since is not None and time.monotonic() - since >= STALL_SECONDS
 
     def send(self, events: Iterable[Event]) -> None:
         text = "".join(map(_text, events))
@@ -53,8 +62,9 @@ class EventStream:
             self._write(b"0\r\n\r\n")
 
     def _send(self, raw: bytes) -> None:
-        self._last = time.monotonic()
+        self._last = self._writes_since = time.monotonic()
         self._write(b"%x\r\n%b\r\n" % (len(raw), raw) if self._is_chunked else raw)
+        self._writes_since = None
 
 
 def _text(event: Event) -> str:

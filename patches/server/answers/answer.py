@@ -52,6 +52,7 @@ class Answer:
         shows_end: whether the token that ends an answer is told as well, as in mlx-lm.
         is_hidden: nothing of it is told but that it ends.
         decode: of a token, where the answer follows its prompt: mlx-lm drops the space that an answer begins with.
+        calls_once: of its tool calls, the first alone is told.
 
     Attributes:
         num_tokens: generated so far.
@@ -69,6 +70,7 @@ class Answer:
         shows_end: bool = True,
         is_hidden: bool = False,
         decode: Callable[[list[int]], str] | None = None,
+        calls_once: bool = False,
     ) -> None:
         self.index = index
         self.ctx = ctx
@@ -76,7 +78,7 @@ class Answer:
         self.sum_logprobs = 0.0
         self._names = names
         self._decode = decode
-        self._shows_end, self._is_hidden = shows_end, is_hidden
+        self._shows_end, self._is_hidden, self._calls_once = shows_end, is_hidden, calls_once
         self._format_calls = upstream.ToolCallFormatter(ctx.tool_parser, tools, True)
         self._machine = ctx.text_sm.make_state(ctx.initial_state)
         self._state = ctx.initial_state
@@ -124,8 +126,7 @@ class Answer:
         if self._is_hidden:
             return Piece(self.index, finish="length")
         if self._state == "tool" and self._call:
-            self._calls.append(self._call)
-            self._has_called = True
+            self._add_call()
         num_shown = getattr(self.ctx, "num_shown", None)  # tokens; set where a stop string has ended the answer
         if num_shown is not None:
             del self._tokens[max(0, num_shown - self._num_told) :]
@@ -141,11 +142,15 @@ class Answer:
             self._call += text
         elif state == "normal":
             if self._state == "tool":
-                self._calls.append(self._call)
-                self._call = ""
-                self._has_called = True
+                self._add_call()
             self._text += text
         self._state = state
+
+    def _add_call(self) -> None:
+        if not (self._calls_once and self._has_called):
+            self._calls.append(self._call)
+        self._call = ""
+        self._has_called = True
 
     def _piece(self) -> Piece:
         piece = Piece(self.index, self._text, self._reasoning, self._format_calls(self._calls), self._tokens)

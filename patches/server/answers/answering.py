@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,8 @@ from ....serve.api.completions import Echo
 from ....serve.api.form import Form
 from ....serve.api.pieces import Piece, Token, Usage
 from ....serve.http.connection import Connection
-from ....serve.http.event_stream import EventStream
-from ..answer_queue import AnswerQueue
+from ....serve.http.event_stream import BEAT_SECONDS, EventStream
+from ..answer_queue import AnswerQueue, ClientSide
 from ..prepared_request import PreparedRequest, has_images
 from .answer import Answer, Names
 from .choices import Choices
@@ -46,6 +47,10 @@ class Answering:
         self._answers: dict[int, Answer] = {}
         self._progress = "keepalive"
         self._names: Names | None = None
+        self._begin: Callable[[], EventStream]
+        self._events: EventStream | None = None
+        self._lock = threading.Lock()
+        self._num_accepted, self._accepted_at = 0, 0.0  # sequences whose prompts are made, and when the last one was
 
     def whole(self) -> dict[str, Any]:
         """All answers at once.
@@ -74,24 +79,23 @@ class Answering:
         Args:
             begin: sends what a stream begins with; called once the request is accepted.
         """
+        self._begin = begin
+        self._connection.beat = self._beat
         try:
-            self._stream(begin)
+            self._stream()
         finally:
             self._connection.beat = None
 
     # Inside ---------------------------------------------------------------------------------------------------
 
-    def _stream(self, begin: Callable[[], EventStream]) -> None:
-        stream: EventStream | None = None
+    def _stream(self) -> None:
         form: Form | None = None
         early: list[Piece] = []  # before all answers have begun
         with closing(iter(self._choices())) as items:
             for index, item in items:
                 piece = self._take(index, item)
-                if stream is None:
-                    stream = begin()
-                    self._connection.beat = functools.partial(self._beat, stream)
-                if form is None and len(self._answers) == len(self._order.prompts) * self._order.best_of:
+                stream = self._begun()
+                if form is None and len(self._answers) == self._num_choices:
                     form = self._make_form(self._echoes(self._best()) if self._order.echo else ())
                     stream.form = form
                     stream.send(form.begin(self._usage()))
@@ -100,21 +104,43 @@ class Answering:
                 if form is not None and early:
                     stream.send([event for piece in early for event in form.piece(piece)])
                     early.clear()
-        assert stream is not None and form is not None
+        assert form is not None
+        stream = self._begun()
         stream.send(form.end(self._usage()))
         stream.close()
 
-    def _beat(self, stream: EventStream) -> None:
-        stream.beat(self._progress)
+    def _begun(self) -> EventStream:
+        if self._events is None:
+            self._events = self._begin()
+            self._events.form = self._make_form(())  # words what may fail before there is anything to tell
+        return self._events
+
+    def _beat(self) -> None:
+        """Signs of life, once nothing but time stands before the answer: whoever computes may be busy with others."""
+        if self._events is not None:
+            self._events.beat(self._progress)
+        elif self._num_accepted == self._num_choices and time.monotonic() - self._accepted_at >= BEAT_SECONDS:
+            self._begun().comment(self._progress)
 
     def _note_progress(self, done: int, total: int) -> None:
         self._progress = f"keepalive {done}/{total}"
+
+    def _note_accepted(self) -> None:
+        """By any thread."""
+        with self._lock:
+            self._accepted_at = time.monotonic()
+            self._num_accepted += 1
+
+    @property
+    def _num_choices(self) -> int:
+        return len(self._order.prompts) * self._order.best_of
 
     def _choices(self) -> Choices:
         order = self._order
         if order.best_of > 1 and not self._generator.model_provider.is_distributed:
             self._make_prompts()
-        return Choices(self._generator, order.choices(), self._connection.client_is_gone, self._note_progress)
+        side = ClientSide(self._note_accepted, lambda: self._events is not None and self._events.is_stalled)
+        return Choices(self._generator, order.choices(), self._connection.client_is_gone, self._note_progress, side)
 
     def _make_prompts(self) -> None:
         """Each prompt once, for all answers to it."""
@@ -141,6 +167,7 @@ class Answering:
                 self._names,
                 shows_end=order.num_top is None,
                 is_hidden=order.has_no_answer,
+                calls_once=order.calls_once,
                 decode=self._generator.model_provider.tokenizer.decode if order.echo else None,
             )
             return None

@@ -5,17 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from queue import Empty, Queue
+from contextlib import suppress
+from queue import Empty, Full, Queue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mlx_lm import server as upstream
 
 from ....serve.extras import RequestExtras
+from ..answer_queue import ClientSide
 
 if TYPE_CHECKING:
     from ..response_generator import PagedResponseGenerator
 
 POLL_SECONDS = 0.25  # between looks at whether the client is still there
+MOST_MERGED = 256  # items; more wait in the sequences' own queues
 
 
 class Choice(NamedTuple):
@@ -37,6 +40,7 @@ class Choices:
         choices: what is asked for.
         client_is_gone: asked again and again, by the caller's thread.
         on_progress: told how many tokens of a prompt are computed, of how many; from any thread.
+        side: of the client, for each sequence.
     """
 
     def __init__(
@@ -45,11 +49,12 @@ class Choices:
         choices: Sequence[Choice],
         client_is_gone: Callable[[], bool],
         on_progress: Callable[[int, int], None],
+        side: ClientSide,
     ) -> None:
         self._generator = generator
         self._choices = choices
         self._client_is_gone = client_is_gone
-        self._on_progress = on_progress
+        self._on_progress, self._side = on_progress, side
 
     def __iter__(self) -> Generator[tuple[int, Any], None, None]:
         """Of each sequence, with its index: its GenerationContext, Responses, and None at its end.
@@ -66,7 +71,12 @@ class Choices:
 
     def _items(self, choice: Choice, client_is_gone: Callable[[], bool]) -> Iterator[Any]:
         ctx, answers = self._generator.generate(
-            choice.request, choice.args, self._on_progress, client_is_gone, extras=choice.extras
+            choice.request,
+            choice.args,
+            self._on_progress,
+            client_is_gone,
+            extras=choice.extras,
+            client=self._side,
         )
         try:
             yield ctx
@@ -76,15 +86,20 @@ class Choices:
         yield None
 
     def _several(self) -> Iterator[tuple[int, Any]]:
-        items: Queue[tuple[int, Any]] = Queue()
+        items: Queue[tuple[int, Any]] = Queue(MOST_MERGED)
         is_over = threading.Event()
+
+        def put(index: int, item: Any) -> None:
+            while not is_over.is_set():
+                with suppress(Full):
+                    return items.put((index, item), timeout=POLL_SECONDS)
 
         def wait_for(index: int, choice: Choice) -> None:
             try:
                 for item in self._items(choice, is_over.is_set):
-                    items.put((index, item))
+                    put(index, item)
             except BaseException as error:
-                items.put((index, error))
+                put(index, error)
 
         threads = [
             threading.Thread(target=wait_for, args=pair, name="choice", daemon=True)

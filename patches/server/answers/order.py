@@ -33,6 +33,7 @@ class Order:
         echo: answers begin with their prompts.
         num_top: OpenAI's ``logprobs`` of a completion; None: not asked for in that form.
         has_no_answer: only the prompt is wanted.
+        calls_once: no answer has more than one tool call.
     """
 
     prompts: Sequence[upstream.CompletionRequest]
@@ -43,6 +44,7 @@ class Order:
     echo: bool = False
     num_top: int | None = None
     has_no_answer: bool = False
+    calls_once: bool = False
 
     @property
     def wants_tokens(self) -> bool:
@@ -84,9 +86,11 @@ def order_of(
         prompt_lookup=body.get("prompt_lookup"),
     )
     args = generation_arguments(body, cli_args)
+    if "num_draft_tokens" in body and not (cli_args.draft_model or body.get("draft_model")):
+        raise invalid("num_draft_tokens needs a draft_model", "num_draft_tokens")
     n = body.get("n", 1)
     if chat is not None:
-        return Order([chat], args, [extras], n, n)
+        return Order([chat], args, [extras], n, n, calls_once=body.get("parallel_tool_calls") is False)
     best_of, echo, logprobs = body.get("best_of", n), body.get("echo", False), body.get("logprobs", False)
     num_top = None if isinstance(logprobs, bool) else logprobs
     prompts = prompts_of(body["prompt"])

@@ -7,6 +7,7 @@ import logging
 import mlx.core as mx
 
 from ....kv.pool import BlockPool
+from ....serve.health.heap import trim_heap
 from ....serve.health.memory_watch import MemoryWatch, Pressure
 from ...cache.lru_prompt_cache import PagedPromptCache, PromptStore
 from ...generate.batch_generator import PagedBatchGenerator
@@ -37,6 +38,7 @@ class MemoryGuard:
         if excess <= 0:
             return
         mx.clear_cache()
+        trim_heap()
         if generator is not None and pressure >= Pressure.PREEMPTING:
             generator.preempt_youngest()
         if pool is not None:

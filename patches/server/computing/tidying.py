@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 import mlx.nn as nn
 
+from ....serve.health.heap import trim_heap
 from ...cache.lru_prompt_cache import PagedPromptCache, PromptStore
 from ...cache.pools import known_pool
 
@@ -38,6 +39,7 @@ class Tidying:
                 pool = None if model is None else known_pool(model)
                 if pool is not None:
                     pool.return_memory()
+            trim_heap()
 
     def while_busy(self, prompt_cache: PromptStore) -> None:
         """A little now and then, for a server that is never idle."""

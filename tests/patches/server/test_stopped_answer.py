@@ -10,6 +10,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm import server as upstream
@@ -179,3 +180,16 @@ def test_answers_without_stop_strings_are_not_touched() -> None:
     response = upstream.Response("text", 1, -1.0, "stop", ())
     queue.put(response)
     assert queue.get() is response and not queue.is_stopped
+
+
+@pytest.mark.parametrize("text", ["<tool_call>f</tool_call> <tool_call>g</tool_call>", "<tool_call>f</tool_call>"])
+@pytest.mark.parametrize("end", ["", " yes", "<tool_call>h"])
+@pytest.mark.parametrize("calls_once", [False, True])
+def test_of_calls_that_are_not_to_be_parallel_the_first_is_told(text: str, end: str, calls_once: bool) -> None:
+    every = ["f", "g"][: text.count("</")] + ["h"] * ("h" in end)
+    ctx, said = Script([text, end, ""], "stop", []).generate(None, None, None)
+    answer = Answer(0, ctx, None, None, calls_once=calls_once)
+    told = [piece for each in said if (piece := answer.take(each)) is not None] + [answer.finish()]
+    whole = Piece.joined(told)
+    assert [call["function"]["name"] for call in whole.calls] == (every[:1] if calls_once else every)
+    assert whole.finish == "tool_calls"

@@ -32,7 +32,7 @@ SAMPLING: dict[str, Any] = {
     **{"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_context_size": 5},
     **{"presence_context_size": 5, "frequency_context_size": 5, "logit_bias": {"39": 1}, "seed": 7, "prompt_lookup": 2},
     **{"cache_salt": "mine", "structured_outputs": {"regex": "[ab]"}, "model": "default_model"},
-    **{"num_draft_tokens": 2, "stream": False},
+    "stream": False,
 }
 RECORDS: dict[str, Any] = {
     **{"user": "me", "metadata": {"a": "b"}, "safety_identifier": "me", "store": False, "prompt_cache_key": "k"},
@@ -75,7 +75,8 @@ USED: dict[str, dict[str, Any]] = {  # values of what is supported or has no eff
     },
 }
 OF_HEADERS = {"user_profile_id", "workspace_id"}  # which is what the client makes of them
-MODELS_OF_DISK = {"adapters", "draft_model"}  # with a folder only; see test_server_access
+# With a folder only; see test_server_access and test_server_stops.
+MODELS_OF_DISK = {"adapters", "draft_model", "num_draft_tokens"}
 
 
 def ask(client: openai.OpenAI, claude: anthropic.Anthropic, path: str, **options: Any) -> Any:
@@ -111,14 +112,17 @@ def test_every_parameter_is_taken_or_refused_by_name(
     assert set(USED[path]) == set(table) - refused - MODELS_OF_DISK
 
     def used(name: str) -> Any:
-        return ask(client, claude, path, **{"max_tokens": 2} if path == "/v1/messages" else {}, **given(name))
+        least = {"max_tokens": 2} if path == "/v1/messages" else {}
+        if name == "stream_options":
+            return list(ask(client, claude, path, **least, **given(name), stream=True))
+        return ask(client, claude, path, **least, **given(name))
 
     def given(name: str) -> dict[str, Any]:
         return {} if name == "max_tokens" and path == "/v1/messages" else {name: USED[path][name]}
 
-    def refuse(name: str) -> str:
+    def refuse(name: str, value: Any = "x") -> str:
         with pytest.raises((openai.BadRequestError, anthropic.BadRequestError)) as caught:
-            ask(client, claude, path, **{name: "x"})
+            ask(client, claude, path, **{name: value})
         error: Any = caught.value.body
         assert name in str(caught.value)
         return str((error.get("error") or error)["param"])
@@ -126,7 +130,9 @@ def test_every_parameter_is_taken_or_refused_by_name(
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(used, USED[path]))
         assert list(pool.map(refuse, sorted(refused))) == sorted(refused)
-        assert refuse("temprature") == "temprature"
+    assert refuse("temprature") == "temprature" and refuse("num_draft_tokens", 2) == "num_draft_tokens"
+    if "stream_options" in table:
+        assert refuse("stream_options", USED[path]["stream_options"]) == "stream_options"
 
 
 # Chats and completions ----------------------------------------------------------------------------------------------

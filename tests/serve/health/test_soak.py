@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from scripts.soak.soak_server import medians
+from scripts.soak.soak_server import growth
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes import commands
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "soak" / "soak_server.py"
 
 
-def test_memory_is_compared_by_parts_of_the_time() -> None:
-    samples = [(float(second), 100 + (second >= 50) * 10 + (second == 7) * 900) for second in range(100)]
-    assert medians(samples, 4) == [100, 100, 110, 110]
+def test_growth_is_from_the_first_round_to_the_last() -> None:
+    assert growth([200, 900, 210]) == pytest.approx(0.05) and growth([100, 90]) == pytest.approx(-0.1)
 
 
 @pytest.mark.slow

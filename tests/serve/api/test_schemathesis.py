@@ -1,0 +1,51 @@
+"""schemathesis over the description that the server serves: no 5xx, and no answer that does not come."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.models.tiny_model import make_tools_model
+from tests.support.processes.server_process import ServerProcess
+
+# What bounds honest work, here as elsewhere: the answer's default length, and the budget. 256 answers of as many tokens
+# as it holds would take minutes on a CPU, and no longer be told from a hang.
+FLAGS = ("--max-tokens", "2", "--kv-cache-memory", "128KiB", "--log-level", "WARNING")
+SECONDS = 60  # for one request
+
+pytestmark = [
+    pytest.mark.demo_model,
+    pytest.mark.skipif(importlib.util.find_spec("schemathesis") is None, reason="schemathesis is not installed"),
+]
+
+
+def fuzz(server: ServerProcess, folder: Path, *flags: str, seconds: float) -> int:
+    """How many requests passed; those that do not are the test's failure. What it keeps goes to the folder."""
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", *flags]
+    command += ["--checks", "not_a_server_error", "--request-timeout", str(SECONDS), "--continue-on-failure"]
+    command += ["--generation-deterministic", "--no-shrink", "--no-color"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, cwd=folder)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    found = re.search(r"(\d+) generated, (\d+) passed", done.stdout)
+    assert found is not None and found[1] == found[2], done.stdout[-5000:]
+    return int(found[2])
+
+
+@pytest.mark.slow
+def test_whatever_the_description_allows_is_answered(demo_model_folder: Path, tmp_path: Path) -> None:
+    server = ServerProcess(make_tools_model(tmp_path / "tools", demo_model_folder), tmp_path, *FLAGS)
+    assert fuzz(server, tmp_path, "--phases", "coverage,fuzzing", "--max-examples", "100", seconds=540) > 2000
+    server.wait_until(lambda: server.is_idle)
+    requests = server.stats()["server"]["requests"]
+    assert requests["ok"] > 100 and requests["failed"] == 0, requests
+    assert server.get("/health").json["status"] == "ok" and server.get("/health").json["restarts"] == 0
+    assert server.stop() == 0 and "Traceback" not in server.log, server.log[-5000:]
+
+
+def test_some_of_what_the_description_allows_is_answered(server: ServerProcess, tmp_path: Path) -> None:
+    assert fuzz(server, tmp_path, "--phases", "fuzzing", "--max-examples", "5", seconds=60) > 30
