@@ -22,7 +22,7 @@ from mlx_lm.generate import generate_step  # noqa: E402
 
 import mlx_paged  # noqa: E402
 from mlx_paged import PagedConfig, PagedKVCache, warn  # noqa: E402
-from scripts.support import model_configs  # noqa: E402
+from scripts.support import model_configs, model_speed  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 BLOCK_SIZE = 8
@@ -202,7 +202,8 @@ in steps of {chunk}, blocks of {block}. `make test-models` repeats it.
 - **Groups**: paged layers by window and geometry (KV heads x head size; keys/values where they differ).
 - **Attention**: over the blocks, which is the kernel on a GPU if it has the head size and MLX's attention elsewhere; or
   over arrays gathered from them, where the model computes with keys and values itself. Over latents (MLA): decode steps
-  over the blocks where there is a kernel ([ADR 0033](adr/0033-latent-pages.md)), all else over gathered arrays.
+  over the blocks, prompts over keys and values made of them, where there are kernels
+  ([ADR 0033](adr/0033-latent-pages.md)); else over gathered arrays.
 - **Batch**: rows decode in one call, or one by one in models that cannot take rows of different lengths.
 - **Packs**: on CUDA, chunks of several prompts go through the model in one call, as rows of one token; else one by one.
 - **Alone**, **batched**, **packed**: RMS of the log-probabilities against stock's run, on a CPU. The tokens are equal.
@@ -229,14 +230,17 @@ def page_of(lines: dict[str, str], num_tokens: int = 64) -> str:
         **counts, tokens=num_tokens, prompts=", ".join(map(str, PROMPTS)), window=model_configs.WINDOW,
         chunk=model_configs.CHUNK, block=BLOCK_SIZE,
     )  # fmt: skip
-    return header + "".join(lines[name] + "\n" for name in sorted(lines))
+    page = header + "".join(lines[name] + "\n" for name in sorted(lines))
+    speed = model_speed.FILE
+    return page + (model_speed.section_of(json.loads(speed.read_text())) if speed.exists() else "")
 
 
 def lines_of_page() -> dict[str, str]:
     """The page's lines by module, as they are at present."""
     if not PAGE.exists():
         return {}
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")][1:]
+    page = PAGE.read_text().partition(model_speed.TITLE)[0]
+    lines = [line for line in page.splitlines() if line.startswith("| ")][1:]
     return {line.split(" | ")[0].removeprefix("| "): line for line in lines}
 
 
@@ -268,10 +272,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64, help="tokens to generate after each prompt")
     parser.add_argument("--json", action="store_true", help="one JSON object per module, in this process")
     parser.add_argument("--check", action="store_true", help="do not write the page")
+    parser.add_argument("--speed", action="store_true", help="only put docs/models_gpu.json's figures into the page")
     options = parser.parse_args(arguments)
     if options.json:
         for name in options.modules:
             print(json.dumps(examine(name, options.tokens)._asdict()), flush=True)
+        return 0
+    if options.speed:
+        PAGE.write_text(page_of(lines_of_page()))
         return 0
     rows = []
     for name in options.modules or model_configs.modules():

@@ -68,7 +68,8 @@ _KERNEL_FEW = Dispatch("kernel", "a few new tokens per sequence")
 _KERNEL_PACK = Dispatch("kernel", "several sequences' new tokens")
 
 
-def _record(choice: Dispatch, times: int = 1) -> None:
+def record(choice: Dispatch, times: int = 1) -> None:
+    """Count a choice of path."""
     global _last
     _last = choice
     _counts[choice] += times
@@ -76,7 +77,7 @@ def _record(choice: Dispatch, times: int = 1) -> None:
 
 def record_compiled(num_layers: int) -> None:
     """Count a compiled decode step, in which every layer ran in the kernel."""
-    _record(_KERNEL_ONE, num_layers)
+    record(_KERNEL_ONE, num_layers)
 
 
 def prefill_attention(
@@ -108,7 +109,7 @@ def prefill_attention(
     if fresh and prepares_plans():
         fresh = _decline(q, group, table.length, scoring) is not None
     if fresh:
-        _record(_FRESH)
+        record(_FRESH)
         k, v = pool.layer(layer).after_writes(k, v)
         return gather.attention(q, k, v, scoring)
     return paged_attention(q, pool, layer, [table], scoring, step)
@@ -189,7 +190,7 @@ def ragged_attention(
     try:
         out = kv.storage.decode(q, tables, step, scoring._replace(window=window))
     except KernelUnavailable as error:
-        _record(Dispatch("gather", _note_decline(group, q, scoring, error)))
+        record(Dispatch("gather", _note_decline(group, q, scoring, error)))
         outputs = []
         for row, (table, count) in enumerate(zip(tables, counts, strict=True)):
             mask = causal_mask(count, table.num_visible - count, window)
@@ -197,7 +198,7 @@ def ragged_attention(
             out = gather.gather_attention(one, pool, layer, [table], scoring._replace(mask=mask))
             outputs.append(mx.pad(out, [(0, 0), (0, 0), (0, q.shape[2] - count), (0, 0)]))
         return mx.concatenate(outputs)
-    _record(_KERNEL_FEW)
+    record(_KERNEL_FEW)
     return out
 
 
@@ -257,7 +258,7 @@ def packed_attention(
     if as_rows and _decline(q, kv.group, 0, scoring) is None:
         try:
             out = kv.storage.decode(q, tables, step, scoring)
-            _record(_KERNEL_FEW)
+            record(_KERNEL_FEW)
             return out
         except KernelUnavailable as error:  # raised before anything was launched
             _note_decline(kv.group, q, scoring, error)
@@ -265,12 +266,12 @@ def packed_attention(
     if declined is None:
         try:
             out = kv.storage.prefill(q, tables, step, scoring)
-            _record(_KERNEL_PACK)
+            record(_KERNEL_PACK)
             return out
         except KernelUnavailable as error:  # raised before anything was launched
             declined = f"the kernel is off: {error}"
             kv.group.packs_declined[scoring.heads(q.shape[1])] = declined
-    _record(Dispatch("apart", declined))
+    record(Dispatch("apart", declined))
     queries = step.split(q)
     new = [None] * len(queries) if k is None or v is None else list(zip(step.split(k), step.split(v), strict=True))
     outputs = []
@@ -320,14 +321,14 @@ def _attend(
         try:
             step_now = step or kv.step(tables, q_len)
             out = kv.storage.decode(q, tables, step_now, seen, append=append)
-            _record(_KERNEL_ONE if q_len == 1 else _KERNEL_FEW)
+            record(_KERNEL_ONE if q_len == 1 else _KERNEL_FEW)
             return out
         except KernelUnavailable as error:  # raised before anything of the layer was launched
             declined = _note_decline(group, q, scoring, error)
     if append is not None:
         assert step is not None
         kv.write_step(tables, step, *append)
-    _record(Dispatch("gather", declined))
+    record(Dispatch("gather", declined))
     return gather.gather_attention(q, pool, layer, tables, scoring)
 
 

@@ -7,12 +7,14 @@ from threading import get_ident
 
 import mlx.core as mx
 
-from ..attention import dispatch
-from ..attention.masks import window_under
+from ..attention import dispatch, latent_prompts
+from ..attention.dispatch import Dispatch, record
+from ..attention.latent_prompts import Expand
+from ..attention.masks import causal_mask, window_under
 from ..errors import GeometryError, PromptCacheError
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
-from ..kv.storage.scoring import QueryHeads, Scoring, Window
+from ..kv.storage.scoring import LatentHeads, QueryHeads, Scoring, Window
 from ..kv.turn import in_turn
 from .lazy_kv import LazyKV, compute_rewound, hand_out
 from .pack import NotPackableError, Pack
@@ -52,7 +54,9 @@ class PackedKVCache:
     # Writing and reading --------------------------------------------------------------------------------------
 
     @in_turn
-    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring) -> mx.array:
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring, *, as_rows: bool = False
+    ) -> mx.array:
         """Write the tokens' keys and values and attend from them.
 
         Args:
@@ -60,6 +64,7 @@ class PackedKVCache:
             keys: ``[T, n_kv_heads, 1, head_dim]``, rotated.
             values: ``[T, n_kv_heads, 1, v_head_dim]``.
             scoring: its mask is what :meth:`make_mask` gave.
+            as_rows: they are few, and attended to like the rows of a decode step, whatever the pack says.
 
         Returns:
             ``[T, n_q_heads, 1, v_head_dim]``.
@@ -72,7 +77,7 @@ class PackedKVCache:
             raise GeometryError(f"queries {queries.shape} for {len(self.pack)} token(s)")
         scoring = known_mask(self.pack, scoring)
         self._write(keys, values, scoring.heads(queries.shape[1]))
-        return attend_pack(self.pack, self.layer, queries, keys, values, scoring)
+        return attend_pack(self.pack, self.layer, queries, keys, values, scoring, as_rows=as_rows)
 
     def _write(self, keys: mx.array, values: mx.array, heads: QueryHeads | None) -> None:
         # Keys of another dtype than the pool's may have to go to another pool: each sequence finds out alone.
@@ -107,6 +112,42 @@ class PackedKVCache:
         hand_out(keys, values, PackedKV(self.pack, self.layer, is_new=False))
         return keys, values
 
+    @in_turn
+    def attend_expanded(
+        self, queries: tuple[mx.array, mx.array], latent: mx.array, rotated: mx.array, heads: LatentHeads, scale: float,
+        expand: Expand,
+    ) -> mx.array:  # fmt: skip
+        """Write the tokens' latents and attend from them over the keys and values that these stand for. Only where
+        :func:`..attention.latent_prompts.serves` says so.
+
+        Args:
+            queries: part that is not rotated and part that is, ``[T, n_heads, 1, dim]`` each.
+            latent: ``[T, 1, 1, rank]``.
+            rotated: ``[T, 1, 1, rope]``.
+            heads, scale, expand: as :func:`..attention.latent_prompts.attend`.
+
+        Returns:
+            ``[T, n_heads, 1, value_dim]``.
+
+        Raises:
+            GeometryError: shapes differ from the pack, or dtypes from the pool.
+        """
+        pack, layer = self.pack, self.layer
+        if queries[0].shape[0] != len(pack) or queries[0].shape[2] != 1:
+            raise GeometryError(f"queries {queries[0].shape} for {len(pack)} token(s)")
+        self._write(latent, rotated, None)
+        pack.attended(layer)
+        tables, step = pack.tables_of(layer), pack.step(layer)
+        return latent_prompts.attend(*queries, self.pool, layer, tables, step, heads, scale, expand)
+
+    def apart(self) -> list[PackedPart]:
+        """Each sequence by itself, for attention that nothing here serves: all of them have to write."""
+        pack = self.pack
+        pack.wrote(self.layer)
+        pack.attended(self.layer)
+        record(Dispatch("apart", "attention that computes with what it has written by itself"))
+        return [PackedPart(pack, self.layer, index) for index in range(len(pack.rows))]
+
     # mlx-lm's protocol ----------------------------------------------------------------------------------------
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
@@ -136,6 +177,40 @@ class PackedKVCache:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(layer={self.layer}, tokens={len(self.pack)})"
+
+
+class PackedPart:
+    """What one attention layer sees of one sequence of a pack: of mlx-lm's cache protocol what it needs to write the
+    sequence's tokens and compute with what it fetches.
+
+    Attributes:
+        tokens: of the sequence, among the pack's.
+        offset: position of the first of them.
+        mask: over what :meth:`update_and_fetch` gives: ``[n, length]``, or None for one token.
+    """
+
+    def __init__(self, pack: Pack, layer: int, index: int) -> None:
+        self.pack, self.layer, self.index = pack, layer, index
+        self._tables = [pack.tables_of(layer)[index]]
+        count, table = pack.counts[index], self._tables[0]
+        self.tokens = pack.step(layer).spans[index]
+        self.offset = table.length - count
+        self.mask = None if count == 1 else causal_mask(count, table.num_visible - count)
+
+    @in_turn
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write the tokens' keys and values ``[1, n_kv_heads, n, head_dim]``; all visible ones, theirs included."""
+        kv = self.pool.layer(self.layer)
+        kv.set_geometry(keys, values, batch=1)
+        step = self.pack.step(self.layer).part(self.pack.tables_of(self.layer), self.index)
+        if keys.shape[2] != step.num_tokens:
+            raise GeometryError(f"keys {keys.shape} for {step.num_tokens} token(s)")
+        kv.write_step(self._tables, step, keys, values)
+        return kv.gather_visible(self._tables[0])
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.pack.pool
 
 
 class PackedKV(LazyKV):
@@ -182,11 +257,18 @@ def known_mask(pack: Pack, scoring: Scoring) -> Scoring:
 
 
 def attend_pack(
-    pack: Pack, layer: int, queries: mx.array, keys: mx.array | None, values: mx.array | None, scoring: Scoring
+    pack: Pack,
+    layer: int,
+    queries: mx.array,
+    keys: mx.array | None,
+    values: mx.array | None,
+    scoring: Scoring,
+    *,
+    as_rows: bool = False,
 ) -> mx.array:
     """Attention from the pack's tokens, which the layer has written; ``keys`` and ``values`` are they, or None."""
     pack.attended(layer)
     tables, step = pack.tables_of(layer), pack.step(layer)
     return dispatch.packed_attention(
-        queries, keys, values, pack.pool, layer, tables, step, scoring, as_rows=pack.as_rows
+        queries, keys, values, pack.pool, layer, tables, step, scoring, as_rows=as_rows or pack.as_rows
     )

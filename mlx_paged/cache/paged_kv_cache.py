@@ -7,15 +7,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..attention import dispatch
+from ..attention import dispatch, latent_prompts
 from ..attention.gather import ring_rotation
+from ..attention.latent_prompts import Expand
 from ..attention.masks import causal_mask, window_under
 from ..errors import GeometryError, PromptCacheError
 from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
 from ..kv.step import Step
-from ..kv.storage.scoring import QueryHeads, Scoring, Window
+from ..kv.storage.scoring import LatentHeads, QueryHeads, Scoring, Window
 from ..kv.turn import MovedError, in_turn
 from .lazy_kv import Fences, LazyKV, compute_rewound, hand_out
 from .sequence import SequenceTables
@@ -125,6 +126,22 @@ class PagedKVCache:
             return dispatch.append_attention(queries, keys, values, pool, layer, tables, step, scoring)
         self._kv.write_step(tables, step, keys, values)
         return dispatch.prefill_attention(queries, keys, values, pool, layer, tables[0], scoring, step)
+
+    @in_turn
+    def attend_expanded(
+        self, queries: tuple[mx.array, mx.array], latent: mx.array, rotated: mx.array, heads: LatentHeads, scale: float,
+        expand: Expand,
+    ) -> mx.array:  # fmt: skip
+        """Write the next tokens' latents and attend from them over the keys and values that these stand for, as a pack
+        of one sequence: all arrays, and the result, have a row for each of the n tokens. The rest is as in
+        :meth:`.packed_cache.PackedKVCache.attend_expanded`.
+        """
+        kv, count = self._kv, latent.shape[0]
+        kv.set_geometry(latent, rotated, batch=count)
+        tables, counts = [self.sequence.reserve(self.layer, count)], [count]
+        step = kv.packed_step(tables, counts)
+        kv.write_packed(tables, step, latent, rotated)
+        return latent_prompts.attend(*queries, self.pool, self.layer, tables, step, heads, scale, expand)
 
     @in_turn
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -279,7 +296,8 @@ class PagedKVCache:
             None (all visible), "causal", or a boolean array ``[N, visible + N]``.
         """
         mask, window = self._mask(N, return_array, window_size)
-        if isinstance(mask, mx.array) and N <= dispatch.MOST_FEW_TOKENS:
+        # A wide one would be kept; that of latents is never computed where it is asked for.
+        if isinstance(mask, mx.array) and (N <= dispatch.MOST_FEW_TOKENS or self._kv.spec.latent):
             self.sequence.masks[self.table.group] = (mask, window)
         return mask
 

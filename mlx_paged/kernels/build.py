@@ -68,6 +68,11 @@ SIGNATURES: dict[str, tuple[list[str], list[str], bool]] = {
     "quantized_gather": ([*_POOL, "blocks", "span"], ["k_out", "v_out", "fence_out"], False),
     "latent_decode": _DECODE,
     "latent_decode_tensor": _DECODE,
+    "latent_prefill_tensor": (
+        ["q", "k_pool", "v_pool", "rotated", "fence", "tables", "tiles", "params", "sinks"],
+        ["out", "fence_out"],
+        False,
+    ),
     "write_rows": ([*_POOL, "k", "v", "slots"], ["fence_out"], False),
     "gather_rows": ([*_POOL, "blocks", "span"], ["k_out", "v_out", "fence_out"], False),
     "narrow_matmul": (["x", "w"], ["out"], False),
@@ -112,6 +117,10 @@ _CUDA_PARTS = {
         for body, pages in (("paged_prefill_tensor", "dense"), ("quantized_prefill_tensor", "quantized"))
     },
     "latent_decode_tensor": ("latent/latent_tensor",),
+    "latent_prefill_tensor": (
+        *("tensor_prefill/tile", "latent/prompt_pages", "tensor_prefill/lines", "latent/prompt_loads"),
+        "tensor_prefill/steps",
+    ),
     "narrow_matmul_group": (f"{_PRODUCTS}_matmul_group", f"{_PRODUCTS}_matmul_tile", _SUMS),
     **{
         body: (*_gate(body), f"{_PRODUCTS}_matmul_single", f"products/{body}", f"{_PRODUCTS}_matmul_tile", _SUMS)
@@ -188,7 +197,7 @@ def kernel_text(body: str, dialect: str) -> tuple[str, str]:
         if body.startswith("quantized"):
             helpers = ((folder / f"quantized/{part}").read_text() for part in _QUANTIZED_HELPERS)
             header += _CUDA_HEADER.format("".join(helpers))
-        if body.startswith("latent"):
+        if body == "latent_decode_tensor":
             header += _CUDA_HEADER.format((folder / "latent/warpgroup.cuh").read_text())
         return header, source
     source = "".join((folder / f"{part}.metal").read_text() for part in _PARTS.get(body, (body,)))

@@ -127,8 +127,8 @@ def unsupported_prefill(dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int
     return unsupported(dtype, head_dim, value_dim, gqa, block_size)
 
 
-def prefill_constants_of(variant: Variant, launch_shape: PrefillShape) -> Constants:
-    """Constants of the body."""
+def prefill_constants_of(variant: Variant, launch_shape: PrefillShape, *, tiles_first: bool = False) -> Constants:
+    """Constants of the body. ``tiles_first``: thread groups take all tiles of a head, then the next head."""
     return (
         *variant.constants,
         ("SG", launch_shape.simdgroups),
@@ -140,6 +140,7 @@ def prefill_constants_of(variant: Variant, launch_shape: PrefillShape) -> Consta
         ("SINKS", variant.sinks),
         ("SHARED", launch_shape.shared_bytes(variant.head_dim, variant.value_dim)),
         ("GROUPS", launch_shape.groups),
+        ("TILES_FIRST", tiles_first),
         *(() if variant.pages is None else variant.pages.constants),
     )
 

@@ -94,7 +94,7 @@ def _difference(variant: Variant) -> float:
         row = first = 0
         for count, length in zip(counts, lengths, strict=True):
             own_k, own_v = (x[first : first + length] for x in (k, v))
-            expected = _attend(q[row : row + count], own_k, own_v, scale, softcap, sinks, window)
+            expected = attend(q[row : row + count], own_k, own_v, scale, softcap, sinks, window)
             errors.append(mx.square(out[row : row + count].astype(mx.float32) - expected).mean())
             row, first = row + count, first + length
     rms: Any = mx.sqrt(mx.stack(errors).max()).item()
@@ -103,7 +103,7 @@ def _difference(variant: Variant) -> float:
     return float(rms)
 
 
-def _attend(
+def attend(
     q: mx.array,
     k: mx.array,
     v: mx.array,

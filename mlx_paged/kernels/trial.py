@@ -140,7 +140,8 @@ def _prefill(known: _Known) -> Scratch:
     given = {
         **known.pool(),
         **{"q": mx.zeros((1, heads, 1, known["D"]), dtype), "tables": mx.zeros((1, 1), mx.int32)},
-        **{"tiles": mx.zeros((1, 4), mx.int32), "params": mx.zeros((4,)), "sinks": known.sinks(heads)},
+        **{"tiles": mx.zeros((1, 4), mx.int32), "params": mx.ones((4,)), "sinks": known.sinks(heads)},
+        "rotated": mx.zeros((1, 1, known["BS"], known.constants.get("DR", 1)), dtype),
     }
     return given, _options((threads, 1, 1), threads, ((1, heads, 1, known["DV"]), dtype), _FENCE)
 
@@ -234,6 +235,7 @@ _SCRATCH: dict[str, Callable[[_Known], Scratch]] = {
     "quantized_decode": _decode,
     "quantized_decode_tensor": _decode,
     "quantized_prefill_tensor": _prefill,
+    "latent_prefill_tensor": _prefill,
     **dict.fromkeys(LATENT_BODIES, _decode),
     "merge_partitions": _merge,
     **dict.fromkeys(("write_slots", "quantized_write", "write_rows"), _write),

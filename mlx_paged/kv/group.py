@@ -16,7 +16,7 @@ from .step import DeviceTables, Step, step_key
 from .storage.base import ChooseStorage, Geometry, Storage
 from .storage.page_format import PageFormat
 from .storage.quantized import functional_storage
-from .storage.scoring import QueryHeads, Window
+from .storage.scoring import LatentHeads, QueryHeads, Window
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 128
 # Doubling a large pool would reserve up to twice what is in use; see docs/adr/0001.
@@ -133,6 +133,8 @@ class BlockGroup:
         self.declined: dict[QueryHeads, str | None] = {}
         # Why no kernel attends for several sequences' new tokens; the same.
         self.packs_declined: dict[QueryHeads, str | None] = {}
+        # Why no kernel attends over the keys and values of the layers' latents; the same.
+        self.prompts_declined: dict[LatentHeads, str | None] = {}
         self.epoch = 0
         self._choose_storage = choose_storage
         self._device_tables = DeviceTables()

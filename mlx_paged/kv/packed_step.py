@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+from ..kernels.latent.prompts import PromptLaunch
 from ..kernels.ops import DecodeLaunch, WriteLaunch
 from ..kernels.prefill import PrefillLaunch
 from .block_table import BlockTable
 from .step import DecodeKey, DeviceTables, Step, ThreeArrays, padded, table_width, tail_slots
-from .storage.scoring import Window
+from .storage.scoring import LatentHeads, Window
 
 # Number of query heads, scale, window, softcap, whether there are sinks.
 PrefillKey = tuple[int, float, Window | None, float | None, bool]
@@ -28,8 +29,8 @@ class PackedStep:
         counts: new tokens of each table, at least one.
         num_tokens: T, all of them.
         spans: where each table's tokens are among the T.
-        write_launch, prefill_launches, decode_launches: kernel launches prepared for this step, for all layers; of
-            attention by what the layers ask for.
+        write_launch, prefill_launches, decode_launches, prompt_launches: kernel launches prepared for this step, for
+            all layers; of attention by what the layers ask for.
     """
 
     def __init__(
@@ -49,11 +50,14 @@ class PackedStep:
         self.write_launch: WriteLaunch | None = None
         self.prefill_launches: dict[PrefillKey, PrefillLaunch] = {}
         self.decode_launches: dict[DecodeKey, DecodeLaunch] = {}
+        self.prompt_launches: dict[tuple[LatentHeads, float], PromptLaunch] = {}
         self._num_blocks = num_blocks
         self._device_tables = device_tables
         self._slots: dict[int | None, mx.array] = {}  # by the number of rows
         self._visible: dict[tuple[Window | None, tuple[int, int] | None], ThreeArrays] = {}  # by window and shape
         self._parts: dict[int, Step] = {}
+        self._all_blocks: mx.array | None = None
+        self._gathered_tables: mx.array | None = None
 
     def slots(self, tables: Sequence[BlockTable], num_rows: int | None = None) -> mx.array:
         """``block_id * block_size + offset`` of each token, ``[T]``; int64 where int32 is too short. Up to
@@ -81,6 +85,29 @@ class PackedStep:
             for table, count in zip(tables, self.counts, strict=True)
         ]
         return np.concatenate(spans)
+
+    def all_blocks(self, tables: Sequence[BlockTable]) -> mx.array:
+        """The ids of all blocks of the tables, one table's after the other's; int32."""
+        if self._all_blocks is None:
+            self._all_blocks = mx.array([block_id for table in tables for block_id in table.block_ids], mx.int32)
+        return self._all_blocks
+
+    @staticmethod
+    def num_slots(tables: Sequence[BlockTable]) -> int:
+        """Of all their blocks."""
+        return sum(len(table.block_ids) for table in tables) * tables[0].block_size
+
+    def gathered_tables(self, tables: Sequence[BlockTable]) -> mx.array:
+        """Where each table's blocks are among :meth:`all_blocks`, int32 ``[B, max_blocks]``, by absolute position."""
+        if self._gathered_tables is None:
+            found = np.zeros((len(tables), table_width(tables)), np.int32)
+            first = 0
+            for row, table in enumerate(tables):
+                count = len(table.block_ids)
+                found[row, :count] = np.arange(first, first + count)
+                first += count
+            self._gathered_tables = mx.array(found)
+        return self._gathered_tables
 
     def visible(
         self, tables: Sequence[BlockTable], window: Window | None, shape: tuple[int, int] | None = None

@@ -14,6 +14,7 @@ from ...errors import GeometryError
 from ...kv.group import LayerGroup
 from ...kv.storage.base import Geometry
 from ...kv.storage.scoring import QueryHeads, Window
+from ..models.latent import attends_latents
 from .probe import probe_layers, probe_rows
 
 
@@ -99,12 +100,17 @@ def takes_rows(model: Any) -> bool:
 
 def reads_blocks_only(model: Any) -> bool:
     """Whether the model's attention does nothing with keys and values but hand them to an attention function that is
-    replaced here: of a model with adapters, or one of mlx-lm's that was seen to do so in a probe."""
+    replaced here: of a model with adapters, or one of mlx-lm's that was seen to do so in a probe. Or it computes with
+    latents, and every layer that does so has an adapter."""
     layout = layout_of(model)
     if layout is None or not layout.groups:
         return False
-    known = type(model).__module__.startswith("mlx_lm.models.")
-    return layout.adapted or (known and all(heads is not None for _, heads in layout.geometries))
+    if layout.adapted:
+        return True
+    by_itself = sum(len(group.layers) for group in layout.groups if group.latent)
+    if by_itself and sum(attends_latents(module) for _, module in model.named_modules()) != by_itself:
+        return False
+    return type(model).__module__.startswith("mlx_lm.models.")
 
 
 def layout_of(model: Any) -> PagedLayout | None:

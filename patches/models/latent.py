@@ -1,24 +1,37 @@
-"""Multi-head latent attention (MLA) of DeepSeek V3 and its relatives: a decode step attends over pages of latents.
+"""Multi-head latent attention (MLA) of DeepSeek V3 and its relatives, over pages of latents.
 
 A token's cache is a latent and a part of a key that is rotated by its position, of one head. mlx-lm gives the one as
 keys and the other as values to the cache, fetches both, and multiplies for itself. Where a kernel attends over the
-blocks, one new token per row does what mlx-lm's code does for one token (the absorbed form), but for the fetching.
-Everything else goes through mlx-lm's own code: prompts, and blocks that no kernel reads.
+blocks, one new token per row does what mlx-lm's code does for one token (the absorbed form), but for the fetching; and
+new tokens of prompts what it does for several: keys and values of heads are made of the latents, for all sequences of a
+pack together. Where there is no kernel, everything goes through mlx-lm's own code, a pack sequence by sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
 import mlx.core as mx
+from mlx_lm.models.mla import QuantizedMultiLinear
 
-from ...attention import dispatch
+from ...attention import dispatch, latent_prompts
 from ...cache.batch_cache import PagedBatchKVCache
+from ...cache.pack import NotPackableError
+from ...cache.packed_cache import PackedKVCache
 from ...engine.compiled.compiled_step import StepLayer
-from ...kv.storage.scoring import Scoring
+from ...kernels.launch_shape import MAX_QUERY_LENGTH
+from ...kv.storage.scoring import LatentHeads, Scoring, Window
 from ..cache.layer_cache import PagedLayerCache
 from .attention import AttentionCall, takes
+
+# Sequences of a pack that have no more new tokens take the kernel of decode steps, which attends to latents as they
+# are: to make keys and values of a long context for a few tokens costs more.
+MOST_AS_ROWS = 32
+# From so many rows on, a head's matrix is multiplied with all of them at once, and not read again for each.
+LEAST_BY_HEAD = 4
+Finish = Callable[[Any, mx.array, mx.array], mx.array]
 
 
 class Projected(NamedTuple):
@@ -75,7 +88,7 @@ def finish_heads_gated(self: Any, out: mx.array, x: mx.array) -> mx.array:
     return self.dense((out.reshape(*gate.shape, -1) * gate[..., None]).reshape(x.shape[0], 1, -1))
 
 
-def latent_call(finish: Callable[[Any, mx.array, mx.array], mx.array]) -> Callable[[AttentionCall], AttentionCall]:
+def latent_call(finish: Finish) -> Callable[[AttentionCall], AttentionCall]:
     """Makes the adapter of an attention module whose queries, latents and keys :func:`project` makes.
 
     Args:
@@ -87,9 +100,7 @@ def latent_call(finish: Callable[[Any, mx.array, mx.array], mx.array]) -> Callab
 
     def adapt(original: AttentionCall) -> AttentionCall:
         def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
-            if x.shape[1] != 1 or not _serves(cache, self, x.shape[0]):
-                return original(self, x, mask, cache)
-            return finish(self, _attended(self, project(self, x, cache.offset), mask, cache), x)
+            return _attention(self, x, None, mask, cache, finish, partial(original, self))
 
         return _marked(__call__)
 
@@ -107,11 +118,11 @@ def adapt_scaled(original: AttentionCall) -> AttentionCall:
     def __call__(
         self: Any, x: mx.array, attn_scale: mx.array, mask: mx.array | str | None = None, cache: Any | None = None
     ) -> mx.array:
-        if x.shape[1] != 1 or not _serves(cache, self, x.shape[0]):
-            return original(self, x, attn_scale, mask, cache)
-        made = project(self, x, cache.offset)
-        made = made._replace(nope=made.nope * attn_scale, rope=made.rope * attn_scale)
-        return finish(self, _attended(self, made, mask, cache), x)
+        def apart(x: mx.array, mask: mx.array | str | None, cache: Any, tokens: slice | None = None) -> mx.array:
+            own = attn_scale if tokens is None else attn_scale[tokens].swapaxes(0, 2)
+            return original(self, x, own, mask, cache)
+
+        return _attention(self, x, attn_scale, mask, cache, finish, apart)
 
     return _marked(__call__)
 
@@ -126,15 +137,124 @@ def _marked(call: AttentionCall) -> AttentionCall:
     return call
 
 
-def _attended(self: Any, made: Projected, mask: mx.array | str | None, cache: Any) -> mx.array:
-    """``[B, n_heads, 1, v_head_dim]``"""
-    queries = mx.concatenate([self.embed_q(made.nope), made.rope], axis=-1)
-    return self.unembed_out(cache.attend(queries, made.latent, made.rotated, Scoring(self.scale, mask, latent=True)))
+def _attention(
+    self: Any,
+    x: mx.array,
+    scales: mx.array | None,
+    mask: mx.array | str | None,
+    cache: Any,
+    finish: Finish,
+    apart: Callable[..., mx.array],
+) -> mx.array:
+    """By whatever kernel there is for it, or mlx-lm's code.
+
+    Args:
+        scales: of the queries, by their positions: ``[L, 1]``, or ``[B, 1, L, 1]`` where rows have their own.
+        apart: upstream's code, of x, a mask and a cache, and, for the tokens of a sequence in a pack, which they are.
+    """
+    if isinstance(cache, PackedKVCache):
+        return _packed(self, x, scales, mask, cache, finish, apart)
+    if x.shape[1] == 1 and _serves(cache, self, x.shape[0]):
+        return finish(self, _absorbed(self, _projected(self, x, cache.offset, scales), mask, cache), x)
+    if x.shape[1] > 1 and _is_causal(cache, x, mask):
+        # As rows of one token, like a pack of one sequence.
+        rows, count, heads = x.swapaxes(0, 1), x.shape[1], _latent_heads(self)
+        few = count <= MAX_QUERY_LENGTH and dispatch.serves_latents(heads.num_heads, cache.pool, cache.layer)
+        if few or latent_prompts.serves(heads, x.dtype, cache.pool, cache.layer):
+            positions = cache.offset + mx.arange(count, dtype=mx.int32)
+            made = _projected(self, rows, positions, None if scales is None else scales[:, :, None, None])
+            out = _absorbed_few(self, made, mask, cache) if few else _expanded(self, made, cache)
+            return finish(self, out, rows).swapaxes(0, 1)
+    return apart(x, mask, cache)
+
+
+def _packed(
+    self: Any,
+    x: mx.array,
+    scales: mx.array | None,
+    mask: mx.array | str | None,
+    cache: PackedKVCache,
+    finish: Finish,
+    apart: Callable[..., mx.array],
+) -> mx.array:
+    if mask is not None:
+        raise NotPackableError("the model's attention makes a mask of its own")
+    pool, layer, few = cache.pool, cache.layer, cache.pack.as_rows or max(cache.pack.counts) <= MOST_AS_ROWS
+    if few and dispatch.serves_latents(_heads_of(self), pool, layer):
+        made = _projected(self, x, cache.offset, scales)
+        return finish(self, _absorbed(self, made, None, cache, as_rows=True), x)
+    if latent_prompts.serves(_latent_heads(self), x.dtype, pool, layer):
+        return finish(self, _expanded(self, _projected(self, x, cache.offset, scales), cache), x)
+    outputs = []
+    for part in cache.apart():
+        own = {} if scales is None else {"tokens": part.tokens}
+        outputs.append(apart(x[part.tokens].swapaxes(0, 1), part.mask, part, **own).swapaxes(0, 1))
+    return mx.concatenate(outputs)
+
+
+def _projected(self: Any, x: mx.array, offset: Any, scales: mx.array | None) -> Projected:
+    made = project(self, x, offset)
+    return made if scales is None else made._replace(nope=made.nope * scales, rope=made.rope * scales)
+
+
+def _absorbed(self: Any, made: Projected, mask: mx.array | str | None, cache: Any, **how: bool) -> mx.array:
+    """Attention over latents: ``[B, n_heads, 1, v_head_dim]``"""
+    queries = mx.concatenate([_by_head(self.embed_q, made.nope), made.rope], axis=-1)
+    scoring = Scoring(self.scale, mask, latent=True)
+    return _by_head(self.unembed_out, cache.attend(queries, made.latent, made.rotated, scoring, **how))
+
+
+def _absorbed_few(self: Any, made: Projected, mask: mx.array | str | None, cache: PagedLayerCache) -> mx.array:
+    """The same of a few tokens of one sequence, ``[n, n_heads, 1, v_head_dim]``."""
+    queries = mx.concatenate([_by_head(self.embed_q, made.nope), made.rope], axis=-1)
+    queries, latent, rotated = (part.swapaxes(0, 2) for part in (queries, made.latent, made.rotated))
+    out = cache.attend(queries, latent, rotated, Scoring(self.scale, mask, latent=True))
+    return _by_head(self.unembed_out, out.swapaxes(0, 2))
+
+
+def _by_head(layer: Any, x: mx.array) -> mx.array:
+    """What a layer of a matrix for each head makes of x ``[B, n_heads, 1, dim]``."""
+    if x.shape[0] < LEAST_BY_HEAD:
+        return layer(x)
+    return layer(x.swapaxes(0, 2)).swapaxes(0, 2)
+
+
+def _expanded(self: Any, made: Projected, cache: PackedKVCache | PagedLayerCache) -> mx.array:
+    """Attention over what latents stand for: ``[T, n_heads, 1, v_head_dim]``."""
+
+    def expand(latents: mx.array, heads: slice) -> tuple[mx.array, mx.array]:
+        return _of_heads(self.embed_q, latents, heads, False), _of_heads(self.unembed_out, latents, heads, True)
+
+    heads = _latent_heads(self)
+    return cache.attend_expanded((made.nope, made.rope), made.latent, made.rotated, heads, self.scale, expand)
+
+
+def _of_heads(layer: Any, x: mx.array, heads: slice, transpose: bool) -> mx.array:
+    """What mlx-lm's layer of a matrix for each head makes of x ``[1, 1, n, dim]`` for some heads."""
+    weight = layer["weight"][heads]
+    if not isinstance(layer, QuantizedMultiLinear):
+        return x @ (weight.swapaxes(-1, -2) if transpose else weight)
+    biases = layer.get("biases")
+    return mx.quantized_matmul(
+        x,
+        weight,
+        scales=layer["scales"][heads],
+        biases=None if biases is None else biases[heads],
+        transpose=transpose,
+        group_size=layer.group_size,
+        bits=layer.bits,
+        mode=layer.mode,
+    )
 
 
 def _heads_of(self: Any) -> int:
     heads: int = self.num_attention_heads if hasattr(self, "num_attention_heads") else self.num_heads
     return heads
+
+
+def _latent_heads(self: Any) -> LatentHeads:
+    # A matrix of unembed_out is [v_head_dim, rank], packed or not.
+    return LatentHeads(_heads_of(self), self.qk_nope_head_dim + self.qk_rope_head_dim, self.unembed_out.weight.shape[1])
 
 
 def _serves(cache: Any, module: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCache | StepLayer]:
@@ -146,3 +266,10 @@ def _serves(cache: Any, module: Any, batch: int) -> TypeGuard[PagedLayerCache | 
     if isinstance(cache, PagedBatchKVCache) and cache.is_padded:
         return False
     return dispatch.serves_latents(_heads_of(module), cache.pool, cache.layer)
+
+
+def _is_causal(cache: Any, x: mx.array, mask: mx.array | str | None) -> TypeGuard[PagedLayerCache]:
+    """Whether these are several new tokens of a sequence, under the mask that its cache makes for them."""
+    if not isinstance(cache, PagedLayerCache) or x.shape[0] != 1 or mask is None:
+        return False
+    return isinstance(mask, str) or cache.sequence.window_of(mask) == Window(cache.offset + x.shape[1])

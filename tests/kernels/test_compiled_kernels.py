@@ -20,6 +20,7 @@ from mlx_paged.kernels.cuda.cubins import CubinFolder, Cubins
 from mlx_paged.kernels.cuda.launch import CompiledKernel
 from mlx_paged.kernels.cuda.source import Source
 from mlx_paged.kernels.decode_spec import pool_constants_of
+from mlx_paged.kernels.latent import prompts
 from mlx_paged.kernels.latent.check import latent_texts_of
 from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.layers import embedding_rows, silu_product
@@ -81,6 +82,12 @@ def mlx(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMLX]:
 
 
 PREFILL = (BODY, prefill_constants_of(TENSOR._replace(body=BODY), prefill_shape_for(128, 128)))
+PROMPTS = (
+    prompts.BODY,
+    prompts.prompt_constants_of(
+        Variant(prompts.BODY, "cuda", mx.bfloat16, 192, 128, 1, 32), prompts.prompt_shape_for(192, 128)
+    ),
+)
 QUANTIZED_PREFILL = (
     QUANTIZED_BODY,
     prefill_constants_of(
@@ -100,7 +107,7 @@ def texts() -> list[tuple[str, Constants]]:
     layers = [draw_rows.text_of(mx.bfloat16, "cuda"), penalise_rows.text_of(mx.bfloat16)]
     layers += [silu_product.text_of(mx.bfloat16, 3), embedding_rows.text_of(mx.bfloat16, mx.uint32)]
     quantized = _texts_of(QUANTIZED) + _texts_of(QUANTIZED._replace(body="quantized_decode_tensor"))
-    listed = _texts_of(TENSOR) + _texts_of(PLAIN) + quantized + [PREFILL, QUANTIZED_PREFILL]
+    listed = _texts_of(TENSOR) + _texts_of(PLAIN) + quantized + [PREFILL, QUANTIZED_PREFILL, PROMPTS]
     listed += [(text.body, text.constants) for text in products + layers]
     listed += latent_texts_of(LATENT) + latent_texts_of(LATENT_TENSOR)
     assert {body for body, _ in listed} >= set(SIGNATURES)

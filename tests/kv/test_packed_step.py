@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_paged.errors import BlockStateError, GeometryError
+from mlx_paged.kernels.build import KernelUnavailable
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.packed_step import PackedStep
 from mlx_paged.kv.pool import BlockPool
@@ -103,6 +104,34 @@ def test_what_is_written_together_is_read_table_by_table(form: str, kernels: Fak
         assert_holds(pool, table, *(part if before is None else joined(before, part)))
     assert layer.in_place == (form == "in place")
     pool.check_integrity()
+
+
+def test_all_blocks_are_read_together(kernels: FakeKernels | None) -> None:
+    """Slot by slot in the order of the tables' blocks, as the gathered tables count them."""
+    pool = pool_of(choose_storage=storage_choice(True))
+    tables, held = tables_of(pool)
+    parts = [kv(50 + i, count) for i, count in enumerate(COUNTS)]
+    layer = pool.layer(0)
+    step = layer.packed_step(tables, COUNTS)
+    with pool.turn:
+        layer.write_packed(tables, step, *packed(parts))
+    k, v = layer.storage.read_packed(tables, step)
+    ids = step.all_blocks(tables)
+    assert ids.tolist() == [block_id for table in tables for block_id in table.block_ids]
+    assert k.shape[2] == v.shape[2] == step.num_slots(tables) == 4 * ids.size
+    rows = step.gathered_tables(tables).tolist()
+    for table, row, before, part in zip(tables, rows, held, parts, strict=True):
+        slots = mx.array([row[position // 4] * 4 + position % 4 for position in range(table.length)])
+        own_k, own_v = part if before is None else joined(before, part)
+        assert mx.array_equal(k[:, :, slots], own_k) and mx.array_equal(v[:, :, slots], own_v)
+
+
+def test_blocks_that_mlx_reads_are_not_gathered_so() -> None:
+    pool = pool_of()
+    tables, _ = tables_of(pool)
+    layer = pool.layer(0)
+    with pytest.raises(KernelUnavailable, match="not written in place"):
+        layer.storage.read_packed(tables, layer.packed_step(tables, COUNTS))
 
 
 def test_positions_that_cannot_be_written_are_refused() -> None:

@@ -136,11 +136,11 @@ def test_without_cuda_or_with_the_variant_off_there_is_none(monkeypatch):
     pack = Pack([5], [0])
     with emulated():
         (variant,) = prefill.prefill_variants(pack.k_pool, pack.v_pool, pack.n_q)
-        monkeypatch.setattr(prefill, "backend", lambda: "metal")
-        prefill.prefill_variants_of.cache_clear()
-        with pytest.raises(prefill.KernelUnavailable, match="CUDA"):
-            pack.prepare()
-        monkeypatch.setattr(prefill, "backend", lambda: "cuda")
+        with monkeypatch.context() as here:  # undone before the emulator is
+            here.setattr(prefill, "backend", lambda: "metal")
+            prefill.prefill_variants_of.cache_clear()
+            with pytest.raises(prefill.KernelUnavailable, match="CUDA"):
+                pack.prepare()
         prefill.prefill_variants_of.cache_clear()
         monkeypatch.setattr(ops, "_switched_off", {variant: "it was wrong"})
         with pytest.raises(prefill.KernelUnavailable, match="it was wrong"):

@@ -10,6 +10,7 @@ import pytest
 from mlx_paged.kernels.build import cores_listed
 from mlx_paged.kernels.decode_spec import decode_constants_of
 from mlx_paged.kernels.lane_layout import MOST_REGISTERS, PACKED_VEC, LaneLayout, best_layout
+from mlx_paged.kernels.latent import prompts
 from mlx_paged.kernels.launch_shape import HEAD_DIMS, MAX_TENSOR_HEAD_DIM, Variant, partition_for, shape_for
 from mlx_paged.kernels.prefill import BODY, QUANTIZED_BODY, prefill_constants_of, prefill_shape_for
 from tests.support.kernels.quantized_pages import page_shape
@@ -126,6 +127,15 @@ def test_prefill_does_not_spill(head_dim: int, gqa: int, options: dict[str, obje
 @pytest.mark.parametrize("head_dim", [dim for dim in HEAD_DIMS if dim <= MAX_TENSOR_HEAD_DIM])
 def test_no_prefill_spills(head_dim: int, gqa: int, block_size: int, extras: bool) -> None:
     found = spilled_by_prefill(head_dim, gqa, block_size=block_size, softcap=extras, sinks=extras)
+    assert max(found.stored, found.loaded) <= spill_limit(head_dim), found
+
+
+@needs_compiler
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (256, 256), (128, 128)])
+def test_prompts_over_latents_do_not_spill(head_dim: int, value_dim: int) -> None:
+    variant = Variant(prompts.BODY, "cuda", mx.bfloat16, head_dim, value_dim, 1, 32)
+    constants = prompts.prompt_constants_of(variant, prompts.prompt_shape_for(head_dim, value_dim))
+    found = registers.registers_of(prompts.BODY, constants, None, "sm_90")
     assert max(found.stored, found.loaded) <= spill_limit(head_dim), found
 
 

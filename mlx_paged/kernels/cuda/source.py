@@ -16,7 +16,7 @@ _TYPES = {
     "words_out": "uint32_t",
     **dict.fromkeys(("params", "sinks", "stats", "partial", "penalties"), "float"),
     **dict.fromkeys(
-        ("q", "k", "v", "k_pool", "v_pool", "k_new", "v_new", "k_out", "v_out", "out", "out1", "out2"), "T"
+        ("q", "k", "v", "k_pool", "v_pool", "k_new", "v_new", "k_out", "v_out", "out", "out1", "out2", "rotated"), "T"
     ),
     **dict.fromkeys(("x", "w", "w1", "w2", "bias", "residual", "left", "right", "table"), "T"),
     **dict.fromkeys((what + n for what in ("scales", "biases") for n in ("", "1", "2")), "T"),

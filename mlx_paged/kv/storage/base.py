@@ -160,6 +160,11 @@ class Storage(Protocol):
             KernelUnavailable: as :meth:`decode`.
         """
 
+    def read_packed(self, tables: Sequence[BlockTable], step: PackedStep) -> tuple[mx.array, mx.array]:
+        """All blocks of a packed step's tables, one table's after the other's, as
+        :meth:`PackedStep.gathered_tables` counts them: K ``[1, n_kv_heads, slots, k_head_dim]`` and V (lazy copies).
+        Slots that hold no token hold anything. Only of blocks in place."""
+
     def rewind(self, to: mx.array, latest: mx.array) -> bool:
         """Forget the kernels called since the fence was ``to``, whose results are not going to be used or, of a write,
         are going to be written again. False, and nothing is forgotten, unless ``latest`` is the fence now."""

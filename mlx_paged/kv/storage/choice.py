@@ -10,6 +10,8 @@ from ...kernels import availability
 from ...kernels import ops as kernels
 from ...kernels.check import SelfCheck, checked
 from ...kernels.latent.check import checked_latent
+from ...kernels.latent.prompts import prompt_variant_of, unsupported_prompts
+from ...kernels.latent.prompts_check import checked_prompts
 from ...kernels.latent.variants import latent_variants_of, unsupported_latent
 from ...kernels.launch_shape import Variant, unsupported
 from ...kernels.prefill import prefill_variants_of, unsupported_prefill
@@ -17,7 +19,7 @@ from ...kernels.prefill_check import checked_prefill
 from .base import ChooseStorage, Geometry, StorageChoice
 from .in_place import InPlaceStorage, pages_of
 from .quantized import functional_form
-from .scoring import QueryHeads
+from .scoring import LatentHeads, QueryHeads
 
 
 def kernel_decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
@@ -64,6 +66,25 @@ def prefill_decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> s
     if why is not None or not availability.prepares_plans():
         return why or "there is a kernel for several sequences' new tokens on CUDA only"
     return _variant_decline(geometry, block_size, heads, unsupported_prefill, prefill_variants_of, checked_prefill)
+
+
+def latent_prompt_decline(geometry: Geometry, block_size: int, heads: LatentHeads) -> str | None:
+    """Why the kernel over the keys and values of latents cannot serve them, or None. Self-checks it at the first call,
+    which launches all that its steps launch."""
+    why = availability.device_decline()
+    if why is not None or not availability.prepares_plans():
+        return why or "there is a kernel for prompts over latents on CUDA only"
+    num_kv_heads, _, rope, dtype, page_format = geometry
+    if num_kv_heads != 1 or page_format is not None:
+        return "latents are of one head, as they are"
+    refused = unsupported_prompts(dtype, heads.head_dim, heads.value_dim, rope, block_size)
+    if refused:
+        return refused
+    variant = prompt_variant_of(dtype, heads.head_dim, heads.value_dim, rope, block_size)
+    if variant is None:
+        return "there is a kernel for prompts over latents on CUDA only"
+    result = checked_prompts(variant)
+    return None if result.ok else f"the kernel failed its self-check: {result.reason}"
 
 
 def storage_choice(use_kernel: bool | None) -> ChooseStorage:

@@ -35,6 +35,9 @@ class GatheredStorage:
     def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: PackedStep, scoring: Scoring) -> mx.array:
         raise KernelUnavailable("the blocks are not written in place")
 
+    def read_packed(self, tables: Sequence[BlockTable], step: PackedStep) -> tuple[mx.array, mx.array]:
+        raise KernelUnavailable("the blocks are not written in place")
+
     def rewind(self, to: mx.array, latest: mx.array) -> bool:
         return False
 

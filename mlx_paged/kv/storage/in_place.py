@@ -206,6 +206,9 @@ class InPlaceStorage:
         )
         return (rotate(k), rotate(v)) if self.rotates else (k, v)
 
+    def read_packed(self, tables: Sequence[BlockTable], step: PackedStep) -> tuple[mx.array, mx.array]:
+        return self._gather(step.all_blocks(tables), 0, step.num_slots(tables))
+
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.__fence = kernels.copy_blocks(self.__keys, self.__values, self.__fence, sources, targets)
 

@@ -36,6 +36,20 @@ class QueryHeads(NamedTuple):
     latent: bool = False
 
 
+class LatentHeads(NamedTuple):
+    """What attends over the keys and values that a layer's latents stand for.
+
+    Attributes:
+        num_heads: of queries; keys and values have as many.
+        head_dim: of queries and keys, what is rotated included.
+        value_dim: of values.
+    """
+
+    num_heads: int
+    head_dim: int
+    value_dim: int
+
+
 class Scoring(NamedTuple):
     """What attention is given besides queries, keys and values.
 

@@ -28,7 +28,7 @@ _WORDS = ("fence", "fence_out", "arrivals", "words", "words1", "words2", "keys",
 _OUTPUTS = {"stats": "float", "partial": "float", "fence_out": "uint32_t", "words_out": "uint32_t"}
 _OUTPUTS |= {"counts_out": "int", "spans_out": "int"}
 _POOLS = ("k_pool", "v_pool")
-_SHAPES = ("q", "k_pool", "tables", "ends", "x", "w", "w1", "w2", "words", "words1", "words2", "scales")
+_SHAPES = ("q", "k_pool", "tables", "tiles", "ends", "x", "w", "w1", "w2", "words", "words1", "words2", "scales")
 _HEAD = """#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cstdint>

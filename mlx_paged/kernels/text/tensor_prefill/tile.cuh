@@ -21,8 +21,11 @@ T* const queries = shared + STAGE * BUFFERS;
 
 const int n_kv = k_pool_shape[1];
 const int unit = threadgroup_position_in_grid.x;
-const int kv_head = unit % n_kv;
-const int* tile = tiles + unit / n_kv * 4;
+// Where a tile's heads come first, they are those of one token, which lie next to each other; where a head's tiles do, they
+// read the same keys at the same time.
+const int n_tiles = tiles_shape[0];
+const int kv_head = TILES_FIRST ? unit / n_tiles : unit % n_kv;
+const int* tile = tiles + (TILES_FIRST ? unit % n_tiles : unit / n_kv) * 4;
 const int first_row = tile[1];  // of the tile's tokens, in the pack
 const int origin = tile[2];     // position of the first
 const int n_tokens = tile[3];

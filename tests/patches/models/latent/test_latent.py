@@ -5,14 +5,19 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import mlx.core as mx
+import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig, dispatch_counts, reset_dispatch_counts
+from mlx_paged.attention import latent_prompts
 from mlx_paged.patches.models import compiled
 from scripts import model_matrix
 from scripts.model_matrix import alone, batched
 from scripts.support import model_configs
+from tests.support.kernels.fake_kernels import FakeKernels
 from tests.support.kernels.traceable_kernels import traceable_kernels
 from tests.support.models.builders import greedy, prompt_of, rms
 
@@ -24,6 +29,8 @@ NAMES = [
 COMPILED = ["deepseek_v3", "glm4_moe_lite", "kimi_k25"]
 WIDE = {"kv_lora_rank": 64, "qk_rope_head_dim": 64}  # that the kernels take
 KERNEL = ("kernel", "one new token per sequence")
+FEW = ("kernel", "a few new tokens per sequence")
+FRESH = ("prefill", "no prefix: the new keys are all there is")
 TOLERANCE = 5e-3
 
 
@@ -37,9 +44,8 @@ def build(name: str) -> Any:
 
 @pytest.mark.sample(every=3)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", NAMES)
-def test_decode_runs_in_the_kernel_and_gives_stocks_tokens(name: str) -> None:
+def test_steps_run_in_kernels_and_give_stocks_tokens(name: str, kernels: FakeKernels | None) -> None:
     model = build(name)
     prompts = [prompt_of(n, 3) % model_configs.VOCAB for n in (1, 7, 60)]
     expected = [greedy(model, prompt, 20, prefill_step_size=16) for prompt in prompts]
@@ -50,7 +56,9 @@ def test_decode_runs_in_the_kernel_and_gives_stocks_tokens(name: str) -> None:
         got, got_logprobs = greedy(model, prompt, 20, prefill_step_size=16)
         assert got == tokens
         assert rms(got_logprobs, logprobs) < TOLERANCE
-        assert set(dispatch_counts()) == {KERNEL}
+        # The real one attends to prompts in 16 bits only.
+        of_prompt = {7: {FRESH if kernels else FEW}, 60: {latent_prompts.KERNEL} if kernels else set()}
+        assert set(dispatch_counts()) == {KERNEL} | of_prompt.get(len(prompt), set())
     pool = mlx_paged.pool_of(model)
     assert all(group.in_place and group.spec.latent for group in pool.groups)
     reset_dispatch_counts()
@@ -74,6 +82,27 @@ def test_ragged_batches_give_stocks_tokens(name: str, num_rows: int, monkeypatch
     mlx_paged.apply_patches(PagedConfig(block_size=16))
     got, _ = batched(model, 12)
     assert [tokens for tokens, _ in got] == [tokens for tokens, _ in rows]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["deepseek_v3", "longcat_flash", "bailing_moe_v3", "mistral4"])
+def test_a_few_tokens_behind_a_prefix_attend_to_latents(name: str) -> None:
+    """As drafts do that a model verifies."""
+    model = build(name)
+    tokens = (prompt_of(50, 3) % model_configs.VOCAB)[None]
+
+    def logits() -> mx.array:
+        cache = make_prompt_cache(model)
+        model(tokens[:, :40], cache=cache)
+        reset_dispatch_counts()
+        return mx.concatenate([model(tokens[:, 40:47], cache=cache), model(tokens[:, 47:], cache=cache)], axis=1)
+
+    expected = logits()
+    mlx_paged.apply_patches(PagedConfig(block_size=16))
+    got = logits()
+    assert set(dispatch_counts()) == {FEW}
+    assert rms(np.array(got), np.array(expected)) < TOLERANCE
 
 
 @pytest.mark.filterwarnings("ignore")

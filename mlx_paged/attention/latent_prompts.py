@@ -1,0 +1,99 @@
+"""Attention from prompts' new tokens over the keys and values that latents stand for (MLA), of a whole pack at a time.
+
+A layer's blocks are gathered once for all sequences of the pack, latents as they are, and keys and values of heads are
+made of them for as many heads at a time as memory is to be had for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+from ..kernels.latent.prompts import prepare_prompts, prompt_variant_of
+from ..kv.block_table import BlockTable
+from ..kv.group import BlockGroup
+from ..kv.packed_step import PackedStep
+from ..kv.pool import BlockPool
+from ..kv.storage.choice import latent_prompt_decline
+from ..kv.storage.scoring import LatentHeads
+from . import dispatch
+from .dispatch import Dispatch
+
+# Of the keys and values that a layer has at a time. Those of 128 heads of DeepSeek V3 for 6,500 tokens.
+MOST_BYTES = 512 << 20
+KERNEL = Dispatch("kernel", "prompts over what latents stand for")
+
+# From latents [1, 1, slots, rank] and some heads to their keys, the part that is not rotated, and their values, each
+# [1, n_heads, slots, dim].
+Expand = Callable[[mx.array, slice], tuple[mx.array, mx.array]]
+
+
+def serves(heads: LatentHeads, dtype: mx.Dtype, pool: BlockPool, layer: int) -> bool:
+    """Whether a kernel attends over the keys and values of a layer's latents, for several new tokens of sequences and
+    queries of this dtype."""
+    group = pool.layer(layer).group
+    if not group.in_place or group.geometry is None or group.geometry.dtype != dtype:
+        return False
+    return _declined(group, heads) is None
+
+
+def _declined(group: BlockGroup, heads: LatentHeads) -> str | None:
+    if heads not in group.prompts_declined:
+        assert group.geometry is not None
+        why = "a window" if group.spec.window is not None else None
+        group.prompts_declined[heads] = why or latent_prompt_decline(group.geometry, group.block_size, heads)
+    return group.prompts_declined[heads]
+
+
+def attend(
+    nope: mx.array,
+    rope: mx.array,
+    pool: BlockPool,
+    layer: int,
+    tables: Sequence[BlockTable],
+    step: PackedStep,
+    heads: LatentHeads,
+    scale: float,
+    expand: Expand,
+) -> mx.array:
+    """Causal attention of the tokens of a packed step, whose latents are written. Only where :func:`serves` says so.
+
+    Args:
+        nope: part of the queries that is not rotated, ``[T, n_heads, 1, head_dim - rope]``.
+        rope: part that is, ``[T, n_heads, 1, rope]``.
+        pool, layer, tables: where the latents were written.
+        step: of these tables.
+        heads: their number and sizes.
+        scale: factor on the scores.
+        expand: makes keys and values.
+
+    Returns:
+        ``[T, n_heads, 1, value_dim]``.
+    """
+    kv = pool.layer(layer)
+    launch = step.prompt_launches.get((heads, scale))
+    latents, rotated = kv.storage.read_packed(tables, step)
+    if launch is None:
+        variant = prompt_variant_of(
+            rotated.dtype, heads.head_dim, heads.value_dim, rotated.shape[3], kv.group.block_size
+        )
+        assert variant is not None
+        launch = step.prompt_launches[heads, scale] = prepare_prompts(
+            step.gathered_tables(tables), step.counts, [table.length for table in tables], variant=variant, scale=scale
+        )
+    dispatch.record(KERNEL)
+    slots = latents.shape[2]
+    bytes_of_head = slots * (heads.head_dim - rotated.shape[3] + heads.value_dim) * latents.dtype.size
+    pieces = -(-heads.num_heads * bytes_of_head // MOST_BYTES)
+    together = -(-heads.num_heads // min(pieces, heads.num_heads))
+    outputs: list[mx.array] = []
+    for first in range(0, heads.num_heads, together):
+        part = slice(first, min(first + together, heads.num_heads))
+        keys, values = expand(latents, part)
+        queries = mx.concatenate([nope[:, part], rope[:, part]], axis=-1)
+        outputs.append(launch(queries, keys, values, rotated))
+        if together < heads.num_heads:  # the keys and values of two pieces are alive at most
+            mx.async_eval(outputs[-1])
+            mx.eval(outputs[-2:-1])
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)

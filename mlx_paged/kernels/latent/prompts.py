@@ -1,0 +1,139 @@
+"""Causal attention of prompts' new tokens over the keys and values that latents stand for, on CUDA: one launch for the
+chunks of a whole pack.
+
+For many tokens it costs less to make keys and values of heads from the latents once than to have every token attend to
+latents: 640 operations for a score and what it weighs, not 2,176, at DeepSeek's sizes. What is made are arrays of their
+own, in the blocks' order; what is rotated of a key is read beside them, as all heads share it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from .. import ops
+from ..build import Constants, KernelUnavailable, backend, build_kernel
+from ..launch_shape import Variant
+from ..prefill import PrefillShape, prefill_constants_of, tiles_of, unsupported_prefill
+from ..trial import Text, failure_of
+
+BODY = "latent_prefill_tensor"
+ROPE = 64  # values of a key that are rotated
+_NO_WINDOW = 1 << 30
+
+
+@lru_cache(maxsize=64)
+def prompt_shape_for(head_dim: int, value_dim: int) -> PrefillShape:
+    """How the kernel is cut for keys and values of these sizes, rotated part included."""
+    # The fastest of six each, measured for 192/128 and 256/256 on an NVIDIA H200 (docs/adr/0033).
+    return PrefillShape(4, 2 if head_dim <= 192 and value_dim <= 128 else 1, 32, 1, True, 2)
+
+
+def unsupported_prompts(dtype: mx.Dtype, head_dim: int, value_dim: int, rope: int, block_size: int) -> str | None:
+    """Why the kernel cannot serve this geometry, or None if it can."""
+    if rope != ROPE:
+        return f"{rope} rotated values of a key are not {ROPE}"
+    return unsupported_prefill(dtype, head_dim, value_dim, 1, block_size)
+
+
+@lru_cache(maxsize=64)
+def prompt_variant_of(dtype: mx.Dtype, head_dim: int, value_dim: int, rope: int, block_size: int) -> Variant | None:
+    """The kernel instance for a geometry; None where MLX has no CUDA.
+
+    Raises:
+        ValueError: no kernel covers it.
+    """
+    why = unsupported_prompts(dtype, head_dim, value_dim, rope, block_size)
+    if why:
+        raise ValueError(why)
+    return Variant(BODY, "cuda", dtype, head_dim, value_dim, 1, block_size) if backend() == "cuda" else None
+
+
+def prompt_constants_of(variant: Variant, launch_shape: PrefillShape) -> Constants:
+    """Constants of the body."""
+    return (*prefill_constants_of(variant, launch_shape, tiles_first=True), ("DR", ROPE))
+
+
+class PromptLaunch(NamedTuple):
+    """The launch of one step's attention, prepared once and called for each layer and piece of its heads."""
+
+    kernel: Callable[..., list[mx.array]]
+    tables: mx.array
+    tiles: mx.array
+    params: mx.array
+    threads: int
+
+    def __call__(self, q: mx.array, keys: mx.array, values: mx.array, rotated: mx.array) -> mx.array:
+        """Attention of the pack's tokens, by some heads. Checks nothing.
+
+        Args:
+            q: ``[T, n_heads, 1, head_dim]``, the rotated part last; T the sum of the counts, one sequence's tokens
+                after the other's.
+            keys: ``[1, n_heads, slots, head_dim - 64]``.
+            values: ``[1, n_heads, slots, value_dim]``.
+            rotated: ``[1, 1, slots, 64]``.
+
+        Returns:
+            ``[T, n_heads, 1, value_dim]``. A token's bits depend on no other sequence.
+        """
+        num_tokens, heads = q.shape[:2]
+        out, _ = self.kernel(
+            inputs=[q, keys, values, rotated, ops.new_fence(), self.tables, self.tiles, self.params, self.params],
+            grid=(self.tiles.shape[0] * heads * self.threads, 1, 1),
+            threadgroup=(self.threads, 1, 1),
+            output_shapes=[(num_tokens, heads, 1, values.shape[3]), (1,)],
+            output_dtypes=[q.dtype, mx.uint32],
+        )
+        return out
+
+
+def prepare_prompts(
+    tables: mx.array,
+    counts: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    variant: Variant,
+    scale: float,
+    launch_shape: PrefillShape | None = None,
+) -> PromptLaunch:
+    """What attends for the new tokens of B sequences. Token i of sequence s has position ``lengths[s] - counts[s] + i``
+    and sees those up to its own.
+
+    Args:
+        tables: blocks of slots by absolute position, int32 ``[B, max_blocks]``.
+        counts: new tokens of each sequence, 1 or more.
+        lengths: of the sequences, the new tokens included.
+        variant: of :func:`prompt_variant_of`.
+        launch_shape: overrides the choice, for checks and timings.
+
+    Raises:
+        ValueError: shapes that do not agree.
+        KernelUnavailable: the variant is off. A text that is needed for the first time in this process is tried first,
+            alone; if that fails, its variant is off, with a warning.
+    """
+    if tables.ndim != 2 or tables.dtype != mx.int32 or not tables.shape[0] == len(counts) == len(lengths) > 0:
+        raise ValueError(
+            f"tables {tables.dtype} {tables.shape}, {len(counts)} counts and {len(lengths)} lengths do not agree"
+        )
+    reach = tables.shape[1] * variant.block_size
+    for count, length in zip(counts, lengths, strict=True):
+        if not 1 <= count <= length <= reach:
+            raise ValueError(f"{count} new tokens of a sequence of {length} do not fit a table of {reach} tokens")
+    if scale <= 0:
+        raise ValueError(f"cannot attend with scale {scale}")
+    if (reason := ops.why_off(variant)) is not None:
+        raise KernelUnavailable(reason)
+    own = launch_shape or prompt_shape_for(variant.head_dim, variant.value_dim)
+    constants = prompt_constants_of(variant, own)
+    if (failure := failure_of(Text(variant.body, constants), build_kernel)) is not None:
+        ops.switch_off(variant, failure)
+        warnings.warn(f"mlx_paged: {variant} is off: {failure}", stacklevel=2)
+        raise KernelUnavailable(failure)
+    tiles: Any = tiles_of(counts, lengths, own.rows, None)
+    params = mx.array([scale, 1.0, _NO_WINDOW, 1], mx.float32)
+    kernel = build_kernel(variant.body, constants)
+    return PromptLaunch(kernel, tables, mx.array(tiles, mx.int32), params, 32 * own.simdgroups)

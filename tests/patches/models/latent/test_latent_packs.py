@@ -1,0 +1,274 @@
+"""Prompts of models with multi-head latent attention in packs, against stock's run of each alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import mlx_paged
+from mlx_paged import PagedConfig, dispatch_counts, reset_dispatch_counts
+from mlx_paged.attention import latent_prompts
+from mlx_paged.attention.dispatch import Dispatch
+from mlx_paged.cache.pack import NotPackableError, Pack
+from mlx_paged.cache.packed_cache import PackedKVCache
+from mlx_paged.engine.request_options import RequestOptions
+from mlx_paged.patches.cache import layout
+from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
+from mlx_paged.prefix.detached import SharedPrefixes
+from mlx_paged.prefix.radix import RadixTree
+from scripts.support import model_configs
+from tests.patches.models.latent.test_latent import TOLERANCE, WIDE, build
+from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
+from tests.support.models.batch_runs import Outcome, generator, run_all
+from tests.support.models.builders import greedy, prompt_of, rms
+from tests.support.models.oracle import oracles
+from tests.support.models.packs import assert_nothing_is_left, insert, note_packs, packing, prompts_for
+from tests.support.samples import each_value
+
+NAMES = ["deepseek_v3", "glm4_moe_lite", "kimi_k25", "kimi_vl", "mistral4"]
+STORAGES = ["functional", "in place", "kernel"]
+ROWS = Dispatch("kernel", "a few new tokens per sequence")
+LENGTHS = (2, 70, 33, 1, 97, 40)
+VOCAB = model_configs.VOCAB
+
+
+@pytest.fixture(autouse=True)
+def packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packs where they would not be tried: on a CPU."""
+    monkeypatch.setattr(PagedBatchGenerator, "packs", True)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    return note_packs(monkeypatch)
+
+
+@pytest.fixture(params=STORAGES)
+def storage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Over functional blocks; over blocks in place, by mlx-lm's code for each sequence; and in the stand-ins."""
+    if request.param == "functional":
+        yield request.param
+        return
+    with fake_kernels():
+        if request.param == "in place":
+            monkeypatch.setattr(latent_prompts, "latent_prompt_decline", lambda *_: "not here")
+        yield request.param
+
+
+def config(storage: str, **options: Any) -> PagedConfig:
+    return PagedConfig(block_size=16, kernel="off" if storage == "functional" else "on", **options)
+
+
+def expected_of(model: Any, prompts: list[list[int]], num_tokens: int = 8) -> list[tuple[list[int], np.ndarray]]:
+    return [greedy(model, mx.array(prompt, mx.uint32), num_tokens) for prompt in prompts]
+
+
+def assert_alike(outcomes: Any, expected: list[tuple[list[int], np.ndarray]], limit: float = TOLERANCE) -> None:
+    for outcome, (tokens, logprobs) in zip(outcomes.values(), expected, strict=True):
+        assert outcome.tokens == tokens
+        assert rms(np.stack(outcome.logprobs), logprobs) < limit
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "storage"), each_value(NAMES, STORAGES, times=2), indirect=["storage"])
+def test_requests_in_packs_get_their_solo_tokens(name: str, storage: str, calls: list[list[int]]) -> None:
+    model, prompts = build(name), prompts_for(VOCAB, LENGTHS)
+    expected = expected_of(model, prompts)
+    mlx_paged.apply_patches(config(storage))
+    gen = packing(model, 128, prefill_step_size=48)
+    outcomes = insert(gen, prompts, 8)
+    reset_dispatch_counts()
+    run_all(gen, outcomes)
+    assert_alike(outcomes, expected)
+    assert max(map(len, calls)) >= 3 and gen._engine.prefill.packs
+    paths = {choice.path for choice in dispatch_counts()}
+    assert (latent_prompts.KERNEL in dispatch_counts()) == (storage == "kernel")
+    assert ("apart" in paths) == (storage != "kernel")
+    assert_nothing_is_left(model)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", NAMES)
+def test_where_no_kernel_serves_prompts_they_are_computed_as_alone(name: str) -> None:
+    """The first token comes of the very numbers of a sequence alone."""
+    model, prompts = build(name), prompts_for(VOCAB, (40, 23, 64))
+    expected = expected_of(model, prompts, 1)
+    mlx_paged.apply_patches(config("functional"))
+    gen = packing(model, 128, prefill_step_size=64)
+    outcomes = insert(gen, prompts, 1)
+    run_all(gen, outcomes)
+    assert_alike(outcomes, expected, 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("storage", STORAGES, indirect=True)
+def test_requests_go_on_behind_prefixes_that_others_have_computed(storage: str, calls: list[list[int]]) -> None:
+    model = build("glm4_moe_lite")
+    first = (prompt_of(93, seed=1) % VOCAB).tolist()
+    others = [first[:n] + (prompt_of(20 + n, seed=n) % VOCAB).tolist() for n in (80, 17, 92, 3)]
+    expected = expected_of(model, [first, *others])
+    mlx_paged.apply_patches(config(storage))
+    tree = RadixTree(mlx_paged.pool_of(model))
+    gen = packing(model, 128, prefill_step_size=48, prefixes=SharedPrefixes(tree))
+    outcomes = insert(gen, [first], 8)
+    run_all(gen, outcomes)
+    more = insert(gen, others, 8)
+    run_all(gen, more)
+    assert_alike({**outcomes, **more}, expected)
+    assert tree.pool.stats().prefix_hit_tokens >= 172
+    assert any(len(call) >= 3 for call in calls)
+    tree.pool.check_integrity()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("storage", STORAGES, indirect=True)
+def test_requests_make_room_in_the_middle_of_their_prompts(storage: str, calls: list[list[int]]) -> None:
+    model = build("deepseek_v3")
+    prompts = prompts_for(VOCAB, (60, 45, 50, 30, 41))
+    expected = expected_of(model, prompts, 24)
+    bytes_of_block = 16 * len(model.layers) * (64 + 64) * 4
+    mlx_paged.apply_patches(config(storage, kv_cache_memory=11 * bytes_of_block))
+    gen = packing(model, 96, prefill_step_size=40)
+    outcomes = insert(gen, prompts, 24)
+    run_all(gen, outcomes)
+    assert_alike(outcomes, expected)
+    assert gen.preemptions > 0 and calls
+    assert_nothing_is_left(model)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("quantized", [False, True])
+def test_keys_and_values_are_made_for_as_many_heads_as_memory_allows(
+    quantized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(WIDE, "qk_nope_head_dim", 32)
+    model = build("deepseek_v3")
+    if quantized:
+        nn.quantize(
+            model, group_size=32, bits=8, class_predicate=lambda path, _: "embed_q" in path or "unembed" in path
+        )
+    prompts = prompts_for(VOCAB, (90, 40, 77))
+    heads = model.layers[0].self_attn.num_heads
+    with fake_kernels() as fake:
+        mlx_paged.apply_patches(config("kernel"))
+        whole = _run(model, prompts)
+        launches = fake.calls["latent_prefill"]
+        monkeypatch.setattr(latent_prompts, "MOST_BYTES", 1)
+        sizes: list[int] = []
+        expand = latent_prompts.attend
+        monkeypatch.setattr(
+            latent_prompts, "attend", lambda *a: expand(*a[:-1], lambda x, part: _noted(a[-1], x, part, sizes))
+        )
+        assert _alike(_run(model, prompts), whole)
+        assert fake.calls["latent_prefill"] - launches == heads * launches and heads > 1
+        assert set(sizes) == {1}
+
+
+def _noted(expand: Any, latents: mx.array, part: slice, sizes: list[int]) -> tuple[mx.array, mx.array]:
+    keys, values = expand(latents, part)
+    sizes.append(keys.shape[1])
+    return keys, values
+
+
+def _run(model: Any, prompts: list[list[int]]) -> Any:
+    gen = packing(model, 128, prefill_step_size=48)
+    outcomes = insert(gen, prompts, 4)
+    run_all(gen, outcomes)
+    return outcomes
+
+
+def _alike(outcomes: Any, others: Any) -> bool:
+    return all(
+        one.tokens == two.tokens and rms(np.stack(one.logprobs), np.stack(two.logprobs)) < 1e-5
+        for one, two in zip(outcomes.values(), others.values(), strict=True)
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_few_tokens_behind_a_long_prefix_attend_to_latents_as_they_are(calls: list[list[int]]) -> None:
+    model = build("glm4_moe_lite")
+    first = (prompt_of(96, seed=1) % VOCAB).tolist()
+    others = [first[:80] + (prompt_of(n, seed=n) % VOCAB).tolist() for n in (5, 30)]
+    expected = expected_of(model, others)
+    with fake_kernels():
+        mlx_paged.apply_patches(config("kernel"))
+        tree = RadixTree(mlx_paged.pool_of(model))
+        gen = packing(model, 128, prefill_step_size=96, prefixes=SharedPrefixes(tree))
+        run_all(gen, insert(gen, [first], 2))
+        reset_dispatch_counts()
+        outcomes = insert(gen, others, 8)
+        run_all(gen, outcomes)
+        assert_alike(outcomes, expected)
+        assert ROWS in dispatch_counts() and latent_prompts.KERNEL not in dispatch_counts()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "storage"), each_value(["deepseek_v3", "mistral4"], STORAGES), indirect=["storage"])
+def test_tokens_are_looked_up(name: str, storage: str) -> None:
+    model, prompts = build(name), prompts_for(VOCAB, (3, 37, 12))
+    expected = expected_of(model, prompts, 26)
+    with oracles(VOCAB) as oracle:
+        oracle.answers.update({tuple(prompt): tokens for prompt, (tokens, _) in zip(prompts, expected, strict=True)})
+        mlx_paged.apply_patches(config(storage))
+        gen = generator(model)
+        asked = [RequestOptions(prompt_lookup=4)] * len(prompts)
+        uids = gen.insert_segments([[prompt] for prompt in prompts], [22] * len(prompts), options=asked)
+        outcomes = {uid: Outcome() for uid in uids}
+        run_all(gen, outcomes)
+    assert_alike(outcomes, [(tokens[:22], logprobs[:22]) for tokens, logprobs in expected])
+    stats = mlx_paged.pool_of(model).stats()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    assert_nothing_is_left(model)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_prompt_alone_takes_the_kernel_under_the_caches_own_mask_only() -> None:
+    model = build("deepseek_v3")
+    prompt = prompt_of(60, 3) % VOCAB
+    with fake_kernels() as fake:
+        mlx_paged.apply_patches(config("kernel"))
+        attention = model.layers[0].self_attn
+        cache = make_prompt_cache(model)
+        x = mx.random.normal((1, 60, model.args.hidden_size))
+        own = cache[0].make_mask(60, return_array=True)
+        attention(x, own, cache[0])
+        assert fake.calls["latent_prefill"] == 1
+        other = mx.ones((60, 120), mx.bool_)
+        attention(x, other, cache[0])
+        assert fake.calls["latent_prefill"] == 1
+        greedy(model, prompt, 2)
+
+
+# Who packs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_layer_without_an_adapter_keeps_the_model_from_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("deepseek_v3")
+    mlx_paged.apply_patches(config("functional"))
+    assert generator(model)._engine.packs
+    monkeypatch.setattr(layout, "attends_latents", lambda module: False)
+    assert not generator(model)._engine.packs
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_pack_of_latents_cannot_take_is_refused(kernels: FakeKernels | None) -> None:
+    model = build("deepseek_v3")
+    mlx_paged.apply_patches(config("functional"))
+    caches = make_prompt_cache(model)
+    caches[0].sequence.reserve_all(5)
+    pack = Pack([caches[0].sequence], [5])
+    attention, x = model.layers[0].self_attn, mx.zeros((5, 1, model.args.hidden_size))
+    with pytest.raises(NotPackableError, match="a mask of its own"):
+        attention(x, mx.ones((5, 1)), PackedKVCache(pack, 0))
+    part = PackedKVCache(pack, 0).apart()[0]
+    with pytest.raises(mlx_paged.GeometryError, match=r"for 5 token\(s\)"):
+        part.update_and_fetch(mx.zeros((1, 1, 4, 64)), mx.zeros((1, 1, 4, 64)))
+    with pytest.raises(NotPackableError, match="writes twice"):
+        PackedKVCache(pack, 0).apart()
