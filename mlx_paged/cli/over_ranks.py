@@ -17,7 +17,6 @@ import mlx.core as mx
 from ..engine.ranks.ranks import Ranks
 from ..engine.ranks.world import RANK_TIMEOUT, VARIABLE, connect, parse_timeout
 from ..errors import ConfigError
-from ..patches.replaced import replaced
 from ..warn import warn_once
 
 # What mlx-lm does not do over ranks either.
@@ -47,11 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-@contextmanager
-def over_ranks(args: argparse.Namespace) -> Iterator[Ranks | None]:
-    """Within, this process is one of several ranks, of which the first alone prints; None where there is one only.
-
-    What is raised within ends all ranks, each with a line on stderr and a status that is not 0.
+def join(args: argparse.Namespace) -> Ranks | None:
+    """Meet the other ranks; None where there are none.
 
     Raises:
         ConfigError: a flag does not go with several ranks, or with one; RankError: they have not found each other.
@@ -60,13 +56,28 @@ def over_ranks(args: argparse.Namespace) -> Iterator[Ranks | None]:
     if group.size() == 1:
         if args.pipeline:
             raise ConfigError("--pipeline needs several ranks: mlx.launch -n 2 starts them")
-        yield None
-        return
+        return None
     for name, flag in REFUSED.items():
         if getattr(args, name, None):
             raise ConfigError(f"{flag} does not go with several ranks")
     ranks = connect(group, args.rank_timeout)
     mx.random.seed(ranks.broadcast(random.getrandbits(32)))
+    return ranks
+
+
+@contextmanager
+def over_ranks(args: argparse.Namespace) -> Iterator[Ranks | None]:
+    """Within, this process is one of several ranks, of which the first alone prints; None where there is one only.
+
+    What is raised within ends all ranks, each with a line on stderr and a status that is not 0.
+
+    Raises:
+        ConfigError, RankError: as :func:`join`.
+    """
+    ranks = join(args)
+    if ranks is None:
+        yield None
+        return
     try:
         with contextlib.ExitStack() as stack:
             if ranks.rank > 0:
@@ -96,30 +107,17 @@ def loading(ranks: Ranks, *, pipeline: bool) -> Callable[..., Any]:
         trust_remote_code: bool = False,
         **__: Any,
     ) -> Any:
-        from mlx_lm.utils import sharded_load
+        from ..patches.sharded_load import sharded_load
 
         groups = (ranks.group, None) if pipeline else (None, ranks.group)
         try:
-            with replaced(mx.distributed, **_on_device()):
-                return sharded_load(
-                    path, *groups, return_config, tokenizer_config=tokenizer_config, trust_remote_code=trust_remote_code
-                )
+            return sharded_load(
+                path, *groups, return_config, tokenizer_config=tokenizer_config, trust_remote_code=trust_remote_code
+            )
         except ValueError as error:
             raise ConfigError(f"the model cannot be sharded over {ranks.size} ranks: {error}") from error
 
     return load
-
-
-def _on_device() -> dict[str, Callable[..., mx.array]]:
-    """mlx-lm waits for all ranks with a reduction on the CPU, which NCCL does not have."""
-    if mx.default_device() != mx.Device(mx.gpu) or "NCCL_HOST_IP" not in os.environ:
-        return {}
-    original = mx.distributed.all_sum
-
-    def all_sum(x: Any, *, group: Any = None, stream: Any = None) -> mx.array:
-        return original(x, group=group)
-
-    return {"all_sum": all_sum}
 
 
 def warn_of_pipeline() -> None:

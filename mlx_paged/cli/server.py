@@ -14,11 +14,13 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from ..config import KVBits, PagedConfig
+from ..engine.ranks.ranks import Ranks
 from ..errors import ConfigError, PagedCacheError
 from ..model_folder import check_model_folder, explain_load_errors
 from ..patches.replaced import replaced
 from ..serve.server_config import ServerConfig
 from ..warn import warn_once
+from . import over_ranks
 from .generate import raise_cpu_cache_limit
 
 LOOPBACK = ("127.", "::1", "localhost")
@@ -29,18 +31,49 @@ class ServerParser(argparse.ArgumentParser):
 
     Attributes:
         shares: whether prefixes are kept in the paged prompt cache.
+        ranks: that compute the model together; None: it is all here.
+        put_back: makes mlx-lm's server its own again.
     """
 
     shares = True
+    ranks: Ranks | None = None
+    put_back: Callable[[], None]
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         PagedConfig.add_arguments(self)
         ServerConfig.add_arguments(self)
+        over_ranks.add_arguments(self)
+        most = self.get_default("prompt_cache_size")
         if self.shares:
             self.set_defaults(prompt_cache_size=None)  # as many as fit; the flag still sets a number
         parsed = super().parse_args(args, namespace)
-        prepare(parsed)
+        if parsed.pipeline and parsed.prompt_cache_size is None:
+            parsed.prompt_cache_size = most
+        ServerParser.ranks = ranks = over_ranks.join(parsed)
+        if ranks is None:
+            prepare(parsed)
+            return parsed
+        if ranks.rank > 0:  # rank 0 ends all
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            check_ranks(parsed, ranks)
+            prepare(parsed)
+        except PagedCacheError as error:
+            ranks.fail(error)
         return parsed
+
+
+def check_ranks(args: argparse.Namespace, ranks: Ranks) -> None:
+    """Raise ConfigError for arguments that do not go with several ranks."""
+    if args.model is None:
+        raise ConfigError("several ranks serve one model: name it with --model")
+    asked = KVBits.of(vars(args))
+    if asked is not None and asked.format is None:
+        raise ConfigError(f"{asked.why_not}: several ranks serve what runs in a batch")
+    given = ranks.exchange(repr(sorted(vars(args).items())))
+    if len(set(given)) > 1:
+        raise ConfigError("ranks must be given the same arguments")
 
 
 def prepare(args: argparse.Namespace) -> None:
@@ -62,14 +95,21 @@ def prepare(args: argparse.Namespace) -> None:
             warn_once(f"{asked.why_not}: requests run one at a time, in mlx-lm's own cache")
         else:
             args.kv_bits = None  # mlx-lm would not batch
-    patches.apply_patches(config_of_pages)
+    if args.pipeline:
+        over_ranks.warn_of_pipeline()
+        ServerParser.shares = False
+        ServerParser.put_back()
+    else:
+        patches.apply_patches(config_of_pages)
     raise_cpu_cache_limit()
     if ServerParser.shares:
         from ..patches.server import replacements as adapter
 
-        adapter.configure(config)
+        adapter.configure(config, ServerParser.ranks)
     elif config.api_keys:
-        raise ConfigError("--api-key: this version of mlx_lm.server is not one that can be made to ask for it")
+        raise ConfigError(
+            "--api-key: this version of mlx_lm.server, or one with --pipeline, cannot be made to ask for it"
+        )
     if not config.api_keys and not args.host.startswith(LOOPBACK):
         print(
             f"mlx_paged.server: warning: {args.host} can be reached from other machines, and there is no --api-key",
@@ -95,7 +135,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Its checks are not what is used here.
     warnings.filterwarnings("ignore", message="mlx_lm.server is not recommended for production")
     names["argparse"] = SimpleNamespace(ArgumentParser=ServerParser)
-    names["load"] = explain_load_errors(names.get("load", upstream.load))
+    for name in ("load", "sharded_load"):
+        names[name] = explain_load_errors(names.get(name, getattr(upstream, name)))
+    stock = {name: getattr(upstream, name) for name in ("LRUPromptCache", "ResponseGenerator", "_run_http_server")}
+    ServerParser.put_back = lambda: vars(upstream).update(stock)
 
     def end(number: int, frame: Any) -> None:
         if not begin_drain():
@@ -105,15 +148,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         with replaced(upstream, **names):
             upstream.main()
-    except PagedCacheError as error:
-        sys.exit(f"mlx_paged.server: {error}")
-    except OSError as error:
+    except (PagedCacheError, OSError) as error:
+        if ServerParser.ranks is not None:
+            ServerParser.ranks.fail(error)
+        if isinstance(error, PagedCacheError):
+            sys.exit(f"mlx_paged.server: {error}")
         print(f"mlx_paged.server: the server cannot start: {error}", file=sys.stderr)
         leave(1)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        if ServerParser.ranks is not None:
+            ServerParser.ranks.fail(interrupt)
         logging.info("interrupted")
-    except Exception:  # the computing thread would keep the process, which serves nobody
+    except Exception as error:  # the computing thread would keep the process, which serves nobody
         logging.exception("the server has failed")
+        if ServerParser.ranks is not None:
+            ServerParser.ranks.fail(error)
         leave(1)
     failure = start_error()
     if failure is not None:
@@ -124,6 +173,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def leave(status: int) -> NoReturn:
     """End the process, everything being saved. At a normal exit, MLX's CPU streams of threads that have ended abort it;
     and where the port cannot be had, mlx-lm's computing thread would keep it running."""
+    if ServerParser.ranks is not None:
+        ServerParser.ranks.close()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

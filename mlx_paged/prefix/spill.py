@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -33,12 +33,21 @@ class SpillStore:
     Args:
         folder: made if it is not there; see :class:`SpillFolder`.
         max_bytes: size of all files; past it the files used least recently go.
+        everywhere: of a number of this rank's, those of all ranks that compute the model, each of which has a folder
+            with its own part of the keys and values. A prefix comes back as far as every rank has it.
 
     Raises:
         OSError: the folder cannot be made or read.
     """
 
-    def __init__(self, folder: Path | str, *, max_bytes: int = 1 << 63) -> None:
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        max_bytes: int = 1 << 63,
+        everywhere: Callable[[int], Sequence[int]] = lambda number: [number],
+    ) -> None:
+        self.everywhere = everywhere
         self.folder = SpillFolder(Path(folder))
         self.max_bytes = max_bytes
         self._chains: dict[str, list[SpilledBlock]] = {}
@@ -134,12 +143,11 @@ class SpillStore:
         base = match.length // size
         while True:
             blocks = self._find(tree.pool, tuple(tokens[:-1]), base, identity)
-            end = _servable_end(blocks, base * size, match.length, tree.windows)
+            blocks, end = self._servable(blocks, base * size, match.length, tree.windows)
             if end <= match.length:
                 return 0
-            blocks = blocks[: -(-end // size) - base]
             loaded = [arrays for block in blocks if (arrays := self._load(tree.pool, block)) is not None]
-            if len(loaded) == len(blocks):
+            if not max(self.everywhere(len(blocks) - len(loaded))):
                 break  # otherwise the bad ones are gone by now, and there may be less to bring back
         tree.lock(match.node)
         tables: list[BlockTable] = []
@@ -162,6 +170,17 @@ class SpillStore:
             if block.path in self._order:
                 self._order[block.path] = self._order.pop(block.path)
         return end - match.length
+
+    def _servable(
+        self, blocks: list[SpilledBlock], base: int, length: int, windows: Sequence[Window | None]
+    ) -> tuple[list[SpilledBlock], int]:
+        """As :func:`_servable_end` on every rank: the end, and the blocks before it."""
+        while True:
+            end = _servable_end(blocks, base, length, windows)
+            ends = self.everywhere(end)
+            blocks = _until(blocks, base, min(ends))
+            if min(ends) == max(ends):
+                return blocks, end
 
     def _write_back(
         self,
@@ -310,6 +329,17 @@ def _covers(block: SpilledBlock, tokens: tuple[int, ...], starts: tuple[int, ...
     if block.tokens[: len(tokens)] != tokens:
         return False
     return all(mine <= other or other >= len(tokens) for mine, other in zip(block.starts, starts, strict=True))
+
+
+def _until(blocks: Sequence[SpilledBlock], base: int, end: int) -> list[SpilledBlock]:
+    """What the blocks, from position ``base`` on, hold of the tokens before ``end``."""
+    found: list[SpilledBlock] = []
+    for block in blocks:
+        if base >= end:
+            break
+        found.append(block._replace(tokens=block.tokens[: end - base]))
+        base += len(block.tokens)
+    return found
 
 
 def _servable_end(blocks: Sequence[SpilledBlock], base: int, length: int, windows: Sequence[Window | None]) -> int:

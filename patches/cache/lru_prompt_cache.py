@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -42,6 +43,7 @@ class PagedPromptCache:
         max_size: most entries, paged and others each. None: as many paged ones as fit, and 10 others.
         max_bytes: most bytes of blocks held.
         ttl: seconds after which an unused prefix is given up.
+        clock: seconds.
         spill: where prefixes that are given up go, and come back from.
         identify: what names a model on disk, across restarts (see ``model_identity``): asked once each time
             it is loaded. Without it nothing is spilled.
@@ -53,10 +55,11 @@ class PagedPromptCache:
         max_bytes: int = 1 << 63,
         *,
         ttl: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
         spill: SpillStore | None = None,
         identify: Callable[[Hashable], str | None] = lambda model: None,
     ) -> None:
-        self.max_size, self.max_bytes, self.ttl = max_size, max_bytes, ttl
+        self.max_size, self.max_bytes, self.ttl, self.clock = max_size, max_bytes, ttl, clock
         self.spill, self.identify = spill, identify
         self.others = LRUPromptCache(MAX_OTHERS if max_size is None else max_size, max_bytes)
         self._kinds: list[str] = list(self.others.stats_by_type())
@@ -73,7 +76,9 @@ class PagedPromptCache:
         these."""
         tree = self._trees.get(pool)
         if tree is None:
-            tree = self._trees[pool] = RadixTree(pool, ttl=self.ttl, on_evict=self._spill_to_disk(pool))
+            tree = self._trees[pool] = RadixTree(
+                pool, ttl=self.ttl, clock=self.clock, on_evict=self._spill_to_disk(pool)
+            )
         return tree
 
     def shared_prefixes(self, model: Hashable, pool: BlockPool) -> SharedPrefixes:
@@ -127,6 +132,7 @@ class PagedPromptCache:
         """
         for tree in list(self._trees.values()):
             tree.expire()
+        for tree in list(self._trees.values()):
             save = self._spill_to_disk(tree.pool)
             if save is None or self._saved.get(tree.pool) == tree.uses:
                 continue

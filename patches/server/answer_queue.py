@@ -75,8 +75,14 @@ class AnswerQueue(Queue[Any]):
         return self._answer is not None and self._answer.is_stopped
 
     @property
-    def is_wanted(self) -> bool:
+    def client_waits(self) -> bool:
+        """Whether the client is there and wants more."""
         return not (self.cancelled or (self.ctx is not None and self.ctx._should_stop))
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it is to be computed."""
+        return self.client_waits
 
     def fail(self, error: Exception) -> None:
         """The last item, whatever somebody who was taken to be dead still puts. By any thread."""

@@ -21,6 +21,15 @@ from ..replaced import replaced
 ModelKey = tuple[Any, Any, Any]  # model, adapter, draft model
 
 
+def key_of(provider: Any, wanted: upstream.ModelDescription) -> ModelKey:
+    """What mlx-lm's model provider is going to call a model."""
+    return (
+        provider._model_map.get(wanted.model, wanted.model),
+        provider._adapter_map.get(wanted.model, wanted.adapter),
+        provider._draft_model_map.get(wanted.draft, wanted.draft),
+    )
+
+
 class Candidate:
     """Everything but the weights' bytes is read at once: configuration, tokenizer, names and shapes. So what can be
     wrong with a model shows while the present one is still there.

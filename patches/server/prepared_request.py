@@ -47,14 +47,17 @@ class PreparedRequest(upstream.CompletionRequest):  # type: ignore[misc]
         # Which a process for prompts has no use for, and cannot be sent.
         return {**vars(self), "grammar": None, "scoring": None}
 
-    def check_for_ranks(self) -> None:
-        """Raise RequestRefused (501) for what several ranks do not do."""
-        if self.salt is not None:
-            raise RequestRefused(501, "several ranks share all prefixes: no cache_salt, and one API key at most")
-        if self.constraint is not None:
-            raise RequestRefused(501, "several ranks cannot constrain answers", param=self.constraint.param)
-        if self.made is not None:
-            raise RequestRefused(501, "several ranks take prompts as text only", param="prompt")
+    def check_for_ranks(self, *, is_batched: bool) -> None:
+        """Raise RequestRefused (501) for what several ranks do not do.
+
+        Args:
+            is_batched: whether it is for their model, and can be computed in its batch.
+        """
+        if not is_batched:
+            what = "several ranks serve one model, and what can be computed in its batch"
+            raise RequestRefused(501, what, param="model")
+        if has_images(self.messages):
+            raise RequestRefused(501, "several ranks take text only", param="messages")
         if self.scoring is not None:
             raise RequestRefused(501, "several ranks cannot tell log-probabilities of prompts", param="echo")
 

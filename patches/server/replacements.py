@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import time
 import warnings
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from mlx_lm import server as upstream
 from mlx_lm.models.cache import LRUPromptCache
 
+from ...engine.ranks.ranks import Ranks
 from ...prefix.spill import SpillStore
 from ...serve.http.listener import Listener
 from ...serve.identities import Identities, noting_configs
@@ -17,6 +20,7 @@ from ...serve.prompt_maker import PromptMaker
 from ...serve.server_config import ServerConfig
 from ..cache.lru_prompt_cache import PagedPromptCache, PromptStore
 from ..registry import fingerprint
+from ..sharded_load import sharded_load
 from .handler import PagedAPIHandler
 from .prompt_job import PROCESS, make_prompt
 from .response_generator import PagedResponseGenerator
@@ -29,14 +33,16 @@ KNOWN = {
     "run": "1f26d0701397089d",
 }
 _config = ServerConfig()
+_ranks: Ranks | None = None
 _generator: PagedResponseGenerator | None = None
 _start_errors: list[Exception] = []
+Identify = Callable[[Hashable], str | None]
 
 
-def configure(config: ServerConfig) -> None:
-    """Set the options for servers made from now on."""
-    global _config
-    _config = config
+def configure(config: ServerConfig, ranks: Ranks | None = None) -> None:
+    """Set the options for servers made from now on, and the ranks that they compute on."""
+    global _config, _ranks
+    _config, _ranks = config, ranks
 
 
 def start_error() -> Exception | None:
@@ -51,13 +57,17 @@ def begin_drain() -> bool:
 
 def make_prompt_cache_store(max_size: int | None) -> PromptStore:
     """Replacement of ``LRUPromptCache`` in the server: as the options say."""
-    config = _config
+    config, ranks = _config, _ranks
     if not config.prefix_cache:
         return LRUPromptCache(max_size=0)  # which keeps nothing
-    spill = None
-    if config.prefix_cache_dir is not None:
-        spill = SpillStore(config.prefix_cache_dir, max_bytes=config.prefix_cache_dir_bytes)
-    return PagedPromptCache(max_size, ttl=config.prefix_cache_ttl, spill=spill)
+    spill, folder = None, config.prefix_cache_dir
+    if folder is not None and ranks is None:
+        spill = SpillStore(folder, max_bytes=config.prefix_cache_dir_bytes)
+    elif folder is not None and ranks is not None:
+        folder /= f"rank-{ranks.rank}-of-{ranks.size}"
+        spill = SpillStore(folder, max_bytes=config.prefix_cache_dir_bytes, everywhere=ranks.exchange)
+    clock = time.monotonic if ranks is None else lambda: ranks.now
+    return PagedPromptCache(max_size, ttl=config.prefix_cache_ttl, clock=clock, spill=spill)
 
 
 def make_response_generator(
@@ -65,17 +75,30 @@ def make_response_generator(
 ) -> PagedResponseGenerator:
     """Replacement of ``ResponseGenerator``."""
     if isinstance(prompt_cache, PagedPromptCache) and prompt_cache.spill is not None:
-        prompt_cache.identify = Identities(model_provider)
+        prompt_cache.identify = _known_to_all(Identities(model_provider))
     names = ModelNames(model_provider.cli_args.model, _config.served_model_names)
     names.teach(model_provider)
     prompts = PromptMaker(make_prompt, PROCESS, allow_template=_config.allow_chat_template_override)
-    if not model_provider.is_distributed:
+    if _ranks is None or _ranks.rank == 0:
         prompts.start()  # while the model is loaded
     global _generator
     _generator = PagedResponseGenerator(
-        model_provider, prompt_cache, prompts=prompts, config=_config, on_start_error=_start_errors.append
+        model_provider, prompt_cache, prompts, _config, on_start_error=_start_errors.append, ranks=_ranks
     )
     return _generator
+
+
+def _known_to_all(identify: Identify) -> Identify:
+    """None on all ranks if one of them cannot tell."""
+    ranks = _ranks
+    if ranks is None:
+        return identify
+
+    def identify_alike(key: Hashable) -> str | None:
+        identity = identify(key)
+        return identity if all(ranks.exchange(identity is not None)) else None
+
+    return identify_alike
 
 
 def replacements(module: Any) -> dict[str, Any]:
@@ -92,6 +115,7 @@ def replacements(module: Any) -> dict[str, Any]:
         "LRUPromptCache": make_prompt_cache_store,
         "ResponseGenerator": make_response_generator,
         "load": noting_configs(module.load),
+        "sharded_load": noting_configs(sharded_load),
         "_run_http_server": functools.partial(
             module._run_http_server, server_class=Listener, handler_class=PagedAPIHandler
         ),

@@ -15,14 +15,15 @@ from typing import Any
 from mlx_lm import server as upstream
 from mlx_lm.models import cache as stock_cache
 
+from ...engine.ranks.ranks import Ranks
 from ...serve.capacity import announce, answer_tokens, capacity, check_capacity
 from ...serve.extras import RequestExtras
 from ...serve.health.drain import Drain
-from ...serve.health.memory_watch import MemoryWatch, Pressure
+from ...serve.health.memory_watch import Pressure
 from ...serve.health.watchdog import default_timeout
 from ...serve.model_names import ModelNames
 from ...serve.prompt_maker import PromptMaker, PromptSetup
-from ...serve.prompt_messages import MadePrompt, PromptJob
+from ...serve.prompt_messages import MadePrompt
 from ...serve.refusal import RequestRefused, invalid, refusal_of
 from ...serve.report.server_report import server_report
 from ...serve.report.server_stats import ServerStats
@@ -34,12 +35,15 @@ from ..grammar.tokenizer_grammars import TokenizerGrammars
 from .answer_queue import NOBODY, AnswerQueue, ClientSide
 from .computing.computing_loop import ComputingLoop
 from .computing.open_requests import OpenRequests
+from .computing.ranked_loop import check_for_ranks, memory_watch
+from .computing.shared_request import queue_of
 from .computing.supervisor import Supervisor
-from .model_switch import Candidate, ModelKey
+from .model_switch import Candidate, ModelKey, key_of
 from .prepared_request import PreparedRequest, RenderedTokenizer, has_images
 from .prompt_job import PROCESS, make_prompt
 from .served_batch import batched_args
 
+LAST_SECONDS = 1.5  # for answers to clients when the process has to end
 POLL_SECONDS = 0.25  # between looks at whether a client is still there
 MAX_WAITING = 1024  # requests; each takes a thread
 Tokenized = tuple[list[int], list[list[int]], list[str], str, Any]  # as in mlx-lm; the last one is of images
@@ -49,7 +53,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
     """One thread computes all requests: those that can be batched together, others alone, in the order they came. If
     it fails or hangs, its requests are told so, and it is started again (:class:`.computing.supervisor.Supervisor`).
 
-    A process of several (distributed) ranks runs mlx-lm's own loop instead, which keeps the ranks in step.
+    Of several ranks, the first has the clients, and all compute (:class:`.computing.ranked_loop.RankedLoop`).
 
     Args:
         model_provider: mlx-lm's.
@@ -57,6 +61,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         prompts: makes the prompts.
         config: of the server.
         on_start_error: told of ``start_error``; that may be before this is made.
+        ranks: that compute the model together; None: it is all here.
 
     Attributes:
         start_error: why the server's own model cannot be served, if so; the server ends then.
@@ -70,21 +75,25 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         prompts: PromptMaker | None = None,
         config: ServerConfig | None = None,
         on_start_error: Callable[[Exception], None] = lambda error: None,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = ranks
         self._on_start_error = on_start_error
         self.stats = ServerStats()
         self.prompts, self.config = prompts or PromptMaker(make_prompt, PROCESS), config or ServerConfig()
         self.start_error: Exception | None = None
         self.drain = Drain(self.config.drain_timeout)
-        self.memory_watch = MemoryWatch(self.config.memory_watermark)
+        self.memory_watch = memory_watch(self.config.memory_watermark, ranks)
         self._setup: PromptSetup | None = None  # of the present model
         self.has_started = False
         self._open = OpenRequests()
         timeout = self.config.watchdog_timeout
         self.supervisor = Supervisor(self, default_timeout() if timeout is None else timeout)
         super().__init__(model_provider, prompt_cache)  # starts the thread
-        if not self._is_distributed:
+        if ranks is None:
             self.supervisor.watchdog.start()
+        else:
+            ranks.on_fault(self.give_up)
 
     # Clients' threads -----------------------------------------------------------------------------------------
 
@@ -108,32 +117,29 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         self._check_thread()
         if self.num_waiting >= MAX_WAITING:
             raise RequestRefused(429, f"{MAX_WAITING} requests are waiting", kind="overloaded", retry_after=5)
-        queue = AnswerQueue(() if self._is_distributed else generation_args.stop_words, client.is_stalled)
+        queue = queue_of(generation_args.stop_words, client.is_stalled, is_shared=self.ranks is not None)
         request = PreparedRequest(**vars(request), **(extras or RequestExtras())._asdict())
         with self._open.ending(queue):
-            if self._is_distributed:
-                request.check_for_ranks()
-            else:
-                request.made = self.make_prompt(queue, request, generation_args, client_is_gone)
-                client.accept()
+            request.made = self.make_prompt(queue, request, generation_args, client_is_gone)
+            client.accept()
             self._open.put(self.requests, (queue, request, generation_args))
             return self._receive(queue, client_is_gone), self._answers(queue, progress_callback, client_is_gone)
 
     def make_prompt(
         self, queue: AnswerQueue, request: PreparedRequest, args: Any, client_is_gone: Callable[[], bool]
     ) -> MadePrompt:
-        setup = self._setup
-        if setup is None or setup.key != self.key_of(args.model):
-            # The model first; a later turn may have to load it once more.
-            self._open.put(self.requests, (queue, None, args))
+        setup, key = self._setup, self.key_of(args.model)
+        if setup is None or (self.ranks is None and setup.key != key):
+            self._open.put(self.requests, (queue, None, args))  # the model first; later it may have to be loaded again
             setup = self._receive(queue, client_is_gone)
+        if self.ranks is not None:
+            request.check_for_ranks(is_batched=setup.key == key and self._is_batchable(args))
         request.constrain(setup, queue)
-        most = setup.capacity
         return self.prompts.make(
             setup,
             request,
             args.chat_template_kwargs,
-            None if most is None else most - 1,
+            None if setup.capacity is None else setup.capacity - 1,
             has_images=has_images(request.messages),
             client_is_gone=client_is_gone,
         )
@@ -205,11 +211,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
 
     def health(self) -> dict[str, Any]:
         """What ``/health`` says. Waits for nobody."""
-        return {
-            "status": self.state,
-            **self.supervisor.restarts.as_dict(),
-            "memory": self.memory_watch.as_dict(),
-        }
+        return {"status": self.state, **self.supervisor.restarts.as_dict(), "memory": self.memory_watch.as_dict()}
 
     def begin_drain(self) -> bool:
         """Let those who are being answered finish, and have the process interrupted then. False: nobody is, or the
@@ -238,10 +240,13 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
     # The computing thread -------------------------------------------------------------------------------------
 
     def _run_generate(self) -> None:
-        if self._is_distributed:
-            super()._run_generate()
-        else:
-            self.supervisor.run()
+        self.supervisor.run()
+
+    def give_up(self, why: str) -> None:
+        """The process ends because of another rank: all who wait are told so, and those who come. For any thread."""
+        self._generation_failed = True
+        self._open.fail_all(lambda: RequestRefused(503, f"the server ends: {why}", retry_after=5))
+        self.drain.wait(LAST_SECONDS)
 
     @property
     def is_stopping(self) -> bool:
@@ -269,16 +274,19 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         self._generation_thread.start()
 
     def load_default(self) -> None:
-        """Load the model that the command line names. If it cannot be served, the process is asked to end."""
+        """Load the model that the command line names. If it cannot be served, the process is to end."""
         provider = self.model_provider
         try:
             provider.load_default()
             if provider.model is not None:
                 self.learn_layout()
                 check_capacity(pool_of(provider.model), self.cli_args.prefill_step_size)
-                if self._setup is not None:
+                check_for_ranks(provider, self.ranks)
+                if self._setup is not None and (self.ranks is None or self.ranks.rank == 0):
                     self.prompts.learn(self._setup)
         except Exception as error:
+            if self.ranks is not None:
+                self.ranks.fail(error)
             if self._stop:
                 return
             logging.error("the model %s cannot be served: %s", self.cli_args.model, error)
@@ -298,8 +306,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         return self._setup
 
     def _is_batchable(self, args: Any) -> bool:
-        model = None if self._is_distributed else self.model_provider.model
-        return bool(super()._is_batchable(batched_args(args, model)))
+        return bool(super()._is_batchable(batched_args(args, self.model_provider.model)))
 
     def _serve_single(self, request: Any, stream: Any) -> None:
         with salted_store(self.prompt_cache, request[1].salt), request[1].alone(self.model_provider.tokenizer):
@@ -307,12 +314,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
 
     def key_of(self, wanted: upstream.ModelDescription) -> ModelKey:
         """What mlx-lm's model provider is going to call this model."""
-        provider = self.model_provider
-        return (
-            provider._model_map.get(wanted.model, wanted.model),
-            provider._adapter_map.get(wanted.model, wanted.adapter),
-            provider._draft_model_map.get(wanted.draft, wanted.draft),
-        )
+        return key_of(self.model_provider, wanted)
 
     def load_model(self, wanted: upstream.ModelDescription, make_way: Callable[[], None]) -> None:
         """Load another model, in the present one's place. One that cannot be loaded leaves everything as it is.
@@ -369,10 +371,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
             RequestRefused: 400, the request cannot be served; RequestTooLargeError: it could never be held.
         """
         made = request.made
-        if made is None:  # of several ranks, each makes it itself
-            renders_only = self.model_provider.processor is not None and has_images(request.messages)
-            job = PromptJob(request, args.chat_template_kwargs, None, self.prompts.allow_template, renders_only)
-            made = make_prompt(tokenizer, self.cli_args.chat_template_args, job)
+        assert made is not None
         if made.text is None:
             result = (made.tokens, made.segments, made.segment_types, made.initial_state, None)
         else:
@@ -386,9 +385,8 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         return result
 
     def _make_state_machine(self, model_key: ModelKey, tokenizer: Any, stop_words: list[str]) -> Any:
-        """mlx-lm's, without stop strings: the AnswerQueue looks for them in the text. Where ranks are kept in step they
-        are compared as tokens, as in mlx-lm."""
-        return super()._make_state_machine(model_key, tokenizer, stop_words if self._is_distributed else [])
+        """mlx-lm's, without stop strings: the AnswerQueue looks for them in the text."""
+        return super()._make_state_machine(model_key, tokenizer, [])
 
     def stop_and_join(self) -> None:
         begin = time.monotonic()

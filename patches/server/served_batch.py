@@ -261,10 +261,10 @@ class ServedBatch:
             self.prompt_cache.trim_to(n_bytes=cli_args.prompt_cache_bytes - active)
 
 
-def batched_args(args: upstream.GenerationArguments, model: nn.Module | None) -> upstream.GenerationArguments:
+def batched_args(args: upstream.GenerationArguments, model: nn.Module) -> upstream.GenerationArguments:
     """What mlx-lm is to decide by whether a request can be batched: it takes a seed for a reason against it, and so it
-    is where rows of the model (None: of several ranks) cannot have seeds."""
-    if args.seed is None or model is None or not seeds_rows(model):
+    is where rows of the model cannot have seeds."""
+    if args.seed is None or not seeds_rows(model):
         return args
     return dataclasses.replace(args, seed=None)
 

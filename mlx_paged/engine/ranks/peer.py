@@ -104,7 +104,8 @@ class Peer:
             with self._sending:
                 size = send_frame(self._connection, kind, value)
         except OSError as error:
-            raise RankError(f"rank {self.rank} cannot be reached: {error}") from None
+            what = "has ended" if self.has_left else f"cannot be reached: {error}"
+            raise RankError(f"rank {self.rank} {what}") from None
         if kind == DATA:
             self.num_sent += 1
             self.bytes_sent += size

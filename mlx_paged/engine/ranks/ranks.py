@@ -43,6 +43,7 @@ class Ranks:
     Attributes:
         rank, size: of this process, and of the group.
         record: of what this rank has decided.
+        now: rank 0's clock, as it has last told the others; seconds. For what all ranks must think due together.
     """
 
     def __init__(self, group: Any, timeout: float) -> None:
@@ -50,6 +51,7 @@ class Ranks:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.record = StepRecord()
+        self.now = 0.0
         self._compared = 0  # entries of the record that were compared
         self._sequence = 0
         self._peers: list[Peer] = meet(group, timeout)
@@ -137,7 +139,10 @@ class Ranks:
                 return result
             result = None
             undo()
-            raise RankError(f"rank {failed}: {failures[failed]}") if error is None else error
+            try:
+                raise RankError(f"rank {failed}: {failures[failed]}") if error is None else error
+            finally:
+                error = None  # its traceback holds this frame, and so what the call was given
 
         return call
 
@@ -145,7 +150,10 @@ class Ranks:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A section in which the ranks compute together: one that stays in it alone hangs."""
+        """A section in which the ranks compute together: one that stays in it alone hangs. One within is part of it."""
+        if self._watch.is_busy:
+            yield
+            return
         self._watch.step += 1
         self._watch.begin()
         try:

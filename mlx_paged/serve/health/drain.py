@@ -47,12 +47,16 @@ class Drain:
         if self.is_draining:
             raise RequestRefused(503, "the server is shutting down", retry_after=RETRY_SECONDS)
 
+    def wait(self, seconds: float) -> None:
+        """Until nobody is being answered, or the time is up."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.num_answering, seconds)
+
     def begin(self, then: Callable[[], None]) -> None:
         """Serve nobody new, and call ``then`` in a thread of its own once all are answered or the time is up."""
         self.began_at = time.monotonic()
         threading.Thread(target=self._wait, args=(then,), daemon=True, name="drain").start()
 
     def _wait(self, then: Callable[[], None]) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self.num_answering, self.seconds)
+        self.wait(self.seconds)
         then()

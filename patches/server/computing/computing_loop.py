@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty
 from threading import Thread
@@ -42,6 +44,7 @@ class ComputingLoop:
 
     Args:
         owner: the server's response generator: its models, its prompts, the queue that requests come from.
+        clock: seconds.
 
     Attributes:
         pending: requests that were taken from the owner's queue and have not begun.
@@ -51,7 +54,7 @@ class ComputingLoop:
         thread: that it runs in, once it does.
     """
 
-    def __init__(self, owner: PagedResponseGenerator) -> None:
+    def __init__(self, owner: PagedResponseGenerator, clock: Callable[[], float] = time.monotonic) -> None:
         self.owner = owner
         self.pending: deque[tuple[AnswerQueue, PreparedRequest | None, upstream.GenerationArguments]] = deque()
         self.batch: ServedBatch | None = None
@@ -60,7 +63,7 @@ class ComputingLoop:
         self.stream: Any = None
         self._alone: AnswerQueue | None = None
         self._num_turns = 0
-        self._tidying = Tidying()
+        self._tidying = Tidying(clock)
         self._memory = MemoryGuard(owner.memory_watch)
 
     # What a watchdog looks at ---------------------------------------------------------------------------------
@@ -122,6 +125,11 @@ class ComputingLoop:
         self._tidying.while_busy(self.owner.prompt_cache)
 
     @property
+    def is_busy(self) -> bool:
+        """Whether somebody waits for an answer, as far as is known here."""
+        return bool(self.pending) or (self.batch is not None and bool(self.batch.served))
+
+    @property
     def pool(self) -> BlockPool | None:
         model = self.owner.model_provider.model
         return None if model is None else known_pool(model)
@@ -129,7 +137,7 @@ class ComputingLoop:
     def _take_requests(self) -> None:
         """Everything that has come; if there is nothing to do, wait for it a little, and tidy up."""
         owner, requests = self.owner, self.owner.requests
-        if not self.pending and (self.batch is None or not self.batch.served):
+        if not self.is_busy:
             try:
                 self.pending.append(requests.get(timeout=IDLE_SECONDS))
             except Empty:
@@ -146,8 +154,12 @@ class ComputingLoop:
                 self.pending.append(requests.get_nowait())
             except Empty:
                 break
-        if self.pending or (self.batch is not None and self.batch.served):
+        if self.is_busy:
             self._tidying.note_work()
+        self._drop_gone()
+
+    def _drop_gone(self) -> None:
+        """Requests that have not begun, and whose clients have gone."""
         gone = [item for item in self.pending if not item[0].is_wanted]
         for item in gone:
             self.pending.remove(item)

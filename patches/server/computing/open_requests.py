@@ -65,6 +65,13 @@ class OpenRequests:
             queues = sorted(self._open, key=lambda queue: queue.number)
         return [open_figures(queue) for queue in queues if queue.is_wanted]
 
+    def fail_all(self, refusal: Callable[[], Exception]) -> None:
+        """Nothing more will come, to anybody."""
+        with self._lock:
+            for queue in list(self._open):
+                queue.fail(refusal())
+            self._open.clear()
+
     def fail_taken(self, requests: Queue[Any], refusal: Callable[[], Exception]) -> None:
         """All fail but those that nobody has taken from ``requests`` yet."""
         with self._lock:

@@ -14,6 +14,7 @@ import mlx.core as mx
 from ....serve.health.restarts import Restarts
 from ....serve.health.watchdog import Watchdog
 from .computing_loop import ComputingLoop, Stuck, drop_pool
+from .ranked_loop import RankedLoop
 
 if TYPE_CHECKING:
     from ..response_generator import PagedResponseGenerator
@@ -32,7 +33,8 @@ class Supervisor:
     lock, a file system) is abandoned with its pool: nothing can end a thread. Back from there, it meets that exception.
 
     What fails too often ends the process, with :data:`EXIT_STATUS`, for whoever started it to start it again; so does a
-    thread that hangs while it traces a model, whose weights are placeholders then.
+    thread that hangs while it traces a model, whose weights are placeholders then. Where several ranks compute, one
+    that fails or hangs ends all (:class:`mlx_paged.engine.ranks.watch.Watch`).
 
     Args:
         owner: of the requests and the model.
@@ -45,10 +47,14 @@ class Supervisor:
 
     def __init__(self, owner: PagedResponseGenerator, timeout: float) -> None:
         self.owner = owner
-        self.loop = ComputingLoop(owner)
+        self.loop = self._new_loop()
         self.restarts = Restarts()
         self.watchdog = Watchdog(self._watched, self._trouble, timeout)
         self._lock = threading.Lock()
+
+    def _new_loop(self) -> ComputingLoop:
+        ranks = self.owner.ranks
+        return ComputingLoop(self.owner) if ranks is None else RankedLoop(self.owner, ranks)
 
     def run(self) -> None:
         """The function of a thread: returns when the server ends, or the thread has been abandoned."""
@@ -68,6 +74,8 @@ class Supervisor:
                 loop.run()
         except BaseException as error:
             logging.critical("the generation thread has failed", exc_info=error)
+            if self.owner.ranks is not None:
+                self.owner.ranks.fail(error)  # the others are where this one was
             reason = self._no_progress if isinstance(error, Stuck) else f"{type(error).__name__}: {error}"
         else:
             if not loop.is_abandoned:
@@ -90,7 +98,7 @@ class Supervisor:
             if not self.restarts.note(reason):
                 self._leave(f"the generation thread fails again and again: {reason}")
             loop.is_abandoned = True
-            self.loop = ComputingLoop(self.owner)
+            self.loop = self._new_loop()
         self.owner.fail_taken(WHY)
         return self.loop
 

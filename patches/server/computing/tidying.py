@@ -16,21 +16,26 @@ RETURN_MEMORY_SECONDS = 5  # without work, until pools give memory back
 
 
 class Tidying:
-    """For the thread that computes. Keeps neither the prompt cache nor the models."""
+    """For the thread that computes. Keeps neither the prompt cache nor the models.
 
-    def __init__(self) -> None:
-        self._tidied = time.monotonic()
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._tidied = clock()
         self._worked_at: float | None = None  # None: memory has been given back since
 
     def note_work(self) -> None:
         """There is something to do."""
-        self._worked_at = time.monotonic()
+        self._worked_at = self._clock()
 
     def while_idle(
         self, prompt_cache: PromptStore, models: Iterable[nn.Module | None], is_wanted: Callable[[], bool]
     ) -> None:
         """Until a request comes."""
-        self._tidied = time.monotonic()
+        self._tidied = self._clock()
         if isinstance(prompt_cache, PagedPromptCache):
             prompt_cache.tidy(is_wanted)
         if self._worked_at is not None and self._tidied - self._worked_at >= RETURN_MEMORY_SECONDS:
@@ -43,7 +48,13 @@ class Tidying:
 
     def while_busy(self, prompt_cache: PromptStore) -> None:
         """A little now and then, for a server that is never idle."""
-        now = time.monotonic()
+        now = self._clock()
         if now - self._tidied > TIDY_EVERY_SECONDS and isinstance(prompt_cache, PagedPromptCache):
-            prompt_cache.tidy(lambda: time.monotonic() - now > TIDY_SECONDS)
-            self._tidied = time.monotonic()
+            prompt_cache.tidy(for_seconds(TIDY_SECONDS))
+            self._tidied = self._clock()
+
+
+def for_seconds(seconds: float) -> Callable[[], bool]:
+    """Whether so many have passed."""
+    begin = time.monotonic()
+    return lambda: time.monotonic() - begin > seconds

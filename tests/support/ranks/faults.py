@@ -65,4 +65,10 @@ def _raise_late(world: World, gen: Any) -> None:
     mx.async_eval = raising
 
 
-FAULTS = {"diverge": _diverge, "hang": _hang, "raise": _raise, "leave": _leave, "raise_late": _raise_late}
+FAULTS = {
+    "diverge": _diverge,
+    "hang": _hang,
+    "raise": _raise,
+    "raise_late": _raise_late,
+    "leave": _leave,
+}

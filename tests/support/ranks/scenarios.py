@@ -220,6 +220,31 @@ def failing_call() -> dict[str, Any]:
     return world.outcome(gen)
 
 
+def failing_decode() -> dict[str, Any]:
+    """The model raises once in a decode step, on the last rank alone: all compute its rows again, in halves."""
+    world = World()
+    last = world.group.rank() == world.group.size() - 1
+    kind = type(world.model)
+    plain = kind.__call__
+    calls = [0]
+
+    def raising(self: Any, inputs: mx.array, *args: Any, **options: Any) -> mx.array:
+        result = plain(self, inputs, *args, **options)
+        calls[0] += inputs.shape == (2, 1)
+        if last and inputs.shape == (2, 1) and calls[0] == 6:
+            raise ValueError("on one rank")  # with its writes built
+        return result
+
+    gen = world.generator(completion_batch_size=4)
+    kind.__call__ = raising
+    try:
+        gen.insert([prompt(9, 3), prompt(5, 4)], [12] * 2)
+        world.run(gen)
+    finally:
+        kind.__call__ = plain
+    return world.outcome(gen, calls=calls[0])
+
+
 def schedule(count: int = 100, seed: int = 0) -> dict[str, Any]:
     """Random operations, in a small pool with a prefix tree; integrity is checked on every rank as it goes."""
     world = World(num_blocks=16)
@@ -253,7 +278,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     each.__name__: each
     for each in (
         ragged, packs, shared_prefixes, preemption, windows, quantized, cancels, sampling, unseeded, look_up,
-        failing_call, schedule,
+        failing_call, failing_decode, schedule,
     )
 }  # fmt: skip
 

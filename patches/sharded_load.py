@@ -1,0 +1,30 @@
+"""sharded_load(): mlx-lm's, also where reductions are only had on a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm import utils
+
+from .replaced import replaced
+
+
+def sharded_load(*args: Any, **options: Any) -> Any:
+    """This rank's part of a model. Takes and returns what mlx-lm's function does."""
+    with replaced(mx.distributed, **_on_device()):
+        return utils.sharded_load(*args, **options)
+
+
+def _on_device() -> dict[str, Callable[..., mx.array]]:
+    """mlx-lm waits for all ranks with a reduction on the CPU, which NCCL does not have."""
+    if mx.default_device() != mx.Device(mx.gpu) or "NCCL_HOST_IP" not in os.environ:
+        return {}
+    original = mx.distributed.all_sum
+
+    def all_sum(x: Any, *, group: Any = None, stream: Any = None) -> mx.array:
+        return original(x, group=group)
+
+    return {"all_sum": all_sum}

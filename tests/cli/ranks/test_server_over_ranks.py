@@ -1,0 +1,308 @@
+"""mlx_paged.server on two ranks: the answers of one process, through the official client; and what ends it."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from mlx_paged.engine.ranks.watch import EXIT_STATUS
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.processes.server_process import ServerProcess
+from tests.support.ranks.faulty_ranks_server import FATAL
+from tests.support.ranks.ranked_server import RankedServer
+
+FLAGS = ["--kv-cache-memory", "16M", "--prefill-step-size", "32", "--max-tokens", "24"]
+LONG = "and then they went on their way through the woods " * 12
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+CASES: list[dict[str, Any]] = [
+    {"prompt": "one two three", "temperature": 0},
+    {"prompt": LONG, "temperature": 0, "logprobs": 2},
+    {"prompt": LONG + "and home", "temperature": 0},  # most of it is cached
+    {"prompt": "a dog", "temperature": 1, "seed": 5, "n": 2},
+    {"prompt": "a dog", "temperature": 0.9, "seed": 2**63, "extra_body": {"top_k": 50}, "presence_penalty": 1.5},
+    {"prompt": "a dog", "temperature": 1, "seed": 3, "stop": ["e", "st"]},
+    {"prompt": [5, 6, 7, 8], "temperature": 0, "logit_bias": {"39": 8}},
+    {"prompt": "a cat", "temperature": 1, "seed": 1, "extra_body": {"cache_salt": "mine", "min_p": 0.01}},
+    {
+        "prompt": "who",
+        "temperature": 1,
+        "seed": 1,
+        "max_tokens": 60,
+        "extra_body": {"structured_outputs": {"json": PERSON}},
+    },
+]
+CHATS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "Who is it?"}], "temperature": 0},
+    {
+        "messages": [{"role": "system", "content": "Rhyme."}, {"role": "user", "content": "Who is it?"}],
+        "response_format": {"type": "json_object"},
+        "temperature": 1,
+        "seed": 9,
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, demo_model_folder: Path) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder)
+
+
+@pytest.fixture(scope="module")
+def ranked(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankedServer]:
+    server = RankedServer(model, tmp_path_factory.mktemp("ranks"), *FLAGS)
+    yield server
+    server.launch.kill()
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    server = ServerProcess(model, tmp_path_factory.mktemp("alone"), *FLAGS)
+    yield server
+    server.kill()
+
+
+def client(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0, timeout=60)
+
+
+def told(server: ServerProcess, ask: dict[str, Any]) -> Any:
+    """An answer but for what is another one's each time."""
+    api = client(server)
+    create: Any = api.chat.completions.create if "messages" in ask else api.completions.create
+    answer = create(model="default_model", **ask).model_dump()
+    return answer["choices"], answer["usage"]
+
+
+def pieces(server: ServerProcess, ask: dict[str, Any]) -> list[Any]:
+    create: Any = client(server).completions.create
+    return [
+        (each.choices[0].text, each.choices[0].finish_reason)
+        for each in create(model="default_model", stream=True, **ask)
+    ]
+
+
+@pytest.mark.parametrize("ask", [*CASES, *CHATS], ids=range(len(CASES) + len(CHATS)))
+def test_answers_are_those_of_one_process(ask: dict[str, Any], ranked: RankedServer, alone: ServerProcess) -> None:
+    choices, usage = told(ranked, ask)
+    expected, its_usage = told(alone, ask)
+    for choice, its in zip(choices, expected, strict=True):
+        _compare_logprobs(choice.pop("logprobs", None), its.pop("logprobs", None))
+    assert choices == expected
+    assert usage == its_usage
+
+
+def _compare_logprobs(found: Any, expected: Any) -> None:
+    """Sums over ranks round otherwise."""
+    assert (found is None) == (expected is None)
+    if found is not None:
+        assert found["tokens"] == expected["tokens"]
+        assert found["token_logprobs"] == pytest.approx(expected["token_logprobs"], abs=1e-3)
+
+
+def test_prefixes_are_found(ranked: RankedServer) -> None:
+    _, usage = told(ranked, CASES[2])
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 100
+
+
+def test_a_stream(ranked: RankedServer, alone: ServerProcess) -> None:
+    ask = {"prompt": "once upon a time", "temperature": 1, "seed": 4, "stop": ["q"]}
+    assert pieces(ranked, ask) == pieces(alone, ask)
+
+
+def test_clients_that_go_while_their_prompt_is_computed(ranked: RankedServer) -> None:
+    chosen = random.Random(0)
+    prompt = [chosen.randrange(1000, 40000) for _ in range(4000)]
+    before = ranked.stats()["server"]["computed_prompt_tokens"]
+    connection = ranked.send_and_leave_open("/v1/completions", {"prompt": prompt, "max_tokens": 5})
+    ranked.wait_until(lambda: before < ranked.stats()["server"]["computed_prompt_tokens"])
+    connection.close()
+    ranked.wait_until(lambda: ranked.stats()["server"]["requests"]["cancelled"] == 1 and ranked.is_idle)
+    assert ranked.stats()["server"]["computed_prompt_tokens"] - before < len(prompt)
+    told(ranked, CASES[0])
+
+
+def test_a_call_that_fails_on_rank_1_fails_its_request_alone(ranked: RankedServer, alone: ServerProcess) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        good = pool.submit(told, ranked, CASES[5])
+        with pytest.raises(openai.InternalServerError, match=r"rank 1: ValueError: injected"):
+            told(ranked, {"prompt": [FATAL, 5, 6, 7], "temperature": 0})
+        assert good.result() == told(alone, CASES[5])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1}),
+        ("/v1/completions", {"prompt": "a", "model": "some/other"}),
+    ],
+)
+def test_what_ranks_do_not_do_is_said(path: str, body: dict[str, Any], ranked: RankedServer) -> None:
+    answer = ranked.post(path, body)
+    assert answer.status == 501
+    assert "several ranks" in answer.json["error"]["message"]
+
+
+def test_the_end(ranked: RankedServer) -> None:
+    """Comes last: who is being answered is answered to the end, and all ranks leave alike."""
+    ranked.wait_until(lambda: ranked.is_idle, 60)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(told, ranked, {"prompt": "a", "temperature": 0, "max_tokens": 150})
+        ranked.wait_until(lambda: not ranked.is_idle)
+        ranked.signal(1, signal.SIGTERM)  # rank 0 ends all
+        ranked.signal(0, signal.SIGTERM)
+        assert answer.result()[1]["completion_tokens"] == 150
+    ended = ranked.ended()
+    assert [each.status for each in ended] == [0, 0], ended
+    assert "httpd" not in ended[1].stderr
+    first, second = ranked.last_words()
+    assert first == second
+    cached, live = first.split(" blocks cached; ")[0], first.partition("tokens: ")[2].split(" live")[0]
+    assert int(cached) == int(live) > 0
+
+
+# What ends it otherwise -----------------------------------------------------------------------------------------------
+
+
+def _interrupted(server: RankedServer, what: Callable[[], None]) -> tuple[list[str], list[int]]:
+    """What clients in the middle of an answer, and those that come then, get when something happens."""
+    events: list[str] = []
+    statuses: list[int] = []
+    has_begun = threading.Event()
+
+    def stream() -> None:
+        body = {"prompt": "a", "max_tokens": 4000, "stream": True}
+        connection = server.send_and_leave_open("/v1/completions", body)
+        connection.settimeout(60)
+        with connection, connection.makefile("rb") as answer:
+            for line in answer:
+                if line.startswith(b"data: "):
+                    events.append(line.decode().strip())
+                    has_begun.set()
+
+    def ask() -> None:
+        statuses.append(server.post("/v1/completions", {"prompt": "b", "max_tokens": 4000}).status)
+
+    threads = [threading.Thread(target=each) for each in (stream, ask)]
+    for thread in threads:
+        thread.start()
+    assert has_begun.wait(60)
+    server.wait_until(lambda: server.stats()["running"]["running"] == 2)
+    what()
+    for thread in threads:
+        thread.join(60)
+    return events, statuses
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGKILL, "rank 1 has died"), (signal.SIGSTOP, "rank 1 has said nothing for")]
+)
+def test_a_rank_that_is_gone(number: signal.Signals, reason: str, model: Path, tmp_path: Path) -> None:
+    server = RankedServer(model, tmp_path, *FLAGS, timeout=3)
+    try:
+        events, statuses = _interrupted(server, lambda: server.signal(1, number))
+        begin = time.monotonic()
+        assert server.process.wait(30) == EXIT_STATUS
+        assert time.monotonic() - begin < 10
+        assert reason in server.log
+        assert statuses == [503]
+        assert reason in json.loads(events[-1].removeprefix("data: "))["error"]["message"]
+        if number == signal.SIGSTOP:
+            server.signal(1, signal.SIGCONT)
+            assert server.launch.processes[1].wait(30) == EXIT_STATUS
+    finally:
+        server.launch.kill()
+
+
+# Slow ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_thousand_requests(model: Path, tmp_path: Path, alone: ServerProcess) -> None:
+    """With cancels and stop words: the answers of one process, no leak, and both ranks end with the same."""
+    server = RankedServer(model, tmp_path, *FLAGS, timeout=60)
+    kinds = [
+        {"prompt": LONG[: 7 * kind] or "a", "seed": kind, "temperature": kind % 2, "max_tokens": 4 + kind % 9}
+        | ({"stop": ["e", "st"]} if kind % 3 == 0 else {})
+        for kind in range(40)
+    ]
+    expected = [told(alone, kind)[0] for kind in kinds]
+
+    def ask(number: int) -> str:
+        chosen = random.Random(number)
+        kind = chosen.randrange(len(kinds))
+        if chosen.random() < 0.2:
+            body = {**kinds[kind], "max_tokens": 200, "stream": True}
+            connection = server.send_and_leave_open("/v1/completions", body)
+            time.sleep(chosen.random() * 0.3)
+            connection.close()
+            return "cancelled"
+        assert told(server, kinds[kind])[0] == expected[kind]
+        return "ok"
+
+    try:
+        with ThreadPoolExecutor(12) as pool:
+            outcomes = list(pool.map(ask, range(1000)))
+        server.wait_until(lambda: server.is_idle, 60)
+        print({outcome: outcomes.count(outcome) for outcome in set(outcomes)}, server.stats()["server"])
+        server.signal(0, signal.SIGTERM)
+        assert [each.status for each in server.ended()] == [0, 0]
+        first, second = server.last_words()
+        assert first == second
+        print(first)
+    finally:
+        server.launch.kill()
+
+
+@pytest.mark.slow
+def test_prefixes_come_back_from_disk_as_far_as_every_rank_has_them(model: Path, tmp_path: Path) -> None:
+    flags = [*FLAGS, "--prefix-cache-dir", str(tmp_path / "prefixes")]
+    ask: dict[str, Any] = {"prompt": LONG, "temperature": 0, "max_tokens": 4}
+    answers, cached = [], []
+    for run in range(3):
+        folder = tmp_path / str(run)
+        folder.mkdir()
+        server = RankedServer(model, folder, *flags)
+        try:
+            choices, usage = told(server, ask)
+            server.signal(0, signal.SIGTERM)
+            assert [each.status for each in server.ended()] == [0, 0]
+        finally:
+            server.launch.kill()
+        answers.append(choices)
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+        if run == 1:  # the second rank loses its last block, which is not whole
+            files = (tmp_path / "prefixes" / "rank-1-of-2").glob("*.safetensors")
+            min(files, key=lambda path: path.stat().st_size).unlink()
+    assert answers[0] == answers[1] == answers[2]
+    assert cached[0] == 0
+    assert 0 < cached[2] == cached[1] // 32 * 32 < cached[1]
+
+
+@pytest.mark.slow
+def test_prefixes_expire_by_the_clock_of_rank_0(model: Path, tmp_path: Path) -> None:
+    server = RankedServer(model, tmp_path, *FLAGS, "--prefix-cache-ttl", "2")
+    try:
+        told(server, {"prompt": LONG, "temperature": 0})
+        assert server.stats()["pool"]["cached_blocks"] > 0
+        server.wait_until(lambda: server.stats()["pool"]["live_blocks"] == 0, 30)
+        told(server, {"prompt": LONG, "temperature": 0})
+        server.signal(0, signal.SIGTERM)
+        assert [each.status for each in server.ended()] == [0, 0]
+        assert server.last_words()[0] == server.last_words()[1]
+    finally:
+        server.launch.kill()
