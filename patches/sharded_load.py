@@ -10,12 +10,19 @@ import mlx.core as mx
 from mlx_lm import utils
 
 from .replaced import replaced
+from .sharded_head import shard_head
 
 
-def sharded_load(*args: Any, **options: Any) -> Any:
-    """This rank's part of a model. Takes and returns what mlx-lm's function does."""
+def sharded_load(
+    repo: str, pipeline_group: Any = None, tensor_group: Any = None, *args: Any, **options: Any
+) -> tuple[Any, ...]:
+    """This rank's part of a model, with its part of the head. Takes and returns what mlx-lm's function does."""
     with replaced(mx.distributed, **_on_device()):
-        return utils.sharded_load(*args, **options)
+        loaded: tuple[Any, ...] = utils.sharded_load(repo, pipeline_group, tensor_group, *args, **options)
+    group = tensor_group or mx.distributed.init()
+    if pipeline_group is None and group.size() > 1 and shard_head(loaded[0], group):
+        mx.eval(loaded[0].parameters())
+    return loaded
 
 
 def _on_device() -> dict[str, Callable[..., mx.array]]:

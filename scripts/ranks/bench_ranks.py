@@ -86,10 +86,16 @@ class Rank:
         return self._generate.BatchGenerator(self.model, completion_batch_size=rows)
 
     def paged(self, budget: int | None = None) -> None:
-        """From now on, with a new pool."""
+        """From now on, with a new pool, and with a head that is sharded as our loader does it."""
+        import mlx.core as mx
+
         import mlx_paged
+        from mlx_paged.patches.sharded_head import shard_head
 
         mlx_paged.remove_patches()
+        if self.group is not None and shard_head(self.model, self.group):
+            mx.eval(self.model.parameters())
+            self.figures["model_bytes"] = mx.get_active_memory()
         gc.collect()
         mlx_paged.apply_patches(mlx_paged.PagedConfig(kv_cache_memory=budget))
 

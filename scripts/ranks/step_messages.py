@@ -44,6 +44,7 @@ def play() -> None:
     import mlx_paged
     from mlx_paged.engine.ranks.peer import DATA, Peer
     from mlx_paged.engine.ranks.world import ranks_of
+    from mlx_paged.patches.sharded_head import shard_head
 
     simulated = [int(size) for size in os.environ.get("SIMULATED", "").split()]
     send, sent_values = Peer.send, []
@@ -59,6 +60,7 @@ def play() -> None:
     model = llama.Model(llama.ModelArgs(model_type="llama", tie_word_embeddings=False, **shape, **heads))
     mx.eval(model.parameters())
     model.shard(mx.distributed.init())
+    shard_head(model, mx.distributed.init())
     mlx_paged.apply_patches(mlx_paged.PagedConfig(kv_cache_memory="64M"))
     gen = importlib.import_module("mlx_lm.generate").BatchGenerator(model, completion_batch_size=ROWS)
     ranks = ranks_of(model)

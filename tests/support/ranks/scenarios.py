@@ -16,6 +16,7 @@ from mlx_paged import PagedConfig
 from mlx_paged.engine.request_options import RequestOptions
 from mlx_paged.errors import RequestFailedError
 from mlx_paged.patches import registry
+from mlx_paged.patches.sharded_head import shard_head
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
 
@@ -42,6 +43,7 @@ class World:
         self.group = mx.distributed.init()
         if self.group.size() > 1:
             self.model.shard(self.group)
+            assert shard_head(self.model, self.group)
         local = KV_HEADS // self.group.size()
         budget = num_blocks * BLOCK * 2 * LAYERS * local * HEAD_DIM * 4
         registry.remove_patches()
