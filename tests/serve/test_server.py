@@ -305,7 +305,7 @@ def check_consistent(server: ServerProcess) -> None:
     assert {s.labels["outcome"]: s.value for s in families["mlx_paged_requests"].samples} == figures["requests"]
 
 
-@pytest.mark.parametrize("num_users, seconds", [(8, 3), pytest.param(16, 120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_users, seconds", [(8, 1), pytest.param(16, 120, marks=pytest.mark.slow)])
 def test_users_come_and_go_and_nothing_leaks(server: ServerProcess, num_users: int, seconds: float) -> None:
     counts = users(server, num_users, seconds)
     assert sum(counts.values()) >= num_users
@@ -340,11 +340,11 @@ def test_tokens_end_where_the_budget_does(folder: Path, tmp_path: Path) -> None:
     assert 200 < answer["usage"]["total_tokens"] < 300
 
     def ask(number: int) -> int:
-        body = {"prompt": f"{number} " * 60, "max_tokens": 60}
+        body = {"prompt": f"{number} " * 60, "max_tokens": 40}
         return server.post(COMPLETIONS, body, **key).status
 
-    with ThreadPoolExecutor(8) as pool:  # more than fit together: some wait or make room, all are answered
-        assert list(pool.map(ask, range(8))) == [200] * 8
+    with ThreadPoolExecutor(5) as pool:  # more than fit together: some wait or make room, all are answered
+        assert list(pool.map(ask, range(5))) == [200] * 5
     assert server.stop() == 0, server.log
 
 

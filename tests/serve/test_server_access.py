@@ -39,7 +39,7 @@ def folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     flags = ["--max-tokens", "3", "--kv-cache-memory", "8MB", "--allow-chat-template-override"]
     flags += ["--served-model-name", "house", "--served-model-name", "org/house"]
-    flags += ["--drain-timeout", "1"]  # the last prompt never ends
+    flags += ["--drain-timeout", "0.2"]  # the last prompt never ends
     process = ServerProcess(folder, tmp_path_factory.mktemp("server"), *flags, MLX_PAGED_API_KEY="one,two\n")
     yield process
     assert process.stop() == 0, process.log[-3000:]
@@ -145,7 +145,7 @@ def test_others_get_their_tokens_while_a_huge_prompt_is_made(server: ServerProce
     # Several, one after the other: on a slow machine a single one may be over before anybody else is answered.
     threads = [
         threading.Thread(target=lambda: huge.append(server.post(COMPLETIONS, body, timeout=240, **KEY)))
-        for _ in range(3)
+        for _ in range(2)
     ]
     assert server.post(COMPLETIONS, {"prompt": "Hello", "max_tokens": 2}, **KEY).status == 200  # its process is up
     for thread in threads:
@@ -165,7 +165,7 @@ def test_others_get_their_tokens_while_a_huge_prompt_is_made(server: ServerProce
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_has_said_all_gets_its_answer(server: ServerProcess, version: str, stream: bool) -> None:
-    raw = json.dumps({"prompt": "Hello", "max_tokens": 200, "stream": stream}).encode()
+    raw = json.dumps({"prompt": "Hello", "max_tokens": 60, "stream": stream}).encode()
     head = f"POST {COMPLETIONS} HTTP/{version}\r\nAuthorization: Bearer one\r\nContent-Length: {len(raw)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
         client.sendall(head.encode() + raw)
@@ -177,7 +177,7 @@ def test_a_client_that_has_said_all_gets_its_answer(server: ServerProcess, versi
     if stream:
         assert b"data: [DONE]" in answer
     else:
-        assert json.loads(answer.rpartition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 200
+        assert json.loads(answer.rpartition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 60
 
 
 def test_a_client_that_goes_while_it_waits_is_noticed(server: ServerProcess) -> None:
@@ -263,13 +263,13 @@ def test_another_model_takes_the_place_of_the_present_one(
     for model in ("default_model", str(other), str(other), folder.name):
         answer = server.post(COMPLETIONS, {"prompt": "Hello there", "max_tokens": 4, "model": model})
         assert answer.status == 200, answer.body
-    bodies = [{"prompt": "x", "max_tokens": 2, "model": model} for model in 2 * [str(other), folder.name]]
+    bodies = [{"prompt": "x", "max_tokens": 2, "model": model} for model in (str(other), folder.name, str(other))]
     together = [threading.Thread(target=server.post, args=(COMPLETIONS, body)) for body in bodies]
     for thread in together:
         thread.start()
     for thread in together:
         thread.join(60)
-    assert server.stats()["server"]["requests"] == {"ok": 8, "refused": 0, "failed": 0, "cancelled": 0}
+    assert server.stats()["server"]["requests"] == {"ok": 7, "refused": 0, "failed": 0, "cancelled": 0}
     assert server.stop() == 0 and "Traceback" not in server.log
 
 

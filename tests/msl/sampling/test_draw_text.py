@@ -114,10 +114,11 @@ def test_words_that_are_left_are_drawn_and_no_others(monkeypatch: pytest.MonkeyP
     check_kept()
 
 
-def test_words_have_their_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chi-square of 600 words each, near the number of words; within five deviations."""
+@pytest.mark.parametrize("count", [300, pytest.param(2400, marks=pytest.mark.slow)])
+def test_words_have_their_probabilities(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Chi-square of so many words each, near the number of words; within five deviations."""
     use_emulator(monkeypatch, GROUPS)
-    rng, vocab, count = np.random.default_rng(9), 64, 600
+    rng, vocab = np.random.default_rng(9), 64
     x = rng.normal(size=vocab)
     for row in SETTINGS[1:]:
         if row.top_k == 1:

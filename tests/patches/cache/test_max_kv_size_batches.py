@@ -103,19 +103,19 @@ def test_rows_that_made_room_go_on_as_if_nothing_had_been(kind: str) -> None:
     """Tokens that were decoded saw the pinned ones; computed again in chunks they must, too."""
     lengths = (5, 20, 30, 38, 45)
     for length in lengths:
-        solo(kind, length, 90)
+        solo(kind, length, 60)
     model = model_of(kind)
     mlx_paged.apply_patches()
     head = HEADS["head_dim"] if kind == "qwen3" else COMMON["hidden_size"] // 6
     budget = kv_budget(model, 22, 8) * head // HEADS["head_dim"]
     mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=budget))
     gen = generator(model, max_kv_size=SIZE, prefill_step_size=STEP)
-    uids = gen.insert([prompt_of(n, seed=n).tolist() for n in lengths], [90] * len(lengths))
+    uids = gen.insert([prompt_of(n, seed=n).tolist() for n in lengths], [60] * len(lengths))
     outcomes = {uid: Outcome() for uid in uids}
     recomputed = []
     preempt = gen._engine.scheduler.preempt
     gen._engine.scheduler.preempt = lambda request: (recomputed.append(request.length), preempt(request))
-    for _ in range(60):
+    for _ in range(45):
         collect(outcomes, *gen.next())
     for _ in range(2):  # whatever the budget says: rows far beyond the window
         gen._engine.scheduler.preempt_for(gen._engine.scheduler.running[0])

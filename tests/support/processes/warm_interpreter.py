@@ -96,13 +96,12 @@ def main() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
     for name in PRELOADED:
         importlib.import_module(name)
-    gc.freeze()
+    gc.freeze()  # for good: a collection, as at the end, would touch and so copy all that was imported
     task = next_task(requests)
     if task is not None and (task["args"][:1] == ["server"] or task["program"].endswith(".py")):
         task = with_warm_processes(task)
     if task is None:
         return
-    gc.unfreeze()
     os.environ.clear()
     os.environ.update(task["env"])
     os.chdir(task["cwd"])
