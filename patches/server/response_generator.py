@@ -395,4 +395,5 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         self._generation_thread.join(self.supervisor.watchdog.timeout or None)
         if self._generation_thread.is_alive():
             logging.critical("the generation thread hangs: what it computed is not kept")
+        self.drain.wait(LAST_SECONDS)
         logging.info("stopped after %.1f s", time.monotonic() - begin)

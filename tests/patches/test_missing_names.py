@@ -54,7 +54,7 @@ def check(name: str, outcome: dict[str, Any]) -> None:
     assert outcome["patched"] == outcome["stock"]
     module, _, attribute = name.partition(":")
     if module.startswith("mlx_lm.models") and not attribute and module != "mlx_lm.models.cache":
-        assert len(skipped) < 10, "others are applied"
+        assert len(skipped) < 15, "others are applied"
 
 
 def test_a_server_that_cannot_be_adapted_says_so_and_does_not_pretend_to_ask_for_a_key(

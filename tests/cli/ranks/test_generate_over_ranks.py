@@ -66,7 +66,7 @@ def test_what_is_refused(
     args = ["--model", folder, "--prompt", "one", "--max-tokens", 2, *flags]
     for ended in Launch(size, "mlx_paged.generate", args, tmp_path).ended():
         assert ended.status in (1, EXIT_STATUS)
-        assert ended.stdout == ""
+        assert ended.stdout in ("", "==========\n")  # the line with which mlx-lm begins an answer
         assert reason in ended.stderr
 
 
