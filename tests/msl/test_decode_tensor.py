@@ -263,7 +263,7 @@ def case_for_defects(bits, group_size):
     return case, before, written
 
 
-@pytest.mark.sample(every=4)
+@pytest.mark.sample(every=8)
 @pytest.mark.parametrize(("which", "name"), WIDE)
 def test_planted_defects_are_seen(which, name):
     edit = (DENSE_DEFECTS if which == "dense" else QUANTIZED_DEFECTS)[name]

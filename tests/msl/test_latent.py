@@ -250,7 +250,7 @@ TENSOR_DEFECTS = {
 OF_PARTITIONS = ("partition of another size", "statistics in another base")
 
 
-@pytest.mark.sample(every=4)
+@pytest.mark.sample(every=8)
 @pytest.mark.parametrize("name", list(TENSOR_DEFECTS))
 def test_planted_defects_of_the_body_for_tensor_cores_are_caught(name):
     contexts, starts = ([300], [0]) if name in OF_PARTITIONS else ([100, 7], [37, 0])

@@ -125,6 +125,7 @@ def check(pack, edit=(), orders=(0, 2), **options):
     np.testing.assert_allclose(out, pack.reference(), atol=TOLERANCE[pack.dtype], rtol=TOLERANCE[pack.dtype])
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("name", list(CLASSES))
 def test_matches_reference(name):
     check(Prompts(*RAGGED, **CLASSES[name]), orders=(2,))
@@ -221,6 +222,7 @@ CAUGHT = {  # old, new, what the emulator says
 }  # fmt: skip
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("name", list(CAUGHT))
 def test_emulator_catches(name):
     old, new, want = CAUGHT[name]
@@ -241,6 +243,7 @@ WRONG = {  # the numbers come out wrong
 }  # fmt: skip
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("name", list(WRONG))
 def test_wrong_numbers_are_seen(name):
     pack = Prompts([30, 70], [50, 45], block_size=8, heads=2, dtype=mx.float16)

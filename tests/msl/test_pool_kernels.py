@@ -131,7 +131,7 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.sample(every=4)
+@pytest.mark.sample(every=8)
 @pytest.mark.parametrize("name", list(MUTATIONS))
 def test_mutations_are_caught(name):
     body, old, new = MUTATIONS[name]

@@ -299,7 +299,7 @@ RUNS: dict[str, Callable[[], None]] = {
 }
 
 
-@pytest.mark.sample(every=4)
+@pytest.mark.sample(every=8)
 @pytest.mark.parametrize("name", list(MUTATIONS))
 def test_mutations_are_caught(name: str) -> None:
     body, old, new = MUTATIONS[name]

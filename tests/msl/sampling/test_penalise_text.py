@@ -122,7 +122,7 @@ DEFECTS = [
 ]
 
 
-@pytest.mark.sample(every=4)
+@pytest.mark.sample(every=8)
 @pytest.mark.parametrize(("old", "new"), DEFECTS)
 def test_planted_defects_are_found(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     use_emulator(monkeypatch, edit={BODY: [(old, new)]})
