@@ -149,25 +149,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         with replaced(upstream, **names):
             upstream.main()
     except (PagedCacheError, OSError) as error:
-        if ServerParser.ranks is not None:
-            ServerParser.ranks.fail(error)
+        fail_ranks(error)
         if isinstance(error, PagedCacheError):
             sys.exit(f"mlx_paged.server: {error}")
         print(f"mlx_paged.server: the server cannot start: {error}", file=sys.stderr)
         leave(1)
     except KeyboardInterrupt as interrupt:
-        if ServerParser.ranks is not None:
-            ServerParser.ranks.fail(interrupt)
+        fail_ranks(interrupt)
         logging.info("interrupted")
     except Exception as error:  # the computing thread would keep the process, which serves nobody
         logging.exception("the server has failed")
-        if ServerParser.ranks is not None:
-            ServerParser.ranks.fail(error)
+        fail_ranks(error)
         leave(1)
     failure = start_error()
     if failure is not None:
         print(f"mlx_paged.server: the server cannot start: {failure}", file=sys.stderr)
     leave(0 if failure is None else 1)
+
+
+def fail_ranks(error: BaseException) -> None:
+    """Does not return where there are several ranks: all of them end."""
+    if ServerParser.ranks is not None:
+        ServerParser.ranks.fail(error)
 
 
 def leave(status: int) -> NoReturn:

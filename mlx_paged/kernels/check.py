@@ -199,6 +199,11 @@ def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
         *after, fence = kernels.gather_blocks(k_pool, v_pool, fence, targets, 0, length, pages)
         if not all(mx.array_equal(a, b, equal_nan=True).item() for a, b in zip(before, after, strict=True)):
             raise RuntimeError("copies of blocks differ")
+    return worst_rms(errors)
+
+
+def worst_rms(errors: list[mx.array]) -> float:
+    """The largest root of mean squared differences. Raises RuntimeError if one is not finite."""
     rms: Any = mx.sqrt(mx.stack(errors).max()).item()
     if not rms < float("inf"):
         raise RuntimeError("the result is not finite")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 
 from . import ops
-from .check import SelfCheck, checked, outcome_of, pool_texts_of
+from .check import SelfCheck, checked, outcome_of, pool_texts_of, worst_rms
 from .launch_shape import Variant
 from .prefill import prefill_constants_of, prefill_shape_for, prepare_prefill
 from .quantized.pages import new_blocks
@@ -91,19 +91,42 @@ def _difference(variant: Variant) -> float:
             pages=pages,
         )
         out, fence = launch(q, k_pool, v_pool, fence, sinks)
-        row = first = 0
-        for count, length in zip(counts, lengths, strict=True):
-            own_k, own_v = (x[first : first + length] for x in (k, v))
-            expected = attend(q[row : row + count], own_k, own_v, scale, softcap, sinks, window)
-            errors.append(mx.square(out[row : row + count].astype(mx.float32) - expected).mean())
-            row, first = row + count, first + length
-    rms: Any = mx.sqrt(mx.stack(errors).max()).item()
-    if not rms < float("inf"):
-        raise RuntimeError("the result is not finite")
-    return float(rms)
+        errors += squared_errors(out, q, k, v, counts, lengths, scale, softcap, sinks, window)
+    return worst_rms(errors)
 
 
-def attend(
+def squared_errors(
+    out: mx.array,
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    counts: Sequence[int],
+    lengths: Sequence[int],
+    scale: float,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
+    window: int | None = None,
+) -> list[mx.array]:
+    """Of each sequence of a pack, the mean squared difference from attention in float32.
+
+    Args:
+        out: what a kernel has made of q, ``[T, n_q_heads, 1, value_dim]``.
+        q: of the new tokens, ``[T, n_q_heads, 1, D]``.
+        k, v: of all tokens, one sequence's after the other's, ``[sum(lengths), n_kv_heads, D]``.
+        counts: new tokens of each sequence.
+        lengths: of the sequences, the new tokens included.
+    """
+    errors = []
+    row = first = 0
+    for count, length in zip(counts, lengths, strict=True):
+        own_k, own_v = (x[first : first + length] for x in (k, v))
+        expected = _attend(q[row : row + count], own_k, own_v, scale, softcap, sinks, window)
+        errors.append(mx.square(out[row : row + count].astype(mx.float32) - expected).mean())
+        row, first = row + count, first + length
+    return errors
+
+
+def _attend(
     q: mx.array,
     k: mx.array,
     v: mx.array,

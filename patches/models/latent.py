@@ -199,17 +199,21 @@ def _projected(self: Any, x: mx.array, offset: Any, scales: mx.array | None) -> 
 
 def _absorbed(self: Any, made: Projected, mask: mx.array | str | None, cache: Any, **how: bool) -> mx.array:
     """Attention over latents: ``[B, n_heads, 1, v_head_dim]``"""
-    queries = mx.concatenate([_by_head(self.embed_q, made.nope), made.rope], axis=-1)
+    queries = _absorbed_queries(self, made)
     scoring = Scoring(self.scale, mask, latent=True)
     return _by_head(self.unembed_out, cache.attend(queries, made.latent, made.rotated, scoring, **how))
 
 
 def _absorbed_few(self: Any, made: Projected, mask: mx.array | str | None, cache: PagedLayerCache) -> mx.array:
     """The same of a few tokens of one sequence, ``[n, n_heads, 1, v_head_dim]``."""
-    queries = mx.concatenate([_by_head(self.embed_q, made.nope), made.rope], axis=-1)
-    queries, latent, rotated = (part.swapaxes(0, 2) for part in (queries, made.latent, made.rotated))
+    queries, latent, rotated = (x.swapaxes(0, 2) for x in (_absorbed_queries(self, made), made.latent, made.rotated))
     out = cache.attend(queries, latent, rotated, Scoring(self.scale, mask, latent=True))
     return _by_head(self.unembed_out, out.swapaxes(0, 2))
+
+
+def _absorbed_queries(self: Any, made: Projected) -> mx.array:
+    """As long as a latent and its rotated part, ``[B, n_heads, 1, rank + rope]``."""
+    return mx.concatenate([_by_head(self.embed_q, made.nope), made.rope], axis=-1)
 
 
 def _by_head(layer: Any, x: mx.array) -> mx.array:

@@ -1,9 +1,6 @@
 # ruff: noqa: E501
 """latent_prefill_tensor's text on the emulator: against float64, row independence, and planted defects."""
 
-from contextlib import contextmanager
-from functools import partial
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -16,7 +13,8 @@ from mlx_paged.kernels.launch_shape import BLOCK_SIZES
 from mlx_paged.kernels.prefill import PrefillShape
 from mlx_paged.kernels.trial import Text, launch_alone
 from tests.support.msl.emulator import EmuError
-from tests.support.msl.harness import tensor_kernel, to_float
+from tests.support.msl.harness import to_float
+from tests.support.msl.prefill_harness import emulated_launches
 
 TOLERANCE = {mx.float16: 2e-3, mx.bfloat16: 2e-2}
 RAGGED = [5, 40, 1, 130], [0, 30, 64, 3]
@@ -30,22 +28,9 @@ CLASSES = {
 }
 
 
-@contextmanager
 def emulated(edit=(), orders=(0, 2), checked=True):
     """Inside, the kernel runs on the emulator as if on CUDA, without trials. ``edit`` plants mutations."""
-
-    def build(body, constants):
-        kernel, _ = tensor_kernel(body, constants, edit)
-        return partial(kernel, checked=checked, orders=orders, tg_limit=dict(constants)["SHARED"])
-
-    real = prompts.build_kernel, prompts.backend, prompts.failure_of
-    prompts.prompt_variant_of.cache_clear()
-    prompts.build_kernel, prompts.backend, prompts.failure_of = build, lambda: "cuda", lambda text, build: None
-    try:
-        yield
-    finally:
-        prompts.build_kernel, prompts.backend, prompts.failure_of = real
-        prompts.prompt_variant_of.cache_clear()
+    return emulated_launches(prompts, prompts.prompt_variant_of, edit, orders, checked)
 
 
 class Prompts:

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import random
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 
-from ..check import SelfCheck, checked, outcome_of
+from ..check import SelfCheck, checked, outcome_of, worst_rms
 from ..launch_shape import Variant
-from ..prefill_check import attend
+from ..prefill_check import squared_errors
 from .prompts import ROPE, prepare_prompts, prompt_constants_of, prompt_shape_for
 
 _HEADS = 2
@@ -63,17 +62,7 @@ def _difference(variant: Variant) -> float:
     q = mx.random.normal((sum(counts), _HEADS, 1, variant.head_dim), key=mx.random.key(8)).astype(dtype)
     out = prepare_prompts(tables, counts, lengths, variant=variant, scale=scale)(q, keys, values, rotated)
     own_keys = mx.concatenate([rows[0], mx.broadcast_to(rows[2], (*rows[0].shape[:2], ROPE))], axis=-1)
-    errors = []
-    row = begin = 0
-    for count, length in zip(counts, lengths, strict=True):
-        k, v = (x[begin : begin + length] for x in (own_keys, rows[1]))
-        expected = attend(q[row : row + count], k, v, scale, None, None, None)
-        errors.append(mx.square(out[row : row + count].astype(mx.float32) - expected).mean())
-        row, begin = row + count, begin + length
-    rms: Any = mx.sqrt(mx.stack(errors).max()).item()
-    if not rms < float("inf"):
-        raise RuntimeError("the result is not finite")
-    return float(rms)
+    return worst_rms(squared_errors(out, q, own_keys, rows[1], counts, lengths, scale))
 
 
 def _block(x: mx.array, span: tuple[int, int], block: int) -> mx.array:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,6 +16,15 @@ from tests.support.msl.harness import tensor_kernel, to_float
 @contextmanager
 def emulated(edit: Sequence[tuple[str, str]] = (), orders: tuple[int, ...] = (0, 2), checked: bool = True):
     """Inside, the prefill kernel runs on the emulator as if on CUDA, without trials. ``edit`` plants mutations."""
+    with emulated_launches(prefill, prefill.prefill_variants_of, edit, orders, checked):
+        yield
+
+
+@contextmanager
+def emulated_launches(
+    module: Any, variants: Any, edit: Sequence[tuple[str, str]], orders: tuple[int, ...], checked: bool
+):
+    """The same of the kernel that a module builds and launches, whose cached choice of variants is ``variants``."""
 
     def build(body, constants):
         kernel, _ = tensor_kernel(body, constants, edit)
@@ -22,14 +32,14 @@ def emulated(edit: Sequence[tuple[str, str]] = (), orders: tuple[int, ...] = (0,
         limit = dict(constants)["SHARED"] + (16 * 1024 if "KBITS" in dict(constants) else 0)
         return partial(kernel, checked=checked, orders=orders, tg_limit=limit)
 
-    real = prefill.build_kernel, prefill.backend, prefill.failure_of
-    prefill.prefill_variants_of.cache_clear()
-    prefill.build_kernel, prefill.backend, prefill.failure_of = build, lambda: "cuda", lambda text, build: None
+    real = module.build_kernel, module.backend, module.failure_of
+    variants.cache_clear()
+    module.build_kernel, module.backend, module.failure_of = build, lambda: "cuda", lambda text, build: None
     try:
         yield
     finally:
-        prefill.build_kernel, prefill.backend, prefill.failure_of = real
-        prefill.prefill_variants_of.cache_clear()
+        module.build_kernel, module.backend, module.failure_of = real
+        variants.cache_clear()
 
 
 class Pack:
