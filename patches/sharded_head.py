@@ -19,7 +19,12 @@ class ShardedHead(nn.Module):
     Args:
         head: the whole one, ``nn.Linear`` or ``nn.QuantizedLinear``, whose rows divide by the ranks.
         group: of MLX.
+
+    Attributes:
+        is_gathered: what it gives is; see :func:`.world.has_same_logits`.
     """
+
+    is_gathered = True
 
     def __init__(self, head: nn.Module, group: Any) -> None:
         super().__init__()

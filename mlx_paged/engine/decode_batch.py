@@ -18,6 +18,7 @@ from ..kv.pool import BlockPool
 from .grammar.token_mask import constrain
 from .lookup.proposer import Proposer, proposers_of
 from .ranks.ranks import Ranks
+from .ranks.world import has_same_logits
 from .request import Request
 from .sampling.token_choice import Choice, Places, TokenChoice
 from .step_logits import TokenLogits
@@ -53,6 +54,7 @@ class DecodeBatch:
         self.model = model
         self.ranks = ranks
         self.call = model if ranks is None else ranks.agreeing(model)
+        self._has_same_logits = ranks is not None and has_same_logits(model) and ranks.are_of_one_kind
         self.upstream = upstream
         self.rows: list[Request] = []
         self.members: set[Request] = set()
@@ -278,7 +280,7 @@ class DecodeBatch:
         """
         logits, tokens, unanswerable = self._constrain(rows, logits, inputs)
         choice = self.choice.choose(logits, inputs, places)
-        if self.ranks is not None:
+        if self.ranks is not None and not (self._has_same_logits and self.choice.only_compares):
             choice = choice._replace(tokens=self.ranks.agreed(choice.tokens))
         # States and offsets that no layer happens to read would otherwise become chains, a few nodes a step.
         states = [cache.state for cache in self._caches if not (cache is None or _is_paged(cache))]

@@ -1,142 +1,53 @@
 """Two ranks of one machine and one: stock mlx-lm against mlx_paged, in one run.
 
     python scripts/ranks/bench_ranks.py OUTDIR                    # GPUs: NCCL, an 8B shape in bf16
-    python scripts/ranks/bench_ranks.py OUTDIR --preset tiny      # without GPUs: ring, to try the script
+    python scripts/ranks/bench_ranks.py OUTDIR --preset deep      # without GPUs: ring, to try the script
 
 Parts, each in processes of their own and with a time limit of its own, after which they are killed:
 
 - ``tokens``: greedy tokens of a small f32 model on two ranks and on one.
-- ``two``: on two ranks, stock and then paged: decode tokens/s, first tokens and peak memory of a rank, with one row and
-  with 16 of 1,024 tokens, and how long the paged side's host is at messages to the other rank; and 16 rows in a budget
-  that holds them on two ranks only (``tight``).
+- ``two``: on two ranks, stock and then paged, peak memory of a rank with one row and with 16 of 1,024 tokens, each side
+  with nothing but its own model; 16 rows in a budget that holds them on two ranks only (``tight``); and then rounds of
+  stock, paged, stock, paged, ...: decode tokens/s, first tokens, and where the host's time goes in a decode step.
+  Between rounds the patches and the output layer are changed, and both output layers are kept.
 - ``one``: the paged side on one rank, the tight budget too.
 
-Decode counts the steps in which all rows decode: from the last first token to the first finish. A run of the same shape
-goes before each that is measured. ``ranks.json`` in OUTDIR has everything, also of parts that were cut short.
+Decode counts the steps in which all rows decode: from the last first token to the first finish. A shorter run of the
+same shape goes before each that is measured. ``ranks.json`` in OUTDIR has all, also of parts that were cut short.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import json
 import os
-import random
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-SECONDS = {"tokens": 50, "two": 150, "one": 65}
+from bench_rank import Rank  # noqa: E402
+from host_time import KINDS, HostTime  # noqa: E402
+
+SECONDS = {"tokens": 25, "two": 150, "one": 65}
 ROWS, PROMPT, ANSWER = 16, 1024, 128
+ROUNDS = 5  # with one row; half as many with all
 TIGHT = 0.75  # of what the rows take on one rank
 MOST_PRINTED = 40
+FIRST: dict[str, int] = {}  # what was changed, as it was
 
 
-# A rank -------------------------------------------------------------------------------------------------------------
-
-
-class Rank:
-    """This process: its part of the model, and where its figures go.
-
-    Args:
-        args: of the command line.
-        preset: of the model; see scripts/support/bench_common.py.
-        dtype: of its weights; None: the preset's.
-    """
-
-    def __init__(self, args: argparse.Namespace, preset: str, dtype: str | None) -> None:
-        import mlx.core as mx
-        from support.bench_common import random_model
-
-        size = int(os.environ["BENCH_SIZE"])
-        self.rank = int(os.environ.get("MLX_RANK", 0))
-        backend = "nccl" if "NCCL_HOST_IP" in os.environ else "ring"
-        self.group = mx.distributed.init(strict=True, backend=backend) if size > 1 else None
-        self.model = random_model(preset, dtype)
-        if self.group is not None:
-            self.model.shard(self.group)
-            mx.eval(self.model.parameters())
-        gc.collect()
-        mx.clear_cache()
-        self.vocab = self.model.args.vocab_size
-        self.folder, self.name = args.folder, f"{args.part}-{self.rank}"
-        self.figures: dict[str, Any] = {"model_bytes": mx.get_active_memory()}
-        self._generate = importlib.import_module("mlx_lm.generate")
-        self.tell()
-
-    def tell(self, **figures: Any) -> None:
-        """Keep figures, whatever happens next."""
-        self.figures.update(figures)
-        (self.folder / f"{self.name}.json").write_text(json.dumps(self.figures))
-
-    def prompts(self, rows: int, length: int) -> list[list[int]]:
-        chosen = random.Random(rows)
-        return [[chosen.randrange(self.vocab) for _ in range(length)] for _ in range(rows)]
-
-    def generator(self, rows: int) -> Any:
-        return self._generate.BatchGenerator(self.model, completion_batch_size=rows)
-
-    def paged(self, budget: int | None = None) -> None:
-        """From now on, with a new pool, and with a head that is sharded as our loader does it."""
-        import mlx.core as mx
-
-        import mlx_paged
-        from mlx_paged.patches.sharded_head import shard_head
-
-        mlx_paged.remove_patches()
-        if self.group is not None and shard_head(self.model, self.group):
-            mx.eval(self.model.parameters())
-            self.figures["model_bytes"] = mx.get_active_memory()
-        gc.collect()
-        mlx_paged.apply_patches(mlx_paged.PagedConfig(kv_cache_memory=budget))
-
-    def measured(self, rows: int, length: int, answer: int) -> dict[str, Any]:
-        """Figures of the second of two runs of a case."""
-        self._run(rows, length, min(answer, 16))
-        return self._run(rows, length, answer)
-
-    def _run(self, rows: int, length: int, answer: int) -> dict[str, Any]:
-        import mlx.core as mx
-
-        gc.collect()
-        mx.clear_cache()
-        mx.reset_peak_memory()
-        gen = self.generator(rows)
-        gen.insert(self.prompts(rows, length), [answer] * rows)
-        begin = time.perf_counter()
-        first: dict[int, float] = {}
-        done = most = 0
-        counted, since, until = 0, 0.0, 0.0
-        while done < rows:
-            _, generated = gen.next()
-            now = time.perf_counter() - begin
-            for response in generated:
-                first.setdefault(response.uid, now)
-                done += response.finish_reason is not None
-            most = max(most, len(generated))
-            if len(first) == rows and not done:
-                counted += len(generated) if since else 0
-                since, until = since or now, now
-        figures = {
-            "decode_tokens_per_second": counted / (until - since) if until > since else None,
-            "first_token": min(first.values()),
-            "last_first_token": max(first.values()),
-            "seconds": time.perf_counter() - begin,
-            "peak_bytes": mx.get_peak_memory(),
-            "most_rows_at_once": most,
-            "preemptions": getattr(gen, "preemptions", None),
-        }
-        gen.close()
-        return figures
+# Parts --------------------------------------------------------------------------------------------------------------
 
 
 def cases(rank: Rank, args: argparse.Namespace) -> dict[str, tuple[int, int, int]]:
@@ -146,7 +57,7 @@ def cases(rank: Rank, args: argparse.Namespace) -> dict[str, tuple[int, int, int
 def tokens(args: argparse.Namespace) -> None:
     """Greedy tokens of rows of different lengths."""
     rank = Rank(args, "tiny", "float32")
-    rank.paged()
+    rank.be("paged")
     gen = rank.generator(4)
     uids = gen.insert([rank.prompts(1, length)[0] for length in (300, 40, 7, 129)], [48] * 4)
     found: dict[int, list[int]] = {uid: [] for uid in uids}
@@ -157,39 +68,41 @@ def tokens(args: argparse.Namespace) -> None:
 
 
 def two(args: argparse.Namespace) -> None:
-    """Stock, paged, and what paged ranks say to each other."""
-    from mlx_paged.engine.ranks.ranks import Ranks
-
+    """Stock and paged: peaks of each by itself, and then rounds of one after the other."""
     rank = Rank(args, args.preset, None)
+    host = HostTime(rank.model)
     for name, case in cases(rank, args).items():
         rank.tell(**{f"stock {name}": rank.measured(*case)})
-    rank.paged(args.budget)
-    waited = [0.0, 0]
-
-    def timed(original: Any) -> Any:
-        def call(self: Any, *values: Any, **options: Any) -> Any:
-            begin = time.perf_counter()
-            try:
-                return original(self, *values, **options)
-            finally:
-                waited[0] += time.perf_counter() - begin
-                waited[1] += 1
-
-        return call
-
-    Ranks.broadcast, Ranks.exchange = timed(Ranks.broadcast), timed(Ranks.exchange)  # type: ignore[method-assign]
+    rank.be("paged", args.budget)
     for name, case in cases(rank, args).items():
-        rank._run(*case)
-        waited[:] = [0.0, 0]
-        figures = rank._run(*case)
-        figures["messages"], figures["milliseconds_a_message"] = waited[1], waited[0] / waited[1] * 1e3
-        rank.tell(**{f"paged {name}": figures})
+        rank.tell(**{f"paged {name}": rank.measured(*case)})
     tight(rank, args)
+    host.watch_ranks()
+    rank.host = host
+    rank.keep_both_heads()
+    for rows, count, answer in ((1, args.rounds, 2 * args.answer), (args.rows, (args.rounds + 1) // 2, args.answer)):
+        found: dict[str, list[Any]] = {side: [] for side in ("stock", "paged", *["also"] * bool(args.also))}
+        for _ in range(count):
+            for side, figures in found.items():
+                rank.be("stock" if side == "stock" else "paged", args.budget)
+                if args.also:
+                    change(args.also, is_on=side == "also")
+                figures.append(rank.measured(rows, args.prompt, answer))
+                rank.tell(**{f"rounds {rows}": found})
+
+
+def change(setting: str, *, is_on: bool) -> None:
+    """Give a number of mlx_paged's, ``module.NAME=value``, that value, or the one it had at first."""
+    place, value = setting.split("=")
+    module, name = place.rsplit(".", 1)
+    found = importlib.import_module(module)
+    FIRST.setdefault(place, getattr(found, name))
+    setattr(found, name, int(value) if is_on else FIRST[place])
 
 
 def one(args: argparse.Namespace) -> None:
     rank = Rank(args, args.preset, None)
-    rank.paged(args.budget)
+    rank.be("paged", args.budget)
     for name, case in cases(rank, args).items():
         rank.tell(**{f"paged {name}": rank.measured(*case)})
     tight(rank, args)
@@ -201,8 +114,8 @@ def tight(rank: Rank, args: argparse.Namespace) -> None:
     head_dim = shape.head_dim or shape.hidden_size // shape.num_attention_heads
     itemsize = rank.model.layers[0].self_attn.k_proj.weight.itemsize
     a_token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * head_dim * itemsize
-    rank.paged(int(TIGHT * args.rows * (args.prompt + args.answer) * a_token))
-    rank.tell(tight=rank._run(args.rows, args.prompt, args.answer))
+    rank.be("paged", int(TIGHT * args.rows * (args.prompt + args.answer) * a_token))
+    rank.tell(tight=rank.run(args.rows, args.prompt, args.answer))
 
 
 # Starting them ------------------------------------------------------------------------------------------------------
@@ -239,8 +152,10 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def run_part(name: str, part: str, size: int, argv: Sequence[str], out: Path, seconds: float) -> dict[str, Any]:
+def run_part(name: str, argv: Sequence[str], out: Path) -> dict[str, Any]:
     """What the ranks of a part told, and how they ended."""
+    part, size = name.split("-")[0], 2 if name.endswith("two") else 1
+    seconds = SECONDS[part]
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
@@ -281,39 +196,64 @@ def summary(result: dict[str, Any]) -> list[str]:
         lines.append(f"greedy f32 tokens of two ranks are one's: {'yes' if same else 'NO'}")
     for name in ("two", "one"):
         for case, figures in result["parts"][name]["ranks"][0].items():
-            if isinstance(figures, dict):
-                rate = figures["decode_tokens_per_second"]
-                decode = "     -      " if rate is None else f"{rate:7.1f} tok/s"  # all rows never decode together
+            if isinstance(figures, dict) and "peak_bytes" in figures:
                 peaks = [each[case]["peak_bytes"] / 1e9 for each in result["parts"][name]["ranks"] if case in each]
-                more = ""
-                if "milliseconds_a_message" in figures:
-                    more = f", {figures['milliseconds_a_message']:.3f} ms a message"
+                text = f"{name} {case:8} decode {rated(figures)}, last first {figures['last_first_token']:6.3f} s, "
+                text += f"peak {max(peaks):6.2f} GB"
                 if case == "tight":
-                    more = f", {figures['most_rows_at_once']} rows at once, {figures['preemptions']} preemptions"
-                lines.append(
-                    f"{name:3} {case:9} decode {decode}  first {figures['first_token']:6.3f} "
-                    f"last first {figures['last_first_token']:6.3f} s  peak {max(peaks):6.2f} GB{more}"
-                )
+                    text += f", {figures['most_rows_at_once']} rows at once, {figures['preemptions']} preemptions"
+                lines.append(text)
     mine, theirs = result["parts"]["two"]["ranks"][0], result["parts"]["one"]["ranks"][0]
     for case in ("1", str(result["rows"])):
-        stock, paged, on_one = mine.get(f"stock {case}"), mine.get(f"paged {case}"), theirs.get(f"paged {case}")
-        if stock and paged:
-            rate, late = "decode_tokens_per_second", "last_first_token"
-            text = f"two ranks, {case} row(s): decode {paged[rate] / stock[rate]:.2f}x of stock's, last first token "
-            text += f"{paged[late] / stock[late]:.2f}x"
-            if on_one:
-                text += f", peak {paged['peak_bytes'] / on_one['peak_bytes']:.2f} of one card's"
-            lines.append(text)
+        paged, on_one = mine.get(f"paged {case}"), theirs.get(f"paged {case}")
+        if paged and on_one:
+            lines.append(f"{case} row(s): peak {paged['peak_bytes'] / on_one['peak_bytes']:.3f} of one card's")
+        lines += of_rounds(mine.get(f"rounds {case}"), case)
     return lines[:MOST_PRINTED]
+
+
+def rated(figures: dict[str, Any]) -> str:
+    rate = figures["decode_tokens_per_second"]
+    return "     - tok/s" if rate is None else f"{rate:6.0f} tok/s"  # None: all rows never decode together
+
+
+def of_rounds(found: dict[str, list[dict[str, Any]]] | None, case: str) -> list[str]:
+    """Each round's rates, medians, ratios, and the first rank's time in a step."""
+    if not found or not found["paged"]:
+        return []
+    median = statistics.median
+    rates = {side: [each["decode_tokens_per_second"] for each in rounds] for side, rounds in found.items()}
+    lines = [f"{case} row(s), rounds, tok/s:"]
+    for side, each in rates.items():
+        late = median(figures["last_first_token"] for figures in found[side])
+        listed = " ".join(f"{rate:.1f}" for rate in each)
+        lines.append(f"  {side} {listed}, median {median(each):.1f}, last first token {late:.3f} s")
+    steps = {side: median(figures["median_step_ms"] for figures in rounds) for side, rounds in found.items()}
+    for side in list(found)[1:]:
+        in_turn = median(ours / stock for ours, stock in zip(rates[side], rates["stock"], strict=False))
+        lines.append(
+            f"  {side}: decode {median(rates[side]) / median(rates['stock']):.2f}x of stock's by medians, "
+            f"{in_turn:.2f} median of rounds, {steps['stock'] / steps[side]:.2f} by median steps"
+        )
+    for side, rounds in found.items():
+        of_kind = {
+            kind: [median(each["host_ms_a_step"][kind][i] for each in rounds) for i in (1, 2)]
+            for kind in ("all", *KINDS, "python")
+        }
+        told = ", ".join(f"{kind} {wall:.2f} ({cpu:.2f})" for kind, (wall, cpu) in of_kind.items() if wall)
+        lines.append(f"  {side}, ms a step (of the processor): {told}")
+    return lines
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("out", type=Path, metavar="OUTDIR")
-    made.add_argument("--preset", default="llama-8b", help="llama-8b (default), llama-1b, tiny")
+    made.add_argument("--preset", default="llama-8b", help="llama-8b (default), llama-1b, tiny, deep")
     made.add_argument("--rows", type=int, default=ROWS)
     made.add_argument("--prompt", type=int, default=PROMPT)
     made.add_argument("--answer", type=int, default=ANSWER)
+    made.add_argument("--rounds", type=int, default=ROUNDS, help="with one row; half as many with all")
+    made.add_argument("--also", metavar="MODULE.NAME=N", help="a third kind of rounds: paged, with that number")
     made.add_argument("--budget", type=int, default=None, help="bytes of each rank's pool")
     made.add_argument("--only", help="parts, with commas: tokens, two, one")
     made.add_argument("--part", help=argparse.SUPPRESS)
@@ -336,15 +276,12 @@ def main() -> None:
     result = {"preset": args.preset, "prompt": args.prompt, "rows": args.rows, "parts": parts}
     result["device"] = str(mx.device_info().get("device_name", mx.default_device()))
     argv = sys.argv[1:]
-    for name, part, size in (
-        ("two", "two", 2),
-        ("one", "one", 1),
-        ("tokens-of-two", "tokens", 2),
-        ("tokens-of-one", "tokens", 1),
-    ):
-        if part in wanted:
-            parts[name] = run_part(name, part, size, argv, args.out, SECONDS[part] / (2 if part == "tokens" else 1))
-            (args.out / "ranks.json").write_text(json.dumps(result, indent=1))
+    for group in (("two",), ("one",), ("tokens-of-two", "tokens-of-one")):
+        names = [name for name in group if name.split("-")[0] in wanted]
+        with ThreadPoolExecutor() as pool:
+            for name, part in zip(names, pool.map(lambda name: run_part(name, argv, args.out), names), strict=True):
+                parts[name] = part
+        (args.out / "ranks.json").write_text(json.dumps(result, indent=1))
     print("\n".join(summary(result)))
 
 

@@ -30,8 +30,8 @@ def size_for(size: int, value: Any, *, is_of_rank_0: bool) -> int:
     from mlx_paged.engine.ranks.peer import _HEAD
 
     sequence, what, checksum, content = value
-    if what == "exchange" and is_of_rank_0:
-        content = [*content, *content[-1:] * (size - 2)]
+    if what == "exchange" and is_of_rank_0 and size > 2:  # with all ranks' values
+        content = [content] * size
     body = json.dumps([sequence, what, checksum, content], separators=(",", ":")).encode()
     return (size - 1) * (_HEAD.size + len(body))
 

@@ -68,6 +68,10 @@ def _shape(hidden: int, layers: int, heads: str, head_dim: int, intermediate: in
 # hidden, layers, query/KV heads, head dimension, MLP, vocabulary.
 PRESETS = {
     "tiny": Preset(llama, "float32", {"model_type": "llama"} | _shape(128, 2, "4/2", 64, 256, 512)),
+    # Next to nothing to compute: what a step takes is the host's time.
+    "deep": Preset(
+        llama, "float32", {"model_type": "llama", "tie_word_embeddings": False} | _shape(64, 32, "4/2", 16, 64, 512)
+    ),
     "llama-135m": Preset(llama, "float32", {"model_type": "llama"} | _shape(576, 30, "9/3", 64, 1536, 49152)),
     "llama-1b": Preset(llama, "bfloat16", {"model_type": "llama"} | _shape(2048, 16, "32/8", 64, 8192, 128256)),
     "qwen3-small": Preset(

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_paged.engine import decode_batch
 from mlx_paged.engine.decode_batch import DecodeBatch, _elements
 from mlx_paged.engine.request import Request
 from mlx_paged.errors import PoolExhaustedError
@@ -242,3 +243,45 @@ def test_a_step_for_which_there_is_no_block_names_the_row_and_appends_for_nobody
 @pytest.mark.parametrize("indices", [[0], [4], [0, 1, 2, 3, 4], [0, 2, 4], [1, 2, 4], [0, 1, 3]])
 def test_elements_of_those_who_stay(indices: list[int]) -> None:
     assert _elements(mx.array([5, 6, 7, 8, 9], mx.uint32), indices).tolist() == [5 + index for index in indices]
+
+
+class OfOneKind:
+    """Ranks, as the batch sees them, that count what they have to agree on."""
+
+    def __init__(self, *, are: bool) -> None:
+        self.are_of_one_kind = are
+        self.num_agreed = 0
+
+    def agreeing(self, model: Any) -> Any:
+        return model
+
+    def agreed(self, tokens: mx.array) -> mx.array:
+        self.num_agreed += 1
+        return tokens
+
+
+def drawing(logprobs: mx.array) -> mx.array:
+    raise AssertionError("it is known")
+
+
+@pytest.mark.parametrize(
+    ("same_logits", "one_kind", "sampler", "needed"),
+    [
+        (True, True, greedy, False),
+        (True, True, drawing, True),  # without a seed: each rank's own
+        (True, True, lambda logprobs: mx.argmax(logprobs, axis=-1), True),  # a caller's
+        (True, False, greedy, True),
+        (False, True, greedy, True),
+    ],
+)
+def test_ranks_agree_on_tokens_unless_they_compare_the_same_bits(
+    same_logits: bool, one_kind: bool, sampler: Any, needed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {greedy: {}, drawing: {"temperature": 0.7}}
+    monkeypatch.setattr(decode_batch, "has_same_logits", lambda model: same_logits)
+    ranks: Any = OfOneKind(are=one_kind)
+    batch = Batch(make_pool())
+    batch.batch = DecodeBatch(batch.model, UPSTREAM._replace(known_sampler=known.get), ranks)
+    batch.join(batch.row(1, prompt_of(5)), batch.row(2, prompt_of(9), sampler=sampler))
+    batch.step(3)
+    assert ranks.num_agreed == (3 if needed else 0)

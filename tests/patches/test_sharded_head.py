@@ -10,6 +10,7 @@ import pytest
 from mlx.nn.layers.distributed import shard_linear
 from mlx_lm.models import llama
 
+from mlx_paged.engine.ranks.world import has_same_logits
 from mlx_paged.patches.sharded_head import ShardedHead, shard_head
 
 HIDDEN, VOCAB, SIZE = 64, 96, 2
@@ -88,6 +89,17 @@ def test_a_head_within_a_language_model_is_found() -> None:
     outer = nn.Module()
     outer.language_model = model_of()
     assert shard_head(outer, Group(0)) and type(outer.language_model.lm_head) is ShardedHead
+
+
+def test_a_model_says_whether_its_ranks_have_the_same_logits() -> None:
+    model = model_of()
+    assert not has_same_logits(model)
+    model.model.layers[0].mlp.up_proj = shard_linear(
+        model.model.layers[0].mlp.up_proj, "all-to-sharded", group=Group(0)
+    )
+    assert not has_same_logits(model)
+    shard_head(model, Group(0))
+    assert has_same_logits(model)
 
 
 def test_heads_that_stay_whole() -> None:

@@ -18,10 +18,13 @@ from mlx.utils import tree_flatten
 
 from ...kernels.products import narrow_matmul
 from ...kernels.products.packed_weight import PackedWeight
+from ..ranks.world import group_of
 
 # Of a model's arrays: in a step of one row, larger ones keep the GPU busier than its launches do the host, and MLX
 # reads them as fast (docs/adr/0011).
 MOST_BYTES_OF_ONE_ROW = 1 << 32
+# The same of a rank's part of a model: the host captures two reductions a layer besides (docs/adr/0035).
+MOST_BYTES_OF_ONE_ROW_OVER_RANKS = 1 << 34
 
 
 class NarrowLinear(nn.Linear):
@@ -185,7 +188,7 @@ def _gains(model: nn.Module, num_rows: int) -> bool:
         return False
     if num_rows == 1:
         nbytes: int = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-        return nbytes <= MOST_BYTES_OF_ONE_ROW
+        return nbytes <= (MOST_BYTES_OF_ONE_ROW if group_of(model) is None else MOST_BYTES_OF_ONE_ROW_OVER_RANKS)
     return num_rows <= narrow_matmul.MAX_PACKED_ROWS
 
 

@@ -70,3 +70,8 @@ def ranks_of(model: Any) -> Ranks | None:
     """The ranks that a model is sharded over; None if all of it is here. A collective call where it is sharded."""
     group = group_of(model)
     return None if group is None else connect(group)
+
+
+def has_same_logits(model: Any) -> bool:
+    """Whether each rank of a sharded model has the same bits of logits: they are gathered from all."""
+    return isinstance(model, nn.Module) and any(getattr(module, "is_gathered", False) for module in model.modules())

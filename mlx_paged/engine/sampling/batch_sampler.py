@@ -90,6 +90,11 @@ class BatchSampler:
                 values.append([*bias.values(), *[0.0] * num_free])
             self._bias = mx.array(self._biased)[:, None], mx.array(tokens), mx.array(values, mx.float32)
 
+    @property
+    def only_compares(self) -> bool:
+        """Whether tokens are chosen from the logits as they are, by comparing them."""
+        return not (self._draws or self._penalised or self._biased)
+
     # Steps ----------------------------------------------------------------------------------------------------
 
     def penalised(self, logits: mx.array, inputs: mx.array, places: Sequence[int] | None = None) -> mx.array:

@@ -119,6 +119,11 @@ class TokenChoice:
         """Whether the request's sampler is one that the rows have together."""
         return self._usable(self.upstream.known_sampler(request.sampler)) is not None
 
+    @property
+    def only_compares(self) -> bool:
+        """Whether the rows' tokens are chosen by comparing logits, and nothing of a caller's is asked."""
+        return self._all_together and self.sampler.only_compares
+
     # Steps ----------------------------------------------------------------------------------------------------
 
     def choose(self, logits: mx.array, inputs: mx.array, places: Places | None = None) -> Choice:

@@ -164,6 +164,13 @@ def test_a_step_of_one_row_takes_launches_where_the_host_is_what_takes_time(
     mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
     batch(model, 1)
     assert not products
+    # Several ranks' reductions take the host's time besides.
+    with mock.patch.object(narrow_layers_module, "group_of", lambda model: "a group"):
+        with narrow_layers(model, 1):
+            assert type(model.layers[0].mlp.up_proj) is NarrowLinear
+        monkeypatch.setattr(narrow_layers_module, "MOST_BYTES_OF_ONE_ROW_OVER_RANKS", nbytes - 1)
+        with narrow_layers(model, 1):
+            assert type(model.layers[0].mlp.up_proj) is nn.Linear
 
 
 def test_steps_that_are_not_compiled_yet_multiply_alike(products: list[tuple[str, int]], kernels: Any) -> None:
