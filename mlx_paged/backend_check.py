@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from types import TracebackType
 
-from .command_buffers import raise_limit
+from .command_buffers import launch_directly, raise_limit
 
 _print_others = sys.excepthook
 
@@ -22,7 +22,8 @@ def _print_in_one_line(kind: type[BaseException], error: BaseException, trace: T
         _print_others(kind, error, trace)
 
 
-raise_limit()  # MLX reads the variable that it sets
+raise_limit()  # MLX reads the variables that they set
+launch_directly()
 try:
     import mlx.core  # noqa: F401
 except ImportError as missing:

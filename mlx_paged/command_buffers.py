@@ -1,6 +1,7 @@
-"""MLX's limit on what a Metal command buffer uses, raised where the process is this package's own command.
+"""How MLX hands work to the GPU, where the process is this package's own command: larger command buffers on Metal, no
+CUDA graphs over NCCL.
 
-Imported before MLX, which reads the variable when it first meets the GPU; so nothing here imports MLX.
+Imported before MLX, which reads the variables when it first meets the GPU; so nothing here imports MLX.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ VARIABLE = "MLX_MAX_MB_PER_BUFFER"
 # In units of 2^20 elements of inputs. Larger than a layer's pool on any Mac, so that the number of operations (40 or
 # 50) is what ends a buffer.
 LIMIT = 16384
+GRAPHS = "MLX_USE_CUDA_GRAPHS"
 COMMANDS = ("mlx_paged", "mlx_paged.generate", "mlx_paged.server")
 
 
@@ -44,3 +46,13 @@ def raise_limit() -> None:
     """
     if sys.platform == "darwin" and is_own_command(sys.argv, sys.orig_argv):
         os.environ.setdefault(VARIABLE, str(LIMIT))
+
+
+def launch_directly() -> None:
+    """In a command of this package over NCCL, set ``MLX_USE_CUDA_GRAPHS=0`` unless the user has set it.
+
+    MLX cannot use a graph with a reduction twice: it makes one anew for each, 65 a decode step of 32 layers, and a process gets
+    slower with each that there has been.
+    """
+    if "NCCL_HOST_IP" in os.environ and is_own_command(sys.argv, sys.orig_argv):
+        os.environ.setdefault(GRAPHS, "0")

@@ -1,4 +1,4 @@
-"""The limit on MLX's command buffers: raised on macOS, in this package's own commands, before MLX is there."""
+"""MLX's variables that this package's own commands set before MLX is there: a limit on macOS, no graphs over NCCL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlx_paged import command_buffers
-from mlx_paged.command_buffers import LIMIT, VARIABLE, is_own_command
+from mlx_paged.command_buffers import GRAPHS, LIMIT, VARIABLE, is_own_command
 
 # Says what the variable is at the moment when MLX is first imported, with the platform as given.
 PROBE = """
@@ -94,3 +94,22 @@ def test_raised_in_this_process_only_where_it_is_ours(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "argv", ["/usr/local/bin/mlx_paged.server"])
     command_buffers.raise_limit()
     assert os.environ.pop(VARIABLE) == str(LIMIT)
+
+
+def test_no_graphs_over_nccl_in_our_own_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(GRAPHS, raising=False)
+    monkeypatch.delenv("NCCL_HOST_IP", raising=False)
+    monkeypatch.setattr(sys, "argv", ["/usr/local/bin/mlx_paged.server"])
+    command_buffers.launch_directly()  # one process, or another backend
+    assert GRAPHS not in os.environ
+    monkeypatch.setenv("NCCL_HOST_IP", "127.0.0.1")
+    monkeypatch.setattr(sys, "argv", ["notes.py"])
+    command_buffers.launch_directly()
+    assert GRAPHS not in os.environ
+    monkeypatch.setattr(sys, "argv", ["/usr/local/bin/mlx_paged.server"])
+    monkeypatch.setenv(GRAPHS, "1")
+    command_buffers.launch_directly()
+    assert os.environ[GRAPHS] == "1"
+    monkeypatch.delenv(GRAPHS)
+    command_buffers.launch_directly()
+    assert os.environ.pop(GRAPHS) == "0"

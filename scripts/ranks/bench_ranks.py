@@ -131,6 +131,7 @@ def start(part: str, size: int, argv: Sequence[str], folder: Path) -> list[subpr
     if size > 1 and has_gpu:
         env |= {"NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": str(ports[0]), "MLX_WORLD_SIZE": str(size)}
         env.setdefault("NCCL_NVLS_ENABLE", "0")
+        env.setdefault("MLX_USE_CUDA_GRAPHS", "0")  # as our commands have it; for stock, too
     elif size > 1:
         hosts = folder / "hosts.json"
         hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
