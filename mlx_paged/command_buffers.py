@@ -51,8 +51,8 @@ def raise_limit() -> None:
 def launch_directly() -> None:
     """In a command of this package over NCCL, set ``MLX_USE_CUDA_GRAPHS=0`` unless the user has set it.
 
-    MLX cannot use a graph with a reduction twice: it makes one anew for each, 65 a decode step of 32 layers, and a process gets
-    slower with each that there has been.
+    MLX cannot use a graph with a reduction twice: it makes one anew for each, 65 a decode step of 32 layers, and a
+    process gets slower with each that there has been.
     """
     if "NCCL_HOST_IP" in os.environ and is_own_command(sys.argv, sys.orig_argv):
         os.environ.setdefault(GRAPHS, "0")
