@@ -198,7 +198,9 @@ def kernel_text(body: str, dialect: str) -> tuple[str, str]:
             helpers = ((folder / f"quantized/{part}").read_text() for part in _QUANTIZED_HELPERS)
             header += _CUDA_HEADER.format("".join(helpers))
         if body == "latent_decode_tensor":
-            header += _CUDA_HEADER.format((folder / "latent/warpgroup.cuh").read_text())
+            header += _CUDA_HEADER.format(
+                "".join((folder / f"latent/{part}.cuh").read_text() for part in ("flags", "warpgroup"))
+            )
         return header, source
     source = "".join((folder / f"{part}.metal").read_text() for part in _PARTS.get(body, (body,)))
     if body.startswith("quantized"):

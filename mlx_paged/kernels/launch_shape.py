@@ -100,9 +100,9 @@ class LaunchShape(NamedTuple):
         return 4 * self.simdgroups * (2 * heads + self.head_round * value_dim)
 
     def latent_bytes(self, head_dim: int) -> int:
-        """Shared memory in bytes of a group of latent_decode_tensor: queries, keys twice, weights, sums."""
+        """Shared memory in bytes of a group of latent_decode_tensor: queries, keys twice, scores and sums, flags."""
         heads = LATENT_TENSOR_HEADS
-        return 2 * (heads * head_dim + 2 * self.keys * head_dim + heads * 64) + 8 * heads
+        return 2 * (heads * head_dim + 2 * self.keys * head_dim) + 16 * heads + 11 * 8
 
 
 def partition_for(cores: int | None) -> int:
@@ -175,7 +175,7 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
 def _latent_shape(variant: Variant, cores: int | None) -> LaunchShape:
     """Two query heads a simdgroup: their queries and outputs are what fits the registers of an Apple GPU."""
     if variant.body == LATENT_BODIES[1]:
-        return LaunchShape(8, 32, 1, 1, 1, 8, LATENT_PARTITION, _ONE_TIER, groups=1, keys=_LATENT_KEYS)
+        return LaunchShape(8, 32, 1, 1, 1, 12, LATENT_PARTITION, _ONE_TIER, groups=1, keys=_LATENT_KEYS)
     head_split = -(-variant.gqa // 2)
     unroll = 4 if variant.backend == "cuda" else 2 if variant.dtype.size == 2 else 1
     simdgroups = head_split * max(1, 4 // head_split)

@@ -113,6 +113,11 @@ struct AsyncCopies {
   __device__ void copy(void* target, const void* source, bool live) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source), "r"(live ? 16 : 0));
   }
+  // Those that this thread began since the last time are one group.
+  __device__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  // Until all but the last COUNT groups have arrived.
+  template <int COUNT>
+  __device__ void wait_for_all_but() { asm volatile("cp.async.wait_group %0;" ::"n"(COUNT) : "memory"); }
   // Until all that this thread began have arrived.
   __device__ void wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 };

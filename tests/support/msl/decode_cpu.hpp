@@ -103,3 +103,22 @@ struct CopiesThen : AsyncCopies {
 };
 template <class Then>
 inline CopiesThen<Then> then(Then what) { return CopiesThen<Then>(what); }
+// kernels/text/latent/flags.cuh.
+template <int COUNT>
+inline void fewer_registers() {}
+template <int COUNT>
+inline void more_registers() {}
+struct Flag {
+  uint64_t bits;
+  void begin(int arrivals) { msl_rt::flag_begin(this, arrivals); }
+  void arrive(int lane, int line = __builtin_LINE()) {
+    msl_rt::barrier_simd(msl_rt::MEM_TG | msl_rt::MEM_DEVICE, line);
+    if (lane == 0) msl_rt::flag_arrive(this);
+  }
+  void wait(int turn, int line = __builtin_LINE()) { msl_rt::flag_wait(this, unsigned(turn), line); }
+};
+// Flags of the emulator's own: no other is at a number.
+inline void warpgroup_barrier(int group, int line = __builtin_LINE()) {
+  const void* const at = reinterpret_cast<const void*>(uint64_t(group + 1));
+  msl_rt::flag_group(at, 4, line);
+}

@@ -87,19 +87,25 @@ struct AsyncCopies {
   };
   Eight* targets[MOST];
   const Eight* sources[MOST];
-  int count = 0;
+  int count = 0, there = 0, ends[8], n_groups = 0;
   template <class T>
   void copy(T* target, const T* source, bool live) {
     targets[count] = reinterpret_cast<Eight*>(target);
     sources[count] = live ? reinterpret_cast<const Eight*>(source) : nullptr;
-    volatile ushort there = reinterpret_cast<const Eight*>(source)->bits[0];
+    volatile ushort readable = reinterpret_cast<const Eight*>(source)->bits[0];
     for (int i = 0; i < 8; i++) targets[count]->bits[i] = 0xffff;
     count++;
   }
+  void commit() { ends[n_groups++] = count; }
+  template <int COUNT>
+  void wait_for_all_but() { arrived(n_groups > COUNT ? ends[n_groups - COUNT - 1] : 0); }
   void wait() {
-    for (int n = 0; n < count; n++) {
-      for (int i = 0; i < 8; i++) targets[n]->bits[i] = sources[n] ? sources[n]->bits[i] : 0;
+    arrived(count);
+    count = there = n_groups = 0;
+  }
+  void arrived(int until) {
+    for (; there < until; there++) {
+      for (int i = 0; i < 8; i++) targets[there]->bits[i] = sources[there] ? sources[there]->bits[i] : 0;
     }
-    count = 0;
   }
 };

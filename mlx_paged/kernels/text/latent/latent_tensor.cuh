@@ -1,24 +1,29 @@
 // CUDA only: latent_decode for 16-bit types on the tensor cores. A thread group takes a row, up to 64 of its query heads and a
-// partition of 2^params[3] tokens, KEYS at a time, which it reads once: as keys of D values and as values of the first DV.
-// Its two warpgroups share the work twice: each computes the scores of half of the tokens, with all dims, and then the outputs
-// of half of the dims, with all tokens. Weights go from one to the other through shared memory, rounded to T: over hundreds of
-// tokens what that loses averages out.
-// The next tokens are copied while these are computed. merge_partitions joins the partitions.
+// partition of 2^params[3] tokens, which it reads once: as keys of D values and as values of the first DV.
+// Two warpgroups compute and a third one copies. Tokens come in tiles of KEYS, two at a time. Each of the two computes the scores of one
+// tile, with all dims, and then the outputs of half of the dims, over both tiles: while the one is at its weights, the other's
+// products go on. Weights go from one to the other through shared memory, where the rotated part of their tile was, rounded to T: over
+// hundreds of tokens what that loses averages out.
+// A half of a tile's values is copied anew as soon as its outputs are there. merge_partitions joins the partitions.
 constexpr int M = 64;                  // query heads of a thread group; those that are missing are zeros
-constexpr int THREADS = 32 * SG;       // two warpgroups
+constexpr int THREADS = 32 * SG;       // three warpgroups
 constexpr int TILES = D / 64;          // of 64 values, that a key has
+constexpr int HALF = DV / 128;         // of half of the latent
 constexpr int TILE = KEYS * 64;        // values of one, of all tokens
 constexpr int STAGE = TILES * TILE;
-constexpr int HALF = KEYS / 2;         // tokens whose scores are a warpgroup's
 constexpr int DP = D - DV;             // values behind the latent, which positions are in
 constexpr float NOTHING = -1.0e30f;
 constexpr float LOG2E = 1.44269504088896341f;
 
-SHARED_TILES(T, shared, TILES * M * 64 + 2 * STAGE + M * 64 + 2 * M * 2);
+SHARED_TILES(T, shared, TILES * M * 64 + 2 * STAGE + 2 * M * 4 + 11 * 4);
 T* const queries = shared;
 T* const stages = queries + TILES * M * 64;
-T* const weights = stages + 2 * STAGE;
-float* const between = reinterpret_cast<float*>(weights + M * 64);  // what the warpgroups tell each other of each head
+float* const tops = reinterpret_cast<float*>(stages + 2 * STAGE);  // what the warpgroups tell each other of each head: largest scores,
+float* const sums = tops + 2 * M;                                  // and sums of weights
+Flag* const full = reinterpret_cast<Flag*>(sums + 2 * M);  // [tile][half]: copied
+Flag* const used = full + 4;                               // [tile][half]: its outputs are there
+Flag* const weighed = used + 4;                            // [tile]: its weights are there
+Flag* const both = weighed + 2;                            // queries are there; sums are
 
 const int n_heads = q_shape[1];
 const int max_blocks = tables_shape[1];
@@ -30,7 +35,7 @@ const int n_partitions = static_cast<int>(threadgroups_per_grid.z);
 const int thread_index = static_cast<int>(thread_position_in_threadgroup.x);
 const int lane = thread_index % 32;
 const int warp = thread_index / 32 % 4;    // of the warpgroup
-const int group = thread_index / 128;
+const int group = simd_shuffle(thread_index / 128, 0);  // the same for a warp, as the compiler has to know
 const int r = lane / 4;
 const int c = lane % 4;
 const int own_head = warp * 16 + r;        // and 8 more
@@ -60,138 +65,218 @@ if (lo < hi) {
     for (int dim = thread_index; dim < DP; dim += THREADS) const_cast<T*>(v_pool)[at * DP + dim] = new_rotated[dim];
   }
 
-  AsyncCopies copies;
-  UNROLL
-  for (int i = 0; i < M * D / 8; i += THREADS) {
-    const int head = (i + thread_index) / (D / 8), eighth = (i + thread_index) % (D / 8);
-    const bool live = head0 + head < n_heads;
-    if (M * D / 8 % THREADS == 0 || head < M) {
-      copies.copy(queries + eighth / 8 * (M * 64) + swizzled(head, eighth % 8), q + (line0 + (live ? head : 0) * q_len) * D + eighth * 8, live);
-    }
-  }
-  // Of eight tokens at a time, which lie in one block. Dead ones are zeros: their slots may hold anything, and a weight of
-  // zero does not make a NaN go away. They have the address of a live one that nobody stores to now.
-  const int first = lo / KEYS;
-  const int last = (hi - 1) / KEYS;
-  auto load = [&](int step) {
-    T* const stage = stages + (step - first) % 2 * STAGE;
+  if (thread_index == 0) {
     UNROLL
-    for (int eight = 0; eight < KEYS / 8; eight += SG) {
-      const int token = (eight + group * 4 + warp) * 8;  // of the stage
-      if (KEYS / 8 % SG == 0 || token < KEYS) {
-        const int position = step * KEYS + token;
-        const int64_t slot = static_cast<int64_t>(table[metal::min(metal::max(position / BS, lo / BS), (hi - 1) / BS)]) * BS + position % BS;
-        UNROLL
-        for (int t = 0; t < 8; t++) {
-          const bool live = position + t >= lo && position + t < hi;
-          const T* const source = position + t == fresh || (fresh >= 0 && !live) ? new_latent : k_pool + (slot + t) * DV;
-          UNROLL
-          for (int i = 0; i < DV / 8; i += 32) {
-            const int eighth = i + lane;
-            if (DV / 8 % 32 == 0 || eighth < DV / 8) copies.copy(stage + eighth / 8 * TILE + swizzled(token + t, eighth % 8), source + eighth * 8, live);
-          }
-        }
-        UNROLL
-        for (int i = 0; i < DP; i += 32) {
-          const int t = (i + lane) / (DP / 8), eighth = (i + lane) % (DP / 8);
-          const bool live = position + t >= lo && position + t < hi;
-          const T* const source = position + t == fresh || (fresh >= 0 && !live) ? new_rotated : v_pool + (slot + t) * DP;
-          copies.copy(stage + (DV / 64 + eighth / 8) * TILE + swizzled(token + t, eighth % 8), source + eighth * 8, live);
-        }
-      }
-    }
-  };
-  load(first);
-
-  const float gain = params[0] * LOG2E;
-  float m[2], l[2];  // of heads own_head and own_head + 8; the sum is of this lane's tokens
-  float acc[DV / 16][4];
-  UNROLL
-  for (int i = 0; i < 2; i++) {
-    m[i] = NOTHING;
-    l[i] = 0.0f;
-  }
-  UNROLL
-  for (int i = 0; i < DV / 4; i++) acc[i / 4][i % 4] = 0.0f;
-
-  for (int step = first; step <= last; step++) {
-    const T* const stage = stages + (step - first) % 2 * STAGE;
-    copies.wait();
-    show_to_products();
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (step < last) load(step + 1);
-
-    float s[HALF / 8][4];
-    multiply_rows<TILES>(s, queries, M * 64, stage + group * (HALF * 64), TILE, lane, warp);
-    if (step * KEYS < lo || step * KEYS + KEYS > hi) {
-      UNROLL
-      for (int i = 0; i < HALF / 2; i++) {
-        const int token = step * KEYS + group * HALF + i / 4 * 8 + c * 2 + i % 2;
-        if (token < lo || token >= hi) s[i / 4][i % 4] = NOTHING;
-      }
-    }
-    float top[2];
-    UNROLL
-    for (int i = 0; i < 2; i++) {
-      top[i] = m[i];
-      UNROLL
-      for (int j = 0; j < HALF / 4; j++) top[i] = metal::max(top[i], s[j / 2][i * 2 + j % 2]);
-      top[i] = metal::max(top[i], simd_shuffle_xor(top[i], 1));
-      top[i] = metal::max(top[i], simd_shuffle_xor(top[i], 2));
-      if (c == 0) between[group * M + own_head + i * 8] = top[i];
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    float shrink[2];
-    UNROLL
-    for (int i = 0; i < 2; i++) {
-      top[i] = metal::max(top[i], between[(1 - group) * M + own_head + i * 8]);
-      shrink[i] = metal::fast::exp2((m[i] - top[i]) * gain);
-      m[i] = top[i];
-      const float base = top[i] * gain;
-      float sum = 0.0f;
-      UNROLL
-      for (int j = 0; j < HALF / 8; j++) {
-        const float low = metal::fast::exp2(metal::fma(s[j][i * 2], gain, -base));
-        const float high = metal::fast::exp2(metal::fma(s[j][i * 2 + 1], gain, -base));
-        sum += low + high;
-        *reinterpret_cast<uint*>(weights + swizzled(own_head + i * 8, group * (HALF / 8) + j) + c * 2) = pack_rounded<T>(low, high);
-      }
-      l[i] = metal::fma(l[i], shrink[i], sum);
-    }
-    // Most steps have no larger score than those before.
-    if (simd_any(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
-      UNROLL
-      for (int i = 0; i < DV / 4; i++) acc[i / 4][i % 4] *= shrink[i % 4 / 2];
-    }
-    show_to_products();
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    multiply_columns<KEYS>(acc, weights, stage + group * (DV / 128) * TILE, TILE, lane, warp);
-  }
-
-  UNROLL
-  for (int i = 0; i < 2; i++) {
-    l[i] += simd_shuffle_xor(l[i], 1);
-    l[i] += simd_shuffle_xor(l[i], 2);
-    if (c == 0) between[group * M + own_head + i * 8] = l[i];
+    for (int i = 0; i < 10; i++) full[i].begin(i < 4 ? 2 : 4);
+    both->begin(8);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  UNROLL
-  for (int i = 0; i < 2; i++) {
-    const int head = own_head + i * 8;
-    if (head0 + head < n_heads) {
-      const int64_t at = (line0 + head * q_len) * n_partitions + partition;
-      const float total = between[head] + between[M + head];
-      if (group == 0 && c == 0) {
-        stats[at * 2] = m[i] * gain;
-        stats[at * 2 + 1] = total;
-      }
-      const float scale = SINGLE ? 1.0f / total : 1.0f;
+  const int first = lo / KEYS;
+  const int last = (hi - 1) / KEYS;
+  AsyncCopies copies;
+
+  if (group == 2) {
+    fewer_registers<72>();
+    // A warp copies half of the tokens of each other tile, four at a time, eight lanes each; lane % OWN knows where one of them
+    // lies: its slot, or that it is NEW, or DEAD. Dead ones are zeros: their slots may hold anything, and a weight of zero
+    // does not make a NaN go away.
+    constexpr int OWN = KEYS / 2, DEAD = -1, NEW = -2;
+    const int tile = warp / 2, eighth = lane % 8;
+    T* const stage = stages + tile * STAGE;
+    auto slot_of = [&](int step) {
+      const int position = step * KEYS + warp % 2 * OWN + lane % OWN;
+      const int block = table[metal::min(metal::max(position / BS, lo / BS), (hi - 1) / BS)];
+      return position < lo || position >= hi ? DEAD : position == fresh ? NEW : block * BS + position % BS;
+    };
+    int next = slot_of(first + tile);
+    for (int step = first + tile; step <= last + tile; step += 2) {
+      const int turn = (step - first) / 2 % 2;
+      int slots[OWN / 4];
       UNROLL
-      for (int j = 0; j < DV / 16; j++) {
-        O* const target = out + at * DV + group * (DV / 2) + j * 8 + c * 2;
-        target[0] = static_cast<O>(acc[j][i * 2] * scale);
-        target[1] = static_cast<O>(acc[j][i * 2 + 1] * scale);
+      for (int i = 0; i < OWN / 4; i++) slots[i] = simd_shuffle(next, i * 4 + lane / 8);
+      next = slot_of(step + 2);
+      UNROLL
+      for (int half = 0; half < 2; half++) {
+        used[tile * 2 + half].wait(1 - turn);
+        UNROLL
+        for (int i = 0; i < OWN / 4; i++) {
+          const int at = swizzled(warp % 2 * OWN + i * 4 + lane / 8, eighth);
+          const T* const latent = (slots[i] < 0 ? new_latent : k_pool + static_cast<int64_t>(slots[i]) * DV) + half * (DV / 2) + eighth * 8;
+          UNROLL
+          for (int j = 0; j < HALF; j++) copies.copy(stage + (half * HALF + j) * TILE + at, latent + j * 64, slots[i] != DEAD);
+          // Where the rotated part goes, weights were for both halves.
+          const T* const rotated = (slots[i] < 0 ? new_rotated : v_pool + static_cast<int64_t>(slots[i]) * DP) + eighth * 8;
+          UNROLL
+          for (int j = 0; j < DP / 64 && half == 1; j++) copies.copy(stage + (DV / 64 + j) * TILE + at, rotated + j * 64, slots[i] != DEAD);
+        }
+        copies.commit();
       }
+      copies.wait_for_all_but<1>();
+      show_to_products();
+      full[tile * 2].arrive(lane);
+      copies.wait();
+      show_to_products();
+      full[tile * 2 + 1].arrive(lane);
+    }
+  } else {
+    more_registers<216>();
+    UNROLL
+    for (int i = 0; i < M * D / 8; i += 256) {
+      const int head = (i + thread_index) / (D / 8), eighth = (i + thread_index) % (D / 8);
+      const bool live = head0 + head < n_heads;
+      if (M * D / 8 % 256 == 0 || head < M) {
+        copies.copy(queries + eighth / 8 * (M * 64) + swizzled(head, eighth % 8), q + (line0 + (live ? head : 0) * q_len) * D + eighth * 8, live);
+      }
+    }
+    copies.wait();
+    show_to_products();
+    both->arrive(lane);
+    both->wait(0);
+
+    const float gain = params[0] * LOG2E;
+    auto compute = [&](auto own_group) {
+      constexpr int GROUP = decltype(own_group)::value;
+      float m[2], l[2];  // of heads own_head and own_head + 8; the sum is of this lane's tokens, and of the own tiles
+      float acc[DV / 16][4];
+      UNROLL
+      for (int i = 0; i < 2; i++) {
+        m[i] = NOTHING;
+        l[i] = 0.0f;
+      }
+      UNROLL
+      for (int i = 0; i < DV / 4; i++) acc[i / 4][i % 4] = 0.0f;
+      T* const own = stages + GROUP * STAGE;
+      // From now on in units of weights that are the largest for these scores.
+      auto raise = [&](const float (&top)[2]) {
+        float shrink[2];
+        UNROLL
+        for (int i = 0; i < 2; i++) {
+          shrink[i] = metal::fast::exp2((m[i] - top[i]) * gain);
+          m[i] = top[i];
+          l[i] *= shrink[i];
+        }
+        // Most tiles have no larger score than those before.
+        if (simd_any(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+          UNROLL
+          for (int i = 0; i < DV / 4; i++) acc[i / 4][i % 4] *= shrink[i % 4 / 2];
+        }
+      };
+      auto weigh = [&](int tile) {
+        begin_products();
+        multiply_columns<KEYS>(acc, stages + tile * STAGE + DV / 64 * TILE, stages + tile * STAGE + GROUP * HALF * TILE, TILE, lane, warp);
+      };
+
+      for (int step = first; step <= last; step += 2) {
+        const int turn = (step - first) / 2 % 2;
+        float s[KEYS / 8][4];
+        full[GROUP * 2].wait(turn);
+        begin_products();
+        multiply_rows<HALF, false>(s, queries, M * 64, own, TILE, lane, warp);
+        full[GROUP * 2 + 1].wait(turn);
+        multiply_rows<TILES - HALF, true>(s, queries + HALF * (M * 64), M * 64, own + HALF * TILE, TILE, lane, warp);
+        end_products();
+        const int begins = (step + GROUP) * KEYS;
+        if (begins < lo || begins + KEYS > hi) {
+          UNROLL
+          for (int i = 0; i < KEYS / 2; i++) {
+            const int token = begins + i / 4 * 8 + c * 2 + i % 2;
+            if (token < lo || token >= hi) s[i / 4][i % 4] = NOTHING;
+          }
+        }
+        float top[2];
+        UNROLL
+        for (int i = 0; i < 2; i++) {
+          top[i] = m[i];
+          UNROLL
+          for (int j = 0; j < KEYS / 4; j++) top[i] = metal::max(top[i], s[j / 2][i * 2 + j % 2]);
+          top[i] = metal::max(top[i], simd_shuffle_xor(top[i], 1));
+          top[i] = metal::max(top[i], simd_shuffle_xor(top[i], 2));
+        }
+        float before[2];  // largest scores with the first tile's
+        if constexpr (GROUP == 1) {
+          weighed[0].wait(turn);
+          UNROLL
+          for (int i = 0; i < 2; i++) {
+            before[i] = tops[own_head + i * 8];
+            top[i] = metal::max(top[i], before[i]);
+          }
+        }
+        float sum[2];
+        UNROLL
+        for (int i = 0; i < 2; i++) {
+          if (c == 0) tops[GROUP * M + own_head + i * 8] = top[i];
+          const float base = top[i] * gain;
+          sum[i] = 0.0f;
+          UNROLL
+          for (int j = 0; j < KEYS / 8; j++) {
+            s[j][i * 2] = metal::fast::exp2(metal::fma(s[j][i * 2], gain, -base));
+            s[j][i * 2 + 1] = metal::fast::exp2(metal::fma(s[j][i * 2 + 1], gain, -base));
+            sum[i] += s[j][i * 2] + s[j][i * 2 + 1];
+          }
+        }
+        warpgroup_barrier(GROUP);
+        T* const weights = own + DV / 64 * TILE;
+        UNROLL
+        for (int i = 0; i < KEYS / 4; i++) {
+          *reinterpret_cast<uint*>(weights + swizzled(own_head + i % 2 * 8, i / 2) + c * 2) = pack_rounded<T>(s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1]);
+        }
+        show_to_products();
+        warpgroup_barrier(GROUP);
+        weighed[GROUP].arrive(lane);
+        if constexpr (GROUP == 1) {
+          raise(before);
+          weigh(0);
+          end_products();
+          used[1].arrive(lane);
+        }
+        raise(top);
+        UNROLL
+        for (int i = 0; i < 2; i++) l[i] += sum[i];
+        weigh(GROUP);
+        end_products();
+        used[GROUP * 2 + GROUP].arrive(lane);
+        if constexpr (GROUP == 0) {
+          weighed[1].wait(turn);
+          const float after[2] = {tops[M + own_head], tops[M + own_head + 8]};
+          raise(after);
+          weigh(1);
+          end_products();
+          used[2].arrive(lane);
+        }
+      }
+
+      UNROLL
+      for (int i = 0; i < 2; i++) {
+        l[i] += simd_shuffle_xor(l[i], 1);
+        l[i] += simd_shuffle_xor(l[i], 2);
+        if (c == 0) sums[GROUP * M + own_head + i * 8] = l[i];
+      }
+      both->arrive(lane);
+      both->wait(1);
+      UNROLL
+      for (int i = 0; i < 2; i++) {
+        const int head = own_head + i * 8;
+        if (head0 + head < n_heads) {
+          const int64_t at = (line0 + head * q_len) * n_partitions + partition;
+          const float total = sums[head] + sums[M + head];
+          if (GROUP == 0 && c == 0) {
+            stats[at * 2] = m[i] * gain;
+            stats[at * 2 + 1] = total;
+          }
+          const float scale = SINGLE ? 1.0f / total : 1.0f;
+          UNROLL
+          for (int j = 0; j < DV / 16; j++) {
+            O* const target = out + at * DV + GROUP * (DV / 2) + j * 8 + c * 2;
+            target[0] = static_cast<O>(acc[j][i * 2] * scale);
+            target[1] = static_cast<O>(acc[j][i * 2 + 1] * scale);
+          }
+        }
+      }
+    };
+    if (group == 0) {
+      compute(Number<0>());
+    } else {
+      compute(Number<1>());
     }
   }
 } else {

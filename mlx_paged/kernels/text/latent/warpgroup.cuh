@@ -33,9 +33,11 @@ __device__ inline unsigned long long tile_at(const void* first, int leading) {
 // d (+)= A B^T for A of 64 rows and B of N, or A B for B of N columns if it is read across rows; 16 values deep.
 template <class T, bool ACROSS, int J>
 __device__ inline void multiply(float (&d)[J][4], unsigned long long left, unsigned long long right, int goes_on) {
-  static_assert(J == 4 || J == 16 || J == 32, "32, 128 or 256 columns");
-  if constexpr (J == 4 && !ACROSS && is_half<T>) WGMMA("32", "f16", NAMES_16_0, SUMS_16(0), "%16", "%17", "%18", "0");
-  if constexpr (J == 4 && !ACROSS && !is_half<T>) WGMMA("32", "bf16", NAMES_16_0, SUMS_16(0), "%16", "%17", "%18", "0");
+  static_assert(J == 8 || J == 16 || J == 32, "64, 128 or 256 columns");
+#define SUMS_32 SUMS_16(0), SUMS_16(4)
+#define NAMES_32 NAMES_16_0 ", " NAMES_16_1
+  if constexpr (J == 8 && !ACROSS && is_half<T>) WGMMA("64", "f16", NAMES_32, SUMS_32, "%32", "%33", "%34", "0");
+  if constexpr (J == 8 && !ACROSS && !is_half<T>) WGMMA("64", "bf16", NAMES_32, SUMS_32, "%32", "%33", "%34", "0");
   if constexpr (J == 16 && ACROSS && is_half<T>) WGMMA("128", "f16", NAMES_64_0, SUMS_64(0), "%64", "%65", "%66", "1");
   if constexpr (J == 16 && ACROSS && !is_half<T>) WGMMA("128", "bf16", NAMES_64_0, SUMS_64(0), "%64", "%65", "%66", "1");
 #define SUMS_128 SUMS_64(0), SUMS_64(16)
@@ -44,27 +46,28 @@ __device__ inline void multiply(float (&d)[J][4], unsigned long long left, unsig
   if constexpr (J == 32 && ACROSS && !is_half<T>) WGMMA("256", "bf16", NAMES_128, SUMS_128, "%128", "%129", "%130", "1");
 }
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// Until all that have begun are there.
 __device__ inline void end_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 #else
 __device__ inline void show_to_products() {}
+__device__ inline void begin_products() {}
+__device__ inline void end_products() {}
 #endif
-
-// d = A B^T: 64 rows of A, 8 J rows of B, of `tiles` tiles each, which lie so many values apart.
-template <int TILES, class T, int J>
+// d = A B^T, or d += if it goes on: 64 rows of A, 8 J rows of B, of `tiles` tiles each, which lie so many values apart. It is there
+// after end_products(), like those below.
+template <int TILES, bool GOES_ON, class T, int J>
 __device__ inline void multiply_rows(float (&d)[J][4], const T* a, int a_apart, const T* b, int b_apart, int lane, int warp) {
 #ifdef HAS_WARPGROUPS
-  begin_products();
   UNROLL
   for (int k = 0; k < TILES * 4; k++) {
-    multiply<T, false>(d, tile_at(a + k / 4 * a_apart + k % 4 * 16, 16), tile_at(b + k / 4 * b_apart + k % 4 * 16, 16), k > 0);
+    multiply<T, false>(d, tile_at(a + k / 4 * a_apart + k % 4 * 16, 16), tile_at(b + k / 4 * b_apart + k % 4 * 16, 16), GOES_ON || k > 0);
   }
-  end_products();
 #else
   UNROLL
-  for (int i = 0; i < J * 4; i++) d[i / 4][i % 4] = 0.0f;
+  for (int i = 0; i < J * 4; i++) d[i / 4][i % 4] = GOES_ON ? d[i / 4][i % 4] : 0.0f;
   const int a_row = warp * 16 + lane % 16, b_row = lane / 16 * 8 + lane % 8;
   for (int k = 0; k < TILES * 4; k++) {
     const uint4 x = load_matrices(a + k / 4 * a_apart + swizzled(a_row, k % 4 * 2 + lane / 16));
@@ -82,12 +85,10 @@ __device__ inline void multiply_rows(float (&d)[J][4], const T* a, int a_apart, 
 template <int DEPTH, class T, int J>
 __device__ inline void multiply_columns(float (&d)[J][4], const T* a, const T* b, int b_apart, int lane, int warp) {
 #ifdef HAS_WARPGROUPS
-  begin_products();
   UNROLL
   for (int k = 0; k < DEPTH / 16; k++) {
     multiply<T, true>(d, tile_at(a + k * 16, 16), tile_at(b + k * 16 * 64, b_apart * 2), 1);
   }
-  end_products();
 #else
   const int row = warp * 16 + lane % 16;
   for (int k = 0; k < DEPTH / 16; k++) {
