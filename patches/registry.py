@@ -117,7 +117,7 @@ def _patches() -> list[Patch]:
         Patch(f"{models}.qwen3", "TransformerBlock.__call__", "4614a766e7f00ade", "models.transformer_block.adapt"),
         Patch(f"{models}.llama", "Model.__call__", "7d7a49eb8d846b96", "models.compiled.adapt"),
         Patch(f"{models}.qwen3", "Model.__call__", "7d7a49eb8d846b96", "models.compiled.adapt"),
-        Patch(f"{models}.llama4", "Model.__call__", "c8c18563d088b4a0", "models.llama4.adapt_step"),
+        Patch(f"{models}.llama4", "Model.__call__", "c8c18563d088b4a0", "models.compiled.adapt"),
         Patch(f"{models}.gemma3_text", "Model.__call__", "20512fe9e10dacf7", "models.compiled.adapt"),
         Patch(f"{models}.deepseek_v3", "Model.__call__", "67f241c5314a356b", "models.compiled.adapt"),
         Patch(f"{models}.glm4_moe_lite", "Model.__call__", "67f241c5314a356b", "models.compiled.adapt"),

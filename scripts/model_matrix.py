@@ -28,6 +28,11 @@ PAGE = ROOT / "docs" / "models.md"
 BLOCK_SIZE = 8
 PROMPTS = (5, 30, 45)  # within a window, across windows and chunks of either kind
 LIMIT = 1e-5
+# Of modules whose layers are all paged, those whose decode steps are never compiled.
+NOT_COMPILED = {
+    "dbrx": "chooses experts on the host",
+    "phi3small": "attends over gathered arrays",
+}
 
 
 class Row(NamedTuple):
@@ -207,6 +212,8 @@ in steps of {chunk}, blocks of {block}. `make test-models` repeats it.
 - **Batch**: rows decode in one call, or one by one in models that cannot take rows of different lengths.
 - **Packs**: on CUDA, chunks of several prompts go through the model in one call, as rows of one token; else one by one.
 - **Alone**, **batched**, **packed**: RMS of the log-probabilities against stock's run, on a CPU. The tokens are equal.
+- **Compiled**: where all layers are paged and attend in the kernel, decode steps run as one compiled function
+  ([ADR 0005](adr/0005-compiled-decode-step.md)), but for {not_compiled}.
 - **Prefixes**: whether requests share what they have in common: to the token, or with states, at ends of chunks.
 
 With `kv_bits` ([ADR 0026](adr/0026-quantised-pages.md)), by kind of layer:
@@ -226,9 +233,10 @@ def page_of(lines: dict[str, str], num_tokens: int = 64) -> str:
     """The Markdown page of these lines (see :func:`line_of`), by module."""
     statuses = [line.split(" | ")[1] for line in lines.values()]
     counts = {kind.replace(" ", "_"): statuses.count(kind) for kind in ("paged", "partly", "stock", "not built")}
+    not_compiled = " and ".join(f"{name} ({why})" for name, why in NOT_COMPILED.items())
     header = HEADER.format(
         **counts, tokens=num_tokens, prompts=", ".join(map(str, PROMPTS)), window=model_configs.WINDOW,
-        chunk=model_configs.CHUNK, block=BLOCK_SIZE,
+        chunk=model_configs.CHUNK, block=BLOCK_SIZE, not_compiled=not_compiled,
     )  # fmt: skip
     page = header + "".join(lines[name] + "\n" for name in sorted(lines))
     speed = model_speed.FILE

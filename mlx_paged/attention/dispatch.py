@@ -309,15 +309,16 @@ def _attend(
     scoring: Scoring,
 ) -> mx.array:
     """By the kernel or over gathered arrays; ``append``: keys and values of the step that are not written yet."""
-    if q.ndim != 4 or q.shape[0] != len(tables):
-        raise GeometryError(f"queries {q.shape} for {len(tables)} sequence(s)")
+    shape = q.shape
+    if len(shape) != 4 or shape[0] != len(tables):
+        raise GeometryError(f"queries {shape} for {len(tables)} sequence(s)")
     kv = pool.layer(layer)
-    group = kv.group
-    longest = max(table.length for table in tables) if q.shape[2] > MAX_QUERY_LENGTH else 0
+    group, q_len = kv.group, shape[2]
+    longest = max(table.length for table in tables) if q_len > MAX_QUERY_LENGTH else 0
     declined = _decline(q, group, longest, scoring)
     if declined is None:
-        q_len = q.shape[2]
-        seen = scoring._replace(window=_seen(kv, scoring))
+        window = _seen(kv, scoring)
+        seen = scoring if window is scoring.window else scoring._replace(window=window)
         try:
             step_now = step or kv.step(tables, q_len)
             out = kv.storage.decode(q, tables, step_now, seen, append=append)
@@ -347,10 +348,10 @@ def _decline_packed(q: mx.array, group: BlockGroup, scoring: Scoring) -> str | N
 
 
 def _decline_dtype(q: mx.array, group: BlockGroup, scoring: Scoring) -> str | None:
-    geometry = group.geometry
-    assert geometry is not None
-    if q.dtype != geometry.dtype or q.shape[3] != geometry.k_head_dim + scoring.latent * geometry.v_head_dim:
-        return f"queries of {q.dtype} x {q.shape[3]} over keys of {geometry.dtype} x {geometry.k_head_dim}"
+    assert group.geometry is not None
+    _, k_dim, v_dim, dtype, _ = group.geometry
+    if q.dtype != dtype or q.shape[3] != k_dim + scoring.latent * v_dim:
+        return f"queries of {q.dtype} x {q.shape[3]} over keys of {dtype} x {k_dim}"
     return None
 
 
@@ -370,10 +371,12 @@ def _decline(q: mx.array, group: BlockGroup, longest: int, scoring: Scoring) -> 
 
 def _decline_heads(group: BlockGroup, heads: QueryHeads) -> str | None:
     """Why the kernel cannot serve such queries over the group's blocks, or None."""
-    if heads not in group.declined:
+    try:
+        return group.declined[heads]
+    except KeyError:
         assert group.geometry is not None
-        group.declined[heads] = kernel_decline(group.geometry, group.block_size, heads)
-    return group.declined[heads]
+        why = group.declined[heads] = kernel_decline(group.geometry, group.block_size, heads)
+        return why
 
 
 def _note_decline(group: BlockGroup, q: mx.array, scoring: Scoring, error: KernelUnavailable) -> str:

@@ -15,10 +15,10 @@ from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
 from ..kv.step import Step
-from ..kv.storage.scoring import QueryHeads, Scoring
+from ..kv.storage.scoring import QueryHeads, Scoring, Window
 from ..kv.turn import in_turn
 from .batch_tables import BatchTables, OncePerBatch
-from .lazy_kv import Fences, LazyKV, compute_rewound, hand_out
+from .lazy_kv import Append, Fences, LazyKV, compute_rewound, hand_out
 from .left_padding import LeftPadding
 from .paged_kv_cache import PagedKVCache
 
@@ -102,7 +102,8 @@ class PagedBatchKVCache:
         if isinstance(scoring.mask, mx.array) and self.batch.window_of(scoring.mask) is None:
             keys, values = self.update_and_fetch(keys, values)
             return gather.attention(queries, keys, values, scoring)
-        scoring = scoring._replace(mask=None)
+        if scoring.mask is not None:
+            scoring = scoring._replace(mask=None)
         if queries.shape[2] > 1 or self._unpadded is not None:
             return self._attend_rows(queries, keys, values, scoring)
         keys, values = self._accepted(keys, values, scoring.heads(queries.shape[1]))
@@ -159,9 +160,10 @@ class PagedBatchKVCache:
             raise GeometryError(f"keys {keys.shape} for {len(self.batch)} sequence(s)")
         pool, layer, width = self.pool, self.layer, keys.shape[2]
         compute_rewound(pool, layer)
-        columns = self._latest = self._columns(width)
+        is_step = width == 1 and self._unpadded is None
+        columns = self._latest = self.batch.columns(layer) if is_step else self._columns(width)
         keys, values = self._accepted(keys, values, None)
-        if width > 1 or self._unpadded is not None:
+        if not is_step:
             for index, count in enumerate(self._take_counts(width)):
                 if count:
                     self._row(index).update(keys[index : index + 1, :, :count], values[index : index + 1, :, :count])
@@ -169,9 +171,9 @@ class PagedBatchKVCache:
         tables = self.batch.take(layer)
         kv = self._kv
         step = kv.step(tables, 1)
-        before = kv.fence() if kv.in_place else None
+        before = kv.storage.fence() if kv.in_place else None
         kv.write_step(tables, step, keys, values)
-        return self._fetch(columns, tables, step, (keys, values), before)
+        return self._fetch(columns, tables, step, Append(keys, values, step), before)
 
     @in_turn
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -189,15 +191,15 @@ class PagedBatchKVCache:
         columns: LeftPadding,
         tables: list[BlockTable],
         step: Step,
-        append: tuple[mx.array, mx.array] | None,
+        append: Append | None,
         before: mx.array | None,
     ) -> tuple[mx.array, mx.array]:
         kv = self._kv
-        written = kv.fence() if kv.in_place else None
+        written = kv.storage.fence() if kv.in_place else None
         fetched = columns.read(self.pool, self.layer, tables, step)
         fences = None
         if written is not None:
-            fences = Fences(written if before is None else before, written, kv.fence())
+            fences = Fences(written if before is None else before, written, kv.storage.fence())
         elif append is not None:
             fetched = kv.watch_read(*fetched)
         hand_out(*fetched, LazyKV(self.batch, self.layer, append, fences, batched=True))
@@ -234,7 +236,7 @@ class PagedBatchKVCache:
         window = window_under(self._kv.spec, window_size and min(window_size, self.window or window_size))
         mask = self._columns(N).mask(window, [row.table(self.layer) for row in self.batch.rows])
         if window == self._kv.sees:
-            self.batch.masks[self.pool.group_of(self.layer)] = mask
+            self.batch.masks[self.pool.group_of(self.layer)] = mask, window or Window(1 << 30)
         return mask
 
     def prepare(

@@ -13,6 +13,7 @@ from ..errors import BlockStateError, without_frames
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
 from ..kv.storage.scoring import Window
+from .left_padding import LeftPadding
 from .sequence import SequenceTables
 
 T = TypeVar("T")
@@ -85,8 +86,9 @@ class BatchTables:
         self._reserved = [0] * len(pool.groups)
         self._written = dict.fromkeys(self._place, 0)
         self._offsets: dict[tuple[int, ...], mx.array] = {}
-        # The latest array mask made for each group, by which it is known when it comes back.
-        self.masks: dict[int, mx.array] = {}
+        self._columns: dict[int, tuple[tuple[int, int], LeftPadding]] = {}
+        # The latest array mask made for each group, by which it is known when it comes back, and what it stands for.
+        self.masks: dict[int, tuple[mx.array, Window]] = {}
         self.selected: OncePerBatch[BatchTables] = OncePerBatch()
         self.joined: OncePerBatch[BatchTables] = OncePerBatch()
         self.extracted: OncePerBatch[SequenceTables] = OncePerBatch()
@@ -108,9 +110,9 @@ class BatchTables:
 
     def window_of(self, mask: mx.array | str | None) -> Window | None:
         """Of a mask made for one of the groups: a window that leaves each row what the group does. None for others."""
-        for group, made in self.masks.items():
+        for made, window in self.masks.values():
             if made is mask:
-                return self.pool.groups[group].spec.sees or Window(1 << 30)
+                return window
         return None
 
     def device_offsets(self, layer: int) -> mx.array:
@@ -128,6 +130,16 @@ class BatchTables:
                 self._offsets = {values: (known := mx.array(values, mx.int32))}
             self._offsets[key] = known
         return known
+
+    def columns(self, layer: int) -> LeftPadding:
+        """Where the rows lie side by side for the layer's next token of each; made once for all layers of a group."""
+        group = self._place[layer]
+        place = self._reserved[group], self._written[layer]
+        known = self._columns.get(group)
+        if known is None or known[0] != place or not place[0]:
+            columns = LeftPadding(self.offsets(layer), [1] * len(self), 1, self.pool.groups[group].spec.sees)
+            known = self._columns[group] = place, columns
+        return known[1]
 
     # Decode steps ---------------------------------------------------------------------------------------------
 
@@ -218,7 +230,7 @@ class BatchTables:
                 for row, table in zip(self.rows, tables, strict=True):
                     row.offsets[layer] = table.length - behind
             self._reserved[group] = 0
-        self._offsets = {}
+        self._offsets, self._columns = {}, {}
 
     # Other batches over the same sequences ---------------------------------------------------------------------
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from threading import get_ident
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
 from ..attention import dispatch
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
+from ..kv.step import Step
 from ..kv.storage.scoring import Scoring, Window
 from ..kv.turn import in_turn
 
@@ -22,6 +23,14 @@ class Fences(NamedTuple):
     before: mx.array
     written: mx.array
     gathered: mx.array
+
+
+class Append(NamedTuple):
+    """A step's new keys and values, one token per table."""
+
+    keys: mx.array
+    values: mx.array
+    step: Step
 
 
 class Rows(Protocol):
@@ -48,8 +57,7 @@ class LazyKV:
 
     Args:
         rows, layer: where the keys and values lie, those of the step's tokens included.
-        append: the step's new keys and values, one token per table, if they may still be written by the attention
-            kernel itself.
+        append: what the attention kernel itself may still write.
         fences: of in-place storage.
         batched: the rows are those of a batch, each masked by its own length: a mask with a window says no more.
     """
@@ -60,17 +68,18 @@ class LazyKV:
         self,
         rows: Rows,
         layer: int,
-        append: tuple[mx.array, mx.array] | None = None,
+        append: Append | None = None,
         fences: Fences | None = None,
         batched: bool = False,
     ) -> None:
+        pool = rows.pool
         self.layer = layer
         self._rows = weakref.ref(rows)
-        self._pool = weakref.ref(rows.pool)
+        self._pool = weakref.ref(pool)
         self._append = append
         self._fences = fences
         self._batched = batched
-        self._epoch = rows.pool.layer(layer).group.epoch
+        self._epoch = pool.layer(layer).group.epoch
         self.thread = get_ident()  # which alone can compute the arrays
 
     @property
@@ -86,15 +95,15 @@ class LazyKV:
 
     def serves(self, queries: mx.array, mask: mx.array | str | None) -> bool:
         """Whether :meth:`attend` gives what attention over the arrays would."""
-        rows = self._rows()
-        if rows is None or queries.ndim != 4 or queries.shape[0] != len(rows.tables_of(self.layer)):
+        rows, shape = self._rows(), queries.shape
+        if rows is None or len(shape) != 4 or shape[0] != len(rows.tables_of(self.layer)):
             return False
         if rows.pool.layer(self.layer).group.epoch != self._epoch:
             return False  # tokens were written or dropped since: the arrays are not what the blocks hold
         if self._batched:  # a mask of another kind holds for the arrays only
-            return queries.shape[2] == 1 and (mask is None or rows.window_of(mask) is not None)
+            return shape[2] == 1 and (mask is None or rows.window_of(mask) is not None)
         # Without a mask each of several queries would see all keys, those after its own included.
-        return queries.shape[2] == 1 or mask is not None
+        return shape[2] == 1 or mask is not None
 
     @in_turn
     def attend(
@@ -110,11 +119,14 @@ class LazyKV:
         assert rows is not None
         if scoring.mask is not None:
             window = rows.window_of(scoring.mask)
-            scoring = scoring._replace(mask=None if self._batched else scoring.mask, window=window)
+            scale, mask, _, softcap, sinks, latent = scoring
+            scoring = Scoring(scale, None if self._batched else mask, window, softcap, sinks, latent)
         pool, layer, tables, num_tokens = rows.pool, self.layer, rows.tables_of(self.layer), queries.shape[2]
         if num_tokens == 1 and self._append is not None and self._rewind(pool, to_write=True):
-            step = pool.layer(layer).step(tables, 1)
-            return dispatch.append_attention(queries, *self._append, pool, layer, tables, step, scoring)
+            keys, values, step = self._append
+            if step.epoch != pool.layer(layer).group.epoch:
+                step = pool.layer(layer).step(tables, 1)
+            return dispatch.append_attention(queries, keys, values, pool, layer, tables, step, scoring)
         is_fresh = not self._batched and tables[0].num_visible == num_tokens and not pool.layer(layer).is_quantized
         if not is_fresh:  # else the arrays are all there is to attend over, and are used
             self._rewind(pool, to_write=False)
@@ -133,14 +145,15 @@ class LazyKV:
 
 
 # By the identity of the keys. Entries go with their arrays: a gather kept alive would keep the pool's buffer.
-_handed_out: dict[int, tuple[weakref.ref[mx.array], weakref.ref[mx.array], LazyKV]] = {}
+_handed_out: dict[int, tuple[weakref.ref[Any], weakref.ref[Any], LazyKV]] = {}
 
 
-def hand_out(keys: mx.array, values: mx.array, fetched: LazyKV) -> None:
-    """Remember what a pair of arrays stands for, as long as the keys live."""
+def hand_out(keys: Any, values: Any, fetched: LazyKV) -> None:
+    """Remember what a pair of arrays, or what stands for them while a step is traced, stands for, as long as the keys
+    live."""
     key, registry = id(keys), _handed_out
 
-    def forget(ref: weakref.ref[mx.array]) -> None:  # names of the module are gone when the interpreter ends
+    def forget(ref: weakref.ref[Any]) -> None:  # names of the module are gone when the interpreter ends
         entry = registry.get(key)
         if entry is not None and entry[0] is ref:
             del registry[key]
@@ -151,6 +164,8 @@ def hand_out(keys: mx.array, values: mx.array, fetched: LazyKV) -> None:
 def compute_rewound(pool: BlockPool, layer: int) -> None:
     """Before a layer's next tokens: compute arrays that somebody still holds although attention took their blocks.
     Outside the chain of fences their gather is not ordered before what is written next."""
+    if not _handed_out:
+        return
     for keys, values, fetched in list(_handed_out.values()):
         if fetched.is_rewound and fetched.is_of(pool, layer) and fetched.thread == get_ident():
             mx.eval([array for array in (keys(), values()) if array is not None])

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
-from ..kv.step import Step
+from ..kv.step import Columns, Step
 from ..kv.storage.scoring import Window
 
 
@@ -60,6 +60,9 @@ class LeftPadding:
         """
         if self.width == 1 and window is not None and window != self.window and tables and tables[0].pinned:
             return self._narrow_mask(window.size, tables)
+        if self.width == 1 and not self.is_padded and not (window and any(map(window.first_seen, self.before))):
+            pads = np.array([self.longest - 1 - before for before in self.before], np.int32)
+            return mx.arange(self.longest, dtype=mx.int32) >= mx.array(pads[:, None, None, None])
         # By number, not by position: as in mlx-lm, tokens behind the window count neither for it nor for pinned ones.
         keys = self._indices()[:, None, None]
         queries = np.array(self.before, np.int32)[:, None, None, None] + np.arange(self.width, dtype=np.int32)[:, None]
@@ -101,16 +104,22 @@ class LeftPadding:
             else:
                 most = max(1, *[len(table.block_ids) for table in tables])
                 block_ids = mx.array([table.block_ids + [0] * (most - len(table.block_ids)) for table in tables])
-            positions = self._positions(spec.pinned)
-            starts = mx.array([table.logical_start for table in tables], mx.int32)[:, None]
-            ends = mx.array([table.length for table in tables], mx.int32)[:, None]
-            held = (positions >= starts) & (positions < ends)
-            if spec.pinned:
-                held = held | ((positions >= 0) & (positions < mx.minimum(ends, spec.pinned)))
-            known = block_ids, mx.where(held, positions, 0), held[:, None, :, None]
+            known = Columns(block_ids, *self._held(spec.pinned, tables))
             if step is not None:
                 step.columns[self.longest] = known
-        block_ids, positions, held = known
-        k, v = pool.layer(layer).storage.read_rows(block_ids, positions)
-        # Not merely masked: a stale NaN times a weight of zero is NaN.
-        return mx.where(held, k, mx.zeros((), k.dtype)), mx.where(held, v, mx.zeros((), v.dtype))
+        return pool.layer(layer).storage.read_rows(known)
+
+    def _held(self, pinned: int, tables: Sequence[BlockTable]) -> tuple[mx.array, mx.array]:
+        """Position of each column, 0 where a row has nothing, and where it has something."""
+        ends = [offset + self.width for offset in self.offsets]
+        if self.window is None and not self.is_padded and ends == [table.length for table in tables]:
+            positions = self._indices()
+            held = positions >= 0
+        else:
+            positions = self._positions(pinned)
+            starts = mx.array([table.logical_start for table in tables], mx.int32)[:, None]
+            lengths = mx.array([table.length for table in tables], mx.int32)[:, None]
+            held = (positions >= starts) & (positions < lengths)
+            if pinned:
+                held = held | ((positions >= 0) & (positions < mx.minimum(lengths, pinned)))
+        return mx.where(held, positions, 0), held[:, None, :, None]

@@ -18,7 +18,7 @@ from ..kv.pool import BlockPool
 from ..kv.step import Step
 from ..kv.storage.scoring import LatentHeads, QueryHeads, Scoring, Window
 from ..kv.turn import MovedError, in_turn
-from .lazy_kv import Fences, LazyKV, compute_rewound, hand_out
+from .lazy_kv import Append, Fences, LazyKV, compute_rewound, hand_out
 from .sequence import SequenceTables
 
 
@@ -152,33 +152,34 @@ class PagedKVCache:
         """
         compute_rewound(self.pool, self.layer)
         tables, step, keys, values = self._reserve(keys, values, None)
-        kv = self._kv
-        before = kv.fence() if kv.in_place else None
+        kv, table = self._kv, tables[0]
+        before = kv.storage.fence() if kv.in_place else None
         kv.write_step(tables, step, keys, values)
-        table = tables[0]
         if table.num_visible == step.num_tokens and not kv.is_quantized:
             hand_out(keys, values, LazyKV(self.sequence, self.layer))
             return keys, values
-        return self._fetch(tables, (keys, values) if step.num_tokens == 1 else None, before)
+        return self._fetch(kv, table, Append(keys, values, step) if step.num_tokens == 1 else None, before)
 
     @in_turn
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """The visible keys and values ``[1, n_kv_heads, n, head_dim]``, in mlx-lm's order (a copy), also those that
         another layer wrote; recognised as those of :meth:`update_and_fetch` are."""
-        return self._fetch([self.table], None, None)
+        return self._fetch(self._kv, self.table, None, None)
 
     def _fetch(
-        self, tables: list[BlockTable], append: tuple[mx.array, mx.array] | None, before: mx.array | None
+        self, kv: PoolLayer, table: BlockTable, append: Append | None, before: mx.array | None
     ) -> tuple[mx.array, mx.array]:
-        kv, table = self._kv, tables[0]
-        written = kv.fence() if kv.in_place else None
         # After several new tokens mlx-lm's order is by position, and so is this (see ring_rotation).
-        keys, values = kv.gather_visible(table, rotation=ring_rotation(table, self._kv.spec.ring))
-        fences = None
-        if written is not None:
-            fences = Fences(written if before is None else before, written, kv.fence())
-        elif append is not None:
-            keys, values = kv.watch_read(keys, values)
+        rotation, fences = ring_rotation(table, kv.spec.ring), None
+        if kv.in_place:
+            storage = kv.storage
+            written = storage.fence()
+            keys, values = (kv.gather_visible if before is None else storage.read_visible)(table, rotation=rotation)
+            fences = Fences(written if before is None else before, written, storage.fence())
+        else:
+            keys, values = kv.gather_visible(table, rotation=rotation)
+            if append is not None:
+                keys, values = kv.watch_read(keys, values)
         hand_out(keys, values, LazyKV(self.sequence, self.layer, append, fences))
         return keys, values
 

@@ -27,7 +27,8 @@ class SequenceTables:
         self.pool = pool
         self._elsewhere = elsewhere
         self.tables: list[BlockTable] = [pool.new_table(group) for group in range(len(pool.groups))]
-        self.offsets: dict[int, int] = {layer: 0 for group in pool.groups for layer in group.spec.layers}
+        self._place = {layer: index for index, group in enumerate(pool.groups) for layer in group.spec.layers}
+        self.offsets: dict[int, int] = dict.fromkeys(self._place, 0)
 
         # The latest mask made for each group, with its window: a mask that comes back can then be told to a kernel.
         self.masks: dict[int, tuple[mx.array, Window]] = {}
@@ -48,11 +49,11 @@ class SequenceTables:
         return True
 
     def table(self, layer: int) -> BlockTable:
-        return self.tables[self.pool.group_of(layer)]
+        return self.tables[self._place[layer]]
 
     def tables_of(self, layer: int) -> list[BlockTable]:
         """The layer's table, as that of a batch of one."""
-        return [self.table(layer)]
+        return [self.tables[self._place[layer]]]
 
     def reserve(self, layer: int, num_tokens: int) -> BlockTable:
         """Positions for the layer's next tokens; the first layer of a group to come by in a step reserves them."""
@@ -118,7 +119,7 @@ class SequenceTables:
         memo[id(self)] = fork
         fork.pool, fork._elsewhere = self.pool, None if any(self.offsets.values()) else self._elsewhere
         fork.tables = [self.pool.fork(table) for table in self.tables]
-        fork.offsets = dict(self.offsets)
+        fork._place, fork.offsets = self._place, dict(self.offsets)
         fork.masks = {}
         fork.decoded = range(0)  # the fork goes on by itself
         return fork

@@ -23,6 +23,7 @@ from .cuda.source import Source, source_of
 
 # Compile-time constants of a kernel: (name, bool | int | dtype).
 Constants = tuple[tuple[str, Any], ...]
+Launch = Callable[[list[mx.array]], list[mx.array]]
 
 _TYPE_NAMES = {
     "metal": {
@@ -261,6 +262,14 @@ def build_kernel(body: str, constants: Constants) -> Callable[..., list[mx.array
         ensure_row_contiguous=not strided,
         **memory,
     )
+
+
+def prepared(kernel: Callable[..., list[mx.array]], options: dict[str, Any]) -> Launch:
+    """A kernel of :func:`build_kernel` with these keyword arguments, to be given inputs of the same shapes each time:
+    the host computes once what follows from them."""
+    if isinstance(kernel, CompiledKernel):
+        return kernel.prepared(**options)
+    return lambda inputs: kernel(inputs=inputs, **options)
 
 
 @lru_cache(maxsize=1024)

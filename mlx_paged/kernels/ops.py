@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .build import Constants, KernelUnavailable, backend, build_kernel, gpu_cores
+from .build import Constants, KernelUnavailable, Launch, backend, build_kernel, gpu_cores, prepared
 from .decode_spec import counters_of, params_of, pool_constants_of, spec_of
 from .latent.variants import latent_variants_of
 from .launch_shape import (
@@ -175,12 +175,12 @@ def paged_decode(
 class DecodeLaunch(NamedTuple):
     """The launches of one decode step, prepared once and called for each layer."""
 
-    decode: Callable[..., list[mx.array]]
-    decode_options: dict[str, Any]
-    merge: Callable[..., list[mx.array]] | None
-    merge_options: dict[str, Any]
+    decode: Launch
+    merge: Launch | None
     visible: tuple[mx.array, mx.array, mx.array]
     params: mx.array
+    kernel: Callable[..., list[mx.array]]  # that decode launches,
+    options: dict[str, Any]  # with these keyword arguments
     counters: int = 0  # that the kernel needs to join partitions itself
     write: WriteLaunch | None = None  # of the newest tokens, where the kernel does not quantise them
 
@@ -204,9 +204,9 @@ class DecodeLaunch(NamedTuple):
         inputs = [q, k_pool, v_pool, fence, k_new, v_new, tables, ends, starts, self.params, logits]
         if self.counters:
             inputs.append(counters_of(k_pool, self.counters))
-        out, stats, fence = self.decode(inputs=inputs, **self.decode_options)
+        out, stats, fence = self.decode(inputs)
         if self.merge is not None:
-            (out,) = self.merge(inputs=[out, stats, ends, starts, logits], **self.merge_options)
+            (out,) = self.merge([out, stats, ends, starts, logits])
         return out, fence
 
 
@@ -257,16 +257,12 @@ def prepare_decode(
         spec = spec_of(choice, own, batch, n_q_heads, q_len, count_partitions(reach, own), visible[0].size < MANY)
         failure = next((why for why in (failure_of(text, build_kernel) for text in spec.texts) if why), None)
         if failure is None:
-            return DecodeLaunch(
-                build_kernel(choice.body, spec.decode_constants),
-                spec.decode,
-                build_kernel("merge_partitions", spec.merge_constants) if spec.merge else None,
-                spec.merge,
-                visible,
-                params_of(scale, softcap or 1.0, float(append), float(spec.run.bit_length() - 1)),
-                spec.counters,
-                write,
-            )
+            kernel, merge = build_kernel(choice.body, spec.decode_constants), None
+            if spec.merge:
+                merge = prepared(build_kernel("merge_partitions", spec.merge_constants), spec.merge)
+            params = params_of(scale, softcap or 1.0, float(append), float(spec.run.bit_length() - 1))
+            decode = prepared(kernel, spec.decode)
+            return DecodeLaunch(decode, merge, visible, params, kernel, spec.decode, spec.counters, write)
         reasons.append(failure)
         if variant is None:
             switch_off(choice, failure)
@@ -312,8 +308,7 @@ def write_slots(
 class WriteLaunch(NamedTuple):
     """The launch of one step's writes, prepared once and called for each layer."""
 
-    kernel: Callable[..., list[mx.array]]
-    options: dict[str, Any]
+    launch: Launch
     slots: mx.array
     pages: PageShape | None = None  # whose rows MLX is to make before
 
@@ -321,7 +316,7 @@ class WriteLaunch(NamedTuple):
         """The next fence; k and v ``[B, n_kv_heads, length, head_dim]`` as :func:`write_slots`. Checks nothing."""
         if self.pages is not None:
             k, v = self.pages.quantize(k, v)
-        return self.kernel(inputs=[k_pool, v_pool, fence, k, v, self.slots], **self.options)[0]
+        return self.launch([k_pool, v_pool, fence, k, v, self.slots])[0]
 
 
 def prepare_write(k_pool: mx.array, v_pool: mx.array, slots: mx.array, pages: PageShape | None = None) -> WriteLaunch:
@@ -329,41 +324,48 @@ def prepare_write(k_pool: mx.array, v_pool: mx.array, slots: mx.array, pages: Pa
     heads = k_pool.shape[1]
     if pages is not None:
         kernel, rows = moves.write_kernel(pages, k_pool.shape[2], slots.dtype)
-        return WriteLaunch(kernel, moves.write_options(slots, heads, len(pages)), slots, rows)
+        return WriteLaunch(prepared(kernel, moves.write_options(slots, heads, len(pages))), slots, rows)
     kernel = build_kernel("write_slots", (*_pool_constants(k_pool, v_pool), ("S", slots.dtype)))
-    return WriteLaunch(kernel, moves.write_options(slots, heads), slots)
+    return WriteLaunch(prepared(kernel, moves.write_options(slots, heads)), slots)
+
+
+BlockIds = mx.array | Sequence[int]
+ThreeArrays = tuple[mx.array, mx.array, mx.array]
 
 
 def gather_blocks(
-    k_pool: mx.array,
-    v_pool: mx.array,
-    fence: mx.array,
-    block_ids: mx.array | Sequence[int],
-    start: int,
-    length: int,
+    k_pool: mx.array, v_pool: mx.array, fence: mx.array, block_ids: BlockIds, start: int, length: int,
     pages: PageShape | None = None,
-) -> tuple[mx.array, mx.array, mx.array]:
+) -> ThreeArrays:  # fmt: skip
     """Copy positions [start, start + length) of one block table out of the pool.
 
     block_ids int32 [n], by absolute position. Returns (k [1, n_kv_heads, length, head_dim], v, fence); of quantised
     pages as mx.dequantize has them on this device.
     Raises ValueError if the range is empty or passes the table.
     """
+    return prepare_gather(k_pool, v_pool, block_ids, start, length, pages)(k_pool, v_pool, fence)
+
+
+def prepare_gather(
+    k_pool: mx.array, v_pool: mx.array, block_ids: BlockIds, start: int, length: int, pages: PageShape | None = None
+) -> Callable[[mx.array, mx.array, mx.array], ThreeArrays]:
+    """What :func:`gather_blocks` launches over pools of this geometry, given them and the fence of each."""
     ids = block_ids.astype(mx.int32) if isinstance(block_ids, mx.array) else mx.array(list(block_ids), mx.int32)
     if pages is not None:
-        return moves.gather(k_pool, v_pool, fence, ids, start, length, pages)
+        return lambda k_pool, v_pool, fence: moves.gather(k_pool, v_pool, fence, ids, start, length, pages)
     _, n_kv_heads, block_size, head_dim, value_dim = geometry_of(k_pool, v_pool)
     if start < 0 or length < 1 or start + length > ids.size * block_size:
         raise ValueError(f"positions {start}..{start + length} are not in a table of {ids.size} blocks of {block_size}")
     threads = _round_up(length * (max(head_dim, value_dim) // 4), 256)
-    k, v, fence = build_kernel("gather_blocks", _pool_constants(k_pool, v_pool))(
-        inputs=[k_pool, v_pool, fence, ids, mx.array([start, length], mx.int32)],
-        grid=(threads, n_kv_heads, 1),
-        threadgroup=(256, 1, 1),
-        output_shapes=[(1, n_kv_heads, length, head_dim), (1, n_kv_heads, length, value_dim), (1,)],
-        output_dtypes=[k_pool.dtype, k_pool.dtype, mx.uint32],
-    )
-    return k, v, fence
+    options = {
+        "grid": (threads, n_kv_heads, 1),
+        "threadgroup": (256, 1, 1),
+        "output_shapes": [(1, n_kv_heads, length, head_dim), (1, n_kv_heads, length, value_dim), (1,)],
+        "output_dtypes": [k_pool.dtype, k_pool.dtype, mx.uint32],
+    }
+    launch = prepared(build_kernel("gather_blocks", _pool_constants(k_pool, v_pool)), options)
+    span = mx.array([start, length], mx.int32)
+    return lambda k_pool, v_pool, fence: tuple(launch([k_pool, v_pool, fence, ids, span]))  # type: ignore[return-value]
 
 
 def copy_blocks(

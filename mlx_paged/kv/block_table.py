@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
-from typing import NamedTuple
-
-import mlx.core as mx
+from typing import Any, NamedTuple
 
 from .allocator import NULL_BLOCK
 
@@ -43,7 +41,7 @@ class BlockTable:
         uid: no other table of the process has it.
         owner: known to the pool that made it; None of a table that no pool looks after.
         version: rises whenever ``block_ids`` changes.
-        indices: arrays that a storage has made of ``block_ids``, by what they are, for all layers of a step.
+        indices: what a storage has made of ``block_ids``, by what it is, for all layers of a step.
     """
 
     __slots__ = (
@@ -76,7 +74,7 @@ class BlockTable:
         self.uid = next(_uids)
         self.owner: object | None = None
         self.version = 0
-        self.indices: dict[tuple[str | int, ...], mx.array] = {}
+        self.indices: dict[Any, Any] = {}
         self._segments: dict[tuple[int, int], list[Segment]] = {}
         self._consecutive: dict[tuple[int, int], bool] = {}
 

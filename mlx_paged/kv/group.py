@@ -252,10 +252,11 @@ class BlockGroup:
             GeometryError: naming what differs. Nothing has been changed.
         """
         fixed = self.geometry
-        if fixed is not None and k.shape[:2] == v.shape[:2] == (batch, fixed.num_kv_heads):
-            tokens = k.shape[2:3]
-            dims = (*tokens, fixed.k_head_dim), (*tokens, fixed.v_head_dim)
-            if (k.shape[2:], v.shape[2:]) == dims and k.dtype == v.dtype == fixed.dtype:
+        if fixed is not None and k.ndim == 4:
+            heads, k_dim, v_dim, dtype, _ = fixed
+            shape = k.shape
+            lead = (batch, heads, shape[2])
+            if shape == (*lead, k_dim) and v.shape == (*lead, v_dim) and k.dtype == dtype and v.dtype == dtype:
                 return fixed
         if k.ndim != 4 or v.ndim != 4:
             raise GeometryError(

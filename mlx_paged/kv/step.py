@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -56,6 +57,27 @@ class DeviceTables:
         return self._starts
 
 
+class Columns:
+    """What all layers read of rows that are padded on the left to one length.
+
+    Attributes:
+        block_ids: int32 ``[B, max_blocks]``, by absolute position.
+        positions: int32 ``[B, n]``; all lie in these blocks.
+        held: boolean ``[B, 1, n, 1]``: where a row has something.
+        prepared: what a storage has made of them, for all layers.
+    """
+
+    __slots__ = ("block_ids", "held", "positions", "prepared")
+
+    def __init__(self, block_ids: mx.array, positions: mx.array, held: mx.array) -> None:
+        self.block_ids, self.positions, self.held = block_ids, positions, held
+        self.prepared: Any = None
+
+    def masked(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+        """Keys and values ``[B, n_kv_heads, n, head_dim]``, zeros where a row has nothing."""
+        return mx.where(self.held, k, 0), mx.where(self.held, v, 0)
+
+
 class Step:
     """The last ``num_tokens`` reserved positions of each of B tables of one group; or, with ``counts``, so many of each
     table, padded on the right to ``num_tokens``.
@@ -65,7 +87,7 @@ class Step:
         epoch: state of the group this was made in; a step of another epoch must not be used.
         write_launch, decode_launches: kernel launches prepared for this step, for all layers; of decoding by what the
             layers ask for.
-        columns: what all layers read of rows padded to a length, by that length: blocks, positions and which are held.
+        columns: what all layers read of rows padded to a length, by that length.
     """
 
     def __init__(
@@ -83,7 +105,7 @@ class Step:
         self.counts = counts
         self.write_launch: WriteLaunch | None = None
         self.decode_launches: dict[DecodeKey, DecodeLaunch] = {}
-        self.columns: dict[int, ThreeArrays] = {}
+        self.columns: dict[int, Columns] = {}
         self._device_tables = device_tables
         self._lengths = np.array([table.length for table in tables], np.int32)
         size = tables[0].block_size

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.base import create_attention_mask
 
 from ...kv.storage.scoring import Scoring
-from . import compiled, llama
+from . import llama
 from .attention import AttentionCall, heads_last, takes
 
 
@@ -59,16 +59,3 @@ def adapt_model(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         return self.norm(h)
 
     return __call__
-
-
-def adapt_step(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """From upstream's ``Model.__call__``, which takes no embeddings, to one whose decode steps run compiled."""
-
-    def forward(
-        self: Any, inputs: mx.array, cache: Sequence[Any] | None = None, input_embeddings: mx.array | None = None
-    ) -> mx.array:
-        if input_embeddings is not None:
-            raise TypeError("mlx-lm's Llama 4 takes no embeddings")
-        return original(self, inputs, cache)
-
-    return compiled.adapt(forward)

@@ -26,7 +26,7 @@ def adapt(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     ) -> mx.array:
         fetched = lazy_kv_of(keys, values)
         if fetched is not None and fetched.serves(queries, mask):
-            return fetched.attend(queries, keys, values, Scoring(scale, mask, sinks=sinks))
+            return fetched.attend(queries, keys, values, Scoring(scale, mask, None, None, sinks))
         return original(queries, keys, values, cache, scale, mask, sinks)
 
     return scaled_dot_product_attention

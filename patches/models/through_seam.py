@@ -13,6 +13,7 @@ from mlx_lm.models import base
 from ...cache.batch_cache import PagedBatchKVCache
 from ...cache.packed_cache import PackedKVCache
 from ...cache.paged_kv_cache import PagedKVCache
+from ...engine.compiled.step_layer import StepLayer
 from ..cache.probe import ProbeLayer
 from .attention import AttentionCall, heads_last
 
@@ -129,7 +130,7 @@ def _reusing(
 
 
 def _is_paged(cache: Any) -> bool:
-    return isinstance(cache, PagedKVCache | PagedBatchKVCache | PackedKVCache | ProbeLayer)
+    return isinstance(cache, PagedKVCache | PagedBatchKVCache | PackedKVCache | StepLayer | ProbeLayer)
 
 
 def _rotated_attention(

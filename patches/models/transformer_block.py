@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.activations import swiglu
 
-from ...engine.compiled.compiled_step import StepLayer
 from ...engine.compiled.narrow_layers import added, gated
+from ...engine.compiled.step_layer import StepLayer
 from ...kernels.layers.silu_product import silu_product
 
 ModuleCall = Callable[..., mx.array]

@@ -143,15 +143,20 @@ def measure(shape: Shape, num_tokens: int) -> dict[str, Any]:
     for side in ("stock", "paged"):
         if side == "paged":
             mlx_paged.apply_patches(mlx_paged.PagedConfig())
+        found: dict[str, Any] = dict.fromkeys(key for key, _, _ in COLUMNS)
         try:
-            together = [burst(model, [length] * batch, num_tokens, seed) for seed in (1, 2)][-1]
-            alone = [burst(model, [length], num_tokens, seed) for seed in (3, 4)][-1]
+            for keys, rows, seeds in ((COLUMNS[:3], batch, (1, 2)), (COLUMNS[3:], 1, (3, 4))):
+                try:
+                    best = [burst(model, [length] * rows, num_tokens, seed) for seed in seeds][-1]
+                except ValueError as error:
+                    if side == "paged":
+                        raise
+                    found["fails"] = str(error)  # a shape that mlx-lm cannot compute in batches
+                    continue
+                found |= {key: value for (key, _, _), value in zip(keys, best, strict=False)}
         finally:
             mlx_paged.remove_patches()
-        figures[side] = {
-            **{"first_s": together.first, "decode_tokens_per_s": together.decode, "peak_bytes": together.peak},
-            **{"alone_first_s": alone.first, "alone_tokens_per_s": alone.decode},
-        }
+        figures[side] = found
         gc.collect()
     return figures
 
@@ -170,8 +175,8 @@ def section_of(known: dict[str, Any]) -> str:
     for name, found in known["classes"].items():
         cells = [name, found["module"], found["shape"], found["prompts"]]
         for key, digits, unit in COLUMNS:
-            stock, paged = (found[side][key] / unit for side in ("stock", "paged"))
-            cells.append(f"{stock:,.{digits}f} / {paged:,.{digits}f}")
+            both = (found[side][key] for side in ("stock", "paged"))
+            cells.append(" / ".join("fails" if x is None else f"{x / unit:,.{digits}f}" for x in both))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -212,7 +217,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(known, indent=1) + "\n")
         told = (
-            f"{key} {figures['stock'][key] / unit:.4g} / {figures['paged'][key] / unit:.4g}" for key, _, unit in COLUMNS
+            f"{key} {(figures['stock'][key] or 0) / unit:.4g} / {figures['paged'][key] / unit:.4g}"
+            for key, _, unit in COLUMNS
         )
         print(f"[{time.perf_counter() - begin:.0f}] {name}: {', '.join(told)}", flush=True)
     return 0

@@ -93,6 +93,7 @@ def assert_same_mask(got: mx.array | str | None, expected: mx.array | str | None
         assert got == expected
 
 
+@pytest.mark.sample(every=7)
 @pytest.mark.parametrize("prefill", [0, 1, 3, 4, 5, 7, 8, 9, 20])
 @pytest.mark.parametrize("decoded", [0, 1, 2, 6])
 @pytest.mark.parametrize("window", [None, 5, 8])

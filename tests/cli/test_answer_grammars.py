@@ -46,6 +46,7 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not AnswerGrammars(Namespace(json_schema=None)).has_default
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.demo_model
 @pytest.mark.parametrize("flags", [(), ("--no-paged",)])
 def test_an_answer_is_of_the_schema(folder: Path, schema: Path, flags: tuple[str, ...]) -> None:

@@ -129,6 +129,7 @@ def test_every_line_has_its_own_outcome(strict_folder: Path, tmp_path: Path, fla
     assert [record["index"] for record in records(out.read_text())] == list(range(9))
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("flags", [(), ("--no-paged",)])
 def test_each_line_has_its_own_sampling_options(folder: Path, expected: list[str], flags: tuple[str, ...]) -> None:
     lines: list[dict[str, Any]] = [

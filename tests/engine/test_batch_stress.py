@@ -106,12 +106,14 @@ def test_many_random_histories() -> None:
 NUM_STEPS = [250, pytest.param(1000, marks=pytest.mark.slow)]
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("num_steps", NUM_STEPS)
 @pytest.mark.parametrize("num_blocks", [FEWEST_BLOCKS, 24, 80])
 def test_random_steps(num_blocks: int, num_steps: int) -> None:
     random_steps(num_blocks, num_steps)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("num_steps", NUM_STEPS)
 @pytest.mark.parametrize("num_blocks", [FEWEST_BLOCKS, 80])
 def test_random_steps_in_place(num_blocks: int, num_steps: int) -> None:
@@ -120,6 +122,7 @@ def test_random_steps_in_place(num_blocks: int, num_steps: int) -> None:
     assert fake.calls["append"] > num_steps
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(("num_blocks", "in_place"), each_value([FEWEST_BLOCKS, 24, 80], [False, True]))
 def test_random_steps_in_packs(num_blocks: int, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []

@@ -75,7 +75,7 @@ def no_kernel(*_: object, **__: object) -> None:
     raise KernelUnavailable("not here")
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize(("kind", "config"), each_value(KINDS, STORAGES, times=2), indirect=["config"])
 def test_requests_in_packs_get_their_solo_tokens(kind: str, config: PagedConfig, calls: list[list[int]]) -> None:
@@ -91,7 +91,7 @@ def test_requests_in_packs_get_their_solo_tokens(kind: str, config: PagedConfig,
     assert_nothing_is_left(model)
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize("name", GENERIC)
 def test_models_behind_the_seam_pack_too(name: str, calls: list[list[int]]) -> None:
@@ -107,6 +107,7 @@ def test_models_behind_the_seam_pack_too(name: str, calls: list[list[int]]) -> N
     assert_nothing_is_left(model)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("kind", ["llama", "llama-sliding"])
 def test_requests_go_on_behind_prefixes_that_others_have_computed(kind: str, calls: list[list[int]]) -> None:
     model = build(kind)
@@ -142,6 +143,7 @@ def test_requests_make_room_in_the_middle_of_their_prompts(calls: list[list[int]
     assert_nothing_is_left(model)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_requests_that_are_cancelled_in_the_middle_leave_the_others_alone(steps: int, calls: list[list[int]]) -> None:
     model = build("gemma3")

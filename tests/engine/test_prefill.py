@@ -68,7 +68,7 @@ def test_calls_share_what_is_short_and_pad_little() -> None:
     assert calls_of([], 100) == []
 
 
-@pytest.mark.sample
+@pytest.mark.sample(every=5)
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_short_prompts_come_in_few_calls_and_give_solo_tokens(
@@ -96,6 +96,7 @@ def test_short_prompts_come_in_few_calls_and_give_solo_tokens(
     assert all(group.in_place for group in pool.groups) and pool.stats().live_blocks == 0
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.usefixtures("in_kernel", "no_fall_through")
 def test_second_turns_share_calls_too() -> None:
     """Short chunks behind prompts of different lengths, past a window and in the middle of blocks."""

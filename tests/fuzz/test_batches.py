@@ -25,6 +25,7 @@ def test_batches_deliver_what_single_runs_do(first: int) -> None:
         _run(seed)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("seed", range(4))
 def test_chunks_in_a_batch(seed: int) -> None:
     _run(seed, ("llama4",))

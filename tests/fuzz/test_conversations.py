@@ -12,7 +12,7 @@ SAMPLE = 12
 SWEEP, SHARE = 500, 50  # conversations, and how many of them are one test
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("seed", range(SAMPLE))
 def test_a_conversation_goes_as_with_stock(seed: int, tmp_path: Path) -> None:
     _run(seed, tmp_path)

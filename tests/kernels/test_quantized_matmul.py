@@ -103,6 +103,7 @@ def test_few_rows_go_to_a_kernel_in_a_models_call(bits: int, shape: tuple[int, .
     assert rms(got, expected) < 1e-2 * rms(expected, mx.zeros(expected.shape))
 
 
+@pytest.mark.sample(every=7)
 @pytest.mark.parametrize("form", MODES)
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("shape", [(DEQUANTIZED_ROWS,), (1, DEQUANTIZED_ROWS + 1), (DEQUANTIZED_ROWS, 1)])

@@ -37,13 +37,13 @@ def check(case, launch_shape=None, backend="metal", **options):
     return out, fake
 
 
-@pytest.mark.sample(every=3, keep="extras")
+@pytest.mark.sample(every=6, keep="extras")
 @pytest.mark.parametrize(("name", "contexts", "backend"), each_pair(list(CLASSES), [RAGGED, FEW], ["metal", "cuda"]))
 def test_matches_reference(name, contexts, backend):
     check(Case(contexts, **CLASSES[name]), backend=backend)
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_head_dim(head_dim):
     check(Case([33, 3], head_dim=head_dim, heads=(4, 2), dtype=mx.bfloat16), orders=(0, 2))
@@ -57,12 +57,14 @@ def test_sweep(head_dim, gqa, dtype):
     check(Case([130, 1, 31], head_dim=head_dim, heads=(gqa, 1), block_size=32, dtype=dtype), orders=(0, 1))
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("starts", [[0, 1, 8, 60], [3, 14, 15, 149]])
 def test_window(starts):
     # Tables are wild outside the window and stale slots are NaN: reading either would be seen.
     check(Case([5, 15, 16, 150], starts=starts, sinks=True))
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("sinks", [False, True])
 def test_rows_that_see_nothing_are_zero(sinks):
     for max_blocks in (2, 20):
@@ -82,6 +84,7 @@ def test_partition_tiers():
     check(case, launch_shape=launch_shape)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("sinks", [False, True])
 def test_bits_do_not_depend_on_batchmates(sinks):
     # Alone, row 0 takes the single-partition variant; beside a long row it goes through merge_partitions.
@@ -179,7 +182,7 @@ APPEND_DEFECTS = {  # old, new: seen in the result or in the pool
 }
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("name", list(APPEND_DEFECTS))
 def test_planted_append_defects_are_caught(name):
     case = Case([17, 150], head_dim=64)
@@ -236,7 +239,7 @@ CAUGHT = {  # body, old, new: the emulator itself objects
 }
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 @pytest.mark.parametrize("name", list(CAUGHT))
 def test_emulator_catches(name):
     body, old, new, want = CAUGHT[name]
@@ -268,7 +271,7 @@ WRONG = {  # body, old, new: the numbers come out wrong
 }  # fmt: skip
 
 
-@pytest.mark.sample(every=8)
+@pytest.mark.sample(every=12)
 @pytest.mark.parametrize("name", list(WRONG))
 def test_wrong_numbers_are_seen(name):
     body, old, new = WRONG[name]

@@ -71,7 +71,7 @@ CLASSES = {
 }
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 @pytest.mark.parametrize("name", list(CLASSES))
 def test_matches_reference(name):
     check(case_of(RAGGED, **CLASSES[name]))
@@ -89,12 +89,14 @@ def test_sweep(head_dim, bits, group_size):
             check(case_of([130, 1, 31], bits, group_size, head_dim=head_dim, heads=heads, dtype=dtype), orders=(0,))
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("bits", [None, (8, 4)])
 def test_window(bits):
     # Tables are wild outside the window, and stale slots have scales of NaN: reading either would be seen.
     check(case_of([5, 15, 16, 150], bits, starts=[3, 14, 15, 130], sinks=True))
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("sinks", [False, True])
 def test_rows_that_see_nothing_are_zero(sinks):
     case = case_of([4, 20], sinks=sinks)
@@ -102,6 +104,7 @@ def test_rows_that_see_nothing_are_zero(sinks):
     assert not check(case)[0].any()
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("bits", [None, (8, 4), (4, 4)])
 def test_bits_depend_neither_on_batchmates_nor_on_runs(bits):
     case = case_of([100, 700], bits, starts=[0, 3], sinks=True)
@@ -124,7 +127,7 @@ def test_every_cut(shape):
         check(case_of([100, 200, 330], bits, starts=[1, 20, 300], heads=(3, 1)), orders=(0,), **shape)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(("bits", "group_size"), [(None, 64), ((8, 4), 64), ((4, 8), 32), ((4, 8), 128)])
 def test_append_quantises_the_newest_token_and_attends_to_it(bits, group_size, dtype):
@@ -151,7 +154,7 @@ def scaled(case, by):
     return case
 
 
-@pytest.mark.sample
+@pytest.mark.sample(every=5)
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4)])
 @pytest.mark.parametrize(
     "by", [{"v": 2.0**-20}, {"v": 2.0**30}, {"q": 2.0**-30, "k": 2.0**30}, {"q": 2.0**40, "k": 2.0**-40}], ids=str
@@ -263,7 +266,7 @@ def case_for_defects(bits, group_size):
     return case, before, written
 
 
-@pytest.mark.sample(every=8)
+@pytest.mark.sample(every=12)
 @pytest.mark.parametrize(("which", "name"), WIDE)
 def test_planted_defects_are_seen(which, name):
     edit = (DENSE_DEFECTS if which == "dense" else QUANTIZED_DEFECTS)[name]

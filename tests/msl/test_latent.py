@@ -32,7 +32,7 @@ CLASSES = {
 }
 
 
-@pytest.mark.sample
+@pytest.mark.sample(every=5)
 @pytest.mark.parametrize("backend", ["metal", "cuda"])
 @pytest.mark.parametrize("name", list(CLASSES))
 def test_matches_reference(name, backend):
@@ -62,7 +62,7 @@ def run_tensor(case, append=None, edit=(), orders=(0, 2), checked=True, **shape)
     return out, fake
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("name", list(TENSOR_CLASSES))
 def test_the_body_for_tensor_cores_matches_reference(name):
     options = {"contexts": [1, 17, 64, 150], "dtype": mx.bfloat16, **TENSOR_CLASSES[name]}
@@ -80,6 +80,7 @@ def test_partitions_of_the_body_for_tensor_cores_are_joined():
         np.testing.assert_allclose(out, case.reference(), atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(("body", "dtype"), [(PORTABLE, mx.float32), (PORTABLE, mx.bfloat16), (TENSOR, mx.bfloat16)])
 def test_append_writes_the_newest_token_and_attends_to_it(body, dtype):
     # Its slot holds NaN: reading it from the pool would be seen. 300 tokens: several partitions.
@@ -158,7 +159,7 @@ def test_memory_of_a_thread_group_is_bounded():
     assert shape_for(tensor).latent_bytes(576) <= MOST_SHARED
 
 
-@pytest.mark.sample
+@pytest.mark.sample(every=4)
 @pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
 @pytest.mark.parametrize("single", [True, False])
 def test_the_body_for_tensor_cores_does_not_spill(single):
@@ -169,7 +170,7 @@ def test_the_body_for_tensor_cores_does_not_spill(single):
     assert (found.stored, found.loaded) == (0, 0), found
 
 
-@pytest.mark.sample
+@pytest.mark.sample(every=5)
 @pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
 @pytest.mark.parametrize("gqa", [16, 10, 7, 1])
@@ -210,7 +211,7 @@ def is_caught(case, body, edit):
     return not same or not np.allclose(out, reference, atol=2e-2)
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=6)
 @pytest.mark.parametrize("name", list(PORTABLE_DEFECTS))
 def test_planted_defects_of_the_portable_body_are_caught(name):
     case = LatentCase([17, 150], heads=20, rank=128)
@@ -261,7 +262,7 @@ TENSOR_DEFECTS = {
 OF_PARTITIONS = ("partition of another size", "statistics in another base")
 
 
-@pytest.mark.sample(every=8)
+@pytest.mark.sample(every=12)
 @pytest.mark.parametrize("name", list(TENSOR_DEFECTS))
 def test_planted_defects_of_the_body_for_tensor_cores_are_caught(name):
     contexts, starts = ([300, 7], [0, 0]) if name in OF_PARTITIONS else ([250, 7], [37, 0])

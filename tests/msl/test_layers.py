@@ -74,6 +74,7 @@ def rows(emulated: Any) -> None:
     test_embedding_rows(emulated, 1064, [[2], [4]], mx.float16, mx.int32)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(
     ("check", "old", "new"),
     [

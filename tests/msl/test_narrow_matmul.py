@@ -65,6 +65,7 @@ def test_products(emulated, dtype, tile, num_rows, width, depth):
     close(run(x, w, bias, tile), expected(x, w, bias), dtype)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("tile", TILES)
 def test_a_row_does_not_depend_on_the_others(emulated, tile):
     # float16, which shows more of the sums, and enough of them that another order of adding would be seen.
@@ -157,7 +158,7 @@ def check_residual(emulated):
     test_a_residual_is_added_to_the_rounded_product(emulated, mx.bfloat16, TILES[1])
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 @pytest.mark.parametrize(
     ("check", "edit"),
     [
@@ -177,7 +178,7 @@ def test_mutations_of_what_follows_a_product_are_found(emulated, check, edit):
         check(emulated)
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutations_are_found(emulated, name):
     emulated(*MUTATIONS[name])

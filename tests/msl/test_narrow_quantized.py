@@ -79,7 +79,7 @@ def test_the_reference_is_what_mlx_dequantizes():
         np.testing.assert_allclose(values_of(w, mx.float16), to_float(want), rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(every=13)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("dtype", "tile"), list(zip(narrow_matmul.DTYPES, TILES, strict=True)))
 def test_products(emulated, dtype, form, tile):
@@ -89,6 +89,7 @@ def test_products(emulated, dtype, form, tile):
         close(run(x, w, bias, tile), expected(x, w, bias), dtype)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_row_does_not_depend_on_the_others_or_on_the_tile(emulated, bits):
     x, w = rows(37, 2208, mx.float16), weight(40, 2208, (bits, 32), mx.float16)
@@ -122,7 +123,7 @@ def test_a_residual_is_added_to_the_rounded_product(emulated, dtype, bits):
     assert np.array_equal(to_float(out), to_float(residual + product))
 
 
-@pytest.mark.sample
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("tile", TILES)
 def test_a_gate_is_rounded_where_mlx_rounds(emulated, tile, bits):
@@ -159,7 +160,7 @@ MUTATIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=6)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutations_are_found(emulated, name):
     emulated(*MUTATIONS[name])
@@ -183,6 +184,7 @@ def test_mutations_of_two_matrices_are_found(emulated, edit):
         test_a_gate_is_rounded_where_mlx_rounds(emulated, TILES[1], 4)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("name", ["scales", "biases"])
 def test_mutations_of_several_matrices_are_found(emulated, name):
     emulated(f"which == 0 ? {name} : which == 1 ? {name}1 : {name}2", f"which == 0 ? {name} : {name}1")
@@ -190,7 +192,7 @@ def test_mutations_of_several_matrices_are_found(emulated, name):
         test_several_matrices(emulated, TILES[0], (40, 70, 33))
 
 
-@pytest.mark.sample
+@pytest.mark.sample(every=5)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("body", narrow_matmul.BODIES)
 def test_a_trial_reads_nothing_astray(emulated, body, bits):
@@ -200,7 +202,7 @@ def test_a_trial_reads_nothing_astray(emulated, body, bits):
         assert all(not to_float(out).any() for out in outs)
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 @pytest.mark.parametrize("body", narrow_matmul.BODIES)
 def test_the_self_check_passes_and_finds_a_mutation(emulated, body, monkeypatch):
     build = narrow_matmul.build_kernel
@@ -216,7 +218,7 @@ def test_the_self_check_passes_and_finds_a_mutation(emulated, body, monkeypatch)
     assert not narrow_matmul.self_check(body, mx.bfloat16, TILES[0], 4).ok
 
 
-@pytest.mark.sample
+@pytest.mark.sample(every=4)
 @pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("body", [GATED, GROUPED])

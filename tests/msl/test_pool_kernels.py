@@ -68,6 +68,7 @@ def test_write_slots_follows_strides():
         np.testing.assert_array_equal(kernel.written["k_pool"][slot // 8, :, slot % 8], base[0, i])
 
 
+@pytest.mark.sample(every=5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("start", "length"), [(0, 32), (7, 2), (5, 1), (9, 20)])
 def test_gather_blocks(dtype, start, length):

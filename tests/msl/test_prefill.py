@@ -45,14 +45,14 @@ def check(pack, edit=(), orders=(0, 2), **options):
     return out
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 @pytest.mark.parametrize("name", list(CLASSES))
 def test_matches_reference(name):
     # Threads in any order; that another one gives the same is seen with every cut.
     check(Pack(*RAGGED, **CLASSES[name]), orders=(2,))
 
 
-@pytest.mark.sample
+@pytest.mark.sample(every=5)
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("name", ["f16 extras", "window", "gqa 7"])
 def test_every_cut(name, cut):
@@ -74,6 +74,7 @@ def test_sweep(head_dim, gqa, dtype):
             check(pack, orders=(0,), launch_shape=cut)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("options", [{}, {"window": 50, "sinks": True, "head_dim": 128}])
 def test_bits_do_not_depend_on_the_pack(options):
     pack = Pack([90, 1, 33], [10, 200, 64], dtype=mx.float16, **options)
@@ -147,6 +148,7 @@ def test_without_cuda_or_with_the_variant_off_there_is_none(monkeypatch):
             pack.prepare()
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("sinks", [False, True])
 def test_a_trial_launches_the_text_and_nothing_is_seen(sinks):
     variant = Variant(prefill.BODY, "cuda", mx.float16, 64, 80, 3, 16, sinks=sinks)
@@ -182,7 +184,7 @@ CAUGHT = {  # old, new, what the emulator says
 }  # fmt: skip
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 @pytest.mark.parametrize("name", list(CAUGHT))
 def test_emulator_catches(name):
     old, new, want = CAUGHT[name]
@@ -234,7 +236,7 @@ WRONG = {  # the numbers come out wrong
 }  # fmt: skip
 
 
-@pytest.mark.sample(every=8)
+@pytest.mark.sample(every=12)
 @pytest.mark.parametrize("name", list(WRONG))
 def test_wrong_numbers_are_seen(name):
     edit = WRONG[name]

@@ -30,7 +30,7 @@ def spilled(dtype: mx.Dtype, head_dim: int, gqa: int, single: bool = False) -> r
     )
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=10)
 @needs_compiler
 @pytest.mark.parametrize(("head_dim", "gqa"), POPULAR)
 def test_plans_of_popular_models_do_not_spill(head_dim: int, gqa: int) -> None:
@@ -48,7 +48,7 @@ def spilled_by_quantized(
     return registers.registers_of("quantized_decode", constants)
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @needs_compiler
 @pytest.mark.parametrize(
     ("head_dim", "gqa", "bits"), [(64, 4, (8, 8)), (128, 4, (8, 4)), (128, 8, (4, 4)), (256, 2, (8, 8))]
@@ -102,7 +102,7 @@ def spill_limit(head_dim: int) -> int:
     return {64: 0, 80: 16}.get(head_dim, 16 if head_dim > 128 else 128)
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 @needs_compiler
 @pytest.mark.parametrize(
     ("head_dim", "gqa", "options"),
@@ -130,6 +130,7 @@ def test_no_prefill_spills(head_dim: int, gqa: int, block_size: int, extras: boo
     assert max(found.stored, found.loaded) <= spill_limit(head_dim), found
 
 
+@pytest.mark.sample(every=3)
 @needs_compiler
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (256, 256), (128, 128)])
 def test_prompts_over_latents_do_not_spill(head_dim: int, value_dim: int) -> None:
@@ -152,7 +153,7 @@ def quantized_registers(
     return registers.registers_of(body, constants, None, "sm_90")
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @needs_compiler
 @pytest.mark.parametrize(
     ("head_dim", "gqa", "bits"), [(64, 4, (8, 8)), (128, 4, (8, 8)), (128, 8, (4, 4)), (256, 2, (8, 8))]

@@ -69,6 +69,7 @@ def quantized_problems(dtype, rows=9, edit=None, head_dim=128, gqa=4, bits=(8, 4
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 
 
+@pytest.mark.sample(every=5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [2, 9])
 @pytest.mark.parametrize("single", [True, False])
@@ -76,6 +77,7 @@ def test_decode_is_clean(single, rows, dtype):
     assert decode_problems(dtype, rows, single=single) == []
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_head_dim_is_clean(head_dim):
     assert decode_problems(mx.bfloat16, head_dim=head_dim, gqa=16, block=8, extras=False) == []
@@ -98,6 +100,7 @@ def latent_problems(dtype, rows=9, edit=None, gqa=10, single=True):
     return problems("latent_decode", constants, decode_inputs(rows, name_of(dtype)), outs, edit)
 
 
+@pytest.mark.sample(every=5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [2, 9])
 @pytest.mark.parametrize("single", [True, False])

@@ -20,7 +20,7 @@ def dtypes(call: dict) -> list[str]:
     return [str(x.dtype).removeprefix("mlx.core.") for x in call["inputs"]]
 
 
-@pytest.mark.sample
+@pytest.mark.sample(every=7)
 @pytest.mark.parametrize("partitions", [1, 3])
 @pytest.mark.parametrize("rows", [1, 9])
 @pytest.mark.parametrize(("gqa", "sinks"), [(1, True), (2, False), (4, True)])

@@ -54,7 +54,7 @@ def check_parity(kind: str, length: int, block_size: int, step: int, num_tokens:
     assert pool.stats().peak_live_blocks > 0
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize(
     ("kind", "length", "block_size"), [*SAMPLE, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)]
@@ -63,13 +63,14 @@ def test_logits_equal_stock_bit_for_bit(kind: str, length: int, block_size: int)
     check_parity(kind, length, block_size, 2048, 64 if length in LONG_LENGTHS else 24)
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize(("kind", "step"), each_value(KINDS, [7, 40, 50]))
 def test_chunked_prefill_equals_stock(kind: str, step: int) -> None:
     check_parity(kind, 257, 16, step)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(("kind", "dtype"), each_value(KINDS, [mx.float16, mx.bfloat16]))
 def test_half_precision_equals_stock(kind: str, dtype: mx.Dtype) -> None:
     model = build(kind)
@@ -96,7 +97,7 @@ def test_gemma3_wrapper_is_paged() -> None:
     assert len(mlx_paged.pool_of(model).groups) == 2
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize("kind", KINDS)
 def test_multi_turn_chat_equals_stock(kind: str) -> None:

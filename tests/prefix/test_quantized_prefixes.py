@@ -112,6 +112,7 @@ def test_files_are_the_size_of_the_pages(bits: Any, tmp_path: Path) -> None:
     assert pages <= store.nbytes <= 1.05 * pages
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_requests_share_and_quantise_what_is_new_only(kind: str) -> None:
     model = build(kind)

@@ -156,6 +156,7 @@ def test_other_weights_and_other_block_sizes_find_nothing(tmp_path: Path) -> Non
         assert restored(tmp_path, range(20), block_size=8) == 0
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("damage", ["truncate", "empty", "flip", "append", "foreign", "rename", "no header", "vanish"])
 @pytest.mark.parametrize("number", [0, 2, 4])
 def test_damaged_files_are_ignored_with_one_warning(damage: str, number: int, tmp_path: Path) -> None:

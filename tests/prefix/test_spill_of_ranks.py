@@ -27,6 +27,7 @@ def restored(folder: Path, windows: Any, everywhere: Callable[[int], Sequence[in
     return length
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("most", [0, 1, 7, 8, 13, 29, 30])
 def test_another_rank_has_less(windows: Any, most: int, tmp_path: Path) -> None:

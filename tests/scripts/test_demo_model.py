@@ -176,7 +176,7 @@ def test_an_interrupted_run_leaves_the_wheel_and_no_folder(patched: Tiny, tmp_pa
     assert _leftovers(tmp_path) == []
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_killed_run_is_cleaned_up_by_the_next(patched: Tiny, tmp_path: Path, step: str) -> None:
     code = f"m.WHEEL_SHA256 = {patched.sha256!r}; "

@@ -155,6 +155,7 @@ def test_ten_turns_compute_only_what_is_new(server: ServerProcess) -> None:
     chat_of_ten_turns(server)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("kind", ["gemma3", "mamba"])
 def test_ten_turns_across_a_window_or_with_states(kind: str, demo_model_folder: Path, tmp_path: Path) -> None:
     server = ServerProcess(make_tiny_model(tmp_path / kind, demo_model_folder, kind), tmp_path)

@@ -201,6 +201,7 @@ def check_sentence(server: ServerProcess, question: str, **extra: Any) -> None:
     assert (ends.message.content, ends.finish_reason) == ("The capital of France is Paris.", "stop")
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     ("kind", "flags"), [("llama", ()), ("llama", ("--no-prefix-cache",)), ("gemma3", ()), ("mamba", ())]
 )
@@ -285,6 +286,7 @@ def test_where_mlx_lms_own_batches_compute(own_batches: OwnBatches) -> None:
     assert batch is not None and not batch.generator.shares_prefixes and not batch.served
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("stops", [[], ["7777"]])
 def test_an_answer_that_cannot_be_kept_fails_alone(
     own_batches: OwnBatches, stops: list[str], monkeypatch: pytest.MonkeyPatch

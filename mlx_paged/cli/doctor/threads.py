@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...kernels import ops as kernels
-from ...kernels.build import KernelUnavailable, backend
+from ...kernels.build import KernelUnavailable, backend, prepared
 from .shapes import Shape, popular_shapes
 
 TOO_MANY = 2048  # no Metal GPU allows more than 1,024
@@ -62,13 +62,13 @@ def probe(shape: Shape) -> dict[str, Any]:
         )
     except KernelUnavailable as error:
         return {"shape": str(shape), "needed": None, "allowed": None, "message": str(error)[:500]}
-    needed = launch.decode_options["threadgroup"][0]
-    options = {**launch.decode_options, "threadgroup": (TOO_MANY, 1, 1)}
+    needed = launch.options["threadgroup"][0]
+    decode = prepared(launch.kernel, {**launch.options, "threadgroup": (TOO_MANY, 1, 1)})
     q = mx.zeros((_ROWS, heads, 1, shape.head_dim), shape.dtype)
     message = "no error: it ran"
     try:
         mx.eval(
-            launch._replace(decode_options=options, merge=None)(
+            launch._replace(decode=decode, merge=None)(
                 q, pools[0], pools[1], kernels.new_fence(), mx.zeros((heads,)) if shape.sinks else None
             )
         )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 
 from ...attention import dispatch
+from ...cache.composites import leaves, with_leaves
 from ...kernels.products.inference import Inference
 from ...kernels.quantized.pages import PageShape
 from ...kv.block_table import BlockTable
@@ -17,13 +18,13 @@ from ...kv.pool import BlockPool
 from ...kv.step import rounded_up, table_width
 from ...kv.storage.base import Storage
 from ...kv.storage.in_place import InPlaceStorage, TracedBlocks
-from ...kv.storage.scoring import Scoring, Window
 from .model_state import ModelState, StateNotKnown, substituted
 from .narrow_layers import narrow_layers
+from .step_layer import NotCompilable, StepLayer
 from .step_rows import GroupArrays, PackRows, StepRows, rows_of
 
-# From the model, tokens [B, 1] and the layers' caches to logits [B, 1, vocab].
-Forward = Callable[[Any, mx.array, Sequence[Any]], mx.array]
+# From the model, tokens [B, 1] and, by its name, the `cache` of the layers to logits [B, 1, vocab].
+Forward = Callable[..., mx.array]
 
 
 MOST_FAILURES = 3
@@ -35,10 +36,6 @@ ANY_ROWS = 32  # a step may be padded to so many rows, or to twice as many as it
 MOST_TRACES = 256  # kept, the latest used ones
 MOST_COUNTED = 4096  # shapes whose steps are counted; then all counts are forgotten
 compile_function: Callable[[Any], Any] = mx.compile
-
-
-class NotCompilable(Exception):
-    """The model does something in a decode step that the compiled step has no answer to."""
 
 
 class StepShapes(NamedTuple):
@@ -79,45 +76,6 @@ def padded_rows(num_rows: int) -> int:
     return num_rows if num_rows <= 2 else rounded_up(num_rows, 4)
 
 
-class StepLayer:
-    """What an attention layer sees of its cache while a decode step is traced."""
-
-    def __init__(self, blocks: TracedBlocks, arrays: GroupArrays, window: Window | None) -> None:
-        self.blocks = blocks
-        self.offset = arrays.offsets
-        self._sees = window
-        self._visible = arrays.visible
-        self._slots = arrays.slots[0] if arrays.slots else None
-        self.attended = 0
-
-    @property
-    def window(self) -> int | None:
-        """Most tokens that one sees, itself included, or None."""
-        return None if self._sees is None else self._sees.size
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
-        """None: rows are masked by their own lengths and the layer's window, whatever kind of mask is asked for."""
-        is_narrower = window_size is not None and (self.window is None or window_size < self.window)
-        if N != 1 or is_narrower:
-            raise NotCompilable("the model asks for a mask of its own")
-
-    def attend(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        scoring: Scoring,
-    ) -> mx.array:
-        """As :meth:`PagedKVCache.attend`, for one new token per row, in the kernel."""
-        if scoring.mask is not None or queries.shape[2] != 1:
-            raise NotCompilable("the model's attention takes more than one token, or a mask")
-        if not keys.dtype == values.dtype == queries.dtype == self.blocks.dtype:
-            raise NotCompilable("keys of another dtype than the blocks")
-        self.attended += 1
-        scoring = scoring._replace(window=self._sees)
-        return self.blocks.decode(queries, self._visible, (keys, values), scoring, self._slots)
-
-
 class CompiledStep:
     """Runs decode steps of one model over one pool as a compiled function.
 
@@ -132,15 +90,20 @@ class CompiledStep:
     Args:
         pool: of the caches.
         forward: the model's own step.
+
+    Attributes:
+        forward: as given.
+        failure: why no step is compiled any more.
     """
 
     def __init__(self, pool: BlockPool, forward: Forward) -> None:
-        self.failure: str | None = None  # why no step is compiled any more
-        self._forward = forward
+        self.failure: str | None = None
+        self.forward = forward
         self._windows = [pool.layer(layer).sees for layer in self._layers_of(pool)]
         self._groups = [pool.group_of(layer) for layer in self._layers_of(pool)]
         self._pages: list[tuple[PageShape | None, bool]] = []  # of each layer, and whether what they hold is rotated
         self._model: Any = None
+        self._caches: Sequence[Any] = ()  # how the model expects them composed
         self._state: ModelState | None = None  # what all traces have read
         self._failures = 0  # in a row
         # By the shapes of a step, latest used last. One function each: MLX compares a call with every trace of its own.
@@ -157,7 +120,7 @@ class CompiledStep:
         Args:
             model: the same at every call.
             tokens: ``[B, 1]``.
-            caches: one per layer, of one sequence or of one batch.
+            caches: as the model expects them, of one sequence or of one batch.
 
         Returns:
             Logits ``[B, 1, vocab]``; None if this step is not one for it, and nothing has been done.
@@ -165,18 +128,19 @@ class CompiledStep:
         Raises:
             PoolExhaustedError: as the step itself would.
         """
-        rows = rows_of(caches)
+        parts = leaves(caches)
+        rows = rows_of(parts)
         if self.failure is not None or rows is None or len(rows) != tokens.shape[0]:
             return None
         pool = rows.pool
-        storages = [pool.layer(cache.layer).storage for cache in caches] if pool.groups[0].storages else []
+        storages = [pool.layer(cache.layer).storage for cache in parts] if pool.groups[0].storages else []
         if not storages or not all(storage.decoded_by_kernel for storage in storages):
             return None
-        logits = self._compiled(rows, storages, model, tokens, caches)
+        logits = self._compiled(rows, storages, model, tokens, caches, parts)
         if logits is None and self.failure is None:
             # With the products of a compiled step: which steps are compiled does not show in what they give.
             with narrow_layers(model, tokens.shape[0]):
-                logits = self._forward(model, tokens, caches)
+                logits = self.forward(model, tokens, cache=caches)
         return logits
 
     def _compiled(
@@ -186,11 +150,12 @@ class CompiledStep:
         model: Any,
         tokens: mx.array,
         caches: Sequence[Any],
+        parts: Sequence[Any],
     ) -> mx.array | None:
-        """The step, compiled; None if it is not, and nothing has been done."""
+        """The step, compiled; None if it is not, and nothing has been done. ``parts``: the caches' leaves."""
         pool = rows.pool
         arrays = []
-        tables = rows.take(caches)
+        tables = rows.take(parts)
         try:
             shapes = self._shapes_for(StepShapes.of(len(rows), pool, tables, is_pack=isinstance(rows, PackRows)))
             if shapes is None:
@@ -205,7 +170,7 @@ class CompiledStep:
             missing = shapes.num_rows - len(rows)
             if missing:
                 tokens = mx.concatenate([tokens, mx.zeros((missing, 1), tokens.dtype)])
-            self._model = model
+            self._model, self._caches = model, caches
             own_storages = cast(list[InPlaceStorage], storages)
             self._pages = [(storage.pages, storage.rotates) for storage in own_storages]
             function = self._functions[shapes]
@@ -216,12 +181,13 @@ class CompiledStep:
             rows.untake()
             self._failures += 1
             if isinstance(error, NotCompilable | StateNotKnown) or self._failures == MOST_FAILURES:
-                self.failure = f"{type(error).__name__}: {error}"
+                said = str(error).splitlines() or [""]  # MLX goes on with all forms of its functions
+                self.failure = f"{type(error).__name__}: {said[0]}"
             return None
         finally:
-            self._model = None
+            self._model, self._caches = None, ()
         self._failures = 0
-        dispatch.record_compiled(len(caches))
+        dispatch.record_compiled(len(parts))
         return logits[: len(rows)] if missing else logits
 
     def _weights_of(self, model: Any) -> list[mx.array] | None:
@@ -273,9 +239,9 @@ class CompiledStep:
             narrow_layers(self._model, tokens.shape[0]),
             Inference(dequantizes=False),
         ):
-            logits = self._forward(self._model, tokens, layers)
-        if any(layer.attended != 1 for layer in layers):
-            raise NotCompilable("not every layer attends once")
+            logits = self.forward(self._model, tokens, cache=with_leaves(self._caches, layers))
+        for layer in layers:
+            layer.settle()
         if self._state is None or self._state.arrays_of(self._model) is None:
             raise NotCompilable("the model changes its own attributes in a step")
         return logits, [own.fence() for own in blocks]

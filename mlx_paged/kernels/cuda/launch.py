@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -35,28 +35,37 @@ class CompiledKernel:
         output_dtypes: Sequence[mx.Dtype],
     ) -> list[mx.array]:
         """See ``mx.fast.cuda_kernel``. The first call raises ValueError for inputs of other dtypes than the text's."""
+        return self.prepared(
+            grid=grid, threadgroup=threadgroup, output_shapes=output_shapes, output_dtypes=output_dtypes
+        )(list(inputs))
+
+    def prepared(self, **options: Any) -> Callable[[list[mx.array]], list[mx.array]]:
+        """The call with these keyword arguments, to be given inputs of the same shapes each time: what follows from
+        the shapes is computed once."""
         name, _, types, axes, tokens_first, shared = self.source
-        if not self._is_checked:
-            given = tuple(self._type_of.get(x.dtype, str(x.dtype)) for x in inputs)
-            if given != types:
-                raise ValueError(f"{name} takes {types}, not {given}")
-            self._is_checked = True
-        sizes: list[Any] = []
-        for i, own in axes:
-            shape = inputs[i].shape
-            sizes += [shape[axis] for axis in own]
-        for i in tokens_first:
-            if inputs[i].shape[2] > 1:
-                inputs = [*inputs[:i], inputs[i].swapaxes(1, 2), *inputs[i + 1 :]]
-        return mx.fast.precompiled_cuda_kernel(
-            name=name,
-            compiled_source=self._cubin,
-            inputs=inputs,
-            output_shapes=output_shapes,
-            output_dtypes=output_dtypes,
-            scalars=sizes,
-            grid=grid,
-            threadgroup=threadgroup,
-            shared_memory=shared,
-            ensure_row_contiguous=True,
-        )
+        options = {
+            **{"name": name, "compiled_source": self._cubin, "shared_memory": shared, "ensure_row_contiguous": True},
+            **options,
+        }
+        swapped: list[int] = []
+        is_known = False
+
+        def launch(inputs: list[mx.array]) -> list[mx.array]:
+            nonlocal is_known
+            if not is_known:
+                if not self._is_checked:
+                    given = tuple(self._type_of.get(x.dtype, str(x.dtype)) for x in inputs)
+                    if given != types:
+                        raise ValueError(f"{name} takes {types}, not {given}")
+                    self._is_checked = True
+                shapes = [inputs[i].shape for i, _ in axes]
+                options["scalars"] = [shape[axis] for shape, (_, own) in zip(shapes, axes, strict=True) for axis in own]
+                swapped.extend(i for i in tokens_first if inputs[i].shape[2] > 1)
+                is_known = True
+            if swapped:
+                inputs = list(inputs)
+                for i in swapped:
+                    inputs[i] = inputs[i].swapaxes(1, 2)
+            return mx.fast.precompiled_cuda_kernel(inputs=inputs, **options)
+
+        return launch

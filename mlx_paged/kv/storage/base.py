@@ -11,7 +11,7 @@ import mlx.core as mx
 from ...kernels.quantized.rows import QuantizedRows
 from ..block_table import BlockTable
 from ..packed_step import PackedStep
-from ..step import Step
+from ..step import Columns, Step
 from .page_format import PageFormat
 from .scoring import QueryHeads, Scoring
 
@@ -106,7 +106,7 @@ class Storage(Protocol):
         """What the blocks hold of the positions of :meth:`read_visible`, by position, as they hold it (lazy copies):
         of quantised pages rows ``[1, n_kv_heads, n, num_words]`` (uint32), else keys and values."""
 
-    def read_visible(self, table: BlockTable, *, rotation: int, copy: bool) -> tuple[mx.array, mx.array]:
+    def read_visible(self, table: BlockTable, *, rotation: int, copy: bool = True) -> tuple[mx.array, mx.array]:
         """K ``[1, n_kv_heads, n, k_head_dim]`` and V of positions ``logical_start .. length - 1``, after those of
         pinned tokens (lazy).
 
@@ -114,11 +114,9 @@ class Storage(Protocol):
         view of the blocks.
         """
 
-    def read_rows(self, block_ids: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
-        """K ``[B, n_kv_heads, n, k_head_dim]`` and V of positions int32 ``[B, n]`` in B tables (lazy copies).
-
-        ``block_ids``: int32 ``[B, max_blocks]``, by absolute position; every position must lie in them.
-        """
+    def read_rows(self, columns: Columns) -> tuple[mx.array, mx.array]:
+        """K ``[B, n_kv_heads, n, k_head_dim]`` and V of the columns' positions (lazy copies), zeros where a row has
+        nothing: not merely masked later, as a stale NaN times a weight of zero is NaN."""
 
     def decode(
         self,

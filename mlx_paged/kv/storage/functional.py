@@ -11,7 +11,7 @@ import mlx.core as mx
 from ...kernels.build import KernelUnavailable
 from ..block_table import BlockTable, Segment
 from ..packed_step import PackedStep
-from ..step import Step
+from ..step import Columns, Step
 from .base import Geometry
 from .scoring import Scoring
 
@@ -102,7 +102,7 @@ class FunctionalStorage(GatheredStorage):
         self._keys[:, block_ids, offsets] = k[:, :, 0].transpose(1, 0, 2)
         self._values[:, block_ids, offsets] = v[:, :, 0].transpose(1, 0, 2)
 
-    def read_visible(self, table: BlockTable, *, rotation: int, copy: bool) -> tuple[mx.array, mx.array]:
+    def read_visible(self, table: BlockTable, *, rotation: int, copy: bool = True) -> tuple[mx.array, mx.array]:
         """In place where the blocks are consecutive and a view will do, else gathered; the table keeps the device
         indices, so that all layers of a step share them."""
         if rotation or table.num_head:
@@ -125,13 +125,13 @@ class FunctionalStorage(GatheredStorage):
     def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
         return self.read_visible(table, rotation=0, copy=True)
 
-    def read_rows(self, block_ids: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
-        size = self.block_size
-        slots = mx.take_along_axis(block_ids, positions // size, axis=1) * size + positions % size
+    def read_rows(self, columns: Columns) -> tuple[mx.array, mx.array]:
+        size, positions = self.block_size, columns.positions
+        slots = mx.take_along_axis(columns.block_ids, positions // size, axis=1) * size + positions % size
         heads = mx.arange(self.geometry.num_kv_heads, dtype=mx.int32)[:, None] * (self.num_blocks * size)
         index = heads[None] + slots[:, None]
         k, v = (pool.reshape(-1, pool.shape[3])[index] for pool in (self._keys, self._values))
-        return k, v
+        return columns.masked(k, v)
 
     def view_blocks(self, first: int, count: int) -> tuple[mx.array, mx.array]:
         """Consecutive blocks without a copy: K ``[1, n_kv_heads, count * block_size, k_head_dim]`` and V likewise.

@@ -16,7 +16,7 @@ from ...kernels.quantized.pages import PageShape, new_blocks
 from ...kernels.quantized.rotation import rotate
 from ..block_table import BlockTable
 from ..packed_step import PackedStep
-from ..step import Step
+from ..step import Columns, Step
 from .base import Geometry
 from .scoring import Scoring, Window
 from .split import join_queries, split_queries, split_visible
@@ -167,8 +167,13 @@ class InPlaceStorage:
             storage.__fence = fence
         return result
 
-    def read_visible(self, table: BlockTable, *, rotation: int, copy: bool) -> tuple[mx.array, mx.array]:
-        k, v = self._gather(*self._range_of(table))
+    def read_visible(self, table: BlockTable, *, rotation: int, copy: bool = True) -> tuple[mx.array, mx.array]:
+        # Prepared for all layers; one at a time, as the range is another in the next step.
+        span, known = (table.logical_start, table.length), table.indices.get("gather")
+        if known is None or known[0] != span:
+            launch = kernels.prepare_gather(self.__keys, self.__values, *self._range_of(table), self.pages)
+            known = table.indices["gather"] = span, launch
+        k, v = self._gathered(known[1])
         if rotation:
             k, v = (mx.concatenate([x[:, :, rotation:], x[:, :, :rotation]], axis=2) for x in (k, v))
         return k, v
@@ -186,28 +191,38 @@ class InPlaceStorage:
         """The ids of the blocks of what is visible, its start in them, and its length."""
         size = table.block_size
         first, last = table.logical_start // size, -(-table.length // size)
-        key = ("ids", first, last)
+        key = "ids", first, last
         ids = table.indices.get(key)
         if ids is None:
             ids = table.indices[key] = mx.array(table.block_ids[first:last], mx.int32)
         return ids, table.logical_start - first * size, table.length - table.logical_start
 
-    def read_rows(self, block_ids: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
-        rows, blocks = block_ids.shape
-        length = blocks * self.block_size
-        index = positions + mx.arange(0, rows * length, length, dtype=mx.int32)[:, None]
-        k, v = self._gather(block_ids.reshape(-1), 0, rows * length)
-        k, v = (x[0][:, index].transpose(1, 0, 2, 3) for x in (k, v))
+    def read_rows(self, columns: Columns) -> tuple[mx.array, mx.array]:
+        if columns.prepared is None:
+            rows, blocks = columns.block_ids.shape
+            length = blocks * self.block_size
+            ids, num_slots = columns.block_ids.reshape(-1), rows * length
+            launch = kernels.prepare_gather(self.__keys, self.__values, ids, 0, num_slots, self.pages)
+            first = mx.arange(0, num_slots, length, dtype=mx.int32)[:, None, None]
+            heads = mx.arange(0, self.geometry.num_kv_heads * num_slots, num_slots, dtype=mx.int32)[:, None]
+            index = columns.positions[:, None] + first + heads
+            index = mx.where(columns.held[..., 0], index, self.geometry.num_kv_heads * num_slots)
+            _, k_dim, v_dim, dtype, _ = self.geometry
+            columns.prepared = launch, index, mx.zeros((1, k_dim), dtype), mx.zeros((1, v_dim), dtype)
+        launch, index, *nothing = columns.prepared
+        k, v = (
+            mx.take(mx.concatenate([x.reshape(-1, zeros.shape[1]), zeros]), index, 0)
+            for x, zeros in zip(self._gathered(launch), nothing, strict=True)
+        )
         return k, v
 
-    def _gather(self, block_ids: mx.array | Sequence[int], start: int, length: int) -> tuple[mx.array, mx.array]:
-        k, v, self.__fence = kernels.gather_blocks(
-            self.__keys, self.__values, self.__fence, block_ids, start, length, self.pages
-        )
+    def _gathered(self, launch: Callable[..., tuple[mx.array, mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
+        k, v, self.__fence = launch(self.__keys, self.__values, self.__fence)
         return (rotate(k), rotate(v)) if self.rotates else (k, v)
 
     def read_packed(self, tables: Sequence[BlockTable], step: PackedStep) -> tuple[mx.array, mx.array]:
-        return self._gather(step.all_blocks(tables), 0, step.num_slots(tables))
+        ids, num_slots = step.all_blocks(tables), step.num_slots(tables)
+        return self._gathered(kernels.prepare_gather(self.__keys, self.__values, ids, 0, num_slots, self.pages))
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.__fence = kernels.copy_blocks(self.__keys, self.__values, self.__fence, sources, targets)
@@ -287,23 +302,23 @@ class TracedBlocks:
         self,
         q: mx.array,
         visible: tuple[mx.array, mx.array, mx.array],
-        append: tuple[mx.array, mx.array],
+        append: tuple[mx.array, mx.array] | None,
         scoring: Scoring,
         slots: mx.array | None = None,
     ) -> mx.array:
         """As :meth:`InPlaceStorage.decode`, for one token per row. With ``slots`` the tokens are written there first,
-        so that rows of one sequence see those before them."""
+        so that rows of one sequence see those before them. Without ``append`` they have been written."""
         scale, _, window, softcap, sinks, latent = scoring
         launch = kernels.prepare_decode(
             self.__keys, self.__values, visible, n_q_heads=q.shape[1], scale=scale, softcap=softcap,
-            sinks=sinks is not None, max_visible=_size_of(window), append=slots is None, pages=self._pages,
-            latent=latent,
+            sinks=sinks is not None, max_visible=_size_of(window), append=append is not None and slots is None,
+            pages=self._pages, latent=latent,
         )  # fmt: skip
         if self._rotates:
-            q, append = rotate(q), (rotate(append[0]), rotate(append[1]))
-        if slots is not None:
+            q, append = rotate(q), append and (rotate(append[0]), rotate(append[1]))
+        if append is not None and slots is not None:
             write = kernels.prepare_write(self.__keys, self.__values, slots, self._pages)
             self.__fence = write(self.__keys, self.__values, self.__fence, *append)
-        new = append if slots is None else ()
-        out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks, *new)
+            append = None
+        out, self.__fence = launch(q, self.__keys, self.__values, self.__fence, sinks, *(append or ()))
         return rotate(out) if self._rotates else out

@@ -10,7 +10,7 @@ import mlx.core as mx
 from ...kernels.quantized.rotation import rotate
 from ..block_table import BlockTable
 from ..packed_step import PackedStep
-from ..step import Step
+from ..step import Columns, Step
 from .base import Geometry, Storage, StorageChoice
 from .functional import FunctionalStorage, GatheredStorage
 from .scoring import QueryHeads
@@ -59,11 +59,11 @@ class QuantizedStorage(GatheredStorage):
             k, v = rotate(k), rotate(v)
         return self._k.quantize(k), self._v.quantize(v)
 
-    def read_visible(self, table: BlockTable, *, rotation: int, copy: bool) -> tuple[mx.array, mx.array]:
+    def read_visible(self, table: BlockTable, *, rotation: int, copy: bool = True) -> tuple[mx.array, mx.array]:
         return self._dequantized(*self._rows.read_visible(table, rotation=rotation, copy=copy))
 
-    def read_rows(self, block_ids: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
-        return self._dequantized(*self._rows.read_rows(block_ids, positions))
+    def read_rows(self, columns: Columns) -> tuple[mx.array, mx.array]:
+        return columns.masked(*self._dequantized(*self._rows.read_rows(columns)))
 
     def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
         return self._rows.read_stored(table)

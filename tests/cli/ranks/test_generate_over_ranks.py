@@ -51,6 +51,7 @@ def test_a_file_of_prompts(model: Path, tmp_path: Path) -> None:
     assert second == ""
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(
     ("kind", "size", "flags", "reason"),
     [

@@ -163,7 +163,7 @@ def logits_around(model: Any, change: Callable[[Any], None], *, steps: int = 3) 
     return np.array(before[0, -1]), np.array(after[0, -1])
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_change_between_two_steps_is_seen_by_the_next(change: Callable[[Any], None]) -> None:

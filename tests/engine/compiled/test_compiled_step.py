@@ -45,7 +45,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return taken
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=5)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_step_but_the_first_is_compiled(kind: str, calls: list[int]) -> None:
@@ -97,7 +97,7 @@ def test_few_sizes_of_batches() -> None:
     assert len({compiled_step.padded_rows(n) for n in range(1, 1025)}) < 32
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=5)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_are_padded(monkeypatch: pytest.MonkeyPatch, calls: list[int], kind: str) -> None:

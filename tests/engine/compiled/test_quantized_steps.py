@@ -16,7 +16,7 @@ from tests.support.models.builders import KINDS, build, greedy, prompt_of
 pytestmark = pytest.mark.usefixtures("no_fall_through")
 
 
-@pytest.mark.sample
+@pytest.mark.sample(every=5)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("options", [{"kv_bits": 8}, {"kv_bits": 8, "kv_rotate": True}], ids=["plain", "rotated"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -83,6 +83,7 @@ def test_functional_pools(kind: str, oracle: type[Oracle]) -> None:
     run_alike(kind, PagedConfig(block_size=8), oracle)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize("kind", KINDS)
 def test_pools_in_place(
@@ -105,6 +106,7 @@ def test_pools_in_place(
     assert compiled["pack"] > 0
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("options", [{}, {"kernel": "on"}], ids=["functional", "in place"])
 def test_quantised_pages(options: dict[str, Any], oracle: type[Oracle], request: pytest.FixtureRequest) -> None:
     """Compared with the same batch without look-up: what pages hold depends on nothing but the token."""
@@ -138,6 +140,7 @@ def fake() -> Iterator[FakeKernels]:
         yield kernels
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("name", ["phi3", "gpt_oss", "gemma2"])
 def test_models_behind_the_seam(name: str) -> None:
     model = model_configs.build(name)

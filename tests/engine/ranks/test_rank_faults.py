@@ -58,6 +58,7 @@ def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
         started.kill()
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

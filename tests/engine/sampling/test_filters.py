@@ -122,7 +122,7 @@ CHI_SQUARE = [
 ]
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("params", CHI_SQUARE, ids=str)
 def test_tokens_are_drawn_with_their_probabilities(params: SamplingParams) -> None:
     """Chi-square of 40,000 tokens at fixed seeds: the sum is near the number of words, within six deviations."""

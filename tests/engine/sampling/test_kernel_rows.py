@@ -101,6 +101,7 @@ CHI_SQUARE = [
 ]
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("params", CHI_SQUARE, ids=str)
 def test_tokens_have_their_probabilities(params: SamplingParams) -> None:
     """Chi-square, near the number of words; within five deviations."""

@@ -83,7 +83,7 @@ def test_a_burst_computes_and_stores_its_system_prompt_once(length: int, request
     assert pool.stats().peak_live_blocks <= length // 32 + requests * own + 1
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bursts_of_every_kind_share_and_answer_as_alone(kind: str) -> None:
     """Sliding windows are crossed by the prompt. Chunks are smaller than the shared prefix."""
@@ -152,6 +152,7 @@ def test_blocks_of_a_dropped_response_count_as_free() -> None:
     assert pool.stats().evictions > 0
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_models_with_states_share_at_ends(kind: str) -> None:
     """What the prompts have in common is cut off as a chunk, and the states at its end go to the others."""
@@ -214,6 +215,7 @@ def test_bursts_share_in_place_pools(kind: str) -> None:
         tree.check_integrity()
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sharing_request_has_the_bits_of_a_cold_one_cut_at_the_same_token(kind: str) -> None:
     model = model_of(kind)

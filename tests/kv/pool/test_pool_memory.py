@@ -318,6 +318,7 @@ def test_free_and_cached_blocks_of_other_groups_count() -> None:
     assert PoolBudget(pool, chunk=16).fits([Append(None, 800)])
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_lone_sequence_that_the_budget_holds_can_always_go_on(seed: int) -> None:
     """Computed in chunks, each donated to the prefix cache, its partial end included, after a burst of others."""
@@ -349,6 +350,7 @@ def test_a_lone_sequence_that_the_budget_holds_can_always_go_on(seed: int) -> No
         tree.check_integrity()
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_lone_sequence_that_begins_with_a_cached_prefix_can_always_go_on(seed: int) -> None:
     """In the least budget that holds it, from wherever the cache can serve, which keeps what both share."""

@@ -7,6 +7,7 @@ import pytest
 
 from mlx_paged.kernels.quantized.rotation import rotate
 from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.step import Columns
 from mlx_paged.kv.storage.base import Geometry
 from mlx_paged.kv.storage.page_format import PageFormat
 from mlx_paged.kv.storage.quantized import QuantizedStorage
@@ -113,7 +114,7 @@ def test_rows_read_by_positions_are_rotated_back() -> None:
     pool.write([table], 0, k, v)
     storage = pool.layer(0).storage
     assert isinstance(storage, QuantizedStorage)
-    ids, positions = mx.array([list(table.block_ids)]), mx.array([[9, 0, 4]])
-    got = storage.read_rows(ids, positions)
+    columns = Columns(mx.array([list(table.block_ids)]), mx.array([[9, 0, 4]]), mx.ones((1, 1, 3, 1), mx.bool_))
+    got = storage.read_rows(columns)
     for x, read in zip((k, v), got, strict=True):
         assert rms(read, x[:, :, mx.array([9, 0, 4])]) < 0.03

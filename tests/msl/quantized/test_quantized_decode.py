@@ -48,13 +48,13 @@ CLASSES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(every=3, keep="extras")
+@pytest.mark.sample(every=6, keep="extras")
 @pytest.mark.parametrize(("name", "contexts", "backend"), each_pair(list(CLASSES), [RAGGED, FEW], ["metal", "cuda"]))
 def test_matches_reference(name: str, contexts: list[int], backend: str) -> None:
     check(case_of(contexts, **CLASSES[name]), backend=backend)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(every=5)
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4)])
 @pytest.mark.parametrize("head_dim", [dim for dim in HEAD_DIMS if dim % 32 == 0])
 def test_every_head_dim(head_dim: int, bits: tuple[int, int]) -> None:
@@ -71,6 +71,7 @@ def test_sweep(head_dim: int, group_size: int, bits: tuple[int, int], gqa: int, 
     check(case_of([130, 1, 31], bits, group_size, **options), orders=(0, 1))
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("starts", [[0, 1, 8, 60], [3, 14, 15, 149]])
 def test_window(starts: list[int]) -> None:
     # Tables are wild outside the window and stale slots are NaN: reading either would be seen.
@@ -103,7 +104,7 @@ def test_bits_do_not_depend_on_batchmates() -> None:
     assert alone[0].tobytes() == together[0].tobytes()
 
 
-@pytest.mark.sample
+@pytest.mark.sample(every=9)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4), (8, 4)])
 @pytest.mark.parametrize("contexts", [[1, 16, 17, 150, 300], [64, 65]])
@@ -123,6 +124,7 @@ def test_append_quantises_the_newest_token_and_attends_to_what_its_page_holds(
         np.testing.assert_array_equal(np.asarray(fake.written[name]), expected)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("backend", ["metal", "cuda"])
 def test_rows_of_padding_append_nothing(backend: str) -> None:
     case = case_of([5, 150])
@@ -191,7 +193,7 @@ APPEND_DEFECTS = {  # old, new: seen in the result or in the pool
 }  # fmt: skip
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=6)
 @pytest.mark.parametrize("name", list(APPEND_DEFECTS))
 def test_planted_append_defects_are_caught(name: str) -> None:
     case = case_of([17, 150], head_dim=64)
@@ -229,7 +231,7 @@ WRONG = {  # old, new: the numbers come out wrong, or the emulator objects
 }  # fmt: skip
 
 
-@pytest.mark.sample(every=8)
+@pytest.mark.sample(every=12)
 @pytest.mark.parametrize("name", list(WRONG))
 def test_wrong_numbers_are_seen(name: str) -> None:
     case = case_of([129, 300], starts=[10, 0], heads=(4, 2), q_len=2, sinks=True, head_dim=128)

@@ -80,6 +80,7 @@ def test_written_bytes_are_mlx_s(bits: tuple[int, int], group_size: int, dtype: 
     check_write(page_shape(128, bits, group_size, dtype))
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     ("dim", "value_dim", "group_size"), [(64, 96, 32), (192, 128, 64), (256, 256, 128), (96, 96, 32)]
 )
@@ -87,6 +88,7 @@ def test_heads_of_other_sizes(dim: int, value_dim: int, group_size: int) -> None
     check_write(page_shape(dim, (8, 4), group_size, mx.bfloat16, value_dim))
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(("length", "batch"), [(1, 1), (3, 3), (17, 1)])
 def test_odd_lengths_and_other_layouts(length: int, batch: int) -> None:
     check_write(page_shape(64, (8, 4), 32, mx.float16), length, batch)
@@ -140,6 +142,7 @@ def test_gathers_dequantise(bits: tuple[int, int], start: int, length: int, dtyp
         np.testing.assert_allclose(to_float(got)[0] / scale, expected / scale, atol=tolerance)
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("start", "length"), [(0, 32), (7, 2), (9, 20)])
 def test_rows_are_gathered_as_they_are(start: int, length: int, dtype: mx.Dtype) -> None:
@@ -154,6 +157,7 @@ def test_rows_are_gathered_as_they_are(start: int, length: int, dtype: mx.Dtype)
         np.testing.assert_array_equal(np.asarray(got)[0], rows[:, start : start + length])
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("batch", "length"), [(1, 11), (3, 2)])
 def test_rows_are_written_as_they_are(batch: int, length: int, dtype: mx.Dtype) -> None:
@@ -224,7 +228,7 @@ def by_a_gpu(form: QuantizedRows, x: mx.array) -> mx.array:
     return mx.array(quantized(to_float(x), form))
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("block_size", [8, 32, 128])
 def test_the_check_of_bits(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the emulator: MLX on the CPU quantises otherwise, which is found, and as a GPU's it would be alike."""
@@ -299,7 +303,7 @@ RUNS: dict[str, Callable[[], None]] = {
 }
 
 
-@pytest.mark.sample(every=8)
+@pytest.mark.sample(every=16)
 @pytest.mark.parametrize("name", list(MUTATIONS))
 def test_mutations_are_caught(name: str) -> None:
     body, old, new = MUTATIONS[name]

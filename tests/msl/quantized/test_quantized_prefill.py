@@ -46,14 +46,14 @@ def check(pack, edit=(), orders=(0, 2), **options):
     assert fence == 8
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 @pytest.mark.parametrize("name", list(CLASSES))
 def test_matches_reference(name):
     # Threads in any order; that another one gives the same is seen with every cut.
     check(pack_of(*RAGGED, **CLASSES[name]), orders=(2,))
 
 
-@pytest.mark.sample
+@pytest.mark.sample(every=5)
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("name", ["f16 extras", "window", "gqa 7"])
 def test_every_cut(name, cut):
@@ -182,7 +182,7 @@ WRONG = {  # seen by the emulator, or the numbers come out wrong
 }  # fmt: skip
 
 
-@pytest.mark.sample(every=8)
+@pytest.mark.sample(every=12)
 @pytest.mark.parametrize("name", list(WRONG))
 def test_planted_defects_are_seen(name):
     for pack in (

@@ -71,6 +71,7 @@ def test_words_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch, vocab: in
     check_words(vocab, count, dtype)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("count", [2, 9])
 def test_no_order_of_threads_changes_a_word(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Under the thread checker; of few rows, whose positions are in Metal's constant memory, and of more."""
@@ -78,6 +79,7 @@ def test_no_order_of_threads_changes_a_word(monkeypatch: pytest.MonkeyPatch, cou
     check_words(301, count, mx.bfloat16)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("dialect", ["cuda", "metal"], ids=["NVIDIA", "Apple"])
 def test_the_self_check_passes_with_the_groups_of_a_gpu(monkeypatch: pytest.MonkeyPatch, dialect: str) -> None:
     use_emulator(monkeypatch, module._GROUPS[dialect])
@@ -207,7 +209,7 @@ DEFECTS = [
 ]
 
 
-@pytest.mark.sample(every=8)
+@pytest.mark.sample(every=12)
 @pytest.mark.parametrize(("old", "new"), DEFECTS)
 def test_planted_defects_are_found(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     use_emulator(monkeypatch, GROUPS, edit={BODY: [(old, new)]})
@@ -221,6 +223,7 @@ def test_planted_defects_are_found(monkeypatch: pytest.MonkeyPatch, old: str, ne
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     "after",
     [

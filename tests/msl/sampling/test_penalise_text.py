@@ -50,6 +50,7 @@ def test_a_step_is_that_of_the_model(
         check_step(count, vocab, room, dtype, seed)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("count", [2, 20])
 def test_no_order_of_threads_changes_a_step(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Under the thread checker; of few rows, whose tokens are in Metal's constant memory, and of more."""
@@ -122,7 +123,7 @@ DEFECTS = [
 ]
 
 
-@pytest.mark.sample(every=8)
+@pytest.mark.sample(every=12)
 @pytest.mark.parametrize(("old", "new"), DEFECTS)
 def test_planted_defects_are_found(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     use_emulator(monkeypatch, edit={BODY: [(old, new)]})

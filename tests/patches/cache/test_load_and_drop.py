@@ -95,7 +95,7 @@ def check(name: str) -> None:
         assert [ref() for ref in gone] == [None] * len(gone)
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_family_keeps_neither_blocks_nor_pool_nor_model(name: str) -> None:

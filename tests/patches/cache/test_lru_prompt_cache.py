@@ -54,7 +54,7 @@ def serve(
     return out, len(rest)
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("model", KINDS, indirect=True)
 def test_ten_turns_compute_only_their_new_tokens(model: Any) -> None:
     """Windows are crossed in the second turn. The answers are those of computing turns anew."""

@@ -111,7 +111,7 @@ HISTORIES = [
 ]
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(("kind", "turns"), each_value(KINDS, HISTORIES), ids=str)
 def test_saved_caches_are_stocks_both_ways(kind: str, turns: tuple[int, ...], tmp_path: Path) -> None:
     model = model_of(kind)

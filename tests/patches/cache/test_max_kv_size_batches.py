@@ -74,7 +74,7 @@ def test_rows_that_join_and_finish_equal_stocks_single_runs(kind: str) -> None:
     gen.close()
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("name", ["pixtral", "mistral3", "gemma2", "mistral4"])
 def test_other_ways_to_attend_equal_stocks_single_runs(name: str) -> None:
     """A narrower window than the bound by an adapter and by the seam, a soft cap, and keys gathered for all rows."""

@@ -42,7 +42,7 @@ def run(gen: Any, prompts: list[list[int]], salts: list[Any]) -> tuple[list[list
     return [tokens[uid] for uid in uids], [cached[uid] for uid in uids]
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("kind", [*KINDS, *RECURRENT])
 def test_a_burst_shares_within_a_salt(kind: str) -> None:
     system = prompt_of(2 * WINDOW + 5, seed=1).tolist()

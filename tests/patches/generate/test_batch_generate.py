@@ -123,6 +123,7 @@ def _blocks_of_the_rows(gen: Any, pool: mlx_paged.BlockPool) -> int:
     return sum(-(-n // pool.block_size) - start // pool.block_size for n, start in starts)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_preempted_requests_deliver_their_solo_tokens_once(kind: str) -> None:
     model = model_of(kind)
@@ -143,6 +144,7 @@ def test_preemption_with_sliding_windows() -> None:
     check_released("gemma3")
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_recurrent_states_are_not_padded(kind: str) -> None:
     with pytest.warns(mlx_paged.FallThroughWarning):

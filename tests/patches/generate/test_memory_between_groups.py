@@ -115,7 +115,7 @@ def test_a_long_prompt_runs_after_a_burst_of_short_ones(cached: bool) -> None:
         run.finish()
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     ("kind", "cached", "layer_blocks"), each_pair(["gemma3", "llama-sliding"], [False, True], [40, 61, 90])
 )
@@ -228,6 +228,7 @@ def settled_bytes(pool: BlockPool) -> int:
     return sum(g.bytes_per_block * g.idle_size(pool.memory_budget) for g in pool.groups)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("cached", [False, True])
 def test_an_idle_generator_gives_memory_back(cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run("gemma3", 40_000, cached=cached, rows=16)

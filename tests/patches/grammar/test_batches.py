@@ -102,7 +102,7 @@ class Run:
         jsonschema.validate(json.loads(bytes(answer[:-1])), schema)
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_with_grammars_and_rows_without(kind: str, no_fall_through: None) -> None:
     model = build(kind)
@@ -166,7 +166,7 @@ def test_random_samplers_and_processors_choose_of_what_is_allowed() -> None:
             assert abs(mx.sum(mx.exp(logprobs)).item() - 1) < 1e-4, "of what is allowed"
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("seed", range(3))
 def test_preempted_answers_go_on_where_they_were(seed: int) -> None:
     model = build("llama")
@@ -260,6 +260,7 @@ def test_a_batch_that_is_mlx_lms_own() -> None:
         run.check(uid, SCHEMAS[seed])
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("num_drafts", [1, 3, 7])
 def test_a_draft_models_tokens_may_be_refused(num_drafts: int) -> None:
     model, draft = build("llama"), perturbed("llama", 0.2)

@@ -83,7 +83,7 @@ def test_a_generation_whose_table_grows_goes_on(
         assert solo(model, prompt, 40) == stock
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(("kind", "patience"), [("llama", 0), ("llama-sliding", 10**6), ("gemma3", 10**6)])
 def test_a_batch_that_gets_more_rows_goes_on(monkeypatch: pytest.MonkeyPatch, kind: str, patience: int) -> None:
     monkeypatch.setattr(compiled_step, "PATIENCE", patience)
@@ -105,6 +105,7 @@ def test_a_batch_that_gets_more_rows_goes_on(monkeypatch: pytest.MonkeyPatch, ki
         assert all(outcome.reason == "length" for outcome in outcomes.values())
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_few_tokens_of_several_rows_go_on(kind: str) -> None:
     """Rows of a batch get different numbers of tokens in one launch; its text is the first that does not compile."""

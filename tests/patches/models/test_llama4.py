@@ -197,7 +197,7 @@ def test_drafts_do_not_change_a_token(has_cache: bool, kernels: Any) -> None:
 # To and from mlx-lm's caches ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("length", [13, 20, 33, 40, 41])
 def test_a_file_goes_on_in_stock_and_comes_back(length: int, tmp_path: Any) -> None:
     model, prompt = model_of(20), prompt_of(length)

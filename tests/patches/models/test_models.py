@@ -55,7 +55,7 @@ def check(name: str, num_tokens: int) -> None:
     assert without_figures(line_of(row)) == without_figures(lines_of_page()[name])
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_model_runs_as_the_page_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_prefixes_are_shared(name: str) -> None:
     pool.check_integrity()
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ROOMS)
 def test_requests_make_room_in_a_small_budget(name: str) -> None:

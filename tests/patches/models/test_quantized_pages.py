@@ -26,7 +26,7 @@ SAMPLE: dict[str, str | None] = {  # and why their keys are not quantised
 }  # fmt: skip
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 @pytest.mark.parametrize(("name", "bits"), each_value(list(SAMPLE), [8, (8, 4)]))
 def test_batches_and_packs_give_the_tokens_of_each_alone(name: str, bits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in WIDE.items():

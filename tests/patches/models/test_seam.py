@@ -133,7 +133,7 @@ def test_queries_without_a_mask_see_all_keys(model: Any) -> None:
 IN_PLACE = ["qwen2", "gpt_oss", "gemma3n", "deepseek_v3", "gemma2", "iquestloopcoder", "falcon_h1"]
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_in_place_pools_behind_the_seam(name: str) -> None:
     """Over stand-ins for the kernels: the gather is forgotten where attention took the blocks, and ordered where the
@@ -154,7 +154,7 @@ def test_in_place_pools_behind_the_seam(name: str) -> None:
         assert mlx_paged.last_dispatch().path == "kernel"
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 @pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "deepseek_v3", "gemma3n", "falcon_h1", "jamba", "afm7"])
 def test_batches_of_in_place_pools_behind_the_seam(name: str) -> None:
     model = model_configs.build(name)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-from unittest import mock
-
 import pytest
 
 import mlx_paged
@@ -12,33 +9,19 @@ from mlx_paged import PagedConfig
 from scripts import model_matrix
 from scripts.model_matrix import alone, batched
 from scripts.support import model_configs
-from tests.support.models.builders import greedy, prompt_of, rms
+from tests.support.models.builders import greedy, prompt_of, rms, wide
 
 # Global, sliding windows, windows with sinks, keys shared between layers, and attention beside states.
 NAMES = ["qwen2", "exaone4", "gpt_oss", "gemma3n", "falcon_h1"]
-WIDE = {
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "head_dim": 64,
-    "query_pre_attn_scalar": 64,
-}
 TOLERANCE = 5e-3
 TOKENS = 8
 
 
-def build(name: str) -> Any:
-    own = model_configs.OVERRIDES.get(name, {})
-    inner = own.get("text_config", {})
-    wide = {key: value for key, value in WIDE.items() if key not in own}
-    with mock.patch.dict(model_configs.COMMON, wide), mock.patch.dict(inner, wide if inner else {}):
-        return model_configs.build(name)
-
-
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", NAMES)
 def test_decode_runs_in_the_kernel_and_gives_stocks_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, lengths = build(name), (7, model_configs.WINDOW + 20)
+    model, lengths = wide(name), (7, model_configs.WINDOW + 20)
     prompts = [prompt_of(n, 3) % model_configs.VOCAB for n in lengths]
     expected = [greedy(model, prompt, TOKENS, prefill_step_size=16) for prompt in prompts]
     monkeypatch.setattr(model_matrix, "PROMPTS", (5, 45))

@@ -214,6 +214,7 @@ def test_gradients_flow_through_an_adapter_over_quantised_weights(length: int) -
 # Whole models --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.usefixtures("as_on_cuda", "no_fall_through")
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "qwen3_moe"])
 def test_batches_say_what_they_said(

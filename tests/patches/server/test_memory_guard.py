@@ -60,6 +60,7 @@ class Batch:
             self.step(-LIMIT // 4)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_what_goes_first(kind: str) -> None:
     batch = Batch(kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "bfloat16", mx.float32)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("name", ["latents, 20 heads", "windows"])
 def test_both_sides_are_measured_and_kept(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,6 +74,23 @@ def test_a_class_for_which_there_is_no_time_stays_as_it_was(
     assert main(["--out", str(out), "--classes", "seam", "--seconds", "-1"]) == 0
     assert "no time left for seam" in capsys.readouterr().err
     assert json.loads(out.read_text()) == KNOWN
+
+
+@pytest.mark.usefixtures("tiny")
+def test_what_stock_cannot_compute_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stock_fails(model: Any, lengths: Any, *_: Any) -> model_speed.Burst:
+        is_stock = importlib.import_module("mlx_lm.generate").BatchGenerator.__module__.startswith("mlx_lm")
+        if len(lengths) > 1 and is_stock:
+            raise ValueError("Shapes cannot be broadcast")
+        return model_speed.Burst(0.5, 100.0, 7)
+
+    monkeypatch.setattr(model_speed, "burst", stock_fails)
+    out = tmp_path / "speed.json"
+    assert main(["--out", str(out), "--classes", "seam"]) == 0
+    known = json.loads(out.read_text())
+    stock = known["classes"]["seam"]["stock"]
+    assert stock["first_s"] is None and stock["fails"] == "Shapes cannot be broadcast" and stock["alone_first_s"] == 0.5
+    assert "| fails / 0.50 | fails / 100 |" in section_of(known)
 
 
 def test_an_unknown_class_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,7 +71,7 @@ def read_stream(server: ServerProcess, path: str, body: Any) -> list[tuple[float
 def test_long_prompts_show_that_they_live_from_the_first_second(server: ServerProcess) -> None:
     """All four at once: three of them wait for another one's prompt before they begin their own."""
     with ThreadPoolExecutor(4) as pool:
-        streams = list(pool.map(lambda item: read_stream(server, *item), long_bodies(7 * CHUNK).items()))
+        streams = list(pool.map(lambda item: read_stream(server, *item), long_bodies(5 * CHUNK).items()))
     num_beats = 0
     for lines in streams:
         assert lines[0][1] == "HTTP/1.1 200 OK"
@@ -87,7 +87,7 @@ def test_long_prompts_show_that_they_live_from_the_first_second(server: ServerPr
 def test_official_clients_read_through_signs_of_life(server: ServerProcess) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
     claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120)
-    bodies = long_bodies(10 * CHUNK)
+    bodies = long_bodies(7 * CHUNK)
 
     def chat() -> str:
         chunks = client.chat.completions.create(model="default_model", **bodies["/v1/chat/completions"], stream=True)

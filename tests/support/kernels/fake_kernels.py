@@ -260,23 +260,26 @@ class FakeKernels:
 
         return launch
 
-    def gather_blocks(
+    def prepare_gather(
         self,
         k_pool: mx.array,
         v_pool: mx.array,
-        fence: mx.array,
         block_ids: Any,
         start: int,
         length: int,
         pages: PageShape | None = None,
-    ) -> tuple[mx.array, mx.array, mx.array]:
+    ) -> Any:
         ids = block_ids if isinstance(block_ids, mx.array) else mx.array(list(block_ids), mx.int32)
         assert start >= 0 and length >= 1 and start + length <= ids.size * k_pool.shape[2]
-        k, v = (
-            pool[ids].transpose(1, 0, 2, 3).reshape(1, pool.shape[1], -1, pool.shape[3])[:, :, start : start + length]
-            for pool in map(dense, (k_pool, v_pool), pages or (None, None))
-        )
-        return k, v, self._pass("gather_blocks", k_pool, v_pool, fence)
+
+        def launch(k_pool: mx.array, v_pool: mx.array, fence: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+            k, v = (
+                x[ids].transpose(1, 0, 2, 3).reshape(1, x.shape[1], -1, x.shape[3])[:, :, start : start + length]
+                for x in map(dense, (k_pool, v_pool), pages or (None, None))
+            )
+            return k, v, self._pass("gather_blocks", k_pool, v_pool, fence)
+
+        return launch
 
     def copy_blocks(self, k_pool: mx.array, v_pool: mx.array, fence: mx.array, source: Any, target: Any) -> mx.array:
         assert not set(source) & set(target) and len(set(target)) == len(target) == len(source)
@@ -357,7 +360,7 @@ def prompt_variant(dtype: mx.Dtype, head_dim: int, value_dim: int, rope: int, bl
 def fake_kernels() -> Iterator[FakeKernels]:
     """Pools made in this context by :func:`mlx_paged.kv.storage.choice.storage_choice` are in place."""
     fake = FakeKernels()
-    names = ("write_slots", "prepare_write", "prepare_decode", "gather_blocks", "copy_blocks")
+    names = ("write_slots", "prepare_write", "prepare_decode", "prepare_gather", "copy_blocks")
     with (
         mock.patch.multiple(kernels, **{name: getattr(fake, name) for name in names}),
         mock.patch.multiple(moves, write_rows=fake.write_rows, gather_rows=fake.gather_rows),

@@ -21,6 +21,7 @@ def traceable_kernels() -> Iterator[FakeKernels]:
     """As :func:`fake_kernels`, with steps that are really compiled. A traced step computes the right attention but
     stores nothing, so that of a sequence's compiled steps only the first sees all keys."""
     compile_function = compiled_step.compile_function
+    written: dict[int, tuple[mx.array, tuple[mx.array, ...]]] = {}  # of each traced layer, by its keys
     with fake_kernels() as fake:
         stored = kernels.prepare_decode
 
@@ -34,13 +35,20 @@ def traceable_kernels() -> Iterator[FakeKernels]:
                 q: mx.array, keys: mx.array, values: mx.array, fence: mx.array, sinks: Any, *new: mx.array
             ) -> Any:
                 tables, ends, starts = visible
+                if new:
+                    written[id(keys)] = (keys, new)
+                new = written[id(keys)][1]  # a second attention sees what the first one would have written
                 positions = mx.arange(tables.shape[1] * keys.shape[2])[None]
                 seen = []
                 for pool, newest in zip((keys, values), new, strict=True):
                     x = pool[tables].transpose(0, 2, 1, 3, 4).reshape(q.shape[0], pool.shape[1], -1, pool.shape[3])
                     seen.append(mx.where((positions == ends - 1)[:, None, :, None], newest, x))
                 mask = ((positions < ends) & (positions >= starts))[:, None, None, :]
-                scoring = Scoring(options["scale"], mask, latent=options.get("latent", False))
+                assert options["sinks"] == (sinks is not None)
+                how = {"softcap": options["softcap"], "sinks": sinks, "latent": options["latent"]}
+                if options["softcap"] is not None:
+                    mask = mask[:, None]
+                scoring = Scoring(options["scale"], mask, **how)
                 out = gather.attention(q, *seen, scoring)
                 return out, fence + 1
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.models import gemma3_text, llama, qwen3
+
+from scripts.support import model_configs
 
 VOCAB = 320
 WINDOW = 40
@@ -38,6 +41,17 @@ def build(kind: str, seed: int = 0, **changes: Any) -> Any:
     model.eval()
     mx.eval(model.parameters())
     return model
+
+
+def wide(name: str) -> Any:
+    """A model of one of mlx-lm's modules with heads that the kernels take."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "query_pre_attn_scalar": 64}
+    own = model_configs.OVERRIDES.get(name, {})
+    inner = own.get("text_config", {})
+    sizes = {key: value for key, value in sizes.items() if key not in own}
+    inner = inner if isinstance(inner, dict) else {}
+    with mock.patch.dict(model_configs.COMMON, sizes), mock.patch.dict(inner, sizes if inner else {}):
+        return model_configs.build(name)
 
 
 def perturbed(kind: str, scale: float, **changes: Any) -> Any:

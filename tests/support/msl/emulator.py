@@ -7,6 +7,7 @@ that may stay partly unwritten.
 """
 
 import ctypes as C
+import functools
 import hashlib
 import os
 import re
@@ -87,6 +88,7 @@ def rewrite_threadgroup(s):
     return re.sub(r"\bthreadgroup\b", " ", s)
 
 
+@functools.cache
 def _flags(checked):
     f = [
         "-std=c++20",
@@ -116,9 +118,30 @@ def _run(cmd):
         raise EmuError("compile failed: " + " ".join(cmd[:3]) + "\n" + p.stderr[:4000])
 
 
+@functools.cache
+def _text(name):
+    return open(f"{HERE}/{name}").read()
+
+
+@functools.cache
+def _precompiled(*flags):
+    """-> folder with the emulator's header as GCC has compiled it, for programs with these flags"""
+    if "clang" in CXX:
+        return HERE
+    key = hashlib.sha256((_text("msl_rt.hpp") + _text("msl_cpu.hpp") + repr(flags) + CXX).encode()).hexdigest()[:24]
+    folder = f"{CACHE}/headers_{key}"
+    os.makedirs(folder, exist_ok=True)
+    header = f"{folder}/msl_cpu.hpp.gch"
+    if not os.path.exists(header):
+        own = f"{header}.{os.getpid()}"  # several test processes may be at it
+        _run([CXX, *flags, "-x", "c++-header", f"{HERE}/msl_cpu.hpp", "-o", own])
+        os.replace(own, header)
+    return folder
+
+
 def _build(cpp, checked):
     os.makedirs(CACHE, exist_ok=True)
-    rts = open(f"{HERE}/msl_rt.cpp").read() + open(f"{HERE}/msl_rt.hpp").read()
+    rts = _text("msl_rt.cpp") + _text("msl_rt.hpp")
     # One runtime for all programs, which they are linked to: what it keeps for a launch is there once.
     rt = f"{CACHE}/librt_{hashlib.sha256((rts + CXX).encode()).hexdigest()[:16]}.so"
     if not os.path.exists(rt):
@@ -126,13 +149,14 @@ def _build(cpp, checked):
         _run([CXX, "-std=c++17", "-O2", "-fPIC", "-shared", f"{HERE}/msl_rt.cpp", "-o", own, "-ldl"])
         os.replace(own, rt)
     fl = _flags(checked)
-    h = hashlib.sha256((cpp + rts + open(f"{HERE}/msl_cpu.hpp").read() + repr(fl) + CXX).encode()).hexdigest()[:24]
+    h = hashlib.sha256((cpp + rts + _text("msl_cpu.hpp") + repr(fl) + CXX).encode()).hexdigest()[:24]
     so = f"{CACHE}/k_{h}.so"
     if not os.path.exists(so):
         own = f"{CACHE}/k_{h}.{os.getpid()}"
         open(own + ".cpp", "w").write(cpp)
         # The sanitizer's own library is not linked to: the runtime has its functions.
-        _run([CXX, *fl, "-nostdlib", "-I" + HERE, own + ".cpp", "-o", own + ".so", rt, "-lm", "-lc"])
+        include = ["-I" + _precompiled(*fl), "-I" + HERE]
+        _run([CXX, *fl, "-nostdlib", *include, own + ".cpp", "-o", own + ".so", rt, "-lm", "-lc"])
         os.replace(own + ".so", so)
         os.unlink(own + ".cpp")
     return so

@@ -75,6 +75,7 @@ def assert_alike(outcomes: Any, expected: list[tuple[list[int], np.ndarray]], li
         assert rms(np.stack(outcome.logprobs), logprobs) < limit
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "storage"), each_value(NAMES, STORAGES, times=2), indirect=["storage"])
 def test_requests_in_packs_get_their_solo_tokens(name: str, storage: str, calls: list[list[int]]) -> None:
@@ -93,6 +94,7 @@ def test_requests_in_packs_get_their_solo_tokens(name: str, storage: str, calls:
     assert_nothing_is_left(model)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", NAMES)
 def test_where_no_kernel_serves_prompts_they_are_computed_as_alone(name: str) -> None:
@@ -106,6 +108,7 @@ def test_where_no_kernel_serves_prompts_they_are_computed_as_alone(name: str) ->
     assert_alike(outcomes, expected, 1e-6)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("storage", STORAGES, indirect=True)
 def test_requests_go_on_behind_prefixes_that_others_have_computed(storage: str, calls: list[list[int]]) -> None:
@@ -126,6 +129,7 @@ def test_requests_go_on_behind_prefixes_that_others_have_computed(storage: str, 
     tree.pool.check_integrity()
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("storage", STORAGES, indirect=True)
 def test_requests_make_room_in_the_middle_of_their_prompts(storage: str, calls: list[list[int]]) -> None:
@@ -208,6 +212,7 @@ def test_a_few_tokens_behind_a_long_prefix_attend_to_latents_as_they_are(calls: 
         assert ROWS in dispatch_counts() and latent_prompts.KERNEL not in dispatch_counts()
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "storage"), each_value(["deepseek_v3", "mistral4"], STORAGES), indirect=["storage"])
 def test_tokens_are_looked_up(name: str, storage: str) -> None:

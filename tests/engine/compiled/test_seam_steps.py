@@ -1,0 +1,334 @@
+"""Compiled steps of models without an adapter: the logits and tokens of steps that are not compiled, whatever a model
+attends with, alone, in ragged batches and in packs of look-up."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models import deepseek_v3, kimi_vl, qwen2
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import SwitchLinear
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.engine.compiled import compiled_step
+from mlx_paged.engine.compiled.step_rows import PackRows
+from mlx_paged.engine.lookup import proposer
+from mlx_paged.engine.request_options import RequestOptions
+from mlx_paged.patches.models import compiled
+from scripts import model_matrix
+from scripts.model_matrix import NOT_COMPILED, alone, batched, difference, lines_of_page
+from scripts.support import model_configs
+from tests.support.kernels.fake_kernels import fake_kernels
+from tests.support.kernels.traceable_kernels import traceable_kernels
+from tests.support.models.batch_runs import Outcome, generator, run_all
+from tests.support.models.builders import greedy, prompt_of, rms, wide
+from tests.support.models.oracle import oracles
+
+# One of each kind: plain, biases, fused projections, experts, windows, sinks, keys of two sizes, keys that several
+# layers share, loops, layers that differ, positions that are added, adapters that lead to the seam, a model in a model.
+SAMPLE = (
+    "qwen2", "starcoder2", "phi3", "qwen3_moe", "mixtral", "olmo3", "gpt_oss", "mimo_v2_flash", "gemma3n", "afm7",
+    "hunyuan", "iquestloopcoder", "nemotron-nas", "openelm", "gpt2", "gpt_bigcode", "stablelm", "plamo", "cohere2",
+    "glm4", "exaone4", "phixtral", "gemma2", "mistral3", "longcat_flash", "kimi_vl", "deepseek_v2",
+)  # fmt: skip
+ON_GPU = ("qwen2", "qwen3_moe", "olmo3", "gpt_oss", "gemma3n", "exaone4", "phi3", "mixtral", "cohere2", "glm4")
+PAGED = sorted(name for name, line in lines_of_page().items() if line.split(" | ")[1] == "paged")
+TOKENS = 10
+LIMIT = 2e-3
+FIRST = mx.array([[5], [9]], mx.uint32)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Compiled steps of one row, of several, and of packs. Every step but a pool's first is."""
+    counted: Counter[str] = Counter()
+    original = compiled_step.CompiledStep._compiled
+
+    def count(self: Any, rows: Any, *rest: Any) -> mx.array | None:
+        logits = original(self, rows, *rest)
+        if logits is not None:
+            counted["pack" if isinstance(rows, PackRows) else "alone" if len(rows) == 1 else "rows"] += 1
+        return logits
+
+    monkeypatch.setattr(compiled_step.CompiledStep, "_compiled", count)
+    monkeypatch.setattr(compiled_step, "PATIENCE", 0)
+    return counted
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    """Steps are compiled by mx.compile itself."""
+    if mx.default_device() == mx.Device(mx.gpu):
+        pytest.skip("stand-ins that a CPU computes")
+    with traceable_kernels():
+        yield
+
+
+# Traced by MLX: one step behind a prompt, for the stand-ins that can be traced store nothing --------------------------
+
+
+def prefilled(model: Any, length: int) -> list[Any]:
+    cache, prompt = make_prompt_cache(model), prompt_of(length) % model_configs.VOCAB
+    for begin in range(0, length, model_configs.CHUNK):
+        mx.eval(model(prompt[None, begin : begin + model_configs.CHUNK], cache=cache))
+    return cache
+
+
+def next_logits(model: Any, *, batches: bool = True) -> list[np.ndarray]:
+    """Of the step behind each of two prompts alone, and then in a batch of both."""
+    found = []
+    for row, length in enumerate((7, 30)):
+        logits = model(FIRST[row : row + 1], cache=prefilled(model, length))
+        found.append(np.array(logits[0, -1]))
+    if batches:
+        rows = [prefilled(model, length) for length in (7, 30)]
+        logits = model(FIRST, cache=[type(a).merge([a, b]) for a, b in zip(*rows, strict=True)])
+        found += [np.array(logits[0, -1]), np.array(logits[1, -1])]
+    return found
+
+
+def largest_difference(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
+    same = [a == b for a, b in zip(found, expected, strict=True)]  # minus infinity included
+    return max(float(np.where(s, 0, a - b).max()) for s, a, b in zip(same, found, expected, strict=True))
+
+
+def check_traced(name: str, taken: Counter[str]) -> None:
+    model = model_configs.build(name)
+    expected = next_logits(model, batches=False) * 2
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        next_logits(model)  # by what is not compiled
+        taken.clear()
+        assert largest_difference(next_logits(model), expected) < LIMIT
+    told = [str(warning.message) for warning in caught if "are not compiled" in str(warning.message)]
+    if name in NOT_COMPILED:
+        assert not taken and len(told) <= 1
+    else:
+        assert taken == {"alone": 2, "rows": 1} and not told
+
+
+@pytest.mark.sample(every=3)
+@pytest.mark.usefixtures("traced")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_step_is_compiled_and_gives_stocks_logits(name: str, taken: Counter[str]) -> None:
+    check_traced(name, taken)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("traced")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in PAGED if name not in SAMPLE and name != "phi3small"])
+def test_steps_of_every_model_that_is_paged_are_compiled(name: str, taken: Counter[str]) -> None:
+    check_traced(name, taken)
+
+
+@pytest.mark.usefixtures("traced")
+def test_one_that_is_not_says_so_once(taken: Counter[str]) -> None:
+    check_traced("dbrx", taken)
+
+
+def test_the_page_names_all_that_are_not() -> None:
+    assert set(NOT_COMPILED) <= set(PAGED)
+    (line,) = [line for line in model_matrix.PAGE.read_text().split("\n- ") if line.startswith("**Compiled**")]
+    assert all(name in line for name in NOT_COMPILED)
+
+
+# Whole runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sample(every=3)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SAMPLE)
+def test_tokens_alone_and_in_batches(name: str, taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over stand-ins that store, in steps that are not really traced."""
+    model = model_configs.build(name)
+    monkeypatch.setattr(model_matrix, "PROMPTS", (5, 30))
+    expected = [alone(model, length, TOKENS) for length in model_matrix.PROMPTS]
+    with fake_kernels():
+        mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
+        found = [alone(model, length, TOKENS) for length in model_matrix.PROMPTS]
+        assert difference(found, expected) < 1e-5
+        assert taken == {"alone": 2 * TOKENS + 1}
+        assert difference(batched(model, TOKENS)[0], expected) < 1e-5
+        assert taken["rows"] >= TOKENS - 2
+        assert {choice.path for choice in mlx_paged.dispatch_counts()} <= {"kernel", "prefill", "gather"}
+        assert mlx_paged.last_dispatch() == ("kernel", "one new token per sequence")
+        mlx_paged.pool_of(model).check_integrity()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+def test_tokens_on_a_gpu(name: str, taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced by MLX, in the kernels themselves."""
+    model = wide(name)
+    monkeypatch.setattr(model_matrix, "PROMPTS", (5, 45))
+    expected = [alone(model, length, 40) for length in model_matrix.PROMPTS]
+    mlx_paged.apply_patches(PagedConfig(block_size=16))
+    found = [*(alone(model, length, 40) for length in model_matrix.PROMPTS), *batched(model, 40)[0]]
+    for (tokens, logprobs), (stock_tokens, stock_logprobs) in zip(found, 2 * expected, strict=True):
+        assert tokens == stock_tokens
+        assert rms(logprobs, stock_logprobs) < 5e-3
+    assert taken["alone"] >= 80 and taken["rows"] >= 30
+    assert compiled._steps[mlx_paged.pool_of(model)].failure is None
+    mlx_paged.pool_of(model).check_integrity()
+
+
+@pytest.mark.sample(every=2)
+@pytest.mark.parametrize("name", ["qwen2", "olmo3", "qwen3_moe", "gpt_oss"])
+def test_packs_of_look_up(name: str, kernels: Any, taken: Counter[str]) -> None:
+    model, most = wide(name), 4
+    prompts = [(prompt_of(length, seed=length) % model_configs.VOCAB).tolist() for length in (3, 37, 12)]
+    solos = [greedy(model, mx.array(prompt, mx.uint32), TOKENS + most) for prompt in prompts]
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
+    with oracles(model_configs.VOCAB) as oracle:
+        assert proposer.Proposer is oracle
+        oracle.answers.update({tuple(prompt): tokens for prompt, (tokens, _) in zip(prompts, solos, strict=True)})
+        gen = generator(model)
+        asked = [RequestOptions(prompt_lookup=most)] * len(prompts)
+        uids = gen.insert_segments([[prompt] for prompt in prompts], [TOKENS] * len(prompts), options=asked)
+        outcomes = {uid: Outcome() for uid in uids}
+        run_all(gen, outcomes)
+    for outcome, (tokens, logprobs) in zip(outcomes.values(), solos, strict=True):
+        assert outcome.tokens == tokens[:TOKENS]
+        assert rms(np.stack(outcome.logprobs), logprobs[:TOKENS]) < 5e-3
+    assert taken["pack"] > 0
+    mlx_paged.pool_of(model).check_integrity()
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "gpt_oss"])
+def test_quantised_pages(name: str, taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of layers that attend to what another has written."""
+    model, prompt = wide(name), prompt_of(30) % model_configs.VOCAB
+    runs = []
+    for patience in (1 << 30, 0):
+        monkeypatch.setattr(compiled_step, "PATIENCE", patience)
+        with fake_kernels():
+            mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on", kv_bits=8, kv_group_size=32))
+            runs.append(greedy(model, prompt, TOKENS, prefill_step_size=16))
+            assert all(group.is_quantized for group in mlx_paged.pool_of(model).groups)
+            mlx_paged.remove_patches()
+    assert runs[0][0] == runs[1][0] and rms(runs[0][1], runs[1][1]) < 1e-6
+    assert taken == {"alone": TOKENS}
+
+
+@pytest.mark.usefixtures("traced")
+def test_without_mlxs_compilation(taken: Counter[str]) -> None:
+    """MLX_DISABLE_COMPILE: the same function, run anew at each step."""
+    mx.disable_compile()
+    try:
+        check_traced("qwen2", taken)
+    finally:
+        mx.enable_compile()
+
+
+# What is seen, and what is left alone ---------------------------------------------------------------------------------
+
+
+def other_ropes(model: Any) -> None:
+    for layer in model.layers:
+        layer.self_attn.rope = nn.RoPE(16, base=3.0)
+
+
+def fewer_experts(model: Any) -> None:
+    for layer in model.layers:
+        layer.mlp.top_k = 1
+
+
+def other_experts(model: Any) -> None:
+    for layer in model.layers:
+        layer.mlp.switch_mlp.up_proj.weight = layer.mlp.switch_mlp.up_proj.weight * -3
+
+
+def quantized_experts(model: Any) -> None:
+    nn.quantize(model, 32, 2, class_predicate=lambda _, module: type(module) is SwitchLinear)
+
+
+CHANGES: list[tuple[str, Callable[[Any], None]]] = [
+    ("qwen2", other_ropes), ("qwen3_moe", fewer_experts), ("qwen3_moe", other_experts),
+    ("qwen3_moe", quantized_experts),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize(("name", "change"), CHANGES)
+def test_a_change_of_the_model_is_seen(name: str, change: Callable[[Any], None], taken: Counter[str]) -> None:
+    changed = model_configs.build(name)
+    before = next_logits(changed, batches=False)
+    change(changed)
+    expected = next_logits(changed, batches=False)
+    assert largest_difference(before, expected) > 10 * LIMIT
+    model = model_configs.build(name)
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
+    for _ in range(2):
+        next_logits(model, batches=False)
+    traces = taken["alone"]
+    change(model)
+    assert largest_difference(next_logits(model, batches=False), expected) < LIMIT
+    assert largest_difference(next_logits(model, batches=False), expected) < LIMIT
+    assert traces > 0 and taken["alone"] > traces
+
+
+@pytest.mark.usefixtures("traced")
+def test_calls_with_anything_else_are_the_models_own(taken: Counter[str]) -> None:
+    model = model_configs.build("qwen2")
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
+    for _ in range(2):
+        next_logits(model, batches=False)
+    taken.clear()
+    token, cache = FIRST[:1], prefilled(model, 9)
+    expected = model(token, cache=[type(c).from_state(c.state) for c in cache])
+    taken.clear()
+    embedded = model(token, cache=cache, input_embeddings=model.model.embed_tokens(token))
+    assert not taken
+    np.testing.assert_allclose(embedded, expected, atol=LIMIT)
+    assert model(token, cache, None).shape == expected.shape  # by place
+    assert taken == {"alone": 1}
+    assert model(FIRST).shape == (2, 1, model_configs.VOCAB) and taken == {"alone": 1}
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_model_whose_call_is_not_mlx_lms_is_left_alone(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What somebody has put in its place may do things at each step that a trace would do once."""
+    original, calls = qwen2.Model.__call__, []
+
+    @functools.wraps(original)
+    def counting(self: Any, *args: Any, **kwargs: Any) -> mx.array:
+        calls.append(1)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(qwen2.Model, "__call__", counting)
+    model = model_configs.build("qwen2")
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
+    greedy(model, prompt_of(5) % model_configs.VOCAB, 8)
+    made = len(calls)
+    greedy(model, prompt_of(5) % model_configs.VOCAB, 8)
+    assert not taken and len(calls) - made == 10  # the prompt but its last token, that, and eight tokens
+    mlx_paged.remove_patches()
+    assert qwen2.Model.__call__ is counting
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.filterwarnings("ignore")
+def test_of_a_model_in_a_model_the_outer_one_is_compiled(taken: Counter[str]) -> None:
+    model = model_configs.build("kimi_vl")
+    outer, inner = kimi_vl.Model.__call__, deepseek_v3.Model.__call__
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
+    assert deepseek_v3.Model.__call__ is not inner
+    for _ in range(2):
+        next_logits(model, batches=False)
+    assert taken
+    step = compiled._steps[mlx_paged.pool_of(model)]
+    assert step.forward is outer and step.failure is None
+    mlx_paged.remove_patches()
+    assert (kimi_vl.Model.__call__, deepseek_v3.Model.__call__) == (outer, inner)

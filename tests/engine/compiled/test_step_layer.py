@@ -1,0 +1,394 @@
+"""What a traced step hands to a model's attention is good for one thing only: a model that does any other is not
+compiled, and its tokens are those that it gives uncompiled."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import base, qwen2
+from mlx_lm.models.cache import make_prompt_cache
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.cache.lazy_kv import lazy_kv_of
+from mlx_paged.engine.compiled import compiled_step
+from mlx_paged.engine.compiled.step_layer import FetchedKV, NarrowMask, NotCompilable, StandIn, StepLayer
+from mlx_paged.engine.compiled.step_rows import GroupArrays
+from mlx_paged.kv.storage.scoring import Scoring, Window
+from mlx_paged.patches.models import compiled
+from scripts.support import model_configs
+from tests.support.kernels.traceable_kernels import traceable_kernels
+from tests.support.models.builders import prompt_of
+
+Attend = Callable[[mx.array, Any, Any, float, Any], mx.array]
+STEPS = 6
+
+
+def attention(q: mx.array, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
+    """mlx-lm's, by its present binding."""
+    return base.scaled_dot_product_attention(q, k, v, cache=None, scale=scale, mask=mask)
+
+
+def plain(q: mx.array, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
+    return attention(q, k, v, scale, mask)
+
+
+def twice(q: mx.array, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
+    return attention(q, k, v, scale, mask) - 0.5 * attention(2 * q[..., ::-1], k, v, scale, mask)
+
+
+# Each attends over the pair as it should, so that decode steps run in the kernel, and does something else as well.
+
+
+def adds_keys(q: mx.array, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
+    return attention(q, k, v, scale, mask) + k.mean()
+
+
+def adds_values(q: mx.array, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
+    return attention(q, k, v, scale, mask) + mx.mean(v)
+
+
+def scales_by_length(q: mx.array, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
+    return attention(q, k, v, scale * float(np.log(k.shape[2])), mask)
+
+
+def counts(q: mx.array, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
+    return attention(q, k, v, scale, mask) * (1 + k.size % 7)
+
+
+def repeats_heads(q: mx.array, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
+    again = attention(q, mx.repeat(k, 2, axis=1), mx.repeat(v, 2, axis=1), scale, mask)
+    return attention(q, k, v, scale, mask) + again
+
+
+def attends_by_itself(q: mx.array, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
+    own = mx.fast.scaled_dot_product_attention(q * 2, k, v, scale=scale, mask=mask)
+    return attention(q, k, v, scale, mask) + own
+
+
+def multiplies(q: mx.array, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
+    k, v = (mx.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k * 1.5, v))
+    return mx.softmax(q @ k.swapaxes(-1, -2) * scale, axis=-1) @ v
+
+
+def slices(q: mx.array, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
+    return attention(q, k, v, scale, mask) + v[:, :1, :1].mean()
+
+
+def concatenates(q: mx.array, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
+    return attention(q, mx.concatenate([k, -k], axis=2), mx.concatenate([v, 2 * v], axis=2), scale, mask)
+
+
+def exchanges(q: mx.array, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
+    return attention(q, k, v, scale, mask) + attention(q, v, k, scale, mask)
+
+
+def compares(q: mx.array, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
+    return attention(q, k, v, scale, mask) * (1 + mx.array(k == v).mean())
+
+
+def decides(q: mx.array, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
+    out = attention(q, k, v, scale, mask)
+    return out if hasattr(k, "ndim") and k.ndim == 4 else -out
+
+
+def looks_who_it_is(q: mx.array, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
+    out = attention(q, k, v, scale, mask)
+    try:
+        return out + mx.max(mx.abs(k))
+    except (TypeError, ValueError):
+        return attention(-q, k, v, scale, mask)
+
+
+def masks_some(q: mx.array, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
+    if q.shape[2] > 1:
+        return attention(q, k, v, scale, mask)
+    return attention(q, k, v, scale, None) + attention(q, k, v, scale, mx.arange(1)[None] >= 0)
+
+
+def asks_twice_at_once(q: mx.array, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
+    if q.shape[2] > 1:
+        return attention(q, k, v, scale, mask)
+    out = attention(mx.concatenate([q, -q], axis=2), k, v, scale, None)
+    return attention(q, k, v, scale, mask) + out.sum(axis=2, keepdims=True)
+
+
+def does_not_attend(q: mx.array, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
+    return q if q.shape[2] == 1 and does_not_attend.now else attention(q, k, v, scale, mask)  # type: ignore[attr-defined]
+
+
+does_not_attend.now = False  # type: ignore[attr-defined]
+
+MISUSES: list[Attend] = [
+    adds_keys, adds_values, scales_by_length, counts, repeats_heads, attends_by_itself, slices, exchanges, compares,
+    looks_who_it_is, masks_some, asks_twice_at_once,
+]  # fmt: skip
+# These gather at each step, so that no step of theirs is tried.
+GATHERS: list[Attend] = [multiplies, concatenates]
+
+
+@pytest.fixture(autouse=True)
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every step but a pool's first is compiled, by mx.compile itself."""
+    if mx.default_device() == mx.Device(mx.gpu):
+        pytest.skip("stand-ins that a CPU computes")
+    monkeypatch.setattr(compiled_step, "PATIENCE", 0)
+    with traceable_kernels():
+        yield
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, attend: Attend) -> None:
+    """Make Qwen 2 attend so."""
+
+    def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        batch, length, _ = x.shape
+        heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
+        q, k, v = (
+            layer(x).reshape(batch, length, n, -1).transpose(0, 2, 1, 3)
+            for layer, n in zip((self.q_proj, self.k_proj, self.v_proj), heads, strict=True)
+        )
+        q, k = self.rope(q, offset=cache.offset), self.rope(k, offset=cache.offset)
+        k, v = cache.update_and_fetch(k, v)
+        out = attend(q, k, v, self.scale, mask)
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, length, -1))
+
+    monkeypatch.setattr(qwen2.Attention, "__call__", __call__)
+
+
+def logits_of(model: Any, steps: int = STEPS) -> list[np.ndarray]:
+    """Of a prompt's last token, and of some steps behind it."""
+    cache = make_prompt_cache(model)
+    out = [model((prompt_of(21) % model_configs.VOCAB)[None], cache=cache)]
+    for token in range(steps):
+        out.append(model(mx.array([[token + 3]], mx.uint32), cache=cache))
+        mx.eval(out)
+    return [np.array(logits[0, -1]) for logits in out]
+
+
+def run(model: Any, steps: int = STEPS) -> tuple[list[np.ndarray], compiled_step.CompiledStep, list[str]]:
+    """The same under the patches, twice: the logits of the second time, the compiled step, and the warnings."""
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logits_of(model, steps)
+        found = logits_of(model, steps)
+    mlx_paged.pool_of(model).check_integrity()
+    return found, compiled._steps[mlx_paged.pool_of(model)], [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("attend", MISUSES, ids=lambda attend: attend.__name__)
+def test_a_model_that_does_something_else_is_not_compiled(attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, attend)
+    model = model_configs.build("qwen2")
+    expected = logits_of(model)
+    found, step, told = run(model)
+    np.testing.assert_allclose(found, expected, atol=2e-3)
+    assert step.failure is not None
+    assert len(told) == 1 and "decode steps of mlx_lm.models.qwen2 are not compiled" in told[0]
+    assert "\n" not in told[0]
+
+
+@pytest.mark.parametrize("attend", GATHERS, ids=lambda attend: attend.__name__)
+def test_a_model_that_never_attends_over_blocks_is_not_tried(attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, attend)
+    model = model_configs.build("qwen2")
+    expected = logits_of(model)
+    found, step, told = run(model)
+    np.testing.assert_allclose(found, expected, atol=2e-3)
+    assert not step._functions and step.failure is None and not told
+
+
+def test_a_model_that_stops_attending_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps ran in the kernel before; the one that is traced attends no more."""
+    plant(monkeypatch, does_not_attend)
+    model = model_configs.build("qwen2")
+    run(model, steps=1)
+    step = compiled._steps[mlx_paged.pool_of(model)]
+    step._functions.clear()
+    monkeypatch.setattr(does_not_attend, "now", True)
+    found, _, told = run(model)
+    assert step.failure == "NotCompilable: not every layer writes and attends"
+    assert len(told) == 1
+    mlx_paged.remove_patches()
+    np.testing.assert_allclose(found, logits_of(model), atol=2e-3)
+
+
+@pytest.mark.parametrize("attend", [plain, twice], ids=lambda attend: attend.__name__)
+def test_a_model_that_does_nothing_else_is_compiled(attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that attends twice over the same keys. The stand-ins store nothing: so one step is looked at."""
+    plant(monkeypatch, attend)
+    model = model_configs.build("qwen2")
+    expected = logits_of(model, steps=1)
+    found, step, told = run(model, steps=1)
+    np.testing.assert_allclose(found, expected, atol=2e-3)
+    assert step.failure is None and step._functions and not told
+
+
+def test_keys_that_are_kept_from_the_trace_are_not_attended_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+
+    def keeps(q: mx.array, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
+        kept.append((k, v))
+        return attention(q, k, v, scale, mask)
+
+    plant(monkeypatch, keeps)
+    model = model_configs.build("qwen2")
+    _, step, _ = run(model, steps=1)
+    assert step.failure is None
+    pairs = [(k, v) for k, v in kept if isinstance(k, FetchedKV)]
+    assert pairs and all(isinstance(v, FetchedKV) for _, v in pairs)
+    with pytest.raises(NotCompilable, match="keeps the keys"):
+        attention(mx.ones((1, 4, 1, 16)), *pairs[0], 1.0, None)
+
+
+def test_a_layer_that_writes_twice_is_not_compiled() -> None:
+    layer = step_layer()
+    layer.update_and_fetch(*keys_and_values())
+    with pytest.raises(NotCompilable, match="two layers' keys"):
+        layer.update_and_fetch(*keys_and_values())
+    with pytest.raises(NotCompilable, match="before there is anything"):
+        step_layer().keys_and_values()
+
+
+# Stand-ins ------------------------------------------------------------------------------------------------------------
+
+
+class Blocks:
+    """Notes what is asked of it."""
+
+    dtype = mx.float32
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def decode(self, q: mx.array, *rest: Any) -> mx.array:
+        self.calls.append(rest)
+        return q
+
+
+def step_layer(window: Window | None = None) -> StepLayer:
+    """Of two rows of 5 and 3 tokens, and one of padding."""
+    ends = mx.array([[5], [3], [0]])
+    return StepLayer(Blocks(), GroupArrays((mx.zeros((3, 1)), ends, mx.zeros_like(ends)), ends[:, 0] - 1), window)
+
+
+def keys_and_values(length: int = 1) -> tuple[mx.array, mx.array]:
+    return mx.ones((3, 2, length, 16)), mx.ones((3, 2, length, 16))
+
+
+def queries(length: int = 1, dtype: mx.Dtype = mx.float32) -> mx.array:
+    return mx.ones((3, 4, length, 16), dtype)
+
+
+USES: list[Callable[[Any], Any]] = [
+    lambda x: x.shape, lambda x: x.ndim, lambda x: x.size, lambda x: x.T, lambda x: len(x), lambda x: x[0],
+    lambda x: x + 1, lambda x: 1 + x, lambda x: x @ x, lambda x: mx.ones(2) * x, lambda x: mx.ones((2, 2)) @ x,
+    lambda x: -x, lambda x: x < 0, lambda x: x == x, lambda x: x != x, lambda x: bool(x), lambda x: list(x),
+    lambda x: float(x), lambda x: np.asarray(x) + 1, lambda x: mx.array(x), lambda x: mx.array([x]),
+    lambda x: mx.sum(x), lambda x: mx.repeat(x, 2, axis=1), lambda x: mx.concatenate([x, x]), lambda x: mx.stack([x]),
+    lambda x: mx.expand_dims(x, 2), lambda x: mx.broadcast_to(x, (2, 2)), lambda x: mx.zeros_like(x),
+    lambda x: mx.where(mx.array([True]), x, 0.0), lambda x: mx.depends(x, mx.ones(1)), lambda x: x.astype(mx.float16),
+    lambda x: mx.fast.scaled_dot_product_attention(queries(), x, x, scale=1.0), lambda x: mx.quantize(x),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [lambda: FetchedKV([], mx.float32), lambda: NarrowMask([], 4)], ids=["kv", "mask"])
+def test_nobody_can_compute_with_a_stand_in(make: Callable[[], StandIn]) -> None:
+    stand_in = make()
+    for place, use in enumerate(USES):
+        with pytest.raises((NotCompilable, TypeError, ValueError, RuntimeError)):
+            pytest.fail(f"use {place} gives {use(stand_in)!r}", pytrace=False)
+    assert stand_in is not None and {stand_in}
+
+
+def test_who_goes_on_after_a_misuse_is_not_compiled_either() -> None:
+    """MLX says of an array and anything else that they are not equal, and raises errors that could be caught."""
+    for misuse in (lambda x: mx.ones(2) == x, lambda x: hasattr(x, "shape"), lambda x: mx.abs(x), lambda x: x == x):
+        layer = step_layer()
+        keys, _ = layer.update_and_fetch(*keys_and_values())
+        layer.attend_fetched(queries(), Scoring(1.0))
+        layer.settle()
+        with contextlib.suppress(NotCompilable, ValueError):
+            misuse(keys)
+        with pytest.raises(NotCompilable, match="by itself"):
+            layer.settle()
+
+
+def test_a_dtype_may_be_asked_for() -> None:
+    keys, values = step_layer().update_and_fetch(*keys_and_values())
+    assert keys.dtype == values.dtype == mx.float32 and keys is not values
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_attention_writes_and_others_only_read() -> None:
+    layer = step_layer()
+    new = keys_and_values()
+    assert layer.offset.tolist() == [4, 2, -1]
+    fetched = layer.update_and_fetch(*new)
+    assert layer.offset.tolist() == [5, 3, 0]
+    for pair in (fetched, layer.keys_and_values()):
+        lazy = lazy_kv_of(*pair)
+        assert lazy.serves(queries(), None)
+        lazy.attend(queries(), *pair, Scoring(1.0, None))
+    layer.settle()
+    first, second = (append for _, append, _, _ in layer.blocks.calls)
+    assert first[0] is new[0] and first[1] is new[1] and second is None
+
+
+def mask_of(mask: Any) -> Any:
+    """Numbers stand for windows: pytest cannot name a stand-in either."""
+    return NarrowMask([], mask) if isinstance(mask, int) else mask
+
+
+@pytest.mark.parametrize(
+    ("window", "mask", "seen", "starts"),
+    [
+        (None, None, None, [0, 0, 0]),
+        (None, "causal", None, [0, 0, 0]),
+        (None, 4, Window(4), [1, 0, 0]),
+        (Window(4), 4, Window(4), [0, 0, 0]),  # by the tables' own
+        (Window(4), 9, Window(4), [0, 0, 0]),
+    ],
+)
+def test_windows_under_masks(window: Window | None, mask: Any, seen: Window | None, starts: list[int]) -> None:
+    layer = step_layer(window)
+    layer.attend(queries(), *keys_and_values(), Scoring(1.0, mask_of(mask)))
+    ((visible, _, scoring, slots),) = layer.blocks.calls
+    assert scoring.window == seen and scoring.mask is None and slots is None
+    assert visible[2][:, 0].tolist() == starts
+
+
+def test_masks_are_made_for_narrower_windows_only() -> None:
+    assert step_layer().make_mask(1) is None is step_layer(Window(4)).make_mask(1, window_size=4)
+    assert step_layer(Window(4)).make_mask(1, window_size=5) is None
+    assert step_layer(Window(4)).make_mask(1, return_array=True, window_size=3).window_size == 3
+    assert step_layer().make_mask(1, window_size=3).window_size == 3
+    with pytest.raises(NotCompilable, match="several tokens"):
+        step_layer().make_mask(2)
+
+
+@pytest.mark.parametrize(
+    ("window", "q", "kv", "mask"),
+    [
+        (None, queries(2), keys_and_values(), None),
+        (None, queries()[:2], keys_and_values(), None),
+        (None, queries(dtype=mx.float16), keys_and_values(), None),
+        (None, queries(), keys_and_values(2), None),
+        (None, queries(), keys_and_values(), mx.ones((3, 1, 1, 5), mx.bool_)),
+        (Window(9), queries(), keys_and_values(), 4),  # of a ring, which may have pinned tokens
+        (Window(9, 9), queries(), keys_and_values(), 4),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused(window: Window | None, q: mx.array, kv: Any, mask: Any) -> None:
+    layer = step_layer(window)
+    with pytest.raises(NotCompilable):
+        layer.attend(q, *kv, Scoring(1.0, mask_of(mask)))
+    assert not layer.blocks.calls
