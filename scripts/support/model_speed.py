@@ -166,7 +166,8 @@ def section_of(known: dict[str, Any]) -> str:
     lines = [
         f"{TITLE}\nOne shape of each class on one {known['device']}, mlx {known['mlx']}: random weights in bf16, "
         f"{COMMON['num_hidden_layers']} layers,\nsome prompts at once and then one of the same length. Stock / here: "
-        "seconds until the last row has its first token,\ntokens a second from then on, peak memory with weights. Hosts differ: compare within a line. "
+        "seconds until the last row has its first token,\ntokens a second from then on, peak memory with weights. "
+        "Hosts differ: compare within a line. "
         "Written by `scripts/support/model_speed.py`.\n",
         "| Class | Module | Attention | Prompts | First token, s | Decode, tokens/s | Peak, GB "
         "| Alone: first token, s | Alone: tokens/s |",
