@@ -101,6 +101,8 @@ def _patches() -> list[Patch]:
         Patch(f"{models}.llama4", attention, "ec00d284640b9a07", "models.llama4.adapt", adapts_attention=True),
         Patch(f"{models}.llama4", "LlamaModel.__call__", "4c6a95216c9a7968", "models.llama4.adapt_model"),
         Patch(f"{models}.stablelm", attention, "cd350373ffb9d079", "models.through_seam.adapt_stablelm"),
+        Patch(f"{models}.phi", "PhiAttention.__call__", "2eac47853096f4d3", "models.through_seam.adapt_phi"),
+        Patch(f"{models}.phixtral", "RoPEAttention.__call__", "7515a9221787da81", "models.through_seam.adapt_phixtral"),
         Patch(f"{models}.plamo", attention, "d419e2fb5c647aae", "models.through_seam.adapt_plamo"),
         Patch(f"{models}.plamo2", attention, "07f12104004abcf5", "models.through_seam.adapt_plamo2"),
         Patch(

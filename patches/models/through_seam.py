@@ -4,6 +4,7 @@ by way of the attention function that :mod:`.seam` replaces."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,6 +59,45 @@ def adapt_plamo(original: AttentionCall) -> AttentionCall:
         return self.o_proj(heads_last(_heads_exchanged(out, n_kv, shared)))
 
     return __call__
+
+
+def adapt_phi(original: AttentionCall) -> AttentionCall:
+    """Phi attends in f32, as StableLM does: its queries are cast when they have been rotated."""
+
+    def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
+        if not _is_paged(cache):
+            return original(self, x, mask, cache)
+        heads = (self.num_heads, self.num_key_value_heads, self.num_key_value_heads)
+        return _phi(self, (self.q_proj(x), self.k_proj(x), self.v_proj(x)), heads, self.dense, cache, mask)
+
+    return __call__
+
+
+def adapt_phixtral(original: AttentionCall) -> AttentionCall:
+    """As :func:`adapt_phi`, with one projection for all."""
+
+    def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
+        if not _is_paged(cache):
+            return original(self, x, mask, cache)
+        return _phi(self, mx.split(self.Wqkv(x), 3, axis=-1), (self.num_heads,) * 3, self.out_proj, cache, mask)
+
+    return __call__
+
+
+def _phi(
+    self: Any,
+    projected: Sequence[mx.array],
+    heads: tuple[int, int, int],
+    project: Callable[[mx.array], mx.array],
+    cache: Any,
+    mask: mx.array | str | None,
+) -> mx.array:
+    batch, length, _ = projected[0].shape
+    queries, keys, values = (
+        part.reshape(batch, length, n, -1).transpose(0, 2, 1, 3) for part, n in zip(projected, heads, strict=True)
+    )
+    scale = math.sqrt(1 / queries.shape[-1])
+    return project(heads_last(_rotated_attention(self.rope, queries, keys, values, cache, scale, mask)))
 
 
 def adapt_plamo2(original: AttentionCall) -> AttentionCall:

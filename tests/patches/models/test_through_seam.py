@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models import base
 from mlx_lm.models import cache as upstream
 
 import mlx_paged
@@ -15,7 +16,7 @@ from mlx_paged.patches.cache.layout import PADDING_MATTERS, layout_of, why_one_b
 from scripts.support import model_configs
 from tests.support.models.builders import greedy, prompt_of
 
-ATTENTION = ("stablelm", "plamo", "plamo2")
+ATTENTION = ("stablelm", "phi", "phixtral", "plamo", "plamo2")
 ROWS = {"gpt_bigcode": "GPTBigCodeModel", "afm7": "AFMModel"}
 
 
@@ -46,6 +47,25 @@ def test_stock_caches_take_upstreams_way(name: str) -> None:
     expected = logits()
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     assert mx.array_equal(logits(), expected)
+
+
+@pytest.mark.parametrize("name", ["stablelm", "phi"])
+def test_queries_have_the_dtype_of_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlx-lm casts to f32, and no kernel takes that over blocks of 16 bits."""
+    model = model_configs.build(name)
+    model.set_dtype(mx.bfloat16)
+    _, expected = greedy(model, prompt(21), 3, prefill_step_size=8)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    attend, seen = base.scaled_dot_product_attention, set()
+
+    def watched(queries: mx.array, *others: Any, **options: Any) -> mx.array:
+        seen.add(queries.dtype)
+        return attend(queries, *others, **options)
+
+    monkeypatch.setattr(base, "scaled_dot_product_attention", watched)
+    _, found = greedy(model, prompt(21), 3, prefill_step_size=8)
+    assert seen == {mx.bfloat16}
+    assert abs(found[0] - expected[0]).max() < 0.1  # of log-probabilities: roundings
 
 
 @pytest.mark.parametrize("name", list(ROWS))
