@@ -40,6 +40,8 @@ registry.fingerprint = functools.cache(registry.fingerprint)
 
 precompile_headers()
 
+gc.disable()  # until all tests are known: what their sources are made into stays, or goes by itself
+
 REAL = gpu_kernels.prepare_decode, compiled_step.compile_function
 
 
@@ -60,6 +62,7 @@ def pytest_collection_finish() -> None:
     """What is there by now stays to the end: each of the many collections that tests ask for would go through it."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ class Work(NamedTuple):
     repeats: int
 
 
-GPU_WORK, CPU_WORK = Work(256, 128, 2), Work(16, 12, 1)  # on a CPU to see that it works
+GPU_WORK, CPU_WORK = Work(256, 128, 2), Work(8, 6, 1)  # on a CPU to see that it works
 RANDOM: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1536,

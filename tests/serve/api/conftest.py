@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import anthropic
-import openai
 import pytest
 
 from tests.support.models.tiny_model import make_tools_model
 from tests.support.processes.server_process import ServerProcess
+
+if TYPE_CHECKING:  # they take two seconds, and each process that runs tests imports this
+    import anthropic
+    import openai
 
 
 @pytest.fixture(scope="package")
@@ -30,9 +33,13 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @pytest.fixture
 def client(server: ServerProcess) -> openai.OpenAI:
+    import openai
+
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 @pytest.fixture
 def claude(server: ServerProcess) -> anthropic.Anthropic:
+    import anthropic
+
     return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-import anthropic
 import mlx.core as mx
 import mlx_lm
-import openai
 import pytest
-from anthropic.types import message_create_params
-from openai.types import completion_create_params
-from openai.types.chat import completion_create_params as chat_create_params
-from openai.types.responses import response_create_params
 
 from mlx_paged.serve.api import parameters
 from mlx_paged.serve.api.parameters import Support
 from tests.serve.api.samples import HI, OF_CHAT, OF_MESSAGE, WHITE
 from tests.support.processes.server_process import ServerProcess
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
 
 pytestmark = pytest.mark.demo_model
 
@@ -88,26 +87,38 @@ def ask(client: openai.OpenAI, claude: anthropic.Anthropic, path: str, **options
         "/v1/messages": claude.messages.create,
     }[path]
     least = {name: USED[path][name] for name in parameters.ENDPOINTS[path].required}
-    known = set(get_type_hints(OFFICIAL[path]))
+    known = official(path)
     given = {"model": "default_model", **least, **options}
     own = {name: value for name, value in given.items() if name in known - OF_HEADERS}
     return make(**own, extra_body={name: value for name, value in given.items() if name not in own})
 
 
-OFFICIAL: dict[str, Any] = {
-    "/v1/chat/completions": chat_create_params.CompletionCreateParamsNonStreaming,
-    "/v1/completions": completion_create_params.CompletionCreateParamsNonStreaming,
-    "/v1/responses": response_create_params.ResponseCreateParamsNonStreaming,
-    "/v1/messages": message_create_params.MessageCreateParamsNonStreaming,
-}
+@functools.cache
+def official(path: str) -> set[str]:
+    """Parameters of the official client."""
+    from anthropic.types import message_create_params
+    from openai.types import completion_create_params
+    from openai.types.chat import completion_create_params as chat_create_params
+    from openai.types.responses import response_create_params
+
+    makers: dict[str, Any] = {
+        "/v1/chat/completions": chat_create_params.CompletionCreateParamsNonStreaming,
+        "/v1/completions": completion_create_params.CompletionCreateParamsNonStreaming,
+        "/v1/responses": response_create_params.ResponseCreateParamsNonStreaming,
+        "/v1/messages": message_create_params.MessageCreateParamsNonStreaming,
+    }
+    return set(get_type_hints(makers[path]))
 
 
 @pytest.mark.parametrize("path", USED)
 def test_every_parameter_is_taken_or_refused_by_name(
     path: str, client: openai.OpenAI, claude: anthropic.Anthropic
 ) -> None:
+    import anthropic
+    import openai
+
     table = parameters.ENDPOINTS[path].parameters
-    assert set(get_type_hints(OFFICIAL[path])) - {"stream"} <= set(table)
+    assert official(path) - {"stream"} <= set(table)
     refused = {name for name, parameter in table.items() if parameter.support is Support.REFUSED}
     assert set(USED[path]) == set(table) - refused - MODELS_OF_DISK
 
@@ -163,6 +174,8 @@ def test_n_answers_compute_their_prompt_once(server: ServerProcess, client: open
 
 
 def test_prompts_of_all_kinds_are_answered_together(client: openai.OpenAI, folder: Path) -> None:
+    import openai
+
     _, tokenizer = mlx_lm.load(str(folder))
     texts = ["Once upon a time", "The sea is"]
     alone = [client.completions.create(model="default_model", prompt=text).choices[0].text for text in texts]
@@ -178,6 +191,8 @@ def test_prompts_of_all_kinds_are_answered_together(client: openai.OpenAI, folde
 
 
 def test_echoes_have_the_log_probabilities_of_the_model(client: openai.OpenAI, folder: Path) -> None:
+    import openai
+
     model, tokenizer = mlx_lm.load(str(folder))
     text = "The quick brown fox jumps over the lazy dog."
     tokens = tokenizer.encode(text)
@@ -209,6 +224,8 @@ def test_echoes_have_the_log_probabilities_of_the_model(client: openai.OpenAI, f
 
 
 def test_the_best_answers_are_the_likeliest(client: openai.OpenAI) -> None:
+    import openai
+
     options: dict[str, Any] = {
         "model": "default_model",
         "prompt": "Once",

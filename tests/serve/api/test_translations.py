@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
-import openai
 import pytest
 
 from tests.serve.api.samples import HI, OF_MESSAGE, OF_RESPONSE, SCHEMA, WHITE
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
 
 pytestmark = pytest.mark.demo_model
 
@@ -62,11 +64,13 @@ def test_responses_call_tools_and_reason(client: openai.OpenAI) -> None:
     assert thought.output[0].type == "reasoning" and thought.output[0].content[0].text
     assert thought.usage.output_tokens_details.reasoning_tokens == 4
     assert client.responses.create(model="default_model", input=[*history[:1], thought.output[0].to_dict(), history[0]])
+    from openai import BadRequestError
+
     for wrong in ([{"type": "image_generation_call"}], [{"type": "message", "role": "x", "content": "y"}]):
-        with pytest.raises(openai.BadRequestError, match="input"):
+        with pytest.raises(BadRequestError, match="input"):
             client.responses.create(model="default_model", input=wrong)
     for name, value in (("store", True), ("background", True), ("include", ["x"]), ("tools", [{"type": "web_search"}])):
-        with pytest.raises(openai.BadRequestError, match=name):
+        with pytest.raises(BadRequestError, match=name):
             client.responses.create(**{"model": "default_model", "input": "Hi.", name: value})
 
 
@@ -119,6 +123,8 @@ def test_messages_use_tools_and_think(claude: anthropic.Anthropic) -> None:
     ) as stream:
         thought = stream.get_final_message()
     assert thought.content[0].type == "thinking" and thought.content[0].thinking
+    from anthropic import BadRequestError, NotFoundError
+
     for name, value in (
         ("tool_choice", {"type": "x"}),
         ("tools", [{"type": "bash_20250124", "name": "bash"}]),
@@ -126,7 +132,7 @@ def test_messages_use_tools_and_think(claude: anthropic.Anthropic) -> None:
         ("output_config", {"format": {"type": "xml"}}),
         ("messages", [{"role": "user", "content": [{"type": "document", "source": {}}]}]),
     ):
-        with pytest.raises(anthropic.BadRequestError, match=name):
+        with pytest.raises(BadRequestError, match=name):
             claude.messages.create(**{"model": "default_model", "max_tokens": 2, "messages": HI, name: value})
-    with pytest.raises(anthropic.NotFoundError):
+    with pytest.raises(NotFoundError):
         claude.messages.create(model="nobody", max_tokens=2, messages=HI)

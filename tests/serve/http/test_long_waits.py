@@ -11,8 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 from mlx_lm import server as upstream
 
@@ -85,6 +83,9 @@ def test_long_prompts_show_that_they_live_from_the_first_second(server: ServerPr
 
 @pytest.mark.demo_model
 def test_official_clients_read_through_signs_of_life(server: ServerProcess) -> None:
+    import anthropic  # here: the two take seconds, and each process that runs tests imports this file
+    import openai
+
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
     claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120)
     bodies = long_bodies(7 * CHUNK)

@@ -1,5 +1,6 @@
-"""Run as a script: apply_patches() against an mlx-lm in which one name at a time is missing. Prints what happened, as
-JSON by name. In a process of its own, because all of the adapters are imported anew for each name."""
+"""Run as a script: apply_patches() against an mlx-lm in which one name at a time is missing, of the ones given or of
+all. Prints what happened, as JSON by name. In a process of its own, because all of the adapters are imported anew for
+each name."""
 
 from __future__ import annotations
 
@@ -155,4 +156,4 @@ if __name__ == "__main__":
 
     inspect.getsource = functools.cache(inspect.getsource)  # read for each name, and stay as they are
     a_model, a_prompt = build("llama", num_hidden_layers=1), prompt_of(20)
-    print(json.dumps({name: tried(name, a_model, a_prompt) for name in upstream_names()}))
+    print(json.dumps({name: tried(name, a_model, a_prompt) for name in sys.argv[1:] or upstream_names()}))
