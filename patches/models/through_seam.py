@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.models import base
@@ -79,7 +79,8 @@ def adapt_phixtral(original: AttentionCall) -> AttentionCall:
     def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
         if not _is_paged(cache):
             return original(self, x, mask, cache)
-        return _phi(self, mx.split(self.Wqkv(x), 3, axis=-1), (self.num_heads,) * 3, self.out_proj, cache, mask)
+        projected = cast(Sequence[mx.array], mx.split(self.Wqkv(x), 3, axis=-1))
+        return _phi(self, projected, (self.num_heads,) * 3, self.out_proj, cache, mask)
 
     return __call__
 
