@@ -1,6 +1,6 @@
 """What Python takes to build a decode step's graph, stock mlx-lm against mlx_paged, where blocks are written in place.
 
-    python scripts/support/host_time.py --models qwen2,llama --rows 1,4
+    python scripts/support/step_build_time.py --models qwen2,llama --rows 1,4
 
 On any machine: kernels are stand-ins that compute nothing, with all of Python that a launch has on CUDA. Models are
 narrow and of random weights, and steps run uncompiled. Microseconds of the thread that a layer more takes, by the lower
