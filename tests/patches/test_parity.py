@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import statistics
 
 import mlx.core as mx
 import numpy as np
@@ -192,10 +193,12 @@ def test_prefill_keeps_no_attention_for_later(kind: str) -> None:
 def test_prefill_needs_no_more_memory_than_stock() -> None:
     """New keys and values go to the pool layer by layer; kept to the end they would be held twice."""
     shape = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
-    model, prompt = build("llama", **shape), prompt_of(256)
+    prompt = prompt_of(256)
     mx.eval(prompt)
 
     def peak() -> int:
+        model = build("llama", **shape)  # with paging, a pool is made for each
+        mx.eval(model.parameters())
         cache = make_prompt_cache_now(model)
         gc.collect()  # what other tests left would be freed on the way
         mx.clear_cache()
@@ -205,12 +208,16 @@ def test_prefill_needs_no_more_memory_than_stock() -> None:
         mx.eval([c.state for c in cache])
         return mx.get_peak_memory() - before
 
+    def usual_peak() -> float:
+        # A single one depends on how far MLX's thread is behind when an array goes.
+        return statistics.median(peak() for _ in range(5))
+
     peak()
-    stock = peak()
+    stock = usual_peak()
     mlx_paged.apply_patches()
     kv_bytes = 256 * 8 * 2 * 8 * 64 * 4
     assert stock > kv_bytes
-    assert peak() < stock + kv_bytes // 2  # the pool itself is made in this run
+    assert usual_peak() < stock + kv_bytes // 2
 
 
 def test_fork_of_a_prompt_cache_moves_no_bytes_and_both_go_on_alone() -> None:
