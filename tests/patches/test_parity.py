@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import statistics
 
 import mlx.core as mx
 import numpy as np
@@ -197,7 +196,7 @@ def test_prefill_needs_no_more_memory_than_stock() -> None:
     mx.eval(prompt)
 
     def peak() -> int:
-        model = build("llama", **shape)  # with paging, a pool is made for each
+        model = build("llama", **shape)  # each with a pool of its own, where there are pools
         mx.eval(model.parameters())
         cache = make_prompt_cache_now(model)
         gc.collect()  # what other tests left would be freed on the way
@@ -208,16 +207,16 @@ def test_prefill_needs_no_more_memory_than_stock() -> None:
         mx.eval([c.state for c in cache])
         return mx.get_peak_memory() - before
 
-    def usual_peak() -> float:
+    def largest_peak() -> int:
         # A single one depends on how far MLX's thread is behind when an array goes.
-        return statistics.median(peak() for _ in range(5))
+        return max(peak() for _ in range(8))
 
     peak()
-    stock = usual_peak()
+    stock = largest_peak()
     mlx_paged.apply_patches()
     kv_bytes = 256 * 8 * 2 * 8 * 64 * 4
     assert stock > kv_bytes
-    assert usual_peak() < stock + kv_bytes // 2
+    assert largest_peak() < stock + kv_bytes // 2
 
 
 def test_fork_of_a_prompt_cache_moves_no_bytes_and_both_go_on_alone() -> None:
