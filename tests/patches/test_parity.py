@@ -189,7 +189,7 @@ def test_prefill_keeps_no_attention_for_later(kind: str) -> None:
     assert all(group._last_read is not None for group in groups)
 
 
-def test_prefill_needs_no_more_memory_than_stock() -> None:
+def test_prefill_needs_no_more_memory_than_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     """New keys and values go to the pool layer by layer; kept to the end they would be held twice."""
     shape = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
     prompt = prompt_of(256)
@@ -207,16 +207,25 @@ def test_prefill_needs_no_more_memory_than_stock() -> None:
         mx.eval([c.state for c in cache])
         return mx.get_peak_memory() - before
 
-    def largest_peak() -> int:
-        # A single one depends on how far MLX's thread is behind when an array goes.
-        return max(peak() for _ in range(8))
-
     peak()
-    stock = largest_peak()
+    stock = peak()
     mlx_paged.apply_patches()
     kv_bytes = 256 * 8 * 2 * 8 * 64 * 4
     assert stock > kv_bytes
-    assert largest_peak() < stock + kv_bytes // 2
+    paged = peak()
+
+    kept = []
+    attend = mx.fast.scaled_dot_product_attention
+
+    def keeping(q: mx.array, k: mx.array, v: mx.array, **options: object) -> mx.array:
+        kept.append((k, v))
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", keeping)
+    assert peak() > stock + kv_bytes
+    assert len(kept) == 8
+    # A peak differs by a tenth of kv_bytes: it depends on how far MLX's thread is behind when an array goes.
+    assert paged < stock + kv_bytes * 3 // 4
 
 
 def test_fork_of_a_prompt_cache_moves_no_bytes_and_both_go_on_alone() -> None:
