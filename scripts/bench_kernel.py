@@ -2,6 +2,7 @@
 
     python scripts/bench_kernel.py --out out/kernel        # writes kernel.json and, with matplotlib, kernel.png
     python scripts/bench_kernel.py --kv-bits 8 4 8,4       # and the decode kernel over quantised pages, in the same run
+    python scripts/bench_kernel.py --latents               # over latents (MLA, 512 + 64) against gather-then-attend
     python scripts/bench_kernel.py --prefill               # TFLOP/s of the prefill kernel, warm; writes kernel.json
 
 Every side gets bf16 queries of one position per sequence. Launches are chained (a launch's output is the next one's
@@ -178,6 +179,66 @@ def measure(
     return row
 
 
+# Rows x context, and query heads, of decode steps over latents.
+LATENTS = [(32, 16384, heads) for heads in (128, 64, 20)] + [(n, 4096, heads) for n in (16, 1) for heads in (128, 20)]
+RANK, ROPE = 512, 64
+
+
+def measure_latents(batch: int, context: int, heads: int, copy: float) -> dict[str, Any]:
+    """One row: seconds of a decode step's attention by the kernel and over gathered latents, and its share of copy."""
+    blocks_each = -(-context // BLOCK_SIZE)
+    read = batch * context * (RANK + ROPE) * DTYPE.size
+    sets = max(1, min(64, -(-ROTATE_BYTES // read)))
+    shape = (batch * blocks_each + 1, 1, BLOCK_SIZE)
+    pools = [tuple(mx.random.normal((*shape, dim)).astype(DTYPE) for dim in (RANK, ROPE)) for _ in range(sets)]
+    tables = (mx.random.permutation(batch * blocks_each).astype(mx.int32) + 1).reshape(batch, blocks_each)
+    q = mx.random.normal((batch, heads, 1, RANK + ROPE)).astype(DTYPE)
+    ends, starts, scale = mx.full((batch, 1), context, mx.int32), mx.zeros((batch, 1), mx.int32), (RANK + ROPE) ** -0.5
+    first = kernels.new_fence()
+    mx.eval(pools, tables, q, ends, starts, first)
+    launch = kernels.prepare_decode(*pools[0], (tables, ends, starts), n_q_heads=heads, scale=scale, latent=True)
+
+    def paged(n: int) -> mx.array:
+        x, out, fence = q, q, first
+        for i in range(n):
+            out, fence = launch(x, *pools[i % sets], fence)
+            x = mx.depends(q, out)
+        return out
+
+    def gathered(n: int) -> mx.array:
+        x = q
+        for i in range(n):
+            latents, rotated = (p[tables].reshape(batch, 1, -1, p.shape[-1])[:, :, :context] for p in pools[i % sets])
+            keys = mx.concatenate([latents, rotated], axis=-1)
+            out = mx.fast.scaled_dot_product_attention(x, keys, latents, scale=scale)
+            x = mx.depends(q, out)
+        return out
+
+    launches = int(max(16, min(400, 0.03 / (read / 3e12 + 10e-6))))
+    row: dict[str, Any] = {"batch": batch, "context": context, "heads": heads, "kv_bytes": read}
+    row["paged_s"] = seconds_per_launch(paged, launches)
+    row["gather_s"] = seconds_per_launch(gathered, 2, repeats=3)
+    mx.clear_cache()
+    row["paged_bytes_per_s"] = read / row["paged_s"]
+    row["share_of_copy"] = row["paged_bytes_per_s"] / copy
+    row["flops_per_s"] = 2 * batch * context * heads * (2 * RANK + ROPE) / row["paged_s"]
+    return row
+
+
+def run_latents(path: Path) -> int:
+    """Print the table for latents and write it."""
+    copy = copy_bandwidth()
+    print(f"{mx.device_info().get('device_name', '?')}, mlx {mx.__version__}, copy {copy / 1e9:.0f} GB/s")
+    print("batch context heads  paged us gather us     GB/s  of copy  TFLOP/s")
+    rows = [measure_latents(*shape, copy) for shape in LATENTS]
+    for row in rows:
+        times = f"{row['paged_s'] * 1e6:9.1f} {row['gather_s'] * 1e6:9.1f} {row['paged_bytes_per_s'] / 1e9:8.0f}"
+        rates = f"{row['share_of_copy']:8.2f} {row['flops_per_s'] / 1e12:8.0f}"
+        print(f"{row['batch']:5} {row['context']:7} {row['heads']:5} {times} {rates}")
+    write(path, copy_bytes_per_s=copy, latents=rows)
+    return 0
+
+
 # Sequences x new tokens + prefix of each.
 PREFILLS = ((32, 1024, 0), (16, 2048, 2048), (8, 2048, 0), (1, 8192, 0), (64, 256, 0), (1, 512, 16384))
 
@@ -250,10 +311,15 @@ def run_prefill(path: Path) -> int:
                 f" {rates[0]:14.0f} {rates[1]:14.0f} {row['dense_s'] / row['paged_s']:12.2f}",
                 flush=True,
             )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    info = {"mlx": mx.__version__, "device": str(mx.device_info()), "prefill": rows}
-    path.with_suffix(".json").write_text(json.dumps(info, indent=1))
+    write(path, prefill=rows)
     return 0
+
+
+def write(path: Path, **measured: Any) -> None:
+    """A JSON file of what was measured, beside the machine."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    info = {"mlx": mx.__version__, "device": str(mx.device_info()), **measured}
+    path.with_suffix(".json").write_text(json.dumps(info, indent=1))
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> bool:
@@ -288,6 +354,7 @@ def main() -> int:
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
     parser.add_argument("--kv-bits", type=bits_of, nargs="*", default=[], help="quantised pages: 8, 4 or 8,4")
     parser.add_argument("--prefill", action="store_true", help="time the prefill kernel, not the decode kernel")
+    parser.add_argument("--latents", action="store_true", help="time the kernels over latents")
     args = parser.parse_args()
     if kernels.backend() is None:
         print("bench_kernel: MLX sees no GPU here; nothing to measure", file=sys.stderr)
@@ -295,6 +362,8 @@ def main() -> int:
     mx.set_default_device(mx.gpu)
     if args.prefill:
         return run_prefill(Path(args.out))
+    if args.latents:
+        return run_latents(Path(args.out))
     copy = copy_bandwidth()
     print(f"{mx.device_info().get('device_name', '?')}, mlx {mx.__version__}, copy {copy / 1e9:.0f} GB/s")
     print("heads      batch context  paged us  dense us gather us     GB/s  of copy  dense/paged")
@@ -316,9 +385,7 @@ def main() -> int:
                     flush=True,
                 )
     path = Path(args.out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    info = {"mlx": mx.__version__, "device": str(mx.device_info()), "copy_bytes_per_s": copy, "rows": rows}
-    path.with_suffix(".json").write_text(json.dumps(info, indent=1))
+    write(path, copy_bytes_per_s=copy, rows=rows)
     if not plot(rows, path.with_suffix(".png")):
         print("no plot: matplotlib is not installed")
     return 0

@@ -2,6 +2,7 @@
 
     python scripts/validate_kernel.py            # on whatever GPU MLX sees; exits 1 if a step differs, 2 without a GPU
     python scripts/validate_kernel.py --kv-bits 8,4   # over quantised pages: 8, 4, or 8 for keys and 4 for values
+    python scripts/validate_kernel.py --latents           # only latents (MLA); they belong to the first form, too
     python scripts/validate_kernel.py --limits   # instead: a million tokens, and pools of more than 2^31 elements
 
 Each case joins ragged sequences, grows them by one token a step through write_slots (new blocks in a random order,
@@ -13,13 +14,18 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from support.kv_bits import bits_of
+from support.latent_steps import QUICK, SHAPES, LatentRun
 
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.check import MAX_RMS, _attend, self_check
+from mlx_paged.kernels.check import MAX_RMS, SelfCheck, _attend, self_check
+from mlx_paged.kernels.latent.check import self_check_latent
+from mlx_paged.kernels.latent.variants import latent_variants_of
 from mlx_paged.kernels.launch_shape import HEAD_DIMS, Variant
 from mlx_paged.kernels.quantized.pages import PageShape, new_blocks
 
@@ -179,12 +185,31 @@ def check_limits(tokens: int = 1 << 20) -> int:
     return failed
 
 
+def is_good(check: SelfCheck, make: Callable[[], Run | LatentRun], steps: int, window: int | None) -> bool:
+    """Whether a self-check and each of so many steps have a small difference. Prints a line."""
+    worst = check.rms
+    if check.ok:
+        run, behind = make(), None
+        for _ in range(steps):
+            rms = run.step()
+            mx.async_eval(rms)
+            if behind is not None:
+                worst = max(worst, behind.item())
+            behind = rms
+        worst = max(worst, behind.item() if behind is not None else 0.0)
+    good = check.ok and worst < MAX_RMS
+    seen = f" window {window}" if window else ""
+    print(f"{'ok  ' if good else 'FAIL'} {check.variant}{seen}: RMS {worst:.2e} {check.reason}", flush=True)
+    return good
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=3)
     parser.add_argument("--longest", type=int, default=600, help="longest prompt, tokens")
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
+    parser.add_argument("--latents", action="store_true", help="only the kernels over latents")
     parser.add_argument("--limits", action="store_true", help="only a context of 2^20 tokens past element 2^31 (20 GB)")
     parser.add_argument("--kv-bits", type=bits_of, help="quantised pages: 8, 4, or 8,4 for keys and values")
     parser.add_argument("--kv-group-size", type=int, default=32)
@@ -195,7 +220,7 @@ def main() -> int:
         return 2
     mx.set_default_device(mx.gpu)
     failed = check_limits() if args.limits else 0
-    for seed, case in enumerate(cases(args.quick) if not args.limits else []):
+    for seed, case in enumerate(cases(args.quick) if not args.limits and not args.latents else []):
         shape = (DTYPES[case["dtype"]], case["dim"], case["dim"], 2 * case["gqa"], 2, case["block"])
         pages = None
         if args.kv_bits:
@@ -203,22 +228,13 @@ def main() -> int:
                 continue
             pages = PageShape.of(case["dim"], args.kv_bits, args.kv_group_size, shape[0])
         for variant in kernels.variants_of(*shape, case["extras"], case["extras"], pages):
-            check = self_check(variant)
-            worst = check.rms
-            if check.ok:
-                run = Run(variant, args.batch, args.longest, args.steps, case["window"], seed)
-                behind = None
-                for _ in range(args.steps):
-                    rms = run.step()
-                    mx.async_eval(rms)
-                    if behind is not None:
-                        worst = max(worst, behind.item())
-                    behind = rms
-                worst = max(worst, behind.item() if behind is not None else 0.0)
-            good = check.ok and worst < MAX_RMS
-            failed += not good
-            window = f" window {case['window']}" if case["window"] else ""
-            print(f"{'ok  ' if good else 'FAIL'} {variant}{window}: RMS {worst:.2e} {check.reason}", flush=True)
+            make = partial(Run, variant, args.batch, args.longest, args.steps, case["window"], seed)
+            failed += not is_good(self_check(variant), make, args.steps, case["window"])
+    over_latents = [] if args.limits or args.kv_bits else QUICK if args.quick else SHAPES
+    for seed, latent in enumerate(over_latents):
+        for variant in latent_variants_of(latent.dtype, latent.rank, LatentRun.rope, latent.heads, 1, latent.block):
+            make_latent = partial(LatentRun, variant, latent, args.batch, args.steps, seed)
+            failed += not is_good(self_check_latent(variant), make_latent, args.steps, latent.window)
     print(f"{failed} failed" if failed else "all good", flush=True)
     return 1 if failed else 0
 

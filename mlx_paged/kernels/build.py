@@ -200,7 +200,7 @@ def kernel_text(body: str, dialect: str) -> tuple[str, str]:
             header += _CUDA_HEADER.format("".join(helpers))
         if body == "latent_decode_tensor":
             header += _CUDA_HEADER.format(
-                "".join((folder / f"latent/{part}.cuh").read_text() for part in ("flags", "warpgroup"))
+                "".join((folder / f"latent/{part}.cuh").read_text() for part in ("flags", "boxes", "warpgroup"))
             )
         return header, source
     source = "".join((folder / f"{part}.metal").read_text() for part in _PARTS.get(body, (body,)))

@@ -35,7 +35,7 @@ LATENT_BODIES = ("latent_decode", "latent_decode_tensor")
 LATENT_TENSOR_HEADS = 64  # query heads that a thread group of the latter takes
 LATENT_PARTITION = 256  # tokens of its smallest partition
 _LATENT_KEYS = 64  # tokens that it takes at a time
-_LATENT_GROUPS = 264  # thread groups that it likes to have: two for each core of an NVIDIA H200
+_LATENT_GROUPS = 132  # thread groups that it likes to have: one for each core of an NVIDIA H200
 _ONE_TIER = 1 << 20  # partitions of the smallest size that a row may have: any number
 # Floats of one query or one accumulator that a lane may hold before heads are split over simdgroups.
 _MAX_LANE_FLOATS = 64
@@ -102,7 +102,7 @@ class LaunchShape(NamedTuple):
     def latent_bytes(self, head_dim: int) -> int:
         """Shared memory in bytes of a group of latent_decode_tensor: queries, keys twice, scores and sums, flags."""
         heads = LATENT_TENSOR_HEADS
-        return 2 * (heads * head_dim + 2 * self.keys * head_dim) + 16 * heads + 11 * 8
+        return 2 * (heads * head_dim + 2 * self.keys * head_dim) + 16 * heads + 2 * 128 + 11 * 8
 
 
 def partition_for(cores: int | None) -> int:

@@ -71,6 +71,12 @@ def test_the_body_for_tensor_cores_matches_reference(name):
     np.testing.assert_allclose(out, case.reference(), atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
 
 
+def test_the_body_for_tensor_cores_needs_no_boxes():
+    case = LatentCase([150, 7, 128], heads=5, rank=256, dtype=mx.bfloat16, starts=[37, 0, 0])
+    out, _ = run_tensor(case, edit=[("#ifdef HAS_BOXES", "#if 0")], orders=(0,))
+    np.testing.assert_allclose(out, case.reference(), atol=2e-2, rtol=2e-2)
+
+
 def test_partitions_of_the_body_for_tensor_cores_are_joined():
     case = LatentCase([700, 20, 513], heads=4, rank=256, dtype=mx.bfloat16, starts=[70, 0, 0])
     for run, parts in ((1, 3), (2, 2), (4, 1)):
@@ -128,7 +134,7 @@ def test_a_trial_launches_the_text_and_nothing_is_seen(body):
 
 
 def test_partitions_are_as_many_as_cores_want():
-    assert latent_run(64, 64) == 16  # 32 x 16k, 128 heads: four parts of 4,096 tokens
+    assert latent_run(64, 64) == 32  # 32 x 16k, 128 heads: two parts of 8,192 tokens
     assert latent_run(1, 16) == 1 and latent_run(2, 64) == 1
     assert latent_run(1000, 5) == 8  # one part
 
@@ -249,22 +255,33 @@ TENSOR_DEFECTS = {
     "dead tokens are copied": ("position < lo || position >= hi ? DEAD", "position < -1 ? DEAD"),
     "a new rotated part of another row": ("v_new + static_cast<int64_t>(row) * DP", "v_new + static_cast<int64_t>(0) * DP"),
     "slots of another tile": ("next = slot_of(step + 2);", "next = slot_of(step);"),
-    "slots of other tokens": ("simd_shuffle(next, i * 4 + lane / 8)", "simd_shuffle(next, i * 4 + lane / 16)"),
+    "slots of other tokens": ("simd_shuffle(slot, i * 4 + lane / 8)", "simd_shuffle(slot, i * 4 + lane / 16)"),
     "never stores": ("if (head0 == 0 && fresh >= lo", "if (head0 == 1 && fresh >= lo"),
     "stores to another slot": ("* BS + fresh % BS;", "* BS + (fresh + 1) % BS;"),
     "block of another tile": ("position / BS, lo / BS)", "step * KEYS / BS, lo / BS)"),
     "heads past the last": ("const bool live = head0 + head < n_heads;", "const bool live = true;"),
     "fence not passed on": ("fence_out[0] = fence[0] + 1u;", ""),
     "partition of another size": ("1 << static_cast<int>(params[3])", "2 << static_cast<int>(params[3])"),
-    "statistics in another base": ("stats[at * 2] = m[i] * gain;", "stats[at * 2] = m[i];"),
-    "outputs of another half": ("GROUP * (DV / 2) + j * 8 + c * 2;", "(1 - GROUP) * (DV / 2) + j * 8 + c * 2;"),
+    "statistics in another base": ("(c == 0 ? m[0] : m[1]) * gain;", "(c == 0 ? m[0] : m[1]);"),
+    "outputs of another half": ("at * DV + GROUP * (DV / 2)", "at * DV + (1 - GROUP) * (DV / 2)"),
+    "outputs of another head": ("own_head + c % 2 * 8;", "own_head + (1 - c % 2) * 8;"),
+    "outputs in columns of other lanes": ("(DV / 2) + c / 2 * 4;", "(DV / 2) + c % 2 * 4;"),
+    "halves of outputs in another order": ("own[0], own[1], other[0], other[1]", "other[0], other[1], own[0], own[1]"),
+    "statistics of another head": ("(c == 0 ? m[0] : m[1])", "m[0]"),
+    "boxes of another block": ("simd_shuffle(slot, i * BOX)", "simd_shuffle(slot, 0)"),
+    "boxes of other columns": ("latents, j * 64, box_slots", "latents, (j - half * HALF) * 64, box_slots"),
+    "boxes of fewer bytes than are said": ("half == 0 ? DV / 2 : D - DV / 2", "half == 1 ? D - DV / 2 : DV"),
+    "boxes of more bytes than are said": ("half == 0 ? DV / 2 : D - DV / 2", "DV / 2"),
+    "dead tokens at the end of a box": ("begins + KEYS <= hi && (fresh", "(fresh"),
+    "dead tokens at the beginning of a box": ("begins >= lo && begins + KEYS", "begins + KEYS"),
+    "the new token in a box": ("(fresh < begins || fresh >= begins + KEYS)", "true"),
 }  # fmt: skip
-OF_PARTITIONS = ("partition of another size", "statistics in another base")
+OF_PARTITIONS = ("partition of another size", "statistics in another base", "statistics of another head")
 
 
 @pytest.mark.sample(every=12)
 @pytest.mark.parametrize("name", list(TENSOR_DEFECTS))
 def test_planted_defects_of_the_body_for_tensor_cores_are_caught(name):
-    contexts, starts = ([300, 7], [0, 0]) if name in OF_PARTITIONS else ([250, 7], [37, 0])
+    contexts, starts = ([300, 7], [0, 0]) if name in OF_PARTITIONS else ([250, 7, 128], [37, 0, 0])
     case = LatentCase(contexts, heads=9, rank=256, dtype=mx.bfloat16, starts=starts)
     assert is_caught(case, TENSOR, [TENSOR_DEFECTS[name]])

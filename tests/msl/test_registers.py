@@ -99,7 +99,7 @@ def spilled_by_prefill(head_dim: int, gqa: int, **options: object) -> registers.
 def spill_limit(head_dim: int) -> int:
     """Bytes that may wait in memory: tiles of 128 rows of wide heads leave no register free, and are faster than those
     of 64 rows, which spill nothing (docs/adr/0022)."""
-    return {64: 0, 80: 16}.get(head_dim, 16 if head_dim > 128 else 128)
+    return {64: 0, 80: 20}.get(head_dim, 16 if head_dim > 128 else 128)
 
 
 @pytest.mark.sample(every=5)

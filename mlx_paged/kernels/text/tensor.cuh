@@ -90,6 +90,15 @@ __device__ inline unsigned pack_rounded(float low, float high) {
   }
   return x;
 }
+// Four neighbours, at an address of four.
+template <class T>
+__device__ inline void store_four(T* target, float a, float b, float c, float d) {
+  if constexpr (sizeof(T) == 4) {
+    *reinterpret_cast<float4*>(target) = make_float4(a, b, c, d);
+  } else {
+    *reinterpret_cast<uint2*>(target) = make_uint2(pack_rounded<T>(a, b), pack_rounded<T>(c, d));
+  }
+}
 __device__ inline unsigned shared_address(const void* address) {
   return static_cast<unsigned>(__cvta_generic_to_shared(address));
 }

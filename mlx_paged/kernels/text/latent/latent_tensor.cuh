@@ -15,12 +15,13 @@ constexpr int DP = D - DV;             // values behind the latent, which positi
 constexpr float NOTHING = -1.0e30f;
 constexpr float LOG2E = 1.44269504088896341f;
 
-SHARED_TILES(T, shared, TILES * M * 64 + 2 * STAGE + 2 * M * 4 + 11 * 4);
+SHARED_TILES(T, shared, TILES * M * 64 + 2 * STAGE + 2 * M * 4 + 128 + 11 * 4);
 T* const queries = shared;
 T* const stages = queries + TILES * M * 64;
 float* const tops = reinterpret_cast<float*>(stages + 2 * STAGE);  // what the warpgroups tell each other of each head: largest scores,
 float* const sums = tops + 2 * M;                                  // and sums of weights
-Flag* const full = reinterpret_cast<Flag*>(sums + 2 * M);  // [tile][half]: copied
+BoxMap* const scratch = reinterpret_cast<BoxMap*>(sums + 2 * M);   // of two tables
+Flag* const full = reinterpret_cast<Flag*>(scratch + 2);   // [tile][half]: copied
 Flag* const used = full + 4;                               // [tile][half]: its outputs are there
 Flag* const weighed = used + 4;                            // [tile]: its weights are there
 Flag* const both = weighed + 2;                            // queries are there; sums are
@@ -88,13 +89,50 @@ if (lo < hi) {
       const int block = table[metal::min(metal::max(position / BS, lo / BS), (hi - 1) / BS)];
       return position < lo || position >= hi ? DEAD : position == fresh ? NEW : block * BS + position % BS;
     };
+#ifdef HAS_BOXES
+    // Whole tiles come in boxes; those of dead tokens, or of the new one, come token by token. Maps are where results will be.
+    constexpr int BOX = BS < OWN ? BS : OWN;
+    BoxMap* const maps = reinterpret_cast<BoxMap*>(out + (line0 * n_partitions + partition) * DV);
+    const int n_slots = k_pool_shape[0] * BS;
+    const BoxTable<T> latents = {maps, k_pool, DV, n_slots, BOX}, rotated_parts = {maps + 1, v_pool, DP, n_slots, BOX};
+    if (warp == 0) latents.make_map(scratch, lane);
+    if (warp == 1) rotated_parts.make_map(scratch + 1, lane);
+    warpgroup_barrier(2);
+    latents.see();
+    rotated_parts.see();
+#endif
     int next = slot_of(first + tile);
     for (int step = first + tile; step <= last + tile; step += 2) {
       const int turn = (step - first) / 2 % 2;
+      const int slot = next;
+      next = slot_of(step + 2);
+#ifdef HAS_BOXES
+      const int begins = step * KEYS;
+      if (begins >= lo && begins + KEYS <= hi && (fresh < begins || fresh >= begins + KEYS)) {
+        int box_slots[OWN / BOX];
+        UNROLL
+        for (int i = 0; i < OWN / BOX; i++) box_slots[i] = simd_shuffle(slot, i * BOX);
+        UNROLL
+        for (int half = 0; half < 2; half++) {
+          used[tile * 2 + half].wait(1 - turn);
+          if (lane == 0) {
+            BoxCopies boxes(full + tile * 2 + half, OWN * (half == 0 ? DV / 2 : D - DV / 2) * static_cast<int>(sizeof(T)));
+            UNROLL
+            for (int i = 0; i < OWN / BOX; i++) {
+              T* const target = stage + (warp % 2 * OWN + i * BOX) * 64;
+              UNROLL
+              for (int j = half * HALF; j < (half + 1) * HALF; j++) boxes.copy(target + j * TILE, latents, j * 64, box_slots[i]);
+              UNROLL
+              for (int j = 0; j < DP / 64 && half == 1; j++) boxes.copy(target + (DV / 64 + j) * TILE, rotated_parts, j * 64, box_slots[i]);
+            }
+          }
+        }
+        continue;
+      }
+#endif
       int slots[OWN / 4];
       UNROLL
-      for (int i = 0; i < OWN / 4; i++) slots[i] = simd_shuffle(next, i * 4 + lane / 8);
-      next = slot_of(step + 2);
+      for (int i = 0; i < OWN / 4; i++) slots[i] = simd_shuffle(slot, i * 4 + lane / 8);
       UNROLL
       for (int half = 0; half < 2; half++) {
         used[tile * 2 + half].wait(1 - turn);
@@ -253,22 +291,30 @@ if (lo < hi) {
       }
       both->arrive(lane);
       both->wait(1);
+      // Of two lanes that hold the same columns of two heads, each stores one head's.
+      const int head = own_head + c % 2 * 8;
+      const int64_t at = (line0 + head * q_len) * n_partitions + partition;
+      const bool live = head0 + head < n_heads;
+      const float total = sums[head] + sums[M + head];
+      if (GROUP == 0 && c < 2 && live) {
+        stats[at * 2] = (c == 0 ? m[0] : m[1]) * gain;
+        stats[at * 2 + 1] = total;
+      }
+      const float scale = SINGLE ? 1.0f / total : 1.0f;
+      O* const line = out + at * DV + GROUP * (DV / 2) + c / 2 * 4;
       UNROLL
-      for (int i = 0; i < 2; i++) {
-        const int head = own_head + i * 8;
-        if (head0 + head < n_heads) {
-          const int64_t at = (line0 + head * q_len) * n_partitions + partition;
-          const float total = sums[head] + sums[M + head];
-          if (GROUP == 0 && c == 0) {
-            stats[at * 2] = m[i] * gain;
-            stats[at * 2 + 1] = total;
-          }
-          const float scale = SINGLE ? 1.0f / total : 1.0f;
-          UNROLL
-          for (int j = 0; j < DV / 16; j++) {
-            O* const target = out + at * DV + GROUP * (DV / 2) + j * 8 + c * 2;
-            target[0] = static_cast<O>(acc[j][i * 2] * scale);
-            target[1] = static_cast<O>(acc[j][i * 2 + 1] * scale);
+      for (int j = 0; j < DV / 16; j++) {
+        float own[2], other[2];
+        UNROLL
+        for (int i = 0; i < 2; i++) {
+          own[i] = scale * (c % 2 == 0 ? acc[j][i] : acc[j][2 + i]);
+          other[i] = scale * simd_shuffle_xor(c % 2 == 0 ? acc[j][2 + i] : acc[j][i], 1);
+        }
+        if (live) {
+          if (c % 2 == 0) {
+            store_four(line + j * 8, own[0], own[1], other[0], other[1]);
+          } else {
+            store_four(line + j * 8, other[0], other[1], own[0], own[1]);
           }
         }
       }
