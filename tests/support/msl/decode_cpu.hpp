@@ -131,7 +131,7 @@ template <class T>
 struct BoxTable {
   BoxMap* map;
   const T* values;
-  int columns, rows, box_rows;
+  int columns, box_rows;
   void make_map(BoxMap*, int) const {}
   void see() const {}
 };
@@ -142,7 +142,7 @@ struct BoxCopies {
   BoxCopies(Flag* there, int bytes) : flag(there), missing(bytes) {}
   template <class T>
   void copy(T* target, const BoxTable<T>& table, int column, int row) {
-    if (column < 0 || column + 64 > table.columns || row < 0 || row + table.box_rows > table.rows) msl_rt::fail("a box outside its table");
+    if (column < 0 || column + 64 > table.columns || row < 0) msl_rt::fail("a box outside its table");
     for (int i = 0; i < table.box_rows * 64; i++) {
       target[swizzled(i / 64, i / 8 % 8) + i % 8] = table.values[int64_t(row + i / 64) * table.columns + column + i % 64];
     }

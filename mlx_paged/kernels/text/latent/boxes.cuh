@@ -13,7 +13,7 @@ template <class T>
 struct BoxTable {
   BoxMap* map;      // in global memory
   const T* values;  // of 16 bits
-  int columns, rows;
+  int columns;
   int box_rows;     // a multiple of 8
   // By a whole warp; before a thread's first copy the others see() it.
   __device__ void make_map(BoxMap* scratch, int lane) const {
@@ -27,7 +27,7 @@ struct BoxTable {
       SET_FIELD("box_dim", "b32 [%0], 0", "n", 64);
       SET_FIELD("box_dim", "b32 [%0], 1", "r", box_rows);
       SET_FIELD("global_dim", "b32 [%0], 0", "r", columns);
-      SET_FIELD("global_dim", "b32 [%0], 1", "r", rows);
+      SET_FIELD("global_dim", "b32 [%0], 1", "n", 0x7fffffff);  // rows: a prepared launch outlives the growth of its table
       SET_FIELD("global_stride", "b64 [%0], 0", "l", static_cast<unsigned long long>(columns) * 2);
       SET_FIELD("element_stride", "b32 [%0], 0", "n", 1);
       SET_FIELD("element_stride", "b32 [%0], 1", "n", 1);

@@ -93,8 +93,7 @@ if (lo < hi) {
     // Whole tiles come in boxes; those of dead tokens, or of the new one, come token by token. Maps are where results will be.
     constexpr int BOX = BS < OWN ? BS : OWN;
     BoxMap* const maps = reinterpret_cast<BoxMap*>(out + (line0 * n_partitions + partition) * DV);
-    const int n_slots = k_pool_shape[0] * BS;
-    const BoxTable<T> latents = {maps, k_pool, DV, n_slots, BOX}, rotated_parts = {maps + 1, v_pool, DP, n_slots, BOX};
+    const BoxTable<T> latents = {maps, k_pool, DV, BOX}, rotated_parts = {maps + 1, v_pool, DP, BOX};
     if (warp == 0) latents.make_map(scratch, lane);
     if (warp == 1) rotated_parts.make_map(scratch + 1, lane);
     warpgroup_barrier(2);
