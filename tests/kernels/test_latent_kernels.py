@@ -44,3 +44,35 @@ def test_a_prepared_launch_serves_a_pool_that_has_grown(dtype):
     (again, _), (fresh, _) = (prepared(q, *grown, kernels.new_fence()) for prepared in (early, launch(grown)))
     assert fresh.abs().max().item() > 0
     np.testing.assert_array_equal(np.array(again.astype(mx.float32)), np.array(fresh.astype(mx.float32)))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_layers_of_other_pools_whose_results_share_memory_read_their_own():
+    """Each launch leaves maps of its own pool where its results go, and later launches get the same memory."""
+    block, rank, rope, heads, contexts = 32, 512, 64, 128, [4000, 64, 1000]
+    mx.random.seed(1)
+    blocks = [-(-n // block) for n in contexts]
+    width = max(blocks)
+    ids = iter(mx.random.permutation(sum(blocks)).tolist())
+    tables = mx.array([[next(ids) for _ in range(n)] + [0] * (width - n) for n in blocks], mx.int32)
+    ends, starts = mx.array(contexts, mx.int32)[:, None], mx.zeros((3, 1), mx.int32)
+    pools = [
+        [mx.random.normal((sum(blocks), 1, block, dim)).astype(mx.bfloat16) for dim in (rank, rope)] for _ in range(8)
+    ]
+    q = mx.random.normal((3, heads, 1, rank + rope)).astype(mx.bfloat16)
+    tensor, portable = (
+        kernels.prepare_decode(
+            *pools[0], (tables, ends, starts), n_q_heads=heads, scale=0.05, latent=True, variant=variant
+        )
+        for variant in latent_variants_of(mx.bfloat16, rank, rope, heads, 1, block)
+    )
+    expected = [portable(q, *pool, kernels.new_fence())[0].astype(mx.float32) for pool in pools]
+    mx.eval(expected)
+    fence, worst = kernels.new_fence(), mx.array(0.0)
+    for i in range(200):
+        out, fence = tensor(q, *pools[i % 8], fence)
+        worst = mx.maximum(worst, mx.abs(out.astype(mx.float32) - expected[i % 8]).max())
+    size = mx.sqrt(mx.square(expected[0]).mean()).item()
+    assert worst.item() < 0.1 * max(size, 0.1)
+    assert mx.abs(expected[0] - expected[1]).max().item() > 0.1 * max(size, 0.1)
