@@ -56,7 +56,7 @@ endef
 help:
 	@echo "make demo       generate text with the demo model through the paged cache"
 	@echo "make test       run the tests except the exhaustive ones"
-	@echo "make test-slow  run the exhaustive ones"
+	@echo "make test-slow  run the exhaustive ones (80 minutes on 2 cores)"
 	@echo "make test-models  every model module of mlx-lm against docs/models.md"
 	@echo "make check-gpu  on a machine with a GPU: doctor, its tests, kernels and a model against references"
 	@echo "make compile-metal  on a Mac with Xcode: the kernels' texts with Apple's compiler"
