@@ -64,6 +64,16 @@ def copy_bandwidth(gigabytes: float = 2.0) -> float:
     return 2 * source.nbytes / seconds_per_launch(chain, 10)
 
 
+def sets_for(read: int) -> int:
+    """Of inputs, so many that together they exceed the L2 cache, if a launch reads so many bytes."""
+    return max(1, min(64, -(-ROTATE_BYTES // read)))
+
+
+def launches_for(read: int) -> int:
+    """Enough that starting up is not what is measured."""
+    return int(max(16, min(400, 0.03 / (read / 3e12 + 10e-6))))
+
+
 class Cell:
     """One (batch, context, head shape) with its pools, tables and dense arrays."""
 
@@ -72,11 +82,10 @@ class Cell:
         self.n_q, self.n_kv, self.head_dim = heads
         self.block_size = block_size
         self.kv_bytes = 2 * batch * context * self.n_kv * self.head_dim * DTYPE.size
-        self.sets = max(1, min(64, -(-ROTATE_BYTES // self.kv_bytes)))
+        self.sets = sets_for(self.kv_bytes)
         self.scale = self.head_dim**-0.5
         self.q = mx.random.normal((batch, self.n_q, 1, self.head_dim)).astype(DTYPE)
-        # Enough launches that starting up is not what is measured.
-        self.launches = int(max(16, min(400, 0.03 / (self.kv_bytes / 3e12 + 10e-6))))
+        self.launches = launches_for(self.kv_bytes)
 
     def paged(self, pages: PageShape | None = None) -> Callable[..., Callable[[int], mx.array]]:
         """A function (**options of paged_decode) -> chain."""
@@ -186,15 +195,12 @@ RANK, ROPE = 512, 64
 
 def measure_latents(batch: int, context: int, heads: int, copy: float) -> dict[str, Any]:
     """One row: seconds of a decode step's attention by the kernel and over gathered latents, and its share of copy."""
-    blocks_each = -(-context // BLOCK_SIZE)
-    read = batch * context * (RANK + ROPE) * DTYPE.size
-    sets = max(1, min(64, -(-ROTATE_BYTES // read)))
-    shape = (batch * blocks_each + 1, 1, BLOCK_SIZE)
+    blocks, read = batch * -(-context // BLOCK_SIZE), batch * context * (RANK + ROPE) * DTYPE.size
+    shape, sets = (blocks + 1, 1, BLOCK_SIZE), sets_for(read)
     pools = [tuple(mx.random.normal((*shape, dim)).astype(DTYPE) for dim in (RANK, ROPE)) for _ in range(sets)]
-    tables = (mx.random.permutation(batch * blocks_each).astype(mx.int32) + 1).reshape(batch, blocks_each)
-    q = mx.random.normal((batch, heads, 1, RANK + ROPE)).astype(DTYPE)
-    ends, starts, scale = mx.full((batch, 1), context, mx.int32), mx.zeros((batch, 1), mx.int32), (RANK + ROPE) ** -0.5
-    first = kernels.new_fence()
+    tables = (mx.random.permutation(blocks).astype(mx.int32) + 1).reshape(batch, -1)
+    q, scale = mx.random.normal((batch, heads, 1, RANK + ROPE)).astype(DTYPE), (RANK + ROPE) ** -0.5
+    ends, starts, first = mx.full((batch, 1), context, mx.int32), mx.zeros((batch, 1), mx.int32), kernels.new_fence()
     mx.eval(pools, tables, q, ends, starts, first)
     launch = kernels.prepare_decode(*pools[0], (tables, ends, starts), n_q_heads=heads, scale=scale, latent=True)
 
@@ -214,9 +220,8 @@ def measure_latents(batch: int, context: int, heads: int, copy: float) -> dict[s
             x = mx.depends(q, out)
         return out
 
-    launches = int(max(16, min(400, 0.03 / (read / 3e12 + 10e-6))))
     row: dict[str, Any] = {"batch": batch, "context": context, "heads": heads, "kv_bytes": read}
-    row["paged_s"] = seconds_per_launch(paged, launches)
+    row["paged_s"] = seconds_per_launch(paged, launches_for(read))
     row["gather_s"] = seconds_per_launch(gathered, 2, repeats=3)
     mx.clear_cache()
     row["paged_bytes_per_s"] = read / row["paged_s"]

@@ -1,0 +1,153 @@
+"""Decode steps of ragged sequences with the kernels, each compared with attention in float32."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.check import _attend
+from mlx_paged.kernels.launch_shape import Variant
+from mlx_paged.kernels.quantized.pages import new_blocks
+
+
+class Run:
+    """Ragged sequences over one pool, with the same rows kept densely for the reference. ``dims``: elements of the two
+    rows that a token has in it, of each of its ``n_kv`` heads."""
+
+    def __init__(
+        self, variant: Variant, n_kv: int, dims: tuple[int, int], batch: int, longest: int, steps: int,
+        window: int | None, seed: int,
+    ) -> None:  # fmt: skip
+        rng = random.Random(seed)
+        mx.random.seed(seed)
+        self.variant, self.n_kv, self.dims, self.window = variant, n_kv, dims, window
+        self.lengths = [rng.randint(1, longest) for _ in range(batch)]
+        block = variant.block_size
+        blocks = [-(-(n + steps) // block) for n in self.lengths]
+        free = list(range(1, sum(blocks) + 1))
+        rng.shuffle(free)
+        self.tables = [[free.pop() for _ in range(n)] for n in blocks]
+        widest = max(blocks)
+        self.device_tables = mx.array([t + [0] * (widest - len(t)) for t in self.tables], mx.int32)
+        self.pools = new_blocks(sum(blocks) + 1, n_kv, block, dims, variant.dtype, variant.pages, float("nan"))
+        self.fence = kernels.new_fence()
+        self.dense = []
+        for b, n in enumerate(self.lengths):
+            k, v = (self.rows(n, dim) for dim in dims)
+            slots = mx.array([self.slot(b, t) for t in range(n)], mx.int32)
+            self.fence = kernels.write_slots(*self.pools, self.fence, k[None], v[None], slots, variant.pages)
+            self.dense.append(self.kept(k, v))
+
+    def rows(self, n: int, dim: int) -> mx.array:
+        return mx.random.normal((self.n_kv, n, dim)).astype(self.variant.dtype)
+
+    def kept(self, k: mx.array, v: mx.array) -> list[mx.array]:
+        """What the pages hold of keys and values."""
+        pages = self.variant.pages
+        return [k, v] if pages is None else list(pages.dequantize(*pages.quantize(k, v)))
+
+    def slot(self, b: int, t: int) -> int:
+        return self.tables[b][t // self.variant.block_size] * self.variant.block_size + t % self.variant.block_size
+
+    def step(self) -> mx.array:
+        """Append one token to every sequence, attend, and return the largest RMS over the sequences (lazy)."""
+        raise NotImplementedError
+
+    def grow(self) -> tuple[tuple[mx.array, mx.array], tuple[mx.array, mx.array]]:
+        """One token more of every sequence: its rows ``[B, n_kv, 1, dim]``, and (context lengths, start positions)
+        ``[B, 1]`` of what it sees."""
+        new = [(self.rows(1, self.dims[0]), self.rows(1, self.dims[1])) for _ in self.lengths]
+        for b, rows in enumerate(new):
+            self.dense[b] = [mx.concatenate(list(x), axis=1) for x in zip(self.dense[b], self.kept(*rows), strict=True)]
+        self.lengths = [n + 1 for n in self.lengths]
+        ends, starts = (mx.array(x, mx.int32)[:, None] for x in (self.lengths, self.starts))
+        return (mx.stack([k for k, _ in new]), mx.stack([v for _, v in new])), (ends, starts)
+
+    @property
+    def starts(self) -> list[int]:
+        """Where what each sequence's newest token sees begins."""
+        return [max(0, n - self.window) if self.window else 0 for n in self.lengths]
+
+    def queries(self, heads: int) -> mx.array:
+        return mx.random.normal((len(self.lengths), heads, 1, self.variant.head_dim)).astype(self.variant.dtype)
+
+    def worst(self, out: mx.array, expected: Callable[[int, mx.array, mx.array], mx.array]) -> mx.array:
+        """The largest RMS over the sequences (lazy); expected(b, k, v): of sequence b, over the rows that it sees."""
+        errors = []
+        for b, start in enumerate(self.starts):
+            reference = expected(b, *(x[:, start:] for x in self.dense[b]))
+            errors.append(mx.square(out[b].astype(mx.float32) - reference).mean())
+        return mx.sqrt(mx.stack(errors).max())
+
+
+class HeadRun(Run):
+    """Over keys and values of two heads. A step's newest tokens are written first."""
+
+    def __init__(self, variant: Variant, batch: int, longest: int, steps: int, window: int | None, seed: int) -> None:
+        super().__init__(variant, 2, (variant.head_dim, variant.value_dim), batch, longest, steps, window, seed)
+        self.sinks = mx.random.normal((self.n_kv * variant.gqa,)) if variant.sinks else None
+
+    def step(self) -> mx.array:
+        variant = self.variant
+        slots = mx.array([self.slot(b, n) for b, n in enumerate(self.lengths)], mx.int32)
+        new, (ends, starts) = self.grow()
+        self.fence = kernels.write_slots(*self.pools, self.fence, *new, slots, variant.pages)
+        q = self.queries(self.n_kv * variant.gqa)
+        options: dict[str, Any] = {"scale": variant.head_dim**-0.5, "softcap": 20.0 if variant.softcap else None}
+        out, self.fence = kernels.paged_decode(
+            q, *self.pools, self.fence, self.device_tables, ends, starts,
+            sinks=self.sinks, max_visible=self.window, variant=variant, pages=variant.pages, **options,
+        )  # fmt: skip
+        return self.worst(out, lambda b, k, v: _attend(q[b], k, v, **options, sinks=self.sinks))
+
+
+class LatentShape(NamedTuple):
+    """What a case is of: dtype, elements of a latent, query heads, block size, and the longest prompt in tokens."""
+
+    dtype: mx.Dtype
+    rank: int = 512
+    heads: int = 128
+    block: int = 32
+    longest: int = 600
+    window: int | None = None
+
+
+LATENTS = [
+    LatentShape(mx.bfloat16),
+    LatentShape(mx.bfloat16, longest=5000),
+    LatentShape(mx.bfloat16, heads=20),
+    LatentShape(mx.bfloat16, block=8),
+    LatentShape(mx.bfloat16, block=128, window=100),
+    LatentShape(mx.float16, rank=256, heads=70, block=16),
+    LatentShape(mx.float16, block=64),
+    LatentShape(mx.float32, heads=16),
+]
+
+
+class LatentRun(Run):
+    """Over latents and what is rotated of them (64 elements). A step's newest tokens come with the call, which stores
+    them."""
+
+    rope = 64
+
+    def __init__(self, variant: Variant, shape: LatentShape, batch: int, steps: int, seed: int) -> None:
+        super().__init__(variant, 1, (shape.rank, self.rope), batch, shape.longest, steps, shape.window, seed)
+        self.heads = shape.heads
+
+    def step(self) -> mx.array:
+        new, (ends, starts) = self.grow()
+        q, scale = self.queries(self.heads), self.variant.head_dim**-0.5
+        launch = kernels.prepare_decode(
+            *self.pools, (self.device_tables, ends, starts), n_q_heads=self.heads, scale=scale,
+            max_visible=self.window, append=True, variant=self.variant, latent=True,
+        )  # fmt: skip
+        out, self.fence = launch(q, *self.pools, self.fence, None, *new)
+
+        def expected(b: int, latents: mx.array, rotated: mx.array) -> mx.array:
+            return _attend(q[b], mx.concatenate([latents, rotated], axis=-1), latents, scale, None, None)
+
+        return self.worst(out, expected)
