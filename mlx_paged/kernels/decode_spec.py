@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from .build import Constants
+from .cuda.device import cuda_limits
 from .launch_shape import FUSED_BODIES, LATENT_BODIES, LaunchShape, Variant, latent_run, run_length, unsupported
 from .quantized.pages import PageShape
 from .trial import MANY, Text, few_of
@@ -46,13 +47,14 @@ def spec_of(
 ) -> DecodeSpec:
     """Of a call over block tables that have fewer than 8 elements (``few_tables``) or more."""
     rows, sinks = batch * q_len, n_q_heads if variant.sinks else 4
+    cores = cuda_limits().multiprocessors
     if variant.body in FUSED_BODIES:
         counters = rows * (n_q_heads // variant.gqa)
-        run = launch_shape.run or run_length(counters * n_partitions)
+        run = launch_shape.run or run_length(counters * n_partitions, cores)
         spec = _fused_spec(variant, launch_shape, batch, n_q_heads, q_len, -(-n_partitions // run))
         spec = spec._replace(counters=counters, run=run)
     elif variant.body == LATENT_BODIES[1]:
-        run = launch_shape.run or latent_run(rows * -(-n_q_heads // variant.gqa), n_partitions)
+        run = launch_shape.run or latent_run(rows * -(-n_q_heads // variant.gqa), n_partitions, cores)
         n_partitions, size = -(-n_partitions // run), run * launch_shape.partition
         own = launch_shape._replace(partition=size, span=_ALL_TOKENS // size)
         spec = _decode_spec(variant, own, batch, n_q_heads, q_len, n_partitions)._replace(run=size)

@@ -35,7 +35,6 @@ LATENT_BODIES = ("latent_decode", "latent_decode_tensor")
 LATENT_TENSOR_HEADS = 64  # query heads that a thread group of the latter takes
 LATENT_PARTITION = 256  # tokens of its smallest partition
 _LATENT_KEYS = 64  # tokens that it takes at a time
-_LATENT_GROUPS = 132  # thread groups that it likes to have: one for each core of an NVIDIA H200
 _ONE_TIER = 1 << 20  # partitions of the smallest size that a row may have: any number
 # Floats of one query or one accumulator that a lane may hold before heads are split over simdgroups.
 _MAX_LANE_FLOATS = 64
@@ -182,12 +181,18 @@ def _latent_shape(variant: Variant, cores: int | None) -> LaunchShape:
     return LaunchShape(4, 32, unroll, head_split, 1, simdgroups, partition_for(cores))
 
 
-def latent_run(groups: int, n_partitions: int) -> int:
-    """How many of the smallest partitions each thread group of latent_decode_tensor takes, if there are so many rows
-    times tiles of heads: a power of two. A partition's results cost as much as some 500 tokens, so there are no more of
-    them than cores want."""
+def latent_run(groups: int, n_partitions: int, cores: int) -> int:
+    """Return how many of the smallest partitions each thread group of latent_decode_tensor takes, a power of two.
+
+    A partition's results cost as much as some 500 tokens, so there are no more thread groups than multiprocessors.
+
+    Args:
+        groups: rows times tiles of heads.
+        n_partitions: of the longest row.
+        cores: multiprocessors of the GPU.
+    """
     run = 1
-    while groups * -(-n_partitions // run) > _LATENT_GROUPS and run < n_partitions:
+    while groups * -(-n_partitions // run) > cores and run < n_partitions:
         run *= 2
     return run
 
@@ -227,16 +232,16 @@ def count_partitions(visible: int, launch_shape: LaunchShape) -> int:
         size *= 2
 
 
-def run_length(groups: int) -> int:
-    """How many partitions each thread group takes, if one each makes `groups` thread groups.
+def run_length(groups: int, cores: int) -> int:
+    """Return how many partitions each thread group takes, if one each makes `groups` thread groups.
 
-    Longer runs cost less per partition, but a GPU wants about two groups per core, or many (measured on an NVIDIA H200,
-    132 cores). The result's bits do not depend on it.
+    Longer runs cost less per partition, but a GPU wants about two groups per multiprocessor (``cores``), or at least
+    7.8 (measured on an NVIDIA H200, which has 132). The result's bits do not depend on it.
     """
     for run in (4, 2):
-        if 192 <= groups // run <= 264:
+        if 192 * cores // 132 <= groups // run <= 2 * cores:
             return run
-    return next((run for run in (4, 2) if groups // run >= 1024), 1)
+    return next((run for run in (4, 2) if groups // run >= 1024 * cores // 132), 1)
 
 
 def unsupported(dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int, block_size: int) -> str | None:

@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from . import ops
 from .build import Constants, KernelUnavailable, backend, build_kernel
+from .cuda.device import cuda_limits
 from .launch_shape import MAX_TENSOR_HEAD_DIM, Variant, unsupported
 from .quantized.pages import PageShape
 from .trial import Text, failure_of
@@ -89,7 +90,7 @@ def prefill_variants_of(
     sinks: bool,
     pages: PageShape | None = None,
 ) -> tuple[Variant, ...]:
-    """The kernel instances for a geometry; empty where MLX has no CUDA.
+    """The kernel instances for a geometry; empty where MLX has no CUDA, or the GPU too little shared memory.
 
     Raises:
         ValueError: no kernel covers it.
@@ -98,7 +99,8 @@ def prefill_variants_of(
     why = unsupported_prefill(dtype, head_dim, value_dim, gqa, block_size)
     if rest or why:
         raise ValueError(why or f"{n_q_heads} query heads do not divide into {n_kv_heads} kv heads")
-    if backend() != "cuda":
+    shared = prefill_shape_for(head_dim, value_dim, pages).shared_bytes(head_dim, value_dim)
+    if backend() != "cuda" or not cuda_limits().groups_together(shared):
         return ()
     body = BODY if pages is None else QUANTIZED_BODY
     return (Variant(body, "cuda", dtype, head_dim, value_dim, gqa, block_size, softcap, sinks, pages),)
@@ -129,6 +131,7 @@ def unsupported_prefill(dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int
 
 def prefill_constants_of(variant: Variant, launch_shape: PrefillShape, *, tiles_first: bool = False) -> Constants:
     """Constants of the body. ``tiles_first``: thread groups take all tiles of a head, then the next head."""
+    shared = launch_shape.shared_bytes(variant.head_dim, variant.value_dim)
     return (
         *variant.constants,
         ("SG", launch_shape.simdgroups),
@@ -138,8 +141,9 @@ def prefill_constants_of(variant: Variant, launch_shape: PrefillShape, *, tiles_
         ("QS", launch_shape.query_shared),
         ("SOFTCAP", variant.softcap),
         ("SINKS", variant.sinks),
-        ("SHARED", launch_shape.shared_bytes(variant.head_dim, variant.value_dim)),
-        ("GROUPS", launch_shape.groups),
+        ("SHARED", shared),
+        # Bounds for more groups than shared memory lets run together would only take registers away.
+        ("GROUPS", max(1, min(launch_shape.groups, cuda_limits().groups_together(shared)))),
         ("TILES_FIRST", tiles_first),
         *(() if variant.pages is None else variant.pages.constants),
     )
@@ -238,7 +242,7 @@ def prepare_prefill(
     if variant is None:
         variant = choices[0] if choices else None
         if variant is None:
-            raise KernelUnavailable("the prefill kernel needs a GPU with CUDA")
+            raise KernelUnavailable("the prefill kernel needs a GPU with CUDA and enough shared memory")
         if (reason := ops.why_off(variant)) is not None:
             raise KernelUnavailable(reason)
     own = launch_shape or prefill_shape_for(variant.head_dim, variant.value_dim, variant.pages)

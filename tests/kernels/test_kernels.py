@@ -58,7 +58,7 @@ def test_partitions_cover_every_row():
 
 
 def test_runs_leave_two_thread_groups_per_core_or_many():
-    assert [run_length(n) for n in (64, 256, 512, 1024, 2048, 4096, 8192)] == [1, 1, 2, 4, 2, 4, 4]
+    assert [run_length(n, 132) for n in (64, 256, 512, 1024, 2048, 4096, 8192)] == [1, 1, 2, 4, 2, 4, 4]
 
 
 @pytest.mark.gpu

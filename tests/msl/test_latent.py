@@ -134,9 +134,9 @@ def test_a_trial_launches_the_text_and_nothing_is_seen(body):
 
 
 def test_partitions_are_as_many_as_cores_want():
-    assert latent_run(64, 64) == 32  # 32 x 16k, 128 heads: two parts of 8,192 tokens
-    assert latent_run(1, 16) == 1 and latent_run(2, 64) == 1
-    assert latent_run(1000, 5) == 8  # one part
+    assert latent_run(64, 64, 132) == 32  # 32 x 16k, 128 heads: two parts of 8,192 tokens
+    assert latent_run(1, 16, 132) == 1 and latent_run(2, 64, 132) == 1
+    assert latent_run(1000, 5, 132) == 8  # one part
 
 
 def test_what_is_not_covered_is_said():

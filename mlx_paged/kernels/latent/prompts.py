@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from .. import ops
 from ..build import Constants, KernelUnavailable, backend, build_kernel
+from ..cuda.device import cuda_limits
 from ..launch_shape import Variant
 from ..prefill import PrefillShape, prefill_constants_of, tiles_of, unsupported_prefill
 from ..trial import Text, failure_of
@@ -42,7 +43,8 @@ def unsupported_prompts(dtype: mx.Dtype, head_dim: int, value_dim: int, rope: in
 
 @lru_cache(maxsize=64)
 def prompt_variant_of(dtype: mx.Dtype, head_dim: int, value_dim: int, rope: int, block_size: int) -> Variant | None:
-    """The kernel instance for a geometry; None where MLX has no CUDA.
+    """The kernel instance for a geometry; None where MLX has no CUDA, or the GPU too little shared
+    memory.
 
     Raises:
         ValueError: no kernel covers it.
@@ -50,7 +52,10 @@ def prompt_variant_of(dtype: mx.Dtype, head_dim: int, value_dim: int, rope: int,
     why = unsupported_prompts(dtype, head_dim, value_dim, rope, block_size)
     if why:
         raise ValueError(why)
-    return Variant(BODY, "cuda", dtype, head_dim, value_dim, 1, block_size) if backend() == "cuda" else None
+    shared = prompt_shape_for(head_dim, value_dim).shared_bytes(head_dim, value_dim)
+    if backend() != "cuda" or not cuda_limits().groups_together(shared):
+        return None
+    return Variant(BODY, "cuda", dtype, head_dim, value_dim, 1, block_size)
 
 
 def prompt_constants_of(variant: Variant, launch_shape: PrefillShape) -> Constants:

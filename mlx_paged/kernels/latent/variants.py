@@ -11,7 +11,8 @@ from functools import lru_cache
 import mlx.core as mx
 
 from ..build import backend
-from ..launch_shape import LATENT_BODIES, LATENT_TENSOR_HEADS, Variant, unsupported
+from ..cuda.device import cuda_limits
+from ..launch_shape import LATENT_BODIES, LATENT_TENSOR_HEADS, Variant, shape_for, unsupported
 from ..quantized.pages import PageShape
 
 MAX_HEADS = 256
@@ -57,5 +58,8 @@ def latent_variants_of(
     together = next(n for n in range(_MOST_TOGETHER, 0, -1) if n_q_heads % n == 0)
     variants = [Variant(portable, dialect, dtype, rank + rope, rank, together, block_size)]
     if dialect == "cuda" and dtype.size == 2 and rank in _TENSOR_RANKS and rope == _TENSOR_ROPE:
-        variants.insert(0, variants[0]._replace(body=tensor, gqa=LATENT_TENSOR_HEADS))
+        wide = variants[0]._replace(body=tensor, gqa=LATENT_TENSOR_HEADS)
+        # Checked here: MLX finds out only when it instantiates the graph, and then keeps a broken one.
+        if cuda_limits().groups_together(shape_for(wide).latent_bytes(wide.head_dim)):
+            variants.insert(0, wide)
     return tuple(variants)

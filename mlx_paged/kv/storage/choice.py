@@ -56,7 +56,7 @@ def _variant_decline(
             return None
         reasons.append(result.reason)
     if not reasons:
-        return f"there is no kernel for pages of {pages} here"
+        return f"no kernel for heads of {k_dim} and pages of {pages} fits this GPU"
     return f"the kernel failed its self-check: {'; '.join(reasons)}"
 
 
@@ -82,7 +82,7 @@ def latent_prompt_decline(geometry: Geometry, block_size: int, heads: LatentHead
         return refused
     variant = prompt_variant_of(dtype, heads.head_dim, heads.value_dim, rope, block_size)
     if variant is None:
-        return "there is a kernel for prompts over latents on CUDA only"
+        return "this GPU has too little shared memory for the kernel for prompts over latents"
     result = checked_prompts(variant)
     return None if result.ok else f"the kernel failed its self-check: {result.reason}"
 

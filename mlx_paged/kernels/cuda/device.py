@@ -1,0 +1,68 @@
+"""What an NVIDIA GPU allows a kernel: shared memory and multiprocessors, asked from the driver."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import lru_cache
+from typing import NamedTuple
+
+# Lowers the shared memory that kernels may ask for, in bytes, to try on one GPU what a smaller one does.
+VARIABLE = "MLX_PAGED_SHARED_MEMORY"
+# CUdevice_attribute of the CUDA driver API.
+_MULTIPROCESSORS, _SHARED_OF_MULTIPROCESSOR, _SHARED_OF_GROUP = 16, 81, 97
+_RESERVED = 1024  # bytes of shared memory that the driver takes for itself in each thread group
+
+
+class CudaLimits(NamedTuple):
+    """Limits of one GPU.
+
+    Attributes:
+        multiprocessors: number of them (MLX and Apple say cores).
+        shared_of_group: bytes of shared memory that one thread group may ask for.
+        shared_of_multiprocessor: bytes that the thread groups on one multiprocessor share.
+    """
+
+    multiprocessors: int
+    shared_of_group: int
+    shared_of_multiprocessor: int
+
+    def groups_together(self, shared: int) -> int:
+        """How many thread groups with ``shared`` bytes each fit one multiprocessor; 0: not even one."""
+        if shared > self.shared_of_group:
+            return 0
+        return self.shared_of_multiprocessor // (shared + _RESERVED)
+
+
+# An H100 or H200, for which the kernels are tuned: also assumed where the driver cannot be asked.
+HOPPER = CudaLimits(132, 232_448, 233_472)
+
+
+@lru_cache(maxsize=1)
+def cuda_limits() -> CudaLimits:
+    """Return the limits of the first visible GPU, lowered by ``MLX_PAGED_SHARED_MEMORY``; Hopper's without a driver."""
+    limits = _asked() or HOPPER
+    if lowered := os.environ.get(VARIABLE):
+        if not lowered.isdecimal():
+            raise ValueError(f"{VARIABLE} must be a number of bytes, got {lowered!r}")
+        # GPUs keep 1 KB of a multiprocessor's shared memory for themselves.
+        group = min(int(lowered), limits.shared_of_group)
+        limits = CudaLimits(limits.multiprocessors, group, min(group + _RESERVED, limits.shared_of_multiprocessor))
+    return limits
+
+
+def _asked() -> CudaLimits | None:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        device = ctypes.c_int()
+        if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
+            return None
+        found = []
+        for attribute in (_MULTIPROCESSORS, _SHARED_OF_GROUP, _SHARED_OF_MULTIPROCESSOR):
+            value = ctypes.c_int()
+            if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device) or value.value <= 0:
+                return None
+            found.append(value.value)
+    except (OSError, AttributeError):
+        return None
+    return CudaLimits(*found)

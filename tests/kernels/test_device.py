@@ -1,0 +1,95 @@
+"""Kernels that a GPU has too little shared memory for are not chosen, and launch bounds follow what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+import pytest
+
+from mlx_paged.kernels import prefill
+from mlx_paged.kernels.cuda import device
+from mlx_paged.kernels.cuda.device import HOPPER, CudaLimits, cuda_limits
+from mlx_paged.kernels.decode_spec import spec_of
+from mlx_paged.kernels.latent import prompts, variants
+from mlx_paged.kernels.launch_shape import LATENT_BODIES, latent_run, run_length, shape_for
+
+# Multiprocessors, and opt-in shared memory a group and a multiprocessor, from NVIDIA's tables of compute capabilities.
+A100 = CudaLimits(108, 166_912, 167_936)
+ADA = CudaLimits(128, 101_376, 102_400)  # sm_86, sm_89 and sm_120 have as much
+CACHED = (
+    cuda_limits,
+    prefill.prefill_variants_of,
+    prompts.prompt_variant_of,
+    variants.latent_variants_of,
+    spec_of,
+)
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    for module in (prefill, prompts, variants):
+        monkeypatch.setattr(module, "backend", lambda: "cuda")
+    for function in CACHED:
+        function.cache_clear()
+    yield monkeypatch
+    for function in CACHED:
+        function.cache_clear()
+
+
+def use(monkeypatch: pytest.MonkeyPatch, limits: CudaLimits) -> None:
+    monkeypatch.setattr(device, "_asked", lambda: limits)
+    for function in CACHED:
+        function.cache_clear()
+
+
+def test_groups_together() -> None:
+    assert HOPPER.groups_together(222_552) == 1 and A100.groups_together(222_552) == 0
+    assert [limits.groups_together(68 * 1024) for limits in (HOPPER, A100, ADA)] == [3, 2, 1]
+    assert ADA.groups_together(101_376) == 1 and ADA.groups_together(101_377) == 0
+
+
+@pytest.mark.parametrize(("limits", "bodies"), [(HOPPER, LATENT_BODIES[::-1]), (A100, LATENT_BODIES[:1])])
+def test_latents_on_smaller_gpus_take_the_portable_kernel(
+    on_cuda: pytest.MonkeyPatch, limits: CudaLimits, bodies: tuple[str, ...]
+) -> None:
+    use(on_cuda, limits)
+    found = variants.latent_variants_of(mx.bfloat16, 512, 64, 128, 1, 64)
+    assert tuple(variant.body for variant in found) == bodies
+
+
+def test_prefill_bounds_follow_shared_memory(on_cuda: pytest.MonkeyPatch) -> None:
+    groups = []
+    for limits in (HOPPER, ADA):
+        use(on_cuda, limits)
+        (variant,) = prefill.prefill_variants_of(mx.bfloat16, 128, 128, 32, 8, 32, False, False)
+        constants = dict(prefill.prefill_constants_of(variant, prefill.prefill_shape_for(128, 128)))
+        groups.append(constants["GROUPS"])
+        assert limits.groups_together(constants["SHARED"]) >= constants["GROUPS"]
+    assert groups == [2, 1]
+
+
+def test_a_gpu_too_small_has_no_prefill_kernel(on_cuda: pytest.MonkeyPatch) -> None:
+    use(on_cuda, CudaLimits(4, 48 * 1024, 64 * 1024))
+    assert prefill.prefill_variants_of(mx.bfloat16, 128, 128, 32, 8, 32, False, False) == ()
+    assert prompts.prompt_variant_of(mx.bfloat16, 192, 128, 64, 32) is None
+
+
+def test_variable_lowers_shared_memory(on_cuda: pytest.MonkeyPatch) -> None:
+    use(on_cuda, HOPPER)
+    on_cuda.setenv(device.VARIABLE, "101376")
+    assert cuda_limits() == CudaLimits(132, 101_376, 102_400)
+    cuda_limits.cache_clear()
+    on_cuda.setenv(device.VARIABLE, "100KB")
+    with pytest.raises(ValueError, match="must be a number of bytes, got '100KB'"):
+        cuda_limits()
+
+
+def test_runs_follow_multiprocessors(on_cuda: pytest.MonkeyPatch) -> None:
+    assert run_length(512, 132) == 2 and run_length(512, 72) == 4
+    assert latent_run(64, 64, 132) == 32 and latent_run(64, 64, 72) == 64
+    use(on_cuda, HOPPER)
+    (tensor, _) = variants.latent_variants_of(mx.bfloat16, 512, 64, 128, 1, 64)
+    wide = spec_of(tensor, shape_for(tensor), 32, 128, 1, 64)
+    use(on_cuda, HOPPER._replace(multiprocessors=72))
+    assert spec_of(tensor, shape_for(tensor), 32, 128, 1, 64).run == 2 * wide.run
