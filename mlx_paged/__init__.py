@@ -15,7 +15,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .backend_check import MissingBackendError  # first: it says what to install where MLX cannot be loaded
+from . import early_interrupt  # noqa: F401  first: the next import takes a while
+
+# isort: split
+from .backend_check import MissingBackendError  # it says what to install where MLX cannot be loaded
 
 # isort: split
 from .attention.dispatch import Dispatch, dispatch_counts, last_dispatch, reset_dispatch_counts

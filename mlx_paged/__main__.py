@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .cli.terminal import orderly_end
+from .cli.terminal import orderly_end, version_text
 from .config import PagedConfig
+from .early_interrupt import raise_at_interrupt
 from .errors import ConfigError
 from .model_folder import tell_if_unbounded
 
@@ -42,12 +43,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run ``generate``, ``server`` or ``doctor`` of this package, or a command of mlx_lm under the patches."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"
-    if command in ("-h", "--help"):
-        print(help_text())
-    elif command == "--version":
-        from . import __version__
-
-        print(__version__)
+    if command in ("-h", "--help", "--version"):
+        with orderly_end("mlx_paged"):
+            print(version_text() if command == "--version" else help_text())
     elif command == "generate":
         from .cli import generate
 
@@ -78,7 +76,7 @@ def help_text() -> str:
     return (
         "usage: mlx_paged COMMAND [options]        (or python -m mlx_paged COMMAND [options])\n"
         "       mlx_paged COMMAND --help           the command's own options\n"
-        "       mlx_paged --version\n\n"
+        "       mlx_paged [COMMAND] --version\n\n"
         f"commands:\n{listed(OWN)}\n\n"
         f"any command of mlx_lm, run on the paged cache where it generates:\n{listed(UPSTREAM)}\n\n"
         f"All commands take, besides their own options:\n\n{parser.format_help()}"
@@ -93,12 +91,16 @@ def _run_upstream(arguments: list[str]) -> None:
     from .patches.replaced import replaced
 
     command = arguments[0]
+    if command in UPSTREAM and "--version" in arguments[1:]:
+        print(version_text())
+        return
     parser = argparse.ArgumentParser(prog="mlx_paged", add_help=False, allow_abbrev=False)
     PagedConfig.add_arguments(parser)
     ours, theirs = parser.parse_known_args(arguments)
     patches.apply_patches(PagedConfig.from_env().with_arguments(ours))
     raise_cpu_cache_limit()
     sys.argv = [sys.argv[0], *theirs]
+    raise_at_interrupt()
     try:
         if command in ("chat", "cache_prompt"):
             module = importlib.import_module(f"mlx_lm.{command}")
@@ -112,6 +114,8 @@ def _run_upstream(arguments: list[str]) -> None:
     except ValueError as error:
         if str(error).startswith("CLI requires a subcommand"):
             raise ConfigError(f"unknown command {command!r}; mlx_paged --help lists them") from None
+        if str(error).startswith("Maximum number of tokens must be non-zero"):
+            raise ConfigError("--max-tokens must be at least 1, or -1 for no limit, got 0") from None
         raise
 
 

@@ -29,9 +29,8 @@ try:
 except ImportError as missing:
     sys.excepthook = _print_in_one_line
     raise MissingBackendError(
-        f"MLX cannot be loaded ({missing}). On Linux its backend is an extra of this package: "
-        'pip install "mlx_paged[cpu]", or "mlx_paged[cuda13]" for an NVIDIA GPU ("mlx_paged[cuda12]" for older '
-        'drivers); from a checkout, pip install ".[cpu]" and so on'
+        f'MLX cannot be loaded ({missing}). On Linux its backend is a package of its own: pip install "mlx[cpu]", or '
+        '"mlx[cuda13]" for an NVIDIA GPU ("mlx[cuda12]" for older drivers)'
     ) from None
 
 __all__ = ["MissingBackendError"]

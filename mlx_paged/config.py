@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import warnings
@@ -18,12 +19,27 @@ from .kernels.availability import device_decline
 from .kernels.quantized.rows import GROUP_SIZES
 from .kv.group import MAX_BLOCK_SIZE
 from .kv.storage.page_format import DEFAULT_GROUP_SIZE, PageFormat
+from .warn import warn_once
 
+PREFIX = "MLX_PAGED_"
+# Variables that are no options of PagedConfig: the server's keys, ranks, a limit to try kernels with, and where scripts
+# keep the demo model.
+OTHER_VARIABLES = ("MLX_PAGED_API_KEY", "MLX_PAGED_RANK_TIMEOUT", "MLX_PAGED_SHARED_MEMORY", "MLX_PAGED_CACHE")
 # The range the fused kernel is meant for; a pool made by hand may also use blocks of 4.
 MIN_BLOCK_SIZE = 8
 AUTO_SHARE = 0.8
 MAX_PROMPT_LOOKUP = 64
 QUANTIZED_KV_START = 5000  # mlx-lm's default
+STOCK_BITS = (2, 3, 5, 6)  # of quantised caches that MLX has beside those of 8 and 4
+STOCK_QUANTISES = (
+    "pages are quantised (kv_bits) to 8 or 4 bits and from the first token on, not from some other quantized_kv_start: "
+    "these layers go on in mlx-lm's own cache"
+)
+QUANTIZED_KV_START_HELP = (
+    "With --kv-bits: 0 and the default quantise every token in pages when it is written. Any other number leaves pages "
+    "for mlx-lm's own cache, which is quantised from that token on, one request at a time "
+    f"(default: {QUANTIZED_KV_START})"
+)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -112,8 +128,16 @@ def parse_prompt_lookup(value: str | int) -> int:
 
 
 def _kv_bits_argument(text: str) -> int | tuple[int, int] | None:
-    """As mlx-lm's flag takes it, any whole number, and more: what pages are not made of, its own caches may be."""
-    return int(text) if text.strip().isdigit() else parse_kv_bits(text)
+    """Parse the flag, which also takes the numbers of bits that only mlx-lm's own caches have."""
+    if text.strip() in map(str, STOCK_BITS):
+        return int(text)
+    try:
+        return parse_kv_bits(text)
+    except ConfigError:
+        raise ConfigError(
+            f"must be 8, 4 or 8,4 (keys, values), or one of {', '.join(map(str, STOCK_BITS))}, which mlx-lm's own "
+            f"caches have, got {text!r}"
+        ) from None
 
 
 def _option(
@@ -254,6 +278,7 @@ class PagedConfig:
         """Read ``MLX_PAGED_BLOCK_SIZE``, ``MLX_PAGED_KV_CACHE_MEMORY``, ``MLX_PAGED_KERNEL``, ``MLX_PAGED_KV_BITS``,
         ``MLX_PAGED_KV_GROUP_SIZE``, ``MLX_PAGED_KV_ROTATE`` and ``MLX_PAGED_PROMPT_LOOKUP``."""
         env = os.environ if env is None else env
+        warn_of_misspelt(env)
         values: dict[str, Any] = {}
         for option in fields(cls):
             name = option.metadata["env"]
@@ -269,6 +294,9 @@ class PagedConfig:
         """Add one flag per option to a parser; a flag wins over its variable. Flags that mlx-lm's parser has take what
         is said here."""
         group = parser.add_argument_group("paged KV cache")
+        start = parser._option_string_actions.get("--quantized-kv-start")
+        if start is not None:
+            start.help = QUANTIZED_KV_START_HELP
         for option in fields(cls):
             parse = option.metadata["argument"]
             known = parser._option_string_actions.get(option.metadata["flag"])
@@ -355,6 +383,19 @@ class KVBits:
         if self.format is None:
             return replace(config, kv_bits=None)
         return replace(config, kv_bits=self.bits, kv_group_size=self.group_size)
+
+
+def known_variables() -> list[str]:
+    """Return the names of all environment variables that this package or its scripts read."""
+    return [*(option.metadata["env"] for option in fields(PagedConfig)), *OTHER_VARIABLES]
+
+
+def warn_of_misspelt(env: Mapping[str, str]) -> None:
+    """Warn of variables that begin with ``MLX_PAGED_`` and that nothing reads, each once."""
+    known = known_variables()
+    for name in sorted(name for name in env if name.startswith(PREFIX) and name not in known):
+        (close,) = difflib.get_close_matches(name, known, n=1, cutoff=0)
+        warn_once(f"nothing reads the environment variable {name}; the nearest one is {close}", UserWarning)
 
 
 def _argument_type(parse: Callable[[Any], Any]) -> Callable[[str], Any]:

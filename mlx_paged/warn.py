@@ -18,11 +18,11 @@ class FallThroughWarning(UserWarning):
     """Something runs on stock mlx-lm instead of the paged cache; results are the same."""
 
 
-def warn_once(reason: str) -> None:
-    """Warn about a fall-through unless the same reason was given before in this process."""
+def warn_once(reason: str, category: type[Warning] = FallThroughWarning) -> None:
+    """Warn, of a fall-through unless another category is given, if the same was not said before in this process."""
     if reason not in _given:
         _given.add(reason)
-        warnings.warn(f"mlx_paged: {reason}", FallThroughWarning, stacklevel=3)
+        warnings.warn(f"mlx_paged: {reason}", category, stacklevel=3)
 
 
 def forget_warnings() -> None:

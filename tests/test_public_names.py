@@ -146,7 +146,7 @@ def test_without_a_backend_of_mlx_it_says_what_to_install(tmp_path: Path, comman
         timeout=300,
     )
     assert run.returncode == 1 and "Traceback" not in run.stderr
-    assert "libmlx.so" in run.stderr and 'pip install "mlx_paged[cpu]"' in run.stderr and "[cuda13]" in run.stderr
+    assert "libmlx.so" in run.stderr and 'pip install "mlx[cpu]"' in run.stderr and "mlx[cuda13]" in run.stderr
 
 
 def test_without_a_backend_the_import_can_be_caught(tmp_path: Path) -> None:

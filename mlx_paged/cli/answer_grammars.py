@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that say what answers have to be."""
     parser.add_argument(
-        "--json-schema", metavar="FILE", help="Answers are JSON of this schema (needs the extra 'grammar')"
+        "--json-schema", metavar="FILE", help="Answers are JSON of this schema (needs the package llguidance)"
     )
 
 

@@ -64,6 +64,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError("--resume needs --output, the file to go on with")
     if args.batch_size < 1:
         raise ConfigError(f"--batch-size must be at least 1, not {args.batch_size}")
+    if args.max_tokens < 1:
+        raise ConfigError(f"--max-tokens must be at least 1 with --prompts-file, got {args.max_tokens}")
     try:
         json.loads(args.chat_template_config or "{}")
     except ValueError as error:
@@ -128,12 +130,13 @@ def run_prompts_file(
             max_kv_size=args.max_kv_size,
         )
         with generator.stats() as stats:
-            BatchRun(generator, tokenizer, args, results, sampling, grammars, stderr, missing).run(model)
+            batch = BatchRun(generator, tokenizer, args, results, sampling, grammars, stderr, missing)
+            batch.run(model)
         generator.close()
         if args.verbose and is_first:
             print(
-                f"{results.counts.done} prompts: {stats.prompt_tokens} prompt tokens, {stats.generation_tokens} "
-                f"generated, {stats.generation_tokens / max(stats.wall_time, 1e-9):.1f} tokens/s, peak memory "
+                f"{results.counts.done} prompts: {batch.num_prompt_tokens} prompt tokens, {batch.num_generated} "
+                f"generated, {batch.num_generated / max(stats.wall_time, 1e-9):.1f} tokens/s, peak memory "
                 f"{stats.peak_memory:.3f} GB",
                 file=sys.stderr,
             )
@@ -173,6 +176,10 @@ class BatchRun:
         grammars: makes grammars.
         stream: for the progress bar.
         missing: prompts to generate for; None: those that the results miss.
+
+    Attributes:
+        num_prompt_tokens: tokens of prompts whose keys and values are there, computed in this run or found.
+        num_generated: tokens of answers. One that ends an answer is not part of it, and not counted.
     """
 
     def __init__(
@@ -202,25 +209,26 @@ class BatchRun:
         self._seeded = deque(seeded)
         self._running: dict[int, _Running] = {}  # by uid
         self._prefilled: dict[int, int] = {}  # by uid of those that run: tokens of the prompt that are computed
-        self._num_prompt_tokens = 0
+        self.num_prompt_tokens = 0
+        self.num_generated = 0
 
     def run(self, model: Any) -> None:
         """Until every prompt has a result."""
         from ..patches.cache.pools import known_pool
 
         progress = BatchProgress(self.stream)
-        num_tokens, begin = 0, time.monotonic()
+        begin = time.monotonic()
         try:
             while self._waiting or self._seeded or self._running:
                 self._feed()
-                num_tokens += self._step()
+                self._step()
                 pool = known_pool(model)
                 progress.show(
                     self.results.counts,
-                    num_tokens,
+                    self.num_generated,
                     time.monotonic() - begin,
                     pool.stats() if pool else None,
-                    num_prompt_tokens=self._num_prompt_tokens,
+                    num_prompt_tokens=self.num_prompt_tokens,
                     underway=self._underway(),
                 )
         finally:
@@ -295,36 +303,37 @@ class BatchRun:
         )
         return list(tokenizer.encode(text, add_special_tokens=False))
 
-    def _step(self) -> int:
-        """One call of the generator. Returns how many tokens it gave."""
+    def _step(self) -> None:
+        """Call the generator once."""
         if not self._running:
-            return 0
+            return
         try:
             prefilled, generated = self.generator.next()
         except RequestFailedError as error:
             self.results.add(self._leave(error.uid).prompt, error=str(error))
-            return 0
+            return
         except Exception as error:  # of mlx-lm's own generator: whose fault it was, nobody knows
             failed = list(self._running)
             self.generator.remove(failed)
             for uid in failed:
                 self.results.add(self._leave(uid).prompt, error=f"{type(error).__name__}: {error}")
-            return 0
+            return
         for response in prefilled:
             if response.uid in self._running:
                 done = response.progress[0]
-                self._num_prompt_tokens += done - self._prefilled.get(response.uid, 0)
+                self.num_prompt_tokens += done - self._prefilled.get(response.uid, 0)
                 self._prefilled[response.uid] = done
         for response in generated:
             if response.uid not in self._running:  # a stop string has ended it, with a token of the same step
                 continue
             answer, reason = self._running[response.uid].answer, response.finish_reason
-            if reason != "stop" and answer.add(response.token) and reason is None:
-                self.generator.remove([response.uid])
-                reason = "stop"
+            if reason != "stop":
+                self.num_generated += 1
+                if answer.add(response.token) and reason is None:
+                    self.generator.remove([response.uid])
+                    reason = "stop"
             if reason is not None:
                 self._finish(response.uid, reason)
-        return len(generated)
 
     def _finish(self, uid: int, reason: str) -> None:
         row = self._leave(uid)

@@ -11,17 +11,19 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..config import KVBits, PagedConfig
+from ..config import STOCK_QUANTISES, KVBits, PagedConfig
+from ..early_interrupt import raise_at_interrupt
 from ..engine.grammar.processor import GrammarProcessor
 from ..engine.ranks.ranks import Ranks
 from ..errors import ConfigError
 from ..model_folder import check_model_folder, explain_load_errors, tell_if_unbounded, tell_unbounded
 from ..patches.replaced import replaced
 from ..serve.refusal import RequestRefused
+from ..warn import warn_once
 from . import answer_grammars, batch_run, over_ranks
 from .answer_grammars import AnswerGrammars
 from .progress import prefill_progress
-from .terminal import orderly_end
+from .terminal import add_version, orderly_end, restrict, whole_number
 
 CPU_CACHE_LIMIT = 1 << 30
 
@@ -36,6 +38,8 @@ def raise_cpu_cache_limit() -> None:
 def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add this package's flags to mlx-lm's parser."""
     PagedConfig.add_arguments(parser)
+    add_version(parser)
+    restrict(parser, "--max-tokens", whole_number(1, also=-1))
     parser.add_argument(
         "--cache-stats", action="store_true", help="Print what the KV block pool held, and peaks (to stderr)"
     )
@@ -58,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if argv is not None:
             sys.argv = [sys.argv[0], *argv]
         args = setup_arg_parser().parse_args()
+        raise_at_interrupt()
         try:
             with over_ranks.over_ranks(args) as ranks:
                 run(upstream, args, setup_arg_parser, ranks)
@@ -106,6 +111,8 @@ def run(
     if asked is not None and asked.format is None and args.prompts_file is not None:
         raise ConfigError(f"--prompts-file: {asked.why_not}")
     if not args.no_paged:
+        if asked is not None and asked.format is None:
+            warn_once(STOCK_QUANTISES)
         config = PagedConfig.from_env().with_arguments(args)
         patches.apply_patches(config if asked is None else asked.configured(config))
         raise_cpu_cache_limit()

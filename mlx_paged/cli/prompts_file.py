@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -158,6 +159,36 @@ class Counts(NamedTuple):
     failed: int
 
 
+class LinesFile:
+    """A file of JSON lines that grows by whole lines: one that does not fit is taken back.
+
+    Args:
+        path: the file, which is made if it is not there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Write a line.
+
+        Raises:
+            OSError: it cannot be written; the file holds what it held before.
+        """
+        line = memoryview(_line_of(record).encode())
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(end)
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class Results:
     """Writes each result once all before it are written: the output is in the order of the prompts at any time.
 
@@ -180,7 +211,8 @@ class Results:
         self.failed = 0
         self._ready: dict[int, dict[str, Any]] = {}
         self._next = 0
-        self._journal: TextIO | None = None
+        self._output: LinesFile | None = None
+        self._journal: LinesFile | None = None
         self._path = path
         self._stream = stream
         if path is not None:
@@ -205,7 +237,7 @@ class Results:
             written.append(self._ready.pop(self._next))
             self._next += 1
         _replace(path, written)
-        self._stream, self._journal = path.open("a", encoding="utf-8"), journal.open("a", encoding="utf-8")
+        self._output, self._journal = LinesFile(path), LinesFile(journal)
 
     def _check(self, record: dict[str, Any], path: Path) -> None:
         index = record.get("index")
@@ -238,24 +270,28 @@ class Results:
         with _explained(self._path or "stdout"):
             if prompt.index == self._next:
                 while self._next in self._ready:
-                    self._write(self._stream, self._ready.pop(self._next))
+                    self._write(self._ready[self._next])
+                    del self._ready[self._next]
+                    self._next += 1
             elif self._journal is not None:
-                _write_line(self._journal, self._ready[prompt.index])
+                self._journal.append(self._ready[prompt.index])
 
-    def _write(self, out: TextIO, record: dict[str, Any]) -> None:
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._output is not None:
+            self._output.append(record)
+        else:
+            self._stream.write(_line_of(record))
+            self._stream.flush()
         self.failed += "error" in record
-        _write_line(out, record)
-        self._next += 1
 
     def close(self) -> None:
         """End of the run; the journal goes if everything is written."""
-        if self._path is None:
+        if self._path is None or self._output is None or self._journal is None:
             return
-        self._stream.close()
-        if self._journal is not None:
-            self._journal.close()
-            if self._next == len(self.prompts):
-                self._path.with_name(self._path.name + JOURNAL_SUFFIX).unlink()
+        self._output.close()
+        self._journal.close()
+        if self._next == len(self.prompts):
+            self._path.with_name(self._path.name + JOURNAL_SUFFIX).unlink()
 
 
 @contextmanager
@@ -263,22 +299,27 @@ def _explained(path: Path | str) -> Iterator[None]:
     """Errors of the file system, as one clear error."""
     try:
         yield
+    except BrokenPipeError:  # who reads stdout wants no more
+        raise
     except (OSError, UnicodeDecodeError) as error:
         raise PromptsFileError(f"results cannot be kept in {path}: {error}") from None
 
 
-def _write_line(out: TextIO, record: dict[str, Any]) -> None:
-    out.write(json.dumps(record, ensure_ascii=False) + "\n")
-    out.flush()
+def _line_of(record: dict[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False) + "\n"
 
 
 def _replace(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """Put a file with these lines in the place of ``path``, at once."""
     new = path.with_name(path.name + ".new")
-    with new.open("w", encoding="utf-8") as out:
-        for record in records:
-            _write_line(out, record)
-    new.replace(path)
+    try:
+        with new.open("w", encoding="utf-8") as out:
+            out.writelines(map(_line_of, records))
+        new.replace(path)
+    except OSError:
+        with suppress(OSError):
+            new.unlink()
+        raise
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import logging
 import os
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from ..config import KVBits, PagedConfig
+from ..early_interrupt import raise_at_interrupt
 from ..engine.ranks.ranks import Ranks
 from ..errors import ConfigError, PagedCacheError
 from ..model_folder import check_model_folder, explain_load_errors
@@ -22,6 +24,7 @@ from ..serve.server_config import ServerConfig
 from ..warn import warn_once
 from . import over_ranks
 from .generate import raise_cpu_cache_limit
+from .terminal import add_version, orderly_end, restrict, whole_number
 
 LOOPBACK = ("127.", "::1", "localhost")
 
@@ -33,20 +36,25 @@ class ServerParser(argparse.ArgumentParser):
         shares: whether prefixes are kept in the paged prompt cache.
         ranks: that compute the model together; None: it is all here.
         put_back: makes mlx-lm's server its own again.
+        parsed: the arguments.
     """
 
     shares = True
     ranks: Ranks | None = None
     put_back: Callable[[], None]
+    parsed: argparse.Namespace | None = None
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         PagedConfig.add_arguments(self)
         ServerConfig.add_arguments(self)
         over_ranks.add_arguments(self)
+        add_version(self)
+        restrict(self, "--port", whole_number(0, 65535))
+        restrict(self, "--max-tokens", whole_number(1))
         most = self.get_default("prompt_cache_size")
         if self.shares:
             self.set_defaults(prompt_cache_size=None)  # as many as fit; the flag still sets a number
-        parsed = super().parse_args(args, namespace)
+        ServerParser.parsed = parsed = super().parse_args(args, namespace)
         if parsed.pipeline and parsed.prompt_cache_size is None:
             parsed.prompt_cache_size = most
         ServerParser.ranks = ranks = over_ranks.join(parsed)
@@ -119,6 +127,11 @@ def prepare(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run mlx_lm.server's main with shared prefixes; ``argv`` defaults to the process's arguments."""
+    with orderly_end("mlx_paged.server"):
+        _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> None:
     upstream = importlib.import_module("mlx_lm.server")
     if argv is not None:
         sys.argv = [sys.argv[0], *argv]
@@ -145,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise KeyboardInterrupt  # mlx-lm ends in order at an interrupt only
 
     signal.signal(signal.SIGTERM, end)
+    raise_at_interrupt()
     try:
         with replaced(upstream, **names):
             upstream.main()
@@ -152,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         fail_ranks(error)
         if isinstance(error, PagedCacheError):
             sys.exit(f"mlx_paged.server: {error}")
-        print(f"mlx_paged.server: the server cannot start: {error}", file=sys.stderr)
+        print(f"mlx_paged.server: the server cannot start: {_explained(error)}", file=sys.stderr)
         leave(1)
     except KeyboardInterrupt as interrupt:
         fail_ranks(interrupt)
@@ -165,6 +179,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if failure is not None:
         print(f"mlx_paged.server: the server cannot start: {failure}", file=sys.stderr)
     leave(0 if failure is None else 1)
+
+
+def _explained(error: OSError) -> str:
+    """Return what the error says, with the address if it was that which could not be had."""
+    args = ServerParser.parsed
+    if args is None or error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES) or error.filename:
+        return str(error)
+    hint = "; --port names another" if error.errno != errno.EADDRNOTAVAIL else ""
+    return f"{args.host} port {args.port}: {error.strerror}{hint}"
 
 
 def fail_ranks(error: BaseException) -> None:

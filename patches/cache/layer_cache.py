@@ -12,6 +12,7 @@ from ...attention.gather import ring_rotation
 from ...cache.batch_cache import PagedBatchKVCache
 from ...cache.paged_kv_cache import PagedKVCache
 from ...cache.sequence import SequenceTables
+from ...config import STOCK_QUANTISES
 from ...errors import PromptCacheError
 from ...kv.storage.base import Geometry, first_keys
 from ...kv.storage.page_format import PageFormat
@@ -164,10 +165,7 @@ class PagedLayerCache(PagedKVCache):
             raise PromptCacheError(f"these pages hold {held}, and are not made {bits} bits in groups of {group_size}")
         if self._stands_for is ChunkedKVCache:
             return self  # as mlx-lm's, which cannot be quantised
-        warn_once(
-            "pages are quantised (kv_bits) to 8 or 4 bits and from the first token on, not from some other "
-            "quantized_kv_start: these layers go on in mlx-lm's own cache"
-        )
+        warn_once(STOCK_QUANTISES)
         return self.to_stock().to_quantized(group_size=group_size, bits=bits)
 
     @classmethod

@@ -77,6 +77,16 @@ def test_results_equal_stocks_also_in_a_tight_pool(folder: Path, expected: list[
         assert "6 prompts" in done.stderr
 
 
+@pytest.mark.parametrize("flags", [(), ("--no-paged",)])
+def test_the_summary_counts_what_the_results_hold(folder: Path, expected: list[str], flags: tuple[str, ...]) -> None:
+    ending = expected[0].split()[5]
+    done = run(folder, "--prompts-file", "-", "--extra-eos-token", ending, *flags, stdin="\n".join(TEXTS))
+    written = records(done.stdout)
+    assert "stop" in {record["finish_reason"] for record in written}
+    prompts, answers = (sum(record[name] for record in written) for name in ("prompt_tokens", "generation_tokens"))
+    assert f"6 prompts: {prompts} prompt tokens, {answers} generated" in done.stderr
+
+
 STRICT = (
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}w1 {{ m['content'] }} w2 {% endfor %}"

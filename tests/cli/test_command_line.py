@@ -281,7 +281,6 @@ def test_other_commands_and_help() -> None:
     flat = " ".join(shown.split())
     for text in ("(default: 32); also MLX_PAGED_BLOCK_SIZE", "80 % of the memory that is free", "MLX_PAGED_KERNEL"):
         assert text in flat and text in " ".join(command("generate", "--help").stdout.split())
-    assert command("--version").stdout.strip() == "0.1.0"
     check_error(command("nonsense"), "unknown command 'nonsense'")
 
 
@@ -299,7 +298,7 @@ def test_chat_runs_on_the_pool(folder: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_long_prefill_shows_a_bar_on_a_terminal(folder: Path) -> None:
-    long_prompt = " ".join(f"w{i % 300}" for i in range(1000))
+    long_prompt = " ".join(f"w{i % 300}" for i in range(3000))
     args = [
         "generate",
         "--model",
@@ -312,7 +311,7 @@ def test_long_prefill_shows_a_bar_on_a_terminal(folder: Path) -> None:
         "16",
     ]
     shown = on_a_terminal("mlx_paged", *args, "--ignore-chat-template")
-    assert b"prefill [#" in shown and b"/1000 tokens" in shown
+    assert b"prefill [#" in shown and b"/3000 tokens" in shown
     assert shown.rstrip().endswith(b"\x1b[K"), "the bar is cleared at the end"
     quiet = generate(folder, "--prompt", long_prompt, "--prefill-step-size", 16)
     assert "prefill [" not in quiet.stderr

@@ -34,7 +34,7 @@ def test_without_a_gpu_it_says_so_and_passes() -> None:
     rows = [line for line in lines if " gqa " in line]
     assert len(rows) == len(POPULAR) + len(DTYPES) - 1
     assert all("gather: MLX has no GPU here" in row for row in rows)
-    assert re.fullmatch(r"\d+\.\d s in all", lines[-2]) and lines[-1] == "all passed"
+    assert re.fullmatch(r"\d+\.\d s in all", lines[-2]) and lines[-1].startswith("no kernel ran (MLX has no GPU here)")
 
 
 @CPU_ONLY

@@ -66,7 +66,8 @@ def test_on_a_cpu_the_report_is_whole_and_says_what_could_not_run(tmp_path: Path
     assert data["speed"]["path"].startswith("gather") and data["speed"]["same_tokens"] == data["speed"]["tokens"]
     text = "\n".join(data["summary"])
     assert "kernels and paths: 18 of 18 passed" in text and "NOT FINISHED" not in text and "speed: paged: " in text
-    assert run.stdout.splitlines()[-2:] == [f"the report is in {path}", "all passed"]
+    *_, place, verdict = run.stdout.splitlines()
+    assert place == f"the report is in {path}" and verdict.startswith("no kernel ran (MLX has no GPU here)")
     assert not list(path.parent.glob("*.new"))
 
 

@@ -36,11 +36,27 @@ def test_flags_are_those_of_mlx_lm_and_more(monkeypatch: pytest.MonkeyPatch) -> 
     assert (config.kv_bits, config.kv_group_size, config.block_size) == (4, 32, 8)
 
 
-@pytest.mark.parametrize("flags", [("--kv-bits", "4,8"), ("--kv-bits", "x"), ("--kv-group-size", "16")])
+@pytest.mark.parametrize(
+    "flags", [("--kv-bits", "4,8"), ("--kv-bits", "x"), ("--kv-bits", "9"), ("--kv-group-size", "16")]
+)
 def test_bad_values_are_usage_errors(flags: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parsed(*flags)
-    assert flags[0] in capsys.readouterr().err
+    said = " ".join(capsys.readouterr().err.split())
+    assert flags[0] in said
+    if flags[0] == "--kv-bits":
+        assert "must be 8, 4 or 8,4 (keys, values), or one of 2, 3, 5, 6" in said and repr(flags[1]) in said
+
+
+def test_bits_that_pages_do_not_have_are_said_at_once(folder: Path) -> None:
+    run = generate(folder, "--prompt", PROMPT, "--kv-bits", 3)
+    assert run.returncode == 0 and "go on in mlx-lm's own cache" in run.stderr, run.stderr
+    assert run.stderr.count("Warning") == 1
+
+
+def test_the_help_says_when_quantising_begins() -> None:
+    shown = " ".join(extend_parser(setup_arg_parser()).format_help().split())
+    assert "0 and the default quantise every token in pages when it is written" in shown
 
 
 @pytest.mark.parametrize("value", [8, "8", [8, 8], "8,8", " 8 , 8 "])

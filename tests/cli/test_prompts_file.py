@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -176,6 +179,34 @@ def test_a_result_that_cannot_be_written_is_a_clear_error() -> None:
 
     with pytest.raises(PromptsFileError, match="No space left"):
         Results(PROMPTS, None, Full()).add(PROMPTS[0], text="0")
+
+
+def test_a_full_disk_keeps_whole_lines_and_the_run_goes_on_from_them(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    results = Results(PROMPTS, path, io.StringIO())
+    results.add(PROMPTS[0], text="0")
+    results.add(PROMPTS[3], text="3")
+    with file_size_limit(path.stat().st_size + 20), pytest.raises(PromptsFileError, match="cannot be kept"):
+        results.add(PROMPTS[1], text="1" * 5000)
+    assert indices(path) == [0] and path.read_bytes().endswith(b"\n")
+    with file_size_limit(path.stat().st_size + 20):
+        results.close()  # has nothing left to write
+    with file_size_limit(20), pytest.raises(PromptsFileError, match="cannot be kept"):
+        Results(PROMPTS, path, io.StringIO(), resume=True)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.partial"]
+    again = Results(PROMPTS, path, io.StringIO(), resume=True)
+    assert indices(path) == [0] and [prompt.index for prompt in again.missing()] == [1, 2, 4]
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """No file grows beyond this size within: writing fails, or writes a part only, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_results_of_other_prompts_are_not_gone_on_with(tmp_path: Path) -> None:

@@ -18,11 +18,12 @@ import mlx.core as mx
 
 from ... import __version__
 from ...config import PagedConfig, free_memory
+from ...early_interrupt import raise_at_interrupt
 from ...kernels.availability import device_decline
 from ...kernels.build import backend, compiled_by, gpu_cores
 from ...kv.storage.base import Geometry
 from ...kv.storage.page_format import PageFormat
-from ..terminal import orderly_end
+from ..terminal import add_version, orderly_end
 from .jobs import jobs
 from .report import HEADER, Report, Row
 from .workers import num_workers, rows_of_workers
@@ -116,8 +117,15 @@ def run(block_size: int, config: PagedConfig, *, everything: bool, report_file: 
     print(f"\n{time.perf_counter() - begin:.1f} s in all")
     if report.wanted:
         print(f"the report is in {report_file}")
-    print(f"{failed} failed" if failed else "all passed")
+    print(_verdict(failed, config))
     return failed
+
+
+def _verdict(failed: int, config: PagedConfig) -> str:
+    if failed:
+        return f"{failed} failed"
+    why = device_decline() or ("--kernel is off" if config.kernel is False else None)
+    return "all passed" if why is None else f"no kernel ran ({why}); attention without one passed for every shape"
 
 
 def _rows(block_size: int, config: PagedConfig, everything: bool, workers: int, report: Report) -> Iterator[Row]:
@@ -149,8 +157,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="Also check the order of command buffers, registers (Metal) and tokens/s of a small model, and write all "
         "of it as JSON that can be posted; it names no files of yours",
     )
-    args = parser.parse_args(argv)
+    add_version(parser)
+    raise_at_interrupt()
     with orderly_end("mlx_paged doctor"):
+        args = parser.parse_args(argv)
         config = PagedConfig.from_env().with_arguments(args)
         config.check_rotation()
         config.check_kernel()

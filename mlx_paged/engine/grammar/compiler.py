@@ -24,7 +24,7 @@ MAX_KEPT = 64
 MAX_KEPT_CHARACTERS = 1 << 20  # of the sources of those that are kept
 # Compiling takes time in the square of a grammar: some seconds at most.
 LIMITS = {"max_lexer_states": 50_000, "max_grammar_size": 20_000, "verbose_errors": False}
-INSTALL = "constrained answers need llguidance: pip install llguidance, or this package with its extra 'grammar'"
+INSTALL = "constrained answers need the package llguidance: pip install llguidance"
 
 
 class GrammarCompiler:

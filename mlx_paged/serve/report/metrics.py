@@ -12,7 +12,7 @@ class MetricsUnavailable(Exception):
     """The package prometheus-client is not installed."""
 
     def __init__(self) -> None:
-        super().__init__('/metrics needs the package prometheus-client: pip install "mlx_paged[server]"')
+        super().__init__("/metrics needs the package prometheus-client: pip install prometheus-client")
 
 
 _GAUGES = {

@@ -1,0 +1,144 @@
+"""How commands end: versions, flags that cannot be used, a reader that has gone, a full disk, interrupts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_paged.__main__ import UPSTREAM
+from mlx_paged.cli.terminal import restrict, whole_number
+from tests.cli.test_command_line import PROMPT, command, generate, save_model
+from tests.support.processes import commands
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("arguments", [(), ("generate",), ("server",), ("doctor",), ("chat",)])
+def test_every_command_has_a_version(arguments: tuple[str, ...]) -> None:
+    assert "chat" in UPSTREAM
+    run = command(*arguments, "--version")
+    assert re.fullmatch(r"mlx_paged 0\.1\.0 \(mlx-lm [\d.]+, mlx [\d.]+\)\n", run.stdout), run.stderr
+    assert run.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("server", "--port", 99999), "argument --port: must be from 0 to 65535, got 99999"),
+        (("server", "--port", -1), "argument --port: must be from 0 to 65535, got -1"),
+        (("generate", "-m", 0), "argument --max-tokens/-m: must be at least 1, or -1 for no limit, got 0"),
+        (("server", "--max-tokens", 0), "argument --max-tokens: must be at least 1, got 0"),
+    ],
+)
+def test_numbers_out_of_range_are_usage_errors(arguments: tuple[str, ...], message: str) -> None:
+    run = command(*arguments)
+    assert run.returncode == 2 and run.stderr.rstrip().endswith(message)
+
+
+def test_no_tokens_at_all_are_refused_in_one_line(folder: Path) -> None:
+    chat = command("chat", "--model", folder, "--max-tokens", 0, input="w1\n")
+    assert chat.returncode == 1
+    assert chat.stderr.rstrip().endswith("--max-tokens must be at least 1, or -1 for no limit, got 0")
+    batch = command("generate", "--model", folder, "--prompts-file", "-", "-m", -1)
+    assert batch.returncode == 1 and "--max-tokens must be at least 1 with --prompts-file, got -1" in batch.stderr
+
+
+def test_a_flag_that_mlx_lm_does_not_have_is_left_out() -> None:
+    parser = argparse.ArgumentParser()
+    restrict(parser, "--port", whole_number(0))
+    parser.add_argument("--number", type=whole_number(2))
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--number", "x"])
+    assert parser.parse_args(["--number", "2"]).number == 2
+
+
+def test_a_port_in_use_is_named(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        run = command("server", "--model", folder, "--port", port)
+    assert run.returncode == 1
+    error = run.stderr.splitlines()[-1]
+    assert error.startswith(f"mlx_paged.server: the server cannot start: 127.0.0.1 port {port}: Address already in use")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_one_line(folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "prompts.txt"
+    source.write_text(PROMPT)
+    for prompt in (("--prompt", PROMPT), ("--prompts-file", source)):
+        arguments = ("generate", "--model", folder, "--max-tokens", 4, "--ignore-chat-template", *prompt)
+        with open("/dev/full", "w") as full, open(tmp_path / "errors", "w+") as errors:
+            status = commands.start("mlx_paged", *arguments, stdout=full, stderr=errors).wait(300)
+            errors.seek(0)
+            said = errors.read()
+        assert status == 1
+        assert re.fullmatch(r"mlx_paged\.generate: .*stdout.*No space left on device\n", said), said
+
+
+@pytest.mark.parametrize("arguments", ["--help", "generate"])
+def test_a_reader_of_stdout_that_has_gone_is_no_error(folder: Path, arguments: str) -> None:
+    prompt = () if arguments == "--help" else ("--model", str(folder), "--prompt", PROMPT, "--ignore-chat-template")
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as nobody:
+        run = subprocess.run(
+            [sys.executable, "-m", "mlx_paged", arguments, *prompt],
+            stdout=nobody,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            timeout=300,
+        )
+    assert (run.returncode, run.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("package", ["mlx", "mlx_lm"])
+@pytest.mark.parametrize("name", ["mlx_paged", "mlx_paged.generate", "mlx_paged.server"])
+def test_an_interrupt_while_importing_is_quiet(tmp_path: Path, package: str, name: str) -> None:
+    (tmp_path / package).mkdir()
+    waits = "import time\nprint('importing', flush=True)\ntime.sleep(600)\n"
+    (tmp_path / package / "__init__.py").write_text(waits)
+    process = subprocess.Popen(
+        [sys.executable, "-m", name, *(["chat"] if name == "mlx_paged" else [])],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout is not None and process.stdout.readline() == b"importing\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, b"")
+
+
+def test_a_program_of_the_user_keeps_its_interrupts() -> None:
+    program = "import mlx_paged, signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert run.stdout == "True\n", run.stderr
+
+
+def test_a_misspelt_variable_is_named_with_the_nearest(folder: Path) -> None:
+    run = generate(folder, "--prompt", PROMPT, MLX_PAGED_KERNAL="off", MLX_PAGED_API_KEY="k")
+    assert run.returncode == 0
+    (line,) = [line for line in run.stderr.splitlines() if "MLX_PAGED" in line]
+    assert line.endswith("nothing reads the environment variable MLX_PAGED_KERNAL; the nearest one is MLX_PAGED_KERNEL")
+
+
+def test_every_variable_in_the_sources_is_known() -> None:
+    from mlx_paged.config import known_variables
+
+    files = [file for top in ("mlx_paged", "patches", "scripts") for file in (ROOT / top).rglob("*.py")]
+    found = {name for file in files for name in re.findall(r'"(MLX_PAGED_[A-Z_]+[A-Z])"', file.read_text())}
+    assert len(found) > 8 and found == set(known_variables())
