@@ -151,6 +151,8 @@ _PARTS = {
     "latent_decode": (*("decode/begin", "latent/latent_keys", "decode/softmax", "latent/latent_values", "decode/end"),),
     **{body: (f"quantized/{body}",) for body in ("quantized_write", "quantized_gather", "write_rows", "gather_rows")},
 }
+# Bodies that cut what a row sees into partitions.
+_PARTITIONED = ("paged_decode", "quantized_decode", "latent_decode", "merge_partitions")
 
 
 class KernelUnavailable(RuntimeError):
@@ -204,10 +206,17 @@ def kernel_text(body: str, dialect: str) -> tuple[str, str]:
             )
         return header, source
     source = "".join((folder / f"{part}.metal").read_text() for part in _PARTS.get(body, (body,)))
-    if body.startswith("quantized"):
-        codes, groups = ((folder / f"quantized/{part}").read_text() for part in (f"codes.{suffix}", "groups.metal"))
-        prelude += codes + groups if dialect == "metal" else _CUDA_HEADER.format(codes + groups)
+    helpers = "".join((folder / part).read_text() for part in _helpers_of(body, suffix))
+    if helpers:
+        prelude += helpers if dialect == "metal" else _CUDA_HEADER.format(helpers)
     return prelude, source
+
+
+def _helpers_of(body: str, suffix: str) -> tuple[str, ...]:
+    """Files of functions that a portable body needs beyond the prelude."""
+    pages = (f"quantized/codes.{suffix}", "quantized/groups.metal") if body.startswith("quantized") else ()
+    partitions = ("decode/partitions.metal",) if body in _PARTITIONED else ()
+    return (*pages, *partitions)
 
 
 def _condense(text: str) -> str:

@@ -148,35 +148,13 @@ def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
     visible = (mx.array(tables, mx.int32), mx.array(contexts, mx.int32)[:, None], mx.zeros((batch, 1), mx.int32))
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "variant": variant, "pages": pages}
     out, fence = kernels.paged_decode(q, k_pool, v_pool, fence, *visible, **options)
-    # Once more, with the newest tokens taken out of the pool and given to the call.
     newest = [sum(contexts[: b + 1]) - 1 for b in range(batch)]
     no_k, no_v = (mx.full((batch, *x.shape[1:]), float("nan"), dtype) for x in (k, v))
     fence = kernels.write_slots(
         k_pool, v_pool, fence, no_k, no_v, mx.array([slots[i] for i in newest], mx.int32), pages
     )
-    new_k, new_v = (mx.concatenate([x[i : i + 1] for i in newest])[:, :, None] for x in (k, v))
-    append = new_k, new_v
-    again, fence = kernels.paged_decode(q, k_pool, v_pool, fence, *visible, append=append, **options)
-    if not mx.array_equal(out.astype(mx.float32), again.astype(mx.float32)).item():
-        raise RuntimeError("the result differs when the newest tokens come with the call")
-    # And with rows of padding, as compiled steps have them: they end at position 0.
-    tables_padded, ends_padded, starts_padded = (_extended(x, 0) for x in visible)
-    q_padded, k_padded, v_padded = (_extended(x, float("nan")) for x in (q, *append))
-    padded, fence = kernels.paged_decode(
-        q_padded,
-        k_pool,
-        v_pool,
-        fence,
-        tables_padded,
-        ends_padded,
-        starts_padded,
-        append=(k_padded, v_padded),
-        **options,
-    )
-    if not mx.array_equal(padded[:batch].astype(mx.float32), again.astype(mx.float32)).item():
-        raise RuntimeError("the result differs with rows of padding")
-    if padded[batch:].any().item():
-        raise RuntimeError("rows of padding have a result")
+    append = tuple(mx.concatenate([x[i : i + 1] for i in newest])[:, :, None] for x in (k, v))
+    fence = _compare_appends(q, (k_pool, v_pool), fence, visible, append, out, options)
     first = 0
     errors = []
     for b, n in enumerate(contexts):
@@ -200,6 +178,33 @@ def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
         if not all(mx.array_equal(a, b, equal_nan=True).item() for a, b in zip(before, after, strict=True)):
             raise RuntimeError("copies of blocks differ")
     return worst_rms(errors)
+
+
+def _compare_appends(
+    q: mx.array,
+    pools: tuple[mx.array, mx.array],
+    fence: mx.array,
+    visible: tuple[mx.array, mx.array, mx.array],
+    append: tuple[mx.array, ...],
+    expected: mx.array,
+    options: dict[str, Any],
+) -> mx.array:
+    """Compare ``expected`` with calls that bring the newest tokens, whose slots hold NaN; also with rows of padding,
+    which end at position 0, as compiled steps have them. Returns the fence; raises RuntimeError for another result."""
+    batch = q.shape[0]
+    again, fence = kernels.paged_decode(q, *pools, fence, *visible, append=append, **options)
+    if not mx.array_equal(expected.astype(mx.float32), again.astype(mx.float32)).item():
+        raise RuntimeError("the result differs when the newest tokens come with the call")
+    visible_padded = [_extended(x, 0) for x in visible]
+    q_padded, *append_padded = (_extended(x, float("nan")) for x in (q, *append))
+    padded, fence = kernels.paged_decode(
+        q_padded, *pools, fence, *visible_padded, append=tuple(append_padded), **options
+    )
+    if not mx.array_equal(padded[:batch].astype(mx.float32), again.astype(mx.float32)).item():
+        raise RuntimeError("the result differs with rows of padding")
+    if padded[batch:].any().item():
+        raise RuntimeError("rows of padding have a result")
+    return fence
 
 
 def worst_rms(errors: list[mx.array]) -> float:

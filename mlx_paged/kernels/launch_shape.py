@@ -22,7 +22,7 @@ SPAN = 16
 # On a GPU of more cores, smaller ones, so that a context of 512 tokens and 8 kv heads gives each core work.
 CORES_OF_PARTITION = ((20, 128), (32, 64))  # (most cores, tokens); beyond, SMALLEST_PARTITION
 SMALLEST_PARTITION = 32
-# A row's first partition starts at a multiple of this, which every chunk size divides.
+# A row's first partition begins at a multiple of this or of the smallest partition, which every chunk size divides.
 ALIGNMENT = 64
 # Apple GPUs abort the process above this, so it is checked here.
 MAX_THREADGROUP_BYTES = 32 * 1024
@@ -92,6 +92,11 @@ class LaunchShape(NamedTuple):
         None  # partitions that a thread group takes, None: as the launch suggests (bodies for tensor cores)
     )
     keys: int = 0  # tokens at a time (latent_decode_tensor)
+
+    @property
+    def alignment(self) -> int:
+        """A row's first partition begins at a multiple of this, so fewer tokens than this before the first visible."""
+        return min(ALIGNMENT, self.partition)
 
     def threadgroup_bytes(self, gqa: int, value_dim: int) -> int:
         """Threadgroup memory in bytes of one group."""
@@ -226,7 +231,7 @@ def count_partitions(visible: int, launch_shape: LaunchShape) -> int:
     most, size = 1, launch_shape.partition
     while True:
         limit = size // launch_shape.partition * size * launch_shape.span
-        most = max(most, -(-min(visible, limit + ALIGNMENT - 1) // size))
+        most = max(most, -(-min(visible, limit + launch_shape.alignment - 1) // size))
         if visible <= limit:
             return most
         size *= 2

@@ -21,7 +21,6 @@ from .build import Constants, KernelUnavailable, Launch, backend, build_kernel, 
 from .decode_spec import counters_of, params_of, pool_constants_of, spec_of
 from .latent.variants import latent_variants_of
 from .launch_shape import (
-    ALIGNMENT,
     MAX_QUERY_LENGTH,
     MAX_TENSOR_HEAD_DIM,
     LaunchShape,
@@ -245,8 +244,6 @@ def prepare_decode(
     if append and pages is not None and not moves.exact(pages, block_size).write:
         write, append = prepare_write(k_pool, v_pool, moves.newest_slots(visible, block_size), pages), False
     reach = visible[0].shape[1] * block_size
-    if max_visible is not None:
-        reach = min(reach, max_visible + ALIGNMENT - 1)
     batch, q_len = visible[1].shape
     reasons = []
     for choice in choices:
@@ -254,7 +251,8 @@ def prepare_decode(
             reasons.append(_switched_off[choice])
             continue
         own = launch_shape or shape_for(choice, gpu_cores())
-        spec = spec_of(choice, own, batch, n_q_heads, q_len, count_partitions(reach, own), visible[0].size < MANY)
+        seen = reach if max_visible is None else min(reach, max_visible + own.alignment - 1)
+        spec = spec_of(choice, own, batch, n_q_heads, q_len, count_partitions(seen, own), visible[0].size < MANY)
         failure = next((why for why in (failure_of(text, build_kernel) for text in spec.texts) if why), None)
         if failure is None:
             kernel, merge = build_kernel(choice.body, spec.decode_constants), None

@@ -12,11 +12,8 @@ const int heads = partial_shape[0] / (ends_shape[0] * q_len);
 const int row = line / (heads * q_len) * q_len + line % q_len;
 const int begin = metal::max(static_cast<int>(starts[row]), 0);
 const int end = static_cast<int>(ends[row]);
-int size = PART;
-while (end - begin > size / PART * size * SPAN) {
-  size *= 2;
-}
-const int n_live = begin < end ? (end - begin / 64 * 64 + size - 1) / size : 0;
+const int size = partition_size<PART, SPAN>(end - begin);
+const int n_live = begin < end ? (end - first_partition<PART>(begin) + size - 1) / size : 0;
 const int64_t base = static_cast<int64_t>(line) * n_partitions;
 
 constexpr int ND = (DV + SG * 32 - 1) / (SG * 32);   // dims per thread

@@ -103,6 +103,7 @@ __device__ inline float packet_value(const Packet<T, N>& packet, int i) {
 // Which of OWNERS lanes holds number n, when lane bit 0 stands for the top bit of n, lane bit 1 for the next, and so on.
 #define SCORE_OWNER(n, OWNERS) \
   ((((n) & 1) << 4 | ((n) & 2) << 2 | ((n) & 4) | ((n) & 8) >> 2 | ((n) & 16) >> 4) / (32 / (OWNERS)))
+#define FUNCTION __device__ inline
 // Last: __device__ is itself spelt with the word device.
 #define device
 #define constant

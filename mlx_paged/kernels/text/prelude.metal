@@ -1,4 +1,5 @@
 // Metal dialect: what the kernel bodies need beyond MSL and MLX's own preamble.
+#define FUNCTION inline
 #define UNROLL _Pragma("clang loop unroll(full)")
 // Which of OWNERS lanes holds number n, when lane bit 0 stands for the top bit of n, lane bit 1 for the next, and so on.
 #define SCORE_OWNER(n, OWNERS) \

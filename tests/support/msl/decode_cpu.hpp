@@ -9,7 +9,6 @@ float roundf(float);
 float tanhf(float);
 }
 #define __device__
-#define FUNCTION inline
 #define memcpy(target, source, size) __builtin_memcpy((void*)(target), (const void*)(source), size)
 #define __shfl_xor_sync(mask, x, n) simd_shuffle_xor(x, n)
 typedef half __half;

@@ -42,14 +42,10 @@ const int sequence = row / q_len;
 // The first of this kv head's lines; a line is one (sequence, query head, query position) of q and out.
 const int64_t line0 = static_cast<int64_t>(sequence * n_kv + kv_head) * G * q_len + row % q_len;
 
-// Partitions grow with what the row itself sees, so they never depend on the rest of the batch.
 const int begin = metal::max(static_cast<int>(starts[row]), 0);
 const int end = static_cast<int>(ends[row]);
-int size = PART;
-while (end - begin > size / PART * size * SPAN) {
-  size *= 2;
-}
-const int origin = begin / 64 * 64;
+const int size = partition_size<PART, SPAN>(end - begin);
+const int origin = first_partition<PART>(begin);
 const int lo = metal::max(begin, origin + partition * size);
 const int hi = metal::min(end, origin + partition * size + size);
 // With params[2] set (q_len is 1 then), the row's newest token comes with the call: it is read from there, and the

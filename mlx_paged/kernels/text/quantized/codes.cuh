@@ -1,5 +1,4 @@
 // CUDA: what texts over quantised pages need beyond the prelude.
-#define FUNCTION __device__ inline
 
 namespace metal {
 __device__ inline float round(float x) { return ::roundf(x); }

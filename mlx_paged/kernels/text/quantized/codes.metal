@@ -1,5 +1,4 @@
 // Metal: what texts over quantised pages need beyond the prelude.
-#define FUNCTION inline
 
 inline float float_of(uint bits) { return as_type<float>(bits); }
 

@@ -1,5 +1,4 @@
 // CUDA only: loads of quantised pages.
-#define FUNCTION __device__ inline
 namespace metal {
 __device__ inline float round(float x) { return ::roundf(x); }
 }  // namespace metal

@@ -1,0 +1,79 @@
+"""Windows that begin anywhere, on Apple GPUs of any number of cores: no partition's result is missing from the merge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged.kernels.launch_shape import LaunchShape, shape_for
+from tests.support.kernels.quantized_pages import page_shape
+from tests.support.msl.emulator import EmuError
+from tests.support.msl.harness import Case, emulated
+
+CORES = (8, 10, 16, 20, 30, 32, 38, 40, 60, 64, 76, 80)
+WINDOWS = (64, 128, 512, 1024)
+STARTS = list(range(64))
+PAGES = [None, page_shape(64, (8, 4), 32, mx.bfloat16, 0)]
+IDS = ["dense", "quantized"]
+
+
+def case_of(window: int, starts: list[int], pages: Any, **options: Any) -> Case:
+    options = {"heads": (2, 1), "head_dim": 64, "dtype": mx.bfloat16, "block_size": 32, **options}
+    return Case([start + window for start in starts], starts=starts, pages=pages, **options)
+
+
+def check(case: Case, window: int, launch_shape: LaunchShape, edit: Any = None) -> None:
+    with emulated(checked=False, orders=(0,), edit=edit):
+        out, _ = case.run(launch_shape=launch_shape, max_visible=window)
+    np.testing.assert_allclose(out, case.reference(), atol=2e-2, rtol=2e-2)
+
+
+def launch_shapes(case: Case) -> dict[LaunchShape, list[int]]:
+    """The shapes of all core counts, each with its counts."""
+    shapes: dict[LaunchShape, list[int]] = {}
+    for cores in CORES:
+        shapes.setdefault(shape_for(case.variant(), cores), []).append(cores)
+    return shapes
+
+
+def test_every_core_count_has_a_shape() -> None:
+    with emulated():
+        shapes = launch_shapes(case_of(64, [0], None))
+    assert {shape.partition: cores for shape, cores in shapes.items()} == {
+        128: [8, 10, 16, 20],
+        64: [30, 32],
+        32: [38, 40, 60, 64, 76, 80],
+    }
+
+
+@pytest.mark.parametrize("pages", PAGES, ids=IDS)
+@pytest.mark.parametrize("cores", [20, 32, 38])
+def test_windows_that_begin_inside_a_partition(cores: int, pages: Any) -> None:
+    case = case_of(128, [0, 31, 32, 40, 63], pages, sinks=True)
+    with emulated():
+        launch_shape = shape_for(case.variant(), cores)
+    check(case, 128, launch_shape)
+
+
+def test_a_first_partition_without_a_visible_token_is_caught() -> None:
+    edit = {body: [("PART < 64 ? PART : 64", "64")] for body in ("paged_decode", "merge_partitions")}
+    case = case_of(128, [40], None)
+    with emulated():
+        launch_shape = shape_for(case.variant(), 38)
+    with pytest.raises((EmuError, AssertionError)):
+        check(case, 128, launch_shape, edit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pages", PAGES, ids=IDS)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_every_start_of_every_window(window: int, pages: Any) -> None:
+    case = case_of(window, STARTS, pages)
+    with emulated():
+        shapes = launch_shapes(case)
+    assert sum(map(len, shapes.values())) == len(CORES)
+    for launch_shape in shapes:
+        check(case, window, launch_shape)
