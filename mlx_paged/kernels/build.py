@@ -206,13 +206,13 @@ def kernel_text(body: str, dialect: str) -> tuple[str, str]:
             )
         return header, source
     source = "".join((folder / f"{part}.metal").read_text() for part in _PARTS.get(body, (body,)))
-    helpers = "".join((folder / part).read_text() for part in _helpers_of(body, suffix))
-    if helpers:
-        prelude += helpers if dialect == "metal" else _CUDA_HEADER.format(helpers)
+    functions = "".join((folder / part).read_text() for part in _functions_of(body, suffix))
+    if functions:
+        prelude += functions if dialect == "metal" else _CUDA_HEADER.format(functions)
     return prelude, source
 
 
-def _helpers_of(body: str, suffix: str) -> tuple[str, ...]:
+def _functions_of(body: str, suffix: str) -> tuple[str, ...]:
     """Files of functions that a portable body needs beyond the prelude."""
     pages = (f"quantized/codes.{suffix}", "quantized/groups.metal") if body.startswith("quantized") else ()
     partitions = ("decode/partitions.metal",) if body in _PARTITIONED else ()

@@ -153,8 +153,8 @@ def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
     fence = kernels.write_slots(
         k_pool, v_pool, fence, no_k, no_v, mx.array([slots[i] for i in newest], mx.int32), pages
     )
-    append = tuple(mx.concatenate([x[i : i + 1] for i in newest])[:, :, None] for x in (k, v))
-    fence = _compare_appends(q, (k_pool, v_pool), fence, visible, append, out, options)
+    new_k, new_v = (mx.concatenate([x[i : i + 1] for i in newest])[:, :, None] for x in (k, v))
+    fence = _compare_appends(q, (k_pool, v_pool), fence, visible, (new_k, new_v), out, options)
     first = 0
     errors = []
     for b, n in enumerate(contexts):
@@ -185,7 +185,7 @@ def _compare_appends(
     pools: tuple[mx.array, mx.array],
     fence: mx.array,
     visible: tuple[mx.array, mx.array, mx.array],
-    append: tuple[mx.array, ...],
+    append: tuple[mx.array, mx.array],
     expected: mx.array,
     options: dict[str, Any],
 ) -> mx.array:
@@ -195,11 +195,9 @@ def _compare_appends(
     again, fence = kernels.paged_decode(q, *pools, fence, *visible, append=append, **options)
     if not mx.array_equal(expected.astype(mx.float32), again.astype(mx.float32)).item():
         raise RuntimeError("the result differs when the newest tokens come with the call")
-    visible_padded = [_extended(x, 0) for x in visible]
-    q_padded, *append_padded = (_extended(x, float("nan")) for x in (q, *append))
-    padded, fence = kernels.paged_decode(
-        q_padded, *pools, fence, *visible_padded, append=tuple(append_padded), **options
-    )
+    tables, ends, starts = (_extended(x, 0) for x in visible)
+    q_padded, k, v = (_extended(x, float("nan")) for x in (q, *append))
+    padded, fence = kernels.paged_decode(q_padded, *pools, fence, tables, ends, starts, append=(k, v), **options)
     if not mx.array_equal(padded[:batch].astype(mx.float32), again.astype(mx.float32)).item():
         raise RuntimeError("the result differs with rows of padding")
     if padded[batch:].any().item():

@@ -1,4 +1,4 @@
-"""Windows that begin anywhere, on Apple GPUs of any number of cores: no partition's result is missing from the merge."""
+"""Windows that begin anywhere, on GPUs of any number of cores: the merge reads no partition that nobody wrote."""
 
 from __future__ import annotations
 
