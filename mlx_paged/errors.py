@@ -105,6 +105,10 @@ class GrammarError(PagedCacheError, ValueError):
     """A grammar for answers cannot be used, or an answer cannot be followed by it."""
 
 
+class GrammarAbandoned(GrammarError):
+    """A grammar was not compiled because nobody waits for it any more."""
+
+
 class PromptsFileError(PagedCacheError, ValueError):
     """A file of prompts, or of their results, cannot be used."""
 

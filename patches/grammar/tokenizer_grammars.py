@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from ...engine.grammar.compiled_grammar import CompiledGrammar
 from ...engine.grammar.compiler import GrammarCompiler
 from ...engine.grammar.source import GrammarSource
-from ...errors import GrammarError
+from ...engine.grammar.trial import IsCancelled
+from ...errors import GrammarAbandoned, GrammarError
 from ...serve.constraints.constraint import Constraint
 from ...serve.constraints.tools import ToolFormat, Tools, calls
 from ...serve.refusal import invalid
@@ -28,24 +31,49 @@ class TokenizerGrammars:
         self._compiler: GrammarCompiler | None = None
         self._lock = threading.Lock()
 
-    def compile(self, constraint: Constraint) -> CompiledGrammar | None:
-        """The grammar of an answer; None: any answer will do.
+    def compile(
+        self, constraint: Constraint, *, is_cancelled: IsCancelled = lambda: False, is_checked: bool = False
+    ) -> CompiledGrammar | None:
+        """Return the grammar of an answer; None: any answer will do. Blocks while it is tried and compiled.
+
+        Args:
+            constraint: what the client says.
+            is_cancelled, is_checked: see :meth:`GrammarCompiler.compile`.
 
         Raises:
             RequestRefused: 400, it cannot be used; the message says where.
+            ConnectionAbortedError: it was cancelled.
         """
+        return _Compilation(self._compiler_of, self._tokenizer, is_cancelled, is_checked).grammar(constraint)
+
+    def _compiler_of(self) -> GrammarCompiler:
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(inner_of(self._tokenizer), self._tokenizer.eos_token_ids)
+            return self._compiler
+
+
+class _Compilation(NamedTuple):
+    """One call of :meth:`TokenizerGrammars.compile`."""
+
+    compiler: Callable[[], GrammarCompiler]
+    tokenizer: Any
+    is_cancelled: IsCancelled
+    is_checked: bool
+
+    def grammar(self, constraint: Constraint) -> CompiledGrammar | None:
         tools = constraint.tools
-        if tools is not None and (tools.required or self._tokenizer.has_tool_calling):
+        if tools is not None and (tools.required or self.tokenizer.has_tool_calling):
             return self._of_tools(constraint, tools)
         return None if constraint.answer is None else self._compile(constraint.answer, constraint.param)
 
     def _of_tools(self, constraint: Constraint, tools: Tools) -> CompiledGrammar:
-        form = tool_format(self._tokenizer)
+        form = tool_format(self.tokenizer)
         what = "tool_choice" if tools.required else "tools"
         if form is None:
             raise invalid(
                 f"{what}: this model writes tool calls in a form that cannot be constrained"
-                if self._tokenizer.has_tool_calling
+                if self.tokenizer.has_tool_calling
                 else f"{what}: this model cannot call tools",
                 what,
             )
@@ -54,26 +82,38 @@ class TokenizerGrammars:
                 source = GrammarSource.json(tool.schema)
             except RecursionError:
                 raise invalid(f"{tool.param} is nested too deeply", "tools") from None
-            self._compile(source, tool.param)
+            self._check(source, tool.param)
         if tools.required:
             return self._compile(calls(tools, form), what)
         if constraint.answer is not None:
             if constraint.schema is None:
                 raise invalid(f"{constraint.param}: only JSON can be asked for beside tools", "structured_outputs")
-            self._compile(constraint.answer, constraint.param)
+            self._check(constraint.answer, constraint.param)
             return self._compile(calls(tools, form, answer=constraint.schema), constraint.param)
         if form.trigger is None:
             raise invalid(f"{what}: strict: no token of this model begins a call, which could be watched for", what)
         return self._compile(calls(tools, form, is_triggered=True), what, trigger=form.trigger)
 
     def _compile(self, source: GrammarSource, param: str, *, trigger: int | None = None) -> CompiledGrammar:
-        try:
-            with self._lock:
-                if self._compiler is None:
-                    self._compiler = GrammarCompiler(inner_of(self._tokenizer), self._tokenizer.eos_token_ids)
-            return self._compiler.compile(source, trigger=trigger)
-        except GrammarError as error:
-            raise invalid(f"{param}: {error}", param.partition(".")[0].partition("[")[0]) from error
+        with _refusing(param):
+            return self.compiler().compile(
+                source, trigger=trigger, is_cancelled=self.is_cancelled, is_checked=self.is_checked
+            )
+
+    def _check(self, source: GrammarSource, param: str) -> None:
+        with _refusing(param):
+            if not self.is_checked:
+                self.compiler().check(source, is_cancelled=self.is_cancelled)
+
+
+@contextmanager
+def _refusing(param: str) -> Iterator[None]:
+    try:
+        yield
+    except GrammarAbandoned:
+        raise ConnectionAbortedError("the client has gone") from None
+    except GrammarError as error:
+        raise invalid(f"{param}: {error}", param.partition(".")[0].partition("[")[0]) from error
 
 
 def inner_of(tokenizer: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -77,15 +77,29 @@ class PreparedRequest(upstream.CompletionRequest):  # type: ignore[misc]
         if self.scoring is not None:
             self.scoring.compute(model, tokens)
 
-    def constrain(self, setup: PromptSetup, queue: AnswerQueue) -> None:
-        """Make the grammar. In the client's thread, so that whoever asks for a large one waits for it alone.
+    def constrain(
+        self,
+        setup: PromptSetup,
+        queue: AnswerQueue,
+        client_is_gone: Callable[[], bool] = lambda: False,
+        *,
+        is_checked: bool = False,
+    ) -> None:
+        """Compile the grammar. Blocks: in the client's thread on rank 0, in one of its own on others.
+
+        Args:
+            setup: of the model.
+            queue: of the answer.
+            client_is_gone: asked again and again while the grammar is tried.
+            is_checked: another rank has tried it.
 
         Raises:
             RequestRefused: 400, it cannot be used.
+            ConnectionAbortedError: the client has gone.
         """
         if self.constraint is None:
             return
-        self.grammar = setup.grammars.compile(self.constraint)
+        self.grammar = setup.grammars.compile(self.constraint, is_cancelled=client_is_gone, is_checked=is_checked)
         if self.constraint.tools is None:  # the answer's text may hold what otherwise would begin a tool call
             end = setup.tokenizer.think_end
             queue.text_sm = TextStateMachine({"normal": [], "reasoning": [(end, "normal")] if end else []})

@@ -134,7 +134,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
             setup = self._receive(queue, client_is_gone)
         if self.ranks is not None:
             request.check_for_ranks(is_batched=setup.key == key and self._is_batchable(args))
-        request.constrain(setup, queue)
+        request.constrain(setup, queue, client_is_gone)
         return self.prompts.make(
             setup,
             request,

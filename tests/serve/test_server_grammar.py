@@ -21,7 +21,11 @@ pytestmark = pytest.mark.demo_model
 CHAT = "/v1/chat/completions"
 SCHEMA = {
     "type": "object",
-    "properties": {"ok": {"type": "boolean"}, "kind": {"enum": ["x", "yy"]}, "n": {"type": "integer", "maximum": 99}},
+    "properties": {
+        "ok": {"type": "boolean"},
+        "kind": {"enum": ["x", "yy"]},
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["ok", "kind"],
     "additionalProperties": False,
 }
@@ -192,6 +196,60 @@ def test_a_grammar_that_takes_too_much_fails_its_request_alone(server: ServerPro
         answer = server.post(CHAT, {"messages": [{"role": "user", "content": "x"}]} | body)
         assert answer.status == 400 and "items" in answer.json["error"]["message"], answer.body
         checked(other.result().choices[0])
+
+
+QUESTION = {"messages": [{"role": "user", "content": "x"}]}
+ENDLESS = {"type": "integer", "multipleOf": 16777216}
+CHAIN = {"$defs": {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(1999)} | {"a1999": {}}, "$ref": "#/$defs/a0"}
+RULES = "start: r0\n" + "\n".join(f'r{i}: "k{i}" r{i + 1}?' for i in range(3990)) + '\nr3990: "z"'
+HOSTILE: list[dict[str, Any]] = [
+    schema_body(ENDLESS),
+    schema_body({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}),
+    {"structured_outputs": {"json": CHAIN}},
+    {"structured_outputs": {"grammar": RULES}},
+    {"structured_outputs": {"regex": "a?" * 60_000}},
+]
+
+
+@pytest.mark.parametrize("body", HOSTILE, ids=lambda body: str(body)[:60])
+def test_a_hostile_grammar_ends_nothing(server: ServerProcess, client: openai.OpenAI, body: dict[str, Any]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        hostile = pool.submit(server.post, CHAT, QUESTION | {"max_tokens": 2} | body)
+        checked(ask(client, "Who?", response_format=FORMAT).choices[0])
+        assert hostile.result().status in (200, 400)
+    assert server.get("/health").status == 200
+
+
+def test_others_are_answered_while_a_grammar_is_tried(server: ServerProcess, client: openai.OpenAI) -> None:
+    """The trial has 3 s of CPU time before it is refused; these answers, one of a new grammar, take much less."""
+    with ThreadPoolExecutor(1) as pool:
+        hostile = pool.submit(
+            server.post, CHAT, QUESTION | {"structured_outputs": {"json": ENDLESS | {"title": "new"}}}
+        )
+        ask(client, "Who?", max_tokens=2)
+        answer = ask(client, "Which?", extra_body={"structured_outputs": {"choice": ["some", "new"]}})
+        assert answer.choices[0].message.content in ("some", "new") and not hostile.done()
+    refused = hostile.result()
+    assert refused.status == 400 and "takes more than 3 s to compile" in refused.json["error"]["message"], refused.body
+
+
+def test_an_ambiguous_grammar_fails_its_request_alone(server: ServerProcess, client: openai.OpenAI) -> None:
+    grammar = {"structured_outputs": {"grammar": 'start: a\na: a a a | a a | "x" | "y" | a "z"'}}
+    no_end = {"max_tokens": 2000, "logit_bias": {"0": -100, "2": -100}}
+    with ThreadPoolExecutor(1) as pool:
+        ambiguous = pool.submit(server.post, CHAT, QUESTION | grammar | no_end)
+        checked(ask(client, "Who?", response_format=FORMAT).choices[0])
+        answer = ambiguous.result()
+    assert answer.status == 400 and "more work for a token" in answer.json["error"]["message"], answer.body
+
+
+def test_clients_that_leave_while_their_grammars_are_tried(server: ServerProcess, client: openai.OpenAI) -> None:
+    for number in range(6):
+        body = QUESTION | {"structured_outputs": {"json": ENDLESS | {"title": str(number)}}}
+        server.send_and_leave_open(CHAT, body).close()
+    answer = ask(client, "Which?", extra_body={"structured_outputs": {"choice": ["one", "two"]}})
+    assert answer.choices[0].message.content in ("one", "two")
+    server.wait_until(lambda: server.is_idle)
 
 
 def test_tool_choice_none_takes_the_tools_away(server: ServerProcess) -> None:

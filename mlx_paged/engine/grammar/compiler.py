@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import importlib
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ...errors import GrammarError
+from .check import COMPILE_STACK, Checker, fault_of_size, on_stack
 from .compiled_grammar import CompiledGrammar
-from .grammar import reason
-from .long_numbers import long_numbers
-from .schema_fault import place_of_fault
-from .source import WHITE_SPACE, GrammarSource
+from .source import GrammarSource
+from .trial import IsCancelled, Trials
 
-MAX_SOURCE_CHARACTERS = 1 << 18
 MAX_KEPT = 64
 MAX_KEPT_CHARACTERS = 1 << 20  # of the sources of those that are kept
-# Compiling takes time in the square of a grammar: some seconds at most.
-LIMITS = {"max_lexer_states": 50_000, "max_grammar_size": 20_000, "verbose_errors": False}
+MAX_VERDICTS = 4096
 INSTALL = "constrained answers need the package llguidance: pip install llguidance"
 
 
 class GrammarCompiler:
     """Compiles and keeps grammars, the latest ones. By any thread.
 
+    Each new grammar is tried in a process apart first (:mod:`.trial`): what crashes llguidance, or takes too much time
+    or memory, is refused there. What is accepted is compiled here, in a thread with a larger stack.
+
     Args:
-        tokenizer: of transformers, and one of its fast ones.
+        tokenizer: a fast tokenizer of transformers.
         eos_tokens: those that end an answer.
 
     Raises:
-        GrammarError: llguidance is not there, or not made for such a tokenizer.
+        GrammarError: llguidance is not installed, or does not support the tokenizer.
     """
 
     def __init__(self, tokenizer: Any, eos_tokens: Iterable[int]) -> None:
         try:
-            self._library = importlib.import_module("llguidance")
+            library: Any = importlib.import_module("llguidance")
             convert = importlib.import_module("llguidance.hf").from_tokenizer
         except ImportError:
             raise GrammarError(INSTALL) from None
@@ -49,82 +49,94 @@ class GrammarCompiler:
             self._tokenizer = convert(tokenizer, eos_token=self._eos_tokens)
         except Exception as error:
             raise GrammarError(f"answers of this model's tokenizer cannot be constrained: {error}") from error
-        self._limits = self._library.LLParserLimits(**LIMITS)
+        self._checker = Checker(library, self._tokenizer)
+        folder = str(Path(library.__file__).resolve().parents[1])
+        self.trials = Trials(lambda: _described(tokenizer), self._eos_tokens, folder)
         self._kept: OrderedDict[GrammarSource, CompiledGrammar] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # what is wrong with a source, by its digest
         self._lock = threading.Lock()
 
-    def compile(self, source: GrammarSource, *, trigger: int | None = None) -> CompiledGrammar:
-        """A grammar for the tokenizer's tokens.
+    def compile(
+        self,
+        source: GrammarSource,
+        *,
+        trigger: int | None = None,
+        is_cancelled: IsCancelled = lambda: False,
+        is_checked: bool = False,
+    ) -> CompiledGrammar:
+        """Return a grammar for the tokenizer's tokens. Blocks; to be called from a thread that may wait.
 
         Args:
             source: what an answer has to be.
-            trigger: as in :class:`CompiledGrammar`.
+            trigger: see :class:`CompiledGrammar`.
+            is_cancelled: asked again and again while the grammar is tried; once it says yes, the trial is ended.
+            is_checked: it has been tried with this tokenizer elsewhere, as on another rank.
 
         Raises:
-            GrammarError: it is not one that can be used; the message says where.
+            GrammarError: it cannot be used; the message says where.
+            GrammarAbandoned: it was cancelled.
         """
-        if len(source.text) > MAX_SOURCE_CHARACTERS:
-            raise GrammarError(f"it has {len(source.text):,} characters, of at most {MAX_SOURCE_CHARACTERS:,}")
-        with self._lock:
-            compiled = self._kept.get(source)
-            if compiled is not None:
-                self._kept.move_to_end(source)
+        compiled = self._find(source)
         if compiled is None:
-            try:
-                matcher = self._matcher(source)
-            except RecursionError:
-                raise GrammarError("it is nested too deeply") from None
-            compiled = CompiledGrammar(matcher, self._tokenizer.vocab_size, tuple(self._eos_tokens))
+            if not is_checked:
+                self.check(source, is_cancelled=is_cancelled)
+            compiled = self._compile(source)
             self._keep(source, compiled)
         return compiled if trigger is None else replace(compiled, trigger=trigger)
+
+    def check(self, source: GrammarSource, *, is_cancelled: IsCancelled = lambda: False) -> None:
+        """Try a grammar; what came of it is kept.
+
+        Raises:
+            GrammarError, GrammarAbandoned: as :meth:`compile`.
+        """
+        fault = fault_of_size(*source)
+        if not fault:
+            digest = hashlib.sha256(f"{source.kind} {source.text}".encode("utf-8", "surrogatepass")).digest()
+            with self._lock:
+                known = self._verdicts.get(digest)
+                if known is not None:
+                    self._verdicts.move_to_end(digest)
+            fault = self.trials.fault(*source, is_cancelled) if known is None else known
+            with self._lock:
+                self._verdicts[digest] = fault
+                while len(self._verdicts) > MAX_VERDICTS:
+                    self._verdicts.popitem(last=False)
+        if fault:
+            raise GrammarError(fault)
+
+    def _compile(self, source: GrammarSource) -> CompiledGrammar:
+        found: list[Any] = []
+        on_stack(2 * COMPILE_STACK, lambda: found.extend(self._checker.matcher(*source)))
+        fault, matcher = found
+        if fault:
+            raise GrammarError(fault)
+        return CompiledGrammar(matcher, self._tokenizer.vocab_size, tuple(self._eos_tokens))
+
+    def _find(self, source: GrammarSource) -> CompiledGrammar | None:
+        with self._lock:
+            compiled = self._kept.get(source)
+            if compiled is None:
+                return None
+            self._kept.move_to_end(source)
+        matcher = compiled.matcher.deep_copy()
+        matcher.compute_bitmask()
+        # All answers share the states of the lexer, of which there may be a bounded number: it may have used them up.
+        return None if matcher.is_error() else compiled
 
     def _keep(self, source: GrammarSource, compiled: CompiledGrammar) -> None:
         with self._lock:
             self._kept[source] = compiled
+            self._kept.move_to_end(source)
             while len(self._kept) > 1 and (
                 len(self._kept) > MAX_KEPT or sum(len(kept.text) for kept in self._kept) > MAX_KEPT_CHARACTERS
             ):
                 self._kept.popitem(last=False)
 
-    def _matcher(self, source: GrammarSource) -> Any:
-        """A matcher at the beginning, which knows already what an answer may begin with."""
-        if source.kind == "json":
-            schema = json.loads(source.text)
-            fault, matcher = self._try_schema(schema)
-            if fault:
-                where = place_of_fault(schema, fault, lambda part: self._try_schema(part)[0])
-                raise GrammarError(f"{where}: {fault}")
-            for where, number in long_numbers(schema):
-                if not self._is_read_right(number):
-                    raise GrammarError(f"{where}: {number!r} has more digits than would be kept")
-            return matcher
-        library = self._library.LLMatcher
-        make = library.grammar_from_regex if source.kind == "regex" else library.grammar_from_lark
-        fault, matcher = self._try(make(source.text))
-        if fault:
-            raise GrammarError(fault)
-        return matcher
 
-    def _try_schema(self, schema: Any) -> tuple[str, Any]:
-        """What is wrong with a schema, or nothing, and its matcher."""
-        options = {"whitespace_pattern": WHITE_SPACE, "lenient": False}
-        try:
-            grammar = self._library.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
-        except ValueError as error:
-            return str(error), None
-        return self._try(grammar)
-
-    def _is_read_right(self, number: float) -> bool:
-        """Whether llguidance takes a number for itself: of some with 16 digits and more it takes the neighbour."""
-        fault, matcher = self._try_schema({"const": number})
-        return not fault and float(matcher.compute_ff_bytes()) == number
-
-    def _try(self, grammar: str) -> tuple[str, Any]:
-        matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-        words = np.zeros(-(-self._tokenizer.vocab_size // 32), np.uint32)
-        if not matcher.is_error():
-            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if not matcher.is_error():
-            return "", matcher
-        fault = reason(matcher)
-        return ("there is no answer that it allows" if fault.startswith("NoExtension") else fault), None
+def _described(tokenizer: Any) -> str:
+    """Return a fast tokenizer as JSON, as llguidance reads it."""
+    backend = copy.copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    return str(backend.to_str())

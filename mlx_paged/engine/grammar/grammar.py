@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import GrammarError
+from .check import reason
 
 if TYPE_CHECKING:
     from .compiled_grammar import CompiledGrammar
@@ -75,7 +76,7 @@ class Grammar:
             if token in compiled.eos_tokens and self._matcher.is_accepting():
                 self.part = Part.ENDED
             elif not self._matcher.consume_token(token):
-                raise GrammarError(f"token {token} is not what the grammar allows: {reason(self._matcher)}")
+                raise self._failure(f"token {token} is not what the grammar allows")
             elif compiled.trigger is not None and self._matcher.is_stopped():
                 self.part = Part.BETWEEN
 
@@ -119,13 +120,14 @@ class Grammar:
         target = out[:words] if fits else np.zeros(words, np.uint32)
         self._matcher.unsafe_compute_mask_ptr(target.ctypes.data, target.nbytes)
         if self._matcher.is_error():
-            raise GrammarError(f"the grammar cannot be followed: {reason(self._matcher)}")
+            raise self._failure("the grammar cannot be followed")
         if fits:
             out[words:] = 0
         else:  # the tokenizer has tokens that the model does not
             out[:] = target[: len(out)]
 
-
-def reason(matcher: Any) -> str:
-    """Why a matcher failed, without the state that llguidance adds."""
-    return str(matcher.get_error()).partition("\n<")[0].strip()
+    def _failure(self, what: str) -> GrammarError:
+        why = reason(self._matcher)
+        if "too many" in why.lower() or "; max is" in why:  # llguidance has no other sign of it
+            what = "the grammar takes more work for a token than is allowed"
+        return GrammarError(f"{what}: {why}")

@@ -6,22 +6,31 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from .check import JSON_OPTIONS
+
 ANY_OBJECT = {"type": "object"}
-# Between the parts of JSON. Without an end, a small model that has begun to indent does nothing else.
-WHITE_SPACE = r"[ \t\r\n]{1,32}"
 
 
 def json_in_lark(schema: Any) -> str:
-    """JSON of a schema, as a term of a Lark grammar."""
-    options = {"whitespace_pattern": WHITE_SPACE, "lenient": False}
-    return "%json " + json.dumps({**schema, "x-guidance": options})
+    """Return JSON of a schema, as a term of a Lark grammar."""
+    return "%json " + _escaped(json.dumps({**schema, "x-guidance": JSON_OPTIONS}))
+
+
+def text_in_lark(text: str) -> str:
+    """Return a text as a term of a Lark grammar."""
+    return _escaped(json.dumps(text, ensure_ascii=False))
+
+
+def _escaped(text: str) -> str:
+    """Escape what JSON may have as it is, and Lark may not: DEL."""
+    return text.replace("\x7f", "\\u007f")
 
 
 class GrammarSource(NamedTuple):
     """What an answer has to be, as text: the same for every model.
 
     Attributes:
-        kind: ``json`` (a JSON schema), ``regex`` or ``lark``.
+        kind: ``json`` (a JSON schema), ``regex``, ``lark``, or ``tools``: Lark that was made from schemas of tools.
         text: the schema, expression or grammar.
     """
 
@@ -46,4 +55,5 @@ class GrammarSource(NamedTuple):
     @classmethod
     def choice(cls, answers: Sequence[str]) -> GrammarSource:
         """One of some texts."""
-        return cls("lark", "start: " + " | ".join(json.dumps(answer, ensure_ascii=False) for answer in answers))
+        # One terminal: as a rule, each answer takes an item of the parser's, which are bounded.
+        return cls("lark", "start: ANSWER\nANSWER: " + " | ".join(map(text_in_lark, answers)))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...engine.grammar.source import ANY_OBJECT, GrammarSource, json_in_lark
+from ...engine.grammar.source import ANY_OBJECT, GrammarSource, json_in_lark, text_in_lark
 from ..refusal import invalid
 
 
@@ -129,9 +129,7 @@ def calls(tools: Tools, form: ToolFormat, *, answer: Any = None, is_triggered: b
             lines.append(f"answer: {json_in_lark(answer)}")
     lines.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools.callable))))
     for index, tool in enumerate(tools.callable):
-        begin = json.dumps(
-            '{"name": ' + json.dumps(tool.name, ensure_ascii=False) + ', "arguments": ', ensure_ascii=False
-        )
+        begin = text_in_lark('{"name": ' + json.dumps(tool.name, ensure_ascii=False) + ', "arguments": ')
         lines.append(f'call_{index}: {begin} arguments_{index} "}}"')
         lines.append(f"arguments_{index}: {json_in_lark(tool.schema)}")
-    return GrammarSource.lark("\n".join(lines))
+    return GrammarSource("tools", "\n".join(lines))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mlx_paged.engine.grammar import compiler as module
+from mlx_paged.engine.grammar.check import is_long, numbers
 from mlx_paged.engine.grammar.compiler import MAX_KEPT, GrammarCompiler
-from mlx_paged.engine.grammar.long_numbers import long_numbers
 from mlx_paged.engine.grammar.source import GrammarSource
 from mlx_paged.errors import GrammarError
 from tests.support.models.byte_tokenizer import byte_tokenizer
@@ -54,6 +54,38 @@ BROKEN += [
 ]
 
 
+BIG = 123456789012345678  # llguidance reads it as ...680
+BROKEN += [
+    ({"enum": [BIG]}, "#/enum/0: 123456789012345678 has more digits"),
+    ({"properties": {"a": {"const": {"id": 2**53 + 1}}}}, "#/properties/a/const/id: 9007199254740993 has more digits"),
+    ({"type": "integer", "minimum": 2**53 + 1}, "#: minimum 9007199254740993 cannot be enforced: 9007199254740992"),
+    ({"items": {"type": "integer", "exclusiveMinimum": 2**53}}, "#/items: exclusiveMinimum 9007199254740992 cannot"),
+    ({"type": "integer", "minimum": 2**63 + 10, "maximum": 2**63 + 11}, "#: minimum .* cannot be enforced"),
+    (
+        {"properties": {"x": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.5}}},
+        "#/properties/x: .*: 0 w",
+    ),
+    ({"type": "number", "exclusiveMinimum": 99, "exclusiveMaximum": 99.5}, "#: .* cannot be enforced: 99 would"),
+    ({"const": -(2**63)}, "#/const: integers may not be below -4611686018427387904, got -9223372036854775808"),
+    ({"enum": [0, -(2**63) + 1]}, "#/enum/1: integers may not be below"),
+    ({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}, "#/minimum: integers may not be below"),
+]
+KEPT: list[Any] = [
+    {"type": "integer", "minimum": 0, "maximum": 2**63 - 1},
+    {"type": "integer", "minimum": 0, "maximum": 2**64 - 1},
+    {"type": "integer", "minimum": -(2**53) + 1, "maximum": 2**53 - 1},
+    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+    {"type": "number", "exclusiveMinimum": 0},
+    {"type": ["integer", "null"], "exclusiveMinimum": 0, "exclusiveMaximum": 10},
+    {"type": "object", "properties": {"const": {"type": "string", "default": BIG, "examples": [BIG]}}},
+]
+
+
+@pytest.mark.parametrize("schema", KEPT)
+def test_numbers_that_are_kept_are_taken(compiler: GrammarCompiler, schema: Any) -> None:
+    compiler.compile(GrammarSource.json(schema))
+
+
 @pytest.mark.parametrize("schema, message", BROKEN)
 def test_a_schema_that_cannot_be_used_says_where(compiler: GrammarCompiler, schema: Any, message: str) -> None:
     with pytest.raises(GrammarError, match=message.replace("$", r"\$")):
@@ -92,6 +124,12 @@ HOSTILE = [
     GrammarSource.json({"type": "string", "pattern": "((a{1000}){1000}){1000}"}),
     GrammarSource.json({"type": "integer", "multipleOf": 999_999_937}),
     GrammarSource.json({"allOf": [{"anyOf": [{"properties": {f"k{i}{j}": {}}} for j in range(3)]} for i in range(12)]}),
+    GrammarSource.json({"$defs": {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(1200)}, "$ref": "#/$defs/a0"}),
+    GrammarSource.json({"type": "integer", "minimum": -(2**62), "maximum": -(2**62)}),
+    GrammarSource.lark("start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(3900)) + '\nr3900: "a"'),
+    GrammarSource.lark("start: r0\n" + "\n".join(f'r{i}: "k{i}" r{i + 1}?' for i in range(3900)) + '\nr3900: "a"'),
+    GrammarSource.lark("\n".join(["start: r0"] * 4002)),
+    GrammarSource.choice(["\ud800"]),
     GrammarSource.regex("(" * 100_000 + "a" + ")" * 100_000),
     GrammarSource.regex("(a|b)*" * 5000),
     GrammarSource.regex("(a|b)*a(a|b){100000}"),
@@ -179,6 +217,6 @@ def test_nothing_is_imported_before_a_grammar_is_compiled() -> None:
 
 
 def test_long_numbers_that_are_read_right_are_taken(compiler: GrammarCompiler) -> None:
-    numbers = [0.1, 0.30000000000000004, 2.2250738585e-313, 1e23, 12, 123456789012345678901]
-    assert [found for _, found in long_numbers({"enum": numbers})] == [0.30000000000000004, 2.2250738585e-313, 1e23]
-    compiler.compile(GrammarSource.json({"enum": numbers}))
+    given = [0.1, 0.30000000000000004, 2.2250738585e-313, 1e23, 12, 10**17]
+    assert [number for _, number, _ in numbers({"enum": given}) if is_long(number)] == [given[1], *given[2:4], 10**17]
+    compiler.compile(GrammarSource.json({"enum": given}))

@@ -13,7 +13,7 @@ from mlx_paged.engine.grammar.compiled_grammar import CompiledGrammar
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
 from mlx_paged.engine.grammar.grammar import Grammar, Part
 from mlx_paged.engine.grammar.processor import GrammarProcessor
-from mlx_paged.engine.grammar.source import GrammarSource
+from mlx_paged.engine.grammar.source import GrammarSource, json_in_lark
 from mlx_paged.engine.grammar.token_mask import masked
 from mlx_paged.errors import GrammarError
 from tests.support.models.byte_tokenizer import CALL, EOS, EOT, THINK_END, byte_tokenizer
@@ -134,21 +134,50 @@ def test_a_processor_finds_its_answer_behind_the_prompt() -> None:
         assert np.flatnonzero(np.isfinite(np.array(result[0]))).tolist() == [ord(expected)]
 
 
-def test_json_is_not_indented_for_ever() -> None:
-    grammar = compiler().compile(GrammarSource.json({"type": "object"})).start()
-    for letter in "{" + 32 * " ":
-        assert ord(letter) in allowed(grammar)
-        grammar.accept(ord(letter))
-    assert not {ord(letter) for letter in " \n\t\r"} & allowed(grammar)
+@pytest.mark.parametrize("schema", [{"type": "object"}, {"type": "array"}])
+def test_json_has_a_single_space_at_most(schema: dict[str, str]) -> None:
+    in_lark = GrammarSource.lark(f"start: {json_in_lark(schema)}")
+    for source in (GrammarSource.json(schema), in_lark):
+        grammar = compiler().compile(source).start()
+        grammar.accept(ord("{" if schema["type"] == "object" else "["))
+        assert ord(" ") in allowed(grammar) and not {ord(letter) for letter in "\n\t\r"} & allowed(grammar)
+        grammar.accept(ord(" "))
+        assert not {ord(letter) for letter in " \n\t\r"} & allowed(grammar)
 
 
-@pytest.mark.parametrize("answer", ['say "no"', "two\nlines", "é\u2028/\\", "😀", "\x01", "%json {}"])
+@pytest.mark.parametrize("answer", ['say "no"', "two\nlines", "é\u2028/\\", "😀", "\x01", "a\x7fb", "%json {}"])
 def test_choices_are_taken_by_the_letter(answer: str) -> None:
     grammar = compiler().compile(GrammarSource.choice(["zzz", answer])).start()
     for byte in answer.encode():
         assert byte in allowed(grammar)
         grammar.accept(byte)
     assert allowed(grammar) == {EOS, EOT}
+
+
+def test_an_answer_may_be_one_of_ten_thousand() -> None:
+    answers = [f"label {number}" for number in range(10_000)]
+    grammar = compiler().compile(GrammarSource.choice(answers)).start()
+    for byte in answers[-1].encode():
+        assert byte in allowed(grammar)
+        grammar.accept(byte)
+    assert allowed(grammar) == {EOS, EOT}
+
+
+@pytest.mark.parametrize("rules", ['start: s\ns: s s | "a" |', 'start: a\na: a a a | a a | "a" | "y" | a "z"'])
+def test_an_ambiguous_grammar_ends_before_its_masks_take_long(rules: str) -> None:
+    grammar = compiler().compile(GrammarSource.lark(rules)).start()
+    with pytest.raises(GrammarError, match="more work for a token than is allowed"):
+        for _ in range(400):
+            allowed(grammar)
+            grammar.accept(ord("a"))
+
+
+def test_an_object_may_have_hundreds_of_optional_properties() -> None:
+    schema = {"type": "object", "properties": {f"key_{i}": {"type": "integer"} for i in range(400)}}
+    grammar = compiler().compile(GrammarSource.json(schema)).start()
+    for byte in b'{"key_0":1,"key_399":2}':
+        assert byte in allowed(grammar)
+        grammar.accept(byte)
 
 
 def test_json_of_a_schema_parses() -> None:

@@ -15,7 +15,6 @@ from mlx_lm.sample_utils import make_sampler
 
 import mlx_paged
 from mlx_paged.config import PagedConfig
-from mlx_paged.engine.grammar import compiler as compiler_module
 from mlx_paged.engine.grammar.compiled_grammar import CompiledGrammar
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
 from mlx_paged.engine.grammar.processor import GrammarProcessor
@@ -38,12 +37,6 @@ SCHEMAS: list[dict[str, Any]] = [
 ]
 ENDS = StopSequences([(EOS,), (EOT,)])
 NUM_TOKENS = 100
-
-
-@pytest.fixture(autouse=True)
-def little_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random models like white space, and their answers would be long."""
-    monkeypatch.setattr(compiler_module, "WHITE_SPACE", "[ ]")
 
 
 @cache
@@ -204,6 +197,25 @@ def test_a_grammar_that_raises_fails_its_request_alone() -> None:
     run.check(fine, SCHEMAS[0])
     mlx_paged.pool_of(model).check_integrity()
     assert mlx_paged.pool_of(model).stats().live_blocks == 0
+
+
+def test_an_ambiguous_grammar_fails_its_request_alone() -> None:
+    model = build("llama")
+    mlx_paged.apply_patches()
+    run = Run(model)
+    ambiguous = compiler().compile(GrammarSource.lark('start: a\na: a a a | a a | "x" | "y" | a "z"'))
+
+    def prefers_to_go_on(tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits + 50 * (mx.arange(logits.shape[-1]) == ord("x"))
+
+    at_fault = run.insert(prompt_of(10, seed=1), 400, ambiguous, logits_processors=[[prefers_to_go_on]])
+    fine = run.insert(prompt_of(9), NUM_TOKENS, grammar(0))
+    free = run.insert(prompt_of(11, seed=2), 150)
+    run.run()
+    assert list(run.failures) == [at_fault] and "more work for a token" in str(run.failures[at_fault])
+    assert len(run.answers[at_fault]) < 200, "or its masks would have taken longer and longer"
+    assert len(run.answers[free]) == 150
+    run.check(fine, SCHEMAS[0])
 
 
 def test_an_answer_that_is_cancelled_leaves_nothing() -> None:

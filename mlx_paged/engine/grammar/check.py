@@ -1,0 +1,415 @@
+"""Which schemas, expressions and grammars are taken: bounds, and a trial in llguidance.
+
+Also a script, which a process apart runs (:mod:`.trial`): llguidance can crash, hang or take all memory on what a
+client sends. It imports nothing of this package, so that the process starts in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from typing import Any
+
+MAX_CHARACTERS = 1 << 18
+MAX_DEPTH = 128  # of lists and objects within each other; llguidance's parser of JSON takes no more
+MAX_REFERENCES = 2_000  # each takes some 7 KB of stack if one leads to the next
+MAX_LINES = 4_000  # of a Lark grammar; a rule takes at least one, and some 3 KB of stack
+TRIAL_SECONDS = 3.0  # of CPU time, for one grammar
+TRIAL_BYTES = 1 << 30  # of memory, for one grammar; without effect on macOS, which does not enforce RLIMIT_AS
+COMPILE_STACK = 64 << 20
+STEP_STACK = 1 << 20  # less than any thread has that computes masks
+NUM_STEPS = 3
+MAX_PLACES = 200  # parts of a schema that are tried to find the one at fault
+
+# A mask takes up to 9 ms with 200,000 units of a lexer's fuel, and some 6 ms with 3,000 items. Items of a row take time
+# in their square where a client's rules are ambiguous: 4 ms for 600, 100 ms for 2,000. Schemas are not ambiguous, and
+# an object has four items for each optional property.
+LIMITS = {
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 20_000,
+    "step_lexer_fuel": 200_000,
+    "verbose_errors": False,
+}
+OF_RULES = {"max_items_in_row": 600, "step_max_items": 3_000}
+OF_SCHEMAS = {"max_items_in_row": 2_000, "step_max_items": 20_000}
+
+# Between the parts of JSON: nothing or one space. A small model that may begin a new line does little else.
+WHITE_SPACE = "[ ]"
+JSON_OPTIONS = {"whitespace_pattern": WHITE_SPACE, "lenient": False}
+
+# Digits and powers of ten that every parser of doubles reads exactly.
+DIGITS, POWER = 15, 22
+LARGEST_INTEGER = 1 << 53
+LEAST_INTEGER = -(1 << 62)  # llguidance 1.9 crashes on integers near -2**63
+LIMITS_OF_INTEGERS = [sign * (1 << 63) + more for sign in (-1, 1) for more in (-1, 0, 1)]
+
+BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
+SINGLE = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+SHARED = ("$defs", "definitions")  # what references of any part lead to
+ANNOTATIONS = ("default", "example", "examples")
+
+
+def fault_of_size(kind: str, text: str) -> str:
+    """Return what is too large or too deep for llguidance, or "".
+
+    Args:
+        kind, text: of the source.
+    """
+    if len(text) > MAX_CHARACTERS:
+        return f"it has {len(text):,} characters, of at most {MAX_CHARACTERS:,}"
+    if kind in ("lark", "tools") and (lines := text.count("\n")) > MAX_LINES:
+        return f"it has {lines:,} lines, of at most {MAX_LINES:,}"
+    if kind != "json":
+        return ""
+    try:
+        schema = json.loads(text)
+    except RecursionError:
+        return "it is nested too deeply"
+    except ValueError as error:
+        return f"it is not JSON: {error}"
+    num_references, level = 0, [schema]
+    for _ in range(MAX_DEPTH):
+        num_references += sum("$ref" in part for part in level if isinstance(part, dict))
+        level = [child for part in level for child in _children(part)]
+    if level:
+        return f"it is nested too deeply: at most {MAX_DEPTH} levels"
+    if num_references > MAX_REFERENCES:
+        return f"it has {num_references:,} references, of at most {MAX_REFERENCES:,}"
+    for where, number, _ in numbers(schema):
+        if isinstance(number, int) and number < LEAST_INTEGER:
+            return f"{where}: integers may not be below {LEAST_INTEGER}, got {number}"
+    return ""
+
+
+class Checker:
+    """Compiles grammars for one tokenizer's tokens.
+
+    Args:
+        library: the module llguidance.
+        tokenizer: llguidance's.
+        seconds: CPU time of :meth:`fault`; half of it is for finding out where a fault is.
+    """
+
+    def __init__(self, library: Any, tokenizer: Any, seconds: float = TRIAL_SECONDS) -> None:
+        self._library, self._tokenizer, self._seconds = library, tokenizer, seconds
+        self._of_rules = library.LLParserLimits(**LIMITS, **OF_RULES)
+        self._of_schemas = library.LLParserLimits(**LIMITS, **OF_SCHEMAS)
+
+    def matcher(self, kind: str, text: str) -> tuple[str, Any]:
+        """Return what is wrong, or "", and a matcher that has computed what an answer may begin with."""
+        make = self._library.LLMatcher
+        try:
+            if kind == "json":
+                grammar = make.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
+            else:
+                grammar = (make.grammar_from_regex if kind == "regex" else make.grammar_from_lark)(text)
+        except ValueError as error:
+            return str(error), None
+        limits = self._of_rules if kind == "lark" else self._of_schemas
+        matcher = make(self._tokenizer, grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if not matcher.is_error():
+            return "", matcher
+        fault = reason(matcher)
+        return ("there is no answer that it allows" if fault.startswith("NoExtension") else fault), None
+
+    def fault(self, kind: str, text: str) -> str:
+        """Return what is wrong with a grammar, and where, or ""; takes some first steps in it.
+
+        Raises:
+            RecursionError: it is nested too deeply.
+        """
+        begin = time.process_time()
+        schema = json.loads(text) if kind == "json" else None
+        found: list[Any] = []
+
+        def compile_it() -> None:
+            found.extend(self.matcher(kind, text))
+            if found[0] and kind == "json":
+                found[0] = self._placed(schema, found[0], lambda: time.process_time() - begin > self._seconds / 2)
+            elif not found[0] and kind == "json":
+                found[0] = self._fault_of_numbers(schema)
+
+        on_stack(COMPILE_STACK, compile_it)
+        on_stack(STEP_STACK, lambda: self._step(found.pop()))
+        return str(found[0])
+
+    def _step(self, matcher: Any) -> None:
+        """Begin an answer, with the last reference to a matcher, on a stack as small as any that masks are made on."""
+        for _ in range(NUM_STEPS if matcher is not None else 0):
+            mask = matcher.compute_bitmask()
+            token = next((8 * index + (byte & -byte).bit_length() - 1 for index, byte in enumerate(mask) if byte), None)
+            if matcher.is_stopped() or token is None or not matcher.consume_token(token):
+                return
+
+    def _placed(self, schema: Any, fault: str, is_late: Callable[[], bool]) -> str:
+        def fault_of(part: Any) -> str | None:
+            return None if is_late() else self.matcher("json", json.dumps(part))[0]
+
+        return f"{place_of_fault(schema, fault, fault_of)}: {fault}"
+
+    # Numbers ------------------------------------------------------------------------------------------------------
+
+    def _fault_of_numbers(self, schema: Any) -> str:
+        for where, number, is_answer in numbers(schema):
+            if (is_answer or isinstance(number, float)) and is_long(number) and not self._is_kept(number):
+                return f"{where}: {number!r} has more digits than would be kept"
+        for where, bounds in ranges(schema):
+            allowed = self._allowed_outside(bounds)
+            if allowed:
+                described = ", ".join(f"{name} {bounds[name]}" for name in BOUNDS if name in bounds)
+                return f"{where}: {described} cannot be enforced: {allowed} would be allowed"
+        return ""
+
+    def _is_kept(self, number: float) -> bool:
+        """Whether llguidance takes a number for itself: of some with 16 digits and more it takes the neighbour."""
+        fault, matcher = self.matcher("json", json.dumps({"const": number}))
+        if fault:
+            return False
+        text = matcher.compute_ff_bytes().decode()
+        return text == str(number) if isinstance(number, int) else float(text) == number
+
+    def _allowed_outside(self, bounds: dict[str, Any]) -> str:
+        """Return a number out of range that llguidance allows all the same, or ""."""
+        fault, matcher = self.matcher("json", json.dumps(bounds))
+        if fault:
+            return ""  # that of the whole schema, which has been told
+        given = [bounds[name] for name in BOUNDS if name in bounds]
+        texts = {str(number) for number in LIMITS_OF_INTEGERS}
+        for number in given:
+            texts |= {repr(number), str(int(number)), f"{int(number)}.0"}
+            texts |= {str(int(number) + more) for more in (-1, 1)} | {str(int(float(number)))}
+        for text in sorted(texts, key=lambda text: (len(text), text)):
+            if not _is_within(Decimal(text), bounds) and self._takes(matcher.deep_copy(), text):
+                return text
+        return ""
+
+    def _takes(self, matcher: Any, text: str) -> bool:
+        tokens = self._tokenizer.tokenize_str(text)
+        return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+
+def on_stack(num_bytes: int, work: Callable[[], None]) -> None:
+    """Run something in a thread whose stack has this size, and wait for it.
+
+    Raises:
+        BaseException: what ``work`` has raised.
+    """
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="grammar")
+    with _stack_size:
+        before = threading.stack_size(num_bytes)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if raised:
+        raise raised.pop()
+
+
+_stack_size = threading.Lock()  # the size is the process's, for the next thread
+
+
+def reason(matcher: Any) -> str:
+    """Return why a matcher failed, without the state that llguidance adds."""
+    return str(matcher.get_error()).partition("\n<")[0].strip()
+
+
+# Schemas --------------------------------------------------------------------------------------------------------------
+
+
+def _children(part: Any) -> list[Any]:
+    if isinstance(part, dict):
+        return list(part.values())
+    return part if isinstance(part, list) else []
+
+
+def walk(schema: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yield each value in a schema but annotations: a JSON pointer to it, the value, and what it is: ``schema`` or a
+    keyword of one, ``names`` (of schemas), or ``answer``, a part of what ``const`` or ``enum`` allows."""
+    todo: list[tuple[str, Any, str]] = [("#", schema, "schema")]
+    while todo:
+        place, value, kind = todo.pop()
+        yield place, value, kind
+        children: list[tuple[str, Any, str]] = []
+        if isinstance(value, list):
+            children = [(f"{place}/{index}", child, kind) for index, child in enumerate(value)]
+        elif isinstance(value, dict):
+            for name, child in value.items():
+                of_child = kind
+                if kind == "names":
+                    of_child = "schema"
+                elif kind == "schema" and name in ANNOTATIONS:
+                    continue
+                elif kind == "schema" and name in ("const", "enum"):
+                    of_child = "answer"
+                elif kind == "schema" and name in NAMED_SCHEMAS:
+                    of_child = "names"
+                children.append((f"{place}/{escaped(name)}", child, of_child))
+        todo.extend(reversed(children))
+
+
+def numbers(schema: Any) -> Iterator[tuple[str, int | float, bool]]:
+    """Yield a JSON pointer to each number, the number, and whether it is an answer's or part of one."""
+    for place, value, kind in walk(schema):
+        if type(value) in (int, float):
+            yield place, value, kind == "answer"
+
+
+def is_long(number: float) -> bool:
+    """Whether a parser that reckons in doubles may read the number as its neighbour."""
+    if isinstance(number, int):
+        return abs(number) > LARGEST_INTEGER
+    _, digits, power = Decimal(repr(number)).normalize().as_tuple()
+    return len(digits) > DIGITS or not isinstance(power, int) or abs(power) > POWER
+
+
+def ranges(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the bounds of each part of a schema that llguidance may get wrong, with the part's type, and its place."""
+    seen = set()
+    for place, part, kind in walk(schema):
+        if kind != "schema" or not isinstance(part, dict):
+            continue
+        bounds = {name: part[name] for name in BOUNDS if type(part.get(name)) in (int, float)}
+        is_exclusive = "exclusiveMinimum" in bounds or "exclusiveMaximum" in bounds
+        if is_exclusive or any(abs(bound) > LARGEST_INTEGER for bound in bounds.values()):
+            if "type" in part:
+                bounds["type"] = part["type"]
+            if (key := json.dumps(bounds)) not in seen:
+                seen.add(key)
+                yield place, bounds
+
+
+def _is_within(number: Decimal, bounds: dict[str, Any]) -> bool:
+    exact = {name: Decimal(repr(bounds[name])) for name in BOUNDS if name in bounds}
+    return (
+        number >= exact.get("minimum", number)
+        and number <= exact.get("maximum", number)
+        and number > exact.get("exclusiveMinimum", number - 1)
+        and number < exact.get("exclusiveMaximum", number + 1)
+    )
+
+
+def place_of_fault(schema: Any, fault: str, fault_of: Callable[[Any], str | None]) -> str:
+    """Return a JSON pointer, ``#`` for the whole, to the innermost part that has the same fault alone.
+
+    Args:
+        schema: parsed.
+        fault: what is wrong with it.
+        fault_of: says what is wrong with a schema, "" if nothing, None if there is no time to find out.
+    """
+    place, part, trials = "#", schema, 0
+    visited = {place}
+    while isinstance(part, dict):
+        for where, child in _parts(schema, place, part):
+            trials += 1
+            if trials > MAX_PLACES:
+                return place
+            if where in visited:
+                continue
+            found = fault_of(_alone(schema, child))
+            if found is None:
+                return place
+            if found == fault:
+                place, part = where, child
+                visited.add(place)
+                break
+        else:
+            return place
+    return place
+
+
+def _parts(schema: Any, place: str, part: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield each schema within one, or that it refers to, and where it is."""
+    reference = part.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        target: Any = schema
+        for name in reference[2:].split("/"):
+            name = name.replace("~1", "/").replace("~0", "~")
+            target = target.get(name) if isinstance(target, dict) else None
+        if target is not None:
+            yield reference, target
+    for key in NAMED_SCHEMAS:
+        if key not in SHARED and isinstance(part.get(key), dict):
+            yield from ((f"{place}/{key}/{escaped(name)}", child) for name, child in part[key].items())
+    for key in LISTS:
+        if isinstance(part.get(key), list):
+            yield from ((f"{place}/{key}/{index}", child) for index, child in enumerate(part[key]))
+    yield from ((f"{place}/{key}", part[key]) for key in SINGLE if key in part)
+
+
+def _alone(schema: Any, part: Any) -> Any:
+    shared = {key: schema[key] for key in SHARED if key in schema}
+    return {**shared, **part} if isinstance(part, dict) else part
+
+
+def escaped(name: str) -> str:
+    """Return a name as a part of a JSON pointer."""
+    return json.dumps(name)[1:-1].replace("~", "~0").replace("/", "~1")
+
+
+# The process apart ----------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Answer lines of JSON: first ``[tokenizer, eos_tokens]``, then a ``[kind, text]`` for each grammar."""
+    folder, seconds, num_bytes = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+    sys.path.append(folder)  # where llguidance is
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the owner says when to end
+    source, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints is no answer
+
+    import llguidance
+
+    described, eos_tokens = json.loads(source.readline())
+    checker = Checker(llguidance, llguidance.LLTokenizer(described, eos_token=eos_tokens), seconds)
+    del described
+    _limit_memory(num_bytes)
+    answers.write(b'"ready"\n')
+    answers.flush()
+    while line := source.readline():
+        # The signal's default is to end the process, in the middle of native code, too.
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            fault = checker.fault(*json.loads(line))
+        except RecursionError:
+            fault = "it is nested too deeply"
+        except MemoryError:
+            fault = "it takes more memory to compile than is allowed"
+        except Exception as error:
+            fault = f"{type(error).__name__}: {error}"
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        answers.write(json.dumps(fault).encode() + b"\n")
+        answers.flush()
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Let the process take this many bytes beyond what it has, where the system says what that is."""
+    try:
+        with open("/proc/self/statm") as file:
+            now = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + num_bytes,) * 2)
+    except (OSError, ValueError):
+        pass
+
+
+if __name__ == "__main__":
+    main()
