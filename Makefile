@@ -7,6 +7,8 @@ PYTEST_ARGS ?= -ra
 # What the doctor of "make check-gpu" finds, and the kernels' texts of "make compile-metal".
 REPORT ?= out/doctor.json
 METAL ?= out/metal
+# Versions of the development tools; "constraints.txt constraints-lowest.txt" has the lowest MLX and mlx-lm, too.
+CONSTRAINTS ?= constraints.txt
 # One MLX process uses about one core on a CPU. Each gets a run of neighbouring tests, which share models and servers.
 PYTEST_JOBS ?= 2
 BENCH ?= scripts/bench.py
@@ -46,7 +48,8 @@ define install
 	       rm -f $(VENV)/.installed-*; break ;; \
 	  esac; \
 	done
-	PYTHONWARNINGS="ignore:Editable installation" $(PY) -m pip install --quiet --editable ".$(if $(1),[$(1)])"
+	PYTHONWARNINGS="ignore:Editable installation" $(PY) -m pip install --quiet $(addprefix --constraint ,$(CONSTRAINTS)) \
+	  --editable ".$(if $(1),[$(1)])"
 	@touch $@
 endef
 
@@ -66,7 +69,7 @@ help:
 	@echo
 	@echo "Variables: PYTHON=$(PYTHON) EXTRA=$(EXTRA) (cpu, cuda12, cuda13, or empty on macOS)"
 	@echo "           PROMPT, MAX_TOKENS (demo), PYTEST_ARGS, PYTEST_JOBS (test, test-slow), BENCH, BENCH_ARGS (bench),"
-	@echo "           REPORT (check-gpu), METAL (compile-metal)"
+	@echo "           REPORT (check-gpu), METAL (compile-metal), CONSTRAINTS (versions that are installed)"
 
 $(VENV)/.created:
 	@command -v "$(PYTHON)" >/dev/null 2>&1 || \
@@ -81,13 +84,13 @@ $(VENV)/.created:
 	$(PY) -m pip install --quiet --upgrade pip
 	@touch $@
 
-$(STAMP): pyproject.toml $(VENV)/.created
+$(STAMP): pyproject.toml $(CONSTRAINTS) $(VENV)/.created
 	$(call install,$(EXTRA))
 
-$(DEV_STAMP): pyproject.toml $(VENV)/.created
+$(DEV_STAMP): pyproject.toml $(CONSTRAINTS) $(VENV)/.created
 	$(call install,$(if $(EXTRA),$(EXTRA)$(comma))dev)
 
-$(BENCH_STAMP): pyproject.toml $(VENV)/.created
+$(BENCH_STAMP): pyproject.toml $(CONSTRAINTS) $(VENV)/.created
 	$(call install,$(if $(EXTRA),$(EXTRA)$(comma))bench)
 
 demo: $(STAMP)

@@ -14,11 +14,15 @@ import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any, NamedTuple
 
 from ..config import PagedConfig
 from ..errors import PatchError
 from ..kernels.build import backend
+
+_MODELS = "mlx_lm.models"
+_SHARED = (f"{_MODELS}.base", f"{_MODELS}.cache")  # by all models
 
 
 class Patch(NamedTuple):
@@ -45,6 +49,12 @@ class Patch(NamedTuple):
     def target(self) -> str:
         return f"{self.module}.{self.name}"
 
+    @property
+    def can_wait(self) -> bool:
+        """Whether the symbol is that of a model's module which nothing has imported yet."""
+        is_of_model = self.module.startswith(f"{_MODELS}.") and self.module not in _SHARED
+        return is_of_model and self.module not in sys.modules
+
 
 @dataclass
 class PatchReport:
@@ -53,10 +63,12 @@ class PatchReport:
     Attributes:
         applied: upstream symbols that are replaced.
         skipped: symbols left as they are, with the reason.
+        waiting: symbols of models that are not loaded yet; replaced when the first cache of such a model is made.
     """
 
     applied: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    waiting: list[str] = field(default_factory=list)
 
 
 def fingerprint(symbol: Any) -> str:
@@ -69,6 +81,7 @@ _lock = threading.RLock()
 _config = PagedConfig()
 _originals: dict[Patch, Any] = {}
 _replacements: dict[Patch, Any] = {}
+_waiting: list[Patch] = []  # for their models' modules to be imported
 _adapted: set[type] = set()  # attention classes with an adapter
 
 
@@ -81,7 +94,7 @@ def _has_adapter(layer: Any) -> bool:
 
 def _patches() -> list[Patch]:
     """All there are, on whatever device."""
-    models, attention = "mlx_lm.models", "Attention.__call__"
+    models, attention = _MODELS, "Attention.__call__"
     quantized, experts = "mlx.nn.layers.quantized", "QuantizedSwitchLinear.__call__"
     linear, embedding = "QuantizedLinear.__call__", "QuantizedEmbedding.as_linear"
     return [
@@ -165,10 +178,11 @@ def apply_patches(config: PagedConfig | None = None, *, strict: bool = False) ->
 
     Args:
         config: options; None reads the ``MLX_PAGED_*`` variables (or keeps the present options if patched already).
-        strict: raise instead of skipping a symbol whose upstream source is not the one known.
+        strict: raise instead of skipping a symbol whose upstream source is not the one known; all model modules are
+            imported for that.
 
     Returns:
-        Which symbols are replaced and which are not.
+        Which symbols are replaced, which are not, and which will be when their model is used.
 
     Raises:
         PatchError: strict, and a symbol, or a name that its replacement needs, is missing or has changed. Nothing is
@@ -181,32 +195,60 @@ def apply_patches(config: PagedConfig | None = None, *, strict: bool = False) ->
         config = config or (_config if _originals else PagedConfig.from_env())
         config.check_rotation()
         config.check_kernel()
-        report = PatchReport()
-        found: dict[Patch, tuple[Any, Any]] = {}
-        for patch in _patches_here():
-            known = next((old for old in _originals if old.target == patch.target), None)
-            if known is not None:
-                report.applied.append(patch.target)
-                continue
-            reason, original = _inspect(patch)
-            if reason is None:
-                try:
-                    found[patch] = original, _replacement_of(patch, original)
-                except Exception as error:
-                    reason = f"its adapter cannot be used with this version of mlx-lm ({type(error).__name__}: {error})"
-            if reason is None:
-                report.applied.append(patch.target)
-            else:
-                report.skipped[patch.target] = reason
-        if report.skipped and strict:
-            raise PatchError("; ".join(f"{target}: {reason}" for target, reason in report.skipped.items()))
-        for target, reason in report.skipped.items():
-            warnings.warn(f"mlx_paged: {target} is not patched: {reason}; mlx-lm's own code runs", stacklevel=2)
-        for patch, (original, replacement) in found.items():
-            _install(patch, original, replacement)
+        waiting = [] if strict else [patch for patch in _patches_here() if patch.can_wait]
+        report = _apply([patch for patch in _patches_here() if patch not in waiting], strict=strict)
+        _waiting[:] = waiting
+        report.waiting = [patch.target for patch in waiting]
         _call_if_loaded("cache.layer_cache", "mask_rows", False)
         _config = config
         return report
+
+
+def _apply(patches: Sequence[Patch], *, strict: bool) -> PatchReport:
+    """Replace what these patches are for, and warn of what cannot be replaced; or raise PatchError, and replace
+    nothing."""
+    report = PatchReport()
+    found: dict[Patch, tuple[Any, Any]] = {}
+    for patch in patches:
+        known = next((old for old in _originals if old.target == patch.target), None)
+        if known is not None:
+            report.applied.append(patch.target)
+            continue
+        reason, original = _inspect(patch)
+        if reason is None:
+            try:
+                found[patch] = original, _replacement_of(patch, original)
+            except Exception as error:
+                reason = f"its adapter cannot be used with this version of mlx-lm ({type(error).__name__}: {error})"
+        if reason is None:
+            report.applied.append(patch.target)
+        else:
+            report.skipped[patch.target] = reason
+    if report.skipped and strict:
+        raise PatchError("; ".join(f"{target}: {reason}" for target, reason in report.skipped.items()))
+    for target, reason in report.skipped.items():
+        warnings.warn(f"mlx_paged: {target} is not patched: {reason}; mlx-lm's own code runs", stacklevel=3)
+    for patch, (original, replacement) in found.items():
+        _install(patch, original, replacement)
+    return report
+
+
+def _apply_to_loaded_models() -> None:
+    """Replace the symbols of models whose modules have been imported since the patches were applied."""
+    if all(patch.can_wait for patch in _waiting):
+        return
+    with _lock:
+        ready = [patch for patch in _waiting if not patch.can_wait]
+        _apply(ready, strict=False)
+        _waiting[:] = [patch for patch in _waiting if patch not in ready]
+
+
+def check_known(target: str) -> None:
+    """Raise PatchError if this upstream symbol is not the one that its adapter was written for."""
+    patch = next(patch for patch in _patches() if patch.target == target)
+    reason = None if any(old.target == target for old in _originals) else _inspect(patch)[0]
+    if reason is not None:
+        raise PatchError(f"{target}: {reason} (mlx-lm {metadata.version('mlx-lm')} is installed)")
 
 
 def remove_patches() -> None:
@@ -227,6 +269,7 @@ def remove_patches() -> None:
                 _rebind(attribute, _replacements[patch], original)
         _originals.clear()
         _replacements.clear()
+        _waiting.clear()
         _adapted.clear()
         _call_if_loaded(
             "cache.layer_cache", "mask_rows", True
@@ -269,7 +312,7 @@ def _replacement_of(patch: Patch, original: Any) -> Any:
     module, _, name = patch.adapter.rpartition(".")
     adapt = getattr(importlib.import_module(f".{module}", __package__), name)
     if patch.name == "make_prompt_cache":
-        return adapt(original, config=lambda: _config, adapted=_has_adapter)
+        return adapt(original, config=lambda: _config, adapted=_has_adapter, prepare=_apply_to_loaded_models)
     return adapt(original)
 
 

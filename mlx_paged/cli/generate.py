@@ -15,7 +15,7 @@ from ..config import STOCK_QUANTISES, KVBits, PagedConfig
 from ..early_interrupt import raise_at_interrupt
 from ..engine.grammar.processor import GrammarProcessor
 from ..engine.ranks.ranks import Ranks
-from ..errors import ConfigError
+from ..errors import ConfigError, PatchError
 from ..model_folder import check_model_folder, explain_load_errors, tell_if_unbounded, tell_unbounded
 from ..patches.replaced import replaced
 from ..serve.refusal import RequestRefused
@@ -110,6 +110,8 @@ def run(
         raise ConfigError("--prompt-lookup is for the batch of a --prompts-file on pages, not for a prompt alone")
     if asked is not None and asked.format is None and args.prompts_file is not None:
         raise ConfigError(f"--prompts-file: {asked.why_not}")
+    if args.prompts_file is not None:
+        _check_batches()
     if not args.no_paged:
         if asked is not None and asked.format is None:
             warn_once(STOCK_QUANTISES)
@@ -131,6 +133,16 @@ def run(
         upstream.main()
     if args.cache_stats:
         _print_stats(used)
+
+
+def _check_batches() -> None:
+    """Raise ConfigError if prompts cannot be batched with this version of mlx-lm."""
+    from ..patches.registry import check_known
+
+    try:
+        check_known("mlx_lm.generate.BatchGenerator")
+    except PatchError as error:
+        raise ConfigError(f"--prompts-file does not run with this version of mlx-lm: {error}") from None
 
 
 def _teaching(grammars: AnswerGrammars, load: Callable[..., Any]) -> Callable[..., Any]:

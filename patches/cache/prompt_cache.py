@@ -90,13 +90,24 @@ def factory_of(
 
 
 def make_prompt_cache_patch(
-    original: Callable[..., list[Any]], config: Callable[[], PagedConfig], adapted: Callable[[Any], bool]
+    original: Callable[..., list[Any]],
+    config: Callable[[], PagedConfig],
+    adapted: Callable[[Any], bool],
+    prepare: Callable[[], None] = lambda: None,
 ) -> Callable[..., list[Any]]:
-    """Replacement of ``make_prompt_cache``: paged caches where a layer's stock cache can be paged."""
+    """Return the replacement of ``make_prompt_cache``: paged caches where a layer's stock cache can be paged.
+
+    Args:
+        original: mlx-lm's function.
+        config: gives the present options.
+        adapted: whether a layer's attention has an adapter.
+        prepare: called before a model's caches are looked at.
+    """
 
     def factory(
         model: Any, max_kv_size: int | None = None, change: Callable[[PagedConfig], PagedConfig] | None = None
     ) -> CacheFactory:
+        prepare()
         caches = original(model, max_kv_size)
         layers = list(getattr(model, "layers", []))
         has_adapters = (

@@ -25,10 +25,20 @@ from .handler import PagedAPIHandler
 from .prompt_job import PROCESS, make_prompt
 from .response_generator import PagedResponseGenerator
 
-# Upstream's code that the subclasses here lean on.
+# Upstream's functions that the subclasses here call or inherit.
 KNOWN = {
-    "ResponseGenerator": "aee1d7c01c8126e7",
-    "APIHandler": "a66091f4d0265f80",
+    "ResponseGenerator.__init__": "6aa176f1f2a24831",
+    "ResponseGenerator.generation_available": "8ff47c6c56064b8f",
+    "ResponseGenerator.join": "25e97412ab9c7699",
+    "ResponseGenerator._tokenize": "ec31a09902520a3e",
+    "ResponseGenerator._make_state_machine": "098c3fe2d12b40e3",
+    "ResponseGenerator._is_batchable": "8e89df733585547a",
+    "ResponseGenerator._serve_single": "a3e9e3aa7d3dd5b2",
+    "APIHandler.__init__": "faafdb5ed6e9050b",
+    "APIHandler._set_cors_headers": "e28a23a37df1859f",
+    "APIHandler._set_stream_headers": "13d88b2c21ca501e",
+    "APIHandler.do_OPTIONS": "f94e2bd4aa83e218",
+    "APIHandler.handle_chat_completions": "c05d35788d6cc86e",
     "_run_http_server": "3eb4368eeee268de",
     "run": "1f26d0701397089d",
 }
@@ -124,6 +134,6 @@ def replacements(module: Any) -> dict[str, Any]:
 
 def _is_known(module: Any, name: str, known: str) -> bool:
     try:
-        return fingerprint(getattr(module, name)) == known
+        return fingerprint(functools.reduce(getattr, name.split("."), module)) == known
     except (AttributeError, OSError, TypeError):
         return False

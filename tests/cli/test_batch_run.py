@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import re
@@ -22,7 +23,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from mlx_paged.cli.answer_grammars import AnswerGrammars
 from mlx_paged.cli.batch_run import QUEUED_PER_ROW, BatchRun
-from mlx_paged.cli.generate import extend_parser
+from mlx_paged.cli.generate import extend_parser, main
 from mlx_paged.cli.prompts_file import Prompt, Results
 from mlx_paged.cli.sampling import Sampling
 from tests.cli.test_command_line import save_model
@@ -75,6 +76,15 @@ def test_results_equal_stocks_also_in_a_tight_pool(folder: Path, expected: list[
         assert [record["index"] for record in records(done.stdout)] == list(range(6))
         assert [record["prompt_tokens"] for record in records(done.stdout)] == [5, 90, 1, 33, 17, 60]
         assert "6 prompts" in done.stderr
+
+
+def test_an_unknown_batch_generator_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("mlx_lm.generate")
+    monkeypatch.setattr(module, "BatchGenerator", type("BatchGenerator", (module.BatchGenerator,), {}))
+    for flags in ((), ("--no-paged",)):
+        monkeypatch.setattr(sys, "argv", ["mlx_paged.generate"])
+        with pytest.raises(SystemExit, match=r"--prompts-file does not run with this version of mlx-lm: .* installed"):
+            main(arguments(folder, "--prompts-file", "-", *flags)[1:])
 
 
 @pytest.mark.parametrize("flags", [(), ("--no-paged",)])

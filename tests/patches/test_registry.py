@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import types
+import warnings
 import weakref
 
 import mlx.nn as nn
@@ -45,7 +46,7 @@ def test_every_symbol_is_the_original_object_after_removal() -> None:
         "generate.make_prompt_cache",
         "models.llama.Attention.__call__",
     } <= changed
-    assert len(report.applied) == len(registry._patches_here()) and not report.skipped
+    assert len(report.applied) + len(report.waiting) == len(registry._patches_here()) and not report.skipped
     mlx_paged.remove_patches()
     after = upstream_symbols()
     assert before.keys() == after.keys()
@@ -96,6 +97,46 @@ def test_changed_upstream_source_is_skipped_with_a_warning(monkeypatch: pytest.M
     with pytest.warns(mlx_paged.FallThroughWarning, match="no attention writes to"):
         cache = upstream_cache.make_prompt_cache(build("qwen3"))
     assert type(cache[0]).__name__ == "KVCache"
+
+
+def test_a_changed_model_is_warned_of_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlx_lm.models import cache as upstream_cache
+    from mlx_lm.models import qwen3
+
+    llama, model = build("llama"), build("qwen3")
+    monkeypatch.setattr(qwen3.Attention, "__call__", lambda self, x, mask=None, cache=None: x)
+    monkeypatch.delitem(sys.modules, "mlx_lm.models.qwen3")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = mlx_paged.apply_patches()
+        upstream_cache.make_prompt_cache(llama)
+    assert "mlx_lm.models.qwen3.Attention.__call__" in report.waiting and not report.skipped
+    monkeypatch.setitem(sys.modules, "mlx_lm.models.qwen3", qwen3)
+    with pytest.warns(UserWarning) as caught:
+        upstream_cache.make_prompt_cache(model)
+    told = [str(warning.message) for warning in caught if "is not patched" in str(warning.message)]
+    assert len(told) == 1 and "mlx_lm.models.qwen3.Attention.__call__" in told[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        upstream_cache.make_prompt_cache(llama)
+    with pytest.warns(UserWarning, match="qwen3"):
+        assert "mlx_lm.models.qwen3.MLP.__call__" in mlx_paged.apply_patches().applied
+
+
+def test_no_model_is_imported_before_it_is_used() -> None:
+    program = (
+        "import sys, mlx_paged; report = mlx_paged.apply_patches(); "
+        "loaded = {name for name in sys.modules if name.startswith('mlx_lm.models.')}; "
+        "from mlx_lm.models import cache, llama; "
+        "options = dict(model_type='llama', hidden_size=32, num_hidden_layers=1, intermediate_size=32); "
+        "args = llama.ModelArgs(**options, num_attention_heads=2, rms_norm_eps=1e-5, vocab_size=9); "
+        "caches = cache.make_prompt_cache(llama.Model(args)); "
+        "print(sorted(loaded), type(caches[0]).__name__, llama.Attention.__call__.__module__, len(report.waiting) > 20)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    parts = ["mlx_lm.models.base", "mlx_lm.models.cache", "mlx_lm.models.mla"]  # which models share
+    expected = f"{parts} PagedLayerCache mlx_paged.patches.models.attention True"
+    assert ended.stdout.strip() == expected, ended.stdout + ended.stderr
 
 
 def test_missing_upstream_symbol_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +267,7 @@ def test_fingerprints_of_all_replaced_symbols_are_those_known(capsys: pytest.Cap
     lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
     assert {name: value for name, value, _ in lines} == registry.known_fingerprints()
     assert {verdict for *_, verdict in lines} == {"known"}
-    assert "mlx_lm.server.ResponseGenerator" in {name for name, *_ in lines}
+    assert "mlx_lm.server.ResponseGenerator._tokenize" in {name for name, *_ in lines}
 
 
 def test_a_changed_or_missing_symbol_is_told_with_what_is_known(
