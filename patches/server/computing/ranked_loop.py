@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from queue import Empty
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,13 @@ from ....serve.health.memory_reading import MemoryReading, nearest, read_memory
 from ....serve.health.memory_watch import MemoryWatch
 from ...cache.pools import known_pool
 from .computing_loop import IDLE_SECONDS, ComputingLoop, check_pool
-from .shared_request import SharedQueue, described, request_of
+from .shared_request import ComingRequests, SharedQueue, SharedRequest, described, request_of
 from .tidying import TIDY_SECONDS, for_seconds
 
 if TYPE_CHECKING:
     from ..response_generator import PagedResponseGenerator
 
+COMPILING_SECONDS = 0.005  # between turns in which nothing but grammars is being compiled
 TICK_SECONDS = 1.0  # between turns without work: prefixes may expire, memory be given back
 
 
@@ -42,7 +44,8 @@ class RankedLoop(ComputingLoop):
         super().__init__(owner, clock=lambda: ranks.now)
         self.ranks = ranks
         self._news: dict[str, Any] = {}
-        self._coming: list[Any] = []
+        self._new: list[SharedRequest] = []
+        self._coming = ComingRequests(ranks)
 
     def run(self) -> None:
         """Until rank 0 says that all end. Raises what ends only this rank."""
@@ -71,6 +74,14 @@ class RankedLoop(ComputingLoop):
             stats = pool.stats()
             logging.info("rank %d at its end: %d blocks cached; %s", self.ranks.rank, stats.cached_blocks, stats)
 
+    @property
+    def is_busy(self) -> bool:
+        return super().is_busy or bool(self._coming)
+
+    def refuse_all(self) -> None:
+        self.pending += self._coming.close()
+        super().refuse_all()
+
     # Rank 0 ---------------------------------------------------------------------------------------------------
 
     def _collected(self) -> dict[str, Any]:
@@ -79,10 +90,11 @@ class RankedLoop(ComputingLoop):
         items: list[Any] = []
         until = time.monotonic() + TICK_SECONDS
         while not (items or owner.is_stopping or self.is_busy or time.monotonic() > until):
-            try:
+            with suppress(Empty):
                 items.append(owner.requests.get(timeout=IDLE_SECONDS))
-            except Empty:
-                continue
+        if self._coming and not super().is_busy:
+            with suppress(Empty):
+                items.append(owner.requests.get(timeout=COMPILING_SECONDS))
         while True:
             try:
                 items.append(owner.requests.get_nowait())
@@ -91,11 +103,11 @@ class RankedLoop(ComputingLoop):
         for queue, request, _ in items:
             if request is None:  # only what prompts are made with was wanted
                 queue.put(owner.present_setup())
-        self._coming = [item for item in items if item[1] is not None]
+        self._new = [SharedRequest(*item) for item in items if item[1] is not None]
         return {
             "now": time.monotonic(),
             "ends": owner.is_stopping,
-            "requests": [described(*item) for item in self._coming],
+            "requests": [described(*each) for each in self._new],
             "gone": [queue.number for queue in self._queues() if not queue.client_waits],
         }
 
@@ -104,12 +116,15 @@ class RankedLoop(ComputingLoop):
     def _take_requests(self) -> None:
         news = self._news
         if self.ranks.rank > 0:
-            self._coming = [request_of(each, self.owner.present_setup()) for each in news["requests"]]
-        self.pending += self._coming
-        self._coming = []
+            self._new = [request_of(each) for each in news["requests"]]
+        if self._new:
+            self.pending += self._coming.add(self._new, self.owner.present_setup())
+            self._new = []
         gone = set(news["gone"])
         for queue in self._queues():
             queue.is_wanted = queue.is_wanted and queue.number not in gone
+        self._coming.drop_gone()
+        self.pending += self._coming.ready()
         self._drop_gone()
         if self.is_busy:
             self._tidying.note_work()
@@ -120,6 +135,7 @@ class RankedLoop(ComputingLoop):
 
     def _queues(self) -> Iterator[SharedQueue]:
         """Of all requests that have been told to the ranks and are not over."""
+        yield from (queue for queue, *_ in self._coming)
         yield from (queue for queue, *_ in self.pending)  # type: ignore[misc]
         if self.batch is not None:
             yield from (served.queue for served in self.batch.served.values())  # type: ignore[misc]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 from mlx_lm import server as upstream
 
 from ....engine.grammar.source import GrammarSource
+from ....engine.ranks.ranks import Ranks
 from ....serve.constraints.constraint import Constraint
 from ....serve.constraints.tools import Tool, Tools
 from ....serve.prompt_maker import PromptSetup
 from ....serve.prompt_messages import MadePrompt
+from ....serve.refusal import invalid
 from ..answer_queue import NOBODY, AnswerQueue
 from ..prepared_request import PreparedRequest
 
@@ -32,6 +35,93 @@ class SilentQueue(SharedQueue):
 
     def _put(self, item: Any) -> None:
         pass
+
+
+class SharedRequest(NamedTuple):
+    """A request with the queue of its answer, as a loop's ``pending`` holds it."""
+
+    queue: SharedQueue
+    request: PreparedRequest
+    args: upstream.GenerationArguments
+
+
+class ComingRequests:
+    """Requests that rank 0 has told of and that wait until every rank has their grammars.
+
+    Rank 0 has compiled them before; the others compile them in a thread, and no step waits for that. All ranks make the
+    same calls in the same steps, so a request begins in the same step on all.
+
+    Args:
+        ranks: that compute the model together.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._waiting: dict[int, tuple[SharedRequest, Future[None] | None]] = {}
+        self._compiler: ThreadPoolExecutor | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[SharedRequest]:
+        return (request for request, _ in self._waiting.values())
+
+    def add(self, requests: Iterable[SharedRequest], setup: PromptSetup) -> list[SharedRequest]:
+        """Return those that have no grammar; begin to compile the others', but on rank 0, which has done so.
+
+        Args:
+            requests: that have come.
+            setup: of the model.
+        """
+        free = []
+        for each in requests:
+            if each.request.constraint is None:
+                free.append(each)
+                continue
+            future = None
+            if self._ranks.rank > 0:
+                if self._compiler is None:
+                    self._compiler = ThreadPoolExecutor(1, "grammars")
+                future = self._compiler.submit(each.request.constrain, setup, each.queue, is_checked=True)
+            self._waiting[each.queue.number] = each, future
+        return free
+
+    def ready(self) -> list[SharedRequest]:
+        """Return those whose grammars every rank has; those for which a rank has none are refused on all."""
+        if not self._waiting:
+            return []
+        done = [(number, future) for number, (_, future) in self._waiting.items() if future is None or future.done()]
+        mine = {str(number): None if future is None else _fault(future) for number, future in done}
+        of_all = self._ranks.exchange(mine)
+        ready = []
+        for number in [number for number in self._waiting if all(str(number) in each for each in of_all)]:
+            request, _ = self._waiting.pop(number)
+            fault = next((each[str(number)] for each in of_all if each[str(number)] is not None), None)
+            if fault is not None:
+                request.queue.put(invalid(fault))
+            else:
+                ready.append(request)
+        return ready
+
+    def drop_gone(self) -> None:
+        """Forget requests whose clients have gone."""
+        for request in list(self):
+            if not request.queue.is_wanted:
+                _, future = self._waiting.pop(request.queue.number)
+                if future is not None:
+                    future.cancel()
+
+    def close(self) -> list[SharedRequest]:
+        """End the thread, and return the requests that still wait."""
+        if self._compiler is not None:
+            self._compiler.shutdown(wait=False, cancel_futures=True)
+        left, self._waiting = list(self), {}
+        return left
+
+
+def _fault(future: Future[None]) -> str | None:
+    error = future.exception()
+    return None if error is None else f"{type(error).__name__}: {error}"
 
 
 def queue_of(
@@ -55,25 +145,15 @@ def described(queue: AnswerQueue, request: PreparedRequest, args: upstream.Gener
     }
 
 
-def request_of(
-    told: dict[str, Any], setup: PromptSetup
-) -> tuple[SharedQueue, PreparedRequest, upstream.GenerationArguments]:
-    """The request that :func:`described` has told of, with its grammar, on a rank without clients.
-
-    Args:
-        setup: of the model.
-
-    Raises:
-        RequestRefused: the grammar cannot be made, as it could on rank 0.
-    """
+def request_of(told: dict[str, Any]) -> SharedRequest:
+    """Return the request that :func:`described` has told of, without its grammar, on a rank without clients."""
     args = _arguments(told["args"])
     queue = SilentQueue(args.stop_words)
     queue.number = told["number"]
     request = PreparedRequest("text", "", [], None, None, made=MadePrompt(*told["made"]), salt=told["salt"])
     request.prompt_lookup = told["prompt_lookup"]
     request.constraint = _constraint(told["constraint"])
-    request.constrain(setup, queue)
-    return queue, request, args
+    return SharedRequest(queue, request, args)
 
 
 def _arguments(told: dict[str, Any]) -> upstream.GenerationArguments:

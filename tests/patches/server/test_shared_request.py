@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from mlx_lm import server as upstream
 
+from mlx_paged.errors import GrammarError
 from mlx_paged.patches.server.answers.arguments import generation_arguments
-from mlx_paged.patches.server.computing.shared_request import SharedQueue, SilentQueue, described, queue_of, request_of
+from mlx_paged.patches.server.computing.shared_request import (
+    ComingRequests,
+    SharedQueue,
+    SharedRequest,
+    SilentQueue,
+    described,
+    queue_of,
+    request_of,
+)
 from mlx_paged.patches.server.prepared_request import PreparedRequest
 from mlx_paged.serve.constraints.constraint import Constraint, constraint_of
 from mlx_paged.serve.prompt_messages import MadePrompt
+from mlx_paged.serve.refusal import RequestRefused
 
 CLI: Any = SimpleNamespace(temp=0.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=9, num_draft_tokens=3)
 TOOL = {
@@ -35,16 +48,6 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
-class Setup:
-    """Takes constraints, and makes no grammars of them."""
-
-    tokenizer = SimpleNamespace(think_end=None)
-
-    def __init__(self) -> None:
-        self.asked: list[Constraint] = []
-        self.grammars = SimpleNamespace(compile=lambda constraint, **options: self.asked.append(constraint))
-
-
 @pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
 def test_it_comes_as_it_was(body: dict[str, Any]) -> None:
     args = generation_arguments(body, CLI)
@@ -53,13 +56,11 @@ def test_it_comes_as_it_was(body: dict[str, Any]) -> None:
     request = PreparedRequest("chat", "", [{"role": "user", "content": "x"}], None, None, made, "salt", constraint)
     request.prompt_lookup = 3
     queue = queue_of(args.stop_words, is_shared=True)
-    setup: Any = Setup()
-    mine, theirs, its_args = request_of(json.loads(json.dumps(described(queue, request, args))), setup)
+    mine, theirs, its_args = request_of(json.loads(json.dumps(described(queue, request, args))))
     assert mine.number == queue.number
     assert its_args == args
     assert (theirs.made, theirs.salt, theirs.prompt_lookup) == (made, "salt", 3)
     assert theirs.constraint == constraint
-    assert setup.asked == ([] if constraint is None else [constraint])
     if constraint is not None and constraint.schema is not None:
         assert json.dumps(theirs.constraint.schema) == json.dumps(constraint.schema)  # in its order
 
@@ -81,3 +82,113 @@ def test_a_rank_without_clients_finds_stop_strings_and_keeps_nothing() -> None:
         queue.put(upstream.Response(text, 1, 0.0, None, ()))
     assert queue.is_stopped
     assert queue.qsize() == 0
+
+
+class Exchange:
+    """Two ranks in two threads, whose values are exchanged."""
+
+    def __init__(self) -> None:
+        self.size = 2
+        self._values: list[Any] = [None, None]
+        self._barrier = threading.Barrier(2, timeout=60)
+
+    def of_rank(self, rank: int) -> Any:
+        def exchange(value: Any) -> list[Any]:
+            self._values[rank] = json.loads(json.dumps(value))
+            self._barrier.wait()
+            values = list(self._values)
+            self._barrier.wait()
+            return values
+
+        return SimpleNamespace(rank=rank, exchange=exchange)
+
+
+class Setup:
+    """Compiles when it may, or raises."""
+
+    tokenizer = SimpleNamespace(think_end=None)
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.may_compile, self.is_asked, self._error = threading.Event(), threading.Event(), error
+        self.grammars = SimpleNamespace(compile=self._compile)
+
+    def _compile(self, constraint: Constraint, *, is_checked: bool, **options: Any) -> str:
+        assert is_checked, "on rank 0"
+        self.is_asked.set()
+        assert self.may_compile.wait(60)
+        if self._error is not None:
+            raise self._error
+        return "compiled"
+
+
+def told_requests() -> tuple[list[SharedRequest], list[SharedRequest]]:
+    """A request with a grammar and one without, as rank 0 has them and as the other rank does."""
+    mine = []
+    for body in (BODIES[4], BODIES[0]):
+        args = generation_arguments(body, CLI)
+        made = MadePrompt([5, 6, 7], [[5], [6, 7]], ["system", "user"], "normal")
+        request = PreparedRequest("chat", "", [], None, None, made, None, constraint_of(body, chat=True))
+        queue: Any = queue_of((), is_shared=True)
+        mine.append(SharedRequest(queue, request, args))
+    return mine, [request_of(json.loads(json.dumps(described(*each)))) for each in mine]
+
+
+def run_ranks(setup: Setup, steps: Callable[[int, ComingRequests], None]) -> list[ComingRequests]:
+    exchange = Exchange()
+    coming = [ComingRequests(exchange.of_rank(rank)) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(steps, range(2), coming))
+    return coming
+
+
+def test_a_request_begins_on_all_ranks_when_each_has_its_grammar() -> None:
+    setup, told = Setup(), told_requests()
+    begun: list[list[tuple[int, int]]] = [[], []]
+    free: list[list[int]] = [[], []]
+
+    def steps(rank: int, coming: ComingRequests) -> None:
+        free[rank] = [each.queue.number for each in coming.add(told[rank], cast(Any, setup))]
+        for step in range(1000):
+            if rank == 0 and step == 5:
+                assert setup.is_asked.wait(60)
+                setup.may_compile.set()
+            begun[rank] += [(step, each.queue.number) for each in coming.ready()]
+            if not coming:
+                break
+
+    coming = run_ranks(setup, steps)
+    (constrained, plain) = told[0]
+    assert free == [[plain.queue.number]] * 2, "which does not wait for it"
+    assert begun[0] == begun[1] and [number for _, number in begun[0]] == [constrained.queue.number]
+    assert begun[0][0][0] >= 5, "steps went on while it was compiled"
+    assert told[1][0].request.grammar == "compiled"  # type: ignore[comparison-overlap]
+    assert [each.close() for each in coming] == [[], []]
+
+
+def test_a_grammar_that_one_rank_cannot_make_is_refused_on_all() -> None:
+    setup, told = Setup(GrammarError("llguidance is not here")), told_requests()
+    setup.may_compile.set()
+
+    def steps(rank: int, coming: ComingRequests) -> None:
+        coming.add(told[rank], cast(Any, setup))
+        while coming:
+            assert coming.ready() == []
+
+    run_ranks(setup, steps)
+    refused = told[0][0].queue.get(timeout=60)
+    assert isinstance(refused, RequestRefused) and "llguidance is not here" in str(refused)
+
+
+def test_who_goes_while_others_compile_is_forgotten() -> None:
+    setup, told = Setup(), told_requests()
+
+    def steps(rank: int, coming: ComingRequests) -> None:
+        coming.add(told[rank], cast(Any, setup))
+        assert coming.ready() == []
+        told[rank][0].queue.is_wanted = False
+        coming.drop_gone()
+        assert not coming and coming.ready() == []
+
+    coming = run_ranks(setup, steps)
+    setup.may_compile.set()
+    assert [each.close() for each in coming] == [[], []]
