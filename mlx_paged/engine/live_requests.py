@@ -87,9 +87,7 @@ class LiveRequests:
             self.sharing = Snapshots(self.requests) if pool is None else PrefixSharing(prefixes, pool, self.requests)
         chunk = min(prefill_step_size, STEP_TOKENS) if self.packs else prefill_step_size
         if self.pool is not None:
-            cached = (lambda request: 0) if self.sharing is None else self.sharing.available
-            will_find = self.sharing.will_find if self.sharing is not None else lambda requests: [0] * len(requests)
-            self.budget = RequestBudget(self.pool, chunk=chunk, cached=cached, will_find=will_find)
+            self.budget = RequestBudget(self.pool, chunk=chunk, sharing=self.sharing)
         grid = min(prefill_step_size, IN_PLACE_STEP_TOKENS) if self.in_place or self.packs else prefill_step_size
         token_budget = grid
         if self.packs:  # a step size that somebody has chosen bounds every step

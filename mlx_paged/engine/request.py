@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ class Request:
         uid: the caller's name for it; younger requests have larger ones.
         segments: of the prompt; a chunk ends where one does.
         max_tokens: to generate.
-        caches: one per layer, empty or with what came with the request.
+        caches: one per layer, empty or with what came with the request. Those are forked: their owner may go on.
         history: the tokens in them, as far as the caller told them.
         sampler, processors, matcher: of mlx-lm, or like its own.
         options: what else the caller says of it.
@@ -38,7 +39,7 @@ class Request:
         origin: where the grid of chunks begins.
         source: tokens computed here: the prompt, then what was generated and delivered.
         prompt_length: of the prompt.
-        given: the cache that came with the request, never written to; None if there was none.
+        given: a fork of the cache that came with the request, never written to; None if there was none.
         caches: one per layer while the request runs, else None.
         num_cached: tokens it found computed when it first started; None before.
         num_reported: tokens of the prompt whose progress was reported.
@@ -67,8 +68,8 @@ class Request:
         self.uid = uid
         self.options = options
         self.history = list(history)
-        self.given = list(caches) if any(not cache.empty() for cache in caches) else None
-        sequence = sequence_of(caches)
+        self.given = copy.deepcopy(list(caches)) if any(not cache.empty() for cache in caches) else None
+        sequence = sequence_of(self.given or caches)
         if self.given is None:
             self.kept = 0
         else:
@@ -103,6 +104,11 @@ class Request:
 
     def __repr__(self) -> str:
         return f"Request(uid={self.uid}, length={self.length}, prefill_end={self.prefill_end})"
+
+    @property
+    def knows_history(self) -> bool:
+        """Whether :meth:`cached_tokens` are all tokens in its cache: those of a cache that came with it were told."""
+        return self.given is None or 0 < len(self.history) == self.kept
 
     @property
     def is_prefilled(self) -> bool:

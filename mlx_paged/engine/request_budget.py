@@ -11,6 +11,8 @@ from ..kv.budget import Append, PoolBudget
 from ..kv.pool import BlockPool
 from .request import Request
 from .scheduler import Growth, ScheduledStep
+from .sharing.prefix_sharing import PrefixSharing
+from .sharing.snapshots import Snapshots
 
 # Tokens to be generated that the pool grows for at once (docs/adr/0001).
 GENERATED_AHEAD = 512
@@ -22,9 +24,7 @@ class RequestBudget:
     Args:
         pool: of their caches.
         chunk: most tokens of a prompt computed at a time.
-        cached: tokens of a request that has not started which it would find in a prefix cache.
-        will_find: of requests, oldest first, the tokens that each is going to find there when it starts after those
-            before it.
+        sharing: finds the prefixes of requests that have not started; None: there are none.
     """
 
     def __init__(
@@ -32,13 +32,11 @@ class RequestBudget:
         pool: BlockPool,
         *,
         chunk: int,
-        cached: Callable[[Request], int],
-        will_find: Callable[[Sequence[Request]], Sequence[int]],
+        sharing: PrefixSharing | Snapshots | None = None,
     ) -> None:
         self.budget = PoolBudget(pool, chunk=chunk)
         self._block_size = pool.block_size
-        self._cached = cached
-        self._will_find = will_find
+        self._sharing = sharing
 
     def holds(self, num_tokens: int, tables: Sequence[BlockTable] | None = None) -> bool:
         """See :meth:`PoolBudget.holds`."""
@@ -54,10 +52,13 @@ class RequestBudget:
             return True  # every decode step asks, and there mostly is plenty
         listed = []
         for request, num_tokens in growth:
-            if request.sequence is None:
-                cached = min(self._cached(request), num_tokens - 1)
+            held_alone: Sequence[int] = ()
+            if request.sequence is None and self._sharing is not None:
+                cached = min(self._sharing.available(request), num_tokens - 1)
                 num_tokens -= cached - cached % self._block_size  # a block shared in part is copied
-            listed.append(_append(request, num_tokens))
+                # The pool counts these among the blocks that can be had. Once the request holds them, they cannot.
+                held_alone = self._sharing.held_alone(request)
+            listed.append(_append(request, num_tokens)._replace(held_alone=held_alone))
         while not self.budget.fits(listed):
             if not evict():
                 return False
@@ -94,7 +95,8 @@ class RequestBudget:
         they may be."""
         expected = []
         left = self.budget.pool.memory.unheld_bytes
-        for request, found in zip(requests, self._will_find(requests), strict=True):
+        cached = [0] * len(requests) if self._sharing is None else self._sharing.will_find(requests)
+        for request, found in zip(requests, cached, strict=True):
             prompt = max(0, request.prefill_end + 1 - request.length)
             num_tokens = min(request.num_missing, prompt + GENERATED_AHEAD)
             if request.sequence is None:

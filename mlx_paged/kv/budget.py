@@ -17,11 +17,14 @@ class Append(NamedTuple):
         tables: one for each group; None: it holds nothing yet.
         num_tokens: to append.
         forked: the tables stay as they are, and a fork of them takes the tokens.
+        held_alone: blocks of each group that only a prefix cache holds now, and that the sequence takes over; () if
+            there are none.
     """
 
     tables: Sequence[BlockTable] | None
     num_tokens: int
     forked: bool = False
+    held_alone: Sequence[int] = ()
 
 
 Growth = Iterable[Append | tuple[Sequence[BlockTable] | None, int]]
@@ -119,4 +122,5 @@ class PoolBudget:
     def _blocks(self, index: int, append: Append) -> int:
         table = append.tables[index] if append.tables else None
         group = self.pool.groups[index]
-        return group.blocks_to_append(table, append.num_tokens, chunk=self.chunk, forked=append.forked)
+        taken_over = append.held_alone[index] if append.held_alone else 0
+        return taken_over + group.blocks_to_append(table, append.num_tokens, chunk=self.chunk, forked=append.forked)

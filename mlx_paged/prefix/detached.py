@@ -189,6 +189,9 @@ class SharedPrefixes:
     def held(self, tokens: Sequence[int], salt: Hashable = None) -> int:
         return self.tree.match(tokens, salted(self.salt, salt)).length
 
+    def held_alone(self, tokens: Sequence[int], salt: Hashable = None) -> Sequence[int]:
+        return self.tree.held_alone(tokens, salted(self.salt, salt))
+
     def donate(self, tokens: Sequence[int], tables: Sequence[BlockTable], salt: Hashable = None) -> None:
         length = min(len(tokens), *(table.length for table in tables))
         if length:

@@ -69,7 +69,12 @@ class HeldBlocks:
         held, refcount = self.counts[group], self.pool.groups[group].allocator.refcount
         # Asked for in every step while the pool is full, and of all blocks: no Python code for each of them.
         cached = sum(map(operator.eq, map(refcount, held), held.values()))
-        return cached - sum(refcount(b) == held[b] for b in set(without) if b != NULL_BLOCK)
+        return cached - self.num_cached_of(group, set(without))
+
+    def num_cached_of(self, group: int, block_ids: Iterable[int]) -> int:
+        """Return how many of these blocks, each given once, nobody else holds."""
+        held, refcount = self.counts[group], self.pool.groups[group].allocator.refcount
+        return sum(b != NULL_BLOCK and refcount(b) == held[b] for b in block_ids)
 
     def reset(self, group: int, block_ids: Iterable[int]) -> None:
         """Hold exactly one reference for each of these."""

@@ -113,6 +113,12 @@ class RadixTree:
             ids = path_blocks(path, length, self.windows, self.block_size)
             return MatchResult(length, path[-1] if path else self._root(salt), ids)
 
+    def held_alone(self, tokens: Sequence[int], salt: Hashable = None) -> list[int]:
+        """Return how many blocks of the longest prefix (see :meth:`match`) only this tree holds, for each group."""
+        with self.pool.lock:
+            found = self.match(tokens, salt).block_ids
+            return [self._held.num_cached_of(group, block_ids) for group, block_ids in enumerate(found)]
+
     def adopt(self, tokens: Sequence[int], salt: Hashable = None) -> tuple[int, list[BlockTable]]:
         """Tables, one per group, over the blocks of the longest prefix (see :meth:`match`): references, no bytes.
 

@@ -36,6 +36,10 @@ class PrefixStore(Protocol):
         """How many tokens :meth:`adopt` would give at present."""
         ...
 
+    def held_alone(self, tokens: Sequence[int], salt: Hashable = None) -> Sequence[int]:
+        """Return how many of the blocks that :meth:`adopt` would give nobody else holds, for each group."""
+        ...
+
     def donate(self, tokens: Sequence[int], tables: Sequence[BlockTable], salt: Hashable = None) -> None:
         """Called between steps: the first tokens of a request, and the tables that hold them. The tables stay the
         caller's, who may go on with them."""
@@ -50,6 +54,9 @@ class NoPrefixStore:
 
     def held(self, tokens: Sequence[int], salt: Hashable = None) -> int:
         return 0
+
+    def held_alone(self, tokens: Sequence[int], salt: Hashable = None) -> Sequence[int]:
+        return ()
 
     def donate(self, tokens: Sequence[int], tables: Sequence[BlockTable], salt: Hashable = None) -> None:
         return None

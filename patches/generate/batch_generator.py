@@ -97,7 +97,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
 
         Raises:
             RequestTooLargeError: one could never run; PromptCacheError: a cache handed in is not the model's;
-            ConfigError: a request has a seed that cannot be used.
+            ConfigError: a request has a seed that cannot be used, or there are options for another number of prompts.
             Nothing has been queued then.
         """
         if self._engine is None:
@@ -113,35 +113,55 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                 caches = [
                     None if given is None else check_given(self.model, given, fresh, self._factory) for given in caches
                 ]
+        if options is not None and len(options) != len(segments):
+            raise ConfigError(f"options must be one for each of {len(segments)} prompts, got {len(options)}")
         before: int = self._uid_count
-        uids = super().insert_segments(
-            segments, max_tokens, caches, all_tokens, samplers, logits_processors, stop_sequences
-        )
-        requests: list[Request] = []
-        while self._unprocessed_sequences:
-            uid, parts, most, cache, history, sampler, processors, stops = self._unprocessed_sequences.popleft()
-            requests.append(
-                Request(
-                    uid,
-                    parts,
-                    max_tokens=most,
-                    caches=cache,
-                    history=history,
-                    sampler=sampler,
-                    processors=processors,
-                    matcher=stops.matcher(),
-                    options=self._resolved(RequestOptions() if options is None else options[len(requests)]),
-                )
-            )
         try:
+            super().insert_segments(
+                segments, max_tokens, caches, all_tokens, samplers, logits_processors, stop_sequences
+            )
+            queued = list(self._unprocessed_sequences)
+            with mx.stream(self._stream):  # caches that come with requests are forked
+                requests = [
+                    self._request(*parts, options=own)
+                    for parts, own in zip(queued, options or [RequestOptions()] * len(queued), strict=True)
+                ]
             for request in requests:
                 self._engine.check(request)
         except Exception:
             self._uid_count = before
             raise
+        finally:
+            self._unprocessed_sequences.clear()
         for request in requests:
             self._engine.add(request)
-        return list(uids)
+        return [request.uid for request in requests]
+
+    def _request(
+        self,
+        uid: int,
+        segments: Sequence[Sequence[int]],
+        max_tokens: int,
+        caches: Sequence[Any],
+        history: Sequence[int],
+        sampler: Any,
+        processors: Sequence[Any],
+        stops: Any,
+        *,
+        options: RequestOptions,
+    ) -> Request:
+        """Make a request of what mlx-lm queues for a prompt."""
+        return Request(
+            uid,
+            segments,
+            max_tokens=max_tokens,
+            caches=caches,
+            history=history,
+            sampler=sampler,
+            processors=processors,
+            matcher=stops.matcher(),
+            options=self._resolved(options),
+        )
 
     def _resolved(self, options: RequestOptions) -> RequestOptions:
         return options if options.prompt_lookup is not None else options._replace(prompt_lookup=self.prompt_lookup)

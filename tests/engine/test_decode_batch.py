@@ -152,7 +152,8 @@ def least(logprobs: mx.array) -> mx.array:
     return mx.argmin(logprobs, axis=-1)
 
 
-def test_rows_have_their_own_samplers_and_those_with_the_same_share_a_call(batch: Batch) -> None:
+def test_rows_have_their_own_samplers(batch: Batch) -> None:
+    """A sampler is called for each row alone, as by mlx-lm, unless all rows have it."""
     seen: list[tuple[int, ...]] = []
 
     def shared(logprobs: mx.array) -> mx.array:
@@ -167,7 +168,7 @@ def test_rows_have_their_own_samplers_and_those_with_the_same_share_a_call(batch
     ]
     batch.join(*rows)
     batch.step(4)
-    assert seen == [(2, VOCAB)] * 4
+    assert seen == [(1, VOCAB)] * 8
     for uid in (0, 2, 3):
         assert batch.tokens[uid] == answer(PROMPTS[uid], 3)
     assert batch.tokens[1] != answer(PROMPTS[1], 3)
@@ -206,6 +207,44 @@ def test_a_row_whose_sampler_or_processor_raises_is_named(batch: Batch, part: di
     batch.batch.remove([bad], keep_caches=False)
     batch.step(5)
     assert batch.tokens[0] == answer(PROMPTS[1], 5) and batch.tokens[2] == answer(PROMPTS[3], 5)
+
+
+RESULTS: dict[str, Any] = {
+    "none": None,
+    "a list": [3],
+    "a scalar": mx.array(3),
+    "two dimensions": mx.array([[3]]),
+    "too many": mx.array([3, 4]),
+    "floats": mx.array([3.0]),
+}
+
+
+@pytest.mark.parametrize("part", ["sampler", "processor"])
+@pytest.mark.parametrize("result", RESULTS.values(), ids=list(RESULTS))
+def test_a_row_whose_sampler_or_processor_returns_something_else_is_named(batch: Batch, part: str, result: Any) -> None:
+    own = {"sampler": lambda _: result} if part == "sampler" else {"processors": [lambda *_: result]}
+    good, bad, last = batch.row(0, PROMPTS[1]), batch.row(1, PROMPTS[2], **own), batch.row(2, PROMPTS[3])
+    batch.join(good, bad, last)
+    batch.step()
+    ((row, error),) = batch.batch.failed
+    assert row is bad and isinstance(error, TypeError | ValueError) and "must return" in str(error)
+    batch.batch.failed.clear()
+    batch.batch.remove([bad], keep_caches=False)
+    batch.step(5)
+    assert batch.tokens[0] == answer(PROMPTS[1], 5) and batch.tokens[2] == answer(PROMPTS[3], 5)
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_a_sampler_for_one_row_serves_several_requests(batch: Batch, rows: int) -> None:
+    def of_one_row(logprobs: mx.array) -> mx.array:
+        return mx.argmax(logprobs[:1], axis=-1)
+
+    samplers = [of_one_row] * rows + [greedy] * (3 - rows)
+    batch.join(*(batch.row(uid, PROMPTS[uid], sampler=sampler) for uid, sampler in enumerate(samplers)))
+    batch.step(4)
+    assert not batch.batch.failed
+    for uid in range(3):
+        assert batch.tokens[uid] == answer(PROMPTS[uid], 3)
 
 
 def test_a_call_that_fails_is_tried_in_halves_until_who_fails_is_alone(batch: Batch) -> None:

@@ -320,3 +320,24 @@ def test_an_engine_that_is_dropped_goes_at_once_with_all_it_holds() -> None:
     assert pool.stats().live_blocks == 0
     caches = caches_of(pool)
     assert caches[0].offset == 0
+
+
+def test_a_prefix_that_would_be_adopted_does_not_count_as_room() -> None:
+    """A request is not admitted over and over, to be preempted in the same step."""
+    pool = make_pool(num_blocks=40)
+    tree = RadixTree(pool)
+    prefix = prompt_of(20 * BLOCK_SIZE, seed=3)
+    engine = ToyEngine(pool, prefixes=SharedPrefixes(tree))
+    first = engine.add(prefix, max_tokens=1)
+    engine.run()
+    assert engine.responses[first][-1].drop_cache()
+    assert tree.reclaimable(0) >= 20
+    running = engine.add(prompt_of(17 * BLOCK_SIZE, seed=4), max_tokens=24)
+    while not engine.responses[running]:
+        engine.step()
+    hits = tree.hit_tokens
+    waiting = engine.add([*prefix, 1, 2, 3], max_tokens=4)
+    engine.run()
+    assert engine.engine.scheduler.preemptions == 0 and tree.hit_tokens - hits <= len(prefix)
+    assert engine.tokens(waiting) == answer([*prefix, 1, 2, 3], 4)
+    assert engine.tokens(running) == answer(prompt_of(17 * BLOCK_SIZE, seed=4), 24)

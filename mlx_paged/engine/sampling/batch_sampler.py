@@ -9,6 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ...kernels.sampling import draw_rows
+from ..step_logits import normalised
 from .draw import draw, uniforms
 from .filters import kept_words
 from .kernel_rows import KernelRows
@@ -146,7 +147,7 @@ class BatchSampler:
             ahead: how many tokens behind the row's next one each stands, ``[T]``; None: 0.
         """
         if not self._draws:
-            return mx.argmax(logits, axis=-1)
+            return greedy(logits)
         of = tuple(range(len(self.rows))) if rows is None else tuple(rows)
         serves = draw_rows.serves(logits)
         params = self._parameters.get((of, serves))
@@ -157,16 +158,28 @@ class BatchSampler:
                 self._parameters.clear()
             self._parameters[of, serves] = params
         if not params.draws:
-            return mx.argmax(logits, axis=-1)
+            return greedy(logits)
         positions = self._positions_of(of, ahead)
         if isinstance(params, KernelRows):
-            return params.draw(logits, positions)
-        numbers = uniforms(params, positions)
-        kept = kept_words(logits, params, numbers[:, 2:])
-        drawn = draw(logits, kept, params.temperature, numbers, keeps_top=params.xtc_probability is None)
+            drawn = params.draw(logits, positions)
+            if logits.dtype == mx.float32:  # the kernel takes the largest logit in greedy rows
+                return drawn
+        else:
+            numbers = uniforms(params, positions)
+            kept = kept_words(logits, params, numbers[:, 2:])
+            drawn = draw(logits, kept, params.temperature, numbers, keeps_top=params.xtc_probability is None)
         if params.greedy is None:
             return drawn
-        return mx.where(params.greedy[:, 0], mx.argmax(logits, axis=-1), drawn)
+        return mx.where(params.greedy[:, 0], greedy(logits), drawn)
+
+
+def greedy(logits: mx.array) -> mx.array:
+    """Return the most likely token of each row ``[T, vocab]``.
+
+    In 16 bits, mlx-lm's log-probabilities make several tokens equally likely that logits tell apart, and it takes the
+    first of them (docs/adr/0015).
+    """
+    return mx.argmax(logits if logits.dtype == mx.float32 else normalised(logits), axis=-1)
 
 
 @functools.cache

@@ -28,11 +28,13 @@ class KernelRows:
 
     Attributes:
         draws: some row's tokens are drawn.
+        greedy: which rows' are not, ``[R, 1]``; None: no row's are not.
     """
 
     def __init__(self, rows: Sequence[SamplingParams], vocab_size: int) -> None:
         drawn = [_drawn_row(row) for row in rows]
         self.draws = any(row.draws for row in rows)
+        self.greedy = None if all(row.draws for row in rows) else mx.array([not row.draws for row in rows])[:, None]
         self._params = mx.array([row.params() for row in drawn], mx.float32)
         # Rows without a seed have a key from mx.random's state: positions count on from there.
         words = np.array([row.key_words() for row in drawn], np.uint32)

@@ -9,6 +9,7 @@ from typing import Any
 from ...errors import ConfigError
 
 ALL = 1 << 30  # tokens of a context that is the whole history
+LEAST_TEMPERATURE = 2.0**-126  # the least normal float32: GPUs take smaller ones for 0
 _NUMBERS = (
     *("temperature", "top_p", "min_p", "xtc_probability", "xtc_threshold"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -78,8 +79,9 @@ class SamplingParams:
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are drawn at random."""
-        return self.temperature > 0
+        """Whether tokens are drawn at random. At a temperature below :data:`LEAST_TEMPERATURE` only the largest logit
+        has a probability above 0."""
+        return self.temperature >= LEAST_TEMPERATURE
 
     @property
     def uses_top_p(self) -> bool:

@@ -170,6 +170,7 @@ class TokenChoice:
                 try:
                     for processor in request.processors:
                         sample = processor(context, sample)
+                    _check_result("logits processor", sample, (1, logits.shape[-1]), mx.floating)
                 except Exception as error:
                     broken[index] = error
                     sample = logits[index : index + 1]
@@ -196,8 +197,8 @@ class TokenChoice:
         order, found = [], []
         for sampler, part in groups.values():
             order += part
-            if sampler is not None:
-                found.append(self._call(sampler, step, part, broken))
+            if sampler is not None:  # for one row each, as in mlx-lm: not every sampler takes several
+                found += [self._call(sampler, step, [index], broken) for index in part]
             elif places is None:
                 found.append(self.sampler.sample(logits[mx.array(part)], part))
             else:
@@ -208,9 +209,20 @@ class TokenChoice:
     def _call(self, sampler: Sampler, step: StepLogits, rows: list[int], broken: dict[int, Exception]) -> mx.array:
         logprobs = step.logprobs()
         try:
-            return sampler(logprobs if len(rows) == step.num_rows else logprobs[mx.array(rows)])
+            tokens = sampler(logprobs if len(rows) == step.num_rows else logprobs[mx.array(rows)])
+            _check_result("sampler", tokens, (len(rows),), mx.integer)
+            return tokens
         except Exception as error:
             if len(rows) == 1:
                 broken.setdefault(rows[0], error)
                 return mx.zeros((1,), mx.uint32)
             return mx.concatenate([self._call(sampler, step, [row], broken) for row in rows])
+
+
+def _check_result(what: str, result: Any, shape: tuple[int, ...], kind: mx.DtypeCategory) -> None:
+    """Raise TypeError or ValueError for what a sampler or a processor of the caller's must not return."""
+    if not isinstance(result, mx.array):
+        raise TypeError(f"a {what} must return an mx.array, got {type(result).__name__}")
+    if result.shape != shape or not mx.issubdtype(result.dtype, kind):
+        name = "integers" if kind is mx.integer else "floats"
+        raise ValueError(f"a {what} must return {name} of shape {shape}, got {result.dtype} of shape {result.shape}")

@@ -39,6 +39,11 @@ class PrefixSharing:
             longest[0] if longest is not None and not self.has_windows else 0,
         )
 
+    def held_alone(self, request: Request) -> Sequence[int]:
+        """Blocks of each group that :meth:`match` would take and that only the prefix cache holds now: they can be
+        evicted until the request has them, and no longer."""
+        return () if request.given is not None else self.prefixes.held_alone(request.source, request.options.salt)
+
     def will_find(self, requests: Sequence[Request]) -> list[int]:
         """Of requests, oldest first, the tokens that each is going to find when those before it have been computed:
         what is cached, or what it has in common with the oldest of them that begins with the same block."""
@@ -133,8 +138,8 @@ class PrefixSharing:
         return False
 
     def _insert(self, tokens: Sequence[int], request: Request) -> None:
-        # Tokens that came with a cache may not have been told: then positions and tokens do not agree.
-        if tokens and request.sequence is not None and len(request.history) == request.kept:
+        # Without the tokens of a cache that came with it, positions and tokens do not agree.
+        if tokens and request.sequence is not None and request.knows_history:
             self.prefixes.donate(tokens, request.sequence.tables, request.options.salt)
 
     def _whole_blocks(self, num_tokens: int) -> int:

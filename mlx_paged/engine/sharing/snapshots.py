@@ -55,6 +55,10 @@ class Snapshots:
         found = self._find(request)
         return 0 if found is None else len(found[1])
 
+    def held_alone(self, request: Request) -> Sequence[int]:
+        """Return no blocks: what a snapshot holds cannot be evicted block by block."""
+        return ()
+
     def will_find(self, requests: Sequence[Request]) -> list[int]:
         """Of requests, oldest first, the tokens that each finds; what those before it will have left is not counted."""
         return [self.available(request) for request in requests]
@@ -65,7 +69,7 @@ class Snapshots:
             return False
         expected = 0
         for other in self.requests.values():
-            if other is request or other.caches is None or other.kept or other.is_prefilled:
+            if other is request or other.caches is None or other.given is not None or other.is_prefilled:
                 continue
             if other.options.salt != request.options.salt:
                 continue
@@ -117,7 +121,7 @@ class Snapshots:
 
     def insert_chunk(self, request: Request) -> None:
         """A chunk of the request's prompt has been computed."""
-        if request.caches is None or len(request.history) != request.kept:
+        if request.caches is None or not request.knows_history:
             return
         at_end = request.is_prefilled or request.length in request.boundaries
         before = self._latest.pop(request.uid, None)
@@ -138,7 +142,7 @@ class Snapshots:
     def insert_all(self, request: Request, tokens: list[int]) -> None:
         """The request has finished; ``tokens`` are in its caches."""
         self._latest.pop(request.uid, None)
-        if request.caches is not None and len(tokens) == request.length:
+        if request.caches is not None and request.knows_history and len(tokens) == request.length:
             self._keep(tokens, request)
 
     def evict(self) -> bool:

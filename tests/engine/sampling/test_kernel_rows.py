@@ -76,13 +76,30 @@ def test_several_positions_of_a_row_have_the_tokens_of_its_steps() -> None:
 
 
 def test_greedy_rows_take_the_first_of_the_largest_and_cost_no_launch_of_their_own() -> None:
-    logits = logits_of(3, 5)
+    logits = logits_of(3, 5, mx.float32)
     logits[1, [40, 90]] = 30.0
     rows = [SamplingParams(1.0), SamplingParams(), SamplingParams(1.0)]
     with mock.patch.object(mx, "argmax", side_effect=AssertionError("a launch of its own")):
         assert answers(rows, [logits])[0, 1] == 40
     with mock.patch.object(kernel_rows, "draw_rows", side_effect=AssertionError("nobody draws")):
         assert answers([SamplingParams()] * 3, [logits])[0, 1] == 40
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("others", [SamplingParams(), SamplingParams(1.0)], ids=["greedy", "drawn"])
+def test_greedy_rows_of_16_bits_take_what_log_probabilities_make_equal(dtype: mx.Dtype, others: SamplingParams) -> None:
+    logits = mx.zeros((2, VOCAB), dtype)
+    logits[0, 40], logits[0, 90] = 1.0, 1.0 + (2**-7 if dtype == mx.bfloat16 else 2**-10)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    assert mx.argmax(logits[0]).item() == 90 and mx.argmax(logprobs[0]).item() == 40
+    assert answers([SamplingParams(), others], [logits])[0, 0] == 40
+    assert answers([SamplingParams(), others], [logits.astype(mx.float32)])[0, 0] == 90
+
+
+def test_a_temperature_that_float32_cannot_hold_is_greedy() -> None:
+    logits = logits_of(1, 3, mx.float32)
+    for temperature in (1e-30, 1e-44, 1e-50):
+        assert answers([SamplingParams(temperature, seed=3)], [logits])[0, 0] == mx.argmax(logits).item()
 
 
 def test_rows_without_a_seed_follow_mlxs_state_and_differ() -> None:
