@@ -1,4 +1,4 @@
-"""PagedConfig: every option once. Command-line flags and MLX_PAGED_* variables are read from its fields."""
+"""PagedConfig: every option once. Flags, MLX_PAGED_* variables and the reference's table come from its fields."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import argparse
 import difflib
 import os
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 import mlx.core as mx
 
@@ -140,133 +139,141 @@ def _kv_bits_argument(text: str) -> int | tuple[int, int] | None:
         ) from None
 
 
-def _option(
-    default: Any,
-    parse: Callable[[Any], Any],
-    flag: str,
-    env: str,
-    metavar: str | None,
-    text: str,
-    argument: Callable[[str], Any] | None = None,
-) -> Any:
-    metadata = {"parse": parse, "flag": flag, "env": env, "metavar": metavar, "help": text}
-    metadata["argument"] = argument or parse
-    return field(default=default, metadata=metadata)
+Given = TypeVar("Given")
+Kept = TypeVar("Kept")
 
 
-@dataclass(frozen=True, init=False)
+class Option(Generic[Given, Kept]):
+    """A field of :class:`PagedConfig` and all there is to know of it: flag, variable, what help and reference say.
+
+    Args:
+        default: its value if nothing is said.
+        parse: makes what is kept of what is given, or raises ConfigError.
+        text: what it does.
+        metavar: what stands for the value in the help; None: the flag is a switch.
+        default_text: what the help says of the default; None: its value.
+        flag: None: the field's name with dashes.
+        argument: parses the flag's value, where that is not ``parse``.
+        section: of docs/reference.md, which says more.
+    """
+
+    def __init__(
+        self,
+        default: Kept,
+        parse: Callable[[Given], Kept],
+        text: str,
+        metavar: str | None = None,
+        *,
+        default_text: str | None = None,
+        flag: str | None = None,
+        argument: Callable[[str], Any] | None = None,
+        section: str | None = None,
+    ) -> None:
+        self.default, self.parse, self.text, self.metavar = default, parse, text, metavar
+        self.default_text = str(default) if default_text is None else default_text
+        self._flag, self.argument, self.section = flag, argument or parse, section
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+        self.variable = PREFIX + name.upper()
+        self.flag = self._flag or f"--{name.replace('_', '-')}"
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Kept: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> Kept: ...
+    def __get__(self, instance: object | None, owner: type) -> Kept:
+        return self.default if instance is None else instance.__dict__[self.name]  # type: ignore[no-any-return]
+
+    def __set__(self, instance: object, value: Given | Kept) -> None:
+        instance.__dict__[self.name] = self.parse(value)  # type: ignore[arg-type]
+
+    @property
+    def help(self) -> str:
+        """What ``--help`` says."""
+        return f"{self.text} (default: {self.default_text}); also {self.variable}".replace("%", "%%")
+
+    @property
+    def reference(self) -> str:
+        """The row of the table in docs/reference.md."""
+        more = "" if self.section is None else f"; see [below](#{self.section})"
+        value = "" if self.metavar is None else f" {self.metavar}"
+        return f"| `{self.flag}{value}` | `{self.variable}` | {self.default_text} | {self.text}{more} |"
+
+
+@dataclass(frozen=True)
 class PagedConfig:
-    """Options of the paged cache. Values are checked (and parsed, if strings) when an instance is made.
+    """Options of the paged cache. Values are checked, and parsed if they are strings, when an instance is made. Each
+    option says below what it does, as ``mlx_paged --help`` does.
 
     Example:
         >>> apply_patches(PagedConfig(block_size=16, kv_cache_memory="2GB", kernel="on"))
-
-    Attributes:
-        block_size: tokens per block, a power of two from 8 to 128.
-        kv_cache_memory: most bytes the block pool of a model may take; None chooses by the memory that is free.
-        kernel: True ("on") demands the fused kernel, False ("off") forbids it, None ("auto") decides by what is there.
-        kv_bits: keys and values are quantised to so many bits when they are written: 8, 4, or (8, 4) for keys and
-            values; None keeps them as they are.
-        kv_group_size: values of a head's vector that share a scale and a bias then: 32, 64 or 128.
-        kv_rotate: keys and values are rotated before they are quantised; goes with kv_bits.
-        prompt_lookup: requests in batches that say nothing else propose up to so many tokens in a step because their
-            prompt or answer had them before; 0: none.
 
     Raises:
         ConfigError: a value is unusable.
     """
 
-    block_size: int = _option(
+    block_size: Option[int | str, int] = Option(
         32,
         parse_block_size,
-        "--kv-block-size",
-        "MLX_PAGED_BLOCK_SIZE",
+        "Tokens per KV cache block: 8, 16, 32, 64 or 128",
         "TOKENS",
-        "Tokens per KV cache block: 8, 16, 32, 64 or 128 (default: 32)",
+        flag="--kv-block-size",
     )
-    kv_cache_memory: int | None = _option(
+    kv_cache_memory: Option[int | str | None, int | None] = Option(
         None,
         parse_memory,
-        "--kv-cache-memory",
-        "MLX_PAGED_KV_CACHE_MEMORY",
+        "Most memory the KV block pool of a model may take: 2GB, 512MiB, or auto, which is 80 % of the memory that is "
+        "free",
         "SIZE",
-        "Most memory the KV block pool may take: 2GB, 512MiB, or auto, which is 80 %% of the memory that is free "
-        "(default: auto)",
+        default_text="auto",
     )
-    kernel: bool | None = _option(
+    kernel: Option[bool | str | None, bool | None] = Option(
         None,
         parse_kernel,
-        "--kernel",
-        "MLX_PAGED_KERNEL",
-        "{auto,on,off}",
         "Fused paged-attention kernel: auto uses it on a GPU where it covers the model and passes its self-check, and "
         "MLX's attention over gathered blocks otherwise; off always the latter; on is an error where the kernel cannot "
-        "run (default: auto)",
+        "run",
+        "{auto,on,off}",
+        default_text="auto",
     )
-
-    kv_bits: int | tuple[int, int] | None = _option(
+    kv_bits: Option[int | str | Sequence[int] | None, int | tuple[int, int] | None] = Option(
         None,
         parse_kv_bits,
-        "--kv-bits",
-        "MLX_PAGED_KV_BITS",
+        "Quantise keys and values when they are written to the KV cache, to 8 or 4 bits, or to 8,4: keys to 8 and "
+        "values to 4; requests are batched and prefixes shared as without. 2, 3, 5, 6 bits run in mlx-lm's own caches",
         "BITS",
-        "Quantise keys and values in the KV cache to 8 or 4 bits, or to 8,4: keys to 8 and values to 4; requests are "
-        "batched and prefixes shared as without. Other numbers of bits run in mlx-lm's own caches (default: neither)",
-        _kv_bits_argument,
+        default_text="neither",
+        argument=_kv_bits_argument,
+        section="quantised-pages",
     )
-    kv_group_size: int = _option(
+    kv_group_size: Option[int | str, int] = Option(
         DEFAULT_GROUP_SIZE,
         parse_kv_group_size,
-        "--kv-group-size",
-        "MLX_PAGED_KV_GROUP_SIZE",
+        "Values that share a scale and a bias with --kv-bits: 32, 64 or 128",
         "VALUES",
-        "Values that share a scale and a bias with --kv-bits: 32, 64 or 128 (default: 64)",
     )
-    kv_rotate: bool = _option(
+    kv_rotate: Option[bool | str, bool] = Option(
         False,
         parse_switch,
-        "--kv-rotate",
-        "MLX_PAGED_KV_ROTATE",
-        None,
         "With --kv-bits: rotate keys and values by a Hadamard matrix before they are quantised, which with 4 bits is "
-        "nearer to the cache as it is; such pages are not mlx-lm's files (default: not)",
+        "nearer to the cache as it is; such pages are not mlx-lm's files",
+        default_text="off",
+        section="quantised-pages",
     )
-    prompt_lookup: int = _option(
+    prompt_lookup: Option[int | str, int] = Option(
         0,
         parse_prompt_lookup,
-        "--prompt-lookup",
-        "MLX_PAGED_PROMPT_LOOKUP",
+        "In batches (--prompts-file, the server): propose up to this many tokens a step (0 to 64) that the prompt or "
+        "the answer had before, which is faster where an answer repeats its prompt; what is generated does not change",
         "TOKENS",
-        "In batches (--prompts-file, the server): propose up to so many tokens a step that the prompt or the answer "
-        "had before, which is faster where an answer repeats its prompt; what is generated does not change "
-        "(default: 0, none)",
+        section="look-up",
     )
 
-    def __init__(
-        self,
-        block_size: int | str = 32,
-        kv_cache_memory: int | str | None = None,
-        kernel: bool | str | None = None,
-        kv_bits: int | str | Sequence[int] | None = None,
-        kv_group_size: int | str = DEFAULT_GROUP_SIZE,
-        kv_rotate: bool | str = False,
-        prompt_lookup: int | str = 0,
-        *,
-        use_native_paged_kernel: bool | str | None = None,
-    ) -> None:
-        if use_native_paged_kernel is not None:
-            warnings.warn("use_native_paged_kernel is called kernel now", DeprecationWarning, stacklevel=2)
-            kernel = use_native_paged_kernel
-        values: dict[str, Any] = {"block_size": block_size, "kv_cache_memory": kv_cache_memory, "kernel": kernel}
-        values |= {"kv_bits": kv_bits, "kv_group_size": kv_group_size, "kv_rotate": kv_rotate}
-        values["prompt_lookup"] = prompt_lookup
-        for option in fields(self):
-            object.__setattr__(self, option.name, option.metadata["parse"](values[option.name]))
-
-    @property
-    def use_native_paged_kernel(self) -> bool | None:
-        """The former name of ``kernel``."""
-        return self.kernel
+    @classmethod
+    def options(cls) -> list[Option[Any, Any]]:
+        """Return all options, in their order."""
+        return [vars(cls)[each.name] for each in fields(cls)]
 
     @property
     def page_format(self) -> PageFormat | None:
@@ -275,19 +282,16 @@ class PagedConfig:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> PagedConfig:
-        """Read ``MLX_PAGED_BLOCK_SIZE``, ``MLX_PAGED_KV_CACHE_MEMORY``, ``MLX_PAGED_KERNEL``, ``MLX_PAGED_KV_BITS``,
-        ``MLX_PAGED_KV_GROUP_SIZE``, ``MLX_PAGED_KV_ROTATE`` and ``MLX_PAGED_PROMPT_LOOKUP``."""
+        """Read each option's ``MLX_PAGED_*`` variable, where it is set to something."""
         env = os.environ if env is None else env
         warn_of_misspelt(env)
-        values: dict[str, Any] = {}
-        for option in fields(cls):
-            name = option.metadata["env"]
-            if env.get(name):
-                values[option.name] = env[name]
+        values: dict[str, Any] = {
+            option.name: env[option.variable] for option in cls.options() if env.get(option.variable)
+        }
         try:
             return cls(**values)
         except ConfigError as error:
-            raise ConfigError(f"in an MLX_PAGED_* variable: {error}") from None
+            raise ConfigError(f"in an {PREFIX}* variable: {error}") from None
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -297,23 +301,19 @@ class PagedConfig:
         start = parser._option_string_actions.get("--quantized-kv-start")
         if start is not None:
             start.help = QUANTIZED_KV_START_HELP
-        for option in fields(cls):
-            parse = option.metadata["argument"]
-            known = parser._option_string_actions.get(option.metadata["flag"])
+        for option in cls.options():
+            convert = _argument_type(option.argument)
+            known = parser._option_string_actions.get(option.flag)
             if known is not None:
-                known.type, known.metavar = _argument_type(parse), option.metadata["metavar"]
-                known.help = f"{option.metadata['help']}; also {option.metadata['env']}"
+                known.type, known.metavar, known.help = convert, option.metavar, option.help
                 if known.default is not None:
                     known.default = getattr(cls.from_env(), option.name)
                 continue
-            metavar = option.metadata["metavar"]
-            how = {"type": _argument_type(parse), "metavar": metavar}
+            how: dict[str, Any] = {"type": convert, "metavar": option.metavar}
+            if option.metavar is None:
+                how = {"action": argparse.BooleanOptionalAction}
             group.add_argument(
-                option.metadata["flag"],
-                dest=f"paged_{option.name}",
-                default=argparse.SUPPRESS,
-                help=f"{option.metadata['help']}; also {option.metadata['env']}",
-                **(how if metavar is not None else {"action": argparse.BooleanOptionalAction}),
+                option.flag, dest=f"paged_{option.name}", default=argparse.SUPPRESS, help=option.help, **how
             )
 
     def with_arguments(self, args: argparse.Namespace) -> PagedConfig:
@@ -387,7 +387,7 @@ class KVBits:
 
 def known_variables() -> list[str]:
     """Return the names of all environment variables that this package or its scripts read."""
-    return [*(option.metadata["env"] for option in fields(PagedConfig)), *OTHER_VARIABLES]
+    return [*(option.variable for option in PagedConfig.options()), *OTHER_VARIABLES]
 
 
 def warn_of_misspelt(env: Mapping[str, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -205,6 +206,14 @@ def test_wrong_flags_end_with_a_usage_message(
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert message in error and f"argument {words[0]}" in error and "Traceback" not in error
+
+
+def test_the_reference_has_the_row_of_every_option() -> None:
+    table = (Path(__file__).parents[1] / "docs" / "reference.md").read_text().splitlines()
+    assert len(PagedConfig.options()) == 7
+    assert [option.reference for option in PagedConfig.options()] == [
+        line for line in table if any(line.startswith(f"| `{option.flag}") for option in PagedConfig.options())
+    ]
 
 
 def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:

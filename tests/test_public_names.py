@@ -108,11 +108,8 @@ def test_pool_of_what_is_not_paged_is_none() -> None:
     assert mlx_paged.pool_of(object()) is None
 
 
-def test_the_configuration_is_named_like_the_flag_and_the_former_name_works() -> None:
+def test_the_configuration_is_named_like_the_flag() -> None:
     assert PagedConfig(kernel="on").kernel is True
-    with pytest.warns(DeprecationWarning, match="is called kernel now"):
-        former = PagedConfig(use_native_paged_kernel="off")
-    assert former == PagedConfig(kernel=False) and former.use_native_paged_kernel is False
     with pytest.raises(mlx_paged.ConfigError, match="auto, on or off"):
         PagedConfig(kernel="fast")
 
