@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from ..engine.grammar.compiler import INSTALL
 from ..errors import ConfigError
 from ..serve.constraints.constraint import Constraint, constraint_of
-from ..serve.refusal import RequestRefused
+from ..serve.refusal import RequestRefused, invalid
 from ..serve.request_body import load_object
 
 if TYPE_CHECKING:
     from ..engine.grammar.compiled_grammar import CompiledGrammar
+    from ..engine.ranks.ranks import Ranks
     from ..patches.grammar.tokenizer_grammars import TokenizerGrammars
 
 
@@ -31,12 +32,14 @@ class AnswerGrammars:
 
     Args:
         args: of the command line.
+        ranks: that compute the run together; the first one tries each grammar for all.
 
     Raises:
         ConfigError: the file of ``--json-schema`` cannot be used.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, ranks: Ranks | None = None) -> None:
+        self._ranks = ranks
         self._default: Constraint | None = None
         self._grammars: TokenizerGrammars | None = None
         name = args.json_schema
@@ -74,7 +77,23 @@ class AnswerGrammars:
         if constraint is None:
             return None
         assert self._grammars is not None, "the model has been loaded"
-        compiled = self._grammars.compile(constraint)
+        compiled = self._compile(self._grammars, constraint)
         if compiled is not None and reasons_first(self._tokenizer, list(prompt)):
             return behind_reasoning(compiled, self._tokenizer)
         return compiled
+
+    def _compile(self, grammars: TokenizerGrammars, constraint: Constraint) -> CompiledGrammar | None:
+        ranks = self._ranks
+        if ranks is None:
+            return grammars.compile(constraint)
+        compiled: CompiledGrammar | None = None
+        fault: str | None = None
+        if ranks.rank == 0:
+            try:
+                compiled = grammars.compile(constraint)
+            except RequestRefused as refusal:
+                fault = str(refusal)
+        fault = ranks.broadcast(fault)
+        if fault is not None:
+            raise invalid(fault)
+        return compiled if ranks.rank == 0 else grammars.compile(constraint, is_checked=True)

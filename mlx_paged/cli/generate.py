@@ -84,7 +84,7 @@ def run(
 
     used: list[Any] = []
     batch_run.check_arguments(args)
-    grammars = AnswerGrammars(args)
+    grammars = AnswerGrammars(args, ranks)
     model_path = check_model_folder(args.model)
     for folder in (model_path, args.draft_model):
         check_model_folder(folder)

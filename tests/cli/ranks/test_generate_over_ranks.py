@@ -17,6 +17,8 @@ LINES = [
     {"prompt": "seven", "temperature": 0.9, "seed": 5, "max_tokens": 9},
     {"prompt": "stops", "stop": ["a"], "repetition_penalty": 1.2},
     {"prompt": "", "max_tokens": -1},
+    {"prompt": "who", "structured_outputs": {"regex": "[a-c]{5}-[0-9]"}},
+    {"prompt": "who", "structured_outputs": {"regex": "("}},
 ]
 
 
