@@ -6,6 +6,7 @@ client sends. It imports nothing of this package, so that the process starts in 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -23,6 +24,7 @@ MAX_REFERENCES = 2_000  # each takes some 7 KB of stack if one leads to the next
 MAX_LINES = 4_000  # of a Lark grammar; a rule takes at least one, and some 3 KB of stack
 TRIAL_SECONDS = 3.0  # of CPU time, for one grammar
 TRIAL_BYTES = 1 << 30  # of memory, for one grammar; without effect on macOS, which does not enforce RLIMIT_AS
+MAX_BYTES = 64 << 20  # of memory that a compiled grammar takes; objects of 3,000 properties take 11 MB
 COMPILE_STACK = 64 << 20
 STEP_STACK = 1 << 20  # less than any thread has that computes masks
 NUM_STEPS = 3
@@ -96,7 +98,7 @@ class Checker:
     Args:
         library: the module llguidance.
         tokenizer: llguidance's.
-        seconds: CPU time of :meth:`fault`; half of it is for finding out where a fault is.
+        seconds: CPU time of :meth:`try_out`; half of it is for finding out where a fault is.
     """
 
     def __init__(self, library: Any, tokenizer: Any, seconds: float = TRIAL_SECONDS) -> None:
@@ -123,26 +125,31 @@ class Checker:
         fault = reason(matcher)
         return ("there is no answer that it allows" if fault.startswith("NoExtension") else fault), None
 
-    def fault(self, kind: str, text: str) -> str:
-        """Return what is wrong with a grammar, and where, or ""; takes some first steps in it.
+    def try_out(self, kind: str, text: str) -> tuple[str, int]:
+        """Return what is wrong with a grammar, and where, or ""; and how many bytes it takes. Takes some first steps.
 
         Raises:
             RecursionError: it is nested too deeply.
         """
-        begin = time.process_time()
+        begin, before = time.process_time(), resident_bytes()
         schema = json.loads(text) if kind == "json" else None
         found: list[Any] = []
 
         def compile_it() -> None:
             found.extend(self.matcher(kind, text))
+            num_bytes = max(0, resident_bytes() - before)
+            found.append(num_bytes)
             if found[0] and kind == "json":
                 found[0] = self._placed(schema, found[0], lambda: time.process_time() - begin > self._seconds / 2)
+            elif not found[0] and num_bytes > MAX_BYTES:
+                found[0] = f"it takes {num_bytes >> 20} MB when it is compiled, of at most {MAX_BYTES >> 20}"
             elif not found[0] and kind == "json":
                 found[0] = self._fault_of_numbers(schema)
 
         on_stack(COMPILE_STACK, compile_it)
-        on_stack(STEP_STACK, lambda: self._step(found.pop()))
-        return str(found[0])
+        on_stack(STEP_STACK, lambda: self._step(found.pop(1)))
+        fault, num_bytes = found
+        return str(fault), num_bytes
 
     def _step(self, matcher: Any) -> None:
         """Begin an answer, with the last reference to a matcher, on a stack as small as any that masks are made on."""
@@ -370,7 +377,8 @@ def escaped(name: str) -> str:
 
 
 def main() -> None:
-    """Answer lines of JSON: first ``[tokenizer, eos_tokens]``, then a ``[kind, text]`` for each grammar."""
+    """Answer lines of JSON: first ``[tokenizer, eos_tokens]``, then a ``[kind, text]`` for each grammar, with what is
+    wrong and the number of bytes."""
     folder, seconds, num_bytes = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
     sys.path.append(folder)  # where llguidance is
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the owner says when to end
@@ -389,26 +397,35 @@ def main() -> None:
         # The signal's default is to end the process, in the middle of native code, too.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
-            fault = checker.fault(*json.loads(line))
+            answer = checker.try_out(*json.loads(line))
         except RecursionError:
-            fault = "it is nested too deeply"
+            answer = ("it is nested too deeply", 0)
         except MemoryError:
-            fault = "it takes more memory to compile than is allowed"
+            answer = ("it takes more memory to compile than is allowed", 0)
         except Exception as error:
-            fault = f"{type(error).__name__}: {error}"
+            answer = (f"{type(error).__name__}: {error}", 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        answers.write(json.dumps(fault).encode() + b"\n")
+        answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
 
 
 def _limit_memory(num_bytes: int) -> None:
     """Let the process take this many bytes beyond what it has, where the system says what that is."""
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_AS, (_pages_of_memory()[0] * resource.getpagesize() + num_bytes,) * 2)
+
+
+def resident_bytes() -> int:
+    """Return the memory of the process; on macOS, the most it has had."""
     try:
-        with open("/proc/self/statm") as file:
-            now = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (now + num_bytes,) * 2)
-    except (OSError, ValueError):
-        pass
+        return _pages_of_memory()[1] * resource.getpagesize()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _pages_of_memory() -> list[int]:
+    with open("/proc/self/statm") as file:
+        return [int(number) for number in file.read().split()]
 
 
 if __name__ == "__main__":

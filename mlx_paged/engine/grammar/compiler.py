@@ -16,10 +16,10 @@ from ...errors import GrammarError
 from .check import COMPILE_STACK, Checker, fault_of_size, on_stack
 from .compiled_grammar import CompiledGrammar
 from .source import GrammarSource
-from .trial import IsCancelled, Trials
+from .trial import IsCancelled, Trials, Verdict
 
 MAX_KEPT = 64
-MAX_KEPT_CHARACTERS = 1 << 20  # of the sources of those that are kept
+MAX_KEPT_BYTES = 128 << 20
 MAX_VERDICTS = 4096
 INSTALL = "constrained answers need the package llguidance: pip install llguidance"
 
@@ -52,8 +52,8 @@ class GrammarCompiler:
         self._checker = Checker(library, self._tokenizer)
         folder = str(Path(library.__file__).resolve().parents[1])
         self.trials = Trials(lambda: _described(tokenizer), self._eos_tokens, folder)
-        self._kept: OrderedDict[GrammarSource, CompiledGrammar] = OrderedDict()
-        self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # what is wrong with a source, by its digest
+        self._kept: OrderedDict[GrammarSource, tuple[CompiledGrammar, int]] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()  # by the digest of a source
         self._lock = threading.Lock()
 
     def compile(
@@ -78,32 +78,31 @@ class GrammarCompiler:
         """
         compiled = self._find(source)
         if compiled is None:
-            if not is_checked:
-                self.check(source, is_cancelled=is_cancelled)
+            num_bytes = 0 if is_checked else self.check(source, is_cancelled=is_cancelled)
             compiled = self._compile(source)
-            self._keep(source, compiled)
+            self._keep(source, compiled, num_bytes + len(source.text))
         return compiled if trigger is None else replace(compiled, trigger=trigger)
 
-    def check(self, source: GrammarSource, *, is_cancelled: IsCancelled = lambda: False) -> None:
-        """Try a grammar; what came of it is kept.
+    def check(self, source: GrammarSource, *, is_cancelled: IsCancelled = lambda: False) -> int:
+        """Try a grammar, and return how many bytes it takes when it is compiled. What came of it is kept.
 
         Raises:
             GrammarError, GrammarAbandoned: as :meth:`compile`.
         """
-        fault = fault_of_size(*source)
-        if not fault:
-            digest = hashlib.sha256(f"{source.kind} {source.text}".encode("utf-8", "surrogatepass")).digest()
-            with self._lock:
-                known = self._verdicts.get(digest)
-                if known is not None:
-                    self._verdicts.move_to_end(digest)
-            fault = self.trials.fault(*source, is_cancelled) if known is None else known
-            with self._lock:
-                self._verdicts[digest] = fault
-                while len(self._verdicts) > MAX_VERDICTS:
-                    self._verdicts.popitem(last=False)
-        if fault:
+        if fault := fault_of_size(*source):
             raise GrammarError(fault)
+        digest = hashlib.sha256(f"{source.kind} {source.text}".encode("utf-8", "surrogatepass")).digest()
+        with self._lock:
+            known = self._verdicts.get(digest)
+        verdict = self.trials.try_out(*source, is_cancelled) if known is None else known
+        with self._lock:
+            self._verdicts[digest] = verdict
+            self._verdicts.move_to_end(digest)
+            while len(self._verdicts) > MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
+        if verdict.fault:
+            raise GrammarError(verdict.fault)
+        return verdict.num_bytes
 
     def _compile(self, source: GrammarSource) -> CompiledGrammar:
         found: list[Any] = []
@@ -115,21 +114,21 @@ class GrammarCompiler:
 
     def _find(self, source: GrammarSource) -> CompiledGrammar | None:
         with self._lock:
-            compiled = self._kept.get(source)
-            if compiled is None:
+            if source not in self._kept:
                 return None
+            compiled, _ = self._kept[source]
             self._kept.move_to_end(source)
         matcher = compiled.matcher.deep_copy()
         matcher.compute_bitmask()
         # All answers share the states of the lexer, of which there may be a bounded number: it may have used them up.
         return None if matcher.is_error() else compiled
 
-    def _keep(self, source: GrammarSource, compiled: CompiledGrammar) -> None:
+    def _keep(self, source: GrammarSource, compiled: CompiledGrammar, num_bytes: int) -> None:
         with self._lock:
-            self._kept[source] = compiled
+            self._kept[source] = compiled, num_bytes
             self._kept.move_to_end(source)
             while len(self._kept) > 1 and (
-                len(self._kept) > MAX_KEPT or sum(len(kept.text) for kept in self._kept) > MAX_KEPT_CHARACTERS
+                len(self._kept) > MAX_KEPT or sum(size for _, size in self._kept.values()) > MAX_KEPT_BYTES
             ):
                 self._kept.popitem(last=False)
 

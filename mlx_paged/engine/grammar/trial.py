@@ -15,17 +15,31 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from ...errors import GrammarAbandoned, GrammarError
 from . import check
 
 NUM_PROCESSES = 2
+AFRESH_BYTES = 8 << 20
 POLL_SECONDS = 0.1
 START_SECONDS = 120.0  # to start and to read the tokenizer, on a busy machine
 WALL_FACTOR = 20  # of the CPU time, in seconds of the clock, for a process that was stopped
 SCRIPT = Path(check.__file__).resolve()
 
 IsCancelled = Callable[[], bool]
+
+
+class Verdict(NamedTuple):
+    """What a trial has found.
+
+    Attributes:
+        fault: what is wrong with the grammar, or "".
+        num_bytes: memory that it takes once it is compiled.
+    """
+
+    fault: str
+    num_bytes: int = 0
 
 
 class Trials:
@@ -42,8 +56,8 @@ class Trials:
         self._idle = [TrialProcess(describe, eos_tokens, library) for _ in range(NUM_PROCESSES)]
         self._changed = threading.Condition()
 
-    def fault(self, kind: str, text: str, is_cancelled: IsCancelled) -> str:
-        """Return what is wrong with a grammar, or "".
+    def try_out(self, kind: str, text: str, is_cancelled: IsCancelled) -> Verdict:
+        """Return whether a grammar can be used.
 
         Args:
             kind, text: of the source.
@@ -54,7 +68,7 @@ class Trials:
             GrammarError: the process was ended from outside.
         """
         with self._process(is_cancelled) as process:
-            return process.fault(kind, text, is_cancelled)
+            return process.try_out(kind, text, is_cancelled)
 
     @contextmanager
     def _process(self, is_cancelled: IsCancelled) -> Iterator[TrialProcess]:
@@ -85,21 +99,24 @@ class TrialProcess:
         self._end: Callable[[], object] = lambda: None
         self.num_started = 0
 
-    def fault(self, kind: str, text: str, is_cancelled: IsCancelled) -> str:
-        """See :meth:`Trials.fault`."""
+    def try_out(self, kind: str, text: str, is_cancelled: IsCancelled) -> Verdict:
+        """See :meth:`Trials.try_out`."""
         if self._process is None or self._process.poll() is not None:
             self._start(is_cancelled)
         answer = self._ask([kind, text], check.TRIAL_SECONDS * WALL_FACTOR, is_cancelled)
         if answer is not None:
-            return answer
+            verdict = Verdict(*answer)
+            if verdict.num_bytes > AFRESH_BYTES:
+                self._end()  # memory that it has freed and keeps would not be counted for the next one
+            return verdict
         assert self._process is not None
         status = self._process.wait()
         self._end()
         logging.warning("a %s grammar of %d characters ended the process that tried it: %d", kind, len(text), status)
         if status == -signal.SIGPROF:
-            return f"it takes more than {check.TRIAL_SECONDS:g} s to compile"
+            return Verdict(f"it takes more than {check.TRIAL_SECONDS:g} s to compile")
         if status in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGILL, -signal.SIGTRAP):
-            return "it takes more memory or depth to compile than is allowed"
+            return Verdict("it takes more memory or depth to compile than is allowed")
         raise GrammarError("the process that tries grammars was ended; try again")
 
     def _start(self, is_cancelled: IsCancelled) -> None:
@@ -114,7 +131,7 @@ class TrialProcess:
             self._end()
             raise GrammarError("the process that tries grammars does not start")
 
-    def _ask(self, message: object, seconds: float, is_cancelled: IsCancelled) -> str | None:
+    def _ask(self, message: object, seconds: float, is_cancelled: IsCancelled) -> Any:
         """Return its answer; None if it ends, or is ended because it takes too long."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
@@ -135,7 +152,7 @@ class TrialProcess:
                 raise GrammarAbandoned("the grammar was cancelled while it was tried")
             elif time.monotonic() > until:
                 process.kill()
-        return str(json.loads(answer))
+        return json.loads(answer)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

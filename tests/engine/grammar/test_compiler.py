@@ -163,11 +163,18 @@ def test_grammars_are_kept_while_they_are_asked_for() -> None:
     assert compiler.compile(first).matcher is not kept and len(compiler._kept) == MAX_KEPT
 
 
-def test_long_grammars_are_not_all_kept() -> None:
+def test_large_grammars_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = make()
-    for number in range(8):
-        compiler.compile(GrammarSource.json({"enum": [f"{number} {i:0500}" for i in range(500)]}))
-    assert 0 < sum(len(source.text) for source in compiler._kept) <= module.MAX_KEPT_CHARACTERS
+    monkeypatch.setattr(module, "MAX_KEPT_BYTES", 40 << 20)
+    for number in range(4):  # some 10 MB each
+        compiler.compile(GrammarSource.json({"enum": [f"v{i} {number}" for i in range(15_000)]}))
+    sizes = [num_bytes for _, num_bytes in compiler._kept.values()]
+    assert 0 < sum(sizes) <= 40 << 20 and min(sizes) > 1 << 20
+
+
+def test_a_grammar_that_takes_much_memory_is_refused(compiler: GrammarCompiler) -> None:
+    with pytest.raises(GrammarError, match="MB when it is compiled, of at most 64"):
+        compiler.compile(GrammarSource.json({"type": "integer", "multipleOf": 250007}))
 
 
 def test_many_threads_compile() -> None:

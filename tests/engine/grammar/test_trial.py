@@ -13,7 +13,7 @@ import pytest
 from mlx_paged.engine.grammar import check, trial
 from mlx_paged.engine.grammar.compiler import MAX_VERDICTS, GrammarCompiler
 from mlx_paged.engine.grammar.source import GrammarSource
-from mlx_paged.engine.grammar.trial import TrialProcess
+from mlx_paged.engine.grammar.trial import TrialProcess, Verdict
 from mlx_paged.errors import GrammarAbandoned, GrammarError
 from tests.support.models.byte_tokenizer import byte_tokenizer
 from tests.support.without_collector import without_collector
@@ -81,6 +81,13 @@ def test_a_process_is_started_when_it_is_needed_and_kept() -> None:
     assert num_started(compiler) == 1
 
 
+def test_a_process_that_has_grown_is_not_used_again() -> None:
+    compiler = make()
+    compiler.compile(GrammarSource.json({"enum": [f"v{i}" for i in range(20_000)]}))
+    compiler.compile(FINE)
+    assert num_started(compiler) == 2
+
+
 def test_what_was_tried_elsewhere_is_not_tried_again() -> None:
     compiler = make()
     compiler.compile(FINE, is_checked=True)
@@ -89,7 +96,7 @@ def test_what_was_tried_elsewhere_is_not_tried_again() -> None:
 
 def test_verdicts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = make()
-    monkeypatch.setattr(compiler.trials, "fault", lambda kind, text, is_cancelled: "no")
+    monkeypatch.setattr(compiler.trials, "try_out", lambda kind, text, is_cancelled: Verdict("no"))
     for number in range(MAX_VERDICTS + 10):
         with pytest.raises(GrammarError, match="no"):
             compiler.check(GrammarSource.regex(f"{number}"))
