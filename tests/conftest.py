@@ -52,9 +52,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     has_metal = mx.metal.is_available()
     items.sort(key=lambda item: "demo_model" not in item.keywords)  # the longest: not at the end, one after the other
     for item in items:
-        if "gpu" in item.keywords and not has_gpu:
+        if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="no GPU that MLX can use"))
-        if "metal" in item.keywords and not has_metal:
+        if item.get_closest_marker("metal") and not has_metal:
             item.add_marker(pytest.mark.skip(reason="no Apple GPU"))
 
 
