@@ -40,8 +40,8 @@ def decode_constants(dtype, head_dim=128, gqa=4, block=32, extras=True, single=T
 def problems(body, constants, inputs, out_dtypes, edit=None):
     header, source = kernel_build.kernel_source(body, "metal", constants)
     if edit:
-        assert edit[0] in source
-        source = source.replace(*edit)
+        assert edit[0] in header + source
+        header, source = header.replace(*edit), source.replace(*edit)
     names, outs, _ = kernel_build.SIGNATURES[body]
     return checker.check_kernel(names, outs, source, header, [(inputs, out_dtypes, [])])
 
@@ -90,6 +90,18 @@ def test_every_head_dim_is_clean(head_dim):
 def test_quantized_decode_is_clean(bits, single, rows, dtype):
     assert quantized_problems(dtype, rows, bits=bits, single=single) == []
     assert quantized_problems(dtype, rows, head_dim=256, gqa=16, group_size=128, bits=bits) == []
+
+
+STORED = re.compile(r"const_cast<device \w+\*>\(([^)]*)\)")
+
+
+@pytest.mark.parametrize("body", ["paged_decode", "quantized_decode", "latent_decode"])
+def test_no_pointer_that_is_read_back_is_chosen_between_two_buffers(body):
+    """Apple's compiler takes two buffer arguments for memory that does not overlap."""
+    _, source = kernel_build.kernel_text(body, "metal")
+    assert sorted(set(STORED.findall(source))) == ["k_pool", "v_pool"]
+    if body == "quantized_decode":  # its newest token is read back from its page
+        assert source.count("k_pool") == source.count("v_pool") == 1
 
 
 def latent_problems(dtype, rows=9, edit=None, gqa=10, single=True):

@@ -47,6 +47,22 @@ FUNCTION uint quantized_word(const thread float* x, int bits, int lane, thread A
   return word;
 }
 
+// A simdgroup quantises a group and stores it; codes and factors are those of the group's row. Pointers are templates: a
+// buffer has an address space on Metal.
+template <typename T, int PER, typename Words, typename Factors>
+FUNCTION void store_group(const thread float* x, int bits, int group, int groups, int lane, Words codes, Factors factors) {
+  Affine affine;
+  const uint word = quantized_word<PER>(x, bits, lane, affine);
+  const int first = (group * 32 + lane) * PER;
+  if (first * bits % 32 == 0) {
+    codes[first * bits / 32] = word;
+  }
+  if (lane == 0) {
+    factors[group] = static_cast<T>(affine.scale);
+    factors[groups + group] = static_cast<T>(affine.bias);
+  }
+}
+
 // Where bit `bit` of a word stands in its half of the word.
 #define PLACE(bit) ((bit) % 16)
 // The code at a bit of a word, times 2 to the power of its place: as the last bits of a float of exponent 23 it is a float

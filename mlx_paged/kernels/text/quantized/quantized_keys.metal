@@ -26,32 +26,34 @@
     }
   }
 
+  // Pages are written and read through one pointer each: a compiler may take for granted that memory reached by one buffer
+  // argument, or by a const one, is not stored to by another.
+  auto k_pages = const_cast<device uint*>(k_pool);
+  auto v_pages = const_cast<device uint*>(v_pool);
   if (fresh >= lo && fresh < hi) {
     constexpr int PER = GS / 32;
     const int64_t block = tables[sequence * max_blocks + fresh / BS];
     const int offset = fresh % BS;
     for (int task = sg; task < K_GROUPS + V_GROUPS; task += SG) {
-      const bool is_value = task >= K_GROUPS;
-      const int bits = is_value ? VBITS : KBITS;
-      const int groups = is_value ? V_GROUPS : K_GROUPS;
-      const int group = is_value ? task - K_GROUPS : task;
-      const int first = group * GS + lane * PER;
-      auto source = (is_value ? v_new : k_new) + fresh_row * (is_value ? DV : D) + first;
       float x[PER];
-      UNROLL
-      for (int i = 0; i < PER; i++) {
-        x[i] = static_cast<float>(source[i]);
-      }
-      Affine affine;
-      const uint word = quantized_word<PER>(x, bits, lane, affine);
-      auto page = const_cast<device uint*>(is_value ? v_pool : k_pool) + (block * n_kv + kv_head) * (is_value ? V_PAGE : K_PAGE);
-      if (first * bits % 32 == 0) {
-        page[offset * (is_value ? V_CODES : K_CODES) + first * bits / 32] = word;
-      }
-      if (lane == 0) {
-        auto factors = reinterpret_cast<device T*>(page + BS * (is_value ? V_CODES : K_CODES)) + offset * 2 * groups;
-        factors[group] = static_cast<T>(affine.scale);
-        factors[groups + group] = static_cast<T>(affine.bias);
+      if (task < K_GROUPS) {
+        auto source = k_new + fresh_row * D + task * GS + lane * PER;
+        UNROLL
+        for (int i = 0; i < PER; i++) {
+          x[i] = static_cast<float>(source[i]);
+        }
+        auto page = k_pages + (block * n_kv + kv_head) * K_PAGE;
+        auto factors = reinterpret_cast<device T*>(page + BS * K_CODES) + offset * 2 * K_GROUPS;
+        store_group<T, PER>(x, KBITS, task, K_GROUPS, lane, page + offset * K_CODES, factors);
+      } else {
+        auto source = v_new + fresh_row * DV + (task - K_GROUPS) * GS + lane * PER;
+        UNROLL
+        for (int i = 0; i < PER; i++) {
+          x[i] = static_cast<float>(source[i]);
+        }
+        auto page = v_pages + (block * n_kv + kv_head) * V_PAGE;
+        auto factors = reinterpret_cast<device T*>(page + BS * V_CODES) + offset * 2 * V_GROUPS;
+        store_group<T, PER>(x, VBITS, task - K_GROUPS, V_GROUPS, lane, page + offset * V_CODES, factors);
       }
     }
     // It is attended to as its page holds it: what this thread group has just written.
@@ -82,8 +84,8 @@
       const int token = chunk * CHUNK + u * TPS;
       const int64_t page = static_cast<int64_t>(blocks[u * TPS / BS]) * n_kv + kv_head;
       const int inside = metal::min(metal::max(token + step_token, lo), hi - 1) % BS;
-      auto key_page = k_pool + page * K_PAGE;
-      auto value_page = v_pool + page * V_PAGE;
+      auto key_page = k_pages + page * K_PAGE;
+      auto value_page = v_pages + page * V_PAGE;
       auto key_factors = reinterpret_cast<const device T*>(key_page + BS * K_CODES) + inside * 2 * K_GROUPS;
       auto value_factors = reinterpret_cast<const device T*>(value_page + BS * V_CODES) + inside * 2 * V_GROUPS;
       UNROLL

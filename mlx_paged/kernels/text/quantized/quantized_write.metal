@@ -37,14 +37,6 @@ if (slot >= 0) {
     for (int i = 0; i < PER; i++) {
       x[i] = static_cast<float>(source[from + (first + i) * stride]);
     }
-    Affine affine;
-    const uint word = quantized_word<PER>(x, bits, lane, affine);
-    if (first * bits % 32 == 0) {
-      codes[first * bits / 32] = word;
-    }
-    if (lane == 0) {
-      factors[group] = static_cast<T>(affine.scale);
-      factors[groups + group] = static_cast<T>(affine.bias);
-    }
+    store_group<T, PER>(x, bits, group, groups, lane, codes, factors);
   }
 }
