@@ -15,7 +15,7 @@ from ..serve.refusal import RequestRefused, invalid
 from ..serve.request_body import load_object
 
 if TYPE_CHECKING:
-    from ..engine.grammar.compiled_grammar import CompiledGrammar
+    from ..engine.grammar.grammar import CompiledGrammar
     from ..engine.ranks.ranks import Ranks
     from ..patches.grammar.tokenizer_grammars import TokenizerGrammars
 

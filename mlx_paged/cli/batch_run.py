@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, TextIO
 
 import mlx.core as mx
 
-from ..engine.grammar.compiled_grammar import CompiledGrammar
-from ..engine.grammar.processor import GrammarProcessor
+from ..engine.grammar.grammar import CompiledGrammar, GrammarProcessor
 from ..engine.ranks.ranks import Ranks
 from ..engine.request_options import RequestOptions
 from ..errors import ConfigError, PromptsFileError, RequestFailedError

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from ..config import STOCK_QUANTISES, KVBits, PagedConfig
 from ..early_interrupt import raise_at_interrupt
-from ..engine.grammar.processor import GrammarProcessor
+from ..engine.grammar.grammar import GrammarProcessor
 from ..engine.ranks.ranks import Ranks
 from ..errors import ConfigError, PatchError
 from ..model_folder import check_model_folder, explain_load_errors, tell_if_unbounded, tell_unbounded

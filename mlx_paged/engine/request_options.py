@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from .grammar.compiled_grammar import CompiledGrammar
+from .grammar.grammar import CompiledGrammar
 
 
 class RequestOptions(NamedTuple):

@@ -14,7 +14,7 @@ from ...cache.composites import leaves, with_leaves
 from ...cache.paged_kv_cache import PagedKVCache
 from ...engine.decode_batch import DecodeBatch
 from ...engine.engine import Engine
-from ...engine.grammar.processor import GrammarProcessor
+from ...engine.grammar.grammar import GrammarProcessor
 from ...engine.ranks.world import ranks_of
 from ...engine.request import Request, sequence_of
 from ...engine.request_options import RequestOptions

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from ...engine.grammar.compiled_grammar import CompiledGrammar
-from ...engine.grammar.compiler import GrammarCompiler
-from ...engine.grammar.source import GrammarSource
+from ...engine.grammar.compiler import GrammarCompiler, GrammarSource
+from ...engine.grammar.grammar import CompiledGrammar
 from ...engine.grammar.trial import IsCancelled
 from ...errors import GrammarAbandoned, GrammarError
 from ...serve.constraints.constraint import Constraint

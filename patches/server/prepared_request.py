@@ -11,8 +11,7 @@ import mlx.nn as nn
 from mlx_lm import server as upstream
 from mlx_lm.generate import TextStateMachine
 
-from ...engine.grammar.compiled_grammar import CompiledGrammar
-from ...engine.grammar.processor import GrammarProcessor
+from ...engine.grammar.grammar import CompiledGrammar, GrammarProcessor
 from ...serve.constraints.constraint import Constraint
 from ...serve.prompt_maker import PromptSetup
 from ...serve.prompt_messages import MadePrompt

@@ -27,8 +27,8 @@ from mlx_lm.utils import dequantize_model
 from support.bench_common import machine, table
 
 import mlx_paged
-from mlx_paged.engine.grammar.compiled_grammar import CompiledGrammar
-from mlx_paged.engine.grammar.source import GrammarSource
+from mlx_paged.engine.grammar.compiler import GrammarSource
+from mlx_paged.engine.grammar.grammar import CompiledGrammar
 from mlx_paged.engine.request_options import RequestOptions
 from mlx_paged.patches.grammar.tokenizer_grammars import TokenizerGrammars
 from mlx_paged.serve.constraints.constraint import Constraint

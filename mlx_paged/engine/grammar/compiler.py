@@ -1,27 +1,76 @@
-"""GrammarCompiler: makes grammars for one tokenizer's tokens."""
+"""GrammarSource and GrammarCompiler: from what an answer has to be, as text, to a grammar of one tokenizer's tokens."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import importlib
+import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import GrammarError
-from .check import COMPILE_STACK, Checker, fault_of_size, on_stack
-from .compiled_grammar import CompiledGrammar
-from .source import GrammarSource
+from .check import COMPILE_STACK, JSON_OPTIONS, Checker, fault_of_size, on_stack
+from .grammar import CompiledGrammar
 from .trial import IsCancelled, Trials, Verdict
 
+ANY_OBJECT = {"type": "object"}
 MAX_KEPT = 64
 MAX_KEPT_BYTES = 128 << 20
 MAX_VERDICTS = 4096
 INSTALL = "constrained answers need the package llguidance: pip install llguidance"
+
+
+def json_in_lark(schema: Any) -> str:
+    """Return JSON of a schema, as a term of a Lark grammar."""
+    return "%json " + _escaped(json.dumps({**schema, "x-guidance": JSON_OPTIONS}))
+
+
+def text_in_lark(text: str) -> str:
+    """Return a text as a term of a Lark grammar."""
+    return _escaped(json.dumps(text, ensure_ascii=False))
+
+
+def _escaped(text: str) -> str:
+    """Escape what JSON may have as it is, and Lark may not: DEL."""
+    return text.replace("\x7f", "\\u007f")
+
+
+class GrammarSource(NamedTuple):
+    """What an answer has to be, as text, for any model.
+
+    Attributes:
+        kind: ``json`` (a JSON schema), ``regex``, ``lark``, or ``tools``: Lark that was made from schemas of tools.
+        text: the schema, expression or grammar.
+    """
+
+    kind: str
+    text: str
+
+    @classmethod
+    def json(cls, schema: Any) -> GrammarSource:
+        """Return the source of an answer that is JSON of a schema, given parsed."""
+        return cls("json", json.dumps(schema))
+
+    @classmethod
+    def regex(cls, expression: str) -> GrammarSource:
+        """Return the source of an answer that matches a regular expression as a whole."""
+        return cls("regex", expression)
+
+    @classmethod
+    def lark(cls, grammar: str) -> GrammarSource:
+        """Return the source of a context-free grammar in Lark, whose start rule is ``start``."""
+        return cls("lark", grammar)
+
+    @classmethod
+    def choice(cls, answers: Sequence[str]) -> GrammarSource:
+        """Return the source of an answer that is one of these texts."""
+        # One terminal: as a rule, each answer takes an item of the parser's, which are bounded.
+        return cls("lark", "start: ANSWER\nANSWER: " + " | ".join(map(text_in_lark, answers)))
 
 
 class GrammarCompiler:
@@ -32,7 +81,7 @@ class GrammarCompiler:
 
     Args:
         tokenizer: a fast tokenizer of transformers.
-        eos_tokens: those that end an answer.
+        eos_tokens: tokens that end an answer.
 
     Raises:
         GrammarError: llguidance is not installed, or does not support the tokenizer.

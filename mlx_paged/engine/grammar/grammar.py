@@ -1,20 +1,51 @@
-"""Grammar: where one answer is in its grammar, and what it may go on with."""
+"""Compiled grammars, the state of one answer in its grammar, and masks of logits."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
 import numpy as np
 
 from ...errors import GrammarError
 from .check import reason
 
 if TYPE_CHECKING:
-    from .compiled_grammar import CompiledGrammar
+    from ..request import Request
 
 ALL = np.uint32(0xFFFFFFFF)
+
+
+@dataclass(frozen=True)
+class CompiledGrammar:
+    """A grammar for one tokenizer's tokens, which any number of answers start from. Never changes.
+
+    Attributes:
+        matcher: llguidance's, at the beginning; only copies of it move.
+        num_tokens: size of the tokenizer's vocabulary, and so of a matcher's mask.
+        eos_tokens: tokens that end an answer.
+        after: the grammar begins behind these tokens, e.g. the end of a model's reasoning; empty: at once.
+        trigger: token that begins what the grammar describes, any number of times, within an answer that is free
+            otherwise; None: the grammar describes the whole answer.
+    """
+
+    matcher: Any = field(repr=False)
+    num_tokens: int
+    eos_tokens: Sequence[int]
+    after: tuple[int, ...] = ()
+    trigger: int | None = None
+
+    def begins_after(self, tokens: Sequence[int]) -> CompiledGrammar:
+        """Return the grammar for an answer that is free up to these tokens."""
+        return replace(self, after=tuple(tokens))
+
+    def start(self) -> Grammar:
+        """Return the state at the beginning of an answer."""
+        return Grammar(self)
 
 
 class Part(Enum):
@@ -30,8 +61,8 @@ class Grammar:
     """The state of one answer: a function of its tokens so far, whatever became of the request in between.
 
     Attributes:
-        tokens: those of the answer so far.
-        part: that the next token belongs to.
+        tokens: the answer so far.
+        part: what the next token belongs to.
     """
 
     def __init__(self, compiled: CompiledGrammar) -> None:
@@ -47,7 +78,7 @@ class Grammar:
             self._enter()
 
     def _enter(self) -> None:
-        """The grammar's own part of the answer begins."""
+        """Begin the grammar's own part of the answer."""
         if self._compiled.trigger is not None:
             self.part = Part.BETWEEN
         else:
@@ -59,10 +90,10 @@ class Grammar:
         return self.part is Part.ENDED or (self.part is Part.WITHIN and self._matcher.is_stopped())
 
     def accept(self, token: int) -> None:
-        """The answer goes on with a token.
+        """Go on with a token of the answer.
 
         Raises:
-            GrammarError: it may not, or the grammar takes more work than is allowed for a token.
+            GrammarError: the token is not allowed, or the grammar takes more work than is allowed for a token.
         """
         compiled = self._compiled
         self.tokens.append(token)
@@ -81,7 +112,7 @@ class Grammar:
                 self.part = Part.BETWEEN
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Be where an answer of these tokens is, which may have taken back some that were accepted.
+        """Go to the state behind these tokens, which may lack some that were accepted before.
 
         Raises:
             GrammarError: as :meth:`accept`.
@@ -101,7 +132,7 @@ class Grammar:
                 not have are not allowed where the grammar says what is.
 
         Raises:
-            GrammarError: none, or the grammar takes more work than is allowed for a token.
+            GrammarError: no token may come next, or the grammar takes more work than is allowed for a token.
         """
         if self.part is Part.WITHIN:
             self._fill(out)
@@ -131,3 +162,81 @@ class Grammar:
         if "too many" in why.lower() or "; max is" in why:  # llguidance has no other sign of it
             what = "the grammar takes more work for a token than is allowed"
         return GrammarError(f"{what}: {why}")
+
+
+def constrain(
+    logits: mx.array, rows: Sequence[Request], inputs: Sequence[int]
+) -> tuple[mx.array, dict[int, Exception]]:
+    """Return the logits ``[B, vocab]`` with minus infinity where a row's grammar does not allow the token, and by index
+    the errors of rows whose grammar raised; these rows are unchanged.
+
+    The logits may still be being computed: the host computes the masks meanwhile.
+
+    Args:
+        logits: of the step.
+        rows: of the batch, with or without a grammar.
+        inputs: the token that each row's logits come after.
+    """
+    vocab = logits.shape[-1]
+    words = np.full((len(rows), -(-vocab // 32)), ALL, np.uint32)
+    broken: dict[int, Exception] = {}
+    for index, (row, token) in enumerate(zip(rows, inputs, strict=True)):
+        grammar = row.grammar
+        if grammar is None:
+            continue
+        try:
+            # What was delivered before, if the grammar has not seen it, and then this step's input. The first input is
+            # the last token of the prompt.
+            for delivered in row.source[row.prompt_length + len(grammar.tokens) :]:
+                grammar.accept(delivered)
+            if row.logits is not None and len(grammar.tokens) == len(row.source) - row.prompt_length:
+                grammar.accept(token)
+            grammar.mask(words[index])
+        except Exception as error:
+            broken[index] = error
+            words[index] = ALL
+    return masked(logits, mx.array(words)), broken
+
+
+def masked(logits: mx.array, words: mx.array) -> mx.array:
+    """Return logits ``[B, vocab]`` where a bit of words ``[B, ceil(vocab / 32)]`` is set, minus infinity elsewhere."""
+    rows, vocab = logits.shape
+    allowed = (words[:, :, None] & _bits()).reshape(rows, -1)[:, :vocab]
+    return mx.where(allowed, logits, mx.array(-mx.inf, logits.dtype))
+
+
+@functools.cache
+def _bits() -> mx.array:
+    bits = mx.array([1 << bit for bit in range(32)], mx.uint32)
+    mx.eval(bits)
+    return bits
+
+
+class GrammarProcessor:
+    """A logits processor for a sequence that is computed alone. It follows the tokens it is given, so that some may be
+    taken back between calls, as when a draft model's are refused.
+
+    It has to be the first processor: penalties come after the mask.
+    """
+
+    def __init__(self, compiled: CompiledGrammar) -> None:
+        self._grammar = compiled.start()
+        self._prompt_length: int | None = None
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """Return the masked logits.
+
+        Args:
+            tokens: the prompt, or its end, and the answer so far, ``[n]``.
+            logits: ``[1, vocab]``.
+
+        Raises:
+            GrammarError: the answer is not what the grammar allows, or cannot be followed.
+        """
+        mx.async_eval(logits)
+        if self._prompt_length is None:
+            self._prompt_length = len(tokens)
+        self._grammar.follow(tokens[self._prompt_length :].tolist())  # type: ignore[arg-type]
+        words = np.zeros((1, -(-logits.shape[-1] // 32)), np.uint32)
+        self._grammar.mask(words[0])
+        return masked(logits, mx.array(words))

@@ -48,7 +48,7 @@ class Trials:
 
     Args:
         describe: returns the tokenizer, as JSON that the library tokenizers writes; asked whenever a process starts.
-        eos_tokens: those that end an answer.
+        eos_tokens: tokens that end an answer.
         library: the folder that the module llguidance is in.
     """
 

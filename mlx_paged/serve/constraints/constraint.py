@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ...engine.grammar.source import ANY_OBJECT, GrammarSource
+from ...engine.grammar.compiler import ANY_OBJECT, GrammarSource
 from ..refusal import invalid
 from .tools import Tools, tools_of
 

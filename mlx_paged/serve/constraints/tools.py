@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...engine.grammar.source import ANY_OBJECT, GrammarSource, json_in_lark, text_in_lark
+from ...engine.grammar.compiler import ANY_OBJECT, GrammarSource, json_in_lark, text_in_lark
 from ..refusal import invalid
 
 

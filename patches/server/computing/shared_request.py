@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from mlx_lm import server as upstream
 
-from ....engine.grammar.source import GrammarSource
+from ....engine.grammar.compiler import GrammarSource
 from ....engine.ranks.ranks import Ranks
 from ....serve.constraints.constraint import Constraint
 from ....serve.constraints.tools import Tool, Tools

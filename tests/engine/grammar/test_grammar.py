@@ -9,12 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.engine.grammar.compiled_grammar import CompiledGrammar
-from mlx_paged.engine.grammar.compiler import GrammarCompiler
-from mlx_paged.engine.grammar.grammar import Grammar, Part
-from mlx_paged.engine.grammar.processor import GrammarProcessor
-from mlx_paged.engine.grammar.source import GrammarSource, json_in_lark
-from mlx_paged.engine.grammar.token_mask import masked
+from mlx_paged.engine.grammar.compiler import GrammarCompiler, GrammarSource, json_in_lark
+from mlx_paged.engine.grammar.grammar import CompiledGrammar, Grammar, GrammarProcessor, Part, masked
 from mlx_paged.errors import GrammarError
 from tests.support.models.byte_tokenizer import CALL, EOS, EOT, THINK_END, byte_tokenizer
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlx_paged.engine.grammar import check, trial
-from mlx_paged.engine.grammar.compiler import MAX_VERDICTS, GrammarCompiler
-from mlx_paged.engine.grammar.source import GrammarSource
+from mlx_paged.engine.grammar.compiler import MAX_VERDICTS, GrammarCompiler, GrammarSource
 from mlx_paged.engine.grammar.trial import TrialProcess, Verdict
 from mlx_paged.errors import GrammarAbandoned, GrammarError
 from tests.support.models.byte_tokenizer import byte_tokenizer

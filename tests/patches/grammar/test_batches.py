@@ -15,10 +15,8 @@ from mlx_lm.sample_utils import make_sampler
 
 import mlx_paged
 from mlx_paged.config import PagedConfig
-from mlx_paged.engine.grammar.compiled_grammar import CompiledGrammar
-from mlx_paged.engine.grammar.compiler import GrammarCompiler
-from mlx_paged.engine.grammar.processor import GrammarProcessor
-from mlx_paged.engine.grammar.source import GrammarSource
+from mlx_paged.engine.grammar.compiler import GrammarCompiler, GrammarSource
+from mlx_paged.engine.grammar.grammar import CompiledGrammar, GrammarProcessor
 from mlx_paged.engine.request_options import RequestOptions
 from mlx_paged.engine.row_by_row import RowByRowBatch
 from mlx_paged.errors import GrammarError, RequestFailedError

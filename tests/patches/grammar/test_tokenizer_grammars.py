@@ -12,8 +12,7 @@ import pytest
 from mlx_lm.generate import make_text_state_machine
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
-from mlx_paged.engine.grammar.compiled_grammar import CompiledGrammar
-from mlx_paged.engine.grammar.grammar import Grammar, Part
+from mlx_paged.engine.grammar.grammar import CompiledGrammar, Grammar, Part
 from mlx_paged.patches.grammar.tokenizer_grammars import TokenizerGrammars, behind_reasoning, reasons_first, tool_format
 from mlx_paged.serve.constraints.constraint import constraint_of
 from mlx_paged.serve.refusal import RequestRefused
