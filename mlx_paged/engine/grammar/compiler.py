@@ -8,15 +8,16 @@ import importlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...errors import GrammarError
+from ...errors import GrammarAbandoned, GrammarError
 from .check import COMPILE_STACK, JSON_OPTIONS, Checker, fault_of_size, on_stack
 from .grammar import CompiledGrammar
-from .trial import IsCancelled, Trials, Verdict
+from .trial import POLL_SECONDS, IsCancelled, Trials, Verdict
 
 ANY_OBJECT = {"type": "object"}
 MAX_KEPT = 64
@@ -103,7 +104,8 @@ class GrammarCompiler:
         self.trials = Trials(lambda: _described(tokenizer), self._eos_tokens, folder)
         self._kept: OrderedDict[GrammarSource, tuple[CompiledGrammar, int]] = OrderedDict()
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()  # by the digest of a source
-        self._lock = threading.Lock()
+        self._busy: set[GrammarSource] = set()  # that some thread tries or compiles
+        self._changed = threading.Condition()
 
     def compile(
         self,
@@ -127,24 +129,48 @@ class GrammarCompiler:
         """
         compiled = self._find(source)
         if compiled is None:
-            num_bytes = 0 if is_checked else self.check(source, is_cancelled=is_cancelled)
-            compiled = self._compile(source)
-            self._keep(source, compiled, num_bytes + len(source.text))
+            with self._alone(source, is_cancelled):
+                compiled = self._find(source)
+                if compiled is None:
+                    num_bytes = 0 if is_checked else self._tried(source, is_cancelled)
+                    compiled = self._compile(source)
+                    self._keep(source, compiled, num_bytes + len(source.text))
         return compiled if trigger is None else replace(compiled, trigger=trigger)
 
-    def check(self, source: GrammarSource, *, is_cancelled: IsCancelled = lambda: False) -> int:
-        """Try a grammar, and return how many bytes it takes when it is compiled. What came of it is kept.
+    def check(self, source: GrammarSource, *, is_cancelled: IsCancelled = lambda: False) -> None:
+        """Try a grammar; what came of it is kept.
 
         Raises:
             GrammarError, GrammarAbandoned: as :meth:`compile`.
         """
+        with self._alone(source, is_cancelled):
+            self._tried(source, is_cancelled)
+
+    @contextmanager
+    def _alone(self, source: GrammarSource, is_cancelled: IsCancelled) -> Iterator[None]:
+        """Let one thread at a time have a source: the next one finds what came of it."""
+        with self._changed:
+            while source in self._busy:
+                self._changed.wait(POLL_SECONDS)
+                if is_cancelled():
+                    raise GrammarAbandoned("the grammar was cancelled while another thread tried it")
+            self._busy.add(source)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._busy.discard(source)
+                self._changed.notify_all()
+
+    def _tried(self, source: GrammarSource, is_cancelled: IsCancelled) -> int:
+        """Return how many bytes a grammar takes when it is compiled. Raises GrammarError."""
         if fault := fault_of_size(*source):
             raise GrammarError(fault)
         digest = hashlib.sha256(f"{source.kind} {source.text}".encode("utf-8", "surrogatepass")).digest()
-        with self._lock:
+        with self._changed:
             known = self._verdicts.get(digest)
         verdict = self.trials.try_out(*source, is_cancelled) if known is None else known
-        with self._lock:
+        with self._changed:
             self._verdicts[digest] = verdict
             self._verdicts.move_to_end(digest)
             while len(self._verdicts) > MAX_VERDICTS:
@@ -162,7 +188,7 @@ class GrammarCompiler:
         return CompiledGrammar(matcher, self._tokenizer.vocab_size, tuple(self._eos_tokens))
 
     def _find(self, source: GrammarSource) -> CompiledGrammar | None:
-        with self._lock:
+        with self._changed:
             if source not in self._kept:
                 return None
             compiled, _ = self._kept[source]
@@ -173,7 +199,7 @@ class GrammarCompiler:
         return None if matcher.is_error() else compiled
 
     def _keep(self, source: GrammarSource, compiled: CompiledGrammar, num_bytes: int) -> None:
-        with self._lock:
+        with self._changed:
             self._kept[source] = compiled, num_bytes
             self._kept.move_to_end(source)
             while len(self._kept) > 1 and (

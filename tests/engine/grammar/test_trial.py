@@ -148,6 +148,15 @@ def test_others_are_served_while_one_is_tried_and_its_trial_ends_with_it(monkeyp
     compiler.compile(FINE)
 
 
+def test_many_who_want_one_grammar_have_it_tried_once(compiler: GrammarCompiler) -> None:
+    clients = [Client(compiler, ENDLESS) for _ in range(16)]
+    for client in clients:
+        client.thread.join(60)
+        (error,) = client.raised
+        assert "takes more than" in str(error)
+    assert num_started(compiler) == 1
+
+
 def test_a_process_that_was_ended_is_started_again(compiler: GrammarCompiler) -> None:
     compiler.compile(FINE)
     (process,) = [process for process in compiler.trials._idle if process._process is not None]
