@@ -67,6 +67,22 @@ class PoolExhaustedError(PagedCacheError, MemoryError):
             "Raise kv_cache_memory (--kv-cache-memory) or hold fewer tokens."
         )
 
+    @classmethod
+    def too_small(cls, budget_bytes: int, least_bytes: int) -> PoolExhaustedError:
+        """Return the error for a budget that holds no sequence at all.
+
+        Args:
+            budget_bytes: the budget.
+            least_bytes: of the null block and one more in every layer.
+        """
+        error = cls(blocks_needed=1, bytes_needed=least_bytes, budget_bytes=budget_bytes, bytes_reserved=0)
+        error.args = (
+            f"the KV cache budget of {budget_bytes:,} bytes holds no sequence of this model: the least is "
+            f"{least_bytes:,} bytes, two blocks of every layer. Raise kv_cache_memory (--kv-cache-memory) or use "
+            "smaller blocks (--kv-block-size).",
+        )
+        return error
+
 
 class RequestTooLargeError(PagedCacheError, MemoryError):
     """A request has more tokens than the whole budget holds: it could never run. Nothing was changed.

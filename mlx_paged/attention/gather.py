@@ -70,7 +70,8 @@ def _latent_attention(
     if isinstance(mask, str):
         mask = causal_mask(q_len, length - q_len)
     if mask is not None:
-        scores = mx.where(mask, scores, mx.array(mx.finfo(scores.dtype).min, scores.dtype))
+        least = mx.array(mx.finfo(scores.dtype).min, scores.dtype)
+        scores = mx.where(mask, scores, least) if mask.dtype == mx.bool_ else scores + mask.astype(scores.dtype)
     return mx.fast.scaled_dot_product_attention(q[..., :rank], latents, latents, scale=scale, mask=scores)
 
 

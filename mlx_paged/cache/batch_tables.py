@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import mlx.core as mx
@@ -210,10 +210,15 @@ class BatchTables:
             if any(row.offsets[layer] != table.length for layer in self.pool.groups[group].spec.layers):
                 raise BlockStateError("the layers of a group are at different offsets")
 
-    def untake(self) -> None:
-        """Undo one :meth:`take` of every layer; the positions stay reserved, for the layers to take again."""
-        for layer in self._written:
+    def untake(self, layers: Iterable[int]) -> None:
+        """Undo one :meth:`take` of each layer; the positions stay reserved, for the layers to take again."""
+        for layer in layers:
             self._written[layer] -= 1
+
+    @property
+    def layers(self) -> Iterable[int]:
+        """The layers of all groups."""
+        return self._place
 
     @property
     def num_layers(self) -> int:

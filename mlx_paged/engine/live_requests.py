@@ -72,6 +72,8 @@ class LiveRequests:
         sequence = sequence_of(fresh)
         self.pool: BlockPool | None = None if sequence is None else sequence.pool
         self.agreement = None if batch.ranks is None else Agreement(batch.ranks, self.pool)
+        if self.agreement is not None and self.pool is not None:
+            self.pool.drops_when_idle = False
         self.all_paged = all(isinstance(cache, PagedKVCache) for cache in fresh)
         self.in_place = self.all_paged and self.pool is not None and all(g.in_place for g in self.pool.groups)
         self.shares_calls = self.in_place and batch.kind == "together" and can_share_calls(fresh)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -123,7 +123,8 @@ class BlockGroup:
         self.block_size = block_size
         self.allocator = BlockAllocator()
         self.geometry: Geometry | None = None
-        self.storages: list[Storage] = []
+        self.storages: list[Storage] = []  # none before the first write, and none while nobody uses the pool
+        self._form: Callable[[Geometry, int, int], Storage] | None = None
         self.in_place = False  # whether the blocks are written in place and read by kernels only
         self.storage_reason = "nothing written yet"
         self.page_format = page_format  # wanted
@@ -306,8 +307,8 @@ class BlockGroup:
         geometry, self.dense_reason = geometry.in_format(self.page_format, self.spec.why_dense)
         form, self.storage_reason = self._choose_storage(geometry, self.block_size, heads, self.spec.pinned)
         self.geometry = geometry
-        num_blocks = self.allocator.num_blocks
-        self.storages = [form(geometry, self.block_size, num_blocks) for _ in self.spec.layers]
+        self._form = form
+        self._make_storages(self.allocator.num_blocks)
         self.in_place = self.storages[0].in_place
         if self.dense_reason is not None:
             warn_once(
@@ -315,9 +316,22 @@ class BlockGroup:
                 f"{self.dense_reason}"
             )
 
+    def _make_storages(self, num_blocks: int) -> None:
+        assert self.geometry is not None and self._form is not None
+        self.storages = [self._form(self.geometry, self.block_size, num_blocks) for _ in self.spec.layers]
+
+    def drop(self) -> None:
+        """Let go of every layer's tensors; no block is in use. What is known of the keys and values stays."""
+        self.storages, self._last_read, self._step, self._packed_step = [], None, None, None
+        self.allocator.renumber({}, 1)
+        self.touch()
+
     def grow(self, num_blocks: int) -> None:
         """Grow every layer's tensors, one layer after the other, then make the ids known."""
-        self._resize(num_blocks)
+        if self.geometry is not None and not self.storages:
+            self._make_storages(num_blocks)
+        else:
+            self._resize(num_blocks)
         self.allocator.grow(num_blocks)
         self.touch()
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from ..errors import BlockStateError
 from .block_table import BlockTable
 from .group import BlockGroup
+from .idle import IdleWatch
 
 
 class BlockHolder(Protocol):
@@ -47,14 +48,15 @@ class Holders:
     Used under the pool's lock, but for :meth:`abandon` and :meth:`collect`.
     """
 
-    def __init__(self, groups: Sequence[BlockGroup], lock: threading.RLock) -> None:
+    def __init__(self, groups: Sequence[BlockGroup], lock: threading.RLock, idle: IdleWatch) -> None:
         self.owner = object()  # of all the tables
+        self._idle = idle
         self._groups = groups
         self._lock = lock
-        self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
-        # By identity, the lists of block ids of all tables that have not given them back, with their group: also of
-        # those that are just being dropped, in whatever thread.
-        self._lists: dict[int, tuple[int, list[int]]] = {}
+        # By identity, the lists of block ids of all tables that have not given them back, with their group and table:
+        # also of those that are just being dropped, in whatever thread. Other threads add tables without the lock, so
+        # it is copied before it is iterated.
+        self._lists: dict[int, tuple[int, list[int], weakref.ref[BlockTable]]] = {}
         # Tables dropped by their owner put their blocks here from whatever thread collects them.
         self._abandoned: deque[tuple[int, list[int]]] = deque()
         self._caches: list[weakref.ref[BlockHolder]] = []
@@ -64,15 +66,17 @@ class Holders:
     def add_table(self, table: BlockTable) -> BlockTable:
         """Know the table until it is removed; if it is dropped instead, its blocks come back by themselves."""
         table.owner = self.owner
-        self._tables.add(table)
-        self._lists[id(table.block_ids)] = (table.group, table.block_ids)
-        finalizer = weakref.finalize(table, self._abandoned.append, (table.group, table.block_ids))
+        self._lists[id(table.block_ids)] = (table.group, table.block_ids, weakref.ref(table))
+        finalizer = weakref.finalize(table, self._idle.put, self._abandoned, (table.group, table.block_ids))
         finalizer.atexit = False
         return table
 
     def remove_table(self, table: BlockTable) -> None:
-        self._tables.discard(table)
         self._lists.pop(id(table.block_ids), None)
+
+    def note_release(self) -> None:
+        """A table has given its blocks back."""
+        self._idle.note()
 
     def check(self, table: BlockTable) -> None:
         """Raise BlockStateError unless the table is one of these and in use."""
@@ -80,11 +84,11 @@ class Holders:
             raise BlockStateError("table used after release, or of another pool")
 
     def tables(self) -> list[BlockTable]:
-        return list(self._tables)
+        return [table for *_, ref in list(self._lists.values()) if (table := ref()) is not None]
 
     def abandon(self, group: int, block_ids: list[int]) -> None:
         """Drop one reference of each block, soon; for finalizers, which may run anywhere in this very class."""
-        self._abandoned.append((group, block_ids))
+        self._idle.put(self._abandoned, (group, block_ids))
 
     def collect(self) -> None:
         """Release what was abandoned; for whoever is going to count free blocks."""
@@ -118,13 +122,16 @@ class Holders:
     # All ------------------------------------------------------------------------------------------------------
 
     def renumber(self, group: int, moves: Mapping[int, int]) -> None:
-        """Blocks of the group have other ids now: tell whoever holds them."""
+        """Blocks of the group have other ids now: tell whoever holds them. All of them are found before any is told.
+        A table that another thread adds meanwhile is empty."""
+        known = list(self._lists.values())
+        others = [entry for entry in list(self._abandoned) if id(entry[1]) not in self._lists]
+        tables = [table for own, _, ref in known if own == group and (table := ref()) is not None]
+        lists = [block_ids for own, block_ids, _ in known if own == group]
+        lists += [block_ids for own, block_ids in others if own == group]
         for cache in self.caches():
             cache.renumber(group, moves)
-        others = [entry for entry in list(self._abandoned) if id(entry[1]) not in self._lists]
-        for own, block_ids in [*self._lists.values(), *others]:
-            if own == group:
-                block_ids[:] = [moves.get(block_id, block_id) for block_id in block_ids]
-        for table in self.tables():
-            if table.group == group:
-                table.forget_indices()
+        for block_ids in lists:
+            block_ids[:] = [moves.get(block_id, block_id) for block_id in block_ids]
+        for table in tables:
+            table.forget_indices()

@@ -74,6 +74,9 @@ class PoolMemory:
         group.allocator.shrink()
         in_pages, _ = geometry.in_format(group.page_format, group.spec.why_dense)
         per_block = group.block_size * in_pages.bytes_per_token() * len(group.spec.layers)
+        least = sum(2 * per_block * len(each.spec.layers) // len(group.spec.layers) for each in self.groups)
+        if self.budget < least:
+            raise PoolExhaustedError.too_small(self.budget, least)
         known = group.allocator.num_blocks
         if known * per_block > self.unreserved_bytes:
             # The null block is nobody's need.
@@ -228,9 +231,20 @@ class PoolMemory:
         """See :meth:`BlockPool.return_memory`."""
         with self.turn:
             self.holders.collect()
+            if not any(group.allocator.num_live for group in self.groups):
+                self.drop()
+                return
             for index, group in enumerate(self.groups):
                 if group.geometry is not None:
                     size = group.idle_size(self.budget)
                     if size < group.allocator.num_blocks:
                         self.shrink(index, size)
             mx.clear_cache()
+
+    def drop(self) -> None:
+        """Let go of the tensors of all groups, no block of which is in use."""
+        for group in self.groups:
+            if group.storages:
+                group.drop()
+                self.shrinks += 1
+        mx.clear_cache()

@@ -13,6 +13,7 @@ from .allocator import NULL_BLOCK
 from .block_table import BlockTable
 from .group import BlockGroup, LayerGroup, check_layout
 from .holders import BlockHolder, Holders
+from .idle import IdleWatch
 from .layer import PoolLayer
 from .memory import PoolMemory
 from .stats import PagedCacheStats, check_group, count
@@ -58,7 +59,7 @@ class BlockPool:
         self.groups = [BlockGroup(spec, block_size, choose_storage, page_format) for spec in groups]
         self._lock = threading.RLock()
         self.turn = Turn(self._lock, self.groups)
-        self._holders = Holders(self.groups, self._lock)
+        self._holders = Holders(self.groups, self._lock, IdleWatch(self))
         self.memory = PoolMemory(self.groups, memory_budget, self._holders, self.turn)
         self._layers = {
             layer: PoolLayer(layer, group, index, position, self.memory)
@@ -66,6 +67,8 @@ class BlockPool:
             for position, layer in enumerate(group.spec.layers)
         }
         self._cow_forks = 0
+        # Whether an idle pool lets go of its tensors by itself. Over ranks the engines agree on when to.
+        self.drops_when_idle = True
         # Counted by whoever schedules sequences over this pool.
         self.preemptions = self.drafted = self.accepted = 0
 
@@ -135,10 +138,30 @@ class BlockPool:
         return self._holders.caches()
 
     def return_memory(self) -> None:
-        """Give memory of free blocks back to the system, but for one growth step of each group. For the thread that
-        computes, between steps, when nothing has needed it for a while: blocks are moved together, tensors copied.
+        """Give memory of free blocks back to the system, but for one growth step of each group that has blocks in use.
+        For the thread that computes, between steps, when nothing has needed it for a while: blocks are moved together,
+        tensors copied.
         """
         self.memory.return_unused()
+
+    def drop_if_idle(self) -> bool:
+        """Let go of all tensors if no block is in use; the next sequence makes new ones. For a thread that does not
+        compute: it waits for nobody, and MLX has nothing to compute.
+
+        Returns:
+            False if somebody is at work in the pool, so that it is not known.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self.turn.is_pending:
+                return False
+            self._holders.collect()
+            if self.drops_when_idle and not any(group.allocator.num_live for group in self.groups):
+                self.memory.drop()
+            return True
+        finally:
+            self._lock.release()
 
     # Tables ---------------------------------------------------------------------------------------------------
 
@@ -179,6 +202,7 @@ class BlockPool:
             table.block_ids.clear()
             table.forget_indices()
             self._group(table).touch()
+            self._holders.note_release()
 
     def _group(self, table: BlockTable) -> BlockGroup:
         return self.groups[table.group]

@@ -6,6 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from threading import get_ident
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -78,10 +79,10 @@ class Turn:
             while self._pending not in (0, me):
                 self._changed.wait()
         except BaseException:
+            self._num_waiting -= 1  # with the lock: others count here, too
             self._lock.release()
             raise
-        finally:
-            self._num_waiting -= 1
+        self._num_waiting -= 1
 
     def __exit__(self, *_: object) -> None:
         try:
@@ -127,6 +128,11 @@ class Turn:
                 time.sleep(0.001)
         return read(False)
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether some thread's work here may still be lazy."""
+        return self._depth > 0 or self._pending != 0
+
     def compute(self, *, wait: bool) -> None:
         """Have what the thread left here computed; with ``wait`` it is done on return."""
         with self._lock:
@@ -163,8 +169,9 @@ class Stepwise:
         _thread.steps -= 1
         if _thread.steps == 0 and _thread.pending:
             pending, _thread.pending = _thread.pending, []
-            for turn in pending:
-                turn.compute(wait=kind is not None)
+            with ExitStack() as all_turns:  # if one cannot be computed, the others still end
+                for turn in reversed(pending):
+                    all_turns.callback(turn.compute, wait=kind is not None)
 
 
 class _HasPool(Protocol):

@@ -207,7 +207,8 @@ class RadixTree:
             try:
                 yield
             except Exception:
-                self._roots = {salt: root for salt, root in self._roots.items() if root.children}
+                for salt in [salt for salt, root in self._roots.items() if not root.children]:
+                    del self._roots[salt]  # in place: the finalizer has this very dictionary
                 for group in range(len(self.windows)):
                     self._held.reset(group, [b for node in self.nodes() for b in node.blocks[group]])
                 raise

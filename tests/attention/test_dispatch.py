@@ -16,7 +16,7 @@ from mlx_paged.attention.dispatch import (
     prefill_attention,
     reset_dispatch_counts,
 )
-from mlx_paged.attention.gather import gather_attention, ring_rotation
+from mlx_paged.attention.gather import attention, gather_attention, ring_rotation
 from mlx_paged.attention.masks import causal_mask
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.sequence import SequenceTables
@@ -238,3 +238,14 @@ def test_gather_attention_in_a_window_group_sees_the_window_only() -> None:
             q[row : row + 1], k[:, :, -window:], v[:, :, -window:], scale=SCALE
         )
         np.testing.assert_allclose(np.array(got[row : row + 1]), np.array(expected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_an_additive_mask_over_latents_is_added(q_len: int) -> None:
+    q, latents, rotated = (mx.random.normal(shape) for shape in ((1, 4, q_len, 24), (1, 1, 7, 16), (1, 1, 7, 8)))
+    allowed = mx.random.uniform(shape=(q_len, 7)) < 0.7
+    allowed[:, 0] = True
+    additive = mx.where(allowed, 0.0, -1e9)
+    expected = attention(q, latents, rotated, Scoring(0.2, allowed, latent=True))
+    got = attention(q, latents, rotated, Scoring(0.2, additive, latent=True))
+    assert mx.allclose(got, expected, atol=1e-6) and not mx.isnan(got).any()

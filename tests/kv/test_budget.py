@@ -75,6 +75,10 @@ def test_a_sequence_that_the_least_budget_holds_runs_in_it_and_not_in_half(
     least = PoolBudget(pool_of(windows, 1000), chunk=CHUNK).bytes_for(num_tokens)
     assert least % BLOCK_BYTES == 0
     for num_blocks, is_held in ((least // BLOCK_BYTES, True), (least // BLOCK_BYTES - 1, False)):
+        if num_blocks < 2 * len(windows):  # not even one block of each group beside the null block
+            with pytest.raises(PoolExhaustedError, match="the least is"):
+                pool_of(windows, num_blocks)
+            continue
         pool = pool_of(windows, num_blocks)
         assert PoolBudget(pool, chunk=CHUNK).holds(num_tokens) is is_held
         if is_held:

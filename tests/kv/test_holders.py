@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -10,6 +12,7 @@ from mlx_paged.errors import BlockStateError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import BlockGroup, LayerGroup
 from mlx_paged.kv.holders import Holders
+from mlx_paged.kv.idle import IdleWatch
 
 
 class Cache:
@@ -40,7 +43,8 @@ class Cache:
 def some_holders(num_blocks: int = 9) -> tuple[Holders, BlockGroup]:
     group = BlockGroup(LayerGroup((0,)), 4)
     group.allocator.grow(num_blocks)
-    return Holders([group], threading.RLock()), group
+    watch = cast(IdleWatch, SimpleNamespace(note=lambda: None, put=lambda abandoned, blocks: abandoned.append(blocks)))
+    return Holders([group], threading.RLock(), watch), group
 
 
 def a_table(holders: Holders, group: BlockGroup, num_blocks: int) -> BlockTable:

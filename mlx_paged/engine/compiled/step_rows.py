@@ -51,8 +51,15 @@ class SequenceRows(_Newest):
         return 1
 
     def take(self, caches: Sequence[Any]) -> list[list[BlockTable]]:
-        for cache in caches:
-            self.sequence.reserve(cache.layer, 1)
+        done = []
+        try:
+            for cache in caches:
+                self.sequence.reserve(cache.layer, 1)
+                done.append(cache.layer)
+        except Exception:  # for want of blocks of another group
+            for layer in done:
+                self.sequence.offsets[layer] -= 1
+            raise
         return [[table] for table in self.sequence.tables]
 
     def untake(self) -> None:
@@ -71,12 +78,18 @@ class BatchRows(_Newest):
         return len(self.batch)
 
     def take(self, caches: Sequence[Any]) -> list[list[BlockTable]]:
-        for cache in caches:
-            self.batch.take(cache.layer)
+        done: list[int] = []
+        try:
+            for cache in caches:
+                self.batch.take(cache.layer)
+                done.append(cache.layer)
+        except Exception:
+            self.batch.untake(done)
+            raise
         return self.batch.tables
 
     def untake(self) -> None:
-        self.batch.untake()
+        self.batch.untake(self.batch.layers)
 
 
 class PackRows:

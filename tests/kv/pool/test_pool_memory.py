@@ -379,3 +379,20 @@ def test_a_lone_sequence_that_begins_with_a_cached_prefix_can_always_go_on(seed:
             for table in tables:
                 pool.release_table(table)
     assert parts_in_a_block > 10
+
+
+def test_a_budget_that_holds_no_sequence_says_the_least_that_does() -> None:
+    x = mx.zeros((1, 1, 1, 8))
+    least = 2 * 3 * 4 * 2 * 8 * 4  # two blocks of three layers, four tokens of keys and values each
+
+    def pool_of(budget: int) -> BlockPool:
+        pool = BlockPool([LayerGroup((0, 1)), LayerGroup((2,), 8)], block_size=4, memory_budget=budget)
+        pool.set_geometry(0, x, x, batch=1)
+        return pool
+
+    with pytest.raises(PoolExhaustedError, match=f"the least is {least:,} bytes"):
+        pool_of(least - 1)
+    pool = pool_of(least)
+    pool.set_geometry(2, x, x, batch=1)
+    for group in (0, 1):
+        pool.append_tokens(pool.new_table(group), 4)

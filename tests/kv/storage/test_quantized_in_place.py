@@ -156,6 +156,7 @@ def test_a_kernel_of_these_pages_is_checked_and_chosen(monkeypatch: pytest.Monke
         (variant, _) = checked
         assert variant.body == "quantized_decode" and str(variant).endswith("b8 8/4 bits/32]")
         assert variant.pages is not None and (variant.pages.k, variant.pages.v) == geometry.rows
-        assert prefill_decline(geometry, SIZE, QueryHeads(4)) == "there is no kernel for pages of 8/4 bits/32 here"
+        expected = "no kernel for heads of 64 and pages of 8/4 bits/32 fits this GPU"
+        assert prefill_decline(geometry, SIZE, QueryHeads(4)) == expected
     finally:
         kernels.variants_of.cache_clear()

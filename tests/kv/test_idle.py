@@ -1,0 +1,245 @@
+"""Pools that nobody uses let go of their tensors by themselves, and threads do not get into each other's way."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import mlx.core as mx
+import pytest
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.kv import idle
+from mlx_paged.kv.block_table import BlockTable
+from mlx_paged.kv.group import LayerGroup
+from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.turn import Stepwise
+from mlx_paged.prefix.radix import RadixTree
+from tests.support.models.batch_runs import mlx_lm_generate
+from tests.support.models.builders import build, prompt_of
+from tests.support.prefixes import add, make_tree
+
+LONG = 60.0  # seconds in which a thread that can go on does
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Poll; fails after a time in which it comes true on any machine."""
+    end = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def small_pool() -> BlockPool:
+    pool = BlockPool([LayerGroup((0,))], block_size=4)
+    x = mx.zeros((1, 1, 1, 8))
+    pool.set_geometry(0, x, x, batch=1)
+    return pool
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle, "IDLE_SECONDS", 0.02)
+    monkeypatch.setattr(idle, "LOOK_SECONDS", 0.01)
+
+
+@pytest.fixture
+def patched() -> Iterator[None]:
+    mlx_paged.apply_patches(PagedConfig(block_size=16, kv_cache_memory=64 << 20))
+    yield
+    mlx_paged.remove_patches()
+
+
+@pytest.mark.parametrize("way", ["batch", "single", "generator dropped"])
+def test_tensors_go_when_the_last_user_has_gone(soon: None, patched: None, way: str) -> None:
+    model, prompts = build("llama"), [prompt_of(60, seed).tolist() for seed in range(6)]
+
+    def run() -> list[list[int]]:
+        if way == "single":
+            return [[t for t, _ in mlx_lm_generate.generate_step(mx.array(p), model, max_tokens=6)] for p in prompts]
+        generator = mlx_lm_generate.BatchGenerator(model)
+        uids = generator.insert(prompts, [6] * len(prompts))
+        tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+        while responses := generator.next_generated():
+            for response in responses:
+                tokens[response.uid].append(response.token)
+        if way == "batch":
+            generator.close()
+        return [tokens[uid] for uid in uids]
+
+    first = run()
+    pool = mlx_paged.pool_of(model)
+    wait_until(lambda: pool.stats().bytes_reserved == 0)
+    pool.check_integrity()
+    assert run() == first
+    assert pool.stats().bytes_reserved > 0 or way != "batch"
+    wait_until(lambda: pool.stats().bytes_reserved == 0)
+
+
+def test_return_memory_drops_all_tensors_at_once() -> None:
+    pool = small_pool()
+    table = pool.new_table()
+    pool.append_tokens(table, 400)
+    pool.release_table(table)
+    assert pool.stats().bytes_reserved > 0
+    pool.return_memory()
+    assert pool.stats().bytes_reserved == 0 and pool.stats().total_blocks <= 1
+    table = pool.new_table()
+    pool.append_tokens(table, 9)
+    x = mx.random.normal((1, 1, 9, 8))
+    pool.write_prefill(table, 0, x, x)
+    assert mx.array_equal(pool.gather_visible(table, 0)[0], x)
+    pool.check_integrity()
+
+
+def test_what_is_in_use_stays(soon: None) -> None:
+    tree, pool = make_tree([None])
+    add(tree, list(range(9)))
+    reserved = pool.stats().bytes_reserved
+    assert reserved and pool.drop_if_idle() and pool.stats().bytes_reserved == reserved
+    pool.check_integrity()
+    tree.clear()
+    assert pool.drop_if_idle() and pool.stats().bytes_reserved == 0
+
+
+def test_an_idle_pool_waits_for_nobody() -> None:
+    pool = small_pool()
+    table = pool.new_table()
+    pool.append_tokens(table, 40)
+    pool.release_table(table)
+    entered, leave = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with pool.lock:
+            entered.set()
+            leave.wait(LONG)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert entered.wait(LONG)
+    assert not pool.drop_if_idle()
+    leave.set()
+    thread.join()
+    assert pool.drop_if_idle() and pool.stats().bytes_reserved == 0
+
+
+def test_a_pool_goes_without_the_collector() -> None:
+    gc.disable()
+    try:
+        pool = small_pool()
+        table = pool.new_table()
+        pool.append_tokens(table, 40)
+        del table
+        groups = pool.groups
+        assert sys.getrefcount(groups) > 2
+        del pool
+        wait_until(lambda: sys.getrefcount(groups) == 2)  # the thread may be looking at it
+    finally:
+        gc.enable()
+
+
+def test_a_pool_that_fails_to_compute_does_not_keep_others_waiting() -> None:
+    first, second = small_pool(), small_pool()
+
+    def fail() -> list[mx.array]:
+        raise MemoryError("out of memory")
+
+    def work() -> None:
+        with pytest.raises(MemoryError), Stepwise():
+            for pool in (first, second):
+                with pool.turn:
+                    pool.turn.is_dirty = True
+            first.groups[0].latest = fail  # type: ignore[method-assign]
+
+    done = threading.Event()
+
+    def other() -> None:
+        with second.turn:
+            done.set()
+
+    for target in (work, other):
+        thread = threading.Thread(target=target, daemon=True)
+        thread.start()
+        thread.join(LONG)
+    assert done.is_set()
+
+
+def shrink_beside_makers(rounds: int, makers: int) -> None:
+    """Shrink a pool again and again while other threads make and drop caches."""
+    pool, stop = small_pool(), threading.Event()
+
+    def make() -> None:
+        kept = []
+        while not stop.is_set():
+            kept.append(pool.new_table())
+            if len(kept) > 300:
+                kept.clear()
+
+    threads = [threading.Thread(target=make) for _ in range(makers)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(rounds):
+            junk, table = pool.new_table(), pool.new_table()
+            pool.append_tokens(junk, 4 * 40)
+            pool.append_tokens(table, 40)  # behind the other's blocks
+            pool.release_table(junk)
+            pool.return_memory()
+            assert len(set(table.block_ids)) == 10
+            other = pool.new_table()
+            pool.append_tokens(other, 40)
+            assert not set(other.block_ids) & set(table.block_ids)
+            pool.release_table(other)
+            pool.release_table(table)
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join()
+    pool.check_integrity()
+
+
+def test_a_pool_shrinks_while_other_threads_make_caches() -> None:
+    shrink_beside_makers(100, 2)
+
+
+@pytest.mark.slow
+def test_a_pool_shrinks_while_other_threads_make_caches_for_long() -> None:
+    shrink_beside_makers(6000, 2)
+
+
+def test_tables_added_while_blocks_are_renumbered_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may add a table between any two steps of the loop over the tables."""
+    pool = small_pool()
+    junk, table = pool.new_table(), pool.new_table()
+    pool.append_tokens(junk, 4 * 40)
+    pool.append_tokens(table, 40)
+    pool.release_table(junk)
+    others: list[BlockTable] = []
+    forget = BlockTable.forget_indices
+
+    def added_meanwhile(self: BlockTable) -> None:
+        if len(others) < 3:
+            others.append(pool.new_table())
+        forget(self)
+
+    monkeypatch.setattr(BlockTable, "forget_indices", added_meanwhile)
+    pool.return_memory()
+    assert max(table.block_ids) < 40 and others
+    pool.check_integrity()
+
+
+def test_a_tree_that_failed_half_way_is_freed_without_the_collector() -> None:
+    tree, _ = make_tree([None])
+    add(tree, list(range(9)))
+    roots = tree._roots
+    with pytest.raises(ZeroDivisionError), tree._changing():
+        raise ZeroDivisionError
+    assert tree._roots is roots, "the finalizer parts the nodes of this dictionary"
+    assert isinstance(tree, RadixTree)
