@@ -11,7 +11,7 @@ METAL ?= out/metal
 CONSTRAINTS ?= constraints.txt
 # One MLX process uses about one core on a CPU. Each gets a run of neighbouring tests, which share models and servers.
 PYTEST_JOBS ?= 2
-BENCH ?= scripts/bench.py
+BENCH ?= generate
 BENCH_ARGS ?= --random llama-135m --synthetic-context --out out/bench
 
 VENV := .venv
@@ -64,7 +64,7 @@ help:
 	@echo "make check-gpu  on a machine with a GPU: doctor, its tests, kernels and a model against references"
 	@echo "make compile-metal  on a Mac with Xcode: the kernels' texts with Apple's compiler"
 	@echo "make lint       ruff, mypy and the layers of imports"
-	@echo "make bench      run a benchmark: BENCH=$(BENCH)"
+	@echo "make bench      run a benchmark: BENCH=$(BENCH) (scripts/bench.py --help lists them)"
 	@echo "make clean      remove .venv and caches (not the demo model)"
 	@echo
 	@echo "Variables: PYTHON=$(PYTHON) EXTRA=$(EXTRA) (cpu, cuda12, cuda13, or empty on macOS)"
@@ -129,7 +129,7 @@ lint: $(DEV_STAMP)
 	$(BIN)/lint-imports --no-cache
 
 bench: $(BENCH_STAMP)
-	$(PY) $(BENCH) $(BENCH_ARGS)
+	$(PY) scripts/bench.py $(BENCH) $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,8 +19,8 @@ from typing import Any
 
 import mlx.core as mx
 from support.decode_run import LATENTS, HeadRun, LatentRun, Run
-from support.kv_bits import bits_of
 
+from mlx_paged.config import parse_kv_bits
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import MAX_RMS, SelfCheck, self_check
 from mlx_paged.kernels.latent.check import self_check_latent
@@ -139,7 +139,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
     parser.add_argument("--latents", action="store_true", help="only the kernels over latents")
     parser.add_argument("--limits", action="store_true", help="only a context of 2^20 tokens past element 2^31 (20 GB)")
-    parser.add_argument("--kv-bits", type=bits_of, help="quantised pages: 8, 4, or 8,4 for keys and values")
+    parser.add_argument("--kv-bits", type=parse_kv_bits, help="quantised pages: 8, 4, or 8,4 for keys and values")
     parser.add_argument("--kv-group-size", type=int, default=32)
     args = parser.parse_args()
     dialect = kernels.backend()
@@ -154,7 +154,8 @@ def main() -> int:
         if args.kv_bits:
             if case["dim"] % args.kv_group_size:
                 continue
-            pages = PageShape.of(case["dim"], args.kv_bits, args.kv_group_size, shape[0])
+            bits = args.kv_bits if isinstance(args.kv_bits, tuple) else (args.kv_bits, args.kv_bits)
+            pages = PageShape.of(case["dim"], bits, args.kv_group_size, shape[0])
         for variant in kernels.variants_of(*shape, case["extras"], case["extras"], pages):
             make = partial(HeadRun, variant, args.batch, args.longest, args.steps, case["window"], seed)
             failed += not is_good(self_check(variant), make, args.steps, case["window"])

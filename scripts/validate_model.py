@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from benchmarks.models import DTYPES, PRESETS, BenchError, load_model, random_model
+from benchmarks.report import table
 from mlx_lm.models.cache import make_prompt_cache
-from support.bench_common import DTYPES, PRESETS, BenchError, load_model, random_model, table
 
 import mlx_paged
 from mlx_paged import PagedConfig

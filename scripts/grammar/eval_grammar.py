@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jsonschema
 import mlx.core as mx
+from benchmarks.report import machine
 from demo_model import ensure_demo_model
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import dequantize_model
-from support.bench_common import machine
 
 import mlx_paged
 from mlx_paged import RequestFailedError
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--model", help="a folder; the demo model without it")
     parser.add_argument("--dequantize", action="store_true", help="weights in float32, which a CPU is faster with")
     parser.add_argument("--schemas", type=int, default=300)
-    parser.add_argument("--schemas-file", type=Path, help="a list of them, as random_schemas.py writes it")
+    parser.add_argument("--schemas-file", type=Path, help="a list of them, as JSON")
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), choices=range(1, len(PROMPTS) + 1))
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.7)

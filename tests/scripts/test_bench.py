@@ -1,219 +1,191 @@
-"""scripts/bench.py, run as a user runs it, on a tiny model; and what it must refuse."""
+"""scripts/bench.py: each command once on a tiny model, as a user runs it; and what it refuses."""
 
 from __future__ import annotations
 
-import importlib.util
+import argparse
 import json
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten
 
+from scripts.bench import COMMANDS
+from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes import commands
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench.py"
+CPU_ONLY = pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="there is a GPU")
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return commands.run(SCRIPT, *arguments, timeout=120)
+def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return commands.run(SCRIPT, *arguments, timeout=240)
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    sys.path.insert(0, str(SCRIPT.parent))
-    try:
-        spec = importlib.util.spec_from_file_location("bench_under_test", SCRIPT)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look their module up
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(SCRIPT.parent))
-    return module
+def results_of(out: Path, command: str, *arguments: object) -> tuple[list[dict[str, Any]], str]:
+    """The results that a command writes, and what it prints."""
+    done = bench(command, *arguments, "--out", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = json.loads((out / f"{command}.json").read_text())
+    assert set(written["machine"]["versions"]) == {"mlx", "mlx-lm", "mlx_paged"} and written["arguments"]
+    return written["results"], done.stdout
 
 
-def check_spread(values: dict[str, Any], samples: int) -> None:
-    assert len(values["samples"]) == samples
-    assert 0 < values["min"] <= values["median"] <= values["max"]
-
-
-def test_prefill_decode_and_append(tmp_path: Path) -> None:
-    result = bench(
-        *("--random", "tiny", "--contexts", "40,150", "--block-sizes", "16,32", "--decode-tokens", "4"),
-        *("--repeats", "2", "--prefill-step-size", "64", "--append", "--append-pools", "8MB,40MB"),
-        *("--out", str(tmp_path / "out")),
-    )
-    assert result.returncode == 0, result.stderr
-    report = json.loads((tmp_path / "out" / "bench.json").read_text())
-    assert set(report["machine"]["versions"]) == {"mlx", "mlx-lm", "mlx_paged"}
-    assert report["machine"]["cpu"] and report["machine"]["cores"] >= 1
-    assert report["settings"]["model"] == "tiny" and report["settings"]["decode_tokens"] == 4
-    if report["machine"]["device"] == "cpu":
-        assert report["settings"]["cpu_cache_limit_bytes"] >= 512 << 20
-        assert "freed buffers" in result.stdout
-
-    rows = report["generation"]
-    assert [(r["context"], r["side"]) for r in rows] == [
+def test_generate_compares_both_sides(tmp_path: Path) -> None:
+    options = ("--random", "tiny", "--decode-tokens", 4, "--repeats", 2, "--prefill-step-size", 64)
+    results, printed = results_of(tmp_path, "generate", *options, "--contexts", "40,150", "--block-sizes", "16,32")
+    assert [(r["context"], r["side"]) for r in results] == [
         (context, side) for context in (40, 150) for side in ("stock", "paged-16", "paged-32")
     ]
-    for row in rows:
-        check_spread(row["decode_ms_per_token"], 2)
-        check_spread(row["prefill_tokens_per_s"], 2)
-        assert row["peak_bytes"] > 0
-        if row["block_size"] is None:
-            assert row["dispatch"] is None and row["decode_ratio"] is None
-            continue
-        check_spread(row["decode_ratio"], 2)
-        check_spread(row["prefill_ratio"], 2)
-        assert row["same_tokens"] is True and row["first_different_token"] is None
-        assert row["max_logprob_difference"] < 1e-3
-        assert row["dispatch"]["last"]["path"] != "prefill"
-        assert sum(row["dispatch"]["decode"].values()) >= 2 * 4  # layers x tokens
-        # The first chunk of 64 has no prefix; more chunks have one.
-        assert any(path.startswith("prefill:") for path in row["dispatch"]["first_token"])
-    paired = rows[1]["decode_ratio"]["samples"]
-    times = zip(rows[1]["decode_ms_per_token"]["samples"], rows[0]["decode_ms_per_token"]["samples"], strict=True)
-    assert paired == pytest.approx([a / b for a, b in times])
-    assert "Greedy tokens: the same on both sides" in result.stdout
-    assert rows[1]["dispatch"]["last"]["path"] in result.stdout
-
-    appends = report["append"]
-    assert [(r["block_size"], r["batch"], r["pool_bytes"]) for r in appends] == [
-        (size, batch, pool) for size in (16, 32) for batch in (1, 8) for pool in (8_000_000, 40_000_000)
-    ]
-    for row in appends:
-        check_spread(row["microseconds"], 2)
-        assert row["pool_bytes_reserved"] == pytest.approx(row["pool_bytes"], rel=0.02)
-
-    if importlib.util.find_spec("matplotlib"):
-        assert (tmp_path / "out" / "bench.png").read_bytes().startswith(b"\x89PNG")
-    else:
-        assert "matplotlib is not installed" in result.stdout
+    for r in results:
+        assert len(r["decode_ms_per_token"]["samples"]) == len(r["prefill_tokens_per_s"]["samples"]) == 2
+        if r["block_size"] is not None:
+            assert r["same_tokens"] and r["max_logprob_difference"] < 1e-3
+            assert sum(r["dispatch"]["decode"].values()) >= 2 * 4  # layers x tokens
+    paired = zip(*(r["decode_ms_per_token"]["samples"] for r in results[1::-1]), strict=True)
+    assert results[1]["decode_ratio"]["samples"] == pytest.approx([ours / stock for ours, stock in paired])
+    assert "Greedy tokens: the same on both sides" in printed
+    assert (tmp_path / "generate.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("mode", ["--synthetic-context", "--no-prefill"])
-def test_decode_only(script: ModuleType, mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--random", "tiny", "--contexts", "70", "--block-sizes", "8", "--decode-tokens", "3", "--repeats", "1"]
-    assert script.main([*arguments, mode, "--no-plot", "--out", str(tmp_path)]) == 0
-    stock, paged = json.loads((tmp_path / "bench.json").read_text())["generation"]
-    assert stock["prefill_tokens_per_s"] is None and paged["prefill_ratio"] is None
-    assert paged["same_tokens"] and paged["max_logprob_difference"] < 1e-3
-    assert paged["dispatch"]["last"]["path"] != "prefill"
-    assert [p.name for p in tmp_path.iterdir()] == ["bench.json"]
-    assert "Greedy tokens: the same" in capsys.readouterr().out
+def test_generate_without_prefill(tmp_path: Path, mode: str) -> None:
+    sizes = ("--contexts", 100, "--block-sizes", 32, "--decode-tokens", 4, "--repeats", 1)
+    results, _ = results_of(tmp_path, "generate", "--random", "tiny", mode, *sizes)
+    assert [r["prefill_s"] for r in results] == [None, None] and results[1]["same_tokens"]
 
 
-def test_both_sides_start_from_the_same_window(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model with sliding windows that are full: the stock caches are rotating ones."""
-    preset = script.PRESETS["gemma3-small"]
-    small = preset.args | {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 128, "intermediate_size": 64}
-    small |= {"sliding_window": 32, "sliding_window_pattern": 3}
-    monkeypatch.setitem(script.PRESETS, "gemma3-small", preset._replace(args=small))
-    model = script.random_model("gemma3-small", "float32")
-    for mode in ("--synthetic-context", "--no-prefill"):
-        args = script.parse_arguments(["--random", "gemma3-small", mode, "--repeats", "1", "--block-sizes", "16"])
-        _, paged = script.Generation(model, args).measure(100)
-        assert paged["same_tokens"] and paged["max_logprob_difference"] < 1e-3
+def test_batch_gives_the_same_tokens_on_both_sides(tmp_path: Path) -> None:
+    options = ("--random", "tiny", "--cases", "3xragged64,4xmixed5-40", "--decode-tokens", 12, "--repeats", 2)
+    trace = ("--arrivals", 50, "--requests", 4, "--trace-lengths", "16,40")
+    results, printed = results_of(tmp_path, "batch", *options, *trace)
+    cases = ("3xragged64", "4xmixed5-40", "4 at 50/s")
+    assert [(r["case"], r["side"]) for r in results] == [(c, side) for c in cases for side in ("stock", "paged")]
+    for r in results:
+        assert r["tokens_per_s"] > 0 and r["ttft_s"]["p50"] > 0 and r["peak_bytes"] > 0
+        # Lengths that must be new are run once.
+        assert len(r["seconds_of_repeats"]) == (1 if "mixed" in r["case"] else 2)
+        if r["side"] == "paged":
+            assert r["rows_with_same_tokens"] == r["requests"] and r["ratios"]["total"] > 0
+    assert "paged against stock" in printed and (tmp_path / "batch.png").stat().st_size > 0
 
 
-def test_a_run_that_is_not_paged_fails(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--random", "tiny", "--contexts", "20", "--block-sizes", "16", "--decode-tokens", "2"]
-    arguments += ["--repeats", "1", "--no-plot", "--out", str(tmp_path)]
-    with monkeypatch.context() as patch:
-        patch.setattr(script.mlx_paged, "apply_patches", lambda *_, **__: None)
-        assert script.main(arguments) == 1
-    assert "paged path did not run" in capsys.readouterr().err
-    with monkeypatch.context() as patch:
-        patch.setattr(script.mlx_paged, "dispatch_counts", dict)
-        assert script.main(arguments) == 1
-    assert "paged path did not run" in capsys.readouterr().err
-    with monkeypatch.context() as patch:  # the other way round: stock that is not stock
-        patch.setattr(script.mlx_paged, "remove_patches", lambda: None)
-        assert script.main(arguments) == 1
-    assert "the stock side was given paged caches" in capsys.readouterr().err
-    script.mlx_paged.remove_patches()
-    assert list(tmp_path.iterdir()) == []
+def test_a_sides_error_is_in_its_row(tmp_path: Path) -> None:
+    broken = bench("batch", "--model", tmp_path / "none", "--cases", "1x4", "--only", "stock")
+    assert broken.returncode == 1 and "exit status" in broken.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--random", "llama-9000b"], "invalid choice: 'llama-9000b'"),
-        ([], "nothing to measure"),
-        (["--random", "tiny", "--model", "x"], "not allowed with"),
-        (["--random", "tiny", "--contexts", "64,none"], "whole number above 0"),
-        (["--random", "tiny", "--repeats", "0"], "whole number above 0"),
-        (["--random", "tiny", "--block-sizes", "24"], "power of two"),
-        (["--append", "--append-pools", "64QB"], "memory size must look like"),
-        (["--append", "--append-pools", "auto"], "a pool needs a size"),
-    ],
-)
-def test_bad_arguments(
-    script: ModuleType, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        script.main(arguments)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+def test_prefix_computes_and_stores_each_token_once(tmp_path: Path) -> None:
+    sizes = ("--prefix", 192, "--suffix", 16, "--sharers", 4, "--decode-tokens", 4, "--kv-block-size", 16)
+    results, printed = results_of(tmp_path, "prefix", "--random", "tiny", *sizes, "--pattern", "burst")
+    assert "burst: 4/4 answers the same on all sides" in printed and len(results) == 3
+    for r in results:
+        computed = {"stock cache": None, "no sharing": 4 * 208, "shared": 192 + 4 * 16}[r["side"]]
+        assert computed in (None, r["computed_prompt_tokens"])
+        assert r["side"] != "shared" or r["kv_bytes"] < 1.3 * r["unique_kv_bytes"]
 
 
-def test_unknown_preset_as_a_command() -> None:
-    result = bench("--random", "llama-9000b")
-    assert result.returncode == 2
-    assert "llama-9000b" in result.stderr and "llama-135m" in result.stderr
+def test_lookup_accepts_copies(tmp_path: Path) -> None:
+    sizes = ("--batches", 1, "--lookup", 6, "--prompt", 48, "--num-tokens", 24, "--repeats", 1)
+    results, _ = results_of(tmp_path, "lookup", "--random", "tiny", *sizes)
+    assert [(r["case"], r["side"]) for r in results] == [
+        ("copy, 1", "without"), ("copy, 1", "up to 6"), ("prose, 1", "without"), ("prose, 1", "up to 6"),
+    ]  # fmt: skip
+    plain, copied = results[:2]
+    assert plain["drafted"] == 0 and copied["accepted"] > 12 and copied["accepted"] >= 0.9 * copied["drafted"]
+    refused = bench("lookup", "--random", "qwen3-small")
+    assert refused.returncode == 1 and "of Llama shapes only" in refused.stderr
 
 
-def test_refusals_with_a_message(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert script.main(["--model", str(tmp_path / "nowhere"), "--out", str(tmp_path)]) == 1
-    assert "no such model folder" in capsys.readouterr().err
-    assert script.main(["--append", "--append-pools", "1000TB", "--out", str(tmp_path)]) == 1
-    assert "do not fit" in capsys.readouterr().err
-    assert script.main(["--append", "--append-pools", "10K", "--out", str(tmp_path)]) == 1
-    assert "too small" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.demo_model
+def test_grammar_measures_all_sides(demo_model_folder: Path, tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny", demo_model_folder)
+    results, _ = results_of(tmp_path, "grammar", "--model", folder, "--rows", 2, "--tokens", 12, "--repeats", 1)
+    assert [r["side"] for r in results] == ["none", "one row", "all rows"]
+    assert all(r["tokens_per_s"] > 0 for r in results)
 
 
-@pytest.mark.parametrize(
-    ("preset", "billions"),
-    [("llama-1b", 1.24), ("llama-8b", 8.03), ("qwen3-4b", 4.02), ("gemma3-4b", 3.88), ("qwen3-moe", 5.8)],
-)
-def test_presets_have_the_size_of_their_models(preset: str, billions: float, script: ModuleType) -> None:
-    model = sys.modules["support.bench_common"].preset_model(preset)
-    assert sum(array.size for _, array in tree_flatten(model.parameters())) / 1e9 == pytest.approx(billions, rel=0.02)
+@CPU_ONLY
+def test_ranks_say_the_same_tokens(tmp_path: Path) -> None:
+    sizes = ("--random", "tiny", "--rows", 2, "--prompt", 20, "--answer", 16, "--rounds", 1)
+    results, printed = results_of(tmp_path, "ranks", *sizes)
+    assert "greedy f32 tokens of two ranks are one's: yes" in printed
+    assert [r["part"] for r in results] == ["two", "one", "tokens-of-two", "tokens-of-one"]
+    assert {"stock 1", "paged 2", "rounds 1", "rounds 2"} <= set(results[0]["ranks"][1])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_weights_of_a_random_model_are_quantised(bits: int, script: ModuleType) -> None:
-    model = script.random_model("tiny", None, bits, 32)
-    layers = [module for _, module in model.named_modules() if isinstance(module, nn.QuantizedLinear)]
-    assert len(layers) == 2 * 7 and {(layer.bits, layer.group_size) for layer in layers} == {(bits, 32)}
-    assert isinstance(model.model.embed_tokens, nn.QuantizedEmbedding)
-    plain = script.random_model("tiny", None).layers[0].mlp.up_proj.weight
-    layer = model.layers[0].mlp.up_proj
-    got = mx.dequantize(layer.weight, layer.scales, layer.biases, 32, bits)
-    assert mx.abs(got - plain).max().item() < 0.15 * mx.abs(plain).max().item()
+def test_host_counts_python(tmp_path: Path) -> None:
+    results, _ = results_of(tmp_path, "host", "--models", "llama", "--rows", "1", "--steps", 8)
+    assert [r["model"] for r in results] == ["llama"] and results[0]["stock_us"] > 0
 
 
-def test_a_model_without_weights_to_quantise_is_refused(script: ModuleType) -> None:
-    with pytest.raises(script.BenchError, match="groups of 64"):
-        sys.modules["support.bench_common"].quantized(nn.Linear(40, 8), 4, 64)
-    model = nn.Sequential(nn.Linear(40, 8))
-    assert sys.modules["support.bench_common"].quantized(model, None, 64) is model
+@CPU_ONLY
+def test_kernel_needs_a_gpu() -> None:
+    done = bench("kernel")
+    assert done.returncode == 2 and "nothing to measure" in done.stderr
 
 
-def test_both_sides_run_with_quantised_weights(
-    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--random", "tiny", "--bits", "4", "--contexts", "20", "--block-sizes", "16", "--decode-tokens", "2"]
-    assert script.main([*arguments, "--repeats", "1", "--no-plot", "--out", str(tmp_path)]) == 0
-    report = json.loads((tmp_path / "bench.json").read_text())
-    assert (report["settings"]["bits"], report["settings"]["group_size"]) == (4, 64)
-    assert "Greedy tokens: the same" in capsys.readouterr().out
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["decode", "latents", "prefill"])
+def test_kernel_measures(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = ("--batches", 1, "--contexts", 1024) if what == "decode" else ()
+    results, _ = results_of(tmp_path, "kernel", "--what", what, *few)
+    assert results and all(r["paged_s"] > 0 for r in results)
+
+
+def test_help_lists_the_commands_and_bad_values_are_refused() -> None:
+    shown = bench("--help").stdout
+    assert all(f"  {name} " in shown for name in COMMANDS)
+    for arguments in (("nothing",), ("batch", "--cases", "4xmixed9"), ("generate", "--contexts", "0")):
+        assert bench(*arguments).returncode == 2
+
+
+# Parts of the batch command ----------------------------------------------------------------------------------------
+
+
+def test_cases() -> None:
+    from scripts.benchmarks.batch import Case, parse_case
+
+    assert parse_case("3x17") == Case("3x17", 3, (17, 17, 17))
+    ragged = parse_case("8xragged160")
+    assert (min(ragged.lengths), max(ragged.lengths), len(ragged.lengths)) == (10, 160, 8)
+    assert parse_case("8xragged160") == ragged and parse_case("2xmixed3-3").lengths == (3, 3)
+    for text in ("8", "x8", "8x", "0x4", "4x0", "8xraggedx", "4xmixed9"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            parse_case(text)
+
+
+def test_percentiles() -> None:
+    from scripts.benchmarks.batch import percentiles
+
+    assert percentiles(range(1, 101)) == {"p50": 51, "p95": 96, "p99": 100} and percentiles([]) == {}
+
+
+class FakeGenerator:
+    """Every request's first token comes one call after its insertion."""
+
+    def __init__(self) -> None:
+        self.left: dict[int, int] = {}
+
+    def insert(self, prompts: list[list[int]], max_tokens: list[int]) -> list[int]:
+        self.left[len(self.left)] = max_tokens[0]
+        return [len(self.left) - 1]
+
+    def next(self) -> tuple[list[Any], list[Any]]:
+        generated = []
+        for uid, left in self.left.items():
+            if left:
+                self.left[uid] -= 1
+                generated.append(SimpleNamespace(uid=uid, token=uid, finish_reason="length" if left == 1 else None))
+        return [], generated
+
+
+def test_a_run_takes_every_token_of_every_request() -> None:
+    from scripts.benchmarks.batch import Request, Run
+
+    run = Run(FakeGenerator(), [Request(0.005 * i, [1], 3 + i) for i in range(4)])
+    run.go()
+    assert {uid: len(tokens) for uid, tokens in run.tokens.items()} == {0: 3, 1: 4, 2: 5, 3: 6}
+    assert len(run.first) == 4 and len(run.gaps) == 18 - 4

@@ -1,6 +1,6 @@
 """What Python takes to build a decode step's graph, stock mlx-lm against mlx_paged, where blocks are written in place.
 
-    python scripts/support/step_build_time.py --models qwen2,llama --rows 1,4
+    python scripts/bench.py host --models qwen2,llama --rows 1,4
 
 On any machine: kernels are stand-ins that compute nothing, with all of Python that a launch has on CUDA. Models are
 narrow and of random weights, and steps run uncompiled. Microseconds of the thread that a layer more takes, by the lower
@@ -12,33 +12,29 @@ from __future__ import annotations
 import argparse
 import importlib
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import mlx.core as mx
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
+import mlx_paged
+from mlx_paged import config
+from mlx_paged.attention import dispatch
+from mlx_paged.cache.composites import leaves, with_leaves
+from mlx_paged.cache.paged_kv_cache import PagedKVCache
+from mlx_paged.engine.decode_batch import batch_of
+from mlx_paged.kernels import availability, ops
+from mlx_paged.kernels import build as kernel_build
+from mlx_paged.kernels.cuda.launch import CompiledKernel
+from mlx_paged.kv.storage import choice
+from mlx_paged.kv.turn import Stepwise
+from mlx_paged.patches import registry
+from scripts.support import model_configs
 
-import mlx_paged  # noqa: E402
-from mlx_paged import config  # noqa: E402
-from mlx_paged.attention import dispatch  # noqa: E402
-from mlx_paged.cache.composites import leaves, with_leaves  # noqa: E402
-from mlx_paged.cache.paged_kv_cache import PagedKVCache  # noqa: E402
-from mlx_paged.engine.decode_batch import batch_of  # noqa: E402
-from mlx_paged.kernels import availability, ops  # noqa: E402
-from mlx_paged.kernels import build as kernel_build  # noqa: E402
-from mlx_paged.kernels.cuda.launch import CompiledKernel  # noqa: E402
-from mlx_paged.kv.storage import choice  # noqa: E402
-from mlx_paged.kv.turn import Stepwise  # noqa: E402
-from mlx_paged.patches import registry  # noqa: E402
-from scripts.support import model_configs  # noqa: E402
+from .report import add_out_argument, list_of, positive, table, write_results
 
 NUM_LAYERS, PROMPT = (2, 26), 300
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_transformer_layers")
@@ -166,19 +162,31 @@ def measure(name: str, rows: int, num_steps: int) -> tuple[float, float]:
     return stock, paged
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="llama,qwen2,qwen3_moe,olmo3,falcon_h1")
-    parser.add_argument("--rows", default="1,4")
-    parser.add_argument("--steps", type=int, default=60)
-    options = parser.parse_args(arguments)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", type=list_of(str), default="llama,qwen2,qwen3_moe,olmo3,falcon_h1")
+    parser.add_argument("--rows", type=list_of(positive), default=[1, 4])
+    parser.add_argument("--steps", type=positive, default=60)
+    add_out_argument(parser)
+
+
+def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Measure each model and number of rows, print the table and write the file."""
     mx.set_default_device(mx.cpu)
-    print(f"{'model':12} {'rows':>4} {'stock':>8} {'paged':>8} {'over':>8}  us a layer")
-    for name in options.models.split(","):
-        for rows in map(int, options.rows.split(",")):
-            stock, paged = measure(name, rows, options.steps)
-            print(f"{name:12} {rows:4} {stock:8.1f} {paged:8.1f} {paged - stock:8.1f}", flush=True)
-    return 0
+    results = []
+    for name in args.models:
+        for rows in args.rows:
+            stock, paged = measure(name, rows, args.steps)
+            results.append({"model": name, "rows": rows, "stock_us": stock, "paged_us": paged})
+    cells = [
+        (
+            r["model"],
+            str(r["rows"]),
+            *(f"{us:.1f}" for us in (r["stock_us"], r["paged_us"], r["paged_us"] - r["stock_us"])),
+        )
+        for r in results
+    ]
+    print(table(("model", "rows", "stock us a layer", "paged", "over"), cells))
+    write_results(args.out, "host", argv, results)
 
 
 def _uncompiled() -> list[registry.Patch]:
@@ -186,6 +194,3 @@ def _uncompiled() -> list[registry.Patch]:
 
 
 _all_patches = registry._patches
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,22 +1,21 @@
-"""Continuous batching, stock mlx-lm against mlx_paged: throughput, latencies and memory, on the same prompts.
+"""Batches and bursts, stock mlx-lm against mlx_paged: throughput, latency, first tokens and memory.
 
-    python scripts/bench_batch.py --random llama-1b --cases 8x2048,16x4096,32xragged1024 --out out/batch
-    python scripts/bench_batch.py --random llama-1b --cases 1x512,8x512,32x512,128x512 --only paged
-    python scripts/bench_batch.py --random llama-135m --cases 8xragged256 --arrivals 2 --requests 24
+    python scripts/bench.py batch --random llama-1b --cases 8x2048,16x4096,32xragged1024 --out out/batch
+    python scripts/bench.py batch --random llama-1b --cases 32x1024,64xmixed200-3000 --repeats 3
+    python scripts/bench.py batch --random tiny --arrivals 20 --requests 64
 
-A case is ``BATCHxPROMPT`` or ``BATCHxraggedMOST`` (lengths spread evenly from MOST / 16 to MOST). All its requests are
-inserted at once, into a batch as large. ``--arrivals RATE`` adds a trace: ``--requests`` requests of mixed lengths that
-come at RATE per second (Poisson), into a batch of the last case's size; the trace is the same for both sides.
+A case is ``BATCHxPROMPT``, ``BATCHxraggedMOST`` (lengths from a sixteenth of MOST to MOST) or ``BATCHxmixedLEAST-MOST``
+(random lengths, run once in a fresh process, so that no length was seen before). ``--arrivals`` adds a trace: requests
+that come over time, with lengths drawn from ``--trace-lengths``. Each side and case runs in a process of its own.
 
-Each side and case runs in a process of its own, so that no memory is left over and the peak is its own. In it, a
-warm-up of the same shape comes first: on a GPU with whole prompts, because kernels and plans are made for each length
-(tens of milliseconds each, on both sides); the paged side then starts with a new pool, so that growth counts.
+A warm-up of the same shape comes first, of ``mixed`` cases a short one of other lengths: on a GPU with whole prompts,
+because kernels and plans are made for each length; the paged side then starts with a new pool, so that growth counts.
 Decode throughput counts the steps in which every row decodes: from the last first token to the first finish, without
-the step in between that may still compute a prompt. Latencies are as the caller of ``next()`` sees them.
+the step in between that may still compute a prompt. Latencies are as the caller of ``next()`` sees them. "last" is
+when the last row has its first token.
 
-With ``--repeats`` the best decode throughput counts, on both sides, and everything else is the fastest run's: a decode
-step is bound by the host, and on a host with neighbours the same run takes up to twice as long. batch.json has all of
-them. With matplotlib there is a batch.png too.
+With ``--repeats`` the best decode throughput and the earliest last first token count, on both sides, and everything
+else is the fastest run's. Writes batch.json, which has all runs, and batch.png.
 """
 
 from __future__ import annotations
@@ -31,28 +30,31 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from support.bench_apart import (
-    Panel,
-    add_model_arguments,
-    add_pool_arguments,
-    chosen_model,
-    measure_apart,
-    model_name,
-    on_gpu,
-    patch_anew,
-    write_results,
-)
-from support.bench_common import SEED, BenchError, table
 
 import mlx_paged
+
+from .models import SEED, add_model_arguments, chosen_model, model_name, on_gpu, vocabulary_of
+from .report import (
+    Panel,
+    add_pool_arguments,
+    dispatch_counts,
+    list_of,
+    measure_apart,
+    patch_anew,
+    positive,
+    table,
+    write_results,
+)
 
 PANELS: tuple[Panel, ...] = (
     ("decode, tokens/s", lambda r: r["decode_tokens_per_s"] or r["tokens_per_s"]),
     ("time to first token, p50, s", lambda r: r["ttft_s"]["p50"]),
+    ("last first token, s", lambda r: r["last_first_s"]),
     ("between tokens, p95, ms", lambda r: 1e3 * r["inter_token_s"].get("p95", 0.0)),
     ("peak memory, GB", lambda r: r["peak_bytes"] / 1e9),
 )
 CPU_WARMUP_PROMPT, CPU_WARMUP_TOKENS = 64, 4
+WARM_UNSEEN = 700  # tokens of prompts before a case of lengths that must be new
 PERCENTILES = (50, 95, 99)
 TRACE_LENGTHS = (32, 64, 128, 256, 512, 1024)
 SIDES = ("stock", "paged")
@@ -74,9 +76,14 @@ class Case(NamedTuple):
     lengths: tuple[int, ...]
     arrivals: float | None = None
 
+    @property
+    def is_unseen(self) -> bool:
+        """Whether its lengths must not have been run before in the process."""
+        return "mixed" in self.name
+
 
 def parse_case(text: str) -> Case:
-    """``BATCHxPROMPT`` or ``BATCHxraggedMOST``."""
+    """Parse ``BATCHxPROMPT``, ``BATCHxraggedMOST`` or ``BATCHxmixedLEAST-MOST``."""
     batch_text, _, prompt = text.partition("x")
     try:
         batch = int(batch_text)
@@ -85,10 +92,16 @@ def parse_case(text: str) -> Case:
             least = max(1, most // 16)
             lengths = [least + (most - least) * i // max(1, batch - 1) for i in range(batch)]
             random.Random(SEED).shuffle(lengths)
+        elif prompt.startswith("mixed"):
+            least, most = map(int, prompt.removeprefix("mixed").split("-"))
+            rng = random.Random(SEED)
+            lengths = [rng.randint(least, most) for _ in range(batch)]
         else:
             lengths = [int(prompt)] * batch
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not BATCHxPROMPT nor BATCHxraggedMOST") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not BATCHxPROMPT, BATCHxraggedMOST or BATCHxmixedLEAST-MOST"
+        ) from None
     if batch < 1 or min(lengths) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: batch and prompt must be positive")
     return Case(text, batch, tuple(lengths))
@@ -190,13 +203,16 @@ def measure(args: argparse.Namespace, case: Case, side: str) -> dict[str, Any]:
         options = {"completion_batch_size": case.batch, "prefill_batch_size": min(case.batch, args.prefill_batch_size)}
         return upstream.BatchGenerator(model, sampler=None, prefill_step_size=args.prefill_step_size, **options)
 
-    vocabulary = model.args.vocab_size if hasattr(model, "args") else 1000
+    vocabulary = vocabulary_of(model)
     requests = requests_of(case, args, vocabulary)
-    longest = args.warmup_prompt or (max(case.lengths) if on_gpu() else CPU_WARMUP_PROMPT)
-    # On a GPU as many tokens as in the run: steps are compiled when a shape has lasted for some, which the last one,
-    # with all rows, does only then; the first compilation on a machine takes seconds.
-    num_tokens = None if on_gpu() else CPU_WARMUP_TOKENS
-    warm = [Request(0.0, r.prompt[:longest], num_tokens or r.num_tokens) for r in requests[: case.batch]]
+    if case.is_unseen:
+        warm = [Request(0.0, request.prompt[:1] * WARM_UNSEEN, 8) for request in requests[:4]]
+    else:
+        longest = args.warmup_prompt or (max(case.lengths) if on_gpu() else CPU_WARMUP_PROMPT)
+        # On a GPU as many tokens as in the run: steps are compiled when a shape has lasted for some, which the last
+        # one, with all rows, does only then; the first compilation on a machine takes seconds.
+        num_tokens = None if on_gpu() else CPU_WARMUP_TOKENS
+        warm = [Request(0.0, r.prompt[:longest], num_tokens or r.num_tokens) for r in requests[: case.batch]]
     Run(generator(), warm).go()
     if side == "paged":
         patch_anew(args)
@@ -204,7 +220,7 @@ def measure(args: argparse.Namespace, case: Case, side: str) -> dict[str, Any]:
     weights = mx.get_active_memory()
     mx.reset_peak_memory()
     runs = []
-    for _ in range(args.repeats):
+    for _ in range(1 if case.is_unseen else args.repeats):
         gen = generator()
         run = Run(gen, requests)
         with gen.stats() as stats:
@@ -230,11 +246,12 @@ def measure(args: argparse.Namespace, case: Case, side: str) -> dict[str, Any]:
         "decode_tokens_per_s_of_repeats": rates,
         "prompt_time": stats.prompt_time,
         "ttft_s": percentiles(run.first),
+        "last_first_s": min(each.last_first for _, each, _ in runs),
         "inter_token_s": percentiles(run.gaps),
         "peak_bytes": mx.get_peak_memory(),
         "weight_bytes": weights,
         "tokens": [run.tokens[uid] for uid in sorted(run.tokens)],
-        "dispatch": {f"{c.path}: {c.reason}": n for c, n in mlx_paged.dispatch_counts().items()},
+        "dispatch": dispatch_counts(),
         "pool": pool.stats().as_dict() if pool is not None else None,
     }
 
@@ -250,6 +267,7 @@ def compare(results: list[dict[str, Any]]) -> None:
             "total": (result["tokens_per_s"], base["tokens_per_s"]),
             "decode": (result["decode_tokens_per_s"], base["decode_tokens_per_s"]),
             "ttft_p50": (base["ttft_s"]["p50"], result["ttft_s"]["p50"]),
+            "last_first": (base["last_first_s"], result["last_first_s"]),
             "peak": (base["peak_bytes"], result["peak_bytes"]),
         }
         result["ratios"] = {name: a / b if a and b else None for name, (a, b) in pairs.items()}
@@ -258,32 +276,26 @@ def compare(results: list[dict[str, Any]]) -> None:
 
 
 def print_results(results: Sequence[dict[str, Any]]) -> None:
+    """Print a line for each side of each case, and the ratios."""
     header = (
         "case",
         "side",
         "decode tok/s",
         "total tok/s",
         "TTFT p50/p95/p99 ms",
-        "inter-token p50/p95/p99 ms",
+        "last ms",
+        "inter-token ms",
         "peak GB",
     )
     rows = []
     for r in results:
         if "error" in r:
-            rows.append((r["case"], r["side"], r["error"][:60], "", "", "", ""))
+            rows.append((r["case"], r["side"], r["error"][:60], *[""] * 5))
             continue
         decode = r["decode_tokens_per_s"]
-        rows.append(
-            (
-                r["case"],
-                r["side"],
-                "-" if decode is None else f"{decode:.0f}",
-                f"{r['tokens_per_s']:.0f}",
-                _milliseconds(r["ttft_s"]),
-                _milliseconds(r["inter_token_s"]),
-                f"{r['peak_bytes'] / 1e9:.3f}",
-            )
-        )
+        rates = "-" if decode is None else f"{decode:.0f}", f"{r['tokens_per_s']:.0f}"
+        waits = _milliseconds(r["ttft_s"]), f"{1e3 * r['last_first_s']:.1f}", _milliseconds(r["inter_token_s"])
+        rows.append((r["case"], r["side"], *rates, *waits, f"{r['peak_bytes'] / 1e9:.3f}"))
     print(table(header, rows))
     for r in results:
         if "ratios" in r:
@@ -308,23 +320,20 @@ def summary(result: dict[str, Any]) -> str:
     return f"{rate}{1e3 * first:.0f} ms to the median first token, peak {peak:.2f} GB"
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add_model_arguments(parser)
-    parser.add_argument(
-        "--cases", type=lambda text: [parse_case(part) for part in text.split(",")], default="4x64,8xragged256"
-    )
-    parser.add_argument("--decode-tokens", type=int, default=64, help="tokens of each request (trace: 1 to twice it)")
-    parser.add_argument("--arrivals", type=float, default=None, metavar="RATE", help="add a trace, requests per second")
-    parser.add_argument("--requests", type=int, default=32, help="requests of the trace")
-    parser.add_argument("--trace-lengths", type=lambda t: [int(n) for n in t.split(",")], default=list(TRACE_LENGTHS))
-    parser.add_argument("--only", choices=SIDES, default=None, help="skip the other side")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of a case in its process")
-    parser.add_argument("--prefill-step-size", type=int, default=2048)
-    parser.add_argument("--prefill-batch-size", type=int, default=8)
-    parser.add_argument("--warmup-prompt", type=int, default=None, help="most prompt tokens in the warm-up")
-    add_pool_arguments(parser, "batch")
-    return parser
+    add("--cases", type=list_of(parse_case), default="4x64,8xragged256")
+    add("--decode-tokens", type=positive, default=64, help="tokens of each request (trace: 1 to twice it)")
+    add("--arrivals", type=float, default=None, metavar="RATE", help="add a trace, requests per second")
+    add("--requests", type=positive, default=32, help="requests of the trace")
+    add("--trace-lengths", type=list_of(positive), default=list(TRACE_LENGTHS))
+    add("--only", choices=SIDES, default=None, help="skip the other side")
+    add("--repeats", type=positive, default=1, help="runs of a case in its process")
+    add("--prefill-step-size", type=positive, default=2048)
+    add("--prefill-batch-size", type=positive, default=8)
+    add("--warmup-prompt", type=positive, default=None, help="most prompt tokens in the warm-up")
+    add_pool_arguments(parser)
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
@@ -337,32 +346,18 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
     return cases
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if argv is None else argv)
-    args = make_parser().parse_args(given)
-    if args.random is None and args.model is None:
-        args.random = "tiny"
-    try:
-        if args.child is not None:
-            side, name, batch, lengths, arrivals = json.loads(args.child)
-            print(json.dumps(measure(args, Case(name, batch, tuple(lengths), arrivals), side)))
-            return 0
-        results = []
-        for case in cases_of(args):
-            for side in SIDES if args.only is None else (args.only,):
-                results.append(measure_apart(__file__, given, [side, *case], side=side, case=case.name))
-                print(f"{case.name}, {side}: {summary(results[-1])}", file=sys.stderr, flush=True)
-    except BenchError as error:
-        print(f"bench_batch: {error}", file=sys.stderr)
-        return 1
+def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Measure each side of each case in a process of its own, or, as such a process, one of them."""
+    if args.child is not None:
+        side, name, batch, lengths, arrivals = json.loads(args.child)
+        print(json.dumps(measure(args, Case(name, batch, tuple(lengths), arrivals), side)))
+        return 0
+    results = []
+    for case in cases_of(args):
+        for side in SIDES if args.only is None else (args.only,):
+            results.append(measure_apart("batch", argv, [side, *case], side=side, case=case.name))
+            print(f"{case.name}, {side}: {summary(results[-1])}", file=sys.stderr, flush=True)
     compare(results)
     print_results(results)
-    if args.out is not None:
-        problem = write_results(args.out, "batch", given, results, PANELS, "case", SIDES, model_name(args), rotation=30)
-        if problem:
-            print(problem, file=sys.stderr)
-    return 1 if any("error" in result for result in results) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    write_results(args.out, "batch", argv, results, PANELS, "case", SIDES, model_name(args))
+    return int(any("error" in result for result in results))

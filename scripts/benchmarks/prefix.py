@@ -1,8 +1,8 @@
 """A shared prefix: time to first token, tokens computed and memory, for the stock server's prompt cache
 (LRUPromptCache), for mlx_paged without sharing, and for mlx_paged with its prefix cache. The same prompts and model.
 
-    python scripts/bench_prefix.py --random llama-1b --prefix 4096 --sharers 32 --out out/prefix
-    python scripts/bench_prefix.py --random tiny --prefix 512 --sharers 8
+    python scripts/bench.py prefix --random llama-1b --prefix 4096 --sharers 32 --out out/prefix
+    python scripts/bench.py prefix --random tiny --prefix 512 --sharers 8
 
 Each prompt is the prefix and a suffix of its own. Two patterns:
 
@@ -13,7 +13,7 @@ Requests go through the batch generator as the server's do: on the stock side, t
 system prompt), whose cache is kept when it is computed and looked up when a request comes. Each side and pattern runs
 in a process of its own; on a GPU, after a warm-up of the same pattern with other tokens, and with a new pool and cache.
 "K/V" is what keys and values take at the most, over what each token of the prefix, of the
-suffixes and of the answers would take if it were stored once. Writes prefix.json and, with matplotlib, prefix.png.
+suffixes and of the answers would take if it were stored once. Writes prefix.json and prefix.png.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from support.bench_apart import (
-    Panel,
-    add_model_arguments,
-    add_pool_arguments,
-    chosen_model,
-    measure_apart,
-    model_name,
-    on_gpu,
-    patch_anew,
-    write_results,
-)
-from support.bench_common import SEED, BenchError, table
 
 import mlx_paged
+
+from .models import SEED, add_model_arguments, chosen_model, model_name, on_gpu, vocabulary_of
+from .report import (
+    Panel,
+    add_pool_arguments,
+    dispatch_counts,
+    measure_apart,
+    patch_anew,
+    positive,
+    table,
+    write_results,
+)
 
 PANELS: tuple[Panel, ...] = (
     ("median TTFT after the first, s", lambda r: r["ttft_later_s"]["median"]),
@@ -113,7 +113,9 @@ class Server:
         return generated
 
 
-def run(server: Server, prompts: Sequence[list[int]], pattern: str) -> tuple[list[float], dict[int, list[int]], float]:
+def serve(
+    server: Server, prompts: Sequence[list[int]], pattern: str
+) -> tuple[list[float], dict[int, list[int]], float]:
     """Seconds to each request's first token, the tokens, and the seconds until all are done."""
     begin = time.perf_counter()
     came: dict[int, float] = {}
@@ -147,13 +149,13 @@ def measure(args: argparse.Namespace, side: str, pattern: str) -> dict[str, Any]
     paged = side != "stock cache"
     if paged:
         patch_anew(args)
-    vocabulary = model.args.vocab_size if hasattr(model, "args") else 1000
+    vocabulary = vocabulary_of(model)
     prompts = prompts_of(args, vocabulary)
     if on_gpu():
         warm, pattern_of_warm = [[(t + 1) % vocabulary for t in prompt] for prompt in prompts], pattern
     else:
         warm, pattern_of_warm = [prompt[-64:] for prompt in prompts[:2]], "burst"
-    run(Server(side, model, args), warm, pattern_of_warm)
+    serve(Server(side, model, args), warm, pattern_of_warm)
     if paged:
         patch_anew(args)
     mx.clear_cache()
@@ -161,7 +163,7 @@ def measure(args: argparse.Namespace, side: str, pattern: str) -> dict[str, Any]
     mx.reset_peak_memory()
     server = Server(side, model, args)
     pool = mlx_paged.pool_of(model) if paged else None
-    seconds_to_first, tokens, seconds = run(server, prompts, pattern)
+    seconds_to_first, tokens, seconds = serve(server, prompts, pattern)
     if side == "shared":
         server.computed = server.generator.computed_prompt_tokens
     kv_bytes = server.peak_nbytes
@@ -183,7 +185,7 @@ def measure(args: argparse.Namespace, side: str, pattern: str) -> dict[str, Any]
         "unique_kv_bytes": int(unique * per_token),
         "peak_bytes": mx.get_peak_memory() - weights,
         "pool": None if pool is None else pool.stats().as_dict(),
-        "dispatch": {f"{c.path}: {c.reason}": n for c, n in mlx_paged.dispatch_counts().items()},
+        "dispatch": dispatch_counts(),
         "tokens": [tokens[uid] for uid in sorted(tokens)],
     }
 
@@ -231,53 +233,31 @@ def print_results(results: Sequence[dict[str, Any]]) -> None:
         print(line)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add_model_arguments(parser)
-    parser.add_argument("--prefix", type=_positive, default=1024, help="tokens that all prompts begin with")
-    parser.add_argument("--suffix", type=_positive, default=32, help="tokens of each prompt's own")
-    parser.add_argument("--sharers", type=_positive, default=8, help="requests")
-    parser.add_argument("--decode-tokens", type=_positive, default=16, help="tokens of each answer")
-    parser.add_argument("--only", choices=SIDES, default=None)
-    parser.add_argument("--pattern", choices=PATTERNS, default=None, help="only this one")
-    parser.add_argument("--prefill-step-size", type=_positive, default=2048)
-    parser.add_argument("--prefill-batch-size", type=_positive, default=8)
-    add_pool_arguments(parser, "prefix")
-    return parser
+    add("--prefix", type=positive, default=1024, help="tokens that all prompts begin with")
+    add("--suffix", type=positive, default=32, help="tokens of each prompt's own")
+    add("--sharers", type=positive, default=8, help="requests")
+    add("--decode-tokens", type=positive, default=16, help="tokens of each answer")
+    add("--only", choices=SIDES, default=None)
+    add("--pattern", choices=PATTERNS, default=None, help="only this one")
+    add("--prefill-step-size", type=positive, default=2048)
+    add("--prefill-batch-size", type=positive, default=8)
+    add_pool_arguments(parser)
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be positive")
-    return value
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if argv is None else argv)
-    args = make_parser().parse_args(given)
-    if args.random is None and args.model is None:
-        args.random = "tiny"
-    try:
-        if args.child is not None:
-            print(json.dumps(measure(args, *json.loads(args.child))))
-            return 0
-        results = []
-        for pattern in PATTERNS if args.pattern is None else (args.pattern,):
-            for side in SIDES if args.only is None else (args.only,):
-                results.append(measure_apart(__file__, given, [side, pattern], side=side, pattern=pattern))
-                print(f"{pattern}, {side}: done", file=sys.stderr)
-    except BenchError as error:
-        print(f"bench_prefix: {error}", file=sys.stderr)
-        return 1
+def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Measure each side of each pattern in a process of its own, or, as such a process, one of them."""
+    if args.child is not None:
+        print(json.dumps(measure(args, *json.loads(args.child))))
+        return 0
+    results = []
+    for pattern in PATTERNS if args.pattern is None else (args.pattern,):
+        for side in SIDES if args.only is None else (args.only,):
+            results.append(measure_apart("prefix", argv, [side, pattern], side=side, pattern=pattern))
+            print(f"{pattern}, {side}: done", file=sys.stderr)
     print_results(results)
-    if args.out is not None:
-        title = f"{args.sharers} requests, a prefix of {args.prefix} tokens: {model_name(args)}"
-        problem = write_results(args.out, "prefix", given, results, PANELS, "pattern", SIDES, title)
-        if problem:
-            print(problem, file=sys.stderr)
-    return 1 if any("error" in result for result in results) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    title = f"{args.sharers} requests, a prefix of {args.prefix} tokens: {model_name(args)}"
+    write_results(args.out, "prefix", argv, results, PANELS, "pattern", SIDES, title)
+    return int(any("error" in result for result in results))

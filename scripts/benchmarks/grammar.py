@@ -1,30 +1,26 @@
 """What grammars cost: decode throughput of a batch, none of whose rows, one, or all have a grammar.
 
-    python scripts/grammar/bench_grammar.py --dequantize --out out/grammar     # the demo model, 8 rows
-    python scripts/grammar/bench_grammar.py --model path/to/model --rows 32 --tokens 256
+    python scripts/bench.py grammar --dequantize --out out/grammar     # the demo model, 8 rows
+    python scripts/bench.py grammar --model path/to/model --rows 32 --tokens 256
 
 The sides run in turn, in one process, ``--repeats`` times; the median and the best decode throughput of each are shown.
 Every row generates ``--tokens`` tokens: the grammar is JSON whose end is out of reach, and rows without one have no
-stop token. Only steps in which all rows decode count. Writes bench_grammar.json and, with matplotlib, a plot.
+stop token. Only steps in which all rows decode count. Writes grammar.json and grammar.png.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import statistics
 import sys
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mlx.core as mx
 from demo_model import ensure_demo_model
 from mlx_lm.utils import dequantize_model
-from support.bench_common import machine, table
 
 import mlx_paged
 from mlx_paged.engine.grammar.compiler import GrammarSource
@@ -33,6 +29,9 @@ from mlx_paged.engine.request_options import RequestOptions
 from mlx_paged.patches.grammar.tokenizer_grammars import TokenizerGrammars
 from mlx_paged.serve.constraints.constraint import Constraint
 
+from .report import Panel, add_out_argument, positive, table, write_results
+
+PANELS: tuple[Panel, ...] = (("decode, tokens/s", lambda r: r["tokens_per_s"]),)
 PERSON = {
     "type": "object",
     "properties": {
@@ -72,15 +71,17 @@ def decode_rate(
     return len(uids) * (len(timed) - 1) / (timed[-1] - timed[0]), [answers[uid] for uid in uids]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a folder; the demo model without it")
     parser.add_argument("--dequantize", action="store_true", help="weights in float32, which a CPU is faster with")
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--out", type=Path, default=Path("out/grammar"))
-    args = parser.parse_args()
+    parser.add_argument("--rows", type=positive, default=8)
+    parser.add_argument("--tokens", type=positive, default=96)
+    parser.add_argument("--repeats", type=positive, default=4)
+    add_out_argument(parser)
+
+
+def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Measure the sides in turns, print the table and write the files."""
     model, tokenizer = importlib.import_module("mlx_lm").load(str(args.model or ensure_demo_model()))
     if args.dequantize:
         model = dequantize_model(model)
@@ -101,45 +102,11 @@ def main() -> None:
             rates[name].append(rate)
             assert name != "all rows" or all(tokenizer.decode(answer).startswith("[") for answer in answers)
             print(f"{name}: {rate:.1f} tokens/s", file=sys.stderr)
-    best = {name: max(values) for name, values in rates.items()}
-    median = {name: statistics.median(values) for name, values in rates.items()}
-    result = {
-        "machine": machine(),
-        "device": str(mx.default_device()),
-        "rows": args.rows,
-        "tokens": args.tokens,
-        "decode_tokens_per_s": rates,
-        "ratio_of_medians": {name: median[name] / median["none"] for name in sides},
-        "ratio_of_best": {name: best[name] / best["none"] for name in sides},
-    }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "bench_grammar.json").write_text(json.dumps(result, indent=2))
-    plot(rates, args.out / "bench_grammar.png")
-    rows = [
-        (name, f"{median[name]:.1f}", f"{best[name]:.1f}", f"{median[name] / median['none']:.2f}") for name in sides
-    ]
+    results: list[dict[str, Any]] = []
+    for name, values in rates.items():
+        facts = {"side": name, "case": f"{args.rows} rows", "rates": values, "best": max(values)}
+        results.append({**facts, "tokens_per_s": statistics.median(values)})
+        results[-1]["ratio"] = results[-1]["tokens_per_s"] / results[0]["tokens_per_s"]
+    rows = [(r["side"], f"{r['tokens_per_s']:.1f}", f"{r['best']:.1f}", f"{r['ratio']:.2f}") for r in results]
     print(table(("rows with a grammar", "median tok/s", "best tok/s", "of none"), rows))
-
-
-def plot(rates: dict[str, list[float]], path: Path) -> None:
-    """Bars of the medians, and each run; nothing without matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        return
-    figure, axis = pyplot.subplots(figsize=(5, 3.5))
-    axis.bar(list(rates), [statistics.median(values) for values in rates.values()], color="lightgray")
-    for index, values in enumerate(rates.values()):
-        axis.plot([index] * len(values), values, "k.")
-    axis.set_ylabel("decode, tokens/s")
-    axis.set_xlabel("rows with a grammar")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-if __name__ == "__main__":
-    main()
+    write_results(args.out, "grammar", argv, results, PANELS, "case", list(sides), "grammars")

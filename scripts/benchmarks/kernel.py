@@ -1,0 +1,301 @@
+"""The kernels by themselves, on the GPU that MLX sees.
+
+    python scripts/bench.py kernel                         # decode against dense attention, and gather-then-attend
+    python scripts/bench.py kernel --kv-bits 8 4 8,4       # also over quantised pages, in the same run
+    python scripts/bench.py kernel --what latents          # decode over latents (MLA, 512 + 64) against a gather
+    python scripts/bench.py kernel --what prefill          # TFLOP/s of the prefill kernel, warm (CUDA)
+
+Queries are in bf16, of one position per sequence in decode. Launches are chained (a launch's output is the next one's
+query), many to an eval, and inputs rotate among sets that together exceed the L2 cache. Writes kernel.json and, of
+decode, kernel.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_paged.config import parse_kv_bits
+from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.prefill import prepare_prefill
+from mlx_paged.kernels.quantized.pages import PageShape
+from mlx_paged.kernels.quantized.rows import QuantizedRows
+
+from .report import Panel, add_out_argument, write_results
+
+Chain = Callable[[int], mx.array]  # builds n dependent launches
+SHAPES = {"32/8x128": (32, 8, 128), "32/8x64": (32, 8, 64), "8/4x256": (8, 4, 256), "64/8x128": (64, 8, 128)}
+LATENTS = [(32, 16384, heads) for heads in (128, 64, 20)] + [(n, 4096, heads) for n in (16, 1) for heads in (128, 20)]
+RANK, ROPE = 512, 64
+# Sequences, new tokens and prefix of each.
+PREFILLS = ((32, 1024, 0), (16, 2048, 2048), (8, 2048, 0), (1, 8192, 0), (64, 256, 0), (1, 512, 16384))
+BLOCK_SIZE = 32
+KV_GROUP_SIZE = 64
+ROTATE_BYTES = 256 << 20
+MOST_GATHERED = 32 * 16384  # tokens; more take too long
+DTYPE = mx.bfloat16
+PANELS: tuple[Panel, ...] = (("dense time / paged time", lambda r: r["dense_over_paged"]),)
+
+
+def seconds_per_launch(chain: Chain, launches: int, repeats: int = 5) -> float:
+    """Return the median seconds of one launch; chains are built outside the clock."""
+    mx.eval(chain(launches))
+    times = []
+    for _ in range(repeats):
+        last = chain(launches)
+        mx.synchronize()
+        begin = time.perf_counter()
+        mx.eval(last)
+        times.append((time.perf_counter() - begin) / launches)
+    mx.clear_cache()
+    return statistics.median(times)
+
+
+def copy_bandwidth(gigabytes: float = 2.0) -> float:
+    """Return the bytes per second of a device copy, read plus written."""
+    source = mx.random.normal((int(gigabytes * 2**30) // 4,))
+    mx.eval(source)
+
+    def chain(n: int) -> mx.array:
+        x = source
+        for _ in range(n):
+            x = x + 1.0
+        return x
+
+    return 2 * source.nbytes / seconds_per_launch(chain, 10)
+
+
+def sets_for(read: int) -> int:
+    """Return how many input sets together exceed the L2 cache, if a launch reads ``read`` bytes."""
+    return max(1, min(64, -(-ROTATE_BYTES // read)))
+
+
+def launches_for(read: int) -> int:
+    """Return enough launches that starting up is not what is measured."""
+    return int(max(16, min(400, 0.03 / (read / 3e12 + 10e-6))))
+
+
+def noise(*shape: int) -> mx.array:
+    return mx.random.normal(shape).astype(DTYPE)
+
+
+def noise_pages(shape: tuple[int, int, int], form: QuantizedRows) -> mx.array:
+    """Return quantised pages of noise: [blocks, heads, tokens, words]."""
+    blocks, heads, size = shape
+    codes = mx.random.bits((blocks, heads, size * form.code_words))
+    factors = (0.01 * mx.random.normal((blocks, heads, size * 2 * form.num_groups))).astype(form.dtype)
+    return mx.concatenate([codes, factors.view(mx.uint32)], axis=-1).reshape(*shape, form.num_words)
+
+
+def shuffled_tables(batch: int, length: int) -> mx.array:
+    """Return block tables of sequences whose blocks lie in a random order."""
+    blocks = -(-length // BLOCK_SIZE)
+    return (mx.random.permutation(batch * blocks).astype(mx.int32) + 1).reshape(batch, blocks)
+
+
+class Cell:
+    """Decode of one (batch, context, head shape)."""
+
+    def __init__(self, batch: int, context: int, heads: tuple[int, int, int]) -> None:
+        self.batch, self.context = batch, context
+        self.n_q, self.n_kv, self.head_dim = heads
+        self.kv_bytes = 2 * batch * context * self.n_kv * self.head_dim * DTYPE.size
+        self.sets = sets_for(self.kv_bytes)
+        self.scale = self.head_dim**-0.5
+        self.q = noise(batch, self.n_q, 1, self.head_dim)
+        self.tables = shuffled_tables(batch, context)
+        self.launches = launches_for(self.kv_bytes)
+
+    def paged(self, pages: PageShape | None = None) -> Chain:
+        """The kernel over blocks."""
+        shape = (self.tables.size + 1, self.n_kv, BLOCK_SIZE)
+        sets = max(1, min(64, int(self.sets * 2 / (2 if pages is None else pages.itemsize))))
+        forms = pages or (None, None)
+        pools = [
+            tuple(noise(*shape, self.head_dim) if form is None else noise_pages(shape, form) for form in forms)
+            for _ in range(sets)
+        ]
+        ends, starts = mx.full((self.batch, 1), self.context, mx.int32), mx.zeros((self.batch, 1), mx.int32)
+        first = kernels.new_fence()
+        mx.eval(pools, self.tables, ends, starts, first)
+
+        def chain(n: int) -> mx.array:
+            q, fence = self.q, first
+            for i in range(n):
+                k, v = pools[i % sets]
+                q, fence = kernels.paged_decode(
+                    q, k, v, fence, self.tables, ends, starts, scale=self.scale, pages=pages
+                )
+            return q
+
+        return chain
+
+    def dense(self) -> Chain:
+        """MLX's attention over contiguous keys and values."""
+        shape = (self.batch, self.n_kv, self.context, self.head_dim)
+        arrays = [(noise(*shape), noise(*shape)) for _ in range(self.sets)]
+        mx.eval(arrays)
+
+        def chain(n: int) -> mx.array:
+            q = self.q
+            for i in range(n):
+                k, v = arrays[i % self.sets]
+                q = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale)
+            return q
+
+        return chain
+
+    def gathered(self) -> Chain:
+        """Gather the blocks with stock MLX, then attend."""
+        shape = (self.tables.size + 1, self.n_kv, BLOCK_SIZE, self.head_dim)
+        pools = [noise(*shape) for _ in "kv"]
+        mx.eval(pools, self.tables)
+
+        def chain(n: int) -> mx.array:
+            q, whole = self.q, (self.batch, self.n_kv, -1, self.head_dim)
+            for _ in range(n):
+                k, v = (p[self.tables].swapaxes(1, 2).reshape(whole)[:, :, : self.context] for p in pools)
+                q = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale)
+            return q
+
+        return chain
+
+
+def measure_decode(batch: int, context: int, name: str, copy: float, args: argparse.Namespace) -> dict[str, Any]:
+    """Return seconds of each side, bytes per second and shares."""
+    cell = Cell(batch, context, SHAPES[name])
+    row: dict[str, Any] = {"case": f"{name}, {context}", "side": f"batch {batch}", "kv_bytes": cell.kv_bytes}
+    row["paged_s"] = seconds_per_launch(cell.paged(), cell.launches)
+    for bits in args.kv_bits:
+        k_bits, v_bits = bits if isinstance(bits, tuple) else (bits, bits)
+        pages = PageShape.of(cell.head_dim, (k_bits, v_bits), KV_GROUP_SIZE, DTYPE)
+        row[f"paged_{k_bits}_{v_bits}_s"] = seconds_per_launch(cell.paged(pages), cell.launches)
+    row["dense_s"] = seconds_per_launch(cell.dense(), cell.launches)
+    if not args.no_gather and batch * context <= MOST_GATHERED:
+        row["gather_s"] = seconds_per_launch(cell.gathered(), 2, repeats=3)
+    row["share_of_copy"] = cell.kv_bytes / row["paged_s"] / copy
+    row["dense_over_paged"] = row["dense_s"] / row["paged_s"]
+    return row
+
+
+def measure_latents(batch: int, context: int, heads: int, copy: float) -> dict[str, Any]:
+    """Return seconds of decode attention over latents, by the kernel and over gathered latents."""
+    read, tables = batch * context * (RANK + ROPE) * DTYPE.size, shuffled_tables(batch, context)
+    sets = sets_for(read)
+    pools = [tuple(noise(tables.size + 1, 1, BLOCK_SIZE, dim) for dim in (RANK, ROPE)) for _ in range(sets)]
+    q, scale = noise(batch, heads, 1, RANK + ROPE), (RANK + ROPE) ** -0.5
+    ends, starts, first = mx.full((batch, 1), context, mx.int32), mx.zeros((batch, 1), mx.int32), kernels.new_fence()
+    mx.eval(pools, tables, q, ends, starts, first)
+    launch = kernels.prepare_decode(*pools[0], (tables, ends, starts), n_q_heads=heads, scale=scale, latent=True)
+
+    def paged(n: int) -> mx.array:
+        x, out, fence = q, q, first
+        for i in range(n):
+            out, fence = launch(x, *pools[i % sets], fence)
+            x = mx.depends(q, out)
+        return out
+
+    def gathered(n: int) -> mx.array:
+        x = q
+        for i in range(n):
+            latents, rotated = (p[tables].reshape(batch, 1, -1, p.shape[-1])[:, :, :context] for p in pools[i % sets])
+            keys = mx.concatenate([latents, rotated], axis=-1)
+            out = mx.fast.scaled_dot_product_attention(x, keys, latents, scale=scale)
+            x = mx.depends(q, out)
+        return out
+
+    row: dict[str, Any] = {"case": f"{heads} heads, {context}", "side": f"batch {batch}", "kv_bytes": read}
+    row["paged_s"] = seconds_per_launch(paged, launches_for(read))
+    row["gather_s"] = seconds_per_launch(gathered, 2, repeats=3)
+    row["share_of_copy"] = read / row["paged_s"] / copy
+    row["paged_flops_per_s"] = 2 * batch * context * heads * (2 * RANK + ROPE) / row["paged_s"]
+    return row
+
+
+def measure_prefill(batch: int, count: int, prefix: int, name: str) -> dict[str, Any]:
+    """Return seconds of a launch for a pack, and of MLX's attention over dense arrays of the same shapes."""
+    n_q, n_kv, head_dim = SHAPES[name]
+    length, scale = count + prefix, head_dim**-0.5
+    flops = 4 * n_q * head_dim * batch * (count * prefix + count * (count + 1) // 2)
+    launches = max(2, min(50, int(0.03 * 250e12 / flops)))
+    tables = shuffled_tables(batch, length)
+    pools = [noise(tables.size + 1, n_kv, BLOCK_SIZE, head_dim) for _ in "kv"]
+    q, first = noise(batch * count, n_q, 1, head_dim), kernels.new_fence()
+    x, (k, v) = noise(batch, n_q, count, head_dim), (noise(batch, n_kv, length, head_dim) for _ in "kv")
+    mx.eval(pools, tables, q, first, x, k, v)
+    launch = prepare_prefill(*pools, tables, [count] * batch, [length] * batch, n_q_heads=n_q, scale=scale)
+
+    def paged(n: int) -> mx.array:
+        y, fence = q, first
+        for _ in range(n):
+            y, fence = launch(y, *pools, fence)
+        return y
+
+    def dense(n: int) -> mx.array:
+        y = x
+        for _ in range(n):
+            y = mx.fast.scaled_dot_product_attention(y, k, v, scale=scale, mask="causal")
+        return y
+
+    row: dict[str, Any] = {"case": f"{name}, {count} after {prefix}", "side": f"batch {batch}"}
+    row["paged_s"], row["dense_s"] = (seconds_per_launch(chain, launches) for chain in (paged, dense))
+    for side in ("paged", "dense"):
+        row[f"{side}_flops_per_s"] = flops / row[f"{side}_s"]
+    return row
+
+
+def told(row: dict[str, Any]) -> str:
+    """Return a row's figures: microseconds, shares, GB/s and TFLOP/s."""
+    parts = [f"{row['case']}, {row['side']}:"]
+    for name, value in row.items():
+        if name.endswith("flops_per_s"):
+            parts.append(f"{name.removesuffix('_flops_per_s')} {value / 1e12:.0f} TFLOP/s")
+        elif name.endswith("_s"):
+            parts.append(f"{name.removesuffix('_s')} {value * 1e6:.1f} us")
+    if "kv_bytes" in row:
+        parts.append(f"{row['kv_bytes'] / row['paged_s'] / 1e9:.0f} GB/s, {row['share_of_copy']:.2f} of a copy")
+    if "dense_s" in row:
+        parts.append(f"dense/paged {row['dense_s'] / row['paged_s']:.2f}")
+    return " ".join([parts[0], ", ".join(parts[1:])])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--what", choices=("decode", "latents", "prefill"), default="decode")
+    parser.add_argument("--no-gather", action="store_true", help="leave the gather side out")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 32])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
+    parser.add_argument("--kv-bits", type=parse_kv_bits, nargs="*", default=[], help="quantised pages: 8, 4 or 8,4")
+    add_out_argument(parser)
+
+
+def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Print a line for each case and write the files; 2 where there is no such kernel."""
+    dialect = kernels.backend()
+    if dialect is None or (args.what == "prefill" and dialect != "cuda"):
+        needed = "CUDA" if args.what == "prefill" else "a GPU"
+        print(f"bench.py kernel: MLX sees no {needed.removeprefix('a ')} here; nothing to measure", file=sys.stderr)
+        return 2
+    mx.set_default_device(mx.gpu)
+    copy = copy_bandwidth()
+    print(f"{mx.device_info().get('device_name', '?')}, mlx {mx.__version__}, copy {copy / 1e9:.0f} GB/s")
+    if args.what == "latents":
+        measured = (measure_latents(*shape, copy) for shape in LATENTS)
+    elif args.what == "prefill":
+        measured = (measure_prefill(*shape, name) for name in SHAPES for shape in PREFILLS)
+    else:
+        shapes = ((batch, context, name) for name in SHAPES for batch in args.batches for context in args.contexts)
+        measured = (measure_decode(*shape, copy, args) for shape in shapes)
+    rows = []
+    for row in measured:
+        rows.append(row)
+        print(told(row), flush=True)
+    panels = PANELS if args.what == "decode" else ()
+    sides = list(dict.fromkeys(row["side"] for row in rows))
+    write_results(args.out, "kernel", argv, rows, panels, "case", sides, "decode kernel", copy_bytes_per_s=copy)
+    return 0

@@ -1,0 +1,210 @@
+"""The models that benchmarks run: random weights of known shapes, or a folder."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models import gemma3_text, llama, qwen3, qwen3_moe
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+SEED = 7
+CPU_CACHE_LIMIT = 1 << 30  # MLX's CPU build keeps 32 MB of freed buffers; larger temporaries are paged in each time
+
+
+class BenchError(Exception):
+    """The benchmark cannot be run, or did not measure what it says it measures."""
+
+
+class Preset(NamedTuple):
+    """A model of random weights.
+
+    Attributes:
+        module: mlx-lm's module of the architecture.
+        dtype: unless ``--dtype`` says otherwise.
+        args: of the module's ModelArgs.
+        tied: Gemma 3's arguments do not say that the embedding is the output layer too; mlx-lm sees it from the
+            weights.
+    """
+
+    module: Any
+    dtype: str
+    args: dict[str, Any]
+    tied: bool = False
+
+
+def _shape(hidden: int, layers: int, heads: str, head_dim: int, intermediate: int, vocab: int) -> dict[str, Any]:
+    q_heads, kv_heads = heads.split("/")
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": int(q_heads),
+        "num_key_value_heads": int(kv_heads),
+        "head_dim": head_dim,
+        "intermediate_size": intermediate,
+        "vocab_size": vocab,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+    }
+
+
+# hidden, layers, query/KV heads, head dimension, MLP, vocabulary.
+PRESETS = {
+    "tiny": Preset(llama, "float32", {"model_type": "llama"} | _shape(128, 2, "4/2", 64, 256, 512)),
+    # Next to nothing to compute: what a step takes is the host's time.
+    "deep": Preset(
+        llama, "float32", {"model_type": "llama", "tie_word_embeddings": False} | _shape(64, 32, "4/2", 16, 64, 512)
+    ),
+    "llama-135m": Preset(llama, "float32", {"model_type": "llama"} | _shape(576, 30, "9/3", 64, 1536, 49152)),
+    "llama-1b": Preset(llama, "bfloat16", {"model_type": "llama"} | _shape(2048, 16, "32/8", 64, 8192, 128256)),
+    "qwen3-small": Preset(
+        qwen3,
+        "bfloat16",
+        {"model_type": "qwen3", "tie_word_embeddings": True, "rope_theta": 1e6}
+        | _shape(1024, 28, "16/8", 128, 3072, 151936),
+    ),
+    "llama-8b": Preset(
+        llama,
+        "bfloat16",
+        {"model_type": "llama", "tie_word_embeddings": False, "rope_theta": 5e5}
+        | _shape(4096, 32, "32/8", 128, 14336, 128256),
+    ),
+    "qwen3-4b": Preset(
+        qwen3,
+        "bfloat16",
+        {"model_type": "qwen3", "tie_word_embeddings": True, "rope_theta": 1e6}
+        | _shape(2560, 36, "32/8", 128, 9728, 151936),
+    ),
+    # The layers of Qwen3 30B-A3B, a third of them and half of its experts.
+    "qwen3-moe": Preset(
+        qwen3_moe,
+        "bfloat16",
+        {"model_type": "qwen3_moe", "tie_word_embeddings": False, "rope_theta": 1e6, "norm_topk_prob": True}
+        | {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+        | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+        | _shape(2048, 16, "32/4", 128, 6144, 151936),
+    ),
+    "gemma3-4b": Preset(
+        gemma3_text,
+        "bfloat16",
+        {"model_type": "gemma3_text", "sliding_window": 1024, "sliding_window_pattern": 6}
+        | _shape(2560, 34, "8/4", 256, 10240, 262208),
+        tied=True,
+    ),
+    "gemma3-small": Preset(
+        gemma3_text,
+        "bfloat16",
+        {"model_type": "gemma3_text", "sliding_window": 512, "sliding_window_pattern": 6}
+        | _shape(640, 18, "4/1", 256, 2048, 262144),
+    ),
+}
+
+
+def add_quantization(parser: argparse.ArgumentParser) -> None:
+    """How the model's weights are quantised; see :func:`quantized`."""
+    parser.add_argument(
+        "--bits", type=int, choices=(2, 3, 4, 5, 6, 8), help="quantise the weights (default: as they are)"
+    )
+    parser.add_argument("--group-size", type=int, choices=(32, 64, 128), default=64, help="of --bits (default 64)")
+
+
+def quantized(model: Any, bits: int | None, group_size: int) -> Any:
+    """The model, with weights of so many bits where their rows can be divided into groups; None leaves it as it is.
+
+    Raises:
+        BenchError: it has no weight that can be quantised.
+    """
+    if bits is None:
+        return model
+
+    def fits(_: str, module: nn.Module) -> bool:
+        return hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size == 0
+
+    if not any(fits(name, module) for name, module in model.named_modules()):
+        raise BenchError(f"the model has no weights that can be quantised in groups of {group_size}")
+    nn.quantize(model, group_size, bits, class_predicate=fits)
+    return model
+
+
+def preset_model(preset: str) -> Any:
+    """The preset's model; its weights are lazy."""
+    module, _, args, tied = PRESETS[preset]
+    model = module.Model(module.ModelArgs(**args))
+    if tied:
+        model.sanitize({})
+    return model
+
+
+def random_model(preset: str, dtype: str | None, bits: int | None = None, group_size: int = 64) -> Any:
+    """The preset's model with random weights, the same in every run; of so many bits, if that is said."""
+    mx.random.seed(SEED)
+    model = preset_model(preset)
+    model.set_dtype(DTYPES[dtype or PRESETS[preset].dtype])
+    quantized(model, bits, group_size)
+    for _, array in tree_flatten(model.parameters()):
+        mx.eval(array)  # one by one: each was larger before
+    return model.eval()
+
+
+def load_model(path: str, dtype: str | None, bits: int | None = None, group_size: int = 64) -> Any:
+    """A model from a folder, as mlx-lm loads it, and then with weights of so many bits, if that is said."""
+    from mlx_lm.utils import load_model as load
+
+    if not Path(path).is_dir():
+        raise BenchError(f"no such model folder: {path}")
+    model, _ = load(Path(path))
+    if dtype:
+        model.set_dtype(DTYPES[dtype])
+    quantized(model, bits, group_size)
+    mx.eval(model.parameters())
+    return model
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say which model; see :func:`chosen_model`."""
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--random", choices=sorted(PRESETS), default=None, help="a model of random weights")
+    source.add_argument("--model", default=None, help="a model folder")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default=None, help="of weights (default: the model's)")
+    add_quantization(parser)
+
+
+def chosen_model(args: argparse.Namespace) -> Any:
+    """Return the model that the arguments name, ``tiny`` if they name none."""
+    if not on_gpu():
+        mx.set_cache_limit(CPU_CACHE_LIMIT)
+    how = (args.dtype, args.bits, args.group_size)
+    return load_model(args.model, *how) if args.model else random_model(args.random or "tiny", *how)
+
+
+def model_name(args: argparse.Namespace) -> str:
+    """Return what reports call that model."""
+    name = Path(args.model).resolve().name if args.model else args.random or "tiny"
+    return f"{name}{'' if args.bits is None else f', {args.bits} bits'}"
+
+
+def vocabulary_of(model: Any) -> int:
+    """Return how many tokens a model knows."""
+    return int(model.args.vocab_size) if hasattr(model, "args") else 1000
+
+
+def on_gpu() -> bool:
+    """Return whether MLX computes on a GPU."""
+    return mx.default_device() != mx.Device(mx.cpu)
+
+
+@contextmanager
+def changed_preset(preset: str, **args: Any) -> Iterator[None]:
+    """Give a preset's models other arguments for a while."""
+    before = PRESETS[preset]
+    PRESETS[preset] = before._replace(args={**before.args, **args})
+    try:
+        yield
+    finally:
+        PRESETS[preset] = before

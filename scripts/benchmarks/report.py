@@ -1,0 +1,188 @@
+"""What benchmarks share: sides in processes of their own, statistics, tables, files and bars."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.config import parse_block_size, parse_kernel, parse_kv_bits, parse_kv_group_size, parse_memory
+
+SCRIPT = Path(__file__).parents[1] / "bench.py"
+# A panel of a figure: its title, and the height of a result's bar in it.
+Panel = tuple[str, Callable[[dict[str, Any]], float]]
+
+
+def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the pool's options, where results go, and the flag of a child process."""
+    parser.add_argument("--kv-block-size", type=parse_block_size, default=32)
+    parser.add_argument("--kv-cache-memory", type=parse_memory, default=None)
+    parser.add_argument("--kernel", type=parse_kernel, default="auto", help="auto, on or off")
+    parser.add_argument("--kv-bits", type=parse_kv_bits, default=None, help="of pages: 8, 4 or 8,4 (default: neither)")
+    parser.add_argument("--kv-group-size", type=parse_kv_group_size, default=64, help="32, 64 (default) or 128")
+    add_out_argument(parser)
+    parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
+
+
+def add_out_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--out``."""
+    parser.add_argument(
+        "--out", type=Path, default=None, help="folder for the results as JSON and, with matplotlib, PNG"
+    )
+
+
+def positive(text: str) -> int:
+    """Parse a whole number above 0."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Return a parser of several values with commas between them."""
+
+    def convert(text: str) -> list[Any]:
+        try:
+            return [parse(item) for item in text.split(",")]
+        except (ValueError, mlx_paged.ConfigError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def patch_anew(args: argparse.Namespace) -> None:
+    """Have mlx-lm use a new pool as the arguments say."""
+    mlx_paged.remove_patches()
+    gc.collect()  # the former pool
+    options = {"kv_bits": args.kv_bits, "kv_group_size": args.kv_group_size}
+    mlx_paged.apply_patches(PagedConfig(args.kv_block_size, args.kv_cache_memory, args.kernel, **options))
+
+
+def measure_apart(command: str, argv: Sequence[str], child: Sequence[Any], **labels: Any) -> dict[str, Any]:
+    """Run a subcommand with ``--child`` in a process of its own; return what it prints, or ``labels`` and its error."""
+    process = [sys.executable, str(SCRIPT), command, *argv, "--child", json.dumps(child)]
+    done = subprocess.run(process, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return {**labels, "error": f"exit status {done.returncode}: {last}"}
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def dispatch_counts() -> dict[str, int]:
+    """Return how often attention took each path, and why."""
+    return {f"{d.path}: {d.reason}": count for d, count in mlx_paged.dispatch_counts().items()}
+
+
+def spread(samples: Sequence[float]) -> dict[str, Any]:
+    """Return median, extremes and the samples themselves."""
+    return {"median": statistics.median(samples), "min": min(samples), "max": max(samples), "samples": list(samples)}
+
+
+def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, Any]:
+    """Return the spread of the ratios of paired samples."""
+    return spread([a / b for a, b in zip(numerators, denominators, strict=True)])
+
+
+def show(values: dict[str, Any] | None, digits: int = 2) -> str:
+    """Return ``median (min..max)``, or a dash."""
+    if values is None:
+        return "-"
+    return f"{values['median']:.{digits}f} ({values['min']:.{digits}f}..{values['max']:.{digits}f})"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return right-aligned columns, each as wide as its widest cell."""
+    widths = [max(len(cell) for cell in column) for column in zip(header, *rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    if sys.platform == "darwin":
+        name = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False)
+        if name.returncode == 0:
+            return name.stdout.strip()
+    return platform.processor() or platform.machine()
+
+
+def machine() -> dict[str, Any]:
+    """Return hardware, system and versions, as far as figures depend on them."""
+    on_gpu = mx.default_device() == mx.Device(mx.gpu)
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "device": "gpu" if on_gpu else "cpu",
+        "gpu": mx.device_info().get("device_name") if on_gpu else None,
+        "cpu": _cpu_name(),
+        "cores": usable,
+        "os": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm", "mlx_paged")},
+        "load_average": list(os.getloadavg()),
+    }
+
+
+def write_results(
+    out: Path | None, name: str, argv: Sequence[str], results: Sequence[dict[str, Any]],
+    panels: Sequence[Panel] = (), by: str = "", sides: Sequence[str] = (), title: str = "", **more: Any,
+) -> None:  # fmt: skip
+    """Write ``NAME.json`` (without the tokens) and, if there are panels and matplotlib is installed, ``NAME.png``."""
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    for result in results:
+        result.pop("tokens", None)
+    facts = {"machine": machine(), "arguments": list(argv), "results": results, **more}
+    (out / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
+    if panels:
+        _plot_bars(results, out / f"{name}.png", f"{title}, {facts['machine']['device']}", panels, by, sides)
+
+
+def _plot_bars(
+    results: Sequence[dict[str, Any]], path: Path, title: str, panels: Sequence[Panel], by: str, sides: Sequence[str]
+) -> None:
+    """Draw a bar for each side at each value of the field ``by``, in one panel after the other."""
+    try:
+        import matplotlib
+    except ImportError:
+        print(f"no {path.name}: matplotlib is not installed", file=sys.stderr)
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    good = [r for r in results if "error" not in r]
+    places = list(dict.fromkeys(r[by] for r in good))
+    sides = [side for side in sides if any(r["side"] == side for r in good)]
+    spacing = 0.8 / max(1, len(sides))
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 4), layout="constrained", squeeze=False)
+    for axis, (label, value) in zip(axes[0], panels, strict=True):
+        for number, side in enumerate(sides):
+            mine = {r[by]: value(r) for r in good if r["side"] == side}
+            left = [i + (number - (len(sides) - 1) / 2) * spacing for i, place in enumerate(places) if place in mine]
+            axis.bar(left, [mine[place] for place in places if place in mine], 0.95 * spacing, label=side)
+        axis.set_xticks(range(len(places)), places, rotation=30, ha="right", fontsize=8)
+        axis.set_title(label, fontsize=10)
+        axis.grid(axis="y", alpha=0.3)
+    axes[0][0].legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
