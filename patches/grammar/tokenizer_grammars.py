@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from ...engine.grammar.grammar import CompiledGrammar
 from ...engine.grammar.trial import IsCancelled
 from ...errors import GrammarAbandoned, GrammarError
 from ...serve.constraints.constraint import Constraint
-from ...serve.constraints.tools import ToolFormat, Tools, calls
+from ...serve.constraints.tools import Tool, ToolFormat, Tools, calls
 from ...serve.refusal import invalid
 
 JSON_TOOLS = "mlx_lm.tool_parsers.json_tools"  # the parser of calls that are a JSON object of name and arguments
@@ -43,70 +43,78 @@ class TokenizerGrammars:
             RequestRefused: 400, it cannot be used; the message says where.
             ConnectionAbortedError: it was cancelled.
         """
-        return _Compilation(self._compiler_of, self._tokenizer, is_cancelled, is_checked).grammar(constraint)
+        wanted = self._wanted(constraint)
+        if wanted is None:
+            return None
+        for part, param in () if is_checked else wanted.parts:
+            with _refusing(param):
+                self._known_compiler().check(part, is_cancelled=is_cancelled)
+        with _refusing(wanted.param):
+            return self._known_compiler().compile(
+                wanted.source, trigger=wanted.trigger, is_cancelled=is_cancelled, is_checked=is_checked
+            )
 
-    def _compiler_of(self) -> GrammarCompiler:
+    def _known_compiler(self) -> GrammarCompiler:
         with self._lock:
             if self._compiler is None:
                 self._compiler = GrammarCompiler(inner_of(self._tokenizer), self._tokenizer.eos_token_ids)
             return self._compiler
 
-
-class _Compilation(NamedTuple):
-    """One call of :meth:`TokenizerGrammars.compile`."""
-
-    compiler: Callable[[], GrammarCompiler]
-    tokenizer: Any
-    is_cancelled: IsCancelled
-    is_checked: bool
-
-    def grammar(self, constraint: Constraint) -> CompiledGrammar | None:
+    def _wanted(self, constraint: Constraint) -> _Wanted | None:
         tools = constraint.tools
-        if tools is not None and (tools.required or self.tokenizer.has_tool_calling):
+        if tools is not None and (tools.required or self._tokenizer.has_tool_calling):
             return self._of_tools(constraint, tools)
-        return None if constraint.answer is None else self._compile(constraint.answer, constraint.param)
+        return None if constraint.answer is None else _Wanted(constraint.answer, constraint.param)
 
-    def _of_tools(self, constraint: Constraint, tools: Tools) -> CompiledGrammar:
-        form = tool_format(self.tokenizer)
+    def _of_tools(self, constraint: Constraint, tools: Tools) -> _Wanted:
+        form = tool_format(self._tokenizer)
         what = "tool_choice" if tools.required else "tools"
         if form is None:
             raise invalid(
                 f"{what}: this model writes tool calls in a form that cannot be constrained"
-                if self.tokenizer.has_tool_calling
+                if self._tokenizer.has_tool_calling
                 else f"{what}: this model cannot call tools",
                 what,
             )
-        for tool in tools.callable:  # what is wrong with one is said of that one
-            try:
-                source = GrammarSource.json(tool.schema)
-            except RecursionError:
-                raise invalid(f"{tool.param} is nested too deeply", "tools") from None
-            self._check(source, tool.param)
+        parts = [(_source_of(tool), tool.param) for tool in tools.callable]
         if tools.required:
-            return self._compile(calls(tools, form), what)
+            return _Wanted(calls(tools, form), what, parts=parts)
         if constraint.answer is not None:
             if constraint.schema is None:
                 raise invalid(f"{constraint.param}: only JSON can be asked for beside tools", "structured_outputs")
-            self._check(constraint.answer, constraint.param)
-            return self._compile(calls(tools, form, answer=constraint.schema), constraint.param)
+            parts.append((constraint.answer, constraint.param))
+            return _Wanted(calls(tools, form, answer=constraint.schema), constraint.param, parts=parts)
         if form.trigger is None:
             raise invalid(f"{what}: strict: no token of this model begins a call, which could be watched for", what)
-        return self._compile(calls(tools, form, is_triggered=True), what, trigger=form.trigger)
+        return _Wanted(calls(tools, form, is_triggered=True), what, form.trigger, parts)
 
-    def _compile(self, source: GrammarSource, param: str, *, trigger: int | None = None) -> CompiledGrammar:
-        with _refusing(param):
-            return self.compiler().compile(
-                source, trigger=trigger, is_cancelled=self.is_cancelled, is_checked=self.is_checked
-            )
 
-    def _check(self, source: GrammarSource, param: str) -> None:
-        with _refusing(param):
-            if not self.is_checked:
-                self.compiler().check(source, is_cancelled=self.is_cancelled)
+class _Wanted(NamedTuple):
+    """What is compiled for a constraint.
+
+    Attributes:
+        source, trigger: see :meth:`GrammarCompiler.compile`.
+        param: the parameter of the request that it comes from.
+        parts: schemas that the source is made of and their parameters, which are checked one by one before, so that an
+            error names the one at fault.
+    """
+
+    source: GrammarSource
+    param: str
+    trigger: int | None = None
+    parts: Sequence[tuple[GrammarSource, str]] = ()
+
+
+def _source_of(tool: Tool) -> GrammarSource:
+    try:
+        return GrammarSource.json(tool.schema)
+    except RecursionError:
+        raise invalid(f"{tool.param} is nested too deeply", "tools") from None
 
 
 @contextmanager
 def _refusing(param: str) -> Iterator[None]:
+    """Turn what is wrong with a grammar into a refusal of the request that names the parameter."""
     try:
         yield
     except GrammarAbandoned:

@@ -12,6 +12,7 @@ import pytest
 from mlx_lm.generate import make_text_state_machine
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
+from mlx_paged.engine.grammar import check
 from mlx_paged.engine.grammar.grammar import CompiledGrammar, Grammar, Part
 from mlx_paged.patches.grammar.tokenizer_grammars import TokenizerGrammars, behind_reasoning, reasons_first, tool_format
 from mlx_paged.serve.constraints.constraint import constraint_of
@@ -145,6 +146,24 @@ def test_what_cannot_be_kept_is_refused() -> None:
     assert caught.value.param == "tools"
     with pytest.raises(RequestRefused, match="only JSON can be asked for beside tools"):
         compiled({"tools": [WEATHER], "structured_outputs": {"regex": "a"}})
+
+
+ENDLESS = {"type": "object", "properties": {"x": {"type": "integer", "multipleOf": 16777216}}}
+
+
+def test_a_tool_whose_schema_takes_long_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "TRIAL_SECONDS", 0.5)
+    slow = {"type": "function", "function": {"name": "f", "parameters": ENDLESS}}
+    with pytest.raises(RequestRefused, match=r"tools\[1\]\.function\.parameters: it takes more than") as caught:
+        compiled({"tools": [WEATHER, slow], "tool_choice": "required"})
+    assert caught.value.param == "tools" and caught.value.status == 400
+
+
+def test_a_client_that_has_gone_is_told_apart() -> None:
+    constraint = constraint_of({"structured_outputs": {"json": ENDLESS}}, chat=True)
+    assert constraint is not None
+    with pytest.raises(ConnectionAbortedError):
+        TokenizerGrammars(byte_tokenizer()).compile(constraint, is_cancelled=lambda: True)
 
 
 def test_a_model_without_tools_makes_no_calls_to_be_strict_about() -> None:
