@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from types import TracebackType
 
-from .command_buffers import launch_directly, raise_limit
+from .command_buffers import launch_directly, own_compiled_code, raise_limit
 
 _print_others = sys.excepthook
 
@@ -24,6 +24,7 @@ def _print_in_one_line(kind: type[BaseException], error: BaseException, trace: T
 
 raise_limit()  # MLX reads the variables that they set
 launch_directly()
+own_compiled_code()
 try:
     import mlx.core  # noqa: F401
 except ImportError as missing:

@@ -1,5 +1,5 @@
-"""How MLX hands work to the GPU, where the process is this package's own command: larger command buffers on Metal, no
-CUDA graphs over NCCL.
+"""What MLX finds in the environment of our own commands: larger command buffers on Metal, no CUDA graphs over NCCL, and
+a folder for the code that it compiles on a CPU.
 
 Imported before MLX, which reads the variables when it first meets the GPU; so nothing here imports MLX.
 """
@@ -7,7 +7,9 @@ Imported before MLX, which reads the variables when it first meets the GPU; so n
 from __future__ import annotations
 
 import os
+import stat
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,3 +58,28 @@ def launch_directly() -> None:
     """
     if "NCCL_HOST_IP" in os.environ and is_own_command(sys.argv, sys.orig_argv):
         os.environ.setdefault(GRAPHS, "0")
+
+
+def own_compiled_code() -> None:
+    """In a command of this package on Linux, see that nobody else can write to the folder that MLX loads code from.
+
+    On a CPU, MLX compiles operations into libraries under ``mlx`` in the temporary folder, and loads what it finds
+    there whoever wrote it. If that folder is not ours alone, ``TMPDIR`` becomes one in the user's cache for MLX, its
+    compiler and other processes that this one starts; Python keeps the temporary folder that it has.
+    """
+    if sys.platform == "darwin" or not is_own_command(sys.argv, sys.orig_argv):
+        return  # macOS has a temporary folder for each user
+    if not _is_ours(Path(tempfile.gettempdir()) / "mlx"):
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx_paged" / "compiled"
+        os.environ["TMPDIR"] = str(cache) if _is_ours(cache) else tempfile.mkdtemp(prefix="mlx_paged-")
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder, made if it is missing, belongs to this user and nobody else can write to it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return False
+    writable = stat.S_IWGRP | stat.S_IWOTH
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & writable

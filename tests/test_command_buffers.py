@@ -113,3 +113,63 @@ def test_no_graphs_over_nccl_in_our_own_commands(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv(GRAPHS)
     command_buffers.launch_directly()
     assert os.environ.pop(GRAPHS) == "0"
+
+
+# The folder of compiled code ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A temporary folder and a cache for a process that is our command on Linux."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(command_buffers, "is_own_command", lambda *_: True)
+    monkeypatch.setattr(command_buffers.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("TMPDIR", raising=False)
+    (tmp_path / "tmp").mkdir()
+    return tmp_path
+
+
+def test_a_folder_of_compiled_code_that_is_ours_stays(own_command: Path) -> None:
+    for _ in range(2):  # made, and found
+        command_buffers.own_compiled_code()
+        assert "TMPDIR" not in os.environ
+    assert (own_command / "tmp" / "mlx").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("how", ["others can write", "a link", "somebody else's"])
+def test_compiled_code_of_others_is_not_loaded(own_command: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = own_command / "tmp" / "mlx"
+    if how == "a link":
+        (own_command / "theirs").mkdir(mode=0o700)
+        folder.symlink_to(own_command / "theirs")
+    else:
+        folder.mkdir()
+        folder.chmod(0o777 if how == "others can write" else 0o755)
+    if how == "somebody else's":
+        theirs, real = folder.lstat().st_ino, Path.lstat
+
+        def lstat(path: Path) -> os.stat_result:
+            found = real(path)
+            return os.stat_result((*found[:4], 12345, *found[5:])) if found.st_ino == theirs else found
+
+        monkeypatch.setattr(Path, "lstat", lstat)
+    command_buffers.own_compiled_code()
+    assert os.environ["TMPDIR"] == str(own_command / "cache" / "mlx_paged" / "compiled")
+    assert Path(os.environ["TMPDIR"]).stat().st_mode & 0o777 == 0o700
+
+
+def test_without_a_cache_of_ours_the_folder_is_a_new_one(own_command: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_buffers, "_is_ours", lambda folder: False)
+    made = own_command / "made"
+    monkeypatch.setattr(command_buffers.tempfile, "mkdtemp", lambda prefix: str(made))
+    command_buffers.own_compiled_code()
+    assert os.environ["TMPDIR"] == str(made)
+
+
+def test_a_script_of_the_users_keeps_its_temporary_folder(own_command: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_buffers, "is_own_command", lambda *_: False)
+    (own_command / "tmp" / "mlx").mkdir()
+    (own_command / "tmp" / "mlx").chmod(0o777)
+    command_buffers.own_compiled_code()
+    assert "TMPDIR" not in os.environ

@@ -176,14 +176,16 @@ BLOCK = 32 * 3 * 2 * 2 * 32 * 4  # bytes: 32 tokens, 3 layers, keys and values o
 
 
 def test_a_budget_too_small_says_what_was_needed(folder: Path) -> None:
-    run = generate(folder, "--prompt", PROMPT, "--kv-cache-memory", f"{BLOCK + 1000}")
+    run = generate(folder, "--prompt", PROMPT, "--kv-cache-memory", "1KB")
+    check_error(run, f"holds no sequence of this model: the least is {2 * BLOCK:,} bytes")
+    run = generate(folder, "--prompt", PROMPT, "--kv-cache-memory", f"{2 * BLOCK + 1000}")
     check_error(run, "KV block pool exhausted")
     needed, num_bytes, left, budget = (
         int(number.replace(",", ""))
         for number in re.findall(r"(\d[\d,]*) (?:more|bytes\)|of the budget|bytes are left)", run.stderr)
     )
     # One block is kept apart for padding: it is neither needed by the prompt nor left for it.
-    assert (needed, num_bytes, left, budget) == (2, 2 * BLOCK, 1000, BLOCK + 1000)
+    assert (needed, num_bytes, left, budget) == (2, 2 * BLOCK, BLOCK + 1000, 2 * BLOCK + 1000)
 
 
 def test_an_error_amid_the_text_begins_a_line(folder: Path, tmp_path: Path) -> None:
