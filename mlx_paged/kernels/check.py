@@ -13,15 +13,20 @@ import mlx.core as mx
 from . import ops as kernels
 from .build import Constants, compile_ahead, told_when_compiling
 from .decode_spec import pool_constants_of, spec_of
-from .launch_shape import Variant, shape_for
+from .launch_shape import MAX_QUERY_LENGTH, Variant, shape_for
 from .quantized import moves
 from .quantized.pages import PageShape, new_blocks
+from .trial import MANY
 
 MAX_RMS = 5e-3
 _QUERY_HEADS = 8  # at least, as models have
 # Block tables are as wide as those of real steps (kv/step.py): the launch then has several partitions, and a merge.
 _TABLE_WIDTH = 16
 _FREE_BLOCKS = 5  # to copy blocks to
+_WINDOW = 100  # tokens: a token too many shows in the result; more than one partition on any GPU
+
+
+Bounds = list[list[int]]  # of each row, of each query
 
 
 class SelfCheck(NamedTuple):
@@ -38,23 +43,28 @@ _results: dict[Variant, SelfCheck] = {}
 
 
 def self_check(variant: Variant) -> SelfCheck:
-    """Run one variant on two seeded cases (batch 2 and batch 9), and the slot writes, gathers and copies of blocks it
-    depends on: a pool cannot do without these, so all their texts run here.
+    """Run one variant on three seeded cases, and the slot writes, gathers and copies of blocks it depends on: a pool
+    cannot do without these, so all their texts run here.
 
-    Each with the newest tokens in the pool, then with them given to the call, and then with rows of padding. Two cases,
-    because MLX gives Metal kernels inputs of less than 8 elements in another address space: that is another text, built
-    by itself. Both are those of real steps.
+    Contexts of 1, block - 1, block, block + 1 and several blocks in permuted blocks, every unused slot NaN, and on
+    Metal every output NaN before the launch. With the newest tokens in the pool, then given to the call, then with
+    rows of padding; with windows that begin anywhere within 64 tokens, for 1 to 8 queries; by the launch of a single
+    partition. Partitions are as long as this GPU's number of cores asks for.
 
-    Contexts of 1, block - 1, block, block + 1 and several blocks in permuted blocks, every unused slot NaN. Fails on a
-    compile error, a non-finite value or an RMS difference of 5e-3 and more from attention in float32. Never raises for
-    a failing kernel. Does not switch anything off.
+    The values of every text that a step of this variant may launch are compared: MLX gives Metal kernels inputs of less
+    than 8 elements in another address space, which is another text, so the cases have 2, 8 and 9 rows.
+
+    Fails on a compile error, a non-finite value or an RMS difference of 5e-3 and more from attention in float32. Never
+    raises for a failing kernel. Does not switch anything off.
     """
     block = variant.block_size
-    several = [3 * block + 5, 300, 2100, 7, 2 * block]
-    contexts = [1, block - 1, block, block + 1, *several]
+    mixed = [1, block - 1, block, block + 1, 3 * block + 5, 300, 2100, 7, 2 * block]
+    # With 8 queries each, windows that begin at 0, 1, 2, ... 63.
+    windows = [_WINDOW + MAX_QUERY_LENGTH * (row + 1) - 1 for row in range(8)]
+    cases = [300, 5], mixed, windows
     return SelfCheck(
         variant,
-        *outcome_of(lambda: max(_difference(variant, [300, 5], seed=1), _difference(variant, contexts, seed=2))),
+        *outcome_of(lambda: max(_difference(variant, case, seed) for seed, case in enumerate(cases, 1))),
     )
 
 
@@ -119,90 +129,164 @@ def pool_texts_of(variant: Variant) -> list[tuple[str, Constants]]:
 
 def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
     """RMS between the variant and float32 attention. Raises RuntimeError if bytes went astray."""
-    block, dtype, pages = variant.block_size, variant.dtype, variant.pages
-    n_kv_heads = max(2, _QUERY_HEADS // variant.gqa)
-    batch, n_q_heads = len(contexts), n_kv_heads * variant.gqa
-    used = [-(-n // block) for n in contexts]
-    width = -(-max(used) // _TABLE_WIDTH) * _TABLE_WIDTH
-    # By Python and by slices, here and below: MLX would have to compile what it needs to index on CUDA.
-    keys = [mx.random.key(5 * seed + i) for i in range(5)]
-    order = random.Random(seed).sample(range(1, sum(used) + 1), sum(used))
-    tables, slots = [], []
-    for n, blocks in zip(contexts, used, strict=True):
-        ids, order = order[:blocks], order[blocks:]
-        tables.append(ids + [0] * (width - blocks))
-        slots += [ids[t // block] * block + t % block for t in range(n)]
-
-    def rows(i: int, dim: int) -> mx.array:
-        return mx.random.normal((len(slots), n_kv_heads, dim), key=keys[i]).astype(dtype)
-
-    k, v = rows(1, variant.head_dim), rows(2, variant.value_dim)
-    q = mx.random.normal((batch, n_q_heads, 1, variant.head_dim), key=keys[3]).astype(dtype)
-    sinks = mx.random.normal((n_q_heads,), key=keys[4]) if variant.sinks else None
-    softcap = 10.0 if variant.softcap else None
-    scale = variant.head_dim**-0.5
-    dims = variant.head_dim, variant.value_dim
-    k_pool, v_pool = new_blocks(sum(used) + 1 + _FREE_BLOCKS, n_kv_heads, block, dims, dtype, pages, float("nan"))
-    fence = kernels.new_fence()
-    fence = kernels.write_slots(k_pool, v_pool, fence, k, v, mx.array(slots, mx.int32), pages)
-    visible = (mx.array(tables, mx.int32), mx.array(contexts, mx.int32)[:, None], mx.zeros((batch, 1), mx.int32))
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "variant": variant, "pages": pages}
-    out, fence = kernels.paged_decode(q, k_pool, v_pool, fence, *visible, **options)
-    newest = [sum(contexts[: b + 1]) - 1 for b in range(batch)]
-    no_k, no_v = (mx.full((batch, *x.shape[1:]), float("nan"), dtype) for x in (k, v))
-    fence = kernels.write_slots(
-        k_pool, v_pool, fence, no_k, no_v, mx.array([slots[i] for i in newest], mx.int32), pages
-    )
-    new_k, new_v = (mx.concatenate([x[i : i + 1] for i in newest])[:, :, None] for x in (k, v))
-    fence = _compare_appends(q, (k_pool, v_pool), fence, visible, (new_k, new_v), out, options)
-    first = 0
-    errors = []
-    for b, n in enumerate(contexts):
-        kb, vb = (x[first : first + n].swapaxes(0, 1) for x in (k, v))
-        if pages is not None:
-            own = mx.array(tables[b][: used[b]], mx.int32), mx.array(slots[first : first + n], mx.int32)
-            kb, vb, fence = _kept(k_pool, v_pool, fence, kb, vb, *own, pages)
-        first += n
-        got_k, got_v, fence = kernels.gather_blocks(k_pool, v_pool, fence, tables[b][: used[b]], 0, n, pages)
-        if not (mx.array_equal(got_k.squeeze(0), kb).item() and mx.array_equal(got_v.squeeze(0), vb).item()):
-            raise RuntimeError("slots read back differ from what was written")
-        expected = _attend(q[b : b + 1].squeeze(0), kb, vb, scale, softcap, sinks)
-        errors.append(mx.square(out[b : b + 1].squeeze(0).astype(mx.float32) - expected).mean())
-    # One block and then four onto free ones: that is two texts, too.
-    free = sum(used) + 1
-    for sources, targets in (([1], [free]), ([1, 2, 3, 4], [free + i for i in range(1, 5)])):
-        length = len(sources) * block
-        *before, fence = kernels.gather_blocks(k_pool, v_pool, fence, sources, 0, length, pages)
-        fence = kernels.copy_blocks(k_pool, v_pool, fence, sources, targets)
-        *after, fence = kernels.gather_blocks(k_pool, v_pool, fence, targets, 0, length, pages)
-        if not all(mx.array_equal(a, b, equal_nan=True).item() for a, b in zip(before, after, strict=True)):
-            raise RuntimeError("copies of blocks differ")
+    rows = _Rows(variant, contexts, seed)
+    q, ends, starts = rows.queries(1), [[n] for n in contexts], [[0]] * len(contexts)
+    out = rows.decode(q, ends, starts)
+    rows.compare_appends(q, ends, starts, out)
+    rows.read_back()
+    errors = rows.errors_of(out, q, ends, starts)
+    for q_len in (1, 2, 3, 4, 5, 6, 7) if 2 * len(contexts) < MANY else (1, MAX_QUERY_LENGTH):
+        # Windows of several partitions that begin inside one.
+        q, ends = rows.queries(q_len), [[max(n - q_len + 1 + i, 0) for i in range(q_len)] for n in contexts]
+        starts = [[max(end - _WINDOW, 0) for end in row] for row in ends]
+        errors += rows.errors_of(rows.decode(q, ends, starts, max_visible=_WINDOW), q, ends, starts)
+    # All that one partition can hold, by the launch for windows that are sure to lie in one.
+    own = shape_for(variant, kernels.gpu_cores())
+    q, ends = rows.queries(1), [[n] for n in contexts]
+    starts = [[-(-max(n - own.partition, 0) // own.alignment) * own.alignment] for n in contexts]
+    out = rows.decode(q, ends, starts, max_visible=own.partition - own.alignment + 1)
+    errors += rows.errors_of(out, q, ends, starts)
+    rows.copy_blocks()
     return worst_rms(errors)
 
 
-def _compare_appends(
-    q: mx.array,
-    pools: tuple[mx.array, mx.array],
-    fence: mx.array,
-    visible: tuple[mx.array, mx.array, mx.array],
-    append: tuple[mx.array, mx.array],
-    expected: mx.array,
-    options: dict[str, Any],
-) -> mx.array:
-    """Compare ``expected`` with calls that bring the newest tokens, whose slots hold NaN; also with rows of padding,
-    which end at position 0, as compiled steps have them. Returns the fence; raises RuntimeError for another result."""
-    batch = q.shape[0]
-    again, fence = kernels.paged_decode(q, *pools, fence, *visible, append=append, **options)
-    if not mx.array_equal(expected.astype(mx.float32), again.astype(mx.float32)).item():
-        raise RuntimeError("the result differs when the newest tokens come with the call")
-    tables, ends, starts = (_extended(x, 0) for x in visible)
-    q_padded, k, v = (_extended(x, float("nan")) for x in (q, *append))
-    padded, fence = kernels.paged_decode(q_padded, *pools, fence, tables, ends, starts, append=(k, v), **options)
-    if not mx.array_equal(padded[:batch].astype(mx.float32), again.astype(mx.float32)).item():
-        raise RuntimeError("the result differs with rows of padding")
-    if padded[batch:].any().item():
-        raise RuntimeError("rows of padding have a result")
-    return fence
+class _Rows:
+    """Rows of random tokens in permuted blocks of a pool whose other slots are NaN.
+
+    Attributes:
+        tables: block ids of each row, as wide as those of real steps.
+        fence: the latest of the pool's chain.
+    """
+
+    def __init__(self, variant: Variant, contexts: list[int], seed: int) -> None:
+        block, dtype = variant.block_size, variant.dtype
+        self._variant, self._contexts = variant, contexts
+        self._n_kv_heads = max(2, _QUERY_HEADS // variant.gqa)
+        self._n_q_heads = self._n_kv_heads * variant.gqa
+        self._used = used = [-(-n // block) for n in contexts]
+        width = -(-max(used) // _TABLE_WIDTH) * _TABLE_WIDTH
+        # By Python and by slices, here and below: MLX would have to compile what it needs to index on CUDA.
+        self._keys = [mx.random.key(5 * seed + i) for i in range(5)]
+        order = random.Random(seed).sample(range(1, sum(used) + 1), sum(used))
+        self.tables: list[list[int]] = []
+        self._slots: list[int] = []
+        for n, blocks in zip(contexts, used, strict=True):
+            ids, order = order[:blocks], order[blocks:]
+            self.tables.append(ids + [0] * (width - blocks))
+            self._slots += [ids[t // block] * block + t % block for t in range(n)]
+        k, v = (
+            mx.random.normal((len(self._slots), self._n_kv_heads, dim), key=key).astype(dtype)
+            for dim, key in zip((variant.head_dim, variant.value_dim), self._keys[1:3], strict=True)
+        )
+        self._given = k, v
+        self._kept: list[tuple[mx.array, mx.array]] = []  # what the pool holds of each row, [n_kv_heads, n, dim]
+        dims = variant.head_dim, variant.value_dim
+        count = sum(used) + 1 + _FREE_BLOCKS
+        self._pools = new_blocks(count, self._n_kv_heads, block, dims, dtype, variant.pages, float("nan"))
+        self.fence = kernels.new_fence()
+        self._write(*self._given, self._slots)
+        self._sinks = mx.random.normal((self._n_q_heads,), key=self._keys[4]) if variant.sinks else None
+        self._softcap = 10.0 if variant.softcap else None
+
+    def _write(self, k: mx.array, v: mx.array, slots: list[int]) -> None:
+        ids = mx.array(slots, mx.int32)
+        self.fence = kernels.write_slots(*self._pools, self.fence, k, v, ids, self._variant.pages)
+
+    def queries(self, q_len: int) -> mx.array:
+        """Return queries of every row, ``[B, n_q_heads, q_len, head_dim]``."""
+        shape = len(self._contexts), self._n_q_heads, q_len, self._variant.head_dim
+        return mx.random.normal(shape, key=self._keys[3]).astype(self._variant.dtype)
+
+    def decode(
+        self, q: mx.array, ends: Bounds, starts: Bounds, tables: Bounds | None = None, **options: Any
+    ) -> mx.array:
+        """Return what the variant makes of queries that see the positions from starts to before ends."""
+        variant = self._variant
+        # Memory that a kernel should have written, and did not, often holds numbers that do no harm.
+        init_value = float("nan") if variant.backend == "metal" else None
+        out, self.fence = kernels.paged_decode(
+            q,
+            *self._pools,
+            self.fence,
+            *(mx.array(x, mx.int32) for x in (tables or self.tables, ends, starts)),
+            scale=variant.head_dim**-0.5,
+            softcap=self._softcap,
+            sinks=self._sinks,
+            variant=variant,
+            pages=variant.pages,
+            init_value=init_value,
+            **options,
+        )
+        return out
+
+    def compare_appends(self, q: mx.array, ends: Bounds, starts: Bounds, expected: mx.array) -> None:
+        """Compare ``expected`` with calls that bring the newest tokens, whose slots hold NaN; also with rows of
+        padding, which end at position 0, as compiled steps have them. Raises RuntimeError for another result."""
+        batch = len(self._contexts)
+        newest = [sum(self._contexts[: b + 1]) - 1 for b in range(batch)]
+        no_k, no_v = (mx.full((batch, *x.shape[1:]), float("nan"), x.dtype) for x in self._given)
+        self._write(no_k, no_v, [self._slots[i] for i in newest])
+        k, v = (mx.concatenate([x[i : i + 1] for i in newest])[:, :, None] for x in self._given)
+        again = self.decode(q, ends, starts, append=(k, v))
+        if not mx.array_equal(expected.astype(mx.float32), again.astype(mx.float32)).item():
+            raise RuntimeError("the result differs when the newest tokens come with the call")
+        q, k, v = (mx.concatenate([x, mx.full((2, *x.shape[1:]), float("nan"), x.dtype)]) for x in (q, k, v))
+        tables, ends, starts = ([*x, *[[0] * len(x[0])] * 2] for x in (self.tables, ends, starts))
+        padded = self.decode(q, ends, starts, tables, append=(k, v))
+        if not mx.array_equal(padded[:batch].astype(mx.float32), again.astype(mx.float32)).item():
+            raise RuntimeError("the result differs with rows of padding")
+        if padded[batch:].any().item():
+            raise RuntimeError("rows of padding have a result")
+
+    def read_back(self) -> None:
+        """Compare the pool with what was written. Raises RuntimeError if it differs."""
+        pages = self._variant.pages
+        first = 0
+        for table, blocks, n in zip(self.tables, self._used, self._contexts, strict=True):
+            k, v = (x[first : first + n].swapaxes(0, 1) for x in self._given)
+            if pages is not None:
+                k, v = self._quantized(k, v, table[:blocks], self._slots[first : first + n], pages)
+            first += n
+            got_k, got_v, self.fence = kernels.gather_blocks(*self._pools, self.fence, table[:blocks], 0, n, pages)
+            if not (mx.array_equal(got_k.squeeze(0), k).item() and mx.array_equal(got_v.squeeze(0), v).item()):
+                raise RuntimeError("slots read back differ from what was written")
+            self._kept.append((k, v))
+
+    def _quantized(
+        self, k: mx.array, v: mx.array, blocks: list[int], slots: list[int], pages: PageShape
+    ) -> tuple[mx.array, mx.array]:
+        """Return what quantised pages hold of k, v ``[n_kv_heads, n, dim]``, dequantised. Raises RuntimeError if their
+        rows are not MLX's; they are written once more, as they are."""
+        rows, ids = pages.quantize(k[None], v[None]), mx.array(blocks, mx.int32)
+        *got, self.fence = moves.gather_rows(*self._pools, self.fence, ids, 0, k.shape[1], pages)
+        if not all(mx.array_equal(a, b).item() for a, b in zip(got, rows, strict=True)):
+            raise RuntimeError("rows differ from what MLX quantises")
+        self.fence = moves.write_rows(*self._pools, self.fence, *rows, mx.array(slots, mx.int32), pages)
+        kept_k, kept_v = pages.dequantize(*rows)
+        return kept_k.squeeze(0), kept_v.squeeze(0)
+
+    def errors_of(self, out: mx.array, q: mx.array, ends: Bounds, starts: Bounds) -> list[mx.array]:
+        """Return the mean squared difference of each query's result from attention in float32."""
+        scale, errors = self._variant.head_dim**-0.5, []
+        for b, (k, v) in enumerate(self._kept):
+            for i, (start, end) in enumerate(zip(starts[b], ends[b], strict=True)):
+                got = out[b : b + 1, :, i : i + 1].squeeze(0).astype(mx.float32)
+                if start < end:
+                    one = q[b : b + 1, :, i : i + 1].squeeze(0)
+                    got = got - _attend(one, k[:, start:end], v[:, start:end], scale, self._softcap, self._sinks)
+                errors.append(mx.square(got).mean())
+        return errors
+
+    def copy_blocks(self) -> None:
+        """Copy one block and then four onto free ones: that is two texts, too. Raises RuntimeError if they differ."""
+        free, pages = sum(self._used) + 1, self._variant.pages
+        for sources, targets in (([1], [free]), ([1, 2, 3, 4], [free + i for i in range(1, 5)])):
+            length = len(sources) * self._variant.block_size
+            *before, self.fence = kernels.gather_blocks(*self._pools, self.fence, sources, 0, length, pages)
+            self.fence = kernels.copy_blocks(*self._pools, self.fence, sources, targets)
+            *after, self.fence = kernels.gather_blocks(*self._pools, self.fence, targets, 0, length, pages)
+            if not all(mx.array_equal(a, b, equal_nan=True).item() for a, b in zip(before, after, strict=True)):
+                raise RuntimeError("copies of blocks differ")
 
 
 def worst_rms(errors: list[mx.array]) -> float:
@@ -211,32 +295,6 @@ def worst_rms(errors: list[mx.array]) -> float:
     if not rms < float("inf"):
         raise RuntimeError("the result is not finite")
     return float(rms)
-
-
-def _kept(
-    k_pool: mx.array,
-    v_pool: mx.array,
-    fence: mx.array,
-    k: mx.array,
-    v: mx.array,
-    ids: mx.array,
-    slots: mx.array,
-    pages: PageShape,
-) -> tuple[mx.array, mx.array, mx.array]:
-    """What quantised pages hold of k, v ``[n_kv_heads, n, dim]``, dequantised, and the next fence. Raises RuntimeError
-    if their rows are not MLX's; they are written once more, as they are."""
-    rows = pages.quantize(k[None], v[None])
-    *got, fence = moves.gather_rows(k_pool, v_pool, fence, ids, 0, k.shape[1], pages)
-    if not all(mx.array_equal(a, b).item() for a, b in zip(got, rows, strict=True)):
-        raise RuntimeError("rows differ from what MLX quantises")
-    fence = moves.write_rows(k_pool, v_pool, fence, *rows, slots, pages)
-    kept_k, kept_v = pages.dequantize(*rows)
-    return kept_k.squeeze(0), kept_v.squeeze(0), fence
-
-
-def _extended(x: mx.array, value: float) -> mx.array:
-    """With two more rows of a value."""
-    return mx.concatenate([x, mx.full((2, *x.shape[1:]), value, x.dtype)])
 
 
 def _attend(

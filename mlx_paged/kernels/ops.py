@@ -122,6 +122,7 @@ def paged_decode(
     variant: Variant | None = None,
     launch_shape: LaunchShape | None = None,
     pages: PageShape | None = None,
+    init_value: float | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Attention of a few query positions per sequence over scattered blocks.
 
@@ -136,7 +137,7 @@ def paged_decode(
     pages: of a pool of quantised pages; what is appended is quantised, and attended to as its page holds it.
 
     A row's bits do not depend on the other rows. `variant` and `launch_shape` override the choice, for checks and
-    timings.
+    timings. `init_value` (Metal) is what outputs hold before the launches, for checks.
     Raises ValueError for an unsupported shape, KernelUnavailable without a GPU or with every variant switched off.
     """
     batch, n_q_heads, q_len, head_dim = q.shape
@@ -162,6 +163,7 @@ def paged_decode(
         variant=variant,
         launch_shape=launch_shape,
         pages=pages,
+        init_value=init_value,
     )
     if append is None:
         return launch(q, k_pool, v_pool, fence, sinks)
@@ -224,6 +226,7 @@ def prepare_decode(
     launch_shape: LaunchShape | None = None,
     pages: PageShape | None = None,
     latent: bool = False,
+    init_value: float | None = None,
 ) -> DecodeLaunch:
     """What :func:`paged_decode` launches over pools of this geometry; visible is (block_tables, context_lens,
     start_positions). latent: over latents and what is rotated of them; queries are as long as both.
@@ -256,11 +259,13 @@ def prepare_decode(
         failure = next((why for why in (failure_of(text, build_kernel) for text in spec.texts) if why), None)
         if failure is None:
             kernel, merge = build_kernel(choice.body, spec.decode_constants), None
+            filled = {} if init_value is None else {"init_value": init_value}
             if spec.merge:
-                merge = prepared(build_kernel("merge_partitions", spec.merge_constants), spec.merge)
+                merge = prepared(build_kernel("merge_partitions", spec.merge_constants), {**spec.merge, **filled})
             params = params_of(scale, softcap or 1.0, float(append), float(spec.run.bit_length() - 1))
-            decode = prepared(kernel, spec.decode)
-            return DecodeLaunch(decode, merge, visible, params, kernel, spec.decode, spec.counters, write)
+            options = {**spec.decode, **filled}
+            decode = prepared(kernel, options)
+            return DecodeLaunch(decode, merge, visible, params, kernel, options, spec.counters, write)
         reasons.append(failure)
         if variant is None:
             switch_off(choice, failure)

@@ -3,6 +3,7 @@
 With the kernels themselves it runs on a GPU, in test_kernels.py.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,8 +32,10 @@ def plant() -> Iterator[Callable[[Callable[[Launch], Launch]], None]]:
     with fake_kernels() as fake:
         prepare = fake.prepare_decode
 
-        def prepare_decode(*args: Any, variant: Variant, launch_shape: object, **options: Any) -> Launch:
-            launch = prepare(*args, **options)
+        def prepare_decode(
+            *args: Any, variant: Variant, launch_shape: object, max_visible: int | None, **options: Any
+        ) -> Launch:
+            launch = prepare(*args, **options)  # the check chooses max_visible by the partitions, not by what rows see
             for wrap in around:
                 launch = wrap(launch)
             return launch
@@ -117,7 +120,7 @@ def test_fences_are_followed(monkeypatch: pytest.MonkeyPatch, plant: object) -> 
     follow = FakeKernels._pass
     monkeypatch.setattr(FakeKernels, "_pass", lambda self, *args: passed.append(args[0]) or follow(self, *args))
     assert self_check(VARIANT).ok
-    assert passed.count("paged_decode") == 3 * 2 and passed.count("write_slots") == 2 * 2
+    assert passed.count("paged_decode") == (3 + 8) + 2 * (3 + 3) and passed.count("write_slots") == 3 * 2
 
 
 class Texts:
@@ -160,8 +163,8 @@ def test_every_text_of_a_decode_step_is_checked(gqa: int, sinks: bool, pages: Pa
     n_q_heads, n_kv_heads = 8 * gqa, 8
     k_pool, v_pool = new_blocks(40, n_kv_heads, 32, (64, 64), mx.bfloat16, pages)
     with built_by(real), mock.patch.object(moves, "exact", lambda *_: moves.Exact(True, True)):
-        for rows in range(1, 12):
-            visible = tuple(mx.zeros(shape, mx.int32) for shape in ((rows, 16), (rows, 1), (rows, 1)))
+        for rows, q_len, window in itertools.product(range(1, 12), (1, 2, 5, 8), (None, 64, 128)):
+            visible = tuple(mx.zeros(shape, mx.int32) for shape in ((rows, 16), (rows, q_len), (rows, q_len)))
             launch = kernels.prepare_decode(
                 k_pool,
                 v_pool,
@@ -169,12 +172,15 @@ def test_every_text_of_a_decode_step_is_checked(gqa: int, sinks: bool, pages: Pa
                 n_q_heads=n_q_heads,
                 scale=1.0,
                 sinks=sinks,
-                append=True,
+                max_visible=window,
+                append=q_len == 1,
                 variant=variant,
                 pages=pages,
             )
-            q, new = (mx.zeros((rows, heads, 1, 64), mx.bfloat16) for heads in (n_q_heads, n_kv_heads))
-            launch(q, k_pool, v_pool, kernels.new_fence(), mx.zeros((n_q_heads,)) if sinks else None, new, new)
+            q = mx.zeros((rows, n_q_heads, q_len, 64), mx.bfloat16)
+            new = mx.zeros((rows, n_kv_heads, 1, 64), mx.bfloat16)
+            logits = mx.zeros((n_q_heads,)) if sinks else None
+            launch(q, k_pool, v_pool, kernels.new_fence(), logits, *((new, new) if q_len == 1 else ()))
             kernels.write_slots(k_pool, v_pool, kernels.new_fence(), new, new, mx.arange(rows, dtype=mx.int32), pages)
             ids = list(range(rows))
             kernels.gather_blocks(k_pool, v_pool, kernels.new_fence(), ids, 0, 1, pages)

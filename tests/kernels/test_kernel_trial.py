@@ -155,7 +155,9 @@ def test_wrong_copies_fail_the_self_check(launched: Callable[..., Launched]) -> 
         def copy(k: mx.array, v: mx.array, fence: mx.array, source: list[int], target: list[int]) -> mx.array:
             return copy_blocks(k, v, fence, source[:1], target[:1])
 
-        def prepared(*args: Any, variant: Variant, launch_shape: object, **options: Any) -> Any:
+        def prepared(
+            *args: Any, variant: Variant, launch_shape: object, max_visible: int | None, **options: Any
+        ) -> Any:
             return prepare_decode(*args, **options)
 
         with mock.patch.multiple(kernels, prepare_decode=prepared, copy_blocks=copy, write_slots=WRITE_SLOTS):

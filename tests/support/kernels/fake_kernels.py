@@ -140,6 +140,7 @@ class FakeKernels:
         append: bool = False,
         pages: PageShape | None = None,
         latent: bool = False,
+        init_value: float | None = None,
     ) -> Any:
         tables, ends, starts = (x.tolist() for x in visible)
         if max_visible is not None:

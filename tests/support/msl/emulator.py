@@ -278,7 +278,9 @@ class Kernel:
         sparse=(),
     ):
         arrs = [as_np(a) for a in inputs]
-        if not self.contig:
+        if self.contig:
+            arrs = [(np.ascontiguousarray(a) if a.ndim else a, d) for a, d in arrs]
+        else:
             arrs = [
                 (a, d) if not isinstance(raw, np.ndarray) else (raw.view(np.ndarray), d)
                 for raw, (a, d) in zip(inputs, arrs, strict=True)
@@ -314,7 +316,9 @@ class Kernel:
                     st = DT[odt[i]][1]
                     a = np.empty(output_shapes[i], st)
                     if init_value is not None:
-                        a[...] = to_bf16(np.float32(init_value)) if odt[i] == "bfloat16" else init_value
+                        # As MLX, which converts it: of NaN integers are 0.
+                        value = 0 if np.isnan(init_value) and a.dtype.kind in "iu" else init_value
+                        a[...] = to_bf16(np.float32(init_value)) if odt[i] == "bfloat16" else value
                     if n in sparse:
                         a.view(np.uint8).fill(0xFF)
                     elem = a.itemsize

@@ -29,10 +29,12 @@ TENSOR_BODIES = (*FUSED_BODIES, LATENT_BODIES[1])
 
 
 class Emulated:
-    """Stands in for kernels.build_kernel. `edit` changes a body's text: that is how mutations are planted."""
+    """Stands in for kernels.build_kernel. `edit` changes a body's text: that is how mutations are planted. `in_place`:
+    as on a GPU, kernels store to MLX's own arrays and give such, fast functions take NaN, and what is left unwritten is
+    0, which often does no harm."""
 
-    def __init__(self, checked=True, orders=(0, 1, 2), edit=None):
-        self.checked, self.orders, self.edit = checked, orders, edit or {}
+    def __init__(self, checked=True, orders=(0, 1, 2), edit=None, in_place=False):
+        self.checked, self.orders, self.edit, self.in_place = checked, orders, edit or {}, in_place
         self.calls, self.written, self.stats = [], {}, {}
 
     def __call__(self, body, constants):
@@ -46,8 +48,17 @@ class Emulated:
             sparse = SPARSE.get(body, ()) if ("SINGLE", True) not in constants else ()
             if body in TENSOR_BODIES:
                 call["tg_limit"] = dict(constants).get("SHARED", CUDA_MEMORY)
-            out = kernel(**call, checked=self.checked, orders=self.orders, writes=WRITES.get(body, ()), sparse=sparse)
+            writes = WRITES.get(body, ())
+            if self.in_place:
+                call, sparse = {"init_value": 0.0, "strict": False, **call}, ()
+            out = kernel(**call, checked=self.checked, orders=self.orders, writes=writes, sparse=sparse)
             self.written, self.stats = kernel.written or self.written, kernel.stats
+            if self.in_place:
+                names = kernel_build.SIGNATURES[body][0]
+                for name, given in zip(names, call["inputs"], strict=True):
+                    if name in writes:
+                        given[:] = to_mlx(kernel.written[name])
+                return [to_mlx(x) for x in out]
             return out
 
         return launch
@@ -145,6 +156,12 @@ def to_float(x):
     if isinstance(x, mx.array):
         return np.array(x.astype(mx.float32))
     return np.asarray(x, np.float32)
+
+
+def to_mlx(x):
+    """The mlx array of an emulator output."""
+    x_mlx = mx.array(np.asarray(x))
+    return x_mlx.view(mx.bfloat16) if isinstance(x, emulator.BF16) else x_mlx
 
 
 class Case:

@@ -1,0 +1,147 @@
+# ruff: noqa: E501
+"""The self-check itself, over kernels on the emulator: it passes for each number of cores, and finds what is planted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+import pytest
+
+from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.build import SIGNATURES
+from mlx_paged.kernels.check import SelfCheck, self_check
+from mlx_paged.kernels.launch_shape import LaunchShape, Variant
+from mlx_paged.kernels.quantized import moves
+from mlx_paged.kernels.quantized.rows import QuantizedRows
+from mlx_paged.kernels.trial import MANY
+from tests.msl.test_windows import CORES
+from tests.support.kernels.quantized_pages import page_shape, quantized
+from tests.support.msl.harness import Emulated, emulated, to_float
+
+VARIANTS = {
+    "dense": Variant("paged_decode", "metal", mx.bfloat16, 64, 64, 4, 16),
+    "extras": Variant("paged_decode", "metal", mx.float16, 64, 64, 4, 32, softcap=True, sinks=True),
+    "quantised": Variant(
+        "quantized_decode", "metal", mx.float32, 64, 64, 4, 16, pages=page_shape(64, (8, 4), 32, mx.float32)
+    ),
+}
+DENSE = VARIANTS["dense"]
+LARGE = 38  # cores of a GPU whose partitions are shorter than the step that windows begin at
+
+
+@contextmanager
+def gpu(cores: int, edit: Any = None) -> Iterator[Emulated]:
+    """A GPU of so many cores, which quantises to MLX's bits."""
+    with (
+        emulated(checked=False, orders=(0,), edit=edit, in_place=True) as fake,
+        mock.patch.object(kernels, "gpu_cores", lambda: cores),
+        mock.patch.object(QuantizedRows, "quantize", lambda form, x: mx.array(quantized(to_float(x), form))),
+    ):
+        yield fake
+
+
+def outcome(variant: Variant, cores: int, edit: Any = None) -> SelfCheck:
+    with gpu(cores, edit):
+        return self_check(variant)
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("name", list(VARIANTS))
+@pytest.mark.parametrize("cores", CORES)
+def test_it_passes(name: str, cores: int) -> None:
+    result = outcome(VARIANTS[name], cores)
+    assert result.ok, result.reason
+
+
+EMPTY = ("PART < 64 ? PART : 64", "64")
+PLANTED: dict[str, dict[str, list[tuple[str, str]]]] = {
+    "a first partition without a visible token": {"paged_decode": [EMPTY], "merge_partitions": [EMPTY]},
+    "every query is a row's first": {"paged_decode": [("* G * q_len + row % q_len;", "* G * q_len;")]},
+    "a query's position in the merge": {
+        "merge_partitions": [("(heads * q_len) * q_len + line % q_len;", "(heads * q_len) * q_len;")]
+    },
+    "a single partition's denominator": {"paged_decode": [(", 0.0f) / denominator;", ", 0.0f);")]},
+    "a window's first token": {"paged_decode": [("static_cast<int>(starts[row]), 0)", "static_cast<int>(starts[row]) - 1, 0)")]},
+    "a window's last partition": {"merge_partitions": [("size - 1) / size : 0", "size - 1) / size - (begin > 0) : 0")]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(PLANTED))
+def test_planted_defects_are_found(name: str) -> None:
+    result = outcome(DENSE, LARGE, PLANTED[name])
+    assert not result.ok and ("not finite" in result.reason or "RMS" in result.reason), result.reason
+
+
+def test_memory_that_nobody_wrote_is_found() -> None:
+    """It is 0 here, which does no harm in a partition that nobody sees: only what the check puts there shows it."""
+    edit, decode = PLANTED["a first partition without a visible token"], kernels.paged_decode
+    with mock.patch.object(LaunchShape, "alignment", 64):
+        result = outcome(DENSE, LARGE, edit)
+        assert not result.ok and "not finite" in result.reason
+        with mock.patch.object(kernels, "paged_decode", lambda *args, init_value, **given: decode(*args, **given)):
+            assert outcome(DENSE, LARGE, edit).ok
+
+
+COUNTED = {
+    **dict.fromkeys(("paged_decode", "quantized_decode", "merge_partitions"), "ends"),
+    **dict.fromkeys(("write_slots", "quantized_write", "write_rows"), "slots"),
+    **dict.fromkeys(("gather_blocks", "quantized_gather", "gather_rows"), "blocks"),
+    "copy_blocks": "pairs",
+}
+STORING = ("write_slots", "quantized_write", "write_rows", "copy_blocks")
+Seen = tuple[str, Any, bool]
+
+
+def texts_of_check(variant: Variant, broken: Seen | None = None) -> tuple[SelfCheck, list[Seen]]:
+    """The self-check, and which texts it launches: body, SINGLE, and whether inputs have less than 8 elements. One text
+    may be broken: it stores nothing, or its results are wrong by 1."""
+    seen: list[Seen] = []
+    with gpu(LARGE) as fake:
+
+        def build(body: str, constants: Any) -> Any:
+            kernel = fake(body, constants)
+
+            def launch(*, inputs: list[mx.array], **options: Any) -> Any:
+                count = inputs[SIGNATURES[body][0].index(COUNTED[body])].size
+                text = body, dict(constants).get("SINGLE"), count < MANY
+                seen.append(text)
+                if text != broken:
+                    return kernel(inputs=inputs, **options)
+                if body in STORING:
+                    inputs = [x + 0 for x in inputs]
+                out, *others = kernel(inputs=inputs, **options)
+                return [out + 1, *others]
+
+            return launch
+
+        with mock.patch.object(kernels, "build_kernel", build), mock.patch.object(moves, "build_kernel", build):
+            return self_check(variant), list(dict.fromkeys(seen))
+
+
+def every_text(body: str, *moved: str) -> list[Seen]:
+    decode = [(body, single, few) for single in (False, True) for few in (False, True)]
+    others = [(other, None, few) for other in ("merge_partitions", "copy_blocks", *moved) for few in (False, True)]
+    return [*decode, *others]
+
+
+TEXTS = {
+    "dense": every_text("paged_decode", "write_slots", "gather_blocks"),
+    "quantised": every_text("quantized_decode", "quantized_write", "quantized_gather"),
+}
+
+
+@pytest.mark.parametrize("name", list(TEXTS))
+def test_it_launches_every_text_for_few_rows_and_many(name: str) -> None:
+    result, seen = texts_of_check(VARIANTS[name])
+    assert result.ok and set(TEXTS[name]) <= set(seen), set(TEXTS[name]) - set(seen)
+
+
+@pytest.mark.sample(every=6)
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name in TEXTS for text in TEXTS[name]])
+def test_values_of_every_text_are_compared(name: str, text: Seen) -> None:
+    result, _ = texts_of_check(VARIANTS[name], text)
+    assert not result.ok, text
