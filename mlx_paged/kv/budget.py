@@ -82,7 +82,7 @@ class PoolBudget:
         groups = enumerate(self.pool.groups)
         needed = sum(self._blocks_of(index, growth) * group.bytes_per_block for index, group in groups)
         unheld = self.pool.memory.unheld_bytes
-        return needed <= unheld or needed <= unheld + self.pool.memory.reclaimable_bytes
+        return needed <= unheld or self.pool.memory.can_reclaim(needed - unheld)
 
     def _slide(self, growth: Sequence[Append]) -> bool:
         return self.pool.slide(table for each in growth if each.tables and not each.forked for table in each.tables)

@@ -29,8 +29,8 @@ class BlockHolder(Protocol):
         """The group's blocks it holds, each as often as it holds a reference to it."""
         ...
 
-    def reclaimable(self, group: int) -> int:
-        """Blocks of the group that :meth:`evict` could free now."""
+    def reclaimable(self, group: int, enough: int | None = None) -> int:
+        """Return how many blocks of the group :meth:`evict` could free now; counting may stop at ``enough``."""
         ...
 
     def evict(self, group: int, num_blocks: int) -> int:
@@ -109,9 +109,14 @@ class Holders:
     def caches(self) -> list[BlockHolder]:
         return [cache for ref in self._caches if (cache := ref()) is not None]
 
-    def reclaimable(self, group: int) -> int:
-        """Blocks of the group that prefix caches could free now."""
-        return sum(cache.reclaimable(group) for cache in self.caches())
+    def reclaimable(self, group: int, enough: int | None = None) -> int:
+        """Return how many blocks of the group prefix caches could free now; counting may stop at ``enough``."""
+        count = 0
+        for cache in self.caches():
+            if enough is not None and count >= enough:
+                break
+            count += cache.reclaimable(group, None if enough is None else enough - count)
+        return count
 
     def evict(self, group: int, num_blocks: int) -> None:
         """Have the prefix caches free ``num_blocks`` blocks, or as many as they can."""

@@ -18,6 +18,8 @@ from .turn import Turn
 # Free blocks of other groups are taken before cached ones are evicted where they are this part of the pool or more:
 # taking them copies those groups' tensors.
 WORTH_MOVING = 8
+# A full pool evicts 1/512 of its blocks at a time, as in-place tensors grow: the search costs more than the freeing.
+EVICTED_SHARE = 512
 
 
 class PoolMemory:
@@ -61,6 +63,14 @@ class PoolMemory:
     def _ahead_bytes(self) -> int:
         """Bytes of the budget that may be reserved before they are needed."""
         return self.unreserved_bytes if self.spare is None else min(self.unreserved_bytes, self.spare)
+
+    def can_reclaim(self, num_bytes: int) -> bool:
+        """Whether prefix caches could free blocks of so many bytes. Stops counting as soon as it is known."""
+        for index, group in enumerate(self.groups):
+            if num_bytes > 0 and group.bytes_per_block:
+                enough = -(-num_bytes // group.bytes_per_block)
+                num_bytes -= self.holders.reclaimable(index, enough) * group.bytes_per_block
+        return num_bytes <= 0
 
     @property
     def reclaimable_bytes(self) -> int:
@@ -159,7 +169,8 @@ class PoolMemory:
             missing = count - group.allocator.num_free
             return self.exhausted(missing, missing * group.bytes_per_block)
 
-        cached, elsewhere = self.holders.reclaimable(own) * group.bytes_per_block, 0
+        enough = max(1, -(-short() // group.bytes_per_block))
+        cached, elsewhere = self.holders.reclaimable(own, enough) * group.bytes_per_block, 0
         if short() > spare() + cached:
             elsewhere = sum(self.holders.reclaimable(i) * self.groups[i].bytes_per_block for i in others)
             if short() > spare() + cached + elsewhere:
@@ -167,7 +178,9 @@ class PoolMemory:
         if spare() * WORTH_MOVING >= self.budget - self.unreserved_bytes:
             self._take(others, max(short(), min(step - self.unreserved_bytes, spare() // 2)), kept)
         if short() > 0 and cached:
-            self.holders.evict(own, -(-short() // group.bytes_per_block))
+            # Some more than is missing: the next steps find them free.
+            num_blocks = -(-short() // group.bytes_per_block)
+            self.holders.evict(own, max(num_blocks, group.allocator.num_blocks // EVICTED_SHARE))
         if short() > 0:
             wanted = max(short(), min(step - self.unreserved_bytes, (spare() + elsewhere) // 2))
             for index in others:

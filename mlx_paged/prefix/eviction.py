@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Iterator
-from itertools import count
+from collections.abc import Iterator, Mapping
+from itertools import islice
 
 from .held_blocks import HeldBlocks
 from .radix_node import RadixNode
 
+LOOKED_AT = 64  # nodes copied at a time from an order that changes meanwhile
 
-def least_recently_used(held: HeldBlocks, group: int, nodes: Iterable[RadixNode]) -> Iterator[RadixNode]:
-    """Those nodes of a tree that blocks of a group can be evicted from, the least recently used first. Nodes may be
-    removed meanwhile; a parent whose last child was takes its place among the others."""
+
+def least_recently_used(held: HeldBlocks, group: int, order: Mapping[RadixNode, None]) -> Iterator[RadixNode]:
+    """Return the nodes of a tree that blocks of a group can be evicted from, the least recently used first.
+
+    Only what is asked for is looked at. The caller may remove the nodes it gets, and no others; a parent whose last
+    child was removed takes its place among the others.
+
+    Args:
+        held: the tree's references.
+        group: index of the group.
+        order: all nodes of the tree, least recently used first.
+    """
 
     def is_evictable(node: RadixNode) -> bool:
-        if node.is_root or node.locks:
-            return False
-        return not node.children or (has_window and node.valid_from[group] < node.end)
+        return not node.locks and (not node.children or (has_window and node.valid_from[group] < node.end))
 
     has_window = held.windows[group] is not None
-    serial = count()  # breaks ties, so that nodes are never compared
-    heap = [(node.tick, next(serial), node) for node in nodes if is_evictable(node)]
-    heapq.heapify(heap)
-    while heap:
-        _, _, node = heapq.heappop(heap)
-        if not node.is_attached:
-            continue
-        parent = node.parent
-        yield node
-        if parent is not None and not parent.children and is_evictable(parent):
-            heapq.heappush(heap, (parent.tick, next(serial), parent))
+    seen, num_nodes = 0, len(order)
+    while nodes := list(islice(order, seen - (num_nodes - len(order)), seen + LOOKED_AT - (num_nodes - len(order)))):
+        seen += len(nodes)
+        for node in nodes:
+            while node in order and is_evictable(node):
+                yield node
+                parent = node.parent
+                if node in order or parent is None or parent.tick > node.tick:
+                    break  # the node stays, or its parent comes later
+                node = parent
 
 
 def shortest_tail(held: HeldBlocks, leaf: RadixNode, group: int, num_blocks: int) -> int | None:

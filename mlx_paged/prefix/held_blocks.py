@@ -6,6 +6,7 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 from ..errors import BlockStateError
 from ..kv.allocator import NULL_BLOCK
@@ -64,12 +65,13 @@ class HeldBlocks:
         refcount = self.pool.groups[group].allocator.refcount
         return sum(b != NULL_BLOCK and refcount(b) == 1 for b in block_ids)
 
-    def num_cached(self, group: int, without: Iterable[int] = ()) -> int:
-        """Blocks that nobody else holds, but for those in ``without``."""
+    def num_cached(self, group: int, without: Iterable[int] = (), enough: int | None = None) -> int:
+        """Return how many blocks nobody else holds, except those in ``without``; counting stops at ``enough``."""
         held, refcount = self.counts[group], self.pool.groups[group].allocator.refcount
-        # Asked for in every step while the pool is full, and of all blocks: no Python code for each of them.
-        cached = sum(map(operator.eq, map(refcount, held), held.values()))
-        return cached - self.num_cached_of(group, set(without))
+        excluded = self.num_cached_of(group, set(without))
+        # Asked for in many steps while the pool is full: no Python code for each block.
+        cached = filter(None, map(operator.eq, map(refcount, held), held.values()))
+        return sum(islice(cached, None if enough is None else enough + excluded)) - excluded
 
     def num_cached_of(self, group: int, block_ids: Iterable[int]) -> int:
         """Return how many of these blocks, each given once, nobody else holds."""

@@ -83,6 +83,8 @@ class RadixTree:
         self.clock, self.on_evict = clock, on_evict
         self.evictions = self.hit_tokens = 0
         self._roots: dict[Hashable, RadixNode] = {}
+        self._order: dict[RadixNode, None] = {}  # all nodes but the roots, least recently used first
+        self._locked: set[RadixNode] = set()
         self._tick = 0
         self._next_expiry = 0.0
         pool.add_holder(self)
@@ -191,6 +193,8 @@ class RadixTree:
                     position += common
                     if common < len(child.tokens) and (position < len(run) or improves(held, child, tables, position)):
                         child = split(held, child, common)
+                        if child.locks:
+                            self._locked.add(child)
                     if child.end == position:
                         new_blocks += refill(held, child, tables)
                 self._touch(child)
@@ -209,6 +213,8 @@ class RadixTree:
             except Exception:
                 for salt in [salt for salt, root in self._roots.items() if not root.children]:
                     del self._roots[salt]  # in place: the finalizer has this very dictionary
+                self._order = dict.fromkeys(sorted(self.nodes(), key=lambda node: node.tick))
+                self._locked = {node for node in self._order if node.locks}
                 for group in range(len(self.windows)):
                     self._held.reset(group, [b for node in self.nodes() for b in node.blocks[group]])
                 raise
@@ -227,6 +233,7 @@ class RadixTree:
                 raise BlockStateError(f"{node} is no longer in the tree")
             for each in path:
                 each.locks += 1
+            self._locked.update(path)
 
     def unlock(self, node: RadixNode) -> None:
         """Take one lock back. Raises BlockStateError if there is none."""
@@ -235,6 +242,8 @@ class RadixTree:
                 raise BlockStateError(f"{node} is not locked")
             for each in node.path():
                 each.locks -= 1
+                if not each.locks:
+                    self._locked.discard(each)
                 self._touch(each)
 
     @property
@@ -245,14 +254,17 @@ class RadixTree:
     def _touch(self, node: RadixNode) -> None:
         self._tick += 1
         node.tick, node.used_at = self._tick, self.clock()
+        self._order.pop(node, None)
+        self._order[node] = None
 
     # Evicting -------------------------------------------------------------------------------------------------
 
-    def reclaimable(self, group: int) -> int:
-        """Blocks of the group that would be free if every unlocked node went."""
+    def reclaimable(self, group: int, enough: int | None = None) -> int:
+        """Return how many blocks of the group would be free if every unlocked node went; counting stops at
+        ``enough``."""
         with self.pool.lock:
-            locked = (b for node in self.nodes() if node.locks for b in node.blocks[group])
-            return self._held.num_cached(group, without=locked)
+            locked = (b for node in self._locked for b in node.blocks[group])
+            return self._held.num_cached(group, locked, enough)
 
     def evict(self, group: int, num_blocks: int) -> int:
         """Free blocks of a group: of the least recently used leaves, and in a group with a window also of inner nodes,
@@ -267,8 +279,8 @@ class RadixTree:
             for only_useful in (True, False):
                 if freed >= num_blocks:
                     break
-                target = num_blocks if only_useful else min(num_blocks, freed + self.reclaimable(group))
-                for node in least_recently_used(self._held, group, self.nodes()):
+                target = num_blocks if only_useful else freed + self.reclaimable(group, num_blocks - freed)
+                for node in least_recently_used(self._held, group, self._order):
                     if freed >= target:
                         break
                     if not only_useful or self._held.num_unshared(group, node.blocks[group]):
@@ -293,8 +305,8 @@ class RadixTree:
         """Evict least recently used leaves until ``num_bytes`` bytes of blocks are free. Returns bytes freed."""
         with self.pool.lock:
             before, freed = self.nbytes, 0
-            while freed < num_bytes and (leaves := self.leaves()):
-                self.remove(leaves[0])
+            while freed < num_bytes and (leaf := next(self._unlocked_leaves(), None)):
+                self.remove(leaf)
                 freed = before - self.nbytes
             return freed
 
@@ -310,6 +322,7 @@ class RadixTree:
             raise BlockStateError(f"{node} is not an unlocked leaf")
         self._notify(node)
         del parent.children[node.tokens[0]]
+        del self._order[node]
         freed = [self._drop(group, blocks) for group, blocks in enumerate(node.blocks)]
         if self.ttl is not None:
             self._next_expiry = min(self._next_expiry, parent.used_at + self.ttl)
@@ -349,7 +362,7 @@ class RadixTree:
 
     def _keep_limits(self, newest: RadixNode) -> None:
         while self._over_limits():
-            victim = next((node for node in self.leaves() if node is not newest), None)
+            victim = next((node for node in self._unlocked_leaves() if node is not newest), None)
             if victim is None:
                 return
             self.remove(victim)
@@ -375,12 +388,15 @@ class RadixTree:
     def leaves(self) -> list[RadixNode]:
         """Unlocked leaves, least recently used first."""
         with self.pool.lock:
-            return sorted((n for n in self.nodes() if not n.children and not n.locks), key=lambda node: node.tick)
+            return list(self._unlocked_leaves())
+
+    def _unlocked_leaves(self) -> Iterator[RadixNode]:
+        return (node for node in self._order if not node.children and not node.locks)
 
     def __len__(self) -> int:
         """Leaves: prefixes that are no other's beginning."""
         with self.pool.lock:
-            return sum(not node.children for node in self.nodes())
+            return sum(not node.children for node in self._order)
 
     @property
     def nbytes(self) -> int:
@@ -391,6 +407,9 @@ class RadixTree:
         """Raise BlockStateError unless nodes, blocks, locks and references agree. See also the pool's."""
         with self.pool.lock:
             check_tree(self._roots, self.block_size, self._held.counts)
+            by_use = sorted(self.nodes(), key=lambda node: node.tick)
+            if list(self._order) != by_use or self._locked != {node for node in by_use if node.locks}:
+                raise BlockStateError("the order of use or the set of locked nodes is not that of the tree's nodes")
 
     def held(self, group: int) -> list[list[int]]:
         return [list(self._held.counts[group].elements())]

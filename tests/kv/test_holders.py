@@ -27,7 +27,7 @@ class Cache:
     def held(self, group: int) -> list[list[int]]:
         return [self.blocks]
 
-    def reclaimable(self, group: int) -> int:
+    def reclaimable(self, group: int, enough: int | None = None) -> int:
         return len(self.blocks)
 
     def evict(self, group: int, num_blocks: int) -> int:

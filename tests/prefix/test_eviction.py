@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from mlx_paged.errors import BlockStateError, PoolExhaustedError
+from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.budget import PoolBudget
+from mlx_paged.kv.memory import EVICTED_SHARE
 from mlx_paged.prefix.radix import RadixTree
 from tests.support.prefixes import add, check_contents, found, hold, make_pool, make_tree, release
 
@@ -112,6 +115,53 @@ def test_the_pool_asks_before_it_refuses() -> None:
     pool.append_tokens(tables[0], 16)
     assert pool.stats().cached_blocks == 0
     pool.check_integrity()
+
+
+def test_a_full_pool_looks_at_few_of_its_cached_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool(num_blocks=402)
+    tree = RadixTree(pool)
+    for n in range(200):
+        add(tree, range(1000 * n, 1000 * n + 8))
+    tables, looked_at = hold(pool, range(4)), []
+    refcount = BlockAllocator.refcount
+    monkeypatch.setattr(BlockAllocator, "refcount", lambda own, block: looked_at.append(block) or refcount(own, block))
+    pool.append_tokens(tables[0], 4)
+    assert tree.evictions == 1 and len(looked_at) < 40
+    assert PoolBudget(pool, chunk=64).fits([(tables, 8)]) and len(looked_at) < 80
+    assert tree.reclaimable(0) == 399 and tree.reclaimable(0, 5) == 5 and tree.reclaimable(0, 500) == 399
+
+
+def test_a_large_full_pool_frees_blocks_for_the_next_steps_too() -> None:
+    pool = make_pool(num_blocks=2 * EVICTED_SHARE)
+    tree = RadixTree(pool)
+    tables = hold(pool, range(4 * (2 * EVICTED_SHARE - 10)))
+    tree.insert(range(4 * (2 * EVICTED_SHARE - 10)), tables)
+    release(pool, tables)
+    own = hold(pool, range(4 * 9))
+    assert tree.evictions == 0 and pool.groups[0].allocator.num_free == 0
+    pool.append_tokens(own[0], 1)
+    assert tree.evictions == 2 and pool.groups[0].allocator.num_free == 1
+    tree.check_integrity()
+    pool.check_integrity()
+
+
+def test_nodes_go_in_the_order_of_use_whatever_goes_with_them() -> None:
+    """More nodes than are looked at at a time, some of them in use, and parents that become leaves meanwhile."""
+    tree = RadixTree(pool := make_pool())
+    in_use = []
+    for n in range(100):
+        add(tree, range(1000 * n, 1000 * n + 4))
+        add(tree, tokens := [*range(1000 * n, 1000 * n + 4), *range(4)])
+        if n % 3 == 0:
+            _, tables = tree.adopt([*tokens, -1])
+            in_use.append(tables)
+    assert tree.evict(0, 100) == 100
+    tree.check_integrity()
+    left = {node.tokens[0] // 1000 for node in tree.nodes() if node.start == 0}
+    assert left == {n for n in range(100) if n % 3 == 0 or n >= 75}
+    for tables in in_use:
+        release(pool, tables)
+    assert tree.evict(0, 10**6) == 100 and not list(tree.nodes())
 
 
 def test_limits() -> None:
