@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from types import TracebackType
 
-from .command_buffers import launch_directly, own_compiled_code, raise_limit
+from .mlx_environment import launch_directly, own_compiled_code
 
 _print_others = sys.excepthook
 
@@ -22,8 +22,7 @@ def _print_in_one_line(kind: type[BaseException], error: BaseException, trace: T
         _print_others(kind, error, trace)
 
 
-raise_limit()  # MLX reads the variables that they set
-launch_directly()
+launch_directly()  # MLX reads the variables that they set
 own_compiled_code()
 try:
     import mlx.core  # noqa: F401

@@ -1,5 +1,5 @@
-"""What MLX finds in the environment of our own commands: larger command buffers on Metal, no CUDA graphs over NCCL, and
-a folder for the code that it compiles on a CPU.
+"""What MLX finds in the environment of our own commands: no CUDA graphs over NCCL, and a folder for the code that it
+compiles on a CPU. How long its command buffers on Metal are, it decides itself (docs/adr/0040).
 
 Imported before MLX, which reads the variables when it first meets the GPU; so nothing here imports MLX.
 """
@@ -13,10 +13,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-VARIABLE = "MLX_MAX_MB_PER_BUFFER"
-# In units of 2^20 elements of inputs. Larger than a layer's pool on any Mac, so that the number of operations (40 or
-# 50) is what ends a buffer.
-LIMIT = 16384
 GRAPHS = "MLX_USE_CUDA_GRAPHS"
 COMMANDS = ("mlx_paged", "mlx_paged.generate", "mlx_paged.server")
 
@@ -38,16 +34,6 @@ def is_own_command(arguments: Sequence[str], original: Sequence[str]) -> bool:
             module = argument[2:] or "".join(original[index + 1 : index + 2])
             return module.partition(".")[0] == "mlx_paged"
     return False
-
-
-def raise_limit() -> None:
-    """On macOS, in a command of this package, set ``MLX_MAX_MB_PER_BUFFER`` unless the user has set it.
-
-    MLX adds up the elements of all inputs of a command buffer and ends it past 40 Mi (50 Mi on Max and Ultra). A pool
-    counts whole, however little of it is read: past some 20,000 tokens with 8 heads of 128, every layer would end one.
-    """
-    if sys.platform == "darwin" and is_own_command(sys.argv, sys.orig_argv):
-        os.environ.setdefault(VARIABLE, str(LIMIT))
 
 
 def launch_directly() -> None:

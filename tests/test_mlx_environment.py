@@ -1,4 +1,4 @@
-"""MLX's variables that this package's own commands set before MLX is there: a limit on macOS, no graphs over NCCL."""
+"""What our own commands set in the environment before MLX is there: no graphs over NCCL, a folder of our own."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from pathlib import Path
 
 import pytest
 
-from mlx_paged import command_buffers
-from mlx_paged.command_buffers import GRAPHS, LIMIT, VARIABLE, is_own_command
+from mlx_paged import mlx_environment
+from mlx_paged.mlx_environment import GRAPHS, is_own_command
 
-# Says what the variable is at the moment when MLX is first imported, with the platform as given.
+# Says what MLX's variables are at the moment when MLX is first imported, with the platform as given.
 PROBE = """
 import json, os, sys
 sys.platform = {platform!r}
 class Watch:
     def find_spec(self, name, path=None, target=None):
         if name == "mlx" or name.startswith("mlx."):
-            print(json.dumps(os.environ.get({variable!r})), file=sys.stderr, flush=True)
+            found = {{key: value for key, value in os.environ.items() if key.startswith("MLX_")}}
+            print(json.dumps(found), file=sys.stderr, flush=True)
             os._exit(0)
 sys.meta_path.insert(0, Watch())
 """
 
 
-def at_import(tmp_path: Path, arguments: list[str], platform: str, given: str | None = None) -> str | None:
-    """The variable's value when a process with these arguments first imports MLX."""
-    (tmp_path / "sitecustomize.py").write_text(PROBE.format(platform=platform, variable=VARIABLE))
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent)])}
-    env.pop(VARIABLE, None)
-    if given is not None:
-        env[VARIABLE] = given
-    run = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, env=env, check=True)
-    value: str | None = json.loads(run.stderr.splitlines()[-1])
-    return value
+def at_import(tmp_path: Path, arguments: list[str], platform: str = sys.platform, **given: str) -> dict[str, str]:
+    """MLX's variables when a process with these arguments, and these variables, first imports MLX."""
+    (tmp_path / "sitecustomize.py").write_text(PROBE.format(platform=platform))
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MLX_")}
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent)])
+    run = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=60, env={**env, **given}, check=True
+    )
+    found: dict[str, str] = json.loads(run.stderr.splitlines()[-1])
+    return found
 
 
 @pytest.fixture
@@ -48,22 +49,27 @@ def script(tmp_path: Path) -> Path:
     return file
 
 
+NCCL = {"NCCL_HOST_IP": "127.0.0.1"}
+
+
 @pytest.mark.parametrize("arguments", [["-m", "mlx_paged", "doctor"], ["-m", "mlx_paged.server"], ["-mmlx_paged"]])
 def test_set_before_mlx_is_imported(tmp_path: Path, arguments: list[str]) -> None:
-    assert at_import(tmp_path, arguments, "darwin") == str(LIMIT)
+    assert at_import(tmp_path, arguments, **NCCL) == {GRAPHS: "0"}
 
 
 def test_set_by_an_installed_script_before_mlx_is_imported(tmp_path: Path, script: Path) -> None:
-    assert at_import(tmp_path, [str(script)], "darwin") == str(LIMIT)
+    assert at_import(tmp_path, [str(script)], **NCCL) == {GRAPHS: "0"}
 
 
 def test_a_users_own_setting_wins(tmp_path: Path) -> None:
-    assert at_import(tmp_path, ["-m", "mlx_paged", "doctor"], "darwin", given="77") == "77"
+    assert at_import(tmp_path, ["-m", "mlx_paged", "doctor"], **NCCL, MLX_USE_CUDA_GRAPHS="1") == {GRAPHS: "1"}
 
 
-def test_not_set_on_linux_nor_in_other_peoples_processes(tmp_path: Path) -> None:
-    assert at_import(tmp_path, ["-m", "mlx_paged", "doctor"], "linux") is None
-    assert at_import(tmp_path, ["-c", "import mlx_paged"], "darwin") is None
+def test_on_macos_command_buffers_are_as_long_as_mlx_has_them_unless_asked(tmp_path: Path) -> None:
+    """A longer one may keep the GPU until macOS ends the process."""
+    assert at_import(tmp_path, ["-m", "mlx_paged.server"], "darwin") == {}
+    asked = {"MLX_MAX_MB_PER_BUFFER": "77"}
+    assert at_import(tmp_path, ["-m", "mlx_paged.server"], "darwin", **asked) == asked
 
 
 @pytest.mark.parametrize(
@@ -85,33 +91,22 @@ def test_whose_process_it_is(arguments: list[str], original: list[str], own: boo
     assert is_own_command(arguments, original) is own
 
 
-def test_raised_in_this_process_only_where_it_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(sys, "argv", ["notes.py"])
-    command_buffers.raise_limit()
-    assert VARIABLE not in os.environ
-    monkeypatch.setattr(sys, "argv", ["/usr/local/bin/mlx_paged.server"])
-    command_buffers.raise_limit()
-    assert os.environ.pop(VARIABLE) == str(LIMIT)
-
-
 def test_no_graphs_over_nccl_in_our_own_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(GRAPHS, raising=False)
     monkeypatch.delenv("NCCL_HOST_IP", raising=False)
     monkeypatch.setattr(sys, "argv", ["/usr/local/bin/mlx_paged.server"])
-    command_buffers.launch_directly()  # one process, or another backend
+    mlx_environment.launch_directly()  # one process, or another backend
     assert GRAPHS not in os.environ
     monkeypatch.setenv("NCCL_HOST_IP", "127.0.0.1")
     monkeypatch.setattr(sys, "argv", ["notes.py"])
-    command_buffers.launch_directly()
+    mlx_environment.launch_directly()
     assert GRAPHS not in os.environ
     monkeypatch.setattr(sys, "argv", ["/usr/local/bin/mlx_paged.server"])
     monkeypatch.setenv(GRAPHS, "1")
-    command_buffers.launch_directly()
+    mlx_environment.launch_directly()
     assert os.environ[GRAPHS] == "1"
     monkeypatch.delenv(GRAPHS)
-    command_buffers.launch_directly()
+    mlx_environment.launch_directly()
     assert os.environ.pop(GRAPHS) == "0"
 
 
@@ -122,8 +117,8 @@ def test_no_graphs_over_nccl_in_our_own_commands(monkeypatch: pytest.MonkeyPatch
 def own_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A temporary folder and a cache for a process that is our command on Linux."""
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(command_buffers, "is_own_command", lambda *_: True)
-    monkeypatch.setattr(command_buffers.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setattr(mlx_environment, "is_own_command", lambda *_: True)
+    monkeypatch.setattr(mlx_environment.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("TMPDIR", raising=False)
     (tmp_path / "tmp").mkdir()
@@ -132,7 +127,7 @@ def own_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_a_folder_of_compiled_code_that_is_ours_stays(own_command: Path) -> None:
     for _ in range(2):  # made, and found
-        command_buffers.own_compiled_code()
+        mlx_environment.own_compiled_code()
         assert "TMPDIR" not in os.environ
     assert (own_command / "tmp" / "mlx").stat().st_mode & 0o777 == 0o700
 
@@ -154,22 +149,22 @@ def test_compiled_code_of_others_is_not_loaded(own_command: Path, how: str, monk
             return os.stat_result((*found[:4], 12345, *found[5:])) if found.st_ino == theirs else found
 
         monkeypatch.setattr(Path, "lstat", lstat)
-    command_buffers.own_compiled_code()
+    mlx_environment.own_compiled_code()
     assert os.environ["TMPDIR"] == str(own_command / "cache" / "mlx_paged" / "compiled")
     assert Path(os.environ["TMPDIR"]).stat().st_mode & 0o777 == 0o700
 
 
 def test_without_a_cache_of_ours_the_folder_is_a_new_one(own_command: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_buffers, "_is_ours", lambda folder: False)
+    monkeypatch.setattr(mlx_environment, "_is_ours", lambda folder: False)
     made = own_command / "made"
-    monkeypatch.setattr(command_buffers.tempfile, "mkdtemp", lambda prefix: str(made))
-    command_buffers.own_compiled_code()
+    monkeypatch.setattr(mlx_environment.tempfile, "mkdtemp", lambda prefix: str(made))
+    mlx_environment.own_compiled_code()
     assert os.environ["TMPDIR"] == str(made)
 
 
 def test_a_script_of_the_users_keeps_its_temporary_folder(own_command: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_buffers, "is_own_command", lambda *_: False)
+    monkeypatch.setattr(mlx_environment, "is_own_command", lambda *_: False)
     (own_command / "tmp" / "mlx").mkdir()
     (own_command / "tmp" / "mlx").chmod(0o777)
-    command_buffers.own_compiled_code()
+    mlx_environment.own_compiled_code()
     assert "TMPDIR" not in os.environ
