@@ -184,13 +184,20 @@ class _Rows:
         count = sum(used) + 1 + _FREE_BLOCKS
         self._pools = new_blocks(count, self._n_kv_heads, block, dims, dtype, variant.pages, float("nan"))
         self.fence = kernels.new_fence()
-        self._write(*self._given, self._slots)
+        # The newest tokens by themselves: few rows are another text.
+        self._newest = [sum(contexts[: b + 1]) - 1 for b in range(len(contexts))]
+        newest = set(self._newest)
+        self._write(k, v, [-1 if i in newest else slot for i, slot in enumerate(self._slots)])
+        self._write_newest(*(mx.concatenate([x[i : i + 1] for i in self._newest]) for x in self._given))
         self._sinks = mx.random.normal((self._n_q_heads,), key=self._keys[4]) if variant.sinks else None
         self._softcap = 10.0 if variant.softcap else None
 
     def _write(self, k: mx.array, v: mx.array, slots: list[int]) -> None:
         ids = mx.array(slots, mx.int32)
         self.fence = kernels.write_slots(*self._pools, self.fence, k, v, ids, self._variant.pages)
+
+    def _write_newest(self, k: mx.array, v: mx.array) -> None:
+        self._write(k, v, [self._slots[i] for i in self._newest])
 
     def queries(self, q_len: int) -> mx.array:
         """Return queries of every row, ``[B, n_q_heads, q_len, head_dim]``."""
@@ -223,10 +230,8 @@ class _Rows:
         """Compare ``expected`` with calls that bring the newest tokens, whose slots hold NaN; also with rows of
         padding, which end at position 0, as compiled steps have them. Raises RuntimeError for another result."""
         batch = len(self._contexts)
-        newest = [sum(self._contexts[: b + 1]) - 1 for b in range(batch)]
-        no_k, no_v = (mx.full((batch, *x.shape[1:]), float("nan"), x.dtype) for x in self._given)
-        self._write(no_k, no_v, [self._slots[i] for i in newest])
-        k, v = (mx.concatenate([x[i : i + 1] for i in newest])[:, :, None] for x in self._given)
+        self._write_newest(*(mx.full((batch, *x.shape[1:]), float("nan"), x.dtype) for x in self._given))
+        k, v = (mx.concatenate([x[i : i + 1] for i in self._newest])[:, :, None] for x in self._given)
         again = self.decode(q, ends, starts, append=(k, v))
         if not mx.array_equal(expected.astype(mx.float32), again.astype(mx.float32)).item():
             raise RuntimeError("the result differs when the newest tokens come with the call")
