@@ -350,7 +350,7 @@ class DecodeBatch:
             return logits, [], {}
         mx.async_eval(logits)  # goes on while the inputs, of the step before, are looked at
         tokens = _as_ints(inputs)
-        logits, unanswerable = constrain(logits, rows, tokens)
+        logits, unanswerable = constrain(logits, rows, tokens, is_timed=self.ranks is None)
         return logits, tokens, unanswerable
 
 

@@ -31,8 +31,8 @@ NUM_STEPS = 3
 MAX_PLACES = 200  # parts of a schema that are tried to find the one at fault
 
 # A mask takes up to 9 ms with 200,000 units of a lexer's fuel, and some 6 ms with 3,000 items. Items of a row take time
-# in their square where a client's rules are ambiguous: 4 ms for 600, 100 ms for 2,000. Schemas are not ambiguous, and
-# an object has four items for each optional property.
+# in their square where rules are ambiguous: 4 ms for 600, 100 to 300 ms for 2,000. An object has four items for each
+# optional property, so schemas may have more; :meth:`.grammar.Grammar.count` ends answers that make use of it.
 LIMITS = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 20_000,
@@ -40,7 +40,7 @@ LIMITS = {
     "verbose_errors": False,
 }
 OF_RULES = {"max_items_in_row": 600, "step_max_items": 3_000}
-OF_SCHEMAS = {"max_items_in_row": 2_000, "step_max_items": 20_000}
+OF_SCHEMAS = {"max_items_in_row": 2_000, "step_max_items": 5_000}
 
 # Between the parts of JSON: nothing or one space. A small model that may begin a new line does little else.
 WHITE_SPACE = "[ ]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from ..request import Request
 
 ALL = np.uint32(0xFFFFFFFF)
+SLOW_SECONDS = 0.05  # of CPU time for a token; all rows of a batch wait for it
+MAX_SLOW = 3  # tokens of an answer: one or two may fill caches of the lexer
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Grammar:
 
     def __init__(self, compiled: CompiledGrammar) -> None:
         self._compiled = compiled
+        self._num_slow = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -157,6 +161,18 @@ class Grammar:
         else:  # the tokenizer has tokens that the model does not
             out[:] = target[: len(out)]
 
+    def count(self, seconds: float) -> None:
+        """Count the CPU time of a token and its mask.
+
+        Raises:
+            GrammarError: more than :data:`MAX_SLOW` tokens took more than :data:`SLOW_SECONDS`.
+        """
+        self._num_slow += seconds > SLOW_SECONDS
+        if self._num_slow > MAX_SLOW:
+            raise GrammarError(
+                f"the grammar takes more work for a token than is allowed: {seconds:.2f} s, of {SLOW_SECONDS:g}"
+            )
+
     def _failure(self, what: str) -> GrammarError:
         why = reason(self._matcher)
         if "too many" in why.lower() or "; max is" in why:  # llguidance has no other sign of it
@@ -165,7 +181,7 @@ class Grammar:
 
 
 def constrain(
-    logits: mx.array, rows: Sequence[Request], inputs: Sequence[int]
+    logits: mx.array, rows: Sequence[Request], inputs: Sequence[int], *, is_timed: bool = True
 ) -> tuple[mx.array, dict[int, Exception]]:
     """Return the logits ``[B, vocab]`` with minus infinity where a row's grammar does not allow the token, and by index
     the errors of rows whose grammar raised; these rows are unchanged.
@@ -176,6 +192,7 @@ def constrain(
         logits: of the step.
         rows: of the batch, with or without a grammar.
         inputs: the token that each row's logits come after.
+        is_timed: whether rows whose grammars take too much time fail; not over ranks, which have to decide alike.
     """
     vocab = logits.shape[-1]
     words = np.full((len(rows), -(-vocab // 32)), ALL, np.uint32)
@@ -184,6 +201,7 @@ def constrain(
         grammar = row.grammar
         if grammar is None:
             continue
+        begin = time.thread_time()
         try:
             # What was delivered before, if the grammar has not seen it, and then this step's input. The first input is
             # the last token of the prompt.
@@ -192,6 +210,8 @@ def constrain(
             if row.logits is not None and len(grammar.tokens) == len(row.source) - row.prompt_length:
                 grammar.accept(token)
             grammar.mask(words[index])
+            if is_timed:
+                grammar.count(time.thread_time() - begin)
         except Exception as error:
             broken[index] = error
             words[index] = ALL

@@ -15,6 +15,7 @@ from mlx_lm.sample_utils import make_sampler
 
 import mlx_paged
 from mlx_paged.config import PagedConfig
+from mlx_paged.engine.grammar import grammar as grammar_module
 from mlx_paged.engine.grammar.compiler import GrammarCompiler, GrammarSource
 from mlx_paged.engine.grammar.grammar import CompiledGrammar, GrammarProcessor
 from mlx_paged.engine.request_options import RequestOptions
@@ -214,6 +215,24 @@ def test_an_ambiguous_grammar_fails_its_request_alone() -> None:
     assert len(run.answers[at_fault]) < 200, "or its masks would have taken longer and longer"
     assert len(run.answers[free]) == 150
     run.check(fine, SCHEMAS[0])
+
+
+def test_a_grammar_whose_masks_take_long_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(grammar_module.Grammar):
+        def count(self, seconds: float) -> None:
+            super().count(seconds + 1)
+
+    model = build("llama")
+    mlx_paged.apply_patches()
+    run = Run(model)
+    fine, free = run.insert(prompt_of(9), NUM_TOKENS, grammar(2)), run.insert(prompt_of(11, seed=2), 50)
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_module, "Grammar", Slow)
+        slow = run.insert(prompt_of(10, seed=1), NUM_TOKENS, compiler().compile(GrammarSource.regex("[a-z]{50}")))
+    run.run()
+    assert list(run.failures) == [slow] and "more work for a token" in str(run.failures[slow])
+    assert len(run.answers[slow]) <= grammar_module.MAX_SLOW and len(run.answers[free]) == 50
+    run.check(fine, SCHEMAS[2])
 
 
 def test_an_answer_that_is_cancelled_leaves_nothing() -> None:
