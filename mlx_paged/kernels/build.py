@@ -104,6 +104,12 @@ def _gate(body: str) -> tuple[str, ...]:
     return ("layers/silu_gate",) if body.endswith("gate") else ()
 
 
+def _decode_parts(pages: str, scores: str, values: str) -> tuple[str, ...]:
+    """Return the files of a portable decode body; ``pages`` begins the names of those that know its pages."""
+    loop = "decode/first_blocks", f"{pages}_loads", scores, "decode/softmax", values
+    return ("decode/begin", f"{pages}_newest", *loop, "decode/end")
+
+
 # Files that the text of a body is made of, for those that are CUDA only.
 _CUDA_PARTS = {
     **{
@@ -144,11 +150,11 @@ _QUANTIZED_HELPERS = ("tensor_loads.cuh", "groups.metal", "tensor_codes.cuh", "t
 _CUDA_HEADER = "#undef device\nnamespace mlx::core::cu {{\n{}}}\n#define device\n"
 # Those of other bodies, where they are not one file of the body's name.
 _PARTS = {
-    "paged_decode": tuple(f"decode/{part}" for part in ("begin", "paged_keys", "softmax", "paged_values", "end")),
-    "quantized_decode": (
-        *("decode/begin", "quantized/quantized_keys", "decode/softmax", "quantized/quantized_values", "decode/end"),
+    "paged_decode": _decode_parts("decode/paged", "decode/scores", "decode/values"),
+    "quantized_decode": _decode_parts(
+        "quantized/quantized", "quantized/quantized_scores", "quantized/quantized_values"
     ),
-    "latent_decode": (*("decode/begin", "latent/latent_keys", "decode/softmax", "latent/latent_values", "decode/end"),),
+    "latent_decode": _decode_parts("latent/latent", "decode/scores", "decode/values"),
     **{body: (f"quantized/{body}",) for body in ("quantized_write", "quantized_gather", "write_rows", "gather_rows")},
 }
 # Bodies that cut what a row sees into partitions.

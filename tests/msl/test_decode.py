@@ -212,8 +212,8 @@ CAUGHT = {  # body, old, new: the emulator itself objects
     ),
     "block ahead past the context": (
         "paged_decode",
-        "metal::max((chunk + STRIPES) * CHUNK / BS + i, lo / BS), (hi - 1) / BS)",
-        "(chunk + STRIPES) * CHUNK / BS + i, (hi - 1) / BS + 1)",
+        "(table, chunk + STRIPES, lo, hi, blocks)",
+        "(table, chunk + STRIPES, lo, hi + BS, blocks)",
         "wild load|out-of-",
     ),
     "two heads, one line": (
@@ -263,7 +263,7 @@ WRONG = {  # body, old, new: the numbers come out wrong
     "the other half kept": ("paged_decode", "(upper ? high : low)", "(upper ? low : high)"),
     "maximum of another head": ("paged_decode", "SCORE_OWNER(h / R, OWNERS)", "SCORE_OWNER(0, OWNERS)"),
     "weights of another step": ("paged_decode", "SCORE_OWNER((u * HP + h) / R, OWNERS)", "SCORE_OWNER(h / R, OWNERS)"),
-    "block not read ahead": ("paged_decode", "(chunk + STRIPES) * CHUNK / BS + i", "chunk * CHUNK / BS + i"),
+    "block not read ahead": ("paged_decode", "(table, chunk + STRIPES, lo", "(table, chunk, lo"),
     "sink of another head": ("merge_partitions", "sinks[line / q_len % heads]", "sinks[0]"),
     "partitions not weighted": ("merge_partitions", "o[d] = metal::fma(ahead[i * ND + d], w, o[d]);", "o[d] += ahead[i * ND + d];"),
     "partition sizes disagree": ("merge_partitions", "int size = PART;", "int size = 2 * PART;"),

@@ -197,7 +197,7 @@ PORTABLE_DEFECTS = {  # old, new
     "no tile of heads stores": ("if (kv_head == 0 && fresh", "if (kv_head == 2 && fresh"),
     "stores half": ("dim < DV; dim += SG * 32", "dim < DV / 2; dim += SG * 32"),
     "one row for all": ("k_new + static_cast<int64_t>(row) * DV", "k_new + static_cast<int64_t>(0) * DV"),
-    "values of another packet": ("packet_value<T, VEC>(keys[u * NK + i / VEC], i % VEC);\n        UNROLL\n        for (int h = 0; h < HG; h++) {\n          acc", "packet_value<T, VEC>(keys[u * NK + NK - 1 - i / VEC], i % VEC);\n        UNROLL\n        for (int h = 0; h < HG; h++) {\n          acc"),
+    "values of another packet": ("packet_value<T, VEC>(packets[u * PACKETS + VALUE + i / VEC], i % VEC);\n        UNROLL\n        for (int h = 0; h < HG; h++) {\n          acc", "packet_value<T, VEC>(packets[u * PACKETS + NK - 1 - i / VEC], i % VEC);\n        UNROLL\n        for (int h = 0; h < HG; h++) {\n          acc"),
     "heads of another tile": ("static_cast<int64_t>(sequence * n_kv + kv_head) * G", "static_cast<int64_t>(sequence * n_kv) * G"),
 }  # fmt: skip
 

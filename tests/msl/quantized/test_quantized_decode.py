@@ -227,7 +227,7 @@ WRONG = {  # old, new: the numbers come out wrong, or the emulator objects
     "codes of another packet": ("dim / VEC * KW", "dim / VEC"),
     "value codes of the first packet": ("dim / VEC * VW", "0"),
     "stale tokens multiplied": ("metal::min(metal::max(token + step_token, lo), hi - 1) % BS", "(token + step_token) % BS"),
-    "block not read ahead": ("(chunk + STRIPES) * CHUNK / BS + i", "chunk * CHUNK / BS + i"),
+    "block not read ahead": ("(table, chunk + STRIPES, lo", "(table, chunk, lo"),
 }  # fmt: skip
 
 

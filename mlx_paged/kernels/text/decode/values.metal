@@ -16,7 +16,7 @@
       }
       UNROLL
       for (int i = 0; i < NV * VEC; i++) {
-        const float value = packet_value<T, VEC>(keys[u * NK + i / VEC], i % VEC);
+        const float value = packet_value<T, VEC>(packets[u * PACKETS + VALUE + i / VEC], i % VEC);
         UNROLL
         for (int h = 0; h < HG; h++) {
           acc[h * NV * VEC + i] = metal::fma(p[h], value, acc[h * NV * VEC + i]);
