@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..engine.ranks.ranks import Ranks
+from ..engine.ranks.same_start import check_same, versions
 from ..engine.ranks.world import RANK_TIMEOUT, VARIABLE, connect, parse_timeout
 from ..errors import ConfigError
 from ..warn import warn_once
@@ -61,8 +62,20 @@ def join(args: argparse.Namespace) -> Ranks | None:
         if getattr(args, name, None):
             raise ConfigError(f"{flag} does not go with several ranks")
     ranks = connect(group, args.rank_timeout)
+    if ranks.rank == 0:
+        print(f"mlx_paged: {ranks.size} ranks ({backend_name()})", file=sys.stderr, flush=True)
+    try:
+        check_same(ranks, "the versions", versions())
+    except ConfigError as error:
+        ranks.fail(error)
     mx.random.seed(ranks.broadcast(random.getrandbits(32)))
     return ranks
+
+
+def backend_name() -> str:
+    """Return the name of MLX's backend, by the variables that its launcher sets."""
+    variables = {"MLX_JACCL_COORDINATOR": "jaccl", "NCCL_HOST_IP": "nccl", "MLX_HOSTFILE": "ring"}
+    return next((name for variable, name in variables.items() if variable in os.environ), "mpi")
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from ..config import KVBits, PagedConfig
 from ..early_interrupt import raise_at_interrupt
 from ..engine.ranks.ranks import Ranks
+from ..engine.ranks.same_start import check_same
 from ..errors import ConfigError, PagedCacheError
 from ..model_folder import check_model_folder, explain_load_errors
 from ..patches.replaced import replaced
@@ -79,9 +80,9 @@ def check_ranks(args: argparse.Namespace, ranks: Ranks) -> None:
     asked = KVBits.of(vars(args))
     if asked is not None and asked.format is None:
         raise ConfigError(f"{asked.why_not}: several ranks serve what runs in a batch")
-    given = ranks.exchange(repr(sorted(vars(args).items())))
-    if len(set(given)) > 1:
-        raise ConfigError("ranks must be given the same arguments")
+    # Only rank 0 has clients, and so needs their keys.
+    given = {name: repr(value) for name, value in vars(args).items() if name != "api_key"}
+    check_same(ranks, "the arguments", given)
 
 
 def prepare(args: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,28 @@ def test_what_is_refused(
         assert ended.status in (1, EXIT_STATUS)
         assert ended.stdout in ("", "==========\n")  # the line with which mlx-lm begins an answer
         assert reason in ended.stderr
+
+
+@pytest.mark.parametrize("what", ["weights", "config", "tokenizer"])
+def test_ranks_with_other_model_files_end(what: str, model: Path, demo_model_folder: Path, tmp_path: Path) -> None:
+    places = [tmp_path / "0", tmp_path / "1"]
+    for place in places:
+        shutil.copytree(model, place / "model")
+    other = places[1] / "model"
+    if what == "weights":
+        make_tiny_model(other, demo_model_folder, seed=1)
+        name = "model.safetensors"
+    elif what == "config":
+        name = "config.json"
+        (other / name).write_text(json.dumps({**json.loads((other / name).read_text()), "rms_norm_eps": 1e-3}))
+    else:
+        name = "tokenizer_config.json"
+        (other / name).write_text((other / name).read_text() + " ")
+    args = ["--model", "model", "--prompt", "one", "--max-tokens", 2]
+    for ended in Launch(2, "mlx_paged.generate", args, tmp_path, places).ended():
+        assert ended.status == EXIT_STATUS
+        assert f"the model's files of rank 0 and rank 1 differ: {name}" in ended.stderr
+        assert "2 ranks (ring)" in ended.stderr or "rank 1 of 2" in ended.stderr
 
 
 def test_a_pipeline_needs_several_ranks(model: Path, tmp_path: Path) -> None:

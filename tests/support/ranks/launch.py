@@ -31,10 +31,19 @@ class Launch:
         program: a script, or a module's name.
         args: of each.
         folder: for what they write, their output included.
+        places: the working folder of each; None: this process's.
         env: variables of all.
     """
 
-    def __init__(self, size: int, program: str | Path, args: Sequence[object], folder: Path, **env: str) -> None:
+    def __init__(
+        self,
+        size: int,
+        program: str | Path,
+        args: Sequence[object],
+        folder: Path,
+        places: Sequence[Path] | None = None,
+        **env: str,
+    ) -> None:
         self.folder = folder
         hosts = folder / "hosts.json"
         hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(size)]))
@@ -42,7 +51,8 @@ class Launch:
         for rank in range(size):
             with (folder / f"{rank}.out").open("w") as out, (folder / f"{rank}.err").open("w") as err:
                 known = {"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank), **env}
-                self.processes.append(commands.start(program, *args, stdout=out, stderr=err, **known))
+                place = None if places is None else places[rank]
+                self.processes.append(commands.start(program, *args, stdout=out, stderr=err, cwd=place, **known))
 
     def ended(self, seconds: float = MOST_SECONDS) -> list[Ended]:
         """Wait until all have ended, and return what they said. Kills what does not end."""
