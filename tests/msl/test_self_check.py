@@ -14,6 +14,7 @@ import pytest
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.build import SIGNATURES
 from mlx_paged.kernels.check import SelfCheck, self_check
+from mlx_paged.kernels.latent.check import self_check_latent
 from mlx_paged.kernels.launch_shape import LaunchShape, Variant
 from mlx_paged.kernels.quantized import moves
 from mlx_paged.kernels.quantized.rows import QuantizedRows
@@ -84,6 +85,28 @@ def test_memory_that_nobody_wrote_is_found() -> None:
         assert not result.ok and "not finite" in result.reason
         with mock.patch.object(kernels, "paged_decode", lambda *args, init_value, **given: decode(*args, **given)):
             assert outcome(DENSE, LARGE, edit).ok
+
+
+LATENT = Variant("latent_decode", "metal", mx.bfloat16, 192, 128, 2, 16)
+LATENT_PLANTED: dict[str, Any] = {
+    "every query is a row's first": {"latent_decode": [("* G * q_len + row % q_len;", "* G * q_len;")]},
+    "a query's position in the merge": PLANTED["a query's position in the merge"],
+}
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("cores", [20, 32, LARGE])
+def test_the_one_over_latents_passes(cores: int) -> None:
+    with gpu(cores):
+        result = self_check_latent(LATENT)
+    assert result.ok, result.reason
+
+
+@pytest.mark.parametrize("name", list(LATENT_PLANTED))
+def test_planted_defects_over_latents_are_found(name: str) -> None:
+    with gpu(LARGE, LATENT_PLANTED[name]):
+        result = self_check_latent(LATENT)
+    assert not result.ok and ("not finite" in result.reason or "RMS" in result.reason), result.reason
 
 
 COUNTED = {
