@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from ..request import Request
 
 ALL = np.uint32(0xFFFFFFFF)
-SLOW_SECONDS = 0.05  # of CPU time for a token; all rows of a batch wait for it
-MAX_SLOW = 3  # tokens of an answer: one or two may fill caches of the lexer
+# CPU time of a token and its mask, which all rows of a batch wait for. Most take less than 1 ms; the first ones of a
+# grammar, which fill caches of its lexer, may take 10.
+SECONDS_PER_TOKEN = 0.005
+MAX_EXCESS_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Grammar:
 
     def __init__(self, compiled: CompiledGrammar) -> None:
         self._compiled = compiled
-        self._num_slow = 0
+        self._excess = 0.0
         self._begin()
 
     def _begin(self) -> None:
@@ -165,12 +167,12 @@ class Grammar:
         """Count the CPU time of a token and its mask.
 
         Raises:
-            GrammarError: more than :data:`MAX_SLOW` tokens took more than :data:`SLOW_SECONDS`.
+            GrammarError: the last tokens took :data:`MAX_EXCESS_SECONDS` more than :data:`SECONDS_PER_TOKEN` each.
         """
-        self._num_slow += seconds > SLOW_SECONDS
-        if self._num_slow > MAX_SLOW:
+        self._excess = max(0.0, self._excess + seconds - SECONDS_PER_TOKEN)
+        if self._excess > MAX_EXCESS_SECONDS:
             raise GrammarError(
-                f"the grammar takes more work for a token than is allowed: {seconds:.2f} s, of {SLOW_SECONDS:g}"
+                f"the grammar takes more work for a token than is allowed: {seconds:.3f} s, of {SECONDS_PER_TOKEN:g}"
             )
 
     def _failure(self, what: str) -> GrammarError:

@@ -220,7 +220,7 @@ def test_an_ambiguous_grammar_fails_its_request_alone() -> None:
 def test_a_grammar_whose_masks_take_long_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(grammar_module.Grammar):
         def count(self, seconds: float) -> None:
-            super().count(seconds + 1)
+            super().count(seconds + 0.2)
 
     model = build("llama")
     mlx_paged.apply_patches()
@@ -231,7 +231,7 @@ def test_a_grammar_whose_masks_take_long_fails_its_request_alone(monkeypatch: py
         slow = run.insert(prompt_of(10, seed=1), NUM_TOKENS, compiler().compile(GrammarSource.regex("[a-z]{50}")))
     run.run()
     assert list(run.failures) == [slow] and "more work for a token" in str(run.failures[slow])
-    assert len(run.answers[slow]) <= grammar_module.MAX_SLOW and len(run.answers[free]) == 50
+    assert len(run.answers[slow]) <= 3 and len(run.answers[free]) == 50
     run.check(fine, SCHEMAS[2])
 
 
