@@ -77,7 +77,7 @@ class PoolExhaustedError(PagedCacheError, MemoryError):
         """
         error = cls(blocks_needed=1, bytes_needed=least_bytes, budget_bytes=budget_bytes, bytes_reserved=0)
         error.args = (
-            f"the KV cache budget of {budget_bytes:,} bytes holds no sequence of this model: the least is "
+            f"the KV cache budget of {budget_bytes:,} bytes holds no sequence of this model, which takes at least "
             f"{least_bytes:,} bytes, two blocks of every layer. Raise kv_cache_memory (--kv-cache-memory) or use "
             "smaller blocks (--kv-block-size).",
         )

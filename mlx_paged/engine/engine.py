@@ -16,6 +16,7 @@ from ..warn import warn_once
 from .decode_batch import DecodeBatch, Delivery
 from .live_requests import LiveRequests
 from .lookup.look_up import WHY_NOT, LookUp
+from .pace import PrefillPace
 from .prefill import Prefill
 from .request import Request
 from .scheduler import Chunk
@@ -68,6 +69,10 @@ class Engine(LiveRequests):
         self.look_up: LookUp | None = None
         if self.can_pack and reads_blocks_only and self.pool is not None and self.budget is not None:
             self.look_up = LookUp(batch, self.pool, self.budget.has_room)
+        # Over ranks, whose clocks differ, and where chunks lie on a grid, the tokens of a step do not depend on time.
+        bounded = not self.in_place and not self.packs and self.agreement is None and self.scheduler.grid is None
+        self._pace = PrefillPace(batch.model) if bounded else None
+        self._step_tokens = self.scheduler.token_budget
         self._prefill_steps = 0
         info = mx.device_info()
         self._most_kept = int(info.get("memory_size") or info.get("total_memory") or 0) // KEPT_PART
@@ -115,6 +120,9 @@ class Engine(LiveRequests):
             self.agreement.begin_step()
             while self._drop_finished():  # who holds a response, and how long, may differ
                 pass
+        if self._pace is not None:
+            most = self._pace.most_tokens(len(self.scheduler) == 1)
+            self.scheduler.token_budget = self._step_tokens if most is None else min(self._step_tokens, most)
         plan = self.scheduler.plan()
         for request, error in plan.failed:
             self._end_failed(request, error)
@@ -285,7 +293,10 @@ class Engine(LiveRequests):
         is_due = is_last or self._prefill_steps % CLEAR_AFTER_PREFILLS == 0
         if is_due and mx.get_cache_memory() > self._most_kept:
             mx.clear_cache()
-        self.counters.prompt_time += time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        self.counters.prompt_time += seconds
+        if self._pace is not None and len(computed) == len(chunks):
+            self._pace.note(sum(num_tokens for _, num_tokens in chunks), seconds)
         return responses
 
     def _call_failed(self, call: Sequence[Chunk], error: Exception) -> None:

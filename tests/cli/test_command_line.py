@@ -177,7 +177,7 @@ BLOCK = 32 * 3 * 2 * 2 * 32 * 4  # bytes: 32 tokens, 3 layers, keys and values o
 
 def test_a_budget_too_small_says_what_was_needed(folder: Path) -> None:
     run = generate(folder, "--prompt", PROMPT, "--kv-cache-memory", "1KB")
-    check_error(run, f"holds no sequence of this model: the least is {2 * BLOCK:,} bytes")
+    check_error(run, f"which takes at least {2 * BLOCK:,} bytes")
     run = generate(folder, "--prompt", PROMPT, "--kv-cache-memory", f"{2 * BLOCK + 1000}")
     check_error(run, "KV block pool exhausted")
     needed, num_bytes, left, budget = (

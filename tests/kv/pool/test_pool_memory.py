@@ -390,7 +390,7 @@ def test_a_budget_that_holds_no_sequence_says_the_least_that_does() -> None:
         pool.set_geometry(0, x, x, batch=1)
         return pool
 
-    with pytest.raises(PoolExhaustedError, match=f"the least is {least:,} bytes"):
+    with pytest.raises(PoolExhaustedError, match=f"which takes at least {least:,} bytes"):
         pool_of(least - 1)
     pool = pool_of(least)
     pool.set_geometry(2, x, x, batch=1)

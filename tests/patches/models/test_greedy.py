@@ -1,4 +1,4 @@
-"""Greedy tokens: the largest logits, which are the ones that mlx-lm chooses but where rounding makes several equal."""
+"""Greedy tokens are those that mlx-lm chooses, also where rounding makes several equally likely."""
 
 from __future__ import annotations
 
@@ -32,36 +32,23 @@ def batch_tokens(model: Any, prompts: list[list[int]], **options: Any) -> list[l
 @pytest.mark.sample
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("spread", [0.3, 1.0, 3.0])
-def test_the_largest_logit_is_chosen(dtype: mx.Dtype, spread: float) -> None:
-    """mlx-lm takes the first of the largest log-probabilities, rounded to the logits' dtype: in 16 bits, logits
-    that differ may have the same. In float32 it is the same word."""
+def test_the_first_of_the_largest_log_probabilities_is_chosen(dtype: mx.Dtype, spread: float) -> None:
+    """In 16 bits, rounded to the logits' dtype, logits that differ may have the same. In float32 none of these do, and
+    nothing is normalised."""
     mx.random.seed(0)
     logits = (mx.random.normal((256, 8000)) * spread).astype(dtype)
     sampler = BatchSampler()
     sampler.add([SampledRow(SamplingParams(), (), 0)] * 256)
     chosen = sampler.sample(sampler.penalised(logits, mx.zeros((256,), mx.uint32)))
-    assert mx.array_equal(chosen, mx.argmax(logits.astype(mx.float32), axis=-1))
-    logprobs = normalised(logits)
-    theirs = greedy_sampler(logprobs)
-    if dtype == mx.float32:
-        assert mx.array_equal(chosen, theirs)
-    assert is_tie(logprobs, chosen, theirs)
+    assert mx.array_equal(chosen, greedy_sampler(normalised(logits)))
     if dtype == mx.bfloat16 and spread < 3:
-        assert not mx.array_equal(chosen, theirs), "nothing has been rounded here"
-
-
-def is_tie(logprobs: mx.array, ours: mx.array, theirs: mx.array) -> bool:
-    """Whether in each row the two tokens have the same log-probability, as it is rounded."""
-    both = mx.take_along_axis(logprobs, mx.stack([ours, theirs], axis=-1), axis=-1)
-    return bool(mx.array_equal(both[:, 0], both[:, 1]))
+        assert not mx.array_equal(chosen, mx.argmax(logits, axis=-1)), "nothing has been rounded here"
 
 
 @pytest.mark.sample(every=2)
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 def test_a_row_alone_in_a_batch_gives_the_tokens_of_a_solo_run(dtype: mx.Dtype) -> None:
-    """Of stock mlx-lm and under the patches, bit for bit, until mlx-lm's rounded log-probabilities are a tie. Random
-    models have many words that are nearly even."""
-    num_ties = 0
+    """Of stock mlx-lm and under the patches, bit for bit. Random models have many words that are nearly even."""
     for seed in range(4):
         model = build("llama", seed=seed, vocab_size=8000)
         model.set_dtype(dtype)
@@ -76,12 +63,8 @@ def test_a_row_alone_in_a_batch_gives_the_tokens_of_a_solo_run(dtype: mx.Dtype) 
             responses += found
         for response, token, theirs in zip(responses, stock, mx.array(logprobs), strict=True):
             assert mx.array_equal(response.logprobs.astype(mx.float32), theirs)
-            if response.token != token:
-                assert theirs[response.token] == theirs[token] == theirs.max(), "not a tie"
-                num_ties += 1
-                break  # another answer from here on
+            assert response.token == token
         mlx_paged.remove_patches()
-    assert num_ties < 4
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
@@ -97,6 +80,5 @@ def test_greedy_rows_beside_sampled_ones_choose_alike(dtype: mx.Dtype) -> None:
 
     beside = batch_tokens(model, prompts, samplers=[greedy_sampler, other, greedy_sampler])
     assert (beside[0], beside[2]) == (alike[0], alike[2])
-    if dtype == mx.float32:  # a sampler of the caller's own gets log-probabilities, rounded in 16 bits
-        assert beside == alike
-        assert batch_tokens(model, prompts, samplers=[other] * 3) == alike
+    assert beside == alike
+    assert batch_tokens(model, prompts, samplers=[other] * 3) == alike

@@ -1,0 +1,46 @@
+"""PrefillPace: how many prompt tokens a step computes so that nobody waits long for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+BESIDE_SECONDS = 0.5  # for the prompts of a step beside requests that decode or wait
+ALONE_SECONDS = 5.0  # for a prompt with nobody beside it: until then it cannot be cancelled
+LEAST_TOKENS = 128  # fewer take hardly less time: the weights are read once for all of them
+GRID = 64  # tokens; shapes that are multiples of it recur
+# Operations a second until a step has shown how many there are: of some CPU cores, in float32.
+ASSUMED_SPEED = 1e11
+
+
+class PrefillPace:
+    """Learns how long prompt tokens take, and bounds a step by time where the host waits for its chunks, as on a CPU.
+
+    There a chunk of 2,048 tokens can take minutes. Where it takes less than the bound, nothing changes.
+
+    Args:
+        model: whose parameters give the first estimate.
+    """
+
+    def __init__(self, model: Any) -> None:
+        parameters: Any = getattr(model, "parameters", dict)()
+        weights = sum(array.nbytes for _, array in tree_flatten(parameters) if isinstance(array, mx.array)) / 4
+        self.seconds_per_token = 2 * weights / ASSUMED_SPEED
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """Learn from a step's chunks: their tokens, and how long they took."""
+        if num_tokens >= LEAST_TOKENS:  # fewer cost more each
+            self.seconds_per_token += (seconds / num_tokens - self.seconds_per_token) / 2
+
+    def most_tokens(self, is_alone: bool) -> int | None:
+        """Return the prompt tokens of the next step, a multiple of :data:`GRID`; None if there is no bound.
+
+        Args:
+            is_alone: there is one request in all.
+        """
+        if not self.seconds_per_token:
+            return None
+        seconds = ALONE_SECONDS if is_alone else BESIDE_SECONDS
+        return max(LEAST_TOKENS, int(seconds / self.seconds_per_token) // GRID * GRID)
