@@ -161,6 +161,7 @@ def test_a_mac_is_told_by_its_chip_cores_and_memory(monkeypatch: pytest.MonkeyPa
         "architecture": "applegpu_g15s",
         "memory_size": 64 << 30,
         "max_recommended_working_set_size": 48 << 30,
+        "max_buffer_length": 36 << 30,
     }
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     monkeypatch.setattr(mx, "device_info", lambda *device: info)
@@ -168,8 +169,26 @@ def test_a_mac_is_told_by_its_chip_cores_and_memory(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(doctor.platform, "mac_ver", lambda: ("15.1", ("", "", ""), "arm64"))
     told = doctor.facts()
     assert told["device"].endswith("Apple M3 Max") and told["architecture"] == "applegpu_g15s"
-    assert told["GPU cores"] == "40" and told["memory"] == "64 GiB, 48 GiB for the GPU"
+    assert told["GPU cores"] == "40" and told["memory"] == "64 GiB, 48 GiB for the GPU, 36 GiB in one array"
     assert told["system"].startswith("macOS 15.1 ")
+
+
+@pytest.mark.parametrize(("built", "mac", "warns"), [(15, "26.1", True), (26, "26.1", False), (15, "15.7", False)])
+def test_a_wheel_for_an_older_macos_is_told(built: int, mac: str, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wheel:
+        version = "0.32.4"
+
+        def read_text(self, name: str) -> str:
+            return f"Wheel-Version: 1.0\nTag: py3-none-macosx_{built}_0_arm64\n" if name == "WHEEL" else ""
+
+    monkeypatch.setattr(doctor.platform, "mac_ver", lambda: (mac, ("", "", ""), "arm64"))
+    monkeypatch.setattr(doctor.metadata, "distribution", lambda name: Wheel())
+    told = doctor.facts()["MLX wheel"]
+    assert told.startswith(f"for macOS {built}") and ("matrix units" in told) is warns
+
+
+def test_elsewhere_nothing_is_told_of_wheels() -> None:
+    assert ("MLX wheel" in doctor.facts()) is (sys.platform == "darwin")
 
 
 def test_a_row_that_json_cannot_hold_is_null() -> None:

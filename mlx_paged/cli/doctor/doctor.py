@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from .jobs import jobs
 from .report import HEADER, Report, Row
 from .workers import num_workers, rows_of_workers
 
+_NAX_RELEASE = 26  # of macOS
 AT_A_TIME = 64  # jobs whose kernels are kept until they are timed
 
 
@@ -51,6 +53,7 @@ def facts() -> dict[str, str]:
         "architecture": str(info.get("architecture", "") or "not told"),
         "GPU cores": str(gpu_cores() or "not known"),
         "memory": _memory(info),
+        **_wheel(),
         "kernel dialect": backend() or "none",
         "compiled by": compiled_by(),
         "kernel": device_decline() or "can run here",
@@ -79,7 +82,26 @@ def _memory(info: Mapping[str, Any]) -> str:
     text = f"{total / 2**30:.0f} GiB"
     if "max_recommended_working_set_size" in info:
         text += f", {info['max_recommended_working_set_size'] / 2**30:.0f} GiB for the GPU"
+    if "max_buffer_length" in info:
+        text += f", {info['max_buffer_length'] / 2**30:.0f} GiB in one array"
     return text
+
+
+def _wheel() -> dict[str, str]:
+    """Return, on macOS, the release that MLX's wheel was built for. Those for macOS 26 have kernels for an M5's matrix
+    units."""
+    mac = platform.mac_ver()[0]
+    try:
+        tags = metadata.distribution("mlx-metal").read_text("WHEEL") if mac else None
+    except metadata.PackageNotFoundError:
+        tags = None
+    found = re.search(r"macosx_(\d+)_", tags or "")
+    if found is None:
+        return {}
+    text = f"for macOS {found[1]}"
+    if int(found[1]) < _NAX_RELEASE <= int(mac.partition(".")[0]):
+        text += f", which does not use an M5's matrix units: one for macOS {_NAX_RELEASE} comes with a current pip"
+    return {"MLX wheel": text}
 
 
 def run(block_size: int, config: PagedConfig, *, everything: bool, report_file: Path | None = None) -> int:
