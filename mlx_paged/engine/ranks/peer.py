@@ -21,8 +21,10 @@ DATA, BEAT, FAULT, LEAVE = b"D", b"B", b"F", b"L"
 
 
 def send_frame(connection: socket.socket, kind: bytes, value: Any) -> int:
-    """Send a frame. Returns its size in bytes. Raises OSError."""
-    body = json.dumps(value, separators=(",", ":")).encode()
+    """Send a frame. Returns its size in bytes. Raises OSError; RankError: the value is too large."""
+    body = json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    if len(body) > MOST_BYTES:
+        raise RankError(f"a message of {len(body)} bytes is too large for other ranks: at most {MOST_BYTES}")
     connection.sendall(_HEAD.pack(len(body), kind) + body)
     return _HEAD.size + len(body)
 
@@ -32,7 +34,7 @@ def read_frame(connection: socket.socket) -> tuple[bytes, Any]:
     length, kind = _HEAD.unpack(_read(connection, _HEAD.size))
     if length > MOST_BYTES:
         raise ValueError(f"a frame of {length} bytes")
-    return kind, json.loads(_read(connection, length))
+    return kind, json.loads(_read(connection, length).decode("utf-8", "surrogatepass"))
 
 
 def _read(connection: socket.socket, count: int) -> bytes:

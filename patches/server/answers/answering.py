@@ -137,7 +137,7 @@ class Answering:
 
     def _choices(self) -> Choices:
         order = self._order
-        if order.best_of > 1 and not self._generator.model_provider.is_distributed:
+        if order.best_of > 1:
             self._make_prompts()
         side = ClientSide(self._note_accepted, lambda: self._events is not None and self._events.is_stalled)
         return Choices(self._generator, order.choices(), self._connection.client_is_gone, self._note_progress, side)

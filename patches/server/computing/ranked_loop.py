@@ -16,9 +16,10 @@ from ....engine.ranks.ranks import Ranks
 from ....errors import ConfigError, RankError
 from ....serve.health.memory_reading import MemoryReading, nearest, read_memory
 from ....serve.health.memory_watch import MemoryWatch
+from ....serve.refusal import RequestRefused
 from ...cache.pools import known_pool
 from .computing_loop import IDLE_SECONDS, ComputingLoop, check_pool
-from .shared_request import ComingRequests, SharedQueue, SharedRequest, described, request_of
+from .shared_request import ComingRequests, Descriptions, SharedQueue, SharedRequest, requests_of
 from .tidying import TIDY_SECONDS, for_seconds
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class RankedLoop(ComputingLoop):
         self.ranks = ranks
         self._news: dict[str, Any] = {}
         self._new: list[SharedRequest] = []
+        self._later: list[Any] = []  # have come, and were too much for one message
         self._coming = ComingRequests(ranks)
 
     def run(self) -> None:
@@ -79,7 +81,8 @@ class RankedLoop(ComputingLoop):
         return super().is_busy or bool(self._coming)
 
     def refuse_all(self) -> None:
-        self.pending += self._coming.close()
+        self.pending += [*self._coming.close(), *self._later]
+        self._later = []
         super().refuse_all()
 
     # Rank 0 ---------------------------------------------------------------------------------------------------
@@ -87,7 +90,7 @@ class RankedLoop(ComputingLoop):
     def _collected(self) -> dict[str, Any]:
         """What has come; if there is nothing to do, waits for it a little."""
         owner = self.owner
-        items: list[Any] = []
+        items, self._later = self._later, []
         until = time.monotonic() + TICK_SECONDS
         while not (items or owner.is_stopping or self.is_busy or time.monotonic() > until):
             with suppress(Empty):
@@ -103,20 +106,36 @@ class RankedLoop(ComputingLoop):
         for queue, request, _ in items:
             if request is None:  # only what prompts are made with was wanted
                 queue.put(owner.present_setup())
-        self._new = [SharedRequest(*item) for item in items if item[1] is not None]
+        descriptions = self._described([SharedRequest(*item) for item in items if item[1] is not None])
         return {
             "now": time.monotonic(),
             "ends": owner.is_stopping,
-            "requests": [described(*each) for each in self._new],
+            "requests": descriptions.told(),
             "gone": [queue.number for queue in self._queues() if not queue.client_waits],
         }
+
+    def _described(self, requests: list[SharedRequest]) -> Descriptions:
+        """Describe requests as far as one message holds them; the others come with the next. One that no message holds
+        is refused."""
+        self._new = []
+        descriptions = Descriptions()
+        for number, each in enumerate(requests):
+            if descriptions.add(*each):
+                self._new.append(each)
+            elif self._new:
+                self._later = list(requests[number:])
+                break
+            else:
+                what = "the request is too large for several ranks: shorten its prompt, grammar or stop strings"
+                each.queue.put(RequestRefused(413, what, kind="request_too_large"))
+        return descriptions
 
     # All ranks ------------------------------------------------------------------------------------------------
 
     def _take_requests(self) -> None:
         news = self._news
         if self.ranks.rank > 0:
-            self._new = [request_of(each) for each in news["requests"]]
+            self._new = requests_of(news["requests"])
         if self._new:
             self.pending += self._coming.add(self._new, self.owner.present_setup())
             self._new = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -18,6 +19,9 @@ from ....serve.prompt_messages import MadePrompt
 from ....serve.refusal import invalid
 from ..answer_queue import NOBODY, AnswerQueue
 from ..prepared_request import PreparedRequest
+
+# Of the requests in one message. A body of a request is 64 MB or less.
+MOST_MESSAGE_CHARACTERS = 128 << 20
 
 
 class SharedQueue(AnswerQueue):
@@ -131,28 +135,63 @@ def queue_of(
     return (SharedQueue if is_shared else AnswerQueue)(stop_words, is_stalled)
 
 
-def described(queue: AnswerQueue, request: PreparedRequest, args: upstream.GenerationArguments) -> dict[str, Any]:
-    """A request in values of JSON."""
-    made = request.made
-    assert made is not None
-    return {
-        "number": queue.number,
-        "made": [made.tokens, made.segments, made.segment_types, made.initial_state],
-        "salt": request.salt,
-        "constraint": request.constraint,
-        "prompt_lookup": request.prompt_lookup,
-        "args": dataclasses.asdict(args),
-    }
+class Descriptions:
+    """Requests in values of JSON, for one message. Copies of a request share their prompt, grammar and biases in it.
+
+    Attributes:
+        parts: what requests refer to by index.
+        requests: in their order.
+        size: of all of them in JSON, in characters.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+        self.requests: list[dict[str, Any]] = []
+        self.size = 0
+        self._known: dict[int, tuple[int, Any]] = {}  # by id(), with the object, which keeps the id its own
+
+    def add(self, queue: AnswerQueue, request: PreparedRequest, args: upstream.GenerationArguments) -> bool:
+        """Return False, with nothing added, if the message would be larger than :data:`MOST_MESSAGE_CHARACTERS`."""
+        made = request.made
+        assert made is not None
+        shared: list[tuple[Any, Callable[[], Any]]] = [
+            (made, lambda: [made.tokens, made.segments, made.segment_types, made.initial_state]),
+            (request.constraint, lambda: request.constraint),
+            (args.logits, lambda: dataclasses.asdict(args.logits)),
+            (args.stop_words, lambda: args.stop_words),
+        ]
+        others = {each.name: getattr(args, each.name) for each in dataclasses.fields(args)}
+        del others["logits"], others["stop_words"]
+        others |= {name: dataclasses.asdict(others[name]) for name in ("model", "sampling")}
+        told = {"number": queue.number, "salt": request.salt, "prompt_lookup": request.prompt_lookup, "args": others}
+        new = [(source, describe()) for source, describe in shared if id(source) not in self._known]
+        size = len(json.dumps([told, [value for _, value in new]], ensure_ascii=False))
+        if self.size + size > MOST_MESSAGE_CHARACTERS:
+            return False
+        self.size += size
+        for source, value in new:
+            self._known[id(source)] = len(self.parts), source
+            self.parts.append(value)
+        self.requests.append({**told, "parts": [self._known[id(source)][0] for source, _ in shared]})
+        return True
+
+    def told(self) -> dict[str, Any]:
+        """Return the message's value."""
+        return {"parts": self.parts, "requests": self.requests}
 
 
-def request_of(told: dict[str, Any]) -> SharedRequest:
-    """Return the request that :func:`described` has told of, without its grammar, on a rank without clients."""
-    args = _arguments(told["args"])
+def requests_of(told: dict[str, Any]) -> list[SharedRequest]:
+    """Return the requests of :class:`Descriptions`, without their grammars, on a rank without clients."""
+    return [_request_of(each, *(told["parts"][index] for index in each["parts"])) for each in told["requests"]]
+
+
+def _request_of(told: dict[str, Any], made: Any, constraint: Any, logits: Any, stop_words: Any) -> SharedRequest:
+    args = _arguments({**told["args"], "logits": logits, "stop_words": stop_words})
     queue = SilentQueue(args.stop_words)
     queue.number = told["number"]
-    request = PreparedRequest("text", "", [], None, None, made=MadePrompt(*told["made"]), salt=told["salt"])
+    request = PreparedRequest("text", "", [], None, None, made=MadePrompt(*made), salt=told["salt"])
     request.prompt_lookup = told["prompt_lookup"]
-    request.constraint = _constraint(told["constraint"])
+    request.constraint = _constraint(constraint)
     return SharedRequest(queue, request, args)
 
 

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from mlx_lm import server as upstream
 
+from mlx_paged.engine.ranks.peer import DATA, read_frame, send_frame
 from mlx_paged.errors import GrammarError
 from mlx_paged.patches.server.answers.arguments import generation_arguments
+from mlx_paged.patches.server.computing import shared_request
+from mlx_paged.patches.server.computing.ranked_loop import RankedLoop
 from mlx_paged.patches.server.computing.shared_request import (
     ComingRequests,
+    Descriptions,
     SharedQueue,
     SharedRequest,
     SilentQueue,
-    described,
     queue_of,
-    request_of,
+    requests_of,
 )
 from mlx_paged.patches.server.prepared_request import PreparedRequest
 from mlx_paged.serve.constraints.constraint import Constraint, constraint_of
@@ -48,6 +54,54 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
+def told_to_others(requests: list[SharedRequest]) -> list[SharedRequest]:
+    descriptions = Descriptions()
+    assert all(descriptions.add(*each) for each in requests)
+    return requests_of(json.loads(json.dumps(descriptions.told())))
+
+
+def copies(count: int, grammar: str) -> list[SharedRequest]:
+    """Answers to one request with ``count`` seeds."""
+    body = {"seed": 1, "logit_bias": {"7": -2}, "structured_outputs": {"grammar": grammar}}
+    args, constraint = generation_arguments(body, CLI), constraint_of(body, chat=True)
+    made = MadePrompt([5, 6, 7], [[5], [6, 7]], ["system", "user"], "normal")
+    requests = []
+    for seed in range(count):
+        request = PreparedRequest("chat", "", [], None, None, made, None, constraint)
+        queue: Any = queue_of((), is_shared=True)
+        requests.append(SharedRequest(queue, request, dataclasses.replace(args, seed=seed)))
+    return requests
+
+
+def test_copies_of_a_request_share_what_is_large() -> None:
+    grammar = 'start: "a"\n// ' + "\U0001f600" * 100_000
+    descriptions, requests = Descriptions(), copies(256, grammar)
+    assert all(descriptions.add(*each) for each in requests)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor(1) as pool:
+        size = pool.submit(send_frame, ours, DATA, descriptions.told())
+        found = requests_of(read_frame(theirs)[1])
+        assert size.result() < len(grammar.encode()) + 256 * 2000
+    assert [each.args.seed for each in found] == list(range(256))
+    assert all(each.request.constraint == requests[0].request.constraint for each in found)
+    assert all(each.request.made == requests[0].request.made for each in found)
+    assert [each.queue.number for each in found] == [each.queue.number for each in requests]
+
+
+def test_a_message_holds_what_fits_and_one_request_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_request, "MOST_MESSAGE_CHARACTERS", 5000)
+    owner: Any = SimpleNamespace(requests=Queue(), is_stopping=False, memory_watch=None)
+    loop = RankedLoop(owner, cast(Any, SimpleNamespace(rank=0, now=0.0)))
+    fitting = [*copies(1, "a" * 3000), *copies(1, "b" * 3000)]
+    [large] = copies(1, "c" * 6000)
+    for each in (large, *fitting):
+        owner.requests.put(each)
+    told = [[each["number"] for each in loop._collected()["requests"]["requests"]] for _ in range(2)]
+    assert told == [[each.queue.number] for each in fitting]
+    refused = large.queue.get(timeout=60)
+    assert isinstance(refused, RequestRefused) and refused.status == 413
+
+
 @pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
 def test_it_comes_as_it_was(body: dict[str, Any]) -> None:
     args = generation_arguments(body, CLI)
@@ -56,7 +110,7 @@ def test_it_comes_as_it_was(body: dict[str, Any]) -> None:
     request = PreparedRequest("chat", "", [{"role": "user", "content": "x"}], None, None, made, "salt", constraint)
     request.prompt_lookup = 3
     queue = queue_of(args.stop_words, is_shared=True)
-    mine, theirs, its_args = request_of(json.loads(json.dumps(described(queue, request, args))))
+    [(mine, theirs, its_args)] = told_to_others([SharedRequest(cast(Any, queue), request, args)])
     assert mine.number == queue.number
     assert its_args == args
     assert (theirs.made, theirs.salt, theirs.prompt_lookup) == (made, "salt", 3)
@@ -130,7 +184,7 @@ def told_requests() -> tuple[list[SharedRequest], list[SharedRequest]]:
         request = PreparedRequest("chat", "", [], None, None, made, None, constraint_of(body, chat=True))
         queue: Any = queue_of((), is_shared=True)
         mine.append(SharedRequest(queue, request, args))
-    return mine, [request_of(json.loads(json.dumps(described(*each)))) for each in mine]
+    return mine, told_to_others(mine)
 
 
 def run_ranks(setup: Setup, steps: Callable[[int, ComingRequests], None]) -> list[ComingRequests]:
