@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from ..kv.storage.scoring import Window
 from .radix import RadixTree
 from .radix_node import RadixNode
 from .radix_path import table_over
-from .spill_folder import FORMAT, BlockGeometry, SpilledBlock, SpillFolder, described, geometry_of
+from .spill_folder import FORMAT, BlockGeometry, SpilledBlock, SpillFolder, described, geometry_of, packed
+from .write_queue import WriteQueue
 
 
 class SpillStore:
@@ -33,6 +35,7 @@ class SpillStore:
     Args:
         folder: made if it is not there; see :class:`SpillFolder`.
         max_bytes: size of all files; past it the files used least recently go.
+        queued_bytes: most host memory of blocks that wait to be written; blocks evicted beyond it are dropped.
         everywhere: of a number of this rank's, those of all ranks that compute the model, each of which has a folder
             with its own part of the keys and values. A prefix comes back as far as every rank has it.
 
@@ -45,38 +48,48 @@ class SpillStore:
         folder: Path | str,
         *,
         max_bytes: int = 1 << 63,
+        queued_bytes: int = 256 << 20,
         everywhere: Callable[[int], Sequence[int]] = lambda number: [number],
     ) -> None:
         self.everywhere = everywhere
         self.folder = SpillFolder(Path(folder))
         self.max_bytes = max_bytes
+        self.nbytes = 0
+        self.dropped = 0  # evicted blocks that were not written: too many were waiting
+        self._queue = WriteQueue(queued_bytes)
+        # Blocks that wait to be written, by chain (their path is their chain), and what became of them.
+        self._waiting: dict[str, list[SpilledBlock]] = {}
+        self._done: deque[tuple[SpilledBlock, SpilledBlock | BaseException]] = deque()
         self._chains: dict[str, list[SpilledBlock]] = {}
         self._order: dict[Path, SpilledBlock] = {}  # least recently used first
         for block in self.folder.blocks():
             self._chains.setdefault(block.chain, []).append(block)
             self._order[block.path] = block
+            self.nbytes += block.nbytes
         self._keep_limit()
 
     def __len__(self) -> int:
         return len(self._order)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(block.nbytes for block in list(self._order.values()))  # other threads may ask
-
     # Saving ---------------------------------------------------------------------------------------------------
 
-    def save(self, pool: BlockPool, node: RadixNode, identity: str) -> int:
+    def save(self, pool: BlockPool, node: RadixNode, identity: str, *, wait: bool = True) -> int:
         """Write the node's blocks that are not on disk yet. Never raises for want of space: it warns once.
+
+        The blocks are copied to host memory, and a thread writes them.
 
         Args:
             pool: the blocks' pool.
             node: of a tree over the pool; its blocks must still be held.
             identity: of the model and whatever else the keys depend on; never changes meaning.
+            wait: wait until they are written. Otherwise blocks for which the queue has no room are dropped.
 
         Returns:
-            Blocks written.
+            Blocks written, or put in the queue.
         """
+        if wait:
+            self.flush()
+        self.settle()
         size, prefix = pool.block_size, node.prefix()
         if min(prefix) < 0:
             return 0  # an image, named by its address, which may show another one by then
@@ -89,26 +102,76 @@ class SpillStore:
             starts[index] = tuple(min(max(v - low, 0), high - low) for v in node.valid_from)
             if not any(
                 known.geometry == geometry and _covers(known, prefix[low:high], starts[index])
-                for known in self._chains.get(chains[index], ())
+                for known in (*self._chains.get(chains[index], ()), *self._waiting.get(chains[index], ()))
             ):
                 wanted.append(index)
+        room = len(wanted) if wait else self._queue.room(sum(group.bytes_per_block for group in pool.groups))
+        self.dropped += len(wanted[room:])
+        del wanted[room:]
         if not wanted:
             return 0
         layers = self._read(pool, node)
+        for number, index in enumerate(wanted):
+            low, high = index * size, min(node.end, (index + 1) * size)
+            arrays = {}
+            for name, (x, begin) in layers.items():
+                if max(begin, low) < high:
+                    arrays[name] = mx.contiguous(x[:, :, max(begin, low) - begin : high - begin])
+            what = (chains[index], prefix[low:high], starts[index], geometry)
+            if not self._put(*what, packed(*what, arrays), wait):
+                self.dropped += len(wanted) - number
+                del wanted[number:]
+                break
+        self._keep_limit()
+        return self.flush() if wait else len(wanted)
+
+    def _put(
+        self,
+        chain: str,
+        tokens: tuple[int, ...],
+        starts: tuple[int, ...],
+        geometry: tuple[BlockGeometry, ...],
+        data: memoryview,
+        wait: bool,
+    ) -> bool:
+        """Have a block written. Returns whether there was room for it in the queue."""
+        block = SpilledBlock(Path(chain), tokens, starts, geometry, len(data))
+        folder, done = self.folder, self._done
+
+        def write() -> None:
+            try:
+                done.append((block, folder.write(chain, tokens, starts, geometry, data)))
+            except BaseException as error:  # the thread goes on with the others
+                done.append((block, error))
+
+        if not self._queue.put(len(data), write, wait=wait):
+            return False
+        self._waiting.setdefault(chain, []).append(block)
+        return True
+
+    def settle(self) -> int:
+        """Take note of what has been written by now, without waiting. Returns how many blocks."""
         written = 0
-        try:
-            for index in wanted:
-                low, high = index * size, min(node.end, (index + 1) * size)
-                arrays = {}
-                for name, (x, begin) in layers.items():
-                    if max(begin, low) < high:
-                        arrays[name] = mx.contiguous(x[:, :, max(begin, low) - begin : high - begin])
-                self._know(self.folder.write(chains[index], prefix[low:high], starts[index], geometry, arrays))
+        while self._done:
+            block, result = self._done.popleft()
+            waiting = self._waiting.pop(block.chain)
+            waiting.remove(block)
+            if waiting:
+                self._waiting[block.chain] = waiting
+            if isinstance(result, SpilledBlock):
+                self._know(result)
                 written += 1
-        except (OSError, RuntimeError) as error:
-            self.folder.warn(f"a prefix was not written to {self.folder.path}: {error}")
+            elif isinstance(result, Exception):
+                self.folder.warn(f"a prefix was not written to {self.folder.path}: {result}")
+            else:
+                raise result
         self._keep_limit()
         return written
+
+    def flush(self) -> int:
+        """Wait until everything is written. Returns how many blocks."""
+        self._queue.wait()
+        return self.settle()
 
     def _read(self, pool: BlockPool, node: RadixNode) -> dict[str, tuple[mx.array, int]]:
         """Keys and values of every layer the node holds, as its pages do, with the position they begin at."""
@@ -138,6 +201,7 @@ class SpillStore:
         Raises:
             PoolExhaustedError: the pool cannot hold them; the tree is as it was, but for what was evicted.
         """
+        self.settle()
         size = tree.block_size
         match = tree.match(tokens, salt)
         base = match.length // size
@@ -232,6 +296,9 @@ class SpillStore:
         chain = _chains(_root(identity, pool), size, tokens[: base * size])[-1]
         for low in range(base * size, len(tokens), size):
             here = tokens[low : low + size]
+            if any(_agreement(block.tokens, here) for block in self._waiting.get(chain, ())):
+                self.flush()  # which may delete what was found
+                return self._find(pool, tokens, base, identity)
             fitting = [block for block in self._chains.get(chain, ()) if _is_like(block.geometry, geometry)]
             best = max(fitting, key=lambda block: (_agreement(block.tokens, here), -sum(block.starts)), default=None)
             agreed = 0 if best is None else _agreement(best.tokens, here)
@@ -264,15 +331,13 @@ class SpillStore:
         siblings = self._chains.setdefault(block.chain, [])
         if block.path not in self._order:  # the same bytes may be there already
             siblings.append(block)
+            self.nbytes += block.nbytes
         self._order.pop(block.path, None)
         self._order[block.path] = block
 
     def _keep_limit(self) -> None:
-        total = self.nbytes
-        while total > self.max_bytes and self._order:
-            oldest = next(iter(self._order.values()))
-            total -= oldest.nbytes
-            self._delete(oldest)
+        while self.nbytes + self._queue.nbytes > self.max_bytes and self._order:
+            self._delete(next(iter(self._order.values())))
 
     def _delete(self, block: SpilledBlock) -> None:
         self._forget(block.path)
@@ -282,6 +347,7 @@ class SpillStore:
         block = self._order.pop(path, None)
         if block is None:
             return
+        self.nbytes -= block.nbytes
         rest = [other for other in self._chains[block.chain] if other.path != path]
         if rest:
             self._chains[block.chain] = rest

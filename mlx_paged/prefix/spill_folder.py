@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import warnings
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import mlx.core as mx
 
@@ -65,8 +66,7 @@ class SpillFolder:
     are. Files of other users, links, and whatever else there is are not used.
 
     A file is written under another name and renamed, and its name carries a hash of its bytes: whatever is truncated
-    or altered is not used. So nothing is synced to the disk, which would hold up the allocation that evicts: what a
-    power cut tears is not served.
+    or altered is not used. So nothing is synced to the disk: what a power cut tears is not served.
 
     Args:
         path: made if it is not there.
@@ -144,34 +144,26 @@ class SpillFolder:
         tokens: tuple[int, ...],
         starts: tuple[int, ...],
         geometry: tuple[BlockGeometry, ...],
-        arrays: dict[str, mx.array],
+        data: memoryview,
     ) -> SpilledBlock:
-        """Write a block. Raises OSError or RuntimeError if it cannot be; nothing of it is left then."""
+        """Write a block whose file was made by :func:`packed`. Without MLX, so that any thread can.
+
+        Raises:
+            OSError: it cannot be written; nothing of it is left.
+        """
         temporary = self.path / f".{os.getpid()}-{next(self._serial)}.safetensors"
-        metadata = {
-            "format": FORMAT,
-            "chain": chain,
-            "tokens": json.dumps(tokens),
-            "starts": json.dumps(starts),
-            "geometry": json.dumps(geometry),
-        }
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             temporary.unlink(missing_ok=True)  # of a process that had this number before
             descriptor = os.open(temporary, flags, 0o600)
-            try:
+            with open(descriptor, "wb") as file:
                 os.fchmod(descriptor, 0o600)
-            finally:
-                os.close(descriptor)
-            mx.save_safetensors(str(temporary), arrays, metadata)  # into the file that is there
-            with temporary.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            path = self.path / f"{chain}-{digest[:32]}.safetensors"
-            nbytes = temporary.stat().st_size
+                _fill(file, data)
+            path = self.path / f"{chain}-{_digest(data)}.safetensors"
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-        return SpilledBlock(path, tokens, starts, geometry, nbytes)
+        return SpilledBlock(path, tokens, starts, geometry, len(data))
 
     def load(self, block: SpilledBlock, layers: list[tuple[int, ...]]) -> dict[str, mx.array]:
         """The block's keys and values: ``k<layer>`` and ``v<layer>``, each ``[1, heads, tokens - start, head_dim]``; of
@@ -184,7 +176,7 @@ class SpillFolder:
         Raises (as whatever error): the file is not what was written, or does not hold what it says.
         """
         data = block.path.read_bytes()
-        if not block.path.stem.endswith("-" + hashlib.sha256(data).hexdigest()[:32]):
+        if not block.path.stem.endswith("-" + _digest(data)):
             raise ValueError("its bytes have changed")
         del data
         arrays = mx.load(str(block.path))
@@ -206,6 +198,34 @@ class SpillFolder:
         if not self._warned:
             self._warned = True
             warnings.warn(f"mlx_paged: {text}", SpillWarning, stacklevel=4)
+
+
+def packed(
+    chain: str,
+    tokens: tuple[int, ...],
+    starts: tuple[int, ...],
+    geometry: tuple[BlockGeometry, ...],
+    arrays: dict[str, mx.array],
+) -> memoryview:
+    """Return the bytes of a block's file: a copy of the arrays in host memory."""
+    metadata = {
+        "format": FORMAT,
+        "chain": chain,
+        "tokens": json.dumps(tokens),
+        "starts": json.dumps(starts),
+        "geometry": json.dumps(geometry),
+    }
+    file = io.BytesIO()
+    mx.save_safetensors(file, arrays, metadata)
+    return file.getbuffer()
+
+
+def _fill(file: BinaryIO, data: memoryview) -> None:
+    file.write(data)
+
+
+def _digest(data: bytes | memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def described(geometry: Geometry | None) -> BlockGeometry:

@@ -132,8 +132,10 @@ class PagedPromptCache:
         """
         for tree in list(self._trees.values()):
             tree.expire()
+        if self.spill is not None:
+            self.spill.settle()
         for tree in list(self._trees.values()):
-            save = self._spill_to_disk(tree.pool)
+            save = self._spill_to_disk(tree.pool, wait=True)
             if save is None or self._saved.get(tree.pool) == tree.uses:
                 continue
             uses = tree.uses
@@ -223,7 +225,9 @@ class PagedPromptCache:
             "bytes": self.nbytes,
             "nodes": self.num_nodes,
             "by_type": self.stats_by_type(),
-            "on_disk": None if self.spill is None else {"blocks": len(self.spill), "bytes": self.spill.nbytes},
+            "on_disk": None
+            if self.spill is None
+            else {"blocks": len(self.spill), "bytes": self.spill.nbytes, "dropped": self.spill.dropped},
         }
 
     def __len__(self) -> int:
@@ -231,8 +235,12 @@ class PagedPromptCache:
 
     def close(self) -> None:
         """Give everything up; with a spill store, to disk."""
+        self._saved.clear()
+        self.tidy()
         for tree in list(self._trees.values()):
             tree.clear()
+        if self.spill is not None:
+            self.spill.flush()
         self.others.trim_to(n_sequences=0)
 
     # Inside ---------------------------------------------------------------------------------------------------
@@ -288,7 +296,7 @@ class PagedPromptCache:
         cache, rest = self.others.fetch_nearest_cache(model, tokens[:-1])
         return cache, rest + tokens[-1:]
 
-    def _spill_to_disk(self, pool: BlockPool) -> Callable[[Hashable, RadixNode], None] | None:
+    def _spill_to_disk(self, pool: BlockPool, *, wait: bool = False) -> Callable[[Hashable, RadixNode], None] | None:
         if self.spill is None:
             return None
         spill, identities, pool_ref = self.spill, self._identities, weakref.ref(pool)
@@ -301,7 +309,7 @@ class PagedPromptCache:
             alive = pool_ref()
             identity = None if alive is None else identities.get(alive)
             if identity is not None and alive is not None:
-                spill.save(alive, node, _on_disk(identity, number, of_request))
+                spill.save(alive, node, _on_disk(identity, number, of_request), wait=wait)
 
         return on_evict
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -206,17 +207,13 @@ def test_killed_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def killed(*args: Any, **kwargs: Any) -> None:
         raise Killed
 
-    real = mx.save_safetensors
-
-    def half_written(path: str, *args: Any) -> None:
-        real(path, *args)
-        data = Path(path).read_bytes()
-        Path(path).write_bytes(data[: len(data) // 2])
+    def half_written(file: Any, data: memoryview) -> None:
+        file.write(data[: len(data) // 2])
         raise Killed
 
     for where, name, action in [
-        (spill_folder.mx, "save_safetensors", half_written),
-        (spill_folder.hashlib, "file_digest", killed),
+        (spill_folder, "_fill", half_written),
+        (spill_folder, "_digest", killed),
         (Path, "replace", killed),
     ]:
         folder = tmp_path / name
@@ -246,9 +243,57 @@ def test_a_full_disk_costs_the_prefix_and_nothing_else(tmp_path: Path, monkeypat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.warns(SpillWarning, match="No space left") as caught:
-        patch.setattr(spill_folder.mx, "save_safetensors", full)
+        patch.setattr(spill_folder, "_fill", full)
         store = spilled(tmp_path, [range(20), range(50, 70)])
     assert len(caught) == 1 and len(store) == 0 and not list(tmp_path.iterdir())
+
+
+def test_evicted_blocks_are_written_by_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody who evicts waits for the disk, and whoever wants the prefix back does."""
+    go_on, threads, fill = threading.Event(), set(), spill_folder._fill
+
+    def slowly(file: Any, data: memoryview) -> None:
+        threads.add(threading.current_thread())
+        assert go_on.wait(60)
+        fill(file, data)
+
+    monkeypatch.setattr(spill_folder, "_fill", slowly)
+    pool, store = make_pool(), SpillStore(tmp_path)
+    tree = RadixTree(pool, on_evict=lambda salt, node: store.save(pool, node, "weights", wait=False))
+    add(tree, range(20))
+    add(tree, range(100, 108))
+    tree.clear()
+    assert pool.stats().live_blocks == len(store) == store.nbytes == 0
+    assert store.restore(tree, [500, 501], None, "weights") == 0  # another prefix: does not wait either
+    threading.Timer(0.05, go_on.set).start()
+    assert store.restore(tree, (*range(20), 99), None, "weights") == 20
+    assert len(store) == 5 + 2 and threads and threading.current_thread() not in threads
+    assert store.nbytes == sum(f.stat().st_size for f in tmp_path.iterdir())
+    check_contents(pool, tree.adopt((*range(20), 99))[1], range(20))
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()  # it ends with its work
+    assert restored(tmp_path, (*range(100, 108), 99)) == 8
+
+
+def test_a_slow_disk_costs_prefixes_which_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, fill = threading.Event(), spill_folder._fill
+
+    def slowly(file: Any, data: memoryview) -> None:
+        assert go_on.wait(60)
+        fill(file, data)
+
+    monkeypatch.setattr(spill_folder, "_fill", slowly)
+    pool, store = make_pool(), SpillStore(tmp_path, queued_bytes=1500)
+    tree = RadixTree(pool, on_evict=lambda salt, node: store.save(pool, node, "weights", wait=False))
+    for n in range(10):
+        add(tree, range(100 * n, 100 * n + 8))
+    tree.clear()
+    queued = 20 - store.dropped
+    assert 0 < queued < 6
+    go_on.set()
+    assert store.flush() == queued == len(store) and store.dropped == 20 - queued
+    assert restored(tmp_path, (*range(8), 99)) == 8 and restored(tmp_path, (*range(900, 908), 99)) == 0
 
 
 def test_size_cap_deletes_what_was_used_least_recently(tmp_path: Path) -> None:

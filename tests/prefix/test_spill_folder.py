@@ -38,14 +38,14 @@ def umask(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("umask")
 def test_folder_and_files_are_private_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[set[int]] = []
-    real = mx.save_safetensors
+    real = spill_folder._fill
 
-    def save(path: str, *args: Any) -> None:
-        seen.append(modes(Path(path).parent))  # before anything is in the file
-        real(path, *args)
-        seen.append(modes(Path(path).parent))
+    def save(file: Any, data: memoryview) -> None:
+        seen.append(modes(folder))  # before anything is in the file
+        real(file, data)
+        seen.append(modes(folder))
 
-    monkeypatch.setattr(spill_folder.mx, "save_safetensors", save)
+    monkeypatch.setattr(spill_folder, "_fill", save)
     folder = tmp_path / "made" / "here"
     (tmp_path / "made").mkdir()
     (tmp_path / "made").chmod(0o755)
