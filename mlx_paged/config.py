@@ -23,7 +23,13 @@ from .warn import warn_once
 PREFIX = "MLX_PAGED_"
 # Variables that are no options of PagedConfig: the server's keys, ranks, a limit to try kernels with, and where scripts
 # keep the demo model.
-OTHER_VARIABLES = ("MLX_PAGED_API_KEY", "MLX_PAGED_RANK_TIMEOUT", "MLX_PAGED_SHARED_MEMORY", "MLX_PAGED_CACHE")
+OTHER_VARIABLES = (
+    "MLX_PAGED_API_KEY",
+    "MLX_PAGED_CACHE",
+    "MLX_PAGED_RANK_SECRET",
+    "MLX_PAGED_RANK_TIMEOUT",
+    "MLX_PAGED_SHARED_MEMORY",
+)
 # The range the fused kernel is meant for; a pool made by hand may also use blocks of 4.
 MIN_BLOCK_SIZE = 8
 AUTO_SHARE = 0.8

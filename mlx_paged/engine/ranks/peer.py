@@ -31,13 +31,14 @@ def send_frame(connection: socket.socket, kind: bytes, value: Any) -> int:
 
 def read_frame(connection: socket.socket) -> tuple[bytes, Any]:
     """The next frame. Raises OSError, or ValueError for what is none; EOFError at the end."""
-    length, kind = _HEAD.unpack(_read(connection, _HEAD.size))
+    length, kind = _HEAD.unpack(read_bytes(connection, _HEAD.size))
     if length > MOST_BYTES:
         raise ValueError(f"a frame of {length} bytes")
-    return kind, json.loads(_read(connection, length).decode("utf-8", "surrogatepass"))
+    return kind, json.loads(read_bytes(connection, length).decode("utf-8", "surrogatepass"))
 
 
-def _read(connection: socket.socket, count: int) -> bytes:
+def read_bytes(connection: socket.socket, count: int) -> bytes:
+    """Read exactly ``count`` bytes. Raises OSError; EOFError at the end."""
     parts = []
     while count:
         part = connection.recv(min(count, 1 << 20))

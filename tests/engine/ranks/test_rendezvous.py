@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
+from contextlib import suppress
 
 import pytest
 
 from mlx_paged.engine.ranks import rendezvous
-from mlx_paged.engine.ranks.peer import DATA, Peer, send_frame
+from mlx_paged.engine.ranks.peer import Peer
 from mlx_paged.engine.ranks.step_record import StepRecord
 from mlx_paged.engine.ranks.world import group_of, parse_timeout
 from mlx_paged.errors import ConfigError, RankError
@@ -21,18 +23,29 @@ def test_strangers_are_turned_away() -> None:
         port = listener.getsockname()[1]
         accepting = threading.Thread(target=lambda: found.extend(rendezvous._accept(listener, 2, "right", 30)))
         accepting.start()
-        for said in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 20, b""):
-            with socket.create_connection(("127.0.0.1", port)) as stranger:
+        # One that says nothing, and one that promises 1 GB, stay connected meanwhile.
+        silent, dripping = (socket.create_connection(("127.0.0.1", port)) for _ in range(2))
+        dripping.sendall(struct.pack(">Ic", 1 << 30, b"D"))
+        for said in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 20, b"", b"[" * 200_000):
+            with socket.create_connection(("127.0.0.1", port)) as stranger, suppress(OSError):
                 stranger.sendall(said)
-        for token, rank in (("wrong", 1), ("right", 7), ("right", None), (None, 1)):
-            with socket.create_connection(("127.0.0.1", port)) as stranger:
-                send_frame(stranger, DATA, [token, rank])
-                assert stranger.recv(1) == b""
+        for token, rank in (("wrong", 1), ("right", 7), ("right", 0)):
+            with pytest.raises(RankError):
+                rendezvous._connect(["127.0.0.1"], port, token, rank, 30)
         peer = rendezvous._connect(["127.0.0.1"], port, "right", 1, 30)
         accepting.join(30)
+        silent.close()
+        dripping.close()
     assert [each.rank for each in found] == [1]
     for each in (peer, *found):
         each.close()
+
+
+def test_ranks_need_the_same_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(rendezvous.SECRET_VARIABLE, "one")
+    proof = rendezvous._proof("token", b"said")
+    monkeypatch.setenv(rendezvous.SECRET_VARIABLE, "other")
+    assert rendezvous._proof("token", b"said") != proof
 
 
 def test_ranks_that_do_not_come() -> None:
