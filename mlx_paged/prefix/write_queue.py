@@ -6,10 +6,12 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+LINGER_SECONDS = 0.1  # starting a thread for each block of a prefix would cost more than copying the block
+
 
 class WriteQueue:
-    """Runs jobs in the order they were put. The thread lives only while there are jobs, and Python waits for it at its
-    own end.
+    """Runs jobs in the order they were put. The thread ends soon after the last job, and Python waits for it at its own
+    end.
 
     Args:
         most_bytes: most bytes of waiting jobs; a single job may have more.
@@ -20,6 +22,7 @@ class WriteQueue:
         self.nbytes = 0  # of jobs that are not done
         self._changed = threading.Condition()
         self._jobs: deque[tuple[int, Callable[[], None]]] = deque()
+        self._num_open = 0
         self._is_running = False
 
     def room(self, nbytes: int) -> int:
@@ -41,6 +44,8 @@ class WriteQueue:
                 return False
             self._jobs.append((nbytes, job))
             self.nbytes += nbytes
+            self._num_open += 1
+            self._changed.notify_all()
             if self._is_running:
                 return True
             self._is_running = True
@@ -53,14 +58,13 @@ class WriteQueue:
     def wait(self) -> None:
         """Wait until every job is done."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_running)
+            self._changed.wait_for(lambda: not self._num_open)
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                if not self._jobs:
+                if not self._changed.wait_for(lambda: self._jobs, LINGER_SECONDS):
                     self._is_running = False
-                    self._changed.notify_all()
                     return
                 nbytes, job = self._jobs.popleft()
             try:
@@ -69,4 +73,5 @@ class WriteQueue:
                 del job
                 with self._changed:
                     self.nbytes -= nbytes
+                    self._num_open -= 1
                     self._changed.notify_all()
