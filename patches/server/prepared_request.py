@@ -60,8 +60,8 @@ class PreparedRequest(upstream.CompletionRequest):  # type: ignore[misc]
         if self.scoring is not None:
             raise RequestRefused(501, "several ranks cannot tell log-probabilities of prompts", param="echo")
 
-    def begin(self, args: upstream.GenerationArguments, tokenizer: Any, model: nn.Module, tokens: list[int]) -> None:
-        """Check what the model has to say to it, and compute its prompt's log-probabilities if they are wanted.
+    def check(self, args: upstream.GenerationArguments, tokenizer: Any, model: nn.Module, tokens: list[int]) -> None:
+        """Check what the model has to say to it.
 
         Args:
             args, tokenizer, model: as for ``check_sampling``.
@@ -73,8 +73,6 @@ class PreparedRequest(upstream.CompletionRequest):  # type: ignore[misc]
         check_sampling(args, tokenizer, model)
         if max(tokens) >= vocabulary(model, tokenizer):
             raise invalid(f"prompt: token ids go from 0 to {vocabulary(model, tokenizer) - 1}", "prompt")
-        if self.scoring is not None:
-            self.scoring.compute(model, tokens)
 
     def constrain(
         self,

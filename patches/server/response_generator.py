@@ -195,7 +195,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
         loop = self.supervisor.loop
         batch = loop.batch
         waiting = 0 if batch is None else batch.generator.num_waiting
-        return int(self.requests.qsize()) + len(loop.pending) + waiting + self.prompts.num_waiting
+        return int(self.requests.qsize()) + len(loop.pending) + len(loop.scored) + waiting + self.prompts.num_waiting
 
     @property
     def state(self) -> str:
@@ -380,7 +380,7 @@ class PagedResponseGenerator(upstream.ResponseGenerator):  # type: ignore[misc]
             except Exception as error:
                 raise invalid(f"the prompt cannot be made: {type(error).__name__}: {error}", "messages") from error
         model, chunk = self.model_provider.model, self.cli_args.prefill_step_size
-        request.begin(args, tokenizer, model, result[0])
+        request.check(args, tokenizer, model, result[0])
         args.max_tokens = answer_tokens(pool_of(model), chunk, len(result[0]), args.max_tokens)
         return result
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+# Says that the client has sent its last, whatever of it is still unread; not every system has it.
+SENT_LAST = getattr(select, "POLLRDHUP", 0)
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 STREAM_PROBE = "are you there?"  # a comment, which readers of event streams skip
 # Seconds between the questions of the system to a client that may be gone, and how many of them.
@@ -43,12 +45,13 @@ class Connection:
             if self.beat is not None:
                 self.beat()
             poll = select.poll()
-            poll.register(connection, select.POLLIN)
-            if not poll.poll(0):
+            poll.register(connection, select.POLLIN | SENT_LAST)
+            if not (found := poll.poll(0)):
                 return False
             if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 return True
-            if not connection.recv(1, socket.MSG_PEEK) and not self._has_probed:
+            has_ended = found[0][1] & (SENT_LAST | select.POLLHUP) or not connection.recv(1, socket.MSG_PEEK)
+            if has_ended and not self._has_probed:
                 self._has_probed = True
                 self._probe(connection)
         except (OSError, ValueError):

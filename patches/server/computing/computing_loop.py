@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm import server as upstream
@@ -22,6 +22,7 @@ from ....serve.refusal import RequestRefused
 from ...cache.lru_prompt_cache import PagedPromptCache
 from ...cache.pools import forget_pool, known_pool
 from ..answer_queue import AnswerQueue
+from ..answers.scoring import PromptScoring
 from ..prepared_request import PreparedRequest, has_images
 from ..served_batch import ServedBatch
 from .memory_guard import MemoryGuard
@@ -37,6 +38,16 @@ class Stuck(BaseException):
     """Raised in a thread that hangs, so that it ends where it next runs code of Python."""
 
 
+class Scored(NamedTuple):
+    """A request whose prompt is being scored."""
+
+    queue: AnswerQueue
+    request: PreparedRequest
+    args: upstream.GenerationArguments
+    scoring: PromptScoring
+    tokens: list[int]
+
+
 class ComputingLoop:
     """One life of what computes: a batch, and the requests that wait for it or are served alone.
 
@@ -48,6 +59,7 @@ class ComputingLoop:
 
     Attributes:
         pending: requests that were taken from the owner's queue and have not begun.
+        scored: requests whose prompts are being scored, one slice a turn, before they begin; with their tokens.
         batch: of the present model.
         is_abandoned: another loop has taken its place; what it still does counts for nobody.
         is_loading: a model is being loaded.
@@ -57,6 +69,7 @@ class ComputingLoop:
     def __init__(self, owner: PagedResponseGenerator, clock: Callable[[], float] = time.monotonic) -> None:
         self.owner = owner
         self.pending: deque[tuple[AnswerQueue, PreparedRequest | None, upstream.GenerationArguments]] = deque()
+        self.scored: deque[Scored] = deque()
         self.batch: ServedBatch | None = None
         self.is_abandoned = self.is_loading = False
         self.thread: Thread | None = None
@@ -122,12 +135,13 @@ class ComputingLoop:
         if self.batch is not None:
             self._memory.keep(self.batch.generator, self.pool, self.owner.prompt_cache)
             self.batch.step()
+        self._score()
         self._tidying.while_busy(self.owner.prompt_cache)
 
     @property
     def is_busy(self) -> bool:
         """Whether somebody waits for an answer, as far as is known here."""
-        return bool(self.pending) or (self.batch is not None and bool(self.batch.served))
+        return bool(self.pending) or bool(self.scored) or (self.batch is not None and bool(self.batch.served))
 
     @property
     def pool(self) -> BlockPool | None:
@@ -163,11 +177,14 @@ class ComputingLoop:
         gone = [item for item in self.pending if not item[0].is_wanted]
         for item in gone:
             self.pending.remove(item)
+        for scored in [scored for scored in self.scored if not scored.queue.is_wanted]:
+            self.scored.remove(scored)
+            scored.scoring.drop()
 
     def _start(self, queue: AnswerQueue, request: PreparedRequest | None, args: Any) -> bool:
         """Begin a request, or answer it at once. False if it has to wait until the batch is done."""
         owner, provider = self.owner, self.owner.model_provider
-        busy = self.batch is not None and bool(self.batch.served)
+        busy = bool(self.scored) or (self.batch is not None and bool(self.batch.served))
         try:
             if owner.key_of(args.model) != provider.model_key:
                 if busy:
@@ -176,6 +193,10 @@ class ComputingLoop:
                 owner.load_model(args.model, lambda: self.close_batch(None))
             if request is None:  # only the model was wanted, to make the prompt with
                 queue.put(owner.present_setup())
+                return True
+            if request.scoring is not None and request.scoring.logprobs is None:
+                tokens = owner._tokenize(provider.tokenizer, request, args)[0]
+                self.scored.append(Scored(queue, request, args, request.scoring, tokens))
                 return True
             if not owner._is_batchable(args) or has_images(request.messages):
                 if not busy:
@@ -199,6 +220,28 @@ class ComputingLoop:
             self.is_loading, self._alone = False, None
         return True
 
+    def _score(self) -> None:
+        """Compute a slice of the prompt that has waited longest for its scores; behind the last one its request
+        begins."""
+        if not self.scored:
+            return
+        queue, request, args, scoring, tokens = self.scored[0]
+        try:
+            if not scoring.step(self.owner.model_provider.model, tokens):
+                return
+            self.pending.appendleft((queue, request, args))
+        except Exception as error:
+            scoring.drop()
+            queue.put(error)
+        self.scored.popleft()
+
+    def _take_scored(self) -> list[AnswerQueue]:
+        """The clients of requests whose prompts are being scored; what these hold is let go of."""
+        queues = [scored.queue for scored in self.scored]
+        while self.scored:
+            self.scored.popleft().scoring.drop()
+        return queues
+
     def close_batch(self, error: Exception | None) -> None:
         """The batch's requests fail with ``error``."""
         batch, self.batch = self.batch, None
@@ -210,7 +253,7 @@ class ComputingLoop:
     def refuse_all(self) -> None:
         """The server ends in order."""
         self.close_batch(RequestRefused(503, "the server is shutting down", retry_after=5))
-        for queue, *_ in self.pending:
+        for queue in [*self._take_scored(), *(queue for queue, *_ in self.pending)]:
             queue.put(RequestRefused(503, "the server is shutting down", retry_after=5))
 
     def wreck(self) -> None:
@@ -218,6 +261,7 @@ class ComputingLoop:
         knows how far that has come."""
         batch, self.batch = self.batch, None
         self.pending.clear()
+        self._take_scored()
         if batch is not None:
             with suppress(Exception):
                 batch.generator.abandon()

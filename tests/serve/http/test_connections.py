@@ -157,3 +157,27 @@ def test_a_stream_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     stream.fail(invalid("no", "x"))
     assert b'data: {"a": 1}\n\nevent: end\ndata: [DONE]\n\n' in out.getvalue()
     assert b'"param": "x"' in out.getvalue() and out.getvalue().endswith(b"\r\n0\r\n\r\n")
+
+
+@pytest.mark.demo_model
+@pytest.mark.parametrize("behind", [b"", b"\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_a_client_that_goes_is_noticed_whatever_it_has_sent(server: ServerProcess, behind: bytes) -> None:
+    endless = {"prompt": "Hello", "max_tokens": 1 << 20, "n": 2, "logit_bias": {"39": 1000}}
+    client = server.send_and_leave_open(COMPLETIONS, endless)
+    server.wait_until(lambda: any(server.stats()["running"].values()))
+    client.sendall(behind)
+    client.close()
+    server.wait_until(lambda: server.is_idle)
+
+
+@pytest.mark.demo_model
+def test_long_prompts_are_scored_between_the_steps_of_others(server: ServerProcess) -> None:
+    scored = {"prompt": [[number + 5] * 1000 for number in range(200)], "max_tokens": 0, "echo": True, "logprobs": 0}
+    with server.send_and_leave_open(COMPLETIONS, scored) as client:
+        server.wait_until(lambda: server.stats()["running"]["waiting"] > 20)
+        assert server.post(COMPLETIONS, {"prompt": "Hello", "max_tokens": 3}).status == 200
+        client.setblocking(False)
+        with pytest.raises(BlockingIOError):  # it is not answered yet
+            client.recv(1)
+    server.wait_until(lambda: server.is_idle)
+    assert server.get("/health").json["restarts"] == 0
