@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import io
 import os
 import random
@@ -16,12 +17,16 @@ import mlx.core as mx
 
 from ..engine.ranks.ranks import Ranks
 from ..engine.ranks.same_start import check_same, versions
+from ..engine.ranks.watch import EXIT_STATUS
 from ..engine.ranks.world import RANK_TIMEOUT, VARIABLE, connect, parse_timeout
-from ..errors import ConfigError
+from ..errors import ConfigError, RankError
 from ..warn import warn_once
 
 # What mlx-lm does not do over ranks either.
 REFUSED = {"adapter_path": "--adapter-path", "draft_model": "--draft-model", "prompt_cache_file": "--prompt-cache-file"}
+# Which MLX's launcher sets for a backend.
+MLX_VARIABLES = {"MLX_JACCL_COORDINATOR": "jaccl", "NCCL_HOST_IP": "nccl", "MLX_HOSTFILE": "ring"}
+START_FACTOR = 4  # times the rank timeout: processes may start at different times
 
 
 def _timeout(text: str) -> float:
@@ -53,15 +58,20 @@ def join(args: argparse.Namespace) -> Ranks | None:
     Raises:
         ConfigError: a flag does not go with several ranks, or with one; RankError: they have not found each other.
     """
-    group = mx.distributed.init()
-    if group.size() == 1:
-        if args.pipeline:
-            raise ConfigError("--pipeline needs several ranks: mlx.launch -n 2 starts them")
-        return None
-    for name, flag in REFUSED.items():
-        if getattr(args, name, None):
-            raise ConfigError(f"{flag} does not go with several ranks")
-    ranks = connect(group, args.rank_timeout)
+    with bounded_wait(args.rank_timeout):
+        group = mx.distributed.init()
+        if group.size() == 1:
+            if args.pipeline:
+                raise ConfigError("--pipeline needs several ranks: mlx.launch -n 2 starts them")
+            return None
+        for name, flag in REFUSED.items():
+            if getattr(args, name, None):
+                raise ConfigError(f"{flag} does not go with several ranks")
+        try:
+            ranks = connect(group, args.rank_timeout)
+        except RankError as error:
+            print(f"mlx_paged: rank {group.rank()} of {group.size()} ends: {error}", file=sys.stderr, flush=True)
+            os._exit(EXIT_STATUS)  # MLX may wait for the others when the interpreter ends
     if ranks.rank == 0:
         print(f"mlx_paged: {ranks.size} ranks ({backend_name()})", file=sys.stderr, flush=True)
     try:
@@ -72,10 +82,31 @@ def join(args: argparse.Namespace) -> Ranks | None:
     return ranks
 
 
+@contextmanager
+def bounded_wait(timeout: float | None) -> Iterator[None]:
+    """End the process if the other ranks do not come: with a rank that has died, MLX would wait without an end.
+
+    MLX holds the interpreter meanwhile, so no thread of Python's could end it; faulthandler's own thread can, with
+    status 1 and a traceback.
+    """
+    if not MLX_VARIABLES.keys() & os.environ.keys():
+        yield
+        return
+    if timeout is None:
+        timeout = parse_timeout(os.environ.get(VARIABLE) or RANK_TIMEOUT)
+    seconds, rank = START_FACTOR * timeout, os.environ.get("MLX_RANK", "?")
+    told = f"mlx_paged: rank {rank} waits for the other ranks; ends if one has not come in {seconds:.0f} s"
+    print(told, file=sys.stderr, flush=True)
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
 def backend_name() -> str:
     """Return the name of MLX's backend, by the variables that its launcher sets."""
-    variables = {"MLX_JACCL_COORDINATOR": "jaccl", "NCCL_HOST_IP": "nccl", "MLX_HOSTFILE": "ring"}
-    return next((name for variable, name in variables.items() if variable in os.environ), "mpi")
+    return next((name for variable, name in MLX_VARIABLES.items() if variable in os.environ), "mpi")
 
 
 @contextmanager

@@ -85,8 +85,10 @@ def _tell(group: Any, where: list[Any] | None) -> list[Any]:
     if len(encoded) > _MOST_BYTES:
         raise RankError(f"rank 0 has too many addresses: {len(encoded)} bytes")
     padded = encoded + b" " * (_MOST_BYTES - len(encoded)) if where is not None else bytes(_MOST_BYTES)
-    summed = mx.distributed.all_sum(mx.array(list(padded), mx.int32), group=group)
-    values: Any = summed.tolist()
+    try:
+        values: Any = mx.distributed.all_sum(mx.array(list(padded), mx.int32), group=group).tolist()
+    except RuntimeError as error:
+        raise RankError(f"another rank has ended while it started: {error}") from error
     found: list[Any] = json.loads(bytes(values))
     return found
 

@@ -41,6 +41,15 @@ def test_strangers_are_turned_away() -> None:
         each.close()
 
 
+def test_a_rank_that_ends_during_the_first_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: object, **__: object) -> None:
+        raise RuntimeError("[ring] connection to a peer was lost")
+
+    monkeypatch.setattr(rendezvous.mx.distributed, "all_sum", lost)
+    with pytest.raises(RankError, match="another rank has ended while it started: .*peer was lost"):
+        rendezvous._tell(None, None)
+
+
 def test_ranks_need_the_same_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(rendezvous.SECRET_VARIABLE, "one")
     proof = rendezvous._proof("token", b"said")

@@ -32,6 +32,7 @@ class Launch:
         args: of each.
         folder: for what they write, their output included.
         places: the working folder of each; None: this process's.
+        cold: as of ``commands.start``.
         env: variables of all.
     """
 
@@ -42,6 +43,7 @@ class Launch:
         args: Sequence[object],
         folder: Path,
         places: Sequence[Path] | None = None,
+        cold: bool = False,
         **env: str,
     ) -> None:
         self.folder = folder
@@ -52,7 +54,9 @@ class Launch:
             with (folder / f"{rank}.out").open("w") as out, (folder / f"{rank}.err").open("w") as err:
                 known = {"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank), **env}
                 place = None if places is None else places[rank]
-                self.processes.append(commands.start(program, *args, stdout=out, stderr=err, cwd=place, **known))
+                self.processes.append(
+                    commands.start(program, *args, stdout=out, stderr=err, cwd=place, cold=cold, **known)
+                )
 
     def ended(self, seconds: float = MOST_SECONDS) -> list[Ended]:
         """Wait until all have ended, and return what they said. Kills what does not end."""
