@@ -46,7 +46,7 @@ def test_a_rank_that_ends_during_the_first_reduction(monkeypatch: pytest.MonkeyP
         raise RuntimeError("[ring] connection to a peer was lost")
 
     monkeypatch.setattr(rendezvous.mx.distributed, "all_sum", lost)
-    with pytest.raises(RankError, match="another rank has ended while it started: .*peer was lost"):
+    with pytest.raises(RankError, match=r"another rank has ended while it started: .*peer was lost"):
         rendezvous._tell(None, None)
 
 
