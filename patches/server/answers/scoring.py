@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import mlx.core as mx
@@ -9,6 +10,8 @@ import mlx.nn as nn
 from mlx_lm.models import cache as stock_cache
 
 CHUNK = 256  # tokens whose logits are alive together
+FIRST = 16  # tokens of a prompt's first slice, and the fewest: on a CPU 256 can take half a minute
+SLICE_SECONDS = 0.25  # that others wait for a slice, about
 
 
 class PromptScoring:
@@ -29,6 +32,7 @@ class PromptScoring:
         self.top: list[list[tuple[int, float]]] = []
         self._found: list[float] = []
         self._caches: list[Any] | None = None
+        self._num_tokens = FIRST  # of the next slice
 
     def step(self, model: nn.Module, tokens: list[int]) -> bool:
         """Run the model over the next slice of the prompt, apart from the batch, in caches of its own. Return whether
@@ -43,9 +47,15 @@ class PromptScoring:
         if self._caches is None:
             self._caches = stock_cache.make_prompt_cache(model)
         begin, last = len(self._found), len(tokens) - 1
-        end = min(begin + CHUNK, last)
+        end = min(begin + min(self._num_tokens, CHUNK), last)
         if begin < end:
+            started = time.perf_counter()
             self._score(model, tokens, begin, end)
+            seconds = time.perf_counter() - started
+            if seconds < SLICE_SECONDS / 2:
+                self._num_tokens = min(2 * self._num_tokens, CHUNK)
+            elif seconds > SLICE_SECONDS:
+                self._num_tokens = max(self._num_tokens // 2, FIRST)
         if end < last:
             return False
         self.logprobs = self._found
