@@ -160,18 +160,19 @@ def test_what_ranks_do_not_do_is_said(path: str, body: dict[str, Any], ranked: R
 def test_the_end(ranked: RankedServer) -> None:
     """Comes last: who is being answered is answered to the end, and all ranks leave alike."""
     ranked.wait_until(lambda: ranked.is_idle, 60)
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(told, ranked, {"prompt": "a", "temperature": 0, "max_tokens": 60})
-        ranked.wait_until(lambda: not ranked.is_idle)
-        ranked.signal(1, signal.SIGTERM)  # rank 0 ends all
-        ranked.signal(0, signal.SIGTERM)
-        assert answer.result()[1]["completion_tokens"] == 60
+    create: Any = client(ranked).completions.create
+    stream = create(model="default_model", prompt="a", temperature=0, max_tokens=60, logprobs=1, stream=True)
+    first = next(iter(stream))  # it is being answered
+    ranked.signal(1, signal.SIGTERM)  # rank 0 ends all
+    ranked.signal(0, signal.SIGTERM)
+    tokens = [each.choices[0].logprobs.tokens for each in (first, *stream) if each.choices[0].logprobs]
+    assert sum(map(len, tokens)) == 60
     ended = ranked.ended()
     assert [each.status for each in ended] == [0, 0], ended
     assert "httpd" not in ended[1].stderr
-    first, second = ranked.last_words()
-    assert first == second
-    cached, live = first.split(" blocks cached; ")[0], first.partition("tokens: ")[2].split(" live")[0]
+    words, others = ranked.last_words()
+    assert words == others
+    cached, live = words.split(" blocks cached; ")[0], words.partition("tokens: ")[2].split(" live")[0]
     assert int(cached) == int(live) > 0
 
 
