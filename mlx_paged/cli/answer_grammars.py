@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine.grammar.compiler import INSTALL
 from ..errors import ConfigError
-from ..serve.constraints.constraint import Constraint, constraint_of
-from ..serve.refusal import RequestRefused, invalid
-from ..serve.request_body import load_object
+from ..server.constraint import Constraint, constraint_of
+from ..server.errors import RequestRefused, invalid
+from .line_values import load_object
 
 if TYPE_CHECKING:
     from ..engine.grammar.grammar import CompiledGrammar

@@ -21,7 +21,7 @@ from ..engine.ranks.ranks import Ranks
 from ..engine.request_options import RequestOptions
 from ..errors import ConfigError, PromptsFileError, RequestFailedError
 from ..model_folder import tell_if_unbounded
-from ..serve.stops.stopped_tokens import StoppedTokens
+from ..server.stopped_tokens import StoppedTokens
 from .answer_grammars import AnswerGrammars
 from .progress import BatchProgress
 from .prompts_file import Prompt, Results, read_prompts

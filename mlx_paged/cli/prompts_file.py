@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from ..errors import PromptsFileError
-from ..serve.api.parameters import CHAT, COMPLETIONS
-from ..serve.constraints.constraint import constraint_of
-from ..serve.refusal import RequestRefused, invalid
-from ..serve.request_body import check_parameters, load_object
+from ..server.constraint import constraint_of
+from ..server.errors import RequestRefused, invalid
+from .line_values import checked, load_object
 
 JOURNAL_SUFFIX = ".partial"
 KEYS = frozenset({"prompt", "messages", "id", "max_tokens", "max_completion_tokens", "n"})
@@ -136,13 +135,7 @@ def _from_object(index: int, line: bytes) -> Prompt:
         raise invalid(f"{', '.join(map(repr, unknown))}: not an option of a prompts file")
     if ("prompt" in given) == ("messages" in given):
         raise invalid("exactly one of 'prompt' and 'messages' is needed")
-    values = check_parameters(given, CHAT if "messages" in given else COMPLETIONS)
-    if values.get("n", 1) != 1:
-        raise invalid("n must be 1: one answer for each line", "n")
-    if not isinstance(values.get("prompt", ""), str):
-        raise invalid("prompt must be a string", "prompt")
-    if values.get("max_tokens") == 0:
-        raise invalid("max_tokens must be from 1", "max_tokens")
+    values = checked(given)
     constraint_of(values, chat=False)
     messages, most = values.get("messages"), values.get("max_completion_tokens", values.get("max_tokens"))
     sampling = {name: value for name, value in values.items() if name in SAMPLING}

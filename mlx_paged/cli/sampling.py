@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..serve.refusal import invalid
+from ..server.errors import invalid
 from .prompts_file import PROCESSING
 
 Sampler = Callable[[mx.array], mx.array]

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from .grammar.grammar import CompiledGrammar
+from .sampling.params import SamplingParams
 
 
 class RequestOptions(NamedTuple):
@@ -18,9 +19,11 @@ class RequestOptions(NamedTuple):
         grammar: what its answer has to be; None: anything.
         prompt_lookup: most tokens proposed in a step because the prompt or the answer had them before; 0:
             none; None: as configured.
+        sampling: how its tokens are chosen, as numbers; its sampler and processors are not asked then. None: they are.
     """
 
     salt: Hashable = None
     seed: int | None = None
     grammar: CompiledGrammar | None = None
     prompt_lookup: int | None = None
+    sampling: SamplingParams | None = None

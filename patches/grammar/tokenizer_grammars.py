@@ -11,9 +11,9 @@ from ...engine.grammar.compiler import GrammarCompiler, GrammarSource
 from ...engine.grammar.grammar import CompiledGrammar
 from ...engine.grammar.trial import IsCancelled
 from ...errors import GrammarAbandoned, GrammarError
-from ...serve.constraints.constraint import Constraint
-from ...serve.constraints.tools import Tool, ToolFormat, Tools, calls
-from ...serve.refusal import invalid
+from ...server.constraint import Constraint
+from ...server.errors import invalid
+from ...server.tools import Tool, ToolFormat, Tools, calls
 
 JSON_TOOLS = "mlx_lm.tool_parsers.json_tools"  # the parser of calls that are a JSON object of name and arguments
 

@@ -27,7 +27,7 @@ from mlx_paged.engine.grammar.compiler import GrammarSource
 from mlx_paged.engine.grammar.grammar import CompiledGrammar
 from mlx_paged.engine.request_options import RequestOptions
 from mlx_paged.patches.grammar.tokenizer_grammars import TokenizerGrammars
-from mlx_paged.serve.constraints.constraint import Constraint
+from mlx_paged.server.constraint import Constraint
 
 from .report import Panel, add_out_argument, positive, table, write_results
 

@@ -1,40 +1,48 @@
-"""Write the tables of parameters in docs/api.md from the one that the server checks with.
+"""Write the tables of parameters in docs/api.md from the models that the server checks bodies with.
 
 python scripts/clients/write_api_tables.py
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from mlx_paged.serve.api.parameters import ENDPOINTS, Endpoint, Parameter, Support
+from mlx_paged.server.requests.endpoints import ENDPOINTS, Endpoint, support_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 BEGIN, END = "<!-- tables: scripts/clients/write_api_tables.py -->\n", "<!-- end of tables -->\n"
-WORDS = {Support.SUPPORTED: "yes", Support.NO_EFFECT: "no effect", Support.REFUSED: "400"}
+WORDS = {"supported": "yes", "no effect": "no effect", "refused": "400"}
 
 
-def values_of(parameter: Parameter) -> str:
-    """What passes, in few words."""
-    schema = parameter.check.schema
-    if "enum" in schema:
-        return " or ".join(f"`{value}`".replace("'", '"') for value in schema["enum"])
-    if "minimum" in schema:
-        low, high = schema["minimum"], schema["maximum"]
+def values_of(schema: dict[str, Any]) -> str:
+    """Return what passes, in few words."""
+    kinds = [kind for kind in schema.get("anyOf", [schema]) if kind.get("type") != "null"]
+    kind = kinds[0] if len(kinds) == 1 else {}
+    for name in ("const", "enum"):
+        if name in kind:
+            values = [kind[name]] if name == "const" else [value for value in kind[name] if value is not None]
+            return " or ".join(f"`{json.dumps(value)}`" for value in values)
+    if "minimum" in kind:
+        low, high = kind["minimum"], kind["maximum"]
         return f"{low:g} to {high:g}" if high < 1e6 else "any whole number" if low < 0 else f"from {low:g}"
-    return "" if schema.get("type") == "null" else str(schema.get("type", ""))
+    return str(kind.get("type", "object" if "$ref" in kind else ""))
 
 
 def table_of(endpoint: Endpoint) -> str:
     lines = [f"### `{endpoint.path}`\n", f"{endpoint.summary}.\n", "| Parameter | | Values | |", "|---|---|---|---|"]
-    for support in Support:
-        for parameter in endpoint.parameters.values():
-            if parameter.support is support:
-                word = WORDS[support] + (", required" if parameter.is_required else "")
-                lines.append(f"| `{parameter.name}` | {word} | {values_of(parameter)} | {parameter.note} |")
+    schemas = endpoint.body.model_json_schema()["properties"]
+    for support, word in WORDS.items():
+        for name, field in endpoint.body.model_fields.items():
+            if support_of(endpoint.body, name) == support:
+                required = ", required" if field.is_required() else ""
+                lines.append(
+                    f"| `{name}` | {word}{required} | {values_of(schemas[name])} | {field.description or ''} |"
+                )
     return "\n".join(lines) + "\n"
 
 
@@ -43,7 +51,7 @@ def tables() -> str:
 
 
 def updated(page: str) -> str:
-    """The page with the tables as they are now."""
+    """Return the page with the tables as they are now."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n{tables()}\n{END}{rest.split(END)[1]}"
 

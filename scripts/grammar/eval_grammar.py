@@ -35,8 +35,8 @@ import mlx_paged
 from mlx_paged import RequestFailedError
 from mlx_paged.engine.request_options import RequestOptions
 from mlx_paged.patches.grammar.tokenizer_grammars import TokenizerGrammars
-from mlx_paged.serve.constraints.constraint import constraint_of
-from mlx_paged.serve.refusal import RequestRefused
+from mlx_paged.server.constraint import constraint_of
+from mlx_paged.server.errors import RequestRefused
 
 PROMPTS = (
     "Describe a city as JSON.",

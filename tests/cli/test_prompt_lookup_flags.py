@@ -18,9 +18,9 @@ from mlx_paged.cli.generate import extend_parser
 from mlx_paged.cli.prompts_file import Prompt, Results, read_prompts
 from mlx_paged.cli.sampling import Sampling
 from mlx_paged.config import PagedConfig
-from mlx_paged.serve.api.parameters import COMPLETIONS
-from mlx_paged.serve.refusal import RequestRefused
-from mlx_paged.serve.request_body import parse_body
+from mlx_paged.server.errors import RequestRefused
+from mlx_paged.server.requests.completions import CompletionBody
+from mlx_paged.server.requests.fields import parsed as parsed_body
 from tests.cli.test_command_line import PROMPT, generate, save_model
 from tests.cli.test_kv_bits_flags import parsed
 from tests.support.processes import commands
@@ -45,15 +45,15 @@ def test_what_is_no_such_number(value: Any) -> None:
 
 
 def test_requests_and_lines_say_it_by_name() -> None:
-    body = parse_body(json.dumps({"prompt": "x", "prompt_lookup": 9}).encode(), COMPLETIONS)
-    assert body["prompt_lookup"] == 9
+    body, _ = parsed_body(json.dumps({"prompt": "x", "prompt_lookup": 9}).encode(), CompletionBody)
+    assert body.prompt_lookup == 9
     lines = [{"prompt": "x", "prompt_lookup": 9}, {"prompt": "x", "prompt_lookup": 65}, {"prompt": "x"}]
     said, wrong, silent = read_prompts([json.dumps(line).encode() for line in lines], "f.jsonl")
     assert said.sampling == {"prompt_lookup": 9} and silent.sampling == {}
     assert wrong.error is not None and "prompt_lookup must be from 0 to 64" in wrong.error
     for value in (-1, 65, 1.0, "4", True):
         with pytest.raises(RequestRefused, match="prompt_lookup"):
-            parse_body(json.dumps({"prompt": "x", "prompt_lookup": value}).encode(), COMPLETIONS)
+            parsed_body(json.dumps({"prompt": "x", "prompt_lookup": value}).encode(), CompletionBody)
 
 
 class Tokenizer:

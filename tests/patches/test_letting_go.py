@@ -6,6 +6,7 @@ import importlib
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from typing import Any
 
 import mlx.core as mx
@@ -17,9 +18,12 @@ import mlx_paged
 from mlx_paged import PagedConfig, PoolExhaustedError, RequestFailedError
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.patches.server.answer_queue import AnswerQueue
-from mlx_paged.patches.server.served_batch import Served, ServedBatch
-from mlx_paged.serve.report.server_stats import ServerStats
+from mlx_paged.patches.server import LoadedBatch
+from mlx_paged.server.answer_stream import Outbox
+from mlx_paged.server.engine_loop import EngineLoop, Row, Work
+from mlx_paged.server.health.memory_watch import MemoryWatch
+from mlx_paged.server.report.server_stats import ServerStats
+from mlx_paged.server.request import ModelKey, Prompt, ServerRequest
 from scripts.support import model_configs
 from tests.patches.test_parity import PlainTokenizer
 from tests.support.models.batch_runs import generator, kv_budget
@@ -310,37 +314,57 @@ def test_a_prompt_cache_goes_on_and_lets_go(model: Any) -> None:
 
 def test_a_served_batch_lets_go_of_a_failed_request_and_of_everything_when_it_is_closed(model: Any) -> None:
     options = ("decode_concurrency", "prompt_concurrency", "prefill_step_size")
-    owner = types.SimpleNamespace(cli_args=types.SimpleNamespace(**dict.fromkeys(options, 64)))
-    batch = ServedBatch(owner, model, PlainTokenizer(), "model", PagedPromptCache(), ServerStats(), None)
+    cli_args = types.SimpleNamespace(**dict.fromkeys(options, 64))
+    models: Any = types.SimpleNamespace(cli_args=cli_args, prompt_cache=PagedPromptCache())
+    weights: Any = types.SimpleNamespace(model=model, key=ModelKey("model"), tokenizer=PlainTokenizer())
+    loop = EngineLoop(models, SimpleQueue(), ServerStats(), MemoryWatch(0.0), lambda: False)
+    batch = loop.batch = LoadedBatch(models, weights, mx.default_stream(mx.default_device()))
     processors = [[raising_after(0)], [raising_after(0)]]
-    uids = batch.generator.insert([PROMPT, PROMPT[:30]], [9, 9], logits_processors=processors)
-    queues = [AnswerQueue() for _ in uids]
-    for uid, queue in zip(uids, queues, strict=True):
-        batch.served[uid] = Served(queue, None, None, [], 0, salt=None)
-    while batch.served:
-        batch.step()
-    errors = [item for queue in queues for item in queue.queue if isinstance(item, Exception)]
+    uids = batch._generator.insert([PROMPT, PROMPT[:30]], [9, 9], logits_processors=processors)
+    told: list[Any] = []
+    for uid in uids:
+        stream: Any = Stream(told)
+        loop.rows[uid] = Row(Work(stream, ServerRequest([PROMPT], prompts=[Prompt.of_tokens(PROMPT)])), 0, None)
+    while loop.rows:
+        loop._step()
+    errors = [item for items in told for each in items.values() for item in each if isinstance(item, Exception)]
     assert [frames_of(error) for error in errors] == [0, 0]
-    gone = weakref.ref(batch), weakref.ref(batch.generator._engine)
-    batch.close()
+    told.clear()  # which its streams know
+    gone = weakref.ref(batch), weakref.ref(batch._generator._engine)
+    loop.close_batch(None)
     del batch
+    models.prompt_cache = None
     assert [ref() for ref in gone] == [None, None]
     assert live_blocks(model) == 0
+
+
+class Stream:
+    """What a request's stream is to the thread that computes; ``told`` is what its event loop is woken with."""
+
+    def __init__(self, told: list[Any]) -> None:
+        self.is_wanted = True
+        self.loop = types.SimpleNamespace(
+            is_closed=lambda: False, call_soon_threadsafe=lambda _, items: told.append(items)
+        )
 
 
 def test_an_error_on_its_way_to_a_client_keeps_nothing_of_where_it_was_raised() -> None:
     class Held:
         pass
 
-    def serve(queue: AnswerQueue) -> weakref.ref[Held]:
+    def serve(outbox: Outbox) -> weakref.ref[Held]:
         held = Held()
         try:
             raise ValueError("no prompt")
         except ValueError as error:
-            queue.put(error)
+            outbox.fail(stream, error)
         return weakref.ref(held)
 
-    queue = AnswerQueue()
-    assert serve(queue)() is None
-    error = queue.get_nowait()
+    told: list[Any] = []
+    stream: Any = Stream(told)
+    outbox = Outbox()
+    assert serve(outbox)() is None
+    outbox.flush()
+    ((error,),) = told[0].values()
     assert 'raise ValueError("no prompt")' in error.__notes__[0]  # for the log
+    told.clear()  # which its stream knows

@@ -28,7 +28,7 @@ def outcomes(names: list[str]) -> dict[str, Any]:
 def test_all_names_are_found() -> None:
     """Imported by name, used as attributes, and patched."""
     imported = {"mlx_lm.models.cache:CacheList", "mlx_lm.models.activations:swiglu", "mlx_lm.models.activations:"}
-    used = {"mlx_lm.models.cache:make_prompt_cache", "mlx_lm.server:APIHandler"}
+    used = {"mlx_lm.models.cache:make_prompt_cache", "mlx_lm.server:ResponseGenerator"}
     assert imported | used | {"mlx_lm.models.gemma2:", "mlx_lm.generate:BatchGenerator"} <= set(NAMES)
     assert len(NAMES) > 40
 
@@ -61,27 +61,20 @@ def check(name: str, outcome: dict[str, Any]) -> None:
 
 
 def test_a_server_that_cannot_be_adapted_says_so_and_does_not_pretend_to_ask_for_a_key(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     import mlx_lm.server as upstream
 
     from mlx_paged.cli import server
 
-    def upstream_main() -> None:
-        parser = upstream.argparse.ArgumentParser()
-        for name in ("--model", "--draft-model", "--host"):
-            parser.add_argument(name, default="127.0.0.1" if name == "--host" else None)
-        parser.parse_args()
-
-    ended: list[Any] = []
-    monkeypatch.setattr(server, "leave", ended.append)
+    ran: list[Any] = []
     monkeypatch.setattr(server.signal, "signal", lambda *args: None)
-    monkeypatch.setattr(upstream, "main", upstream_main)
-    monkeypatch.setattr(server.ServerParser, "shares", True)
-    monkeypatch.setattr(sys, "argv", ["server"])
-    monkeypatch.setitem(sys.modules, "mlx_paged.patches.server.replacements", None)
-    with pytest.warns(UserWarning, match="mlx_lm.server is not adapted"):
-        server.main(["--no-prefix-cache"])
-    assert ended == [0] and not server.ServerParser.shares
-    with pytest.warns(UserWarning, match="is not adapted"), pytest.raises(SystemExit, match="--api-key"):
+    monkeypatch.setattr(upstream, "run", lambda *args: ran.append(args))
+    monkeypatch.setitem(sys.modules, "mlx_paged.patches.server", None)
+    monkeypatch.delattr("mlx_paged.patches.server", raising=False)
+    server.main(["--port", "9"])
+    assert "mlx_lm.server is not the one known" in caplog.text
+    ((host, port, provider),) = ran
+    assert (host, port, provider.cli_args.max_tokens) == ("127.0.0.1", 9, 512)
+    with pytest.raises(SystemExit, match="--api-key"):
         server.main(["--api-key", "secret"])

@@ -84,6 +84,10 @@ class TokenChoice:
         self._settle()
 
     def _known(self, request: Request) -> tuple[_Row, SamplingParams]:
+        if (own := request.options.sampling) is not None:
+            if self._vocab_size is not None:
+                own.check_words(self._vocab_size)
+            return _Row(request, None, False), own
         chooses = self._usable(self.upstream.known_sampler(request.sampler))
         changes = self._usable(self.upstream.known_processors(request.processors)) if request.processors else {}
         params = SamplingParams(**(chooses or {}), **(changes or {}), seed=request.options.seed)
@@ -117,7 +121,10 @@ class TokenChoice:
 
     def samples(self, request: Request) -> bool:
         """Whether the request's sampler is one that the rows have together."""
-        return self._usable(self.upstream.known_sampler(request.sampler)) is not None
+        return (
+            request.options.sampling is not None
+            or self._usable(self.upstream.known_sampler(request.sampler)) is not None
+        )
 
     @property
     def only_compares(self) -> bool:

@@ -145,16 +145,16 @@ def test_a_call_that_fails_on_rank_1_fails_its_request_alone(ranked: RankedServe
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("body", "status", "words"),
     [
-        ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1}),
-        ("/v1/completions", {"prompt": "a", "model": "some/other"}),
+        ({"prompt": "a", "echo": True, "logprobs": 1}, 501, "several ranks"),
+        ({"prompt": "a", "model": "some/other"}, 404, "there is no model 'some/other'"),
     ],
 )
-def test_what_ranks_do_not_do_is_said(path: str, body: dict[str, Any], ranked: RankedServer) -> None:
-    answer = ranked.post(path, body)
-    assert answer.status == 501
-    assert "several ranks" in answer.json["error"]["message"]
+def test_what_ranks_do_not_do_is_said(body: dict[str, Any], status: int, words: str, ranked: RankedServer) -> None:
+    answer = ranked.post("/v1/completions", body)
+    assert answer.status == status
+    assert words in answer.json["error"]["message"]
 
 
 def test_the_end(ranked: RankedServer) -> None:

@@ -6,6 +6,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import time
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -22,8 +25,10 @@ from mlx_paged.patches import registry
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.cache.prompt_cache import factory_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.patches.server.computing import tidying
 from mlx_paged.prefix.spill import SpillStore
+from mlx_paged.server.engine_loop import EngineLoop
+from mlx_paged.server.health.memory_watch import MemoryWatch
+from mlx_paged.server.report.server_stats import ServerStats
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.builders import build, greedy, prompt_of
 from tests.support.samples import each_pair
@@ -261,9 +266,10 @@ def test_an_idle_server_gives_memory_back(monkeypatch: pytest.MonkeyPatch) -> No
     run.finish()
     run.pool.release(0, run.pool.allocate(0, 600))
     reserved = run.pool.stats().bytes_reserved
-    server = tidying.Tidying()
+    models: Any = SimpleNamespace(prompt_cache=None, pool=run.pool, pools=[run.pool])
+    loop = EngineLoop(models, SimpleQueue(), ServerStats(), MemoryWatch(0.0), lambda: False)
     for worked_ago, given_back in ((1, False), (6, True)):
-        server._worked_at = tidying.time.monotonic() - worked_ago
-        server.while_idle(None, (run.model, None), lambda: True)
+        loop._worked_at = time.monotonic() - worked_ago
+        loop.tidy_while_idle(lambda: True)
         assert (run.pool.stats().bytes_reserved < reserved) == given_back
-    assert server._worked_at is None
+    assert loop._worked_at == 0

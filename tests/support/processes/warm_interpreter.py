@@ -34,8 +34,7 @@ PRELOADED = (
     "mlx_paged.patches",
     "mlx_paged.patches.generate.batch_generator",
     "mlx_paged.patches.server",
-    "mlx_paged.patches.server.prompt_job",
-    "mlx_paged.patches.server.replacements",
+    "mlx_paged.server.service",
     "transformers.dynamic_module_utils",
     "transformers.models.auto.tokenization_auto",
     "transformers.tokenization_utils_tokenizers",
@@ -77,16 +76,13 @@ def _ended() -> tuple[int, int]:
 
 def with_warm_processes(task: dict[str, Any]) -> dict[str, Any] | None:
     """Returns twice: where the task is to run, and in what another warm interpreter, for the processes that it starts,
-    forks: those that make a server's prompts, and those that measure for a script."""
-    from mlx_paged.serve import prompt_maker
-
+    forks: those that measure for a script."""
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         ours.close()
         return next_task(theirs)
     theirs.close()
     commands.ask(ours)
-    prompt_maker.subprocess = commands.WARM
     subprocess.run = commands.run_script
     return task
 

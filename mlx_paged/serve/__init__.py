@@ -1,1 +1,0 @@
-"""What a server needs besides HTTP: request bodies, stop strings, keys, statistics, the cache page."""

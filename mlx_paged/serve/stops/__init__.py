@@ -1,1 +1,0 @@
-"""Stop strings: where an answer's text ends."""

@@ -1,0 +1,253 @@
+"""Answers: what the sequences of a request say, parted into text, reasoning and tool calls, as pieces of its form."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .answer_stream import Begun, Generated, Scores
+from .request import ServerRequest
+from .requests.pieces import Echo, Piece, Token, Usage
+
+if TYPE_CHECKING:
+    from .backend import ModelTexts
+    from .http import RequestLog
+
+
+class Answer:
+    """One sequence.
+
+    Args:
+        index: among the answers to the request.
+        request: it answers.
+        texts: of the model.
+
+    Attributes:
+        num_cached: tokens of its prompt that were found cached; None: it has not begun.
+        num_tokens: generated so far.
+        num_reasoning: of these, reasoning.
+        sum_logprobs: of the tokens, if log-probabilities are wanted.
+    """
+
+    def __init__(self, index: int, request: ServerRequest, texts: ModelTexts) -> None:
+        self.index = index
+        self.num_cached: int | None = None
+        self.num_tokens = self.num_reasoning = 0
+        self.sum_logprobs = 0.0
+        self._request, self._texts = request, texts
+        constraint = request.constraint
+        self._state = request.prompt_of(index).initial_state
+        # Where the answer's text is constrained, it may hold what otherwise would begin a tool call.
+        self._parts = texts.parts(self._state, has_calls=constraint is None or constraint.tools is not None)
+        self._call = ""
+        self._num_calls = 0
+        self._text = self._reasoning = ""
+        self._calls: list[dict[str, Any]] = []
+        self._tokens: list[Token] = []
+        self._num_told = 0  # tokens
+
+    @property
+    def mean_logprob(self) -> float:
+        return self.sum_logprobs / max(1, self.num_tokens)
+
+    def take(self, said: Generated) -> Piece | None:
+        """Return what can be told when the next token is there, if anything can; at the end, always something."""
+        if self._request.has_no_answer:
+            return Piece(self.index, finish="length")
+        if self.num_tokens == 0 and self._request.echo and said.num_shown is None:
+            # The answer follows its prompt: mlx-lm drops the space that an answer begins with.
+            begins_apart = self._texts.decode([said.token]).startswith(" ") and not said.text.startswith(" ")
+            self._text = " " if begins_apart else ""
+        for state, text in self._parts.feed(said.text):
+            self._add(state, text)
+        self.num_tokens += 1
+        self.num_reasoning += self._state == "reasoning"
+        if said.logprob is not None:
+            self.sum_logprobs += said.logprob
+            if self._request.top_logprobs is not None:
+                self._tokens.append(self._token(said.token, said.logprob, said.top))
+        if said.finish is not None:
+            return self._last(said)
+        if self._state == "tool" or not (self._text or self._reasoning or self._calls):
+            return None
+        return self._piece()
+
+    def _last(self, said: Generated) -> Piece:
+        self._add(*self._parts.flush())
+        if self._state == "tool":
+            self._end_call(is_whole=said.finish == "stop" and said.stop is None)
+        if said.num_shown is not None:
+            del self._tokens[max(0, said.num_shown - self._num_told) :]
+        piece = self._piece()
+        piece.finish = "tool_calls" if said.finish == "stop" and self._num_calls else said.finish
+        piece.stop = said.stop
+        return piece
+
+    def _add(self, state: str, text: str) -> None:
+        if self._state == "tool" and state != "tool":
+            self._end_call(is_whole=True)
+        if state == "reasoning":
+            self._reasoning += text
+        elif state == "tool":
+            self._call += text
+        elif state == "normal":
+            self._text += text
+        self._state = state
+
+    def _end_call(self, *, is_whole: bool) -> None:
+        """A call is at its end. One that cannot be read is text, as the model wrote it."""
+        text, self._call = self._call, ""
+        if not text and not is_whole:
+            return
+        if self._request.calls_once and self._num_calls:
+            return
+        try:
+            calls = [openai_call(call) for call in self._texts.parse_calls(text, self._request.tools)]
+        except Exception as error:  # parsers raise what they like
+            logging.warning("a tool call cannot be read, and is told as text: %s: %.200s", type(error).__name__, error)
+            self._text += f"{self._texts.call_start or ''}{text}"
+            return
+        for call in calls[: 1 if self._request.calls_once else None]:
+            self._calls.append({**call, "index": self._num_calls})
+            self._num_calls += 1
+
+    def _piece(self) -> Piece:
+        piece = Piece(self.index, self._text, self._reasoning, self._calls, self._tokens)
+        self._num_told += len(self._tokens)
+        self._text = self._reasoning = ""
+        self._calls, self._tokens = [], []
+        return piece
+
+    def _token(self, token_id: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()) -> Token:
+        likeliest = tuple(Token(other, *self._texts.token(other), value) for other, value in top)
+        return Token(token_id, *self._texts.token(token_id), logprob, likeliest)
+
+
+def openai_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call that a model has written as OpenAI's chats have it: the arguments are the text of an object.
+
+    Raises:
+        ValueError: it names no function.
+    """
+    name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+    if not isinstance(name, str) or not name:
+        raise ValueError("it names no function")
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments) if arguments.strip() else {}
+        except ValueError:
+            parsed = None
+        arguments = parsed if isinstance(parsed, dict) else {"value": arguments}
+    elif arguments is None:
+        arguments = {}
+    elif not isinstance(arguments, dict):
+        arguments = {"value": arguments}
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    text.encode()  # ValueError: it holds half a character
+    return {
+        "function": {"name": name, "arguments": text},
+        "type": "function",
+        "id": str(call.get("id") or f"call_{uuid.uuid4().hex[:24]}"),
+    }
+
+
+class Answers:
+    """All answers to one request, from the items of its stream.
+
+    Args:
+        request: whose prompts are made.
+        texts: of the model.
+    """
+
+    def __init__(self, request: ServerRequest, texts: ModelTexts) -> None:
+        self._request, self._texts = request, texts
+        self._answers = [Answer(index, request, texts) for index in range(request.num_answers)]
+        self._scores: dict[int, Scores] = {}
+        self._num_open = request.num_answers
+        self._first_at: float | None = None
+        self.progress = "keepalive"
+
+    def tell(self, log: RequestLog) -> None:
+        """Note what the log says of the answers."""
+        usage = self.usage()
+        log.prompt, log.cached, log.generated = usage.prompt, usage.cached, usage.completion
+        if self._first_at is not None:
+            log.first_token = self._first_at - self._request.asked_at
+
+    @property
+    def are_over(self) -> bool:
+        return not self._num_open
+
+    @property
+    def have_begun(self) -> bool:
+        """Whether all have, so that it is known how much of their prompts was cached."""
+        return all(answer.num_cached is not None for answer in self._answers)
+
+    def take(self, item: Any) -> Piece | None:
+        """Return what can be told after an item, if anything can."""
+        if isinstance(item, Generated):
+            if self._first_at is None:
+                self._first_at = time.monotonic()
+            self._num_open -= item.finish is not None
+            return self._answers[item.answer].take(item)
+        if isinstance(item, Begun):
+            self._answers[item.answer].num_cached = item.num_cached
+        elif isinstance(item, Scores):
+            self._scores[item.prompt] = item
+        else:
+            self.progress = f"keepalive {item.done}/{item.total}"
+        return None
+
+    def best(self) -> list[int]:
+        """Return which answers are told."""
+        request = self._request
+        if request.best_of == request.n:
+            return list(range(len(self._answers)))
+        best = []
+        for first in range(0, len(self._answers), request.best_of):
+            candidates = range(first, first + request.best_of)
+            best += sorted(candidates, key=lambda index: -self._answers[index].mean_logprob)[: request.n]
+        return best
+
+    def usage(self) -> Usage:
+        """Return what is known by now."""
+        request, best_of = self._request, self._request.best_of
+        cached = 0
+        for first in range(0, len(self._answers), best_of):
+            known = [answer.num_cached for answer in self._answers[first : first + best_of]]
+            cached += min((number for number in known if number is not None), default=0)
+        prompt = sum(len(each.tokens) for each in request.prompts)
+        if request.has_no_answer:
+            return Usage(prompt, cached)
+        return Usage(
+            prompt,
+            cached,
+            sum(answer.num_tokens for answer in self._answers),
+            sum(answer.num_reasoning for answer in self._answers),
+        )
+
+    def echoes(self, told: Sequence[int]) -> list[Echo]:
+        """Return what each of the answers that are told begins with."""
+        request = self._request
+        if not request.echo:
+            return []
+        echoes: dict[int, Echo] = {}
+        for index in told:
+            number = index // request.best_of
+            if number not in echoes:
+                given, tokens = request.inputs[number], request.prompts[number].tokens
+                text = given if isinstance(given, str) else self._texts.decode(tokens)
+                echoes[number] = Echo(text, self._scored(tokens, number))
+        return [echoes[index // request.best_of] for index in told]
+
+    def _scored(self, tokens: Sequence[int], number: int) -> list[Token]:
+        scores = self._scores.get(number)
+        if scores is None:
+            return []
+        token = self._answers[0]._token
+        rest = zip(tokens[1:], scores.logprobs, scores.top, strict=True)
+        return [token(tokens[0], None), *(token(each, logprob, top) for each, logprob, top in rest)]

@@ -1,0 +1,233 @@
+"""The routes of the server."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route, Router
+
+from .answers import Answers
+from .errors import RequestRefused, invalid, not_found
+from .event_response import Client, EventResponse
+from .http import LOCAL_ORIGINS, Access, Body, Gate, RequestLog, json_response
+from .report import cache_page
+from .report.metrics import CONTENT_TYPE
+from .request import ServerRequest
+from .requests.endpoints import COUNT_TOKENS, DETOKENIZE, ENDPOINTS, TOKENIZE, Endpoint, description
+from .requests.fields import parsed
+from .requests.messages import message_request
+from .requests.pieces import Head, Piece
+from .requests.tokenize import tokenize_input
+
+if TYPE_CHECKING:
+    from .backend import ModelTexts
+    from .service import Service
+
+SMALL_JSON = 256 << 10  # of a body that is parsed in the event loop
+HEALTHY = ("ok", "degraded")  # "ok" is mlx-lm's word
+
+
+def make_app(service: Service) -> Any:
+    """Return the ASGI application of a server."""
+    app = App(service)
+    routes = [Route(path, app.asked(each), methods=["POST"]) for each in ENDPOINTS.values() for path in _paths(each)]
+    for path, page in app.pages().items():
+        routes.append(Route(path, page, methods=["GET"]))
+    router = Router(routes, redirect_slashes=False, default=_nothing_here)
+    origins = service.cli_args.allowed_origins
+    access = Access(service.cli_args.host, origins, has_keys=bool(service.config.api_keys))
+    allowed: dict[str, Any] = {"allow_origin_regex": LOCAL_ORIGINS} if origins is None else {"allow_origins": origins}
+    return CORSMiddleware(
+        Gate(router, service, access),
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "x-ignored-parameters"],
+        **allowed,
+    )
+
+
+def _paths(endpoint: Endpoint) -> tuple[str, ...]:
+    return (endpoint.path, *endpoint.aliases)
+
+
+async def _nothing_here(scope: Any, receive: Any, send: Any) -> None:
+    raise not_found(f"there is nothing at {scope['path'][:200]}")
+
+
+class App:
+    """Answers requests of one server."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    # POST -----------------------------------------------------------------------------------------------------
+
+    def asked(self, endpoint: Endpoint) -> Any:
+        async def answer(http: Request) -> Response:
+            service = self._service
+            key = self._check_key(http)
+            service.check_open()
+            async with Body(http, service.bodies) as raw:
+                parse = lambda: parsed(raw, endpoint.body, strict=service.config.strict_parameters)  # noqa: E731
+                body, ignored = parse() if len(raw) < SMALL_JSON else await service.prompts.run(parse, size=len(raw))
+                headers = {"x-ignored-parameters": _header(ignored)} if ignored else {}
+                if endpoint.request is None:
+                    return json_response(await self._tokens(endpoint, body), headers=headers)
+                client = Client(http.receive)
+                try:
+                    request, texts = await self._prepared(endpoint, body, key, http, client)
+                except BaseException:
+                    client.close()
+                    raise
+            return await self._generated(endpoint, body, request, texts, http, headers, client)
+
+        return answer
+
+    async def _prepared(
+        self, endpoint: Endpoint, body: Any, key: str | None, http: Request, client: Client
+    ) -> tuple[ServerRequest, ModelTexts]:
+        """Return the request with its prompts, and the tokenizer of its model."""
+        service, log = self._service, _log(http)
+        assert endpoint.request is not None
+        request = endpoint.request(body, service.defaults)
+        request.salt = service.config.api_keys.salt(key, body.cache_salt)
+        request.id, log.model = log.id, body.model or ""
+        request.model = service.names.resolve(body.model, body.adapters, body.draft_model)
+        if request.num_draft_tokens is not None and request.model.draft is None:
+            raise invalid("num_draft_tokens needs a draft_model", "num_draft_tokens")
+        service.check_for_ranks(request)
+        texts = await service.engine.texts_for(request.model)
+        await service.prompts.complete(request, texts, lambda: not client.stream.is_wanted)
+        return request, texts
+
+    async def _generated(
+        self,
+        endpoint: Endpoint,
+        body: Any,
+        request: ServerRequest,
+        texts: ModelTexts,
+        http: Request,
+        headers: dict[str, str],
+        client: Client,
+    ) -> Response:
+        service, log = self._service, _log(http)
+        stream, answers = client.stream, Answers(request, texts)
+        head = Head(uuid.uuid4().hex, body.model or "default_model", int(time.time()), service.fingerprint)
+        assert endpoint.form is not None
+        form = endpoint.form(head, body)
+        pieces: dict[int, list[Piece]] = {}
+        try:
+            work = service.engine.generate(request, stream, texts)
+            if body.stream:
+                return EventResponse(client, answers, form, log, headers, work)
+            while not answers.are_over:
+                for item in await stream.take():
+                    piece = answers.take(item)
+                    if piece is not None:
+                        pieces.setdefault(piece.index, []).append(piece)
+        finally:
+            if not body.stream:
+                client.close()
+                answers.tell(log)
+        best = answers.best()
+        told = [Piece.joined(pieces[index]) for index in best]
+        for number, answer in enumerate(told):
+            answer.index = number
+        return json_response(form.whole(told, answers.usage(), answers.echoes(best)), headers=headers)
+
+    async def _tokens(self, endpoint: Endpoint, body: Any) -> dict[str, Any]:
+        """Return what is asked of the tokenizer alone."""
+        service = self._service
+        texts = await service.engine.texts_for(service.names.resolve(body.model))
+        prompts = service.prompts
+        if endpoint is DETOKENIZE:
+            if max(body.tokens) >= texts.vocab_size:
+                raise invalid(f"tokens: token ids go from 0 to {texts.vocab_size - 1}", "tokens")
+            return {"prompt": await prompts.run(lambda: texts.decode(body.tokens), size=len(body.tokens))}
+        if endpoint is COUNT_TOKENS:
+            given = message_request(body, service.defaults).inputs[0]
+        else:
+            given = tokenize_input(body)
+        made = await prompts.run(lambda: prompts.made(given, texts), size=len(str(given)))
+        if endpoint is TOKENIZE:
+            return {"count": len(made.tokens), "tokens": made.tokens}
+        return {"input_tokens": len(made.tokens)}
+
+    def _check_key(self, http: Request) -> str | None:
+        """Return the API key that the request came with, if the server has any."""
+        keys = self._service.config.api_keys
+        key = keys.find(http.headers.get("authorization") or f"Bearer {http.headers.get('x-api-key', '')}")
+        if keys and key is None:
+            words = "this server needs an API key: Authorization: Bearer KEY"
+            raise RequestRefused(401, words, code="invalid_api_key")
+        return key
+
+    # GET ------------------------------------------------------------------------------------------------------
+
+    def pages(self) -> dict[str, Any]:
+        pages = {"/": self.root, "/cache": self.cache, "/health": self.health, "/openapi.json": self.openapi}
+        pages |= {"/version": self.version, "/metrics": self.metrics, "/v1/cache/stats": self.stats}
+        return {**pages, "/v1/models": self.models, "/v1/models/": self.models, "/v1/models/{name:path}": self.model}
+
+    async def root(self, http: Request) -> Response:
+        return RedirectResponse("/cache", 307)
+
+    async def cache(self, http: Request) -> Response:  # has no figures in it; it asks for them, and for the key
+        return Response(cache_page.html(), 200, cache_page.HEADERS, "text/html")
+
+    async def health(self, http: Request) -> Response:
+        health = self._service.health()
+        return json_response(health, 200 if health["status"] in HEALTHY else 503, {"cache-control": "no-store"})
+
+    async def openapi(self, http: Request) -> Response:
+        return json_response(description(version("mlx_paged"), has_keys=bool(self._service.config.api_keys)))
+
+    async def stats(self, http: Request) -> Response:
+        self._check_key(http)
+        with_blocks = "blocks" in http.query_params
+        report = await run_in_threadpool(lambda: self._service.report(with_blocks=with_blocks))
+        return json_response(report, headers={"cache-control": "no-store"})
+
+    async def metrics(self, http: Request) -> Response:
+        self._check_key(http)
+        return Response(await run_in_threadpool(self._service.metrics_text), 200, None, CONTENT_TYPE)
+
+    async def version(self, http: Request) -> Response:
+        self._check_key(http)
+        names = {name: version(name) for name in ("mlx_paged", "mlx", "mlx-lm")}
+        return json_response({**names, "version": version("mlx_paged")})
+
+    async def models(self, http: Request) -> Response:
+        self._check_key(http)
+        listed = await run_in_threadpool(lambda: self._service.names.listed(int(time.time()), **self._figures()))
+        return json_response({"object": "list", "data": listed})
+
+    async def model(self, http: Request) -> Response:
+        self._check_key(http)
+        name = unquote(http.path_params["name"])
+        found = await run_in_threadpool(lambda: self._service.names.find(name, int(time.time()), **self._figures()))
+        if found is None:
+            raise not_found(f"there is no model {name[:200]!r}", param="model", code="model_not_found")
+        return json_response(found)
+
+    def _figures(self) -> dict[str, Any]:
+        texts = self._service.engine.models.texts
+        return {} if texts is None or texts.context_length is None else {"max_model_len": texts.context_length}
+
+
+def _log(http: Request) -> RequestLog:
+    log: RequestLog = http.scope["state"]["log"]
+    return log
+
+
+def _header(names: list[str]) -> str:
+    """Return names as a header's value: in ASCII, and not too long."""
+    return ", ".join(name.encode("ascii", "backslashreplace").decode() for name in names)[:1000].replace("\n", " ")

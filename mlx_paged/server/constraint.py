@@ -1,0 +1,109 @@
+"""constraint_of(): what a request says its answer has to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..engine.grammar.compiler import ANY_OBJECT, GrammarSource
+from .errors import invalid
+from .tools import Tools, tools_of
+
+FORMATS = ("json", "json_object", "regex", "choice", "grammar")
+MOST_CHOICES = 10_000
+
+
+class Constraint(NamedTuple):
+    """What an answer has to be, for any model.
+
+    Attributes:
+        answer: what its text has to be; None: anything.
+        param: the parameter that says so.
+        schema: of ``answer``, if it is JSON.
+        tools: calls that it has to make, or whose arguments have to be right; None: there are no such.
+    """
+
+    answer: GrammarSource | None
+    param: str
+    schema: Any = None
+    tools: Tools | None = None
+
+
+def constraint_of(body: Mapping[str, Any], *, chat: bool) -> Constraint | None:
+    """What a request's parameters say of its answer; None: nothing.
+
+    Args:
+        body: the parameters that are not null.
+        chat: whether there may be tools.
+
+    Raises:
+        RequestRefused: with status 400, naming the parameter.
+    """
+    tools = tools_of(body) if chat else None
+    found = _response_format(body.get("response_format"))
+    if "structured_outputs" in body:
+        if found is not None:
+            raise invalid("response_format and structured_outputs cannot both be given", "structured_outputs")
+        found = _structured_outputs(body["structured_outputs"])
+    if found is None:
+        return None if tools is None else Constraint(None, "tools", None, tools)
+    if chat and body.get("tools") and body.get("tool_choice") != "none":
+        return found._replace(tools=tools or tools_of(body, always=True))
+    return found
+
+
+def _response_format(given: Any) -> Constraint | None:
+    name = "response_format"
+    if given is None:
+        return None
+    if not isinstance(given, dict) or not isinstance(given.get("type"), str):
+        raise invalid(f"{name} must be an object with a type", name)
+    kind = given["type"]
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return _json(ANY_OBJECT, name)
+    if kind != "json_schema":
+        raise invalid(f"{name}.type must be text, json_object or json_schema", name)
+    described = given.get("json_schema")
+    where = f"{name}.json_schema"
+    if not isinstance(described, dict):
+        raise invalid(f"{where} must be an object with a schema", name)
+    for key, type_, words in (("name", str, "a string"), ("description", str, "a string"), ("strict", bool, "a flag")):
+        if described.get(key) is not None and not isinstance(described[key], type_):
+            raise invalid(f"{where}.{key} must be {words}", name)
+    if not isinstance(described.get("schema"), dict):
+        raise invalid(f"{where}.schema must be an object", name)
+    return _json(described["schema"], f"{where}.schema")
+
+
+def _structured_outputs(given: Any) -> Constraint:
+    name = "structured_outputs"
+    chosen = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
+    if len(chosen) != 1 or not set(chosen) <= set(FORMATS):
+        raise invalid(f"{name} must be an object with one of {', '.join(FORMATS)}", name)
+    ((kind, value),) = chosen.items()
+    where = f"{name}.{kind}"
+    if kind == "json_object":
+        if value is not True:
+            raise invalid(f"{where} must be true", name)
+        return _json(ANY_OBJECT, name)
+    if kind == "json":
+        if not isinstance(value, dict):
+            raise invalid(f"{where} must be a JSON schema, an object", name)
+        return _json(value, where)
+    if kind == "choice":
+        is_list = isinstance(value, list) and value and all(isinstance(each, str) and each for each in value)
+        if not is_list or len(value) > MOST_CHOICES:
+            raise invalid(f"{where} must be a list of 1 to {MOST_CHOICES} strings, none of them empty", name)
+        return Constraint(GrammarSource.choice(value), where)
+    if not isinstance(value, str) or not value:
+        raise invalid(f"{where} must be a string that is not empty", name)
+    return Constraint(GrammarSource.regex(value) if kind == "regex" else GrammarSource.lark(value), where)
+
+
+def _json(schema: Any, param: str) -> Constraint:
+    try:
+        return Constraint(GrammarSource.json(schema), param, schema)
+    except RecursionError:
+        raise invalid(f"{param} is nested too deeply", param.partition(".")[0]) from None

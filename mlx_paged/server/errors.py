@@ -1,0 +1,102 @@
+"""RequestRefused: why a request is not served, in the words of each API."""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+from typing import Any
+
+from ..errors import GrammarError, PoolExhaustedError, RequestFailedError, RequestTooLargeError
+
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+RETRY_SECONDS = 5
+
+
+class RequestRefused(Exception):
+    """A request that is not served.
+
+    Attributes:
+        status: of HTTP.
+        kind: OpenAI's ``error.type``.
+        param: the parameter at fault, if one is.
+        code: OpenAI's ``error.code``, a word for programs, or None.
+        retry_after: seconds after which it may be served, if it may.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = HTTPStatus(status)
+        self.kind = kind or OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        """Return the error as OpenAI's API words it."""
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """Return the error as Anthropic's API words it."""
+        status = int(self.status)
+        kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        message = str(self)
+        if self.code == "context_length_exceeded":
+            message = f"prompt is too long: {message}"
+        return {"type": "error", "error": {"type": kind, "message": message, "param": self.param}}
+
+
+def invalid(message: str, param: str | None = None, *, code: str | None = None) -> RequestRefused:
+    return RequestRefused(400, message, param=param, code=code)
+
+
+def unavailable(message: str) -> RequestRefused:
+    return RequestRefused(503, message, retry_after=RETRY_SECONDS)
+
+
+def not_found(message: str, *, param: str | None = None, code: str | None = None) -> RequestRefused:
+    return RequestRefused(404, message, param=param, code=code)
+
+
+def too_many_tokens(num_tokens: int, most: int, *, at_least: bool = False) -> RequestRefused:
+    number = f"at least {num_tokens}" if at_least else str(num_tokens)
+    return invalid(
+        f"{number} tokens > {most} maximum: the whole KV cache budget holds no more; raise kv_cache_memory "
+        "(--kv-cache-memory) or shorten the prompt",
+        code="context_length_exceeded",
+    )
+
+
+def refusal_of(error: BaseException) -> RequestRefused:
+    """Return what a client is told of an error; log what only the server's owner can mend."""
+    if isinstance(error, RequestRefused):
+        return error
+    if isinstance(error, RequestTooLargeError):
+        return invalid(str(error), code="context_length_exceeded")
+    if isinstance(error, PoolExhaustedError):
+        return RequestRefused(429, str(error), kind="insufficient_memory", retry_after=1)
+    if isinstance(error, GrammarError):
+        return invalid(str(error))
+    if isinstance(error, RequestFailedError) and error.__cause__ is not None:
+        return refusal_of(error.__cause__)
+    if isinstance(error, ValueError) and str(error).startswith("Speculative decoding requires"):
+        return invalid(str(error), "draft_model")
+    logging.error("request failed", exc_info=error)
+    return RequestRefused(500, f"{type(error).__name__}: {error}")

@@ -1,0 +1,332 @@
+"""HTTP: what uvicorn and starlette leave open: bounds of connections and bodies, who may ask, a line in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import h11
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .answer_stream import ClientGone
+from .errors import RequestRefused, invalid, refusal_of
+
+if TYPE_CHECKING:
+    from .service import Service
+
+SOCKET_SECONDS = 60  # without a byte from or to a client, after which it is taken to be gone
+MAX_HEADER_BYTES = 64 << 10
+MAX_CONNECTIONS = 4096
+SPARE_FILES = 256  # for everything else that the process opens
+MAX_PIPELINED = 64 << 10  # bytes of further requests that are kept while one is answered
+MAX_BODY_BYTES = 32 << 20  # Anthropic's own limit
+MAX_BODIES_BYTES = 128 << 20  # of all connections together, until their prompts are made
+SMALL_BODY = 64 << 10  # of which each connection may have one
+QUIET = ("/v1/cache/stats", "/health", "/metrics")  # asked for again and again, by the page and by monitors
+LOOPBACK = re.compile(r"localhost|.+\.localhost|127(\.\d+){3}|\[?::1\]?")
+# Pages of this machine, and what is no page of a site: extensions and applications.
+LOCAL_ORIGINS = r"https?://(localhost|127(\.\d+){3}|\[::1\])(:\d+)?|(?!https?:|null)[a-z][a-z0-9+.-]*:.*"
+
+
+class Protocol(H11Protocol):
+    """uvicorn's HTTP/1.1, with errors in JSON, a bound of connections, and one of the time without a request."""
+
+    max_connections = MAX_CONNECTIONS
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            refusal = RequestRefused(503, f"{self.max_connections} connections are open", kind="overloaded")
+            self._send_refusal(refusal, [("retry-after", "5")])
+        else:
+            self._wait_for_request()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._wait_for_request()
+        # uvicorn stops reading where a further request waits, and then does not see that the client has gone.
+        rest, is_closed = self.conn.trailing_data
+        if self.conn.their_state is h11.DONE and not is_closed and 0 < len(rest) < MAX_PIPELINED:
+            self.flow.resume_reading()
+
+    def _wait_for_request(self) -> None:
+        self._unset_keepalive_if_required()
+        if not self.transport.is_closing():
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._send_refusal(invalid(msg))
+        else:
+            self.transport.close()
+
+    def _send_refusal(self, refusal: RequestRefused, headers: list[tuple[str, str]] | None = None) -> None:
+        raw = json.dumps(refusal.body()).encode()
+        every = [("content-type", "application/json"), ("content-length", str(len(raw))), ("connection", "close")]
+        status = int(refusal.status)
+        head = h11.Response(status_code=status, headers=[*every, *(headers or [])], reason=refusal.status.phrase)
+        for event in (head, h11.Data(data=raw), h11.EndOfMessage()):
+            if (output := self.conn.send(event)) is not None:
+                self.transport.write(output)
+        self.transport.close()
+
+
+def raised_file_limit() -> int:
+    """Let the process open as many files as it may. Return how many these are."""
+    try:
+        import resource
+    except ImportError:
+        return MAX_CONNECTIONS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + SPARE_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return MAX_CONNECTIONS + SPARE_FILES if soft == resource.RLIM_INFINITY else int(soft)
+
+
+# Bodies -----------------------------------------------------------------------------------------------------------
+
+
+class BodyBudget:
+    """Bytes of bodies that are being read or made into prompts."""
+
+    def __init__(self, most: int = MAX_BODIES_BYTES) -> None:
+        self._most, self.used = most, 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raise RequestRefused (429) if there is no room."""
+        if self.used and self.used + num_bytes > self._most:
+            raise RequestRefused(429, "too many large requests are waiting", kind="overloaded", retry_after=5)
+        self.used += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self.used -= num_bytes
+
+
+class Body:
+    """A request's body, whose bytes count until the ``async with`` block ends.
+
+    Raises (when entered):
+        RequestRefused: 408, 413 or 429.
+        ClientDisconnect: the client has gone.
+    """
+
+    def __init__(self, request: Request, budget: BodyBudget) -> None:
+        self._request, self._budget = request, budget
+        self._taken = 0
+
+    async def __aenter__(self) -> bytes:
+        try:
+            return await self._read()
+        except BaseException:
+            self._budget.give_back(self._taken)
+            raise
+
+    async def __aexit__(self, *error: Any) -> None:
+        self._budget.give_back(self._taken)
+
+    async def _read(self) -> bytes:
+        length = self._request.headers.get("content-length", "")
+        if length.isdigit() and int(length[:18]) > MAX_BODY_BYTES:
+            raise self._too_large()
+        parts: list[bytes] = []
+        num_bytes, chunks = 0, self._request.stream()
+        while True:
+            try:
+                async with asyncio.timeout(SOCKET_SECONDS):
+                    chunk = await anext(chunks, b"")
+            except TimeoutError:
+                raise RequestRefused(408, "timed out reading the request body") from None
+            if not chunk:
+                return b"".join(parts)
+            num_bytes += len(chunk)
+            if num_bytes > MAX_BODY_BYTES:
+                raise self._too_large()
+            if num_bytes > SMALL_BODY:
+                self._budget.take(num_bytes - self._taken)
+                self._taken = num_bytes
+            parts.append(chunk)
+
+    @staticmethod
+    def _too_large() -> RequestRefused:
+        return RequestRefused(413, f"a request body has at most {MAX_BODY_BYTES} bytes")
+
+
+# Who may ask ------------------------------------------------------------------------------------------------------
+
+
+class Access:
+    """Says whether a request may be served by where it comes from.
+
+    A page of another site that drives a server on the loopback interface has its own origin, or, with a name that it
+    lets point here, that name as the host (DNS rebinding).
+
+    Args:
+        host: that the server listens at.
+        allowed_origins: of the command line; None: those of this machine, ``*``: all.
+        has_keys: whether clients need an API key, which pages do not know.
+    """
+
+    def __init__(self, host: str, allowed_origins: list[str] | None, *, has_keys: bool) -> None:
+        self._own, self._origins = host, allowed_origins
+        self._checks_host = LOOPBACK.fullmatch(host) is not None and not has_keys
+
+    def check(self, headers: Headers) -> None:
+        """Raise RequestRefused (403) for a page that may not ask."""
+        origin = headers.get("origin")
+        if origin is not None and not self.allows(origin):
+            raise RequestRefused(403, f"the origin {origin[:200]!r} is not allowed (--allowed-origins)")
+        name = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+        if self._checks_host and "." in name and not self._is_local(name):
+            raise RequestRefused(403, f"the host {name[:200]!r} is not this server's name")
+
+    def allows(self, origin: str) -> bool:
+        if self._origins is None:
+            return re.fullmatch(LOCAL_ORIGINS, origin) is not None
+        return "*" in self._origins or origin in self._origins
+
+    def _is_local(self, name: str) -> bool:
+        if name == self._own or LOOPBACK.fullmatch(name):
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+
+# Every request ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RequestLog:
+    """What the log says of a request, as far as it is known.
+
+    Attributes:
+        id: of the request, as the client is told it.
+        reason: of a status that is an error.
+        outcome: ``ok``, ``refused`` (4xx), ``failed`` (5xx) or ``cancelled``.
+    """
+
+    id: str
+    status: int = 0
+    model: str = ""
+    reason: str = ""
+    outcome: str = "ok"
+    prompt: int = 0
+    cached: int = 0
+    generated: int = 0
+    first_token: float | None = None
+    num_seconds: float = 0.0
+
+    def line(self, method: str, path: str) -> str:
+        parts = [f"{method} {path[:200]} {self.status or '-'}", f"id={self.id}"]
+        if self.model:
+            parts.append(f"model={self.model[:100]!r}")
+        if self.prompt:
+            parts.append(f"prompt={self.prompt} cached={self.cached} generated={self.generated}")
+        if self.first_token is not None:
+            rest = self.num_seconds - self.first_token
+            parts.append(f"first={self.first_token:.3f}s")
+            if self.generated > 1 and rest > 0:
+                parts.append(f"tokens/s={(self.generated - 1) / rest:.1f}")
+        parts.append(f"seconds={self.num_seconds:.3f}")
+        if self.outcome == "cancelled":
+            parts.append("client gone")
+        if self.reason:
+            parts.append(f"reason={self.reason[:300]!r}")
+        return " ".join(parts)
+
+
+_ID = re.compile(r"[A-Za-z0-9_.:-]{1,100}")
+
+
+class Gate:
+    """The outermost ASGI application: checks who asks, words what is raised, counts and logs.
+
+    Args:
+        app: that answers.
+        service: whose server this is.
+        access: says who may ask.
+    """
+
+    def __init__(self, app: Callable[..., Any], service: Service, access: Access) -> None:
+        self._app, self._service, self._access = app, service, access
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, begin = Headers(scope=scope), time.monotonic()
+        given = headers.get("x-request-id", "")
+        log = RequestLog(given if _ID.fullmatch(given) else uuid.uuid4().hex)
+        scope["app"] = self  # starlette raises what it answers otherwise
+        scope.setdefault("state", {})["log"] = log
+        is_post = scope["method"] == "POST"
+
+        async def noted_send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                log.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = log.id
+            await send(message)
+
+        self._service.num_answering += is_post
+        try:
+            try:
+                self._access.check(headers)
+                if scope["method"] == "OPTIONS":
+                    await Response(status_code=204)(scope, receive, noted_send)
+                else:
+                    await self._app(scope, receive, noted_send)
+            except (ClientGone, ClientDisconnect, ConnectionAbortedError):
+                log.outcome = "cancelled"
+            except Exception as error:
+                if log.status:
+                    raise
+                await error_response(error, scope, log)(scope, receive, noted_send)
+        finally:
+            self._service.num_answering -= is_post
+            log.num_seconds = time.monotonic() - begin
+            if is_post:
+                self._service.stats.count_request(log.outcome)
+            quiet = scope["path"] in QUIET and log.status in (200, 503)
+            logging.log(logging.DEBUG if quiet else logging.INFO, "%s", log.line(scope["method"], scope["path"]))
+
+
+def error_response(error: Exception, scope: Any, log: RequestLog) -> Response:
+    """Return an error in the words of the API that was asked."""
+    if isinstance(error, HTTPException):  # starlette's, of a method
+        error = RequestRefused(error.status_code, "method not allowed: see the header Allow")
+    refusal = refusal_of(error)
+    log.reason, log.outcome = str(refusal), "failed" if refusal.status >= 500 else "refused"
+    headers = {} if refusal.retry_after is None else {"retry-after": str(refusal.retry_after)}
+    if refusal.status == 405:
+        headers["allow"] = "GET, HEAD, POST, OPTIONS"
+    of_messages = scope["path"].startswith("/v1/messages")
+    return json_response(refusal.anthropic_body() if of_messages else refusal.body(), int(refusal.status), headers)
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Return JSON as it is: without numbers that are none."""
+    return Response(json.dumps(value, allow_nan=False), status, headers, "application/json")

@@ -1,0 +1,113 @@
+"""ModelNames: which models clients may ask for, by which names, and what ``/v1/models`` says of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import scan_cache_dir
+from huggingface_hub.errors import CacheNotFound
+
+from .errors import invalid, not_found
+from .request import ModelKey
+
+if TYPE_CHECKING:
+    from .options import ServerConfig
+
+FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}  # as in mlx-lm
+DEFAULT = "default_model"
+
+
+class ModelNames:
+    """The names of the model that the command line names (aliases, its folder's name, where it is) and of those under
+    ``--model-dir``. Others can be loaded with ``--allow-any-model`` alone.
+
+    Args:
+        default: of the command line.
+        config: of the server.
+    """
+
+    def __init__(self, default: ModelKey, config: ServerConfig) -> None:
+        self._default, self._folder = default, config.model_dir
+        self.allows_any = config.allow_any_model or (default.model is None and config.model_dir is None)
+        self.own: list[str] = []
+        if default.model is not None:
+            folder = Path(default.model).expanduser()
+            path = str(folder.resolve()) if folder.exists() else default.model
+            self.own = list(dict.fromkeys([*config.served_model_names, Path(path).name, path]))
+
+    def _known(self) -> dict[str, ModelKey]:
+        """Return the models that may be asked for, by name; those of the folder as they are now."""
+        known = dict.fromkeys([*self.own, *filter(None, [self._default.model])], self._default)
+        if self._folder is not None and self._folder.is_dir():
+            for folder in sorted(self._folder.iterdir()):
+                if (folder / "config.json").is_file():
+                    known.setdefault(folder.name, ModelKey(str(folder)))
+        return known
+
+    def resolve(self, name: str | None, adapter: str | None = None, draft: str | None = None) -> ModelKey:
+        """Return the model that a request asks for.
+
+        Raises:
+            RequestRefused: 404, there is no such model here; 400, what goes with it may not be asked for.
+        """
+        draft = None if draft == DEFAULT else draft
+        for param, value in (("adapters", adapter), ("draft_model", draft)):
+            if value is not None and not self.allows_any:
+                raise invalid(f"{param} needs a server with --allow-any-model", param)
+        known = self._known()
+        if name is None or name == DEFAULT:
+            key = self._default
+            if key.model is None:
+                raise not_found(f"name a model: {_listed(list(known))}", param="model", code="model_not_found")
+        elif name in known:
+            key = known[name]
+        elif self.allows_any:
+            key = ModelKey(name, None, self._default.draft)
+        else:
+            raise not_found(
+                f"there is no model {name[:200]!r}: {_listed(list(known))}; --served-model-name adds names",
+                param="model",
+                code="model_not_found",
+            )
+        return ModelKey(key.model, adapter or key.adapter, draft or key.draft)
+
+    def listed(self, created: int, **figures: Any) -> list[dict[str, Any]]:
+        """Return the objects of ``/v1/models``; ``figures`` are of the server's own model."""
+        names = [name for name, key in self._known().items() if key != self._default]
+        if self.allows_any:
+            names += [name for name in _downloaded() if name not in self.own]
+        return [*(_object(name, created, **figures) for name in self.own), *(_object(name, created) for name in names)]
+
+    def find(self, name: str, created: int, **figures: Any) -> dict[str, Any] | None:
+        """Return the object of one model."""
+        if name == DEFAULT and self.own:
+            return _object(name, created, **figures)
+        # A path's leading slash is one that clients put between the address and the name, too.
+        return next((each for each in self.listed(created, **figures) if each["id"] in (name, f"/{name}")), None)
+
+
+def _listed(names: list[str]) -> str:
+    if not names:
+        return "the server was started without --model"
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"there are {', '.join(map(repr, names[:8]))}{more}"
+
+
+def _object(name: str, created: int, **figures: Any) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "mlx_paged", **figures}
+
+
+def _downloaded() -> list[str]:
+    """Return repositories in the hub's cache that look like models of mlx-lm."""
+    try:
+        repos = scan_cache_dir().repos
+    except (CacheNotFound, ValueError):  # a folder that is not there has no models in it
+        return []
+    return [
+        repo.repo_id
+        for repo in repos
+        if repo.repo_type == "model"
+        and "main" in repo.refs
+        and {file.file_path.name for file in repo.refs["main"].files} >= FILES
+    ]

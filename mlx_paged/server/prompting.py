@@ -1,0 +1,165 @@
+"""PromptMaker: makes prompts in worker threads; a tokenizer gives the interpreter up while it works."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from .backend import PromptLimits
+from .errors import RequestRefused, invalid, too_many_tokens
+from .request import ChatInput, Input, Prompt, ServerRequest
+
+if TYPE_CHECKING:
+    from .backend import ModelTexts
+
+T = TypeVar("T")
+PROMPT_SECONDS = 20.0  # for one chat template
+MAX_IMAGE_BYTES = 20 << 20
+IMAGE_SECONDS = 10
+GRAMMAR_THREADS = 4
+SMALL_CHARACTERS = 64 << 10  # of a request that has a thread kept for it
+MAX_DEFAULT_TOKENS = 1 << 16  # of an answer, where neither the client, the model nor the budget bound it
+
+
+class PromptMaker:
+    """Makes the prompts of requests. Large ones have one thread, small ones another: a text of millions of tokens holds
+    up no other request.
+
+    Args:
+        allow_template: whether clients may bring their own chat templates.
+        image_hosts: that images are fetched from; others must come as data URLs.
+        default_tokens: of an answer; None: as many as there is room for.
+    """
+
+    def __init__(
+        self,
+        *,
+        allow_template: bool = False,
+        image_hosts: frozenset[str] = frozenset(),
+        default_tokens: int | None = None,
+    ) -> None:
+        self.num_waiting = 0
+        self._allow_template, self._image_hosts, self._default_tokens = allow_template, image_hosts, default_tokens
+        self._small, self._large = (ThreadPoolExecutor(1, thread_name_prefix="prompts") for _ in range(2))
+        self._grammars = ThreadPoolExecutor(
+            GRAMMAR_THREADS, thread_name_prefix="grammars"
+        )  # which wait, and compute little
+
+    async def complete(self, request: ServerRequest, texts: ModelTexts, is_gone: Callable[[], bool]) -> None:
+        """Make the prompts and the grammar of a request, and bound its answers by what there is room for.
+
+        Args:
+            is_gone: asked while the grammar is tried: whether the client has gone.
+
+        Raises:
+            RequestRefused: 400, it cannot be served.
+        """
+        texts.completed(request)
+        if (constraint := request.constraint) is not None:
+            loop = asyncio.get_running_loop()
+            request.grammar = await loop.run_in_executor(
+                self._grammars, lambda: texts.compile(constraint, is_cancelled=is_gone)
+            )
+        await self.run(lambda: self._complete(request, texts), size=sum(map(_size, request.inputs)))
+
+    def _complete(self, request: ServerRequest, texts: ModelTexts) -> None:
+        if not request.prompts:
+            request.prompts = [self.made(given, texts) for given in request.inputs]
+        longest = max(len(prompt.tokens) for prompt in request.prompts)
+        room = None if texts.capacity is None else texts.capacity - longest
+        wanted = self._default_tokens if request.max_tokens is None else request.max_tokens
+        if wanted is None:
+            context = texts.context_length
+            wanted = MAX_DEFAULT_TOKENS if context is None else max(1, context - longest)
+        request.max_tokens = wanted if room is None else min(wanted, room)
+
+    def made(self, given: Input, texts: ModelTexts) -> Prompt:
+        """Return one prompt. In a worker thread. Raises RequestRefused."""
+        most = None if texts.capacity is None else texts.capacity - 1
+        if isinstance(given, ChatInput):
+            self._take_images(given, texts)
+        prompt = texts.make_prompt(given, PromptLimits(most, PROMPT_SECONDS, self._allow_template))
+        length = texts.context_length
+        if length is not None and len(prompt.tokens) > max(length, 0):
+            raise too_long(len(prompt.tokens), length)
+        return prompt
+
+    async def run(self, work: Callable[[], T], *, size: int = 0) -> T:
+        """Return what ``work`` returns in a worker thread, by its size in characters."""
+        pool = self._small if size <= SMALL_CHARACTERS else self._large
+        self.num_waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(pool, work)
+        finally:
+            self.num_waiting -= 1
+
+    # Images ---------------------------------------------------------------------------------------------------
+
+    def _take_images(self, chat: ChatInput, texts: ModelTexts) -> None:
+        """Have every image be there, as a data URL.
+
+        Raises:
+            RequestRefused: 400, the model takes none, or one is elsewhere.
+        """
+        for part in _image_parts(chat.messages):
+            if not texts.takes_images:
+                raise invalid("this model takes text only", "messages")
+            url = _url_of(part)
+            if isinstance(url, str) and url.startswith("data:"):
+                continue
+            host = urlsplit(url).hostname if isinstance(url, str) else None
+            if host is None or host not in self._image_hosts:
+                raise invalid("an image must be a data URL (--allow-remote-images HOST names hosts)", "messages")
+            data, kind = fetch(str(url))
+            part.clear()
+            part |= {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{base64.b64encode(data).decode()}"}}
+
+
+def too_long(num_tokens: int, most: int) -> RequestRefused:
+    refusal = too_many_tokens(num_tokens, most)
+    return invalid(f"{num_tokens} tokens > {most} maximum: the model's context length", code=refusal.code)
+
+
+def _size(given: Input) -> int:
+    if isinstance(given, str | list):
+        return len(given)
+    return sum(len(str(message.get("content"))) for message in given.messages) + len(str(given.tools or ""))
+
+
+def _image_parts(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            yield from (part for part in content if _url_of(part) is not None)
+
+
+def _url_of(part: dict[str, Any]) -> Any:
+    if part.get("type") not in ("image_url", "input_image", "image"):
+        return None
+    url = part.get("image_url", part.get("image"))
+    return url.get("url") if isinstance(url, dict) else url
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A host that is allowed may not name one that is not."""
+
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+def fetch(url: str) -> tuple[bytes, str]:
+    """Return an image's bytes and its type. Raises RequestRefused: it cannot be had."""
+    opener = urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=IMAGE_SECONDS) as answer:
+            data, kind = answer.read(MAX_IMAGE_BYTES + 1), answer.headers.get_content_type()
+    except (OSError, ValueError):
+        raise invalid("an image cannot be fetched", "messages") from None
+    if len(data) > MAX_IMAGE_BYTES:
+        raise invalid(f"an image has more than {MAX_IMAGE_BYTES:,} bytes", "messages")
+    return data, kind

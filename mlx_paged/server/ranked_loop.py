@@ -1,0 +1,252 @@
+"""RankedLoop: an EngineLoop on each of several ranks, which all do the same with what rank 0 hears from outside."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from queue import Empty
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from ..engine.ranks.ranks import Ranks
+from ..errors import RankError
+from .engine_loop import IDLE_SECONDS, TIDY_SECONDS, EngineLoop, Work, check_pool, for_seconds
+from .errors import invalid
+from .health.memory_reading import MemoryReading, nearest, read_memory
+from .health.memory_watch import MemoryWatch
+from .request import ServerRequest
+
+if TYPE_CHECKING:
+    from .engine_thread import EngineThread
+
+COMPILING_SECONDS = 0.005  # between turns in which nothing but grammars is being compiled
+TICK_SECONDS = 1.0  # between turns without work: prefixes may expire, memory be given back
+MOST_BYTES = 64 << 20  # of the prompts and other texts in one message to the ranks; more wait for the next one
+
+
+class RankedLoop(EngineLoop):
+    """Each turn begins with a message of rank 0: what has come since the last one (requests with their tokens, clients
+    that have gone, the end) and what time it is. From then on every rank does what the others do, with stop strings,
+    grammars and texts, and answers go nowhere on ranks that have no clients.
+
+    Where nothing is to be done rank 0 says so once in :data:`TICK_SECONDS`, and the others wait for it.
+    """
+
+    def __init__(self, ranks: Ranks, thread: EngineThread) -> None:
+        super().__init__(
+            thread.models,
+            thread.requests,
+            thread.stats,
+            thread.memory_watch,
+            lambda: thread.is_stopping,
+            clock=lambda: ranks.now,
+        )
+        self.ranks = ranks
+        self._news: dict[str, Any] = {}
+        self._coming: list[Work] = []
+        self._uncompiled = UncompiledWork(ranks)
+        self._waiting: list[Work] = []  # on rank 0, for the next message
+
+    def run(self) -> None:
+        """Until rank 0 says that all end. Raises what ends only this rank."""
+        self.stream = mx.default_stream(mx.default_device())
+        while True:
+            news = self._collected() if self.ranks.rank == 0 else None
+            with self.ranks.step():
+                self._news = news = self.ranks.broadcast(news) or {}
+                self.ranks.now = news["now"]
+                if news["ends"]:
+                    break
+                self.guarded_turn()
+        self.refuse_all()
+        if (pool := self.models.pool) is not None:
+            check_pool(pool, self.models.prompt_cache)
+            stats = pool.stats()
+            logging.info("rank %d at its end: %d blocks cached; %s", self.ranks.rank, stats.cached_blocks, stats)
+
+    def guarded_turn(self) -> None:
+        try:
+            self.turn()
+        except RankError:
+            raise
+        except Exception as error:
+            logging.exception("a step failed; its requests are given up")
+            self.ranks.record.note("failed turn", {})  # of this rank alone, it ends all with the next message
+            self.close_batch(error)
+        self.outbox.flush()
+
+    @property
+    def is_busy(self) -> bool:
+        return super().is_busy or bool(self._uncompiled)
+
+    def refuse_all(self) -> None:
+        self.pending += [*self._uncompiled.close(), *self._waiting]
+        self._waiting = []
+        super().refuse_all()
+
+    # Rank 0 ---------------------------------------------------------------------------------------------------
+
+    def _collected(self) -> dict[str, Any]:
+        """Return what has come; if there is nothing to do, wait for it a little."""
+        until = time.monotonic() + TICK_SECONDS
+        while not (self._waiting or self.is_stopping() or self.is_busy or time.monotonic() > until):
+            with suppress(Empty):
+                self._waiting.append(self.requests.get(timeout=IDLE_SECONDS))
+        if self._uncompiled and not super().is_busy:
+            with suppress(Empty):
+                self._waiting.append(self.requests.get(timeout=COMPILING_SECONDS))
+        while True:
+            try:
+                self._waiting.append(self.requests.get_nowait())
+            except Empty:
+                break
+        for work in [work for work in self._waiting if work.request is None]:  # only the tokenizer was wanted
+            self._waiting.remove(work)
+            self.outbox.put(work.stream, self.models.texts)
+        self.outbox.flush()
+        self._coming, num_bytes = [], 0
+        while self._waiting and (not self._coming or num_bytes < MOST_BYTES):
+            work = self._waiting.pop(0)
+            if work.is_wanted:
+                work.is_shared = True
+                self._coming.append(work)
+                num_bytes += _size(work)
+        return {
+            "now": time.monotonic(),
+            "ends": self.is_stopping(),
+            "requests": [work.request.described() for work in self._coming if work.request is not None],
+            "gone": [
+                work.request.number
+                for work in self._works()
+                if work.request is not None and work.stream is not None and not work.stream.is_wanted
+            ],
+        }
+
+    # All ranks ------------------------------------------------------------------------------------------------
+
+    def take_requests(self) -> None:
+        news = self._news
+        if self.ranks.rank > 0:
+            self._coming = [self._told(each) for each in news["requests"]]
+        if self._coming:
+            self.pending += self._uncompiled.add(self._coming, self.models.texts)
+            self._coming = []
+        gone = set(news["gone"])
+        for work in self._works():
+            work.is_gone = work.is_gone or (work.request is not None and work.request.number in gone)
+        self._uncompiled.drop_gone()
+        for work, fault in self._uncompiled.ready():
+            if fault is None:
+                self.pending.append(work)
+            else:
+                self.fail(work, invalid(fault))
+        self.drop_gone()
+        if not self.is_busy:
+            self.tidy_while_idle(for_seconds(TIDY_SECONDS))
+
+    def _told(self, told: dict[str, Any]) -> Work:
+        """Return a request that rank 0 tells of, without its grammar."""
+        request, texts = ServerRequest.from_description(told), self.models.texts
+        assert texts is not None
+        return Work(None, request, texts.key, is_shared=True)
+
+    def _works(self) -> Iterator[Work]:
+        """Yield all requests that have been told to the ranks and are not over."""
+        yield from self._uncompiled
+        yield from self.pending
+        yield from dict.fromkeys(row.work for row in self.rows.values())
+
+
+class UncompiledWork:
+    """Requests that rank 0 has told of and that wait until every rank has their grammars.
+
+    Rank 0 has compiled them before; the others compile them in a thread, and no step waits for that. All ranks make the
+    same calls in the same steps, so a request begins in the same step on all.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._waiting: dict[int, tuple[Work, Future[None] | None]] = {}
+        self._compiler: ThreadPoolExecutor | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Work]:
+        return (work for work, _ in self._waiting.values())
+
+    def add(self, works: list[Work], texts: Any) -> list[Work]:
+        """Return those that have no grammar; begin to compile the others', but on rank 0, which has done so."""
+        free = []
+        for work in works:
+            request = work.request
+            if request is None or request.constraint is None:
+                free.append(work)
+                continue
+            future = None
+            if self._ranks.rank > 0:
+                if self._compiler is None:
+                    self._compiler = ThreadPoolExecutor(1, "grammars")
+                future = self._compiler.submit(_compile, request, texts)
+            self._waiting[request.number] = work, future
+        return free
+
+    def ready(self) -> list[tuple[Work, str | None]]:
+        """Return those whose grammars every rank has, or some rank cannot have, with what it says."""
+        if not self._waiting:
+            return []
+        done = [(number, future) for number, (_, future) in self._waiting.items() if future is None or future.done()]
+        mine = {str(number): None if future is None else _fault(future) for number, future in done}
+        of_all = self._ranks.exchange(mine)
+        ready = []
+        for number in [number for number in self._waiting if all(str(number) in each for each in of_all)]:
+            work, _ = self._waiting.pop(number)
+            fault = next((each[str(number)] for each in of_all if each[str(number)] is not None), None)
+            ready.append((work, fault))
+        return ready
+
+    def drop_gone(self) -> None:
+        """Forget requests whose clients have gone."""
+        for number, (work, future) in list(self._waiting.items()):
+            if not work.is_wanted:
+                del self._waiting[number]
+                if future is not None:
+                    future.cancel()
+
+    def close(self) -> list[Work]:
+        """End the thread, and return the requests that still wait."""
+        if self._compiler is not None:
+            self._compiler.shutdown(wait=False, cancel_futures=True)
+        left, self._waiting = list(self), {}
+        return left
+
+
+def _compile(request: ServerRequest, texts: Any) -> None:
+    request.grammar = texts.compile(request.constraint, is_checked=True)
+
+
+def _fault(future: Future[None]) -> str | None:
+    error = future.exception()
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def _size(work: Work) -> int:
+    request = work.request
+    if request is None:
+        return 0
+    tokens = 20 * sum(len(prompt.tokens) for prompt in request.prompts)
+    return tokens + len(str(request.constraint or "")) + 32 * len(request.sampling.logit_bias)
+
+
+def ranked_memory_watch(watermark: float, ranks: Ranks) -> MemoryWatch:
+    """Return a watch that sees on each rank the one of which the largest share of memory is used."""
+
+    def read() -> MemoryReading | None:
+        readings = ranks.exchange(read_memory())
+        return nearest([MemoryReading(*reading) for reading in readings if reading is not None])
+
+    return MemoryWatch(watermark, read, lambda: ranks.now)

@@ -1,0 +1,75 @@
+"""server_report(): what ``/v1/cache/stats`` says of a running server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...attention.dispatch import dispatch_counts
+from ...kv.group import BlockGroup
+from ...kv.pool import BlockPool
+from .block_map import block_map
+from .server_stats import ServerStats
+
+
+def server_report(
+    stats: ServerStats,
+    pool: BlockPool | None,
+    sequences: Sequence[dict[str, Any]],
+    others: Sequence[dict[str, Any]],
+    num_waiting: int,
+    prefix_cache: dict[str, Any] | None,
+    *,
+    model: str | None = None,
+    health: dict[str, Any] | None = None,
+    with_blocks: bool = False,
+) -> dict[str, Any]:
+    """Figures of the server, its pool and its prefix cache. May be called by any thread, and waits for none.
+
+    Args:
+        stats: of the server.
+        pool: of the present model.
+        sequences: how far each request of the batch is.
+        others: the same of all requests, as far as is known of those outside the batch; those in it may be among them.
+        num_waiting: requests that have not started.
+        prefix_cache: figures of it.
+        model: the present one's name.
+        health: what ``/health`` says.
+        with_blocks: also the state of every block, the sequences, and the last minutes.
+    """
+    in_batch = {each["number"] for each in sequences}
+    requests = [*sequences, *(each for each in others if each["number"] not in in_batch)]
+    report: dict[str, Any] = {
+        "model": model,
+        "health": health,
+        "server": stats.as_dict(),
+        "running": {"running": sum(not each["waiting"] for each in requests), "waiting": num_waiting},
+        "pool": None if pool is None else pool.stats().as_dict(),
+        "pages": [] if pool is None else [_pages_of(group) for group in pool.groups],
+        "prefix_cache": prefix_cache,
+        "dispatch": [
+            {"path": choice.path, "reason": choice.reason, "count": count}
+            for choice, count in dispatch_counts().items()
+        ],
+    }
+    if with_blocks:
+        runs = [] if pool is None else zip(pool.groups, block_map(pool), strict=True)
+        report["history"] = stats.history_dict()
+        report["sequences"] = sorted(requests, key=lambda each: each["order"])
+        report["blocks"] = [
+            {"group": group.spec.name, "bytes_per_block": group.bytes_per_block, "runs": of_group}
+            for group, of_group in runs
+        ]
+    return report
+
+
+def _pages_of(group: BlockGroup) -> dict[str, Any]:
+    """How a group's pages hold keys and values; where that is not what was asked for, why."""
+    geometry = group.geometry
+    return {
+        "group": group.spec.name,
+        "layers": len(group.spec.layers),
+        "format": None if geometry is None else str(geometry.format or geometry.dtype),
+        "bytes_per_token": group.bytes_per_block // group.block_size,
+        "reason": group.dense_reason,
+    }

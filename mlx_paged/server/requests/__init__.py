@@ -1,0 +1,1 @@
+"""The APIs: one module each with its bodies, its answers and the events of its streams."""

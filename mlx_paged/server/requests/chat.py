@@ -1,0 +1,239 @@
+"""OpenAI's chats: the body, the answer and the events of its stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, WithJsonSchema
+
+from ...engine.sampling.params import SamplingParams
+from ..constraint import constraint_of
+from ..errors import RequestRefused, invalid
+from ..request import ChatInput, ServerRequest
+from ..stops import StopList
+from .fields import (
+    MAX_CHOICES,
+    Body,
+    ModelParameters,
+    RecordParameters,
+    SamplingParameters,
+    StopField,
+    StreamOptions,
+    Tokens,
+    no_effect,
+    refused,
+)
+from .pieces import Echo, Event, Head, Piece, Usage, content_logprobs
+
+
+def check_messages(given: Any) -> Any:
+    """Check the messages of a chat. What else they hold is the chat template's to read."""
+    if not given:
+        raise ValueError("must be a list that is not empty")
+    for index, message in enumerate(given):
+        content, calls = message.get("content"), message.get("tool_calls")
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"message {index} must be an object with a role")
+        if isinstance(content, list):
+            for part in content:
+                if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+                    raise ValueError(f"message {index}: each part of the content must be an object with a type")
+                if part["type"] == "text" and not isinstance(part.get("text"), str):
+                    raise ValueError(f"message {index}: a part of type text must have a text")
+        elif content is not None and not isinstance(content, str):
+            raise ValueError(f"message {index}: the content must be a string or a list of parts")
+        if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+            raise ValueError(f"message {index}: tool_calls must be a list of objects")
+    return given
+
+
+_PARTS = {"type": "array", "items": {"type": "object"}}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {"role": {"type": "string"}, "content": {"anyOf": [{"type": "string"}, _PARTS, {"type": "null"}]}},
+}
+Messages = Annotated[
+    list[dict[str, Any]],
+    AfterValidator(check_messages),
+    WithJsonSchema({"type": "array", "minItems": 1, "items": _MESSAGE}),
+]
+
+
+class TemplateParameters(Body):
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables that the chat template reads")
+
+
+class ChatBody(RecordParameters, TemplateParameters, SamplingParameters, ModelParameters):
+    """The body of ``/v1/chat/completions``."""
+
+    messages: Messages
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = Field(None, description="wins over `max_tokens`")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = Field(None, description="`include_usage`; without effect without `stream`")
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(None, description="the prompt is computed once")
+    stop: StopField = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=-1, le=20)] | None = Field(None, description="beyond 11, more than mlx-lm")
+    response_format: dict[str, Any] | None = Field(None, description="`text`, `json_object`, `json_schema`")
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = Field(None, description="`false`: only the first call is told")
+    reasoning_effort: str | None = Field(None, description="of the chat template; without effect where it is not read")
+    role_mapping: dict[str, Any] | None = Field(None, description="of mlx-lm, for models without a chat template")
+    continue_final_message: bool | None = Field(None, description="the last message, an assistant's, goes on")
+    add_generation_prompt: bool | None = Field(None, description="as in vLLM: false with `continue_final_message`")
+    modalities: no_effect(list[Literal["text"]], "answers are text") = None  # type: ignore[valid-type]
+    prediction: no_effect(dict[str, Any], "changes speed alone; use `prompt_lookup`") = None  # type: ignore[valid-type]
+    verbosity: no_effect(str, "models here do not read it") = None  # type: ignore[valid-type]
+    audio: refused("answers are text") = None  # type: ignore[valid-type]
+    function_call: refused("use tool_choice", "none") = None  # type: ignore[valid-type]
+    functions: refused("use tools", []) = None  # type: ignore[valid-type]
+    moderation: refused("there is no such service") = None  # type: ignore[valid-type]
+    web_search_options: refused("there is no such tool") = None  # type: ignore[valid-type]
+
+
+def sampling_of(body: SamplingParameters, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Return how a body has tokens chosen.
+
+    Args:
+        defaults: temperature, top_p, top_k and min_p of the command line.
+    """
+    chosen = dict(defaults)
+    chosen |= {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+    if body.logit_bias:
+        chosen["logit_bias"] = {int(token): float(bias) for token, bias in body.logit_bias.items()}
+    if body.seed is not None:
+        chosen["seed"] = body.seed % (1 << 64)
+    return SamplingParams(**chosen)
+
+
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("repetition_context_size", "presence_context_size", "frequency_context_size"),
+)
+
+
+def engine_options(body: SamplingParameters, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what all APIs say alike, as attributes of a request."""
+    return {
+        "sampling": sampling_of(body, defaults),
+        "prompt_lookup": body.prompt_lookup,
+        "priority": body.priority or 0,
+        "num_draft_tokens": getattr(body, "num_draft_tokens", None),
+    }
+
+
+def stop_list(stop: str | list[str] | None) -> StopList | None:
+    return StopList([stop] if isinstance(stop, str) else stop) if stop else None
+
+
+def chat_request(body: ChatBody, defaults: Mapping[str, Any]) -> ServerRequest:
+    """Return what a chat asks for.
+
+    Raises:
+        RequestRefused: 400, naming the parameter.
+    """
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    if body.continue_final_message and body.messages[-1]["role"] != "assistant":
+        raise invalid("continue_final_message needs an assistant's message at the end", "continue_final_message")
+    messages = [{**m, "role": "system"} if m["role"] == "developer" else dict(m) for m in body.messages]
+    fields = body.model_dump(include=set(_CONSTRAINING), exclude_none=True)
+    n, top = body.n or 1, body.top_logprobs or 0
+    return ServerRequest(
+        # A tool that must not be called is one that the model does not know of.
+        inputs=[
+            ChatInput(
+                messages,
+                (None if body.tool_choice == "none" else body.tools) or None,
+                kwargs,
+                body.role_mapping,
+                continues=bool(body.continue_final_message),
+            )
+        ],
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        n=n,
+        best_of=n,
+        top_logprobs=max(0, top) if body.logprobs or top > 0 else None,
+        calls_once=body.parallel_tool_calls is False,
+        stops=stop_list(body.stop),
+        constraint=constraint_of(fields, chat=True),
+        **engine_options(body, defaults),
+    )
+
+
+_CONSTRAINING = ("response_format", "structured_outputs", "tools", "tool_choice", "parallel_tool_calls")
+
+
+# The answer -------------------------------------------------------------------------------------------------------
+
+
+class ChatForm:
+    """Answers to a chat.
+
+    Args:
+        head: of the answer.
+        includes_usage: whether a stream ends with it.
+        tells_logprobs: whether log-probabilities are wanted.
+    """
+
+    stream_object = "chat.completion.chunk"
+    whole_object = "chat.completion"
+    id_prefix = "chatcmpl-"
+
+    def __init__(self, head: Head, *, includes_usage: bool = False, tells_logprobs: bool = False) -> None:
+        self._head = head
+        self._includes_usage, self._tells_logprobs = includes_usage, tells_logprobs
+
+    def begin(self, usage: Usage, echoes: Sequence[Echo] = ()) -> list[Event]:
+        return []
+
+    def piece(self, piece: Piece) -> list[Event]:
+        return [Event(self._with_choices(self.stream_object, [self._choice(piece, "delta")]))]
+
+    def end(self, usage: Usage) -> list[Event]:
+        events = [Event("[DONE]")]
+        if self._includes_usage:
+            events.insert(0, Event({**self._with_choices(self.stream_object, []), "usage": usage.openai()}))
+        return events
+
+    def failed(self, refusal: RequestRefused) -> list[Event]:
+        return [Event(refusal.body())]
+
+    def whole(self, answers: Sequence[Piece], usage: Usage, echoes: Sequence[Echo] = ()) -> dict[str, Any]:
+        choices = [self._choice(answer, "message") for answer in answers]
+        return {**self._with_choices(self.whole_object, choices), "usage": usage.openai()}
+
+    def _with_choices(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        head = self._head
+        return {
+            "id": f"{self.id_prefix}{head.id}",
+            "system_fingerprint": head.fingerprint,
+            "object": kind,
+            "model": head.model,
+            "created": head.created,
+            "choices": choices,
+        }
+
+    def _choice(self, piece: Piece, key: str) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish}
+        if self._tells_logprobs:
+            choice["logprobs"] = content_logprobs(piece.tokens)
+        message: dict[str, Any] = {"role": "assistant"}
+        calls = piece.calls
+        if key == "message":
+            message["content"] = piece.text or None  # which has to be there
+            calls = [{name: value for name, value in call.items() if name != "index"} for call in calls]
+        elif piece.text:
+            message["content"] = piece.text
+        if piece.reasoning:
+            message["reasoning"] = piece.reasoning
+        if calls:
+            message["tool_calls"] = calls
+        choice[key] = message
+        return choice

@@ -1,0 +1,202 @@
+"""OpenAI's completions: the body, the answer and the events of its stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, WithJsonSchema
+
+from ..constraint import constraint_of
+from ..errors import invalid
+from ..request import ServerRequest
+from .chat import ChatForm, engine_options, stop_list
+from .fields import (
+    MAX_ANSWERS,
+    MAX_CHOICES,
+    MAX_TOKEN_ID,
+    MAX_TOKENS,
+    ModelParameters,
+    SamplingParameters,
+    StopField,
+    StreamOptions,
+    Tokens,
+    no_effect,
+    refused,
+)
+from .pieces import LEAST, Echo, Event, Head, Piece, Token, Usage, content_logprobs
+
+_TRACE = "for records; nothing is kept here"
+_WORDS = "must be a string that is not empty, token ids, or a list of such"
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+
+
+def prompts_of(value: Any) -> list[str | list[int]]:
+    """Return the prompts of a ``prompt``."""
+    return [value] if isinstance(value, str) or _is_token_ids(value) else list(value)
+
+
+def _check_prompt(value: Any) -> Any:
+    if not isinstance(value, str | list) or not value:
+        raise ValueError(_WORDS)
+    for prompt in prompts_of(value):
+        if (not isinstance(prompt, str) and not _is_token_ids(prompt)) or not prompt:
+            raise ValueError(_WORDS)
+        if isinstance(prompt, list) and not all(0 <= token < MAX_TOKEN_ID for token in prompt):
+            raise ValueError(f"token ids go from 0 to {MAX_TOKEN_ID - 1}")
+    return value
+
+
+_TEXT = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID - 1}}
+_SCHEMA = {"anyOf": [_TEXT, _IDS, {"type": "array", "minItems": 1, "items": {"anyOf": [_TEXT, _IDS]}}]}
+
+
+class CompletionBody(SamplingParameters, ModelParameters):
+    """The body of ``/v1/completions``."""
+
+    prompt: Annotated[Any, AfterValidator(_check_prompt), WithJsonSchema(_SCHEMA)] = Field(
+        description=f"a text, token ids, or a list of either; {MAX_ANSWERS} answers"
+    )
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = Field(None, description="0 with `echo` only")
+    max_completion_tokens: Tokens | None = Field(None, description="wins over `max_tokens`")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = Field(None, description="`include_usage`; without effect without `stream`")
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(None, description="the prompt is computed once")
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
+        None, description="those of the highest mean log-probability; not in streams"
+    )
+    echo: bool | None = Field(None, description="with `logprobs: N`, the prompt's as well")
+    stop: StopField = None
+    logprobs: bool | Annotated[int, Field(ge=0, le=20)] | None = Field(
+        None, description="a number as in OpenAI, `true` as in mlx-lm"
+    )
+    top_logprobs: Annotated[int, Field(ge=-1, le=20)] | None = Field(
+        None, description="of mlx-lm, with `logprobs: true`"
+    )
+    response_format: dict[str, Any] | None = Field(None, description="as in chats")
+    user: no_effect(str, _TRACE) = None  # type: ignore[valid-type]
+    metadata: no_effect(dict[str, Any], _TRACE) = None  # type: ignore[valid-type]
+    suffix: refused("models here go on from a prompt alone", "") = None  # type: ignore[valid-type]
+
+
+def completion_request(body: CompletionBody, defaults: Mapping[str, Any]) -> ServerRequest:
+    """Return what a completion asks for.
+
+    Raises:
+        RequestRefused: 400, naming the parameter.
+    """
+    prompts, n = prompts_of(body.prompt), body.n or 1
+    best_of = body.best_of or n
+    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if best_of < n:
+        raise invalid("best_of must be at least n", "best_of")
+    if best_of > n and body.stream:
+        raise invalid("best_of answers cannot be a stream: the best are known at the end", "best_of")
+    if len(prompts) * best_of > MAX_ANSWERS:
+        name = "prompt" if len(prompts) > MAX_ANSWERS // MAX_CHOICES else "n"
+        raise invalid(f"a request has at most {MAX_ANSWERS} answers to all its prompts", name)
+    if most == 0 and not body.echo:
+        raise invalid("max_tokens must be at least 1 without echo", "max_tokens")
+    if body.echo and body.logprobs is True:
+        raise invalid("logprobs must be a number beside echo", "logprobs")
+    top = _num_top(body)
+    if top is None:
+        top = body.top_logprobs or 0
+        top = max(0, top) if body.logprobs or top > 0 else None
+    fields = body.model_dump(include={"response_format", "structured_outputs"}, exclude_none=True)
+    return ServerRequest(
+        inputs=prompts,
+        max_tokens=1 if most == 0 else most,  # its only token is not shown
+        n=n,
+        best_of=best_of,
+        echo=bool(body.echo),
+        top_logprobs=top,
+        scores_prompt=bool(body.echo) and _num_top(body) is not None,
+        has_no_answer=most == 0,
+        stops=stop_list(body.stop),
+        constraint=constraint_of(fields, chat=False),
+        **engine_options(body, defaults),
+    )
+
+
+def _num_top(body: CompletionBody) -> int | None:
+    """Return OpenAI's number; None where log-probabilities are not wanted, or in mlx-lm's form."""
+    return None if body.logprobs is None or isinstance(body.logprobs, bool) else body.logprobs
+
+
+class CompletionForm(ChatForm):
+    """Answers to prompts.
+
+    Args:
+        head: of the answer.
+        body: of the request.
+    """
+
+    stream_object = whole_object = "text_completion"
+    id_prefix = "cmpl-"
+
+    def __init__(self, head: Head, body: CompletionBody) -> None:
+        super().__init__(
+            head,
+            includes_usage=bool(body.stream_options and body.stream_options.include_usage),
+            tells_logprobs=bool(body.logprobs) or (body.top_logprobs or 0) > 0,
+        )
+        self._num_top = _num_top(body)
+        self._offsets: dict[int, int] = {}  # of the texts so far, by index, in characters
+
+    def begin(self, usage: Usage, echoes: Sequence[Echo] = ()) -> list[Event]:
+        return [
+            event
+            for index, echo in enumerate(echoes)
+            for event in self.piece(Piece(index, echo.text, tokens=list(echo.tokens)))
+        ]
+
+    def whole(self, answers: Sequence[Piece], usage: Usage, echoes: Sequence[Echo] = ()) -> dict[str, Any]:
+        if echoes:
+            answers = [
+                Piece.joined([Piece(answer.index, echo.text, tokens=list(echo.tokens)), answer])
+                for echo, answer in zip(echoes, answers, strict=True)
+            ]
+        return super().whole(answers, usage)
+
+    def _choice(self, piece: Piece, key: str) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish}
+        if self._num_top is not None:
+            choice["logprobs"] = self._logprobs(piece)
+        elif self._tells_logprobs:
+            choice["logprobs"] = content_logprobs(piece.tokens)
+        choice["text"] = piece.text
+        return choice
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        """Return OpenAI's lists: of the tokens' texts, their log-probabilities, the likeliest, and places."""
+        offset, offsets = self._offsets.get(piece.index), []
+        if offset is None:  # mlx-lm drops the space that an answer begins with
+            is_cut = piece.tokens and piece.tokens[0].text.startswith(" ") and not piece.text.startswith(" ")
+            offset = -1 if is_cut else 0
+        for token in piece.tokens:
+            offsets.append(max(0, offset))
+            offset += len(token.text)
+        self._offsets[piece.index] = offset
+        return {
+            "tokens": [token.text for token in piece.tokens],
+            "token_logprobs": [token.logprob for token in piece.tokens],
+            "top_logprobs": [_likeliest(token) for token in piece.tokens] if self._num_top else None,
+            "text_offset": offsets,
+        }
+
+
+def _likeliest(token: Token) -> dict[str, float] | None:
+    """By text, the token itself among them, as in OpenAI's; None at the first token of a prompt."""
+    if token.logprob is None:
+        return None
+    likeliest: dict[str, float] = {}
+    for other in token.top:
+        if other.logprob is not None and other.logprob != LEAST:
+            likeliest.setdefault(other.text, other.logprob)
+    likeliest.setdefault(token.text, token.logprob)
+    return likeliest

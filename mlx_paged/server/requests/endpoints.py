@@ -1,0 +1,147 @@
+"""The endpoints that are asked with POST, and the server's description of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from pydantic.json_schema import models_json_schema
+
+from ..request import ServerRequest
+from .chat import ChatBody, ChatForm, chat_request
+from .completions import CompletionBody, CompletionForm, completion_request
+from .fields import REFUSED, SUPPORT, Body
+from .messages import CountBody, MessageBody, MessageForm, message_request
+from .pieces import Form, Head
+from .responses import ResponseBody, ResponseForm, response_request
+from .tokenize import DetokenizeBody, TokenizeBody
+
+ERRORS = {
+    "400": "a parameter that cannot be used, or a prompt that is too long",
+    "401": "no API key, or a wrong one",
+    "403": "a page of another site",
+    "404": "there is no such model",
+    "408": "the body did not come, or the answer was not read",
+    "413": "the body is too large",
+    "429": "too little memory, or too many requests, at present",
+    "500": "an error of the server",
+    "501": "what several ranks do not do",
+    "503": "the server is loading, shutting down or has failed",
+}
+PAGES = {
+    "/health": ("Whether the server is ready", "application/json"),
+    "/version": ("Versions", "application/json"),
+    "/v1/models": ("The models", "application/json"),
+    "/v1/cache/stats": ("What the pool holds", "application/json"),
+    "/metrics": ("The same for Prometheus", "text/plain"),
+    "/cache": ("A page that draws the pool", "text/html"),
+    "/openapi.json": ("This description", "application/json"),
+}
+
+
+class Endpoint(NamedTuple):
+    """What is asked with POST.
+
+    Attributes:
+        path: of its address.
+        summary: for readers of the documentation.
+        body: its model.
+        request: makes what a body asks for; None: nothing is generated.
+        form: of its answers.
+        aliases: other paths.
+    """
+
+    path: str
+    summary: str
+    body: type[Body]
+    request: Callable[[Any, Mapping[str, Any]], ServerRequest] | None = None
+    form: Callable[[Head, Any], Form] | None = None
+    aliases: tuple[str, ...] = ()
+
+
+def _chat_form(head: Head, body: ChatBody) -> ChatForm:
+    includes_usage = bool(body.stream_options and body.stream_options.include_usage)
+    return ChatForm(
+        head, includes_usage=includes_usage, tells_logprobs=bool(body.logprobs) or (body.top_logprobs or 0) > 0
+    )
+
+
+CHAT = Endpoint(
+    "/v1/chat/completions",
+    "Answers to a chat, as OpenAI's",
+    ChatBody,
+    chat_request,
+    _chat_form,
+    ("/chat/completions",),  # of mlx-lm
+)
+COMPLETIONS = Endpoint(
+    "/v1/completions", "Texts that go on from prompts, as OpenAI's", CompletionBody, completion_request, CompletionForm
+)
+RESPONSES = Endpoint(
+    "/v1/responses",
+    "An answer in the form of OpenAI's Responses, of which nothing is kept",
+    ResponseBody,
+    response_request,
+    ResponseForm,
+)
+MESSAGES = Endpoint(
+    "/v1/messages",
+    "An answer in the form of Anthropic's Messages",
+    MessageBody,
+    message_request,
+    lambda head, body: MessageForm(head),
+)
+COUNT_TOKENS = Endpoint(
+    "/v1/messages/count_tokens", "How many tokens the prompt of a message has, as Anthropic's", CountBody
+)
+TOKENIZE = Endpoint("/tokenize", "The tokens of a prompt, as in vLLM: of a text, or of messages", TokenizeBody)
+DETOKENIZE = Endpoint("/detokenize", "The text of tokens, as in vLLM", DetokenizeBody)
+ENDPOINTS = {each.path: each for each in (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE)}
+
+
+def support_of(body: type[Body], name: str) -> str:
+    """Return what becomes of a parameter: ``supported``, ``no effect`` or ``refused``."""
+    extra = body.model_fields[name].json_schema_extra
+    return str(extra[SUPPORT]) if isinstance(extra, dict) and SUPPORT in extra else "supported"
+
+
+def is_refused(body: type[Body], name: str) -> bool:
+    return support_of(body, name) == REFUSED
+
+
+def description(version: str, *, has_keys: bool = False) -> dict[str, Any]:
+    """Return the server's OpenAPI description.
+
+    Args:
+        version: of the server.
+        has_keys: whether clients need an API key.
+    """
+    models = [(endpoint.body, "validation") for endpoint in ENDPOINTS.values()]
+    names, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    paths: dict[str, Any] = {}
+    for endpoint in ENDPOINTS.values():
+        answers = _answers("application/json")
+        if "stream" in endpoint.body.model_fields:
+            answers["200"]["content"]["text/event-stream"] = {"schema": {}}
+        body = {"required": True, "content": {"application/json": {"schema": names[endpoint.body, "validation"]}}}
+        for path in (endpoint.path, *endpoint.aliases):
+            paths[path] = {"post": {"summary": endpoint.summary, "requestBody": body, "responses": answers}}
+    for path, (summary, kind) in PAGES.items():
+        paths[path] = {"get": {"summary": summary, "responses": _answers(kind)}}
+    components = {"schemas": {**schemas["$defs"], "Error": {"type": "object", "required": ["error"]}}}
+    described: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "mlx_paged.server", "version": version},
+        "paths": paths,
+        "components": components,
+    }
+    if has_keys:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        described["security"] = [{"key": []}]
+    return described
+
+
+def _answers(kind: str) -> dict[str, Any]:
+    answers: dict[str, Any] = {"200": {"description": "The answer", "content": {kind: {"schema": {}}}}}
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    return answers | {status: {"description": text, "content": error} for status, text in ERRORS.items()}

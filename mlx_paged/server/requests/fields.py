@@ -1,0 +1,212 @@
+"""What the bodies of the APIs have in common, as pydantic models: names, ranges, and what becomes of each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic_core import from_json
+
+from ...config import MAX_PROMPT_LOOKUP
+from ..errors import RequestRefused, invalid
+
+MAX_TOKENS = 1 << 24
+MAX_CONTEXT = 1 << 20
+MAX_STOP_CHARACTERS = 16_000  # of all stop strings together
+MAX_SALT_LENGTH = 1000
+MAX_TOKEN_ID = 1 << 24
+MAX_CHOICES = 128  # answers to one prompt
+MAX_ANSWERS = 256  # to one request
+MAX_PENALTY = 1e4
+MAX_PRIORITY = 1 << 20
+MAX_VALUES = 1 << 21  # commas and brackets in a body: each may be an object of Python
+NO_EFFECT, REFUSED = "no effect", "refused"
+SUPPORT = "x-support"
+MOST_NOTED = 1000  # names of unknown parameters in the log
+
+
+def no_effect(kind: Any, why: str) -> Any:
+    """A parameter that is taken and changes nothing, by what it means."""
+    return Annotated[kind | None, Field(description=why, json_schema_extra={SUPPORT: NO_EFFECT})]
+
+
+def refused(why: str, *neutral: Any) -> Any:
+    """A parameter that is known and cannot be served; neutral values ask for nothing."""
+
+    def check(value: Any) -> Any:
+        if value is not None and value not in neutral:
+            raise ValueError(f"is not supported: {why}")
+        return value
+
+    schema = WithJsonSchema({"enum": [*neutral, None]})
+    return Annotated[Any, AfterValidator(check), schema, Field(description=why, json_schema_extra={SUPPORT: REFUSED})]
+
+
+class Body(BaseModel):
+    """Part of a body. Unknown names are kept aside; see :func:`ignored_in`."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class ModelParameters(Body):
+    """Which model answers."""
+
+    model: str | None = Field(None, description="a name that `/v1/models` lists; without it the model of `--model`")
+    adapters: str | None = Field(None, description="of mlx-lm; with `--allow-any-model` alone")
+    draft_model: str | None = Field(None, description="of mlx-lm; with `--allow-any-model` alone")
+    num_draft_tokens: Annotated[int, Field(ge=0, le=64)] | None = Field(
+        None, description="of mlx-lm; 400 without a draft model"
+    )
+
+
+TokenBias = Annotated[float, Field(ge=-1e4, le=1e4)]
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+Context = Annotated[int, Field(ge=0, le=MAX_CONTEXT)]
+TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,8}$")]
+
+
+class SamplingParameters(Body):
+    """How tokens are chosen, and what goes with that for the engine."""
+
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=MAX_CONTEXT)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    xtc_probability: Annotated[float, Field(ge=0, le=1)] | None = None
+    xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0, le=MAX_PENALTY)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_context_size: Context | None = None
+    presence_context_size: Context | None = None
+    frequency_context_size: Context | None = None
+    logit_bias: dict[TokenKey, TokenBias] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 64) - 1)] | None = Field(
+        None, description="of `n` answers, the i-th (from 0) has seed + i"
+    )
+    prompt_lookup: Annotated[int, Field(ge=0, le=MAX_PROMPT_LOOKUP)] | None = Field(None, description="of mlx_paged")
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)] | None = Field(
+        None, description="only requests with the same one share prefixes"
+    )
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = Field(
+        None, description="kept with the request; as in vLLM, less is earlier"
+    )
+    structured_outputs: dict[str, Any] | None = Field(None, description="as in vLLM")
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+Stops = Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]]
+
+
+def check_stops(value: Any) -> Any:
+    if value is not None and sum(map(len, value)) > MAX_STOP_CHARACTERS:
+        raise ValueError(f"must have at most {MAX_STOP_CHARACTERS} characters in all")
+    return value
+
+
+StopField = Annotated[Stops | None, AfterValidator(check_stops)]
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+_TRACE = "for records; nothing is kept here"
+_CACHE = "prefixes are found by their tokens"
+
+
+class RecordParameters(Body):
+    """What OpenAI's APIs keep or file a request under, and this server does not."""
+
+    user: no_effect(str, _TRACE) = None  # type: ignore[valid-type]
+    metadata: no_effect(dict[str, Any], _TRACE) = None  # type: ignore[valid-type]
+    safety_identifier: no_effect(str, _TRACE) = None  # type: ignore[valid-type]
+    store: no_effect(Literal[False], "answers are never kept: `true` is refused") = None  # type: ignore[valid-type]
+    prompt_cache_key: no_effect(str, _CACHE) = None  # type: ignore[valid-type]
+    prompt_cache_retention: no_effect(str, "prefixes stay while there is memory") = None  # type: ignore[valid-type]
+    prompt_cache_options: no_effect(dict[str, Any], _CACHE) = None  # type: ignore[valid-type]
+    service_tier: no_effect(  # type: ignore[valid-type]
+        Literal["auto", "default", "flex", "priority", "scale"], "there is one tier"
+    ) = None
+
+
+# From bytes to a model --------------------------------------------------------------------------------------------
+
+
+def parsed(raw: bytes, model: type[Body], *, strict: bool = False) -> tuple[Any, list[str]]:
+    """Return the body as a model, and the names in it that are not known.
+
+    Args:
+        raw: JSON text.
+        model: of the endpoint.
+        strict: refuse unknown names.
+
+    Raises:
+        RequestRefused: 400, naming the parameter, or 413.
+    """
+    if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise RequestRefused(413, f"a request body holds at most {MAX_VALUES:,} values")
+    try:
+        given = from_json(raw, allow_inf_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"the request body is not valid JSON: {str(error)[:200]}") from None
+    if not isinstance(given, dict):
+        raise invalid("the request body must be a JSON object")
+    try:
+        body = model.model_validate({name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        raise _refusal(error) from None
+    unknown = sorted(ignored_in(body))[:MOST_NOTED]
+    if unknown and strict:
+        raise invalid(f"{unknown[0]} is not a parameter here", unknown[0])
+    for name in unknown:
+        _note_ignored(name)
+    return body, unknown
+
+
+def ignored_in(value: Any, where: str = "") -> Iterator[str]:
+    """Yield the names that a parsed body holds beyond what is known, with the names of the objects around them."""
+    if isinstance(value, Body):
+        for name, given in (value.model_extra or {}).items():
+            if given is not None:
+                yield f"{where}{name}"
+        for name in value.model_fields_set & set(type(value).model_fields):
+            yield from ignored_in(getattr(value, name), f"{where}{name}.")
+    elif isinstance(value, list):
+        yield from {name for each in value if isinstance(each, Body) for name in ignored_in(each, where)}
+
+
+def _note_ignored(name: str) -> None:
+    if len(_noted) < MOST_NOTED and name not in _noted:
+        _noted.add(name)
+        logging.warning("the parameter %.100r is not known and ignored", name)
+
+
+_noted: set[str] = set()
+
+
+def _refusal(error: ValidationError) -> RequestRefused:
+    """Return the first fault of a body, in words that name the parameter, what was given and what is allowed."""
+    faults = error.errors(include_url=False)
+    fault = faults[0]
+    place = [str(part) for part in fault["loc"]]
+    param = place[0] if place else None
+    where = ".".join(
+        part for part in place if not part.startswith(("function-", "constrained-", "list[", "dict[", "literal["))
+    )
+    if fault["type"] == "missing":
+        return invalid(f"{where} is required", param)
+    allowed = list(dict.fromkeys(_words(each) for each in faults if each["loc"][:1] == fault["loc"][:1]))
+    return invalid(f"{where[:200]}: {' or '.join(allowed)[:300]}, got {_short(fault.get('input'))}", param)
+
+
+def _words(fault: Mapping[str, Any]) -> str:
+    return str(fault["msg"]).removeprefix("Value error, ")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list | dict) and len(value) > 8:
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    text = repr(value[:80] if isinstance(value, str) else value)
+    return text if len(text) <= 100 else text[:100] + "…"

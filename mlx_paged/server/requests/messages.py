@@ -1,0 +1,331 @@
+"""Anthropic's Messages: the body, translated to a chat, the answer and the events of its stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from ..constraint import constraint_of
+from ..errors import RequestRefused, invalid
+from ..request import ChatInput, ServerRequest
+from .chat import TemplateParameters, engine_options, stop_list
+from .fields import Body, ModelParameters, SamplingParameters, Tokens, check_stops, no_effect, refused
+from .pieces import Echo, Event, Head, Piece, Usage
+
+REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessageParam(Body):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class MessageTool(Body):
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: Any = None
+
+
+class ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: Any = None
+
+
+class OutputConfig(Body):
+    format: dict[str, Any] | None = None
+    effort: str | None = None
+
+
+def _not_empty(value: Any) -> Any:
+    if not value:
+        raise ValueError("must not be empty")
+    return value
+
+
+class CountBody(TemplateParameters, SamplingParameters, ModelParameters):
+    """The body of ``/v1/messages/count_tokens``: a message's, but for the length of the answer."""
+
+    messages: Annotated[list[MessageParam], AfterValidator(_not_empty)] = Field(
+        description="texts, images, tool uses and results, thinking"
+    )
+    system: Annotated[str | list[dict[str, Any]], AfterValidator(_not_empty)] | None = None
+    stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], AfterValidator(check_stops)] | None = None
+    tools: list[MessageTool] | None = Field(None, description="of type `custom`")
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = Field(
+        None, description="`enable_thinking` of the chat template; `max_tokens` alone bounds it, not `budget_tokens`"
+    )
+    output_config: OutputConfig | None = Field(
+        None, description="`format`: `json_schema`; `effort`, as `reasoning_effort` of chats"
+    )
+    metadata: no_effect(dict[str, Any], "for records; nothing is kept here") = None  # type: ignore[valid-type]
+    cache_control: no_effect(dict[str, Any], "prefixes are found by their tokens") = None  # type: ignore[valid-type]
+    service_tier: no_effect(Literal["auto", "standard_only"], "there is one tier") = None  # type: ignore[valid-type]
+    container: refused("there are no containers") = None  # type: ignore[valid-type]
+    context_management: refused("nothing is kept") = None  # type: ignore[valid-type]
+    diagnostics: refused("there is no such service") = None  # type: ignore[valid-type]
+    inference_geo: refused("there is one place") = None  # type: ignore[valid-type]
+    mcp_servers: refused("there are no built-in tools", []) = None  # type: ignore[valid-type]
+    speed: refused("there is one speed", "standard") = None  # type: ignore[valid-type]
+    user_profile_id: refused("nothing is kept") = None  # type: ignore[valid-type]
+    workspace_id: refused("nothing is kept") = None  # type: ignore[valid-type]
+
+
+class MessageBody(CountBody):
+    """The body of ``/v1/messages``."""
+
+    max_tokens: Tokens
+    stream: bool | None = None
+
+
+def message_request(body: CountBody, defaults: Mapping[str, Any]) -> ServerRequest:
+    """Return what a message asks for.
+
+    Raises:
+        RequestRefused: 400, naming the parameter.
+    """
+    messages = [*_system(body.system), *(m for given in body.messages for m in _messages(given))]
+    tools = [_tool(tool) for tool in body.tools or ()]
+    fields: dict[str, Any] = {"tools": tools} if tools else {}
+    if body.tool_choice is not None:
+        fields |= _tool_choice(body.tool_choice)
+    if body.structured_outputs is not None:
+        fields["structured_outputs"] = body.structured_outputs
+    kwargs: dict[str, Any] = {}
+    if body.thinking is not None:
+        kwargs["enable_thinking"] = body.thinking.type != "disabled"
+    if (config := body.output_config) is not None:
+        if config.format is not None:
+            fields["response_format"] = _format(config.format)
+        if config.effort is not None:
+            kwargs["reasoning_effort"] = config.effort
+    no_tools = fields.get("tool_choice") == "none"
+    return ServerRequest(
+        inputs=[
+            ChatInput(
+                messages,
+                (None if no_tools else tools) or None,
+                kwargs | (body.chat_template_kwargs or {}),
+                continues=messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
+            )
+        ],
+        max_tokens=getattr(body, "max_tokens", None),
+        calls_once=fields.get("parallel_tool_calls") is False,
+        stops=stop_list(body.stop_sequences),
+        constraint=constraint_of(fields, chat=True),
+        **engine_options(body, defaults),
+    )
+
+
+def _blocks(where: str, given: Any) -> list[dict[str, Any]]:
+    if isinstance(given, str):
+        return [{"type": "text", "text": given}]
+    if not isinstance(given, list) or not all(isinstance(block, dict) for block in given):
+        raise invalid(f"{where} must be a string or a list of blocks", where)
+    return given
+
+
+def _text(where: str, blocks: Sequence[Mapping[str, Any]]) -> str:
+    for block in blocks:
+        if block.get("type") != "text" or not isinstance(block.get("text"), str):
+            raise invalid(f"{where}: blocks must be of type text, with a text", where)
+    return "\n".join(block["text"] for block in blocks)
+
+
+def _system(given: Any) -> list[dict[str, Any]]:
+    return [] if given is None else [{"role": "system", "content": _text("system", _blocks("system", given))}]
+
+
+def _messages(given: MessageParam) -> list[dict[str, Any]]:
+    """Return the messages of a chat that one of Anthropic's is: results of tools are messages of their own there."""
+    role = given.role
+    parts: list[dict[str, Any]] = []
+    calls, results, thoughts = [], [], []
+    for block in _blocks("messages", given.content):
+        kind = block.get("type")
+        if kind == "text" and isinstance(block.get("text"), str):
+            parts.append({"type": "text", "text": block["text"]})
+        elif kind == "image" and role == "user":
+            parts.append({"type": "image_url", "image_url": {"url": _image(block.get("source"))}})
+        elif kind == "tool_use" and role == "assistant" and isinstance(block.get("input"), dict):
+            function = {"name": block.get("name"), "arguments": json.dumps(block["input"], ensure_ascii=False)}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            text = _text("messages", _blocks("messages", block.get("content") or ""))
+            text = f"Error: {text}" if block.get("is_error") else text
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+        elif kind == "thinking" and role == "assistant" and isinstance(block.get("thinking"), str):
+            thoughts.append(block["thinking"])
+        else:
+            what = f"a block of type {str(kind)[:80]!r} is not supported in a message of {role!r}"
+            raise invalid(f"messages: {what}", "messages")
+    if not (parts or calls or thoughts):
+        return results
+    message: dict[str, Any] = {"role": role, "content": parts}
+    if all(part["type"] == "text" for part in parts):
+        message["content"] = "\n".join(part["text"] for part in parts)
+    if calls:
+        message["tool_calls"] = calls
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    return [*results, message]
+
+
+def _image(source: Any) -> str:
+    if isinstance(source, dict) and source.get("type") == "url" and isinstance(source.get("url"), str):
+        return str(source["url"])
+    if isinstance(source, dict) and source.get("type") == "base64" and isinstance(source.get("data"), str):
+        return f"data:{source.get('media_type', 'image/png')};base64,{source['data']}"
+    raise invalid("messages: an image must have a source of type base64 or url", "messages")
+
+
+def _tool(tool: MessageTool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name, "description": tool.description or ""}
+    function["parameters"] = tool.input_schema
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(given: ToolChoice) -> dict[str, Any]:
+    if given.type == "tool":
+        if given.name is None:
+            raise invalid("tool_choice of type tool needs a name", "tool_choice")
+        choice: Any = {"type": "function", "function": {"name": given.name}}
+    else:
+        choice = {"auto": "auto", "any": "required", "none": "none"}[given.type]
+    parallel = given.disable_parallel_tool_use
+    return {"tool_choice": choice, **({} if parallel is None else {"parallel_tool_calls": not parallel})}
+
+
+def _format(given: Mapping[str, Any]) -> dict[str, Any]:
+    if given.get("type") != "json_schema":
+        raise invalid("output_config.format must be of type json_schema", "output_config")
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given.get("schema")}}
+
+
+# The answer -------------------------------------------------------------------------------------------------------
+
+
+class MessageForm:
+    """A message.
+
+    Args:
+        head: of the answer.
+    """
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._num_blocks = 0
+        self._open: str | None = None  # type of the block that is being said
+        self._last = Piece()
+
+    def begin(self, usage: Usage, echoes: Sequence[Echo] = ()) -> list[Event]:
+        message = {**self._message([], None, None), "usage": self._usage(usage)}
+        return [self._event("message_start", message=message)]
+
+    def piece(self, piece: Piece) -> list[Event]:
+        self._last = piece
+        events = []
+        if piece.reasoning:
+            events += self._to("thinking", {"thinking": "", "signature": ""})
+            events.append(self._delta("thinking_delta", thinking=piece.reasoning))
+        if piece.text:
+            events += self._to("text", {"text": ""})
+            events.append(self._delta("text_delta", text=piece.text))
+        for call in piece.calls:
+            block = _tool_use(call)
+            events += self._close() + self._to("tool_use", {**block, "input": {}})
+            events.append(self._delta("input_json_delta", partial_json=call["function"]["arguments"]))
+            events += self._close()
+        return events
+
+    def end(self, usage: Usage) -> list[Event]:
+        reason, stop = _reason(self._last)
+        return [
+            *self._close(),
+            self._event(
+                "message_delta", delta={"stop_reason": reason, "stop_sequence": stop}, usage=self._usage(usage)
+            ),
+            self._event("message_stop"),
+        ]
+
+    def failed(self, refusal: RequestRefused) -> list[Event]:
+        return [Event(refusal.anthropic_body(), "error")]
+
+    def whole(self, answers: Sequence[Piece], usage: Usage, echoes: Sequence[Echo] = ()) -> dict[str, Any]:
+        (answer,) = answers
+        blocks: list[dict[str, Any]] = []
+        if answer.reasoning:
+            blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+        if answer.text or not answer.calls:
+            blocks.append({"type": "text", "text": answer.text})
+        blocks += [{"type": "tool_use", **_tool_use(call)} for call in answer.calls]
+        return {**self._message(blocks, *_reason(answer)), "usage": self._usage(usage)}
+
+    def _message(self, content: list[Any], reason: str | None, stop: str | None) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self._head.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._head.model,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": stop,
+        }
+
+    @staticmethod
+    def _usage(usage: Usage) -> dict[str, int]:
+        return {
+            "input_tokens": usage.prompt - usage.cached,
+            "cache_read_input_tokens": usage.cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": usage.completion,
+        }
+
+    def _event(self, kind: str, **values: Any) -> Event:
+        return Event({"type": kind, **values}, kind)
+
+    def _delta(self, kind: str, **values: Any) -> Event:
+        return self._event("content_block_delta", index=self._num_blocks - 1, delta={"type": kind, **values})
+
+    def _to(self, kind: str, block: dict[str, Any]) -> list[Event]:
+        """The events that lead to a block of a type, if it is not the one that is being said."""
+        if self._open == kind:
+            return []
+        events = self._close()
+        self._open = kind
+        self._num_blocks += 1
+        start = self._event("content_block_start", index=self._num_blocks - 1, content_block={"type": kind, **block})
+        return [*events, start]
+
+    def _close(self) -> list[Event]:
+        if self._open is None:
+            return []
+        self._open = None
+        return [self._event("content_block_stop", index=self._num_blocks - 1)]
+
+
+def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    given = json.loads(function["arguments"])
+    return {"id": call["id"], "name": function["name"], "input": given if isinstance(given, dict) else {"value": given}}
+
+
+def _reason(answer: Piece) -> tuple[str, str | None]:
+    if answer.stop is not None:
+        return "stop_sequence", answer.stop
+    return REASONS.get(answer.finish or "stop", "end_turn"), None

@@ -1,0 +1,407 @@
+"""OpenAI's Responses: the body, translated to a chat, the answer and the events of its stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from ..constraint import constraint_of
+from ..errors import RequestRefused, invalid
+from ..request import ChatInput, ServerRequest
+from .chat import TemplateParameters, engine_options
+from .fields import (
+    Body,
+    ModelParameters,
+    RecordParameters,
+    SamplingParameters,
+    StreamOptions,
+    Tokens,
+    no_effect,
+    refused,
+)
+from .pieces import Echo, Event, Head, Piece, Usage, content_logprobs
+
+TEXTS = ("input_text", "output_text", "text")
+LOGPROBS = "message.output_text.logprobs"
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
+
+
+class FunctionTool(Body):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    format: dict[str, Any] | None = None
+    verbosity: Any = None
+
+
+class ReasoningOptions(Body):
+    effort: str | None = None
+    summary: Any = None
+
+
+def _not_empty(value: Any) -> Any:
+    if not value:
+        raise ValueError("must not be empty")
+    return value
+
+
+class ResponseBody(RecordParameters, TemplateParameters, SamplingParameters, ModelParameters):
+    """The body of ``/v1/responses``."""
+
+    input: Annotated[str | list[dict[str, Any]], AfterValidator(_not_empty)] = Field(
+        description="messages, function calls, their outputs, reasoning"
+    )
+    instructions: str | None = Field(None, description="a system message before all others")
+    max_output_tokens: Tokens | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = Field(None, description="without effect")
+    text: TextOptions | None = Field(None, description="`format`: `text`, `json_object`, `json_schema`")
+    tools: list[FunctionTool] | None = Field(None, description="of type `function`")
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = Field(None, description="`false`: only the first call is told")
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(None, description="with `include`")
+    include: list[str] | None = Field(
+        None, description=f"`{LOGPROBS}`; `reasoning.encrypted_content` has no effect: reasoning is not encrypted"
+    )
+    reasoning: ReasoningOptions | None = Field(
+        None, description="`effort`, as `reasoning_effort` of chats; `summary` has no effect: reasoning is given whole"
+    )
+    background: no_effect(Literal[False], "`true` is refused") = None  # type: ignore[valid-type]
+    truncation: no_effect(Literal["disabled"], "`auto` is refused") = None  # type: ignore[valid-type]
+    conversation: refused("nothing is kept") = None  # type: ignore[valid-type]
+    previous_response_id: refused("nothing is kept: send what was said before") = None  # type: ignore[valid-type]
+    prompt: refused("there are no stored prompts") = None  # type: ignore[valid-type]
+    max_tool_calls: refused("there are no built-in tools") = None  # type: ignore[valid-type]
+    context_management: refused("nothing is kept", []) = None  # type: ignore[valid-type]
+    moderation: refused("there is no such service") = None  # type: ignore[valid-type]
+    background_options: refused("answers are given at once") = None  # type: ignore[valid-type]
+    access_programs: refused("there is no such service") = None  # type: ignore[valid-type]
+    image: refused("answers are text") = None  # type: ignore[valid-type]
+
+
+def response_request(body: ResponseBody, defaults: Mapping[str, Any]) -> ServerRequest:
+    """Return what a response asks for.
+
+    Raises:
+        RequestRefused: 400, naming the parameter.
+    """
+    messages: list[dict[str, Any]] = []
+    if body.instructions is not None:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        messages.append({"role": "user", "content": body.input})
+    else:
+        for index, item in enumerate(body.input):
+            _add(messages, f"input[{index}]", item)
+    if not messages:
+        raise invalid("input holds no message", "input")
+    for name in body.include or ():
+        if name not in INCLUDED:
+            raise invalid(f"include: {name!r} is not supported", "include")
+    tells = LOGPROBS in (body.include or ())
+    if body.top_logprobs and not tells:
+        raise invalid(f"top_logprobs needs {LOGPROBS} in include", "top_logprobs")
+    tools = [_tool(tool) for tool in body.tools or ()]
+    choice = _tool_choice(body.tool_choice)
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning.effort)
+    fields = {
+        "tools": tools,
+        "tool_choice": choice,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "structured_outputs": body.structured_outputs,
+        "response_format": _format(body.text),
+    }
+    return ServerRequest(
+        inputs=[ChatInput(messages, (None if choice == "none" else tools) or None, kwargs)],
+        max_tokens=body.max_output_tokens,
+        top_logprobs=(body.top_logprobs or 0) if tells else None,
+        calls_once=body.parallel_tool_calls is False,
+        constraint=constraint_of({k: v for k, v in fields.items() if v is not None}, chat=True),
+        **engine_options(body, defaults),
+    )
+
+
+def _add(messages: list[dict[str, Any]], where: str, item: Mapping[str, Any]) -> None:
+    """Add an item to the messages of a chat, where calls and reasoning are parts of the assistant's message."""
+    kind = item.get("type", "message")
+    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    if kind == "message":
+        role = item.get("role")
+        if role not in ("user", "assistant", "system", "developer"):
+            raise invalid(f"{where}.role must be user, assistant, system or developer", "input")
+        message = {"role": "system" if role == "developer" else role, "content": _content(where, item.get("content"))}
+        if role == "assistant" and last is not None and not last["content"] and "tool_calls" not in last:
+            last["content"] = message["content"]  # behind its reasoning
+        else:
+            messages.append(message)
+    elif kind == "function_call":
+        if last is None:
+            messages.append(last := {"role": "assistant", "content": ""})
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        if not all(isinstance(value, str) for value in function.values()):
+            raise invalid(f"{where} must have a name and arguments, which are strings", "input")
+        last.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
+    elif kind == "function_call_output":
+        content = _content(where, item.get("output"))
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+    elif kind == "reasoning":
+        parts = item.get("content") or []
+        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+            raise invalid(f"{where}.content must be a list of objects", "input")
+        text = "".join(str(part.get("text", "")) for part in parts)
+        messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+    else:
+        raise invalid(f"{where}: items of type {str(kind)[:80]!r} are not supported", "input")
+
+
+def _content(where: str, given: Any) -> Any:
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list) or not all(isinstance(part, dict) for part in given):
+        raise invalid(f"{where} must be a string or a list of parts", "input")
+    parts: list[dict[str, Any]] = []
+    for part in given:
+        kind = part.get("type")
+        if kind in TEXTS and isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        elif kind == "input_image" and isinstance(part.get("image_url"), str):
+            parts.append({"type": "image_url", "image_url": {"url": part["image_url"]}})
+        else:
+            raise invalid(f"{where}: a part of type {str(kind)[:80]!r} is not supported", "input")
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+def _tool_choice(given: Any) -> Any:
+    if given is None or isinstance(given, str):
+        return given
+    if given.get("type") != "function" or not isinstance(given.get("name"), str):
+        raise invalid("tool_choice must be none, auto, required, or of type function, with a name", "tool_choice")
+    return {"type": "function", "function": {"name": given["name"]}}
+
+
+def _format(text: TextOptions | None) -> dict[str, Any] | None:
+    form = None if text is None else text.format
+    if form is None:
+        return None
+    if form.get("type") not in ("text", "json_object", "json_schema"):
+        raise invalid("text.format.type must be text, json_object or json_schema", "text")
+    if form["type"] != "json_schema":
+        return {"type": form["type"]}
+    described = {name: value for name, value in form.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": described}
+
+
+# The answer -------------------------------------------------------------------------------------------------------
+
+# Of the request, told again with the answer, and what they are if it does not say.
+TOLD: dict[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "reasoning": None,
+    "temperature": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": None,
+    "top_p": None,
+    "truncation": "disabled",
+    "user": None,
+}
+
+
+class ResponseForm:
+    """A response.
+
+    Args:
+        head: of the answer.
+        body: of the request.
+    """
+
+    def __init__(self, head: Head, body: ResponseBody) -> None:
+        self._head = head
+        given = body.model_dump(include=set(TOLD), exclude_none=True)
+        self._told = {name: given.get(name, default) for name, default in TOLD.items()}
+        self._items: list[dict[str, Any]] = []  # those that are complete
+        self._open: list[Piece] = []  # what is being said: pieces of reasoning, or of text
+        self._last = Piece()
+        self._number = -1
+
+    # A stream -------------------------------------------------------------------------------------------------
+
+    def begin(self, usage: Usage, echoes: Sequence[Echo] = ()) -> list[Event]:
+        response = self._response("in_progress", [], None)
+        return [
+            self._event("response.created", response=response),
+            self._event("response.in_progress", response=response),
+        ]
+
+    def piece(self, piece: Piece) -> list[Event]:
+        self._last = piece
+        events = []
+        if piece.reasoning:
+            events += self._say(Piece(reasoning=piece.reasoning))
+        if piece.text:
+            events += self._say(Piece(text=piece.text, tokens=piece.tokens))
+        for call in piece.calls:
+            events += self._close()
+            item = self._call(call)
+            place = {"output_index": len(self._items), "item_id": item["id"]}
+            arguments = item["arguments"]
+            events += [
+                self._added({**item, "arguments": "", "status": "in_progress"}),
+                self._event("response.function_call_arguments.delta", **place, delta=arguments),
+                self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=arguments),
+                self._done(item),
+            ]
+        return events
+
+    def end(self, usage: Usage) -> list[Event]:
+        events = self._close()
+        response = self._response(_status(self._last), self._items, usage)
+        return [*events, self._event(f"response.{response['status']}", response=response)]
+
+    def failed(self, refusal: RequestRefused) -> list[Event]:
+        said = {"code": refusal.code or refusal.kind, "message": str(refusal), "param": refusal.param}
+        return [self._event("error", **said)]
+
+    def _event(self, kind: str, **values: Any) -> Event:
+        self._number += 1
+        return Event({"type": kind, "sequence_number": self._number, **values}, kind)
+
+    def _added(self, item: dict[str, Any]) -> Event:
+        return self._event("response.output_item.added", output_index=len(self._items), item=item)
+
+    def _done(self, item: dict[str, Any]) -> Event:
+        event = self._event("response.output_item.done", output_index=len(self._items), item=item)
+        self._items.append(item)
+        return event
+
+    def _say(self, piece: Piece) -> list[Event]:
+        """More of the reasoning or the text; an item begins where the one before was of another kind."""
+        events = []
+        kind = "reasoning_text" if piece.reasoning else "output_text"
+        if self._open and bool(self._open[0].reasoning) != bool(piece.reasoning):
+            events += self._close()
+        if not self._open:
+            item = self._item(piece, "in_progress")
+            events.append(self._added({**item, "content": []}))
+            part = {**item["content"][0], "text": ""}
+            events.append(self._event("response.content_part.added", **self._place(piece), part=part))
+        self._open.append(piece)
+        delta: dict[str, Any] = {"delta": piece.reasoning or piece.text}
+        if kind == "output_text":
+            delta["logprobs"] = _logprobs(piece)
+        events.append(self._event(f"response.{kind}.delta", **self._place(piece), **delta))
+        return events
+
+    def _close(self) -> list[Event]:
+        if not self._open:
+            return []
+        said, self._open = Piece.joined(self._open), []
+        item = self._item(said, "completed")
+        kind, place = item["content"][0]["type"], self._place(said)
+        done: dict[str, Any] = {"text": item["content"][0]["text"]}
+        if kind == "output_text":
+            done["logprobs"] = _logprobs(said)
+        return [
+            self._event(f"response.{kind}.done", **place, **done),
+            self._event("response.content_part.done", **place, part=item["content"][0]),
+            self._done(item),
+        ]
+
+    def _place(self, piece: Piece) -> dict[str, Any]:
+        item_id = self._item(piece, "in_progress")["id"]
+        return {"item_id": item_id, "output_index": len(self._items), "content_index": 0}
+
+    # The whole ------------------------------------------------------------------------------------------------
+
+    def whole(self, answers: Sequence[Piece], usage: Usage, echoes: Sequence[Echo] = ()) -> dict[str, Any]:
+        (answer,) = answers
+        if answer.reasoning:
+            self._items.append(self._item(Piece(reasoning=answer.reasoning), "completed"))
+        if answer.text or not answer.calls:
+            self._items.append(self._item(Piece(text=answer.text, tokens=answer.tokens), "completed"))
+        for call in answer.calls:
+            self._items.append(self._call(call))
+        return self._response(_status(answer), self._items, usage)
+
+    def _item(self, said: Piece, status: str) -> dict[str, Any]:
+        number = len(self._items)
+        if said.reasoning:
+            content = [{"type": "reasoning_text", "text": said.reasoning}]
+            return {
+                "id": f"rs_{self._head.id}_{number}",
+                "type": "reasoning",
+                "summary": [],
+                "content": content,
+                "status": status,
+            }
+        part = {"type": "output_text", "text": said.text, "annotations": [], "logprobs": _logprobs(said)}
+        return {
+            "id": f"msg_{self._head.id}_{number}",
+            "type": "message",
+            "role": "assistant",
+            "content": [part],
+            "status": status,
+        }
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "id": f"fc_{self._head.id}_{len(self._items)}",
+            "type": "function_call",
+            "call_id": call["id"],
+            "name": call["function"]["name"],
+            "arguments": call["function"]["arguments"],
+            "status": "completed",
+        }
+
+    def _response(self, status: str, items: list[dict[str, Any]], usage: Usage | None) -> dict[str, Any]:
+        head = self._head
+        return {
+            "id": f"resp_{head.id}",
+            "object": "response",
+            "created_at": head.created,
+            "model": head.model,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": list(items),
+            "previous_response_id": None,
+            "store": False,
+            **self._told,
+            "usage": None
+            if usage is None
+            else {
+                "input_tokens": usage.prompt,
+                "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+                "output_tokens": usage.completion,
+                "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+                "total_tokens": usage.prompt + usage.completion,
+            },
+        }
+
+
+def _status(answer: Piece) -> str:
+    return "incomplete" if answer.finish == "length" else "completed"
+
+
+def _logprobs(piece: Piece) -> list[dict[str, Any]]:
+    told: list[dict[str, Any]] = content_logprobs(piece.tokens)["content"]
+    return told

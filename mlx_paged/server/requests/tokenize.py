@@ -1,0 +1,37 @@
+"""/tokenize and /detokenize, as in vLLM."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from ..errors import invalid
+from ..request import ChatInput, Input
+from .chat import Messages, TemplateParameters
+from .fields import MAX_TOKEN_ID, Body
+
+
+class TokenizeBody(TemplateParameters):
+    """The body of ``/tokenize``."""
+
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: list[dict[str, Any]] | None = None
+    model: str | None = None
+
+
+class DetokenizeBody(Body):
+    """The body of ``/detokenize``."""
+
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]], Field(min_length=1)]
+    model: str | None = None
+
+
+def tokenize_input(body: TokenizeBody) -> Input:
+    """Return what is to be tokenized. Raises RequestRefused: it is not one of a text and a chat."""
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("one of prompt and messages is needed, and not both", "prompt")
+    if body.prompt is not None:
+        return body.prompt
+    return ChatInput([dict(m) for m in body.messages or ()], body.tools, dict(body.chat_template_kwargs or {}))

@@ -1,0 +1,135 @@
+"""Tools: which calls an answer has to make, and a grammar of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..engine.grammar.compiler import ANY_OBJECT, GrammarSource, json_in_lark, text_in_lark
+from .errors import invalid
+
+
+class Tool(NamedTuple):
+    """A function that the model may call.
+
+    Attributes:
+        name: of the function.
+        schema: of its arguments.
+        param: where the request says so.
+    """
+
+    name: str
+    schema: Any
+    param: str
+
+
+class Tools(NamedTuple):
+    """The calls of an answer.
+
+    Attributes:
+        callable: what may be called.
+        required: the answer is a call, or several.
+        parallel: several may follow one another.
+        strict: the answer's calls are constrained although none is required.
+    """
+
+    callable: Sequence[Tool]
+    required: bool
+    parallel: bool
+    strict: bool
+
+
+class ToolFormat(NamedTuple):
+    """How a model writes a call: ``start``, a JSON object of name and arguments, ``end``.
+
+    Attributes:
+        start, end: as they stand in a Lark grammar.
+        trigger: the token that ``start`` is, or None if it is text.
+    """
+
+    start: str
+    end: str
+    trigger: int | None
+
+
+def tools_of(body: Mapping[str, Any], *, always: bool = False) -> Tools | None:
+    """The calls that a request asks for, or of which it wants the arguments to be right; None: it leaves them free.
+
+    Args:
+        body: of the request; ``tools`` is a list of objects.
+        always: tools that nothing is asked of count as well.
+
+    Raises:
+        RequestRefused: with status 400.
+    """
+    choice, parallel = body.get("tool_choice", "auto"), body.get("parallel_tool_calls", True)
+    name = "tool_choice"
+    named: str | None = None
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        if (
+            choice.get("type") != "function"
+            or not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+        ):
+            raise invalid(f"{name} must name a function: type function, and function with a name", name)
+        named = function["name"]
+    elif choice not in ("none", "auto", "required"):
+        raise invalid(f"{name} must be none, auto, required, or an object that names a function", name)
+    given = body.get("tools") or []
+    if choice == "none" or not given:
+        if named is not None or choice == "required":
+            raise invalid(f"{name} asks for a call, and there are no tools", name)
+        return None
+    strict = [isinstance(f := tool.get("function"), dict) and f.get("strict") is True for tool in given]
+    required = named is not None or choice == "required"
+    if not (required or any(strict) or always):
+        return None
+    tools = [
+        _tool(index, tool, checked=required or is_strict)
+        for index, (tool, is_strict) in enumerate(zip(given, strict, strict=True))
+    ]
+    if named is not None:
+        tools = [tool for tool in tools if tool.name == named][:1]
+        if not tools:
+            raise invalid(f"{name}: there is no tool {named!r}", name)
+    return Tools(tools, required, parallel and named is None, any(strict))
+
+
+def _tool(index: int, tool: Mapping[str, Any], *, checked: bool) -> Tool:
+    where = f"tools[{index}].function"
+    function = tool.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise invalid(f"{where} must be an object with a name", "tools")
+    schema = function.get("parameters") or ANY_OBJECT
+    if not isinstance(schema, dict):
+        raise invalid(f"{where}.parameters must be a JSON schema, an object", "tools")
+    return Tool(function["name"], schema if checked else ANY_OBJECT, f"{where}.parameters")
+
+
+def calls(tools: Tools, form: ToolFormat, *, answer: Any = None, is_triggered: bool = False) -> GrammarSource:
+    """A grammar of the calls.
+
+    Args:
+        tools: what may be called.
+        form: how the model writes a call.
+        answer: a JSON schema: the answer may be of that instead; None: it has to be a call.
+        is_triggered: the grammar begins behind the token that begins a call, and ends with that call.
+    """
+    lines = []
+    body = '"\\n"? call "\\n"? ' + form.end
+    if is_triggered:
+        lines.append(f"start: {body}")
+    else:
+        several = ' ("\\n"? one)*' if tools.parallel else ""
+        lines.append(f"start: one{several}" + ("" if answer is None else " | answer"))
+        lines.append(f"one: {form.start} {body}")
+        if answer is not None:
+            lines.append(f"answer: {json_in_lark(answer)}")
+    lines.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools.callable))))
+    for index, tool in enumerate(tools.callable):
+        begin = text_in_lark('{"name": ' + json.dumps(tool.name, ensure_ascii=False) + ', "arguments": ')
+        lines.append(f'call_{index}: {begin} arguments_{index} "}}"')
+        lines.append(f"arguments_{index}: {json_in_lark(tool.schema)}")
+    return GrammarSource("tools", "\n".join(lines))

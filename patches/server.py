@@ -1,0 +1,569 @@
+"""Models of mlx-lm, as the server asks for them (mlx_paged.server.backend): mlx-lm's functions, by call."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm import sample_utils, utils
+from mlx_lm import server as upstream
+from mlx_lm.generate import make_stop_sequences, stream_generate
+from mlx_lm.models import cache as stock_cache
+from mlx_lm.models.cache import LRUPromptCache
+
+from ..config import free_memory
+from ..engine.grammar.grammar import GrammarProcessor
+from ..engine.ranks.ranks import Ranks
+from ..engine.request_options import RequestOptions
+from ..engine.sampling.params import SamplingParams
+from ..errors import ConfigError
+from ..kv.pool import BlockPool
+from ..model_folder import check_model_folder, check_weight_files, explain_load_errors
+from ..prefix.spill import SpillStore
+from ..prefix.store import NoPrefixStore, PrefixStore
+from ..server.capacity import announce, capacity, check_capacity
+from ..server.engine_loop import check_pool
+from ..server.errors import not_found
+from ..server.identities import identity_of, noting_configs
+from ..server.options import ServerConfig
+from ..server.request import ModelKey, Prompt, ServerRequest
+from .cache.geometry import probe_geometry
+from .cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
+from .cache.pools import forget_pool, known_pool, pool_of
+from .generate.batch_generator import PagedBatchGenerator, is_batched_here
+from .grammar.tokenizer_grammars import behind_reasoning
+from .registry import fingerprint
+from .server_texts import LoadedTexts
+from .sharded_load import sharded_load
+
+# Upstream's code that is called here and whose meaning is relied on.
+KNOWN = {"ResponseGenerator._tokenize": "ec31a09902520a3e"}
+# Tokens of a prompt that are scored together, at first and at most; between two slices others have a step.
+SCORED, MOST_SCORED, SLICE_SECONDS = 64, 512, 0.5
+
+
+def changed() -> list[str]:
+    """Return the names of mlx-lm's server that are not those this module was written for."""
+    return [name for name, known in KNOWN.items() if not _is_known(name, known)]
+
+
+def _is_known(name: str, known: str) -> bool:
+    try:
+        return fingerprint(functools.reduce(getattr, name.split("."), upstream)) == known
+    except (AttributeError, OSError, TypeError):
+        return False
+
+
+# Loading ----------------------------------------------------------------------------------------------------------
+
+
+class Weights(NamedTuple):
+    """A model as it was loaded.
+
+    Attributes:
+        key: what it was loaded from.
+        is_batchable: whether its requests can be computed together.
+    """
+
+    key: ModelKey
+    model: nn.Module
+    tokenizer: Any
+    config: dict[str, Any]
+    draft_model: nn.Module | None
+    is_batchable: bool
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        models = (self.model, self.draft_model)
+        return [x for model in models if model is not None for _, x in tree_flatten(model.parameters())]
+
+
+def load_weights(key: ModelKey, cli_args: Any, *, group: Any = None) -> Weights:
+    """Load a model as mlx-lm's server does, but for its weights' bytes, which are read when they are needed.
+
+    Args:
+        key: folders or hub repositories.
+        cli_args: of the command line.
+        group: of the ranks that the model is sharded over; None: it is all here.
+
+    Raises:
+        Exception: it cannot be loaded.
+    """
+    path, adapter, draft = key
+    for name in (path, draft):
+        check_model_folder(name)
+        if name is not None and group is None:
+            check_weight_files(Path(name) if Path(name).exists() else utils._download(name))
+    if adapter is not None and not (Path(adapter) / "adapter_config.json").exists():
+        raise ValueError(f"there is no adapter in {adapter}")
+    tokenizer_config: dict[str, Any] = {"trust_remote_code": cli_args.trust_remote_code}
+    if cli_args.chat_template:
+        tokenizer_config["chat_template"] = cli_args.chat_template
+    options: dict[str, Any] = {"tokenizer_config": tokenizer_config, "return_config": True}
+    options["trust_remote_code"] = cli_args.trust_remote_code
+    if group is not None:
+        load = explain_load_errors(noting_configs(sharded_load))
+        model, tokenizer, config = load(path, tensor_group=group, **options)
+    else:
+        load = explain_load_errors(noting_configs(utils.load))
+        model, tokenizer, config = load(path, adapter_path=adapter, lazy=True, **options)
+    if cli_args.use_default_chat_template and tokenizer.chat_template is None:
+        tokenizer.chat_template = tokenizer.default_chat_template
+    draft_model = None
+    if draft is not None:
+        draft_model, draft_tokenizer = load(draft, lazy=True)
+        if draft_tokenizer.vocab_size != tokenizer.vocab_size:
+            logging.warning("the draft model's tokenizer is not the model's: speculation may not work")
+    together = draft_model is None and all(hasattr(c, "merge") for c in stock_cache.make_prompt_cache(model))
+    return Weights(key, model, tokenizer, config, draft_model, together)
+
+
+def make_prompt_cache(config: ServerConfig, max_size: int | None, ranks: Ranks | None) -> PromptStore:
+    """Return the prompt cache of all models, as the options say."""
+    if not config.prefix_cache:
+        return LRUPromptCache(max_size=0)  # which keeps nothing
+    spill, folder = None, config.prefix_cache_dir
+    if folder is not None and ranks is None:
+        spill = SpillStore(folder, max_bytes=config.prefix_cache_dir_bytes)
+    elif folder is not None and ranks is not None:
+        folder /= f"rank-{ranks.rank}-of-{ranks.size}"
+        spill = SpillStore(folder, max_bytes=config.prefix_cache_dir_bytes, everywhere=ranks.exchange)
+    clock = time.monotonic if ranks is None else lambda: ranks.now
+    return PagedPromptCache(max_size, ttl=config.prefix_cache_ttl, clock=clock, spill=spill)
+
+
+class LoadedModels:
+    """The model that is loaded, and those that can take its place (:class:`mlx_paged.server.backend.Models`).
+
+    Args:
+        cli_args: of the command line.
+        config: of the server.
+        ranks: that compute the model together; None: it is all here.
+    """
+
+    def __init__(self, cli_args: Any, config: ServerConfig, ranks: Ranks | None = None) -> None:
+        self.cli_args, self.config, self.ranks = cli_args, config, ranks
+        self._texts: LoadedTexts | None = None
+        self.weights: Weights | None = None
+        self.prompt_cache = make_prompt_cache(config, cli_args.prompt_cache_size, ranks)
+        if isinstance(self.prompt_cache, PagedPromptCache) and self.prompt_cache.spill is not None:
+            self.prompt_cache.identify = self._identify
+
+    @property
+    def texts(self) -> LoadedTexts | None:
+        return self._texts
+
+    @property
+    def default_key(self) -> ModelKey:
+        args = self.cli_args
+        return ModelKey(args.model, args.adapter_path, args.draft_model)
+
+    def load_default(self) -> None:
+        """Raises Exception: the model of the command line cannot be served."""
+        if self.cli_args.model is None:
+            return
+        group = None if self.ranks is None else self.ranks.group
+        weights = load_weights(self.default_key, self.cli_args, group=group)
+        mx.eval(weights.arrays)
+        self._take(weights)
+        pool = pool_of(weights.model)
+        check_capacity(pool, self.cli_args.prefill_step_size)
+        if self.ranks is not None and not (weights.is_batchable and known_pool(weights.model) is not None):
+            raise ConfigError("several ranks serve models whose requests are computed in a batch, on pages")
+
+    def load(self, key: ModelKey, make_way: Callable[[], None]) -> None:
+        """Load another model in the present one's place. One that cannot be loaded leaves everything as it is.
+
+        Everything but the weights' bytes is read at first: configuration, tokenizer, names and shapes. So what can be
+        wrong with a model shows while the present one is still there.
+
+        Raises:
+            RequestRefused: 404, it cannot be loaded. Why, the log says: a client is not told what there is on disk.
+        """
+        try:
+            weights = load_weights(key, self.cli_args)
+            if isinstance(self.prompt_cache, PagedPromptCache):
+                self.prompt_cache.tidy()  # the model's prefixes go with it
+            make_way()
+            self._texts = None  # until the new one's is known
+            needed = sum(x.nbytes for x in weights.arrays)
+            if self.weights is not None and needed > free_memory():
+                logging.warning("memory does not hold two models: %.200s is unloaded first", self.weights.key.model)
+                self.weights = None
+                gc.collect()
+                mx.clear_cache()
+            mx.eval(weights.arrays)
+            self._take(weights)
+            gc.collect()
+            mx.clear_cache()
+        except Exception as error:
+            logging.warning("the model %.200r cannot be loaded: %s: %.500s", key.model, type(error).__name__, error)
+            if self._texts is None and self.weights is not None:
+                self._learn(self.weights)
+            message = "the model cannot be loaded, or is not what the request needs"
+            raise not_found(message, param="model", code="model_not_found") from None
+
+    def _take(self, weights: Weights) -> None:
+        self.weights = weights
+        self._learn(weights)
+        announce(str(weights.key.model), pool_of(weights.model), self.cli_args.prefill_step_size)
+
+    def _learn(self, weights: Weights) -> None:
+        """Make the model's pool known, so that prefixes on disk are found, and its tokenizer, to make prompts with."""
+        caches = stock_cache.make_prompt_cache(weights.model)
+        probe_geometry(weights.model, caches)
+        if weights.draft_model is not None:
+            caches += stock_cache.make_prompt_cache(weights.draft_model)
+        if isinstance(self.prompt_cache, PagedPromptCache):
+            self.prompt_cache.forget_unloaded()
+            self.prompt_cache.learn_layout(weights.key, caches)
+            if (pool := known_pool(weights.model)) is not None:
+                self.prompt_cache.tree_of(pool)  # with it a request takes more of the budget, whose size is told now
+        most = capacity(pool_of(weights.model), self.cli_args.prefill_step_size)
+        self._texts = LoadedTexts(weights, self.cli_args.chat_template_args, most)
+
+    def _identify(self, key: Hashable) -> str | None:
+        """Return what names the present models on disk; over ranks, None on all if one cannot tell."""
+        weights, identity = self.weights, None
+        if weights is not None and weights.key == key:
+            identity = identity_of([weights.model, *([] if weights.draft_model is None else [weights.draft_model])])
+        if self.ranks is not None and not all(self.ranks.exchange(identity is not None)):
+            return None
+        return identity
+
+    @property
+    def pool(self) -> BlockPool | None:
+        return None if self.weights is None else known_pool(self.weights.model)
+
+    @property
+    def pools(self) -> list[BlockPool]:
+        models = () if self.weights is None else (self.weights.model, self.weights.draft_model)
+        return [pool for model in models if model is not None and (pool := known_pool(model)) is not None]
+
+    # Computing ------------------------------------------------------------------------------------------------
+
+    def batches(self, request: ServerRequest) -> bool:
+        weights = self.weights
+        assert weights is not None
+        if not weights.is_batchable or self.cli_args.kv_bits is not None:
+            return False
+        if any(prompt.vision is not None for prompt in request.prompts):
+            return False
+        return request.sampling.seed is None or is_batched_here(stock_cache.make_prompt_cache(weights.model))
+
+    def batch(self, stream: mx.Stream) -> LoadedBatch:
+        assert self.weights is not None
+        return LoadedBatch(self, self.weights, stream)
+
+    def scores(self, tokens: list[int], num_top: int) -> Iterator[tuple[list[float], list[Any]] | None]:
+        """Run the model over a prompt, apart from the batch, with caches of its own, slice by slice."""
+        assert self.weights is not None
+        model = self.weights.model
+        caches = stock_cache.make_prompt_cache(model)
+        found: list[float] = []
+        top: list[list[tuple[int, float]]] = []
+        end, length = 0, SCORED
+        while end < len(tokens) - 1:
+            started = time.monotonic()
+            begin, end = end, min(end + length, len(tokens) - 1)
+            logits = model(mx.array([tokens[begin:end]]), cache=caches)[0].astype(mx.float32)
+            rows = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            wanted = mx.array(tokens[begin + 1 : end + 1])[:, None]
+            most = min(num_top, rows.shape[-1])
+            if most:
+                likeliest = mx.argpartition(-rows, kth=most - 1, axis=-1)[:, :most]
+                wanted = mx.concatenate([wanted, likeliest.astype(wanted.dtype)], axis=1)
+            values = mx.take_along_axis(rows, wanted, axis=1)
+            mx.eval(values, wanted)
+            fetched: Any = wanted.tolist(), values.tolist()
+            for ids, logprobs in zip(*fetched, strict=True):
+                found.append(logprobs[0])
+                top.append(sorted(zip(ids[1:], logprobs[1:], strict=True), key=lambda pair: -pair[1]))
+            seconds = time.monotonic() - started
+            length = min(2 * length, MOST_SCORED) if seconds < SLICE_SECONDS / 2 else length
+            length = max(length // 2, SCORED // 4) if seconds > SLICE_SECONDS else length
+            yield None
+        yield found, top
+
+    def alone(
+        self, request: ServerRequest, index: int, stream: mx.Stream, on_progress: Callable[[int, int], None]
+    ) -> Iterator[Any]:
+        """Compute one answer in mlx-lm's own loop, as its server does: images, draft models, caches without batches."""
+        weights, args = self.weights, self.cli_args
+        assert weights is not None
+        prompt, params = request.prompt_of(index), request.sampling_of(index)
+        vision = prompt.vision
+        if params.seed is not None:
+            mx.random.seed(params.seed)
+        key = list(vision.cache_key if vision is not None else prompt.tokens)
+        with salted_store(self.prompt_cache, request.salt):
+            cache, rest = self.prompt_cache.fetch_nearest_cache(weights.key, key)
+        num_cached = len(prompt.tokens) - len(rest)
+        tokens = prompt.tokens[num_cached:]
+        if cache is None:
+            cache = stock_cache.make_prompt_cache(weights.model)
+            if weights.draft_model is not None:
+                cache += stock_cache.make_prompt_cache(weights.draft_model)
+        embeddings = None
+        if vision is not None:
+            num_seen = sum(start < num_cached for start in vision.starts)
+            if pixels := vision.pixel_values[num_seen:]:
+                embeddings = weights.model.embed_inputs(mx.array(tokens), pixel_values=pixels)
+                mx.eval(embeddings)  # the prefill runs on another stream
+        grammar = _grammar_of(request, prompt, weights.tokenizer)
+        processors = [] if grammar is None else [GrammarProcessor(grammar)]
+        draft_tokens = request.num_draft_tokens
+        for generated in stream_generate(
+            model=weights.model,
+            stream=stream,
+            tokenizer=weights.tokenizer,
+            prompt=tokens,
+            max_tokens=request.max_tokens,
+            sampler=sampler_of(params),
+            logits_processors=[*processors, *processors_of(params)],
+            prompt_cache=cache,
+            draft_model=weights.draft_model,
+            num_draft_tokens=args.num_draft_tokens if draft_tokens is None else draft_tokens,
+            input_embeddings=embeddings,
+            prompt_progress_callback=on_progress,
+            prefill_step_size=args.prefill_step_size,
+            kv_bits=args.kv_bits,
+            kv_group_size=args.kv_group_size,
+            quantized_kv_start=args.quantized_kv_start,
+        ):
+            key.append(generated.token)
+            yield SimpleNamespace(
+                uid=0,
+                token=generated.token,
+                text=generated.text,
+                finish_reason=generated.finish_reason,
+                logprobs=generated.logprobs,
+                num_cached=num_cached,
+            )
+            if generated.finish_reason is not None:
+                break
+        with salted_store(self.prompt_cache, request.salt):
+            self.prompt_cache.insert_cache(weights.key, key, cache)
+
+    def trim(self, batch: LoadedBatch | None) -> None:
+        args, cache = self.cli_args, self.prompt_cache
+        if args.prompt_cache_size is not None and (batch is None or batch.shares_prefixes):
+            cache.trim_to(n_sequences=args.prompt_cache_size)
+        if args.prompt_cache_bytes is not None:
+            active = 0 if batch is None else batch.nbytes
+            cache.trim_to(n_bytes=args.prompt_cache_bytes - active)
+
+    def mend(self) -> None:
+        """After a failure: keep the pool if it is in order, else make it anew."""
+        weights, pool = self.weights, self.pool
+        if weights is None:
+            return
+        try:
+            if pool is not None:
+                check_pool(pool, self.prompt_cache)
+        except Exception:
+            logging.exception("the pool is not in order: it is made anew, without its prefixes")
+            forget_pool(weights.model)
+            if isinstance(self.prompt_cache, PagedPromptCache) and pool is not None:
+                self.prompt_cache.forget_pool(pool)
+        self._learn(weights)
+
+    def close(self) -> None:
+        if isinstance(self.prompt_cache, PagedPromptCache):
+            self.prompt_cache.close()  # to disk, if there is a folder for it
+        self._texts = self.weights = None
+        gc.collect()
+
+
+class LoadedBatch:
+    """One model's batch generator, and how its requests find and leave prefixes.
+
+    Args:
+        models: whose present model it is.
+        weights: of that model.
+        stream: to compute on.
+    """
+
+    def __init__(self, models: LoadedModels, weights: Weights, stream: mx.Stream) -> None:
+        self._models, self._weights = models, weights
+        self._rows: dict[int, tuple[ServerRequest, list[str]]] = {}  # with the types of segments to come
+        cache, pool = models.prompt_cache, pool_of(weights.model)
+        prefixes: PrefixStore | None = None
+        if isinstance(cache, PagedPromptCache):
+            prefixes = NoPrefixStore() if pool is None else cache.shared_prefixes(weights.key, pool)
+        args = models.cli_args
+        self._generator = PagedBatchGenerator(
+            weights.model,
+            prefixes=prefixes,
+            completion_batch_size=args.decode_concurrency,
+            prefill_batch_size=args.prompt_concurrency,
+            prefill_step_size=args.prefill_step_size,
+            stream=stream,
+        )
+        self._stops = make_stop_sequences(weights.tokenizer)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return self._generator.shares_prefixes
+
+    @property
+    def nbytes(self) -> int:
+        return self._generator.prompt_cache_nbytes
+
+    @property
+    def num_steps(self) -> int:
+        return self._generator.num_steps
+
+    @property
+    def num_waiting(self) -> int:
+        return self._generator.num_waiting
+
+    @property
+    def computed_prompt_tokens(self) -> int:
+        return self._generator.computed_prompt_tokens
+
+    @property
+    def admits(self) -> bool:
+        return self._generator.admits
+
+    @admits.setter
+    def admits(self, value: bool) -> None:
+        self._generator.admits = value
+
+    def preempt_youngest(self) -> bool:
+        return self._generator.preempt_youngest()
+
+    def progress(self) -> list[dict[str, Any]]:
+        return self._generator.progress()
+
+    def insert(self, request: ServerRequest, index: int) -> int:
+        """Queue one of a request's answers. Raises: it cannot be served; nothing has been queued."""
+        generator, weights, store = self._generator, self._weights, self._models.prompt_cache
+        prompt, params = request.prompt_of(index), request.sampling_of(index)
+        segments, types = prompt.segments, prompt.segment_types
+        caches, num_cached = None, 0
+        if generator.shares_prefixes:
+            if not generator.has_windows:  # any prefix can be served to the token: no need to stop anywhere
+                segments, types = [prompt.tokens], ["assistant"]
+        else:
+            with salted_store(store, request.salt):
+                caches, rest = store.fetch_nearest_cache(weights.key, prompt.tokens)
+            num_cached = len(prompt.tokens) - len(rest)
+            segments, types = _without(segments, types, num_cached)
+        grammar = _grammar_of(request, prompt, weights.tokenizer)
+        (uid,) = generator.insert_segments(
+            segments=[segments],
+            max_tokens=[request.max_tokens or 1],
+            caches=None if caches is None else [caches],
+            all_tokens=[prompt.tokens[:num_cached]],
+            stop_sequences=[self._stops],
+            options=[RequestOptions(request.salt, params.seed, grammar, request.prompt_lookup, params)],
+        )
+        self._rows[uid] = request, types[::-1]
+        return uid
+
+    def next(self) -> tuple[list[Any], list[Any]]:
+        prompts, generated = self._generator.next()
+        if not self._generator.shares_prefixes:
+            self._save_segments(prompts)
+            for response in generated:
+                response.num_cached = getattr(response, "num_cached", 0)
+        return prompts, generated
+
+    def finish(self, response: Any) -> None:
+        generator, uid = self._generator, response.uid
+        is_running = response.finish_reason is None  # a stop string was found: the generator knows tokens only
+        row = self._rows.pop(uid, None)
+        if generator.shares_prefixes:
+            if is_running:
+                generator.finish([uid])
+            return
+        if is_running:
+            finished = generator.remove([uid], return_prompt_caches=True)
+        else:
+            finished = {uid: (response.prompt_cache, response.all_tokens)}
+        if row is not None:
+            self._keep(row[0], finished, "assistant")
+
+    def _keep(self, request: ServerRequest, finished: Mapping[int, tuple[Any, Any]], kind: str) -> None:
+        store = self._models.prompt_cache
+        with salted_store(store, request.salt):
+            for caches, tokens in finished.values():
+                store.insert_cache(self._weights.key, tokens[:], caches, cache_type=kind)
+
+    def _save_segments(self, prompts: Sequence[Any]) -> None:
+        for response in prompts:
+            row = self._rows.get(response.uid)
+            if row is not None and response.end_of_segment and not response.end_of_prompt and row[1]:
+                self._keep(row[0], self._generator.extract_cache([response.uid]), row[1].pop())
+
+    def remove(self, uids: Sequence[int]) -> None:
+        self._generator.remove(uids)
+        for uid in uids:
+            self._rows.pop(uid, None)
+
+    def abandon(self) -> None:
+        self._generator.abandon()
+
+    def close(self) -> None:
+        self._generator.remove(list(self._rows))
+        self._rows.clear()
+        self._generator.close()
+
+
+def _without(segments: list[list[int]], types: list[str], num_cached: int) -> tuple[list[list[int]], list[str]]:
+    """Return the segments after the first ``num_cached`` tokens."""
+    segments, types = list(segments), list(types)
+    while num_cached > 0:
+        if num_cached < len(segments[0]):
+            segments[0] = segments[0][num_cached:]
+            break
+        num_cached -= len(segments.pop(0))
+        types.pop(0)
+    return segments, types
+
+
+def _grammar_of(request: ServerRequest, prompt: Prompt, tokenizer: Any) -> Any:
+    """Return the grammar after the reasoning that the prompt has begun, if it has."""
+    if request.grammar is None or prompt.initial_state != "reasoning" or not tokenizer.has_thinking:
+        return request.grammar
+    return behind_reasoning(request.grammar, tokenizer)
+
+
+def sampler_of(params: SamplingParams) -> Callable[[mx.array], mx.array]:
+    """Return mlx-lm's sampler, for where it computes."""
+    sampler: Callable[[mx.array], mx.array] = sample_utils.make_sampler(
+        params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        min_tokens_to_keep=params.min_tokens_to_keep,
+        xtc_probability=params.xtc_probability,
+        xtc_threshold=params.xtc_threshold,
+        xtc_special_tokens=list(params.xtc_special_tokens),
+    )
+    return sampler
+
+
+def processors_of(params: SamplingParams) -> list[Any]:
+    """Return mlx-lm's logits processors, for where it computes."""
+    return list(
+        sample_utils.make_logits_processors(
+            dict(params.logit_bias) or None,
+            params.repetition_penalty,
+            params.repetition_context_size,
+            params.presence_penalty,
+            params.presence_context_size,
+            params.frequency_penalty,
+            params.frequency_context_size,
+        )
+    )

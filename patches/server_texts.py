@@ -1,0 +1,350 @@
+"""LoadedTexts: a model's tokenizer, as the server asks for it: prompts, grammars, and the parts of an answer's text."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import jinja2.meta
+import mlx.core as mx
+from mlx_lm import server as upstream
+from mlx_lm.generate import TextStateMachine, make_text_state_machine
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
+
+from ..server.backend import PromptLimits
+from ..server.constraint import Constraint
+from ..server.errors import RequestRefused, invalid, too_many_tokens
+from ..server.request import ChatInput, Input, Prompt, ServerRequest
+from .grammar.tokenizer_grammars import TokenizerGrammars
+
+HARMONY_TOKENS = {"<|channel|>", "<|message|>", "<|start|>", "<|return|>", "<|call|>"}
+HARMONY_CALL = "<|channel|>commentary to=functions."
+TEMPLATE = "<template>"  # what Jinja calls the code of a template
+THINKING = "enable_thinking"  # mlx-lm's wrapper of tokenizers renames it for templates that call it otherwise
+# Arguments of apply_chat_template that templates read as variables, too, and that mlx-lm does not give itself.
+VARIABLES_AMONG_ARGUMENTS = frozenset({"documents"})
+
+
+class LoadedTexts:
+    """A model's tokenizer and what goes with it (:class:`mlx_paged.server.backend.ModelTexts`); holds no weights.
+
+    Args:
+        weights: of the model.
+        template_args: of the command line.
+        most_tokens: of a sequence that the budget holds.
+    """
+
+    def __init__(self, weights: Any, template_args: dict[str, Any], most_tokens: int | None) -> None:
+        self.key, self.capacity = weights.key, most_tokens
+        self.tokenizer = tokenizer = weights.tokenizer
+        self._processor = upstream.load_processor(weights.model, weights.config)
+        self._template_args = template_args
+        self._grammars = TokenizerGrammars(tokenizer)
+        args = getattr(weights.model, "args", None)
+        self.vocab_size = int(getattr(args, "vocab_size", None) or len(tokenizer))
+        config = {**weights.config, **(weights.config.get("text_config") or {})}
+        length = config.get("max_position_embeddings")
+        self.context_length = length if isinstance(length, int) and length > 0 else None
+        self.takes_images = self._processor is not None
+        self.call_start = tokenizer.tool_call_start if tokenizer.has_tool_calling else None
+        self._machine = make_text_state_machine(tokenizer)
+        self._has_channels = tokenizer.get_vocab().keys() >= HARMONY_TOKENS
+        if self._has_channels:  # gpt-oss, which mlx-lm's machine does not know
+            self._machine, self.call_start = harmony_machine(), HARMONY_CALL
+        end = tokenizer.think_end
+        self._machine_without_calls = TextStateMachine({"normal": [], "reasoning": [(end, "normal")] if end else []})
+
+    def make_prompt(self, given: Input, limits: PromptLimits) -> Prompt:
+        """Render and tokenize, as mlx-lm's server does.
+
+        Raises:
+            RequestRefused: 400, the prompt cannot be made, or has more tokens than allowed.
+        """
+        if isinstance(given, list):
+            tokens, most = given, limits.tokens
+            if most is not None and len(tokens) > most:
+                raise too_many_tokens(len(tokens), most)
+            if max(tokens) >= self.vocab_size:
+                raise invalid(f"prompt: token ids go from 0 to {self.vocab_size - 1}", "prompt")
+            return Prompt.of_tokens(tokens)
+        param = "messages" if isinstance(given, ChatInput) else "prompt"
+        try:
+            prompt = self._tokenized(given, limits)
+        except RequestRefused:
+            raise
+        except Exception as error:
+            raise invalid(f"the prompt cannot be made: {type(error).__name__}: {error}"[:2000], param) from error
+        if not prompt.tokens:
+            raise invalid("the prompt has no tokens", param)
+        return prompt
+
+    def _tokenized(self, given: ChatInput | str, limits: PromptLimits) -> Prompt:
+        bounded = BoundedTokenizer(self.tokenizer, limits)
+        if isinstance(given, str):
+            request = upstream.CompletionRequest("text", given, [], None, None)
+            variables: dict[str, Any] = {}
+        else:
+            # A copy: mlx-lm writes into messages.
+            messages = copy.deepcopy(given.messages)
+            if any(upstream._image_parts(messages)) and self._processor is None:
+                raise invalid("this model takes text only", "messages")
+            request = upstream.CompletionRequest("chat", "", messages, given.tools, given.role_mapping)
+            variables = {}
+            if self.tokenizer.has_chat_template:
+                variables = template_variables(
+                    self.tokenizer, given.template_kwargs, given.tools, allow_template=limits.allow_template
+                )
+            bounded.continues = given.continues
+        cli_args = SimpleNamespace(chat_template_args=self._template_args)
+        owner = SimpleNamespace(model_provider=SimpleNamespace(processor=self._processor, cli_args=cli_args))
+        args = SimpleNamespace(chat_template_kwargs=variables)
+        found = upstream.ResponseGenerator._tokenize(owner, bounded, request, args)
+        if found[-1] is not None:
+            mx.eval(found[-1].pixel_values)  # arrays cross threads evaluated
+        return Prompt(*found)
+
+    def compile(
+        self, constraint: Constraint, *, is_cancelled: Callable[[], bool] = lambda: False, is_checked: bool = False
+    ) -> Any:
+        return self._grammars.compile(constraint, is_cancelled=is_cancelled, is_checked=is_checked)
+
+    def completed(self, request: ServerRequest) -> None:
+        """Fill in what the tokenizer knows of a request's sampling, and check it against the vocabulary."""
+        params, vocab = request.sampling, self.vocab_size
+        if any(not 0 <= token < vocab for token in params.logit_bias):
+            raise invalid(f"logit_bias: token ids go from 0 to {vocab - 1}", "logit_bias")
+        special: tuple[int, ...] = ()
+        if params.uses_xtc:
+            special = (*self.tokenizer.encode("\n"), *self.tokenizer.eos_token_ids)
+        request.sampling = replace(params, top_k=min(params.top_k, vocab - 1), xtc_special_tokens=special)
+
+    def parts(self, initial_state: str, *, has_calls: bool) -> LoadedParts:
+        return LoadedParts(self._machine if has_calls else self._machine_without_calls, initial_state)
+
+    def parse_calls(self, text: str, tools: Any) -> list[dict[str, Any]]:
+        if self._has_channels:
+            return [harmony_call(text)]
+        parsed = self.tokenizer.tool_parser(text, tools)
+        calls = parsed if isinstance(parsed, list) else [parsed]
+        if not all(isinstance(call, dict) for call in calls):
+            raise ValueError("a call is not an object")
+        return calls
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens)))
+
+    def token(self, token_id: int) -> tuple[str, bytes]:
+        """Return the text that a token stands for alone, and its bytes, which may be a part of a character."""
+        (name,) = self.tokenizer.convert_ids_to_tokens([token_id])
+        name = str(name)
+        text = self.decode([token_id])
+        if name.startswith("▁") and not text.startswith(" "):  # SentencePiece's space, which decoding alone drops
+            text = " " + text
+        if "\ufffd" not in text:
+            return text, text.encode()
+        if name.startswith("<0x") and len(name) == 6:
+            return text, bytes([int(name[3:5], 16)])
+        known = _byte_level()
+        if all(character in known for character in name):
+            return text, bytes(known[character] for character in name)
+        return text, text.encode()
+
+    def detokenizer(self) -> Any:
+        return self.tokenizer.detokenizer
+
+
+def harmony_machine() -> TextStateMachine:
+    """Return the parts of answers in OpenAI's Harmony format: channels of messages, one behind the other."""
+    channels = [(f"<|channel|>{name}<|message|>", "normal") for name in ("final", "commentary")]
+    call = [(f"{begin} to=functions.", "tool") for begin in ("<|channel|>commentary", "<|start|>assistant")]
+    ends = [(end, "normal") for end in ("<|end|>", "<|return|>", "<|start|>assistant")]
+    begins = [("<|channel|>analysis<|message|>", "reasoning"), *channels, *call]
+    return TextStateMachine({"normal": [*begins, *ends], "reasoning": ends, "tool": [("<|call|>", "normal"), ends[0]]})
+
+
+def harmony_call(text: str) -> dict[str, Any]:
+    """Return a call: ``NAME <|constrain|>json<|message|>{...}``, perhaps with its channel. Raises ValueError."""
+    header, marker, arguments = text.partition("<|message|>")
+    if not marker:
+        raise ValueError("a call without a message")
+    return {"name": header.replace("<", " ").split()[0], "arguments": json.loads(arguments)}
+
+
+class LoadedParts:
+    """mlx-lm's state machine over the text of one answer."""
+
+    def __init__(self, machine: TextStateMachine, initial_state: str) -> None:
+        self._state = machine.make_state(initial_state)
+
+    def feed(self, text: str) -> list[tuple[str, str]]:
+        self._state, segments = TextStateMachine.split(self._state, text)
+        return [(state or "normal", part) for state, part in segments]
+
+    def flush(self) -> tuple[str, str]:
+        self._state, rest, state = TextStateMachine.flush(self._state)
+        return state or "normal", rest
+
+
+@functools.cache
+def _byte_level() -> dict[str, int]:
+    """Return the bytes that characters stand for in names of byte-level tokens."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+class BoundedTokenizer:
+    """A tokenizer that counts before it works: no text is encoded that must have more tokens than allowed, and no chat
+    template runs for longer than it may.
+
+    Attributes:
+        continues: the last message of a chat is an answer that goes on.
+    """
+
+    def __init__(self, tokenizer: Any, limits: PromptLimits) -> None:
+        self._wrapped, self._limits = tokenizer, limits
+        self.continues = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+    def __len__(self) -> int:
+        return len(self._wrapped)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        most, longest = self._limits.tokens, _most_characters(unwrapped(self._wrapped))
+        if most is not None and longest is not None and (least := len(text) // longest) > most:
+            raise too_many_tokens(least, most, at_least=True)
+        return self._counted(self._wrapped.encode(text, **options))
+
+    def apply_chat_template(self, messages: Any, *, tokenize: bool = True, **options: Any) -> Any:
+        if self.continues:
+            options |= {"add_generation_prompt": False, "continue_final_message": True}
+        with time_limit(self._limits.seconds):
+            if not tokenize or not renders_jinja(self._wrapped):
+                result = self._wrapped.apply_chat_template(messages, tokenize=tokenize, **options)
+                return self._counted(result) if tokenize else result
+            text = self._wrapped.apply_chat_template(messages, tokenize=False, **options)
+        return self.encode(text, add_special_tokens=False)
+
+    def _counted(self, tokens: list[int]) -> list[int]:
+        most = self._limits.tokens
+        if most is not None and len(tokens) > most:
+            raise too_many_tokens(len(tokens), most)
+        return tokens
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Within, end the code of a chat template that runs for longer. It is traced for that: a loop in it calls nothing
+    that could look at a clock."""
+    until, before = time.monotonic() + seconds, sys.gettrace()
+
+    def look(frame: FrameType, event: str, arg: Any) -> Any:
+        if time.monotonic() > until:
+            raise invalid(f"the prompt was not made within {seconds:g} s", "messages")
+        return look
+
+    def enter(frame: FrameType, event: str, arg: Any) -> Any:
+        return look if frame.f_code.co_filename == TEMPLATE else None
+
+    sys.settrace(enter)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def template_variables(
+    tokenizer: Any, given: Mapping[str, Any], tools: Any = None, *, allow_template: bool = False
+) -> dict[str, Any]:
+    """Return the part of ``given`` that may be handed on to ``apply_chat_template``.
+
+    Allowed is what the template's own source reads without setting it (for a renderer in Python: what its signature
+    names), but for the arguments of ``apply_chat_template`` (messages, tools, padding, ...) and the special tokens.
+    What the template does not read would change nothing and is left out: clients send what other models know.
+
+    Args:
+        tokenizer: mlx-lm's wrapper.
+        given: ``chat_template_kwargs``.
+        tools: of the request; some models have a template of their own for them.
+        allow_template: ``chat_template`` may be among them.
+
+    Raises:
+        RequestRefused: 400, an argument of ``apply_chat_template`` that is not a variable.
+    """
+    if not given:
+        return {}
+    template = given.get("chat_template") if allow_template else None
+    if template is not None and not isinstance(template, str):
+        raise invalid("chat_template_kwargs: chat_template must be a string", "chat_template_kwargs")
+    arguments = _arguments() - VARIABLES_AMONG_ARGUMENTS
+    known = _read_by(tokenizer, template, tools)
+    result = {}
+    for name, value in given.items():
+        if name == "chat_template" and allow_template:
+            result[name] = value
+        elif name in arguments:
+            raise invalid(f"chat_template_kwargs: {name} is not a variable of a chat template", "chat_template_kwargs")
+        elif name in known or name == THINKING:
+            result[name] = value
+    return result
+
+
+@functools.cache
+def _arguments() -> frozenset[str]:
+    names = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
+    return frozenset(names | {"messages"})
+
+
+def _read_by(tokenizer: Any, template: str | None, tools: Any) -> frozenset[str]:
+    inner = unwrapped(tokenizer)
+    renderer = getattr(tokenizer, "_chat_template", None)
+    if renderer is None and not renders_jinja(tokenizer):
+        renderer = type(inner).apply_chat_template
+    if renderer is not None and template is None:
+        return frozenset(inspect.signature(renderer).parameters) - _arguments() - {"self", "kwargs"}
+    read = _undeclared(inner.get_chat_template(template, tools))
+    return read - (_arguments() - VARIABLES_AMONG_ARGUMENTS) - frozenset(inner.special_tokens_map)
+
+
+def unwrapped(tokenizer: Any) -> Any:
+    """Return the tokenizer of transformers that mlx-lm's wrapper holds."""
+    return tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer
+
+
+def renders_jinja(tokenizer: Any) -> bool:
+    """Whether ``apply_chat_template`` renders a Jinja template and then encodes the text, and no more."""
+    inner = unwrapped(tokenizer)
+    own = getattr(type(inner), "apply_chat_template", None)
+    return getattr(tokenizer, "_chat_template", None) is None and own is PreTrainedTokenizerBase.apply_chat_template
+
+
+@functools.lru_cache(maxsize=16)
+def _undeclared(template: str) -> frozenset[str]:
+    # Parsed as it is going to be rendered: with the tags that chat templates have beyond Jinja's.
+    environment = chat_template_utils._compile_jinja_template(template).environment
+    return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))
+
+
+@functools.lru_cache(maxsize=2)
+def _most_characters(inner: Any) -> int | None:
+    """Return a number of characters that no token stands for more than, with room for normalisation, which can join up
+    to four to one; None: it is not known, or one token stands for any length of text."""
+    if not isinstance(inner, PreTrainedTokenizerFast):
+        return None
+    model = json.loads(inner.backend_tokenizer.to_str())["model"]
+    if model.get("type") not in ("BPE", "Unigram"):
+        return None
+    return 4 * max(map(len, inner.get_vocab()), default=1)

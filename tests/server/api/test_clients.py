@@ -1,0 +1,291 @@
+"""Every parameter and what it does, through the official openai and anthropic clients."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+
+from mlx_paged.server.requests.endpoints import ENDPOINTS, is_refused
+from tests.server.api.samples import HI, OF_CHAT, OF_MESSAGE, WHITE
+from tests.support.processes.server_process import ServerProcess
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
+
+pytestmark = pytest.mark.demo_model
+
+# Every parameter ----------------------------------------------------------------------------------------------------
+
+SAMPLING: dict[str, Any] = {
+    **{"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "xtc_probability": 0.5, "xtc_threshold": 0.1},
+    **{"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_context_size": 5},
+    **{"presence_context_size": 5, "frequency_context_size": 5, "logit_bias": {"39": 1}, "seed": 7, "prompt_lookup": 2},
+    **{"cache_salt": "mine", "priority": 1, "structured_outputs": {"regex": "[ab]"}, "model": "default_model"},
+    "stream": False,
+}
+RECORDS: dict[str, Any] = {
+    **{"user": "me", "metadata": {"a": "b"}, "safety_identifier": "me", "store": False, "prompt_cache_key": "k"},
+    **{"prompt_cache_retention": "24h", "prompt_cache_options": {}, "service_tier": "auto"},
+}
+KWARGS = {"chat_template_kwargs": {"enable_thinking": False}}
+USED: dict[str, dict[str, Any]] = {  # values of what is supported or has no effect
+    "/v1/chat/completions": {
+        **SAMPLING,
+        **RECORDS,
+        **KWARGS,
+        **{"max_tokens": 2, "max_completion_tokens": 2, "n": 2, "stop": ["x"], "logprobs": True, "top_logprobs": 20},
+        **{"response_format": {"type": "text"}, "tools": [OF_CHAT], "tool_choice": "none", "role_mapping": {"a": "b"}},
+        **{"continue_final_message": False, "add_generation_prompt": True},
+        **{"parallel_tool_calls": False, "reasoning_effort": "low", "modalities": ["text"], "verbosity": "medium"},
+        **{"prediction": {"type": "content", "content": "x"}, "stream_options": {"include_usage": True}},
+        "messages": HI,
+    },
+    "/v1/completions": {
+        **SAMPLING,
+        **{"max_tokens": 2, "max_completion_tokens": 2, "n": 2, "best_of": 3, "echo": True, "stop": "x", "logprobs": 3},
+        **{"top_logprobs": 2, "response_format": {"type": "text"}, "user": "me", "metadata": {"a": "b"}},
+        **{"stream_options": {"include_usage": True}, "prompt": ["Hello", [1, 2]]},
+    },
+    "/v1/responses": {
+        **SAMPLING,
+        **RECORDS,
+        **KWARGS,
+        **{"instructions": "Rhyme.", "max_output_tokens": 2, "text": {"format": {"type": "text"}}, "tools": []},
+        **{"tool_choice": "auto", "parallel_tool_calls": True, "top_logprobs": 0, "reasoning": {"effort": "low"}},
+        **{"include": ["message.output_text.logprobs"], "background": False, "truncation": "disabled", "input": "Hi."},
+        "stream_options": {"include_obfuscation": False},
+    },
+    "/v1/messages": {
+        **SAMPLING,
+        **KWARGS,
+        **{"system": "Rhyme.", "stop_sequences": ["x"], "tools": [OF_MESSAGE], "tool_choice": {"type": "none"}},
+        **{"thinking": {"type": "enabled", "budget_tokens": 1024}, "output_config": {"effort": "low"}, "max_tokens": 2},
+        **{"metadata": {"user_id": "me"}, "cache_control": {"type": "ephemeral"}, "service_tier": "auto"},
+        "messages": HI,
+    },
+}
+OF_HEADERS = {"user_profile_id", "workspace_id"}  # which is what the client makes of them
+# With a folder only; see test_server_access and test_server_stops.
+MODELS_OF_DISK = {"adapters", "draft_model", "num_draft_tokens"}
+
+
+def ask(client: openai.OpenAI, claude: anthropic.Anthropic, path: str, **options: Any) -> Any:
+    """By the client's own arguments, and its way to send others."""
+    make: Any = {
+        "/v1/chat/completions": client.chat.completions.create,
+        "/v1/completions": client.completions.create,
+        "/v1/responses": client.responses.create,
+        "/v1/messages": claude.messages.create,
+    }[path]
+    least = {name: USED[path][name] for name, field in ENDPOINTS[path].body.model_fields.items() if field.is_required()}
+    known = official(path)
+    given = {"model": "default_model", **least, **options}
+    own = {name: value for name, value in given.items() if name in known - OF_HEADERS}
+    return make(**own, extra_body={name: value for name, value in given.items() if name not in own})
+
+
+@functools.cache
+def official(path: str) -> set[str]:
+    """Parameters of the official client."""
+    from anthropic.types import message_create_params
+    from openai.types import completion_create_params
+    from openai.types.chat import completion_create_params as chat_create_params
+    from openai.types.responses import response_create_params
+
+    makers: dict[str, Any] = {
+        "/v1/chat/completions": chat_create_params.CompletionCreateParamsNonStreaming,
+        "/v1/completions": completion_create_params.CompletionCreateParamsNonStreaming,
+        "/v1/responses": response_create_params.ResponseCreateParamsNonStreaming,
+        "/v1/messages": message_create_params.MessageCreateParamsNonStreaming,
+    }
+    return set(get_type_hints(makers[path]))
+
+
+@pytest.mark.parametrize("path", USED)
+def test_every_parameter_is_taken_or_refused_by_name(
+    path: str, client: openai.OpenAI, claude: anthropic.Anthropic
+) -> None:
+    import anthropic
+    import openai
+
+    table = ENDPOINTS[path].body.model_fields
+    assert official(path) - {"stream"} <= set(table)
+    refused = {name for name in table if is_refused(ENDPOINTS[path].body, name)}
+    assert set(USED[path]) == set(table) - refused - MODELS_OF_DISK
+
+    def used(name: str) -> Any:
+        if name not in table:
+            return ask(client, claude, path, **{name: 0})
+        least = {"max_tokens": 2} if path == "/v1/messages" else {}
+        if name == "stream_options":
+            return list(ask(client, claude, path, **least, **given(name), stream=True))
+        return ask(client, claude, path, **least, **given(name))
+
+    def given(name: str) -> dict[str, Any]:
+        return {} if name == "max_tokens" and path == "/v1/messages" else {name: USED[path][name]}
+
+    def refuse(name: str, value: Any = "x") -> str:
+        with pytest.raises((openai.BadRequestError, anthropic.BadRequestError)) as caught:
+            ask(client, claude, path, **{name: value})
+        error: Any = caught.value.body
+        assert name in str(caught.value)
+        return str((error.get("error") or error)["param"])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(used, USED[path]))
+        assert list(pool.map(refuse, sorted(refused))) == sorted(refused)
+    assert refuse("num_draft_tokens", 2) == "num_draft_tokens" and used("temprature")
+
+
+# Chats and completions ----------------------------------------------------------------------------------------------
+
+
+def test_n_answers_compute_their_prompt_once(server: ServerProcess, client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "What is to be said of forks, of which there are many? " * 30}]
+    options: dict[str, Any] = {"model": "default_model", "messages": messages, "temperature": 1, "max_tokens": 5}
+    before = server.stats()["server"]["computed_prompt_tokens"]
+    answer = client.chat.completions.create(**options, n=4, seed=3)
+    num_prompt = answer.usage.prompt_tokens
+    assert num_prompt > 300 and answer.usage.completion_tokens == 20
+    assert server.stats()["server"]["computed_prompt_tokens"] - before <= num_prompt + 4
+    assert answer.usage.prompt_tokens_details.cached_tokens < 9  # what all chats begin with
+    said = [choice.message.content for choice in answer.choices]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3] and len(set(said)) == 4
+    assert client.chat.completions.create(**options, seed=5).choices[0].message.content == said[2]
+    streamed = ["", "", "", ""]
+    ends: list[int] = []
+    for chunk in client.chat.completions.create(
+        **options, n=4, seed=3, stream=True, stream_options={"include_usage": True}
+    ):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+            ends += [choice.index] if choice.finish_reason else []
+    assert streamed == said and sorted(ends) == [0, 1, 2, 3]
+    assert chunk.usage.completion_tokens == 20 and chunk.usage.prompt_tokens == num_prompt
+
+
+def test_prompts_of_all_kinds_are_answered_together(client: openai.OpenAI, folder: Path) -> None:
+    import openai
+
+    _, tokenizer = mlx_lm.load(str(folder))
+    texts = ["Once upon a time", "The sea is"]
+    alone = [client.completions.create(model="default_model", prompt=text).choices[0].text for text in texts]
+    ids = [tokenizer.encode(text) for text in texts]
+    for prompt in (texts, ids, [texts[0], ids[1]]):
+        answer = client.completions.create(model="default_model", prompt=prompt, n=2)
+        assert [choice.text for choice in answer.choices] == [alone[0], alone[0], alone[1], alone[1]]
+        assert answer.usage.prompt_tokens == sum(map(len, ids)) and answer.usage.completion_tokens == 16
+    assert client.completions.create(model="default_model", prompt=ids[0]).choices[0].text == alone[0]
+    for wrong, words in (([[49152]], "from 0 to 49151"), (["x"] * 257, "at most 256"), ([[]], "not empty")):
+        with pytest.raises(openai.BadRequestError, match=words):
+            client.completions.create(model="default_model", prompt=wrong)
+
+
+def test_echoes_have_the_log_probabilities_of_the_model(client: openai.OpenAI, folder: Path) -> None:
+    import openai
+
+    model, tokenizer = mlx_lm.load(str(folder))
+    text = "The quick brown fox jumps over the lazy dog."
+    tokens = tokenizer.encode(text)
+    logits = model(mx.array([tokens]))[0].astype(mx.float32)
+    rows = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    expected = [rows[place, token].item() for place, token in enumerate(tokens[1:])]
+    create: Any = client.completions.create
+    choice = create(model="default_model", prompt=text, echo=True, logprobs=3, max_tokens=2).choices[0]
+    told = choice.logprobs
+    assert choice.text.startswith(text) and "".join(told.tokens) == choice.text
+    assert len(told.tokens) == len(tokens) + 2 == len(told.top_logprobs)
+    assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
+    assert max(abs(a - b) for a, b in zip(told.token_logprobs[1:-2], expected, strict=True)) < 1e-3
+    assert all(choice.text[at:].startswith(token) for at, token in zip(told.text_offset, told.tokens, strict=True))
+    assert all(3 <= len(top) <= 4 for top in told.top_logprobs[1:])
+    short: dict[str, Any] = {"model": "default_model", "prompt": "The quick brown fox", "echo": True, "logprobs": 1}
+    alone = create(**short, max_tokens=0)
+    assert alone.choices[0].text == "The quick brown fox" and alone.usage.completion_tokens == 0
+    assert alone.choices[0].logprobs.token_logprobs[1:] == pytest.approx(expected[:3], abs=1e-3)
+    chunks = list(create(**short, n=2, max_tokens=3, stream=True))
+    for index in range(2):
+        told = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        assert "".join(each.text for each in told).startswith("The quick brown fox")
+        assert sum(len(each.logprobs.tokens) for each in told) == 4 + 3
+    bare = create(model="default_model", prompt="Hi", echo=True).choices[0]
+    assert bare.text.startswith("Hi") and len(bare.text) > 2 and bare.logprobs is None
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        create(model="default_model", prompt="Hi", max_tokens=0)
+
+
+def test_the_best_answers_are_the_likeliest(client: openai.OpenAI) -> None:
+    import openai
+
+    options: dict[str, Any] = {
+        "model": "default_model",
+        "prompt": "Once",
+        "temperature": 1.5,
+        "seed": 11,
+        "max_tokens": 3,
+    }
+    every = client.completions.create(**options, n=5, logprobs=0)
+    means = [sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs) for choice in every.choices]
+    order = sorted(range(5), key=lambda index: -means[index])
+    best = client.completions.create(**options, n=2, best_of=5)
+    assert [choice.text for choice in best.choices] == [every.choices[index].text for index in order[:2]]
+    assert best.usage.completion_tokens == 15 and best.choices[0].logprobs is None
+    for wrong in ({"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}):
+        with pytest.raises(openai.BadRequestError, match="best_of"):
+            client.completions.create(**options, **wrong)
+
+
+def test_streams_tell_log_probabilities(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "default_model", "messages": HI, "max_tokens": 5, "logprobs": True}
+    whole = client.chat.completions.create(**options, top_logprobs=20).choices[0].logprobs.content
+    told = [
+        token
+        for chunk in client.chat.completions.create(**options, top_logprobs=20, stream=True)
+        for token in chunk.choices[0].logprobs.content
+    ]
+    assert [token.token for token in told] == [token.token for token in whole] and len(told) == 5
+    for ours, theirs in zip(told, whole, strict=True):
+        assert math.isclose(ours.logprob, theirs.logprob, abs_tol=1e-4) and len(ours.top_logprobs) == 20
+
+
+def test_tools_are_called(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "default_model", "messages": HI, "max_tokens": 90, "logit_bias": WHITE}
+    named = {"type": "function", "function": {"name": "clock"}}
+    for choice in ("required", named):
+        answer = client.chat.completions.create(
+            **options, tools=[OF_CHAT], tool_choice=choice, parallel_tool_calls=False
+        )
+        (call,) = answer.choices[0].message.tool_calls
+        assert answer.choices[0].finish_reason == "tool_calls" and call.function.name == "clock"
+        assert isinstance(json.loads(call.function.arguments)["ok"], bool)
+    again = [*HI, answer.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "noon"}]
+    assert client.chat.completions.create(model="default_model", messages=again).choices[0].message.content
+
+
+# The rest -----------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_of_texts_and_texts_of_tokens(server: ServerProcess, client: openai.OpenAI) -> None:
+    tokens = server.post("/tokenize", {"prompt": "Once upon a time"}).json["tokens"]
+    assert server.post("/detokenize", {"tokens": tokens}).json == {"prompt": "Once upon a time"}
+    told = server.post("/tokenize", {"messages": HI}).json
+    usage = client.chat.completions.create(model="default_model", messages=HI).usage
+    assert told["count"] == len(told["tokens"]) == usage.prompt_tokens
+    for path, body, name in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": HI}, "prompt"),
+        ("/detokenize", {"tokens": [49152]}, "tokens"),
+        ("/detokenize", {"tokens": []}, "tokens"),
+    ):
+        answer = server.post(path, body)
+        assert answer.status == 400 and answer.json["error"]["param"] == name, answer.body
+    assert set(server.get("/version").json) >= {"version", "mlx", "mlx-lm"}

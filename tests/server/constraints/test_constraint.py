@@ -1,0 +1,130 @@
+"""constraint_of(): what a request says of its answer, and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mlx_paged.server.constraint import constraint_of
+from mlx_paged.server.errors import RequestRefused
+from mlx_paged.server.tools import tools_of
+
+SCHEMA = {"type": "object"}
+
+
+def tool(name: str = "f", **options: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **options}}
+
+
+@pytest.mark.parametrize(
+    "body, kind, text",
+    [
+        ({"response_format": {"type": "json_object"}}, "json", '{"type": "object"}'),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, "json", '{"type": "object"}'),
+        ({"structured_outputs": {"json": {"enum": [1]}}}, "json", '{"enum": [1]}'),
+        ({"structured_outputs": {"json_object": True}}, "json", '{"type": "object"}'),
+        ({"structured_outputs": {"regex": "a+", "json": None}}, "regex", "a+"),
+        ({"structured_outputs": {"choice": ["a", 'b"']}}, "lark", 'start: ANSWER\nANSWER: "a" | "b\\""'),
+        ({"structured_outputs": {"grammar": 'start: "x"'}}, "lark", 'start: "x"'),
+    ],
+)
+def test_what_an_answer_has_to_be(body: dict[str, Any], kind: str, text: str) -> None:
+    for chat in (False, True):
+        found = constraint_of(body, chat=chat)
+        assert found is not None and found.answer == (kind, text) and found.tools is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"response_format": {"type": "text"}},
+        {"tools": [tool()]},
+        {"tools": [tool()], "tool_choice": "auto"},
+        {"tools": [tool(strict=True)], "tool_choice": "none"},
+        {"tools": [tool(strict=False)]},
+        {"tool_choice": "none"},
+    ],
+)
+def test_requests_that_say_nothing(body: dict[str, Any]) -> None:
+    assert constraint_of(body, chat=True) is None
+
+
+SCHEMA_OF = "response_format.json_schema"
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": "json"}, "response_format", "an object with a type"),
+    ({"response_format": {"type": "xml"}}, "response_format", "text, json_object or json_schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", f"{SCHEMA_OF} must be an object"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "response_format",
+        f"{SCHEMA_OF}.schema",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": 5, "schema": {}}}},
+        "response_format",
+        f"{SCHEMA_OF}.name",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"strict": "yes", "schema": {}}}},
+        "response_format",
+        f"{SCHEMA_OF}.strict",
+    ),
+    ({"structured_outputs": []}, "structured_outputs", "one of json"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "one of json"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "one of json"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs", "choice must be a list"),
+    ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs", "choice must be a list"),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs", "regex must be a string"),
+    ({"structured_outputs": {"json": "{}"}}, "structured_outputs", "json must be a JSON schema"),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs", "json_object must be true"),
+    (
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "structured_outputs",
+        "cannot both",
+    ),
+    ({"tool_choice": "any"}, "tool_choice", "none, auto, required"),
+    ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    ({"tool_choice": {"type": "function"}, "tools": [tool()]}, "tool_choice", "must name a function"),
+    (
+        {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [tool()]},
+        "tool_choice",
+        "there is no tool 'g'",
+    ),
+    ({"tool_choice": "required", "tools": [{"type": "function"}]}, "tools", r"tools\[0\].function must be"),
+    ({"tool_choice": "required", "tools": [tool(parameters=[1])]}, "tools", r"tools\[0\].function.parameters"),
+]
+
+
+@pytest.mark.parametrize("body, param, message", WRONG)
+def test_what_is_wrong_is_named(body: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(RequestRefused, match=message) as caught:
+        constraint_of(body, chat=True)
+    assert caught.value.status == 400 and caught.value.param == param
+
+
+def test_texts_have_no_tools() -> None:
+    assert constraint_of({"tools": [tool()], "tool_choice": "required"}, chat=False) is None
+
+
+def test_which_tools_may_be_called() -> None:
+    both = [tool("f", parameters={"enum": [1]}), tool("g", parameters={"enum": [2]}, strict=True)]
+    required = tools_of({"tools": both, "tool_choice": "required"})
+    assert required is not None and required.required and required.parallel
+    assert [each.schema for each in required.callable] == [{"enum": [1]}, {"enum": [2]}]
+    named = tools_of({"tools": both, "tool_choice": {"type": "function", "function": {"name": "f"}}})
+    assert named is not None and [each.name for each in named.callable] == ["f"] and not named.parallel
+    strict = tools_of({"tools": both, "parallel_tool_calls": False})
+    assert strict is not None and not strict.required and not strict.parallel
+    assert [each.schema for each in strict.callable] == [SCHEMA, {"enum": [2]}], "arguments of others are any object"
+
+
+def test_a_schema_beyond_the_interpreters_depth_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(20_000):
+        schema = {"items": schema}
+    with pytest.raises(RequestRefused, match="nested too deeply"):
+        constraint_of({"structured_outputs": {"json": schema}}, chat=True)
+    assert json.loads("{}") == {}

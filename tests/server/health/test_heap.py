@@ -1,0 +1,52 @@
+"""Freed memory between pieces that are in use goes back to the system."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+
+import pytest
+
+from mlx_paged.server.health import heap
+
+STATUS = Path("/proc/self/status")
+PIECES, SIZE = 2000, 64 << 10  # below what glibc takes from the system apart
+
+
+def resident() -> int:
+    found = re.search(r"VmRSS:\s+(\d+) kB", STATUS.read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+@pytest.mark.skipif(heap._trim() is None or not STATUS.exists(), reason="the C library is not glibc")
+def test_what_is_free_between_pieces_goes_back() -> None:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.free.argtypes = [ctypes.c_void_p]
+    pieces = [libc.malloc(SIZE) for _ in range(PIECES)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, SIZE)
+    for number, piece in enumerate(pieces):
+        if number % 10:
+            libc.free(piece)
+    before = resident()
+    heap.trim_heap()
+    assert resident() < before - PIECES * SIZE // 2
+    for piece in pieces[::10]:
+        libc.free(piece)
+
+
+def test_other_c_libraries_keep_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        def __init__(self, name: object) -> None:
+            pass
+
+    monkeypatch.setattr(heap.ctypes, "CDLL", Library)
+    heap._trim.cache_clear()
+    try:
+        assert heap._trim() is None
+        heap.trim_heap()
+    finally:
+        heap._trim.cache_clear()

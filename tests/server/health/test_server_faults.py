@@ -1,0 +1,156 @@
+"""A server whose thread fails or hangs while it computes: a process of its own, with faults (faulty_server.py)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.processes import faulty_server
+from tests.support.processes.server_process import Answer, ServerProcess
+
+pytestmark = pytest.mark.demo_model
+
+COMPLETIONS = "/v1/completions"
+SHORT = {"prompt": "Once upon a time, in a forest far away from here, " * 5, "max_tokens": 8}
+LONG = {**SHORT, "prompt": "In the beginning " * 20, "max_tokens": 100_000}
+
+
+@pytest.fixture(scope="module")
+def folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder)
+
+
+class FaultyServer(ServerProcess):
+    """With a watchdog that waits for three seconds."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.fault = folder / "fault"
+        script: Any = Path(faulty_server.__file__)
+        flags = ("--watchdog-timeout", "3", "--log-level", "WARNING")
+        super().__init__(model, folder, *flags, command=script, FAULT=str(self.fault))
+
+    def fail_while_it_answers(self, fault: str, num_requests: int) -> list[Answer]:
+        self.fault.write_text(fault)
+        with ThreadPoolExecutor(num_requests) as pool:
+            asked = [pool.submit(self.ask, {**LONG, "prompt": f"{n} {LONG['prompt']}"}) for n in range(num_requests)]
+            self.wait_until(lambda: self.stats()["running"]["running"] == num_requests)
+            os.kill(self.process.pid, signal.SIGUSR1)  # type: ignore[attr-defined]
+            return [each.result() for each in asked]
+
+    @property
+    def health(self) -> dict[str, Any]:
+        answer: dict[str, Any] = self.get("/health").json
+        return answer
+
+    def ask(self, body: dict[str, Any]) -> Answer:
+        return self.post(COMPLETIONS, body)
+
+
+@pytest.mark.parametrize(("fault", "keeps_prefixes"), [("raises", True), ("loses", False)])
+def test_requests_are_told_and_the_next_ones_served_once(
+    fault: str, keeps_prefixes: bool, folder: Path, tmp_path: Path
+) -> None:
+    faulty = FaultyServer(folder, tmp_path)
+    expected = faulty.ask(SHORT).json["choices"][0]["text"]
+    assert faulty.health["status"] == "ok" and faulty.health["restarts"] == 0
+    for answer in faulty.fail_while_it_answers(fault, 2):
+        assert answer.status == 503 and answer.headers["retry-after"] == "5", answer.body
+        assert "started again" in answer.json["error"]["message"]
+    faulty.wait_until(lambda: faulty.health["restarts"] == 1)
+    assert faulty.health["status"] == "degraded" and faulty.health["last_restart"] == "Fault: as asked"
+    answer = faulty.ask(SHORT)
+    assert answer.status == 200 and answer.json["choices"][0]["text"] == expected
+    assert (answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) == keeps_prefixes
+    faulty.wait_until(lambda: faulty.is_idle)
+    pool = faulty.stats()["pool"]
+    assert pool["live_blocks"] + pool["free_blocks"] == pool["total_blocks"]
+    (told,) = faulty.fail_while_it_answers("raises", 1)  # the second time
+    assert told.status == 503 and "failed again" in told.json["error"]["message"]
+    assert faulty.process.wait(30) == 70
+    assert "failed again: Fault: as asked; the process ends" in faulty.log
+
+
+@pytest.mark.parametrize("fault", ["loops", pytest.param("blocks", marks=pytest.mark.slow)])
+def test_a_hang_ends_the_process(fault: str, folder: Path, tmp_path: Path) -> None:
+    faulty = FaultyServer(folder, tmp_path)
+    for answer in faulty.fail_while_it_answers(fault, 2):
+        assert answer.status == 503 and "no progress for 3 s" in answer.json["error"]["message"]
+    assert faulty.process.wait(30) == 70
+    assert "it was at:" in faulty.log and "faulty_server.py" in faulty.log
+
+
+def test_a_server_without_memory_answers_one_after_the_other(folder: Path, tmp_path: Path) -> None:
+    server = ServerProcess(folder, tmp_path, "--memory-watermark", "0.001", "--log-level", "WARNING")
+    body = {**LONG, "max_tokens": 60}
+    expected = server.post(COMPLETIONS, body).json["choices"][0]["text"]
+    with ThreadPoolExecutor(3) as pool:
+        for answer in pool.map(lambda _: server.post(COMPLETIONS, body), range(3)):
+            assert answer.status == 200 and answer.json["choices"][0]["text"] == expected
+    server.wait_until(lambda: server.get("/health").json["memory"]["pressure"] == "preempting")
+    health = server.get("/health")
+    assert health.status == 200 and health.json["status"] == "degraded"
+    assert 0 < health.json["memory"]["used_bytes"] <= health.json["memory"]["limit_bytes"]
+    server.wait_until(lambda: server.stats()["pool"]["live_blocks"] == 0)  # nothing stays cached
+    assert "preempting" in server.log and server.stats()["server"]["requests"]["failed"] == 0
+    assert server.stop() == 0, server.log
+
+
+def streamed(client: socket.socket) -> bytes:
+    with client:
+        return b"".join(iter(lambda: client.recv(65536), b""))
+
+
+def test_sigterm_lets_those_finish_who_run(folder: Path, tmp_path: Path) -> None:
+    flags = ("--prefix-cache-dir", str(tmp_path / "prefixes"), "--kv-block-size", "16")
+    server = ServerProcess(folder, tmp_path, *flags)
+    body = {**LONG, "max_tokens": 150}
+    with ThreadPoolExecutor(4) as pool:
+        clients = [server.send_and_leave_open(COMPLETIONS, {**body, "stream": True}) for _ in range(3)]
+        asked = pool.submit(server.post, COMPLETIONS, body)
+        server.wait_until(lambda: server.stats()["running"]["running"] == 4)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_until(lambda: server.get("/health").json["status"] == "draining")
+        assert server.get("/health").status == 503
+        refused = server.post(COMPLETIONS, SHORT)
+        assert refused.status == 503 and refused.headers["retry-after"] == "5"
+        assert "shutting down" in refused.json["error"]["message"]
+        answer = asked.result()
+        assert answer.status == 200 and answer.json["usage"]["completion_tokens"] == 150
+        for client in clients:
+            assert b"[DONE]" in streamed(client)
+    assert server.process.wait(30) == 0, server.log
+    again = ServerProcess(folder, tmp_path, *flags)
+    usage = again.post(COMPLETIONS, {**body, "max_tokens": 1}).json["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 0
+    assert again.stop() == 0
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_second_signal_ends_it_at_once(folder: Path, tmp_path: Path, second: signal.Signals) -> None:
+    server = ServerProcess(folder, tmp_path, "--drain-timeout", "600")
+    client = server.send_and_leave_open(COMPLETIONS, {**LONG, "stream": True})
+    server.wait_until(lambda: server.stats()["running"]["running"] == 1)
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_until(lambda: server.get("/health").json["status"] == "draining")
+    with pytest.raises(subprocess.TimeoutExpired):
+        server.process.wait(0.3)
+    server.process.send_signal(second)
+    assert server.process.wait(30) == 0, server.log
+    client.close()
+
+
+def test_the_time_to_finish_ends(folder: Path, tmp_path: Path) -> None:
+    server = ServerProcess(folder, tmp_path, "--drain-timeout", "0.5")
+    client = server.send_and_leave_open(COMPLETIONS, {**LONG, "stream": True})
+    server.wait_until(lambda: server.stats()["running"]["running"] == 1)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(30) == 0, server.log
+    assert b"shutting down" in streamed(client)

@@ -1,0 +1,174 @@
+"""What clients and pages may try: ambiguous framing, endless headers and bodies, other sites, and going away."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.datastructures import Headers
+
+from mlx_paged.server.errors import RequestRefused
+from mlx_paged.server.http import Access, BodyBudget
+from mlx_paged.server.prompting import fetch
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.processes.server_process import ServerProcess
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SMUGGLED = b"GET /version HTTP/1.1\r\nHost: smuggled\r\nConnection: close\r\n\r\n"
+BODY = b'{"prompt":"hi","max_tokens":1}'
+
+
+@pytest.fixture(scope="module")
+def server(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder)
+    process = ServerProcess(folder, tmp_path_factory.mktemp("server"), "--max-tokens", "3", "--kv-cache-memory", "8MB")
+    yield process
+    assert process.stop() == 0, process.log
+    assert "Traceback" not in process.log, process.log
+
+
+def raw(server: ServerProcess, data: bytes) -> bytes:
+    """What the server sends until it closes the connection."""
+    answer = b""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
+        try:
+            client.sendall(data)
+            while part := client.recv(65536):
+                answer += part
+        except ConnectionResetError:  # it has closed before all was sent
+            pass
+    return answer
+
+
+def post(head: bytes) -> bytes:
+    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + head
+
+
+FRAMING = {
+    "two lengths": b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nContent-Length: 9\r\n\r\n" + SMUGGLED,
+    "short and long": post(b"Content-Length: %d\r\nContent-Length: 99\r\n\r\n" % len(BODY)) + BODY + SMUGGLED,
+    "space before the colon": b"GET /health HTTP/1.1\r\nHost: x\r\nTransfer-Encoding : chunked\r\n\r\n" + SMUGGLED,
+    "a line without a colon": b"GET /health HTTP/1.1\r\nHost: x\r\nfoo\r\nContent-Length: 9\r\n\r\n" + SMUGGLED,
+    "a bare CR": b"GET /health HTTP/1.1\r\nHost: x\r\nX: a\rContent-Length: 0\r\n\r\n" + SMUGGLED,
+    "two codings": post(b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n") + SMUGGLED,
+    "control character": post(b"Transfer-Encoding: \x0bchunked\r\n\r\n0\r\n\r\n") + SMUGGLED,
+    "very many headers": b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"\ra:" * 100_000 + b"\r\n\r\n",
+    "no HTTP": b"\x16\x03\x01\x02\x00\r\n\r\n",
+}
+
+
+@pytest.mark.demo_model
+@pytest.mark.parametrize("name", FRAMING)
+def test_what_is_ambiguous_is_refused_in_json(server: ServerProcess, name: str) -> None:
+    """By h11, beneath uvicorn."""
+    answer = raw(server, FRAMING[name])
+    assert answer.count(b"HTTP/1.1") <= 1 and b"mlx-lm" not in answer
+    assert name == "very many headers" or answer.startswith(b"HTTP/1.1 400")
+    if answer:
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+    assert server.get("/health").status == 200
+
+
+@pytest.mark.demo_model
+def test_a_body_of_quotes_holds_up_nobody(server: ServerProcess) -> None:
+    assert server.post(COMPLETIONS, b'\\"' * (1 << 19)).status == 400
+    assert server.post(COMPLETIONS, b'{"prompt":"' + b'\\"' * (1 << 20) + b'"}', timeout=30).status == 400  # too long
+    assert server.get("/health", timeout=10).status == 200
+
+
+@pytest.mark.demo_model
+@pytest.mark.parametrize("tail", [b"", b"\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_a_client_that_goes_is_noticed_whatever_it_has_sent(server: ServerProcess, tail: bytes) -> None:
+    body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1 << 20, "logit_bias": {"2": -100}}).encode()
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    client.sendall(post(b"Content-Length: %d\r\n\r\n" % len(body)) + body)
+    server.wait_until(lambda: server.stats()["running"]["running"] == 1)
+    client.sendall(tail)
+    client.close()
+    server.wait_until(lambda: server.is_idle)
+
+
+@pytest.mark.demo_model
+def test_lists_are_made_once_for_all_answers(server: ServerProcess) -> None:
+    words = [chr(0x4E00 + n // 90) + chr(0x4E00 + n % 90) for n in range(4000)]
+    answer = server.post(COMPLETIONS, {"prompt": [[1, 2], [4, 5]], "n": 64, "max_tokens": 1, "stop": words})
+    assert answer.status == 200 and len(answer.json["choices"]) == 128
+    bias = {str(token): 0.5 for token in range(49152)}
+    answer = server.post(COMPLETIONS, {"prompt": "a", "n": 16, "max_tokens": 1, "logit_bias": bias})
+    assert answer.status == 200 and len(answer.json["choices"]) == 16
+
+
+@pytest.mark.demo_model
+def test_pages_of_other_sites_drive_nothing(server: ServerProcess) -> None:
+    body = {"prompt": "a", "max_tokens": 1}
+    for headers in (
+        {"Origin": "http://evil.example", "Content-Type": "text/plain"},
+        {"Origin": "null"},
+        {"Host": "evil.example:8080"},
+    ):
+        answer = server.post(COMPLETIONS, body, **headers)
+        assert answer.status == 403 and "access-control-allow-origin" not in answer.headers, headers
+    asked = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
+    assert "access-control-allow-origin" not in server.request("OPTIONS", COMPLETIONS, None, asked, 10).headers
+    local = server.post(COMPLETIONS, body, Origin="http://localhost:3000")
+    assert local.status == 200 and local.headers["access-control-allow-origin"] == "http://localhost:3000"
+    assert server.post(COMPLETIONS, body, Origin="vscode-webview://abc").status == 200
+
+
+@pytest.mark.demo_model
+def test_names_are_cut_and_numbers_are_numbers(server: ServerProcess) -> None:
+    before = len(server.log)
+    answer = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "model": "a/" + "b" * (1 << 20)})
+    assert answer.status == 404 and len(answer.body) < 2000 and len(server.log) - before < 4000
+    body = {"prompt": [1, 500, 600, 700, 500], "max_tokens": 2, "logprobs": 1, "temperature": 1e-300}
+    assert b"NaN" not in server.post(COMPLETIONS, body).body
+
+
+@pytest.mark.demo_model
+def test_images_are_fetched_from_nowhere(server: ServerProcess) -> None:
+    for url in ("http://127.0.0.1:9/x", "https://example.org/x.png", "file:///etc/passwd"):
+        part = {"type": "image_url", "image_url": {"url": url}}
+        answer = server.post(CHAT, {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1})
+        assert answer.status == 400 and answer.json["error"]["param"] == "messages"
+
+
+def test_a_fault_of_fetching_tells_nothing() -> None:
+    with pytest.raises(RequestRefused, match="an image cannot be fetched"):
+        fetch("http://127.0.0.1:9/x")
+
+
+def test_bodies_together_are_bounded() -> None:
+    budget = BodyBudget(100)
+    budget.take(90)
+    with pytest.raises(RequestRefused) as caught:
+        budget.take(20)
+    assert caught.value.status == 429 and caught.value.retry_after
+    budget.give_back(90)
+    budget.take(120)  # one alone may be as large as a body may be
+
+
+@pytest.mark.parametrize(
+    ("host", "has_keys", "headers", "passes"),
+    [
+        ("127.0.0.1", False, {"host": "127.0.0.1:8080"}, True),
+        ("127.0.0.1", False, {"host": "[::1]:8080"}, True),
+        ("127.0.0.1", False, {"host": "me.localhost"}, True),
+        ("127.0.0.1", False, {"host": "rebound.example"}, False),
+        ("127.0.0.1", True, {"host": "behind.proxy.example"}, True),
+        ("0.0.0.0", False, {"host": "server.lan.example"}, True),
+        ("0.0.0.0", False, {"origin": "https://evil.example"}, False),
+    ],
+)
+def test_hosts_and_origins(host: str, has_keys: bool, headers: dict[str, str], passes: bool) -> None:
+    access: Any = Access(host, None, has_keys=has_keys)
+    if passes:
+        access.check(Headers(headers))
+    else:
+        with pytest.raises(RequestRefused) as caught:
+            access.check(Headers(headers))
+        assert caught.value.status == 403
+    Access(host, ["*"], has_keys=has_keys).check(Headers({"origin": "https://any.example"}))

@@ -1,0 +1,122 @@
+"""Streams of long prompts show that they live, and clients that read little cost others little."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.models.tiny_model import make_tools_model
+from tests.support.processes.server_process import ServerProcess
+
+NO_THINKING = '{"enable_thinking": false}'
+NO_END = {"2": -1e4}
+CHUNK = 512  # tokens of a prompt: one takes a fraction of a second
+
+
+@pytest.fixture(scope="module")
+def server(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = make_tools_model(tmp_path_factory.mktemp("tools"), demo_model_folder)
+    flags = ("--max-tokens", "3", "--chat-template-args", NO_THINKING, "--log-level", "WARNING")
+    process = ServerProcess(folder, tmp_path_factory.mktemp("server"), *flags, "--prefill-step-size", str(CHUNK))
+    yield process
+    process.wait_until(lambda: process.is_idle)
+    assert process.stop() == 0, process.log
+    assert "Traceback" not in process.log, process.log
+
+
+def words(name: str, number: int) -> str:
+    """A prompt of its own, of some more tokens than ``number``."""
+    return f"{name} the river bank was cold. " * (number // 7)
+
+
+def long_bodies(number: int) -> dict[str, Any]:
+    return {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": words("A", number)}]},
+        "/v1/completions": {"prompt": words("B", number)},
+        "/v1/responses": {"input": words("C", number)},
+        "/v1/messages": {"max_tokens": 3, "messages": [{"role": "user", "content": words("D", number)}]},
+    }
+
+
+def read_stream(server: ServerProcess, path: str, body: Any) -> list[str]:
+    """Return the lines of a streamed answer."""
+    lines = []
+    with server.send_and_leave_open(path, {**body, "stream": True}) as client:
+        client.settimeout(120)
+        with client.makefile() as file:
+            for line in file:
+                lines.append(line.strip())
+                if line == "0\n":  # the last chunk
+                    return lines
+    raise AssertionError(lines)
+
+
+@pytest.mark.demo_model
+def test_long_prompts_show_that_they_live(server: ServerProcess) -> None:
+    """All four at once: three of them wait for another one's prompt before they begin their own."""
+    with ThreadPoolExecutor(4) as pool:
+        streams = list(pool.map(lambda item: read_stream(server, *item), long_bodies(5 * CHUNK).items()))
+    num_beats = 0
+    for lines in streams:
+        assert lines[0] == "HTTP/1.1 200 OK"
+        num_beats += sum(line.startswith(": keepalive") for line in lines)
+    assert num_beats >= 2, streams
+
+
+@pytest.mark.demo_model
+def test_official_clients_read_through_signs_of_life(server: ServerProcess) -> None:
+    import anthropic  # here: the two take seconds, and each process that runs tests imports this file
+    import openai
+
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+    claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120)
+    bodies = long_bodies(7 * CHUNK)
+
+    def chat() -> str:
+        chunks = client.chat.completions.create(model="default_model", **bodies["/v1/chat/completions"], stream=True)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+    def completion() -> str:
+        chunks = client.completions.create(model="default_model", **bodies["/v1/completions"], stream=True)
+        return "".join(chunk.choices[0].text for chunk in chunks)
+
+    def response() -> str:
+        events = list(client.responses.create(model="default_model", **bodies["/v1/responses"], stream=True))
+        assert events[-1].type == "response.incomplete"  # at three tokens
+        return events[-1].response.output_text
+
+    def message() -> str:
+        with claude.messages.stream(model="default_model", **bodies["/v1/messages"]) as stream:
+            return stream.get_final_text()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(each.result() for each in [pool.submit(ask) for ask in (chat, completion, response, message)])
+
+
+def unread(server: ServerProcess, number: int, body: dict[str, Any]) -> list[socket.socket]:
+    """Streams of which nobody reads a byte, with little room for what is not read."""
+    clients = []
+    for _ in range(number):
+        client = server.send_and_leave_open("/v1/completions", {**body, "stream": True})
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        clients.append(client)
+    return clients
+
+
+@pytest.mark.slow
+@pytest.mark.demo_model
+def test_an_answer_that_nobody_reads_ends_and_its_blocks_go_back(server: ServerProcess) -> None:
+    body = {"prompt": "Hello", "max_tokens": 200_000, "logprobs": True, "top_logprobs": 20, "logit_bias": NO_END}
+    with contextlib.ExitStack() as files:
+        for client in unread(server, 3, body):
+            files.enter_context(client)
+        server.wait_until(lambda: sum(server.stats()["running"].values()) == 3, 30)
+        assert server.post("/v1/completions", {"prompt": "Hello", "max_tokens": 3}).status == 200
+        server.wait_until(lambda: server.is_idle, 300)  # the connections are open
+    assert server.stats()["server"]["generated_tokens"] < 100_000

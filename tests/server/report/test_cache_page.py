@@ -1,0 +1,165 @@
+"""The page /cache, as a phone's browser shows it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlx_paged import BlockPool, LayerGroup
+from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.server.report import cache_page
+from mlx_paged.server.report.block_map import STATES, block_map
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.processes.browser import CHROMIUM, Browser
+from tests.support.processes.server_process import ServerProcess
+
+LONG = {"messages": [{"role": "user", "content": "What is on this page? " * 10}], "max_tokens": 100000, "stream": True}
+PHONE, DESKTOP = (390, 844), (1280, 900)
+
+
+def test_the_page_needs_nothing_else() -> None:
+    page = cache_page.html().decode()
+    assert len(page) < 24_000
+    assert not re.search(r"(src|href)\s*=|@import|url\(|https?://", page)
+    assert 'name="viewport"' in page and all(name in page for name in STATES.values())
+
+
+def test_nothing_else_may_run_in_it() -> None:
+    page, policy = cache_page.html().decode(), cache_page.HEADERS["Content-Security-Policy"]
+    assert "unsafe" not in policy and policy.startswith("default-src 'none'; connect-src 'self'; ")
+    for tag in ("script", "style"):
+        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+    assert not re.search(r"<[^>]*\s(style|on\w+)=", page)  # which the policy forbids
+    assert "innerHTML" not in page and 'setAttribute("style' not in page
+
+
+def test_what_the_page_reads_is_in_the_report(server: ServerProcess) -> None:
+    server.chat([{"role": "user", "content": "Is it there?"}], max_tokens=1)
+    client = server.send_and_leave_open("/v1/chat/completions", LONG)
+    server.wait_until(lambda: server.stats()["running"]["running"] == 1)
+    report = server.stats()
+    client.close()
+    script = re.findall("<script>(.*?)</script>", cache_page.html().decode(), re.DOTALL)[0]
+    of = {name: report[name] for name in ("server", "running", "pool", "prefix_cache", "health", "history")}
+    of |= {"request": report["sequences"][0], "group": report["blocks"][0], "page": report["pages"][0]}
+    of |= {"path": report["dispatch"][0], "report": report}
+    read = {(name, field) for name, field in re.findall(r"\b(\w+)\.(\w+)\b", script) if name in of}
+    assert len(read) > 30
+    missing = {(name, field) for name, field in read if field not in of[name]}
+    assert missing == set()
+    for fields in re.findall(r"function \w+\(\{ ([^}]+) \}\)", script):
+        assert set(fields.split(", ")) <= set(report), fields
+    for field in re.findall(r'^  \["(\w+)", ', script, re.MULTILINE):
+        assert field in report["history"]
+    for tag in re.findall(r'\$\("([\w-]+)"\)', script):
+        assert f'id="{tag}"' in cache_page.html().decode()
+
+
+def test_every_block_has_one_state() -> None:
+    pool = BlockPool([LayerGroup((0,))], block_size=4)
+    tree = RadixTree(pool)
+    first, second, third = (pool.new_table() for _ in range(3))
+    for table in (first, second, third):
+        pool.append_tokens(table, 8)
+        x = mx.zeros((1, 1, 8, 4))
+        pool.write_prefill(table, 0, x, x)
+    tree.insert(range(8), [first])
+    fork = pool.fork(second)
+    assert block_map(pool)[0][:3] == [("s", 4), ("l", 2), ("f", pool.stats().free_blocks)]
+    pool.release_table(first)
+    pool.release_table(fork)
+    assert block_map(pool)[0][:3] == [("c", 2), ("l", 4), ("f", pool.stats().free_blocks)]
+
+
+@pytest.fixture(scope="module")
+def server(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    model = make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder, "gemma3")
+    process = ServerProcess(model, tmp_path_factory.mktemp("server"), "--prefill-step-size", "512")
+    yield process
+    assert process.stop() == 0, process.log
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium")
+    found = Browser(tmp_path_factory.mktemp("profile"))
+    yield found
+    found.close()
+    assert found.problems == []
+
+
+def axe_core() -> str | None:
+    """The text of axe-core, from the file that AXE_CORE names."""
+    path = os.environ.get("AXE_CORE")
+    return None if path is None else Path(path).read_text()
+
+
+def check_access(browser: Browser) -> None:
+    axe = axe_core()
+    if axe is None:
+        return
+    browser.evaluate(axe + "; null")
+    for dark in (False, True):
+        browser.scheme(dark)
+        found = browser.evaluate(
+            "axe.run().then(r => JSON.stringify(r.violations.map(v => [v.id, v.nodes.map(n => n.html)])))"
+        )
+        assert json.loads(found) == []
+    browser.scheme(False)
+
+
+@pytest.mark.demo_model
+@pytest.mark.browser
+@pytest.mark.parametrize("size", [PHONE, DESKTOP])
+def test_it_moves_while_prompts_are_computed_and_tokens_generated(
+    server: ServerProcess, browser: Browser, size: tuple[int, int]
+) -> None:
+    server.chat(LONG["messages"], max_tokens=3)
+    browser.show(f"{server.url}/cache", *size)
+    browser.wait_until("document.body?.dataset.ready")
+    assert "tiny" in browser.evaluate("document.title")
+    assert re.search(r"[\d,]+ of [\d,]+ prompt tokens were not computed", browser.evaluate("$('headline').textContent"))
+    prompt = " ".join(f"{size[0]}-{n}" for n in range(1000))
+    clients = [server.send_and_leave_open("/v1/completions", {"prompt": prompt, "max_tokens": 100000})]
+    browser.wait_until("[...$('requests').children].some(e => /: prefill/.test(e.textContent))")
+    widths = "[...document.querySelectorAll('#requests .bar > .live')].map(e => e.style.width).join()"
+    first = browser.evaluate(widths)
+    browser.wait_until(f"{widths} !== {first!r}")  # while the prompt is computed
+    check_access(browser)
+    clients.append(server.send_and_leave_open("/v1/chat/completions", LONG))
+    browser.wait_until("[...$('requests').children].filter(e => /: decode/.test(e.textContent)).length === 2", 120)
+    browser.wait_until("document.querySelector('#requests .generated').style.width > '0%'")
+    assert browser.evaluate("document.querySelectorAll('canvas').length") == 2  # one for each group of layers
+    assert not browser.evaluate("document.documentElement.scrollWidth > innerWidth")
+    for name in (*STATES.values(), "never"):
+        text = browser.evaluate(f"document.getElementById('count-{name}').textContent")
+        assert re.match(rf"({name} [\d,]+|never used) \([\d.]+ (MB|GB)\)", text), text
+    assert "gather" in browser.evaluate("$('figures').textContent")
+
+    browser.point_at("#requests li:last-child button")
+    browser.wait_until("/^Request \\d+ holds \\d+ of/.test(document.querySelector('#groups .note').textContent)")
+    browser.point_at("h1")
+    browser.wait_until("/blocks of \\d+ tokens/.test(document.querySelector('#groups .note').textContent)")
+    browser.evaluate("document.querySelector('#requests button').focus(); null")
+    browser.wait_until("/^Request \\d+ holds/.test(document.querySelector('#groups .note').textContent)")
+    browser.evaluate("document.querySelector('canvas').focus(); null")
+    browser.press("Home", 36)
+    said = browser.wait_until("document.querySelector('canvas').getAttribute('aria-valuetext')")
+    assert re.match(r"Block 1: (live|cached|shared), held by (request \d+|the prefix cache)", said), said
+    browser.press("ArrowRight", 39)
+    browser.wait_until("document.querySelector('canvas').getAttribute('aria-valuenow') > 1")
+    check_access(browser)
+    for client in clients:
+        client.close()
+    browser.wait_until("document.getElementById('none').textContent === 'none'", 60)

@@ -1,0 +1,159 @@
+"""What a server counts, and how it says so."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from mlx_paged import BlockPool, LayerGroup
+from mlx_paged.cli.server import parse as parse_arguments
+from mlx_paged.errors import ConfigError
+from mlx_paged.server.options import ServerConfig
+from mlx_paged.server.report.history import WHILES
+from mlx_paged.server.report.metrics import Metrics
+from mlx_paged.server.report.server_stats import ServerStats
+
+NOT_ALIVE = [("--memory-watermark", "101"), ("--watchdog-timeout", "-1"), ("--drain-timeout", "inf")]
+
+
+def report(stats: ServerStats) -> dict[str, Any]:
+    return {
+        "server": stats.as_dict(),
+        "running": {"running": 1, "waiting": 2},
+        "pool": None,
+        "prefix_cache": None,
+        "dispatch": [{"path": "gather", "reason": 'a "reason"', "count": 3}],
+    }
+
+
+def test_rates_are_of_the_last_ten_seconds() -> None:
+    now = [0.0]
+    stats = ServerStats(clock=lambda: now[0])
+    assert stats.tokens_per_second == 0 == stats.hit_rate
+    for second in range(30):
+        now[0] = float(second)
+        stats.count_generated(5)
+    assert 4.5 <= stats.tokens_per_second <= 6
+    now[0] = 100.0
+    assert stats.tokens_per_second == 0 and stats.generated_tokens == 150
+    stats.count_prompt(40, 10)
+    stats.count_computed(30)
+    stats.count_request("ok")
+    assert (stats.hit_rate, stats.computed_prompt_tokens, stats.requests["ok"]) == (0.25, 30, 1)
+
+
+def test_a_history_is_of_short_whiles() -> None:
+    now = [100.0]
+    stats = ServerStats(clock=lambda: now[0])
+    for second in range(1000):
+        now[0] = 100.0 + second
+        stats.count_generated(3)
+        if second == 990:
+            stats.count_prompt(40, 10)
+            stats.count_computed(30)
+            stats.count_first_token(0.5)
+            stats.count_first_token(1.5)
+    history = stats.history_dict()
+    assert {len(values) for name, values in history.items() if name != "seconds"} == {WHILES - 1}
+    assert set(history["generated_tokens_per_second"]) == {3.0}
+    assert [n for n in history["prompt_tokens_per_second"] if n] == [15.0]
+    assert [n for n in history["first_token_seconds"] if n is not None] == [1.0]
+    assert [n for n in history["hit_rate"] if n is not None] == [0.25]
+    now[0] += 10_000
+    assert set(stats.history_dict()["generated_tokens_per_second"]) == {0.0}
+    assert (stats.first_tokens, stats.first_token_seconds) == (2, 2.0)
+
+
+def test_health_is_among_the_metrics() -> None:
+    memory = {"used_bytes": 5, "limit_bytes": 10, "source": "system", "watermark": 0.95, "pressure": "none"}
+    health = {"status": "draining", "restarts": 3, "memory": memory}
+    text = Metrics(ServerStats()).text({**report(ServerStats()), "health": health}).decode()
+    samples = {sample.name: sample.value for f in text_string_to_metric_families(text) for sample in f.samples}
+    assert samples["mlx_paged_restarts_total"] == 3 and samples["mlx_paged_draining"] == 1
+    assert (samples["mlx_paged_memory_used_bytes"], samples["mlx_paged_memory_limit_bytes"]) == (5, 10)
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    health = {"status": "ok", "restarts": 0, "memory": {"used_bytes": 1, "limit_bytes": 2}}
+    pool = BlockPool([LayerGroup((0,))], block_size=4).stats().as_dict()
+    prefix_cache = {"entries": 1, "bytes": 2}
+    told = (
+        Metrics(ServerStats())
+        .text({**report(ServerStats()), "health": health, "pool": pool, "prefix_cache": prefix_cache})
+        .decode()
+    )
+    there = {sample.name for family in text_string_to_metric_families(told) for sample in family.samples}
+    dashboard = json.loads((Path(__file__).parents[3] / "docs" / "grafana.json").read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    named = {name for expr in asked for name in re.findall(r"\bmlx_paged_\w+", expr)}
+    assert len(named) > 15 and named <= there
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    assert all(panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"} for panel in dashboard["panels"])
+
+
+def test_metrics_are_read_by_prometheus() -> None:
+    stats = ServerStats()
+    stats.count_request("ok")
+    stats.count_prompt(8, 2)
+    families = {f.name: f for f in text_string_to_metric_families(Metrics(ServerStats()).text(report(stats)).decode())}
+    assert families["mlx_paged_prefix_hit_rate"].samples[0].value == 0.25
+    assert {s.labels["outcome"]: s.value for s in families["mlx_paged_requests"].samples}["ok"] == 1
+    assert families["mlx_paged_attention_dispatches"].samples[0].labels["reason"] == 'a "reason"'
+    assert families["mlx_paged_waiting_requests"].samples[0].value == 2
+
+
+def test_distributions_can_be_asked_for() -> None:
+    stats = ServerStats()
+    metrics = Metrics(stats)
+    stats.count_first_token(0.2)
+    stats.count_generated(1, 0.004)
+    stats.count_start(0.1)
+    stats.count_prompt(700, 3)
+    stats.count_answer(40)
+    families = {f.name: f for f in text_string_to_metric_families(metrics.text(report(stats)).decode())}
+    for name, most in (
+        ("first_token_seconds", 0.25),
+        ("between_tokens_seconds", 0.005),
+        ("queue_seconds", 0.1),
+        ("request_prompt_tokens", 1024),
+        ("request_generated_tokens", 128),
+    ):
+        counts = {s.labels["le"]: s.value for s in families[f"mlx_paged_{name}"].samples if "le" in s.labels}
+        assert next(float(le) for le, value in counts.items() if value) == most, name
+
+
+def test_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("MLX_PAGED_API_KEY", raising=False)
+
+    def parse(*argv: str) -> ServerConfig:
+        return ServerConfig.from_arguments(parse_arguments(argv))
+
+    assert parse() == ServerConfig()
+    config = parse(
+        "--prefix-cache-ttl", "60", "--prefix-cache-dir", "x", "--prefix-cache-dir-size", "2GB", "--api-key=k"
+    )
+    assert (config.prefix_cache_ttl, config.prefix_cache_dir_bytes, config.api_keys.keys) == (60.0, 2 * 10**9, ("k",))
+    assert not parse("--no-prefix-cache").prefix_cache
+    alive = parse("--memory-watermark", "90%", "--watchdog-timeout", "0", "--drain-timeout=7.5")
+    assert (alive.memory_watermark, alive.watchdog_timeout, alive.drain_timeout) == (0.9, 0.0, 7.5)
+    assert (config.memory_watermark, config.watchdog_timeout, config.drain_timeout) == (0.95, None, 30.0)
+    with pytest.raises(ConfigError, match="no-prefix-cache"):
+        parse("--no-prefix-cache", "--prefix-cache-ttl", "1")
+    for wrong in (
+        ("--prefix-cache-ttl", "0"),
+        ("--prefix-cache-ttl", "x"),
+        ("--prefix-cache-dir-size", "auto"),
+        *NOT_ALIVE,
+    ):
+        with pytest.raises(SystemExit):
+            parse(*wrong)
+    assert "must be" in capsys.readouterr().err
+    monkeypatch.setenv("MLX_PAGED_API_KEY", "from-env")
+    assert parse().api_keys.keys == ("from-env",) and parse("--api-key=a", "--api-key=b").api_keys.keys == ("a", "b")
+    with pytest.raises(ConfigError, match="served-model-name"):
+        parse("--served-model-name", "alias")  # of no model

@@ -1,0 +1,119 @@
+"""StopScanner against the plain definition: the whole text, cut at the least position at which a stop string occurs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from mlx_paged.server.stops import StopList, StopScanner
+
+
+def cut_of(text: str, stops: list[str]) -> str:
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+
+
+def pieces_of(text: str, borders: list[int]) -> list[str]:
+    ends = [0, *sorted(border % (len(text) + 1) for border in borders), len(text)]
+    return [text[a:b] for a, b in pairwise(ends)]
+
+
+few = st.text(alphabet="ab", max_size=30) | st.text(alphabet="abc é🙂\u0301\n", max_size=40) | st.text(max_size=40)
+borders = st.lists(st.integers(0, 60), max_size=40)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[str, list[str]]:
+    """A text, and stop strings, most of them cut out of it, perhaps with an end that the text does not have."""
+    text = draw(few)
+    stops = []
+    for _ in range(draw(st.integers(0, 6))):
+        begin, length = draw(st.integers(0, len(text))), draw(st.integers(1, 8))
+        stop = text[begin : begin + length] + draw(st.sampled_from(["", "", "", "b", "x"]))
+        stops.append(stop or draw(st.text(alphabet="ab", min_size=1, max_size=4)))
+    return text, stops
+
+
+@settings(max_examples=500, deadline=None)
+@given(cases(), borders)
+@example(("abcde", ["bcde", "cd"]), [4])
+@example(("abcdx", ["bcde", "cd"]), [4])
+@example(("abcd", ["bcde", "cd"]), [2])
+@example(("aaab", ["aab", "ab"]), [1, 2, 3])
+@example(("e\u0301!", ["\u0301"]), [1])
+def test_the_text_is_cut_before_the_first_stop_string(case: tuple[str, list[str]], ends: list[int]) -> None:
+    text, stops = case
+    expected = cut_of(text, stops)
+    searched = StopScanner(StopList(stops))
+    shown = taken = ""
+    for piece in pieces_of(text, ends):
+        taken += piece
+        shown += searched.feed(piece)
+        assert expected.startswith(shown)
+        # No more is held back than a stop string begins with, or what follows a stop string that may yet be the first.
+        held = taken[len(shown) :]
+        assert searched.found or not held or any(stop.startswith(held) or stop in held for stop in stops)
+    assert (searched.found is not None) <= (len(expected) < len(text) or any(stop in text for stop in stops))
+    shown += searched.feed("", is_last=True)
+    assert shown == expected
+    assert (searched.found is not None) == any(stop in text for stop in stops)
+    assert searched.found is None or text.startswith(searched.found, len(expected))
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases(), borders, borders)
+def test_borders_do_not_matter(case: tuple[str, list[str]], ends: list[int], others: list[int]) -> None:
+    text, stops = case
+    found = []
+    for each in (ends, others):
+        searched = StopScanner(StopList(stops))
+        parts = [searched.feed(piece) for piece in pieces_of(text, each)]
+        found.append("".join(parts) + searched.feed("", is_last=True))
+    assert found[0] == found[1]
+
+
+def test_what_cannot_begin_a_stop_string_is_shown_at_once() -> None:
+    searched = StopScanner(StopList(["stop here"]))
+    assert searched.feed("Do not sto") == "Do not "
+    assert searched.feed("w it, st") == "stow it, "
+    assert searched.feed("o") == ""
+    assert searched.feed("p her") == "" and searched.found is None
+    assert searched.feed("e, or there") == "" and searched.found == "stop here"
+    assert searched.feed("more") == searched.feed("", is_last=True) == ""
+
+
+def test_an_end_that_only_begins_a_stop_string_is_shown_when_the_text_ends() -> None:
+    searched = StopScanner(StopList(["###"]))
+    assert searched.feed("a ##") == "a "
+    assert searched.feed("", is_last=True) == "##"
+    assert searched.found is None
+
+
+def test_without_stop_strings_everything_is_shown() -> None:
+    searched = StopScanner(StopList([]))
+    assert searched.feed("text") == "text" and searched.feed("", is_last=True) == "" and searched.found is None
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        StopList(["a", ""])
+
+
+def test_each_place_is_left_behind_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much of long strings matches, whether one may begin at a place is asked once more than it is said no."""
+    stops = StopList(["a" * length + "b" for length in range(900, 910)] + [chr(0x4E00 + n) for n in range(2000)])
+    asked = 0
+    may_begin_with = StopList.may_begin_with
+
+    def counted(self: StopList, text: str) -> bool:
+        nonlocal asked
+        asked += 1
+        return may_begin_with(self, text)
+
+    monkeypatch.setattr(StopList, "may_begin_with", counted)
+    searched = StopScanner(stops)
+    text = ("a" * 899 + "c") * 3
+    assert "".join(searched.feed(character) for character in text) == text
+    assert asked <= 2 * len(text)

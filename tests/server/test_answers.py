@@ -1,0 +1,104 @@
+"""What a model writes, as a client is told it: text, reasoning, calls, log-probabilities."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mlx_lm.generate import TextStateMachine
+from mlx_lm.tool_parsers import json_tools
+
+from mlx_paged.patches.server_texts import LoadedParts, harmony_call, harmony_machine
+from mlx_paged.server.answer_stream import Generated
+from mlx_paged.server.answers import Answer
+from mlx_paged.server.request import Prompt, ServerRequest
+from mlx_paged.server.requests.messages import MessageForm
+from mlx_paged.server.requests.pieces import Head, Piece, Usage
+
+MACHINE = {"normal": [("<tool_call>", "tool")], "tool": [("</tool_call>", "normal")]}
+
+
+def texts_of(machine: TextStateMachine, parse: Any) -> Any:
+    def parse_calls(text: str, tools: Any) -> list[dict[str, Any]]:
+        parsed = parse(text)
+        if not isinstance(parsed, dict):
+            raise ValueError("no object")
+        return [parsed]
+
+    return SimpleNamespace(
+        parts=lambda state, has_calls: LoadedParts(machine, state),
+        parse_calls=parse_calls,
+        call_start="<tool_call>",
+        token=lambda token: (chr(token), chr(token).encode()),
+    )
+
+
+JSON_TEXTS = texts_of(TextStateMachine(MACHINE), lambda text: json_tools.parse_tool_call(text))
+
+
+def answer_of(text: str, texts: Any = JSON_TEXTS, **options: Any) -> Piece:
+    """The text in pieces of three characters, and an end token."""
+    request = ServerRequest([[1]], prompts=[Prompt.of_tokens([1])], **options)
+    answer = Answer(0, request, texts)
+    pieces = [answer.take(Generated(0, ord(text[i]), text[i : i + 3], logprob=-0.5)) for i in range(0, len(text), 3)]
+    num_tokens = len(pieces)
+    pieces.append(answer.take(Generated(0, 2, "", "stop", logprob=-0.1, num_shown=num_tokens)))
+    return Piece.joined(piece for piece in pieces if piece is not None)
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ({"name": "f", "arguments": {"a": 1}}, {"a": 1}),
+        ({"name": "f"}, {}),
+        ({"name": "f", "arguments": None}, {}),
+        ({"name": "f", "arguments": ""}, {}),
+        ({"name": "f", "parameters": {"a": 1}}, {"a": 1}),
+        ({"name": "f", "arguments": '{"a": 1}'}, {"a": 1}),
+        ({"name": "f", "arguments": "x"}, {"value": "x"}),
+        ({"name": "f", "arguments": [1]}, {"value": [1]}),
+    ],
+)
+def test_a_call_has_an_object_of_arguments(call: dict[str, Any], arguments: dict[str, Any]) -> None:
+    told = answer_of(f"Hello <tool_call>{json.dumps(call)}</tool_call>")
+    assert told.text == "Hello " and told.finish == "tool_calls"
+    (made,) = told.calls
+    assert made["function"]["name"] == "f" and json.loads(made["function"]["arguments"]) == arguments
+    whole = MessageForm(Head("x", "m", 0, "")).whole([told], Usage())
+    assert whole["content"][1]["input"] == arguments and whole["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", '"f"', "null", '{"arguments": {}}', "{", '{"name": {"x": 1}}'])
+def test_a_call_that_cannot_be_read_is_text(text: str) -> None:
+    told = answer_of(f"Hello <tool_call>{text}</tool_call> bye")
+    assert told.text == f"Hello <tool_call>{text} bye" and not told.calls and told.finish == "stop"
+
+
+def test_a_call_without_an_end_is_one_and_only_the_first_is_told_if_asked() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}'
+    assert answer_of(call).finish == "tool_calls"
+    assert len(answer_of(f"{call}</tool_call>{call}</tool_call>").calls) == 2
+    assert len(answer_of(f"{call}</tool_call>{call}</tool_call>", calls_once=True).calls) == 1
+
+
+def test_what_only_begins_a_marker_is_told_at_the_end() -> None:
+    for text in ("1 < 2 <", "a <tool", "<"):
+        assert answer_of(text).text == text
+
+
+def test_end_tokens_have_no_log_probabilities_and_others_have_their_text_and_bytes() -> None:
+    told = answer_of("abcdé", top_logprobs=0)
+    assert [(token.text, token.bytes) for token in told.tokens] == [("a", b"a"), ("d", b"d")]
+
+
+def test_channels_of_gpt_oss() -> None:
+    texts = texts_of(harmony_machine(), harmony_call)
+    thought = "<|channel|>analysis<|message|>Hm, 1 < 2.<|end|><|start|>assistant"
+    told = answer_of(f"{thought}<|channel|>final<|message|>Yes.", texts)
+    assert (told.reasoning, told.text, told.finish) == ("Hm, 1 < 2.", "Yes.", "stop")
+    call = '<|channel|>commentary to=functions.clock <|constrain|>json<|message|>{"tz": "UTC"}'
+    told = answer_of(f"{thought}{call}<|call|>", texts)
+    assert told.text == "" and told.finish == "tool_calls"
+    assert told.calls[0]["function"] == {"name": "clock", "arguments": '{"tz": "UTC"}'}

@@ -1,0 +1,59 @@
+"""Models as they were trained at first: without a chat template, and without pad or end tokens."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.processes.server_process import ServerProcess
+
+pytestmark = pytest.mark.demo_model
+
+TOKENS = ("chat_template", "pad_token", "eos_token", "bos_token", "unk_token")
+
+
+@pytest.fixture(scope="module")
+def folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("models") / "base"
+    shutil.copytree(make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder), base)
+    for name, dropped in (("tokenizer_config.json", TOKENS), ("config.json", ("eos_token_id",))):
+        kept = {key: value for key, value in json.loads((base / name).read_text()).items() if key not in dropped}
+        (base / name).write_text(json.dumps(kept))
+    return base
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    process = ServerProcess(folder, tmp_path_factory.mktemp("server"), "--kv-cache-memory", "8MB", "--max-tokens", "5")
+    yield process
+    assert process.stop() == 0, process.log
+    assert "Traceback" not in process.log, process.log
+
+
+def test_completions_are_those_of_stock(server: ServerProcess, folder: Path) -> None:
+    mlx_lm = importlib.import_module("mlx_lm")
+    expected = mlx_lm.generate(*mlx_lm.load(str(folder)), "Once upon a time", max_tokens=9)
+    answer = server.post("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 9, "logprobs": 1})
+    assert answer.status == 200 and answer.json["choices"][0]["text"] == expected
+    assert len(answer.json["choices"][0]["logprobs"]["tokens"]) == 9
+
+
+def test_chats_are_made_as_by_mlx_lm(server: ServerProcess) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi."}], "chat_template_kwargs": {"enable_thinking": False}}
+    for path, extra in (("/v1/chat/completions", {}), ("/v1/messages", {"max_tokens": 3})):
+        assert server.post(path, {**chat, **extra}).status == 200
+    mapped = server.post("/v1/chat/completions", {**chat, "role_mapping": {"user": "Q: ", "assistant": "A: "}})
+    assert mapped.status == 200 and mapped.json["usage"]["prompt_tokens"] < 9
+
+
+def test_samples_of_all_kinds(server: ServerProcess) -> None:
+    body = {"prompt": "x", "temperature": 1, "xtc_probability": 0.5, "seed": 3, "stop": ["~~"]}
+    assert server.post("/v1/completions", body).status == 200
+    constrained = server.post("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "[ab]"}})
+    assert constrained.status == 400 and constrained.json["error"]["param"] == "structured_outputs"

@@ -1,0 +1,53 @@
+"""What names the models of a server on disk: those that are loaded now, with their drafts and configurations."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+from mlx_paged.server.identities import identity_of, loaded_configs, noting_configs
+from tests.support.models.builders import build, perturbed
+
+
+def test_target_and_draft_both_count() -> None:
+    target, draft = build("llama"), perturbed("llama", 0.1)
+    found = {
+        identity_of(models) for models in [(target,), (draft,), (target, draft), (draft, target), (target, target)]
+    }
+    assert len(found) == 5 and None not in found
+
+
+def test_equal_weights_have_one_name() -> None:
+    first = identity_of([build("llama")])
+    assert first == identity_of([build("llama")]) != identity_of([build("llama", seed=9)])
+
+
+def test_the_configuration_as_it_was_loaded_counts() -> None:
+    config = {"rope_scaling": None}
+    load = noting_configs(lambda name, return_config: (build("llama"), "tokenizer", config))
+    model, tokenizer = load("name")
+    assert tokenizer == "tokenizer" and load("name", return_config=True)[2] is config
+    first = identity_of([model])
+    assert first == identity_of([load("name")[0]]) != identity_of([build("llama")])
+    config["rope_scaling"] = {"factor": 2.0}  # what is read later is not what the first one was built from
+    assert first == identity_of([model]) != identity_of([load("name")[0]])
+
+
+def test_a_configuration_goes_with_its_model() -> None:
+    model, _ = noting_configs(lambda name, return_config: (build("llama"), "tokenizer", {}))("name")
+    gone, known = weakref.ref(model), len(loaded_configs)
+    gc.disable()
+    try:
+        del model
+        assert gone() is None and len(loaded_configs) < known
+    finally:
+        gc.enable()
+
+
+def test_a_model_whose_code_cannot_be_read_has_no_name(monkeypatch: Any) -> None:
+    def refuse(*args: Any) -> None:
+        raise PermissionError("no")
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
+    assert identity_of([build("llama")]) is None

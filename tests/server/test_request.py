@@ -1,0 +1,95 @@
+"""The one record of a request, over ranks and beside others; and what is imported for whom."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mlx_paged.engine.sampling.params import SamplingParams
+from mlx_paged.server.constraint import constraint_of
+from mlx_paged.server.request import Prompt, ServerRequest
+from mlx_paged.server.stops import StopList
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.processes.server_process import ServerProcess
+
+GRAMMAR = 'start: "a" "b"*\n// ' + "x" * 10_000
+
+
+def request(**options: object) -> ServerRequest:
+    prompts = [Prompt([1, 2, 3], [[1, 2], [3]], ["system", "user"], "reasoning"), Prompt.of_tokens([4, 5])]
+    return ServerRequest(
+        [prompt.tokens for prompt in prompts],
+        prompts=prompts,
+        sampling=SamplingParams(temperature=0.5, logit_bias={7: 1.5}, seed=3, xtc_special_tokens=(1, 2)),
+        max_tokens=9,
+        stops=StopList(["b", "a"]),
+        constraint=constraint_of({"structured_outputs": {"grammar": GRAMMAR}}, chat=False),
+        salt="mine",
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def test_other_ranks_are_told_the_whole_request() -> None:
+    asked = request(n=2, best_of=3, top_logprobs=4)
+    told = ServerRequest.from_description(json.loads(json.dumps(asked.described())))
+    for name in ("prompts", "constraint", "max_tokens", "n", "best_of", "top_logprobs", "salt", "number"):
+        assert getattr(told, name) == getattr(asked, name), name
+    assert told.stops is not None and told.stops.strings == ("a", "b")
+    assert [told.sampling_of(index).seed for index in range(6)] == [3, 4, 5, 3, 4, 5]
+    assert told.sampling_of(1).logit_bias == {7: 1.5} and told.num_answers == 6
+
+
+def test_many_answers_are_told_of_once() -> None:
+    one, many = (len(json.dumps(request(n=n, best_of=n).described())) for n in (1, 128))
+    assert many < one + 100
+
+
+def test_patches_alone_import_nothing_of_the_server() -> None:
+    code = (
+        "import sys, mlx_paged; mlx_paged.apply_patches(); import mlx_paged.server; "
+        "print([n for n in sys.modules if n.startswith(('mlx_paged.server.', 'starlette', 'uvicorn', 'pydantic'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+# Prompts' own scores ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder)
+    process = ServerProcess(folder, tmp_path_factory.mktemp("server"), "--watchdog-timeout", "5")
+    yield process
+    assert process.stop() == 0, process.log
+    assert "Traceback" not in process.log, process.log
+
+
+LONG = {"prompt": [[5 + n] * 700 for n in range(60)], "max_tokens": 0, "echo": True, "logprobs": 0}
+
+
+@pytest.mark.demo_model
+def test_others_are_answered_while_prompts_are_scored(server: ServerProcess) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        scored = pool.submit(server.post, "/v1/completions", {**LONG, "prompt": LONG["prompt"][:12]}, 300)  # type: ignore[index]
+        server.wait_until(lambda: any(server.stats()["running"].values()))
+        for _ in range(3):
+            assert server.post("/v1/completions", {"prompt": "Hi", "max_tokens": 2}).status == 200
+        assert not scored.done()
+        answer = scored.result()
+    assert answer.status == 200 and len(answer.json["choices"][11]["logprobs"]["token_logprobs"]) == 700
+    assert server.get("/health").json["restarts"] == 0  # nobody took it for a hang
+
+
+@pytest.mark.demo_model
+def test_prompts_of_a_client_that_goes_are_not_scored_to_the_end(server: ServerProcess) -> None:
+    client = server.send_and_leave_open("/v1/completions", LONG)
+    server.wait_until(lambda: any(server.stats()["running"].values()))
+    client.close()
+    server.wait_until(lambda: server.is_idle, 10)

@@ -1,0 +1,274 @@
+"""Constrained answers over HTTP, through the openai client. A tiny random model stresses grammars most."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.processes.server_process import ServerProcess
+
+pytestmark = pytest.mark.demo_model
+
+CHAT = "/v1/chat/completions"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "ok": {"type": "boolean"},
+        "kind": {"enum": ["x", "yy"]},
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["ok", "kind"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": SCHEMA}}
+WHITE = {str(token): -100 for token in (216, 197, 198, 201, 202, 216, 220, 222)}  # of the demo model's tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    flags = ("--kv-cache-memory", str(4 << 20), "--max-tokens", "160", "--log-level", "WARNING")
+    process = ServerProcess(folder, tmp_path_factory.mktemp("server"), *flags)
+    yield process
+    assert process.stop() == 0, process.log
+    assert "Traceback" not in process.log, process.log
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def ask(client: openai.OpenAI, question: str, **options: Any) -> Any:
+    messages: Any = [{"role": "user", "content": question}]
+    return client.chat.completions.create(model="default_model", messages=messages, **options)
+
+
+def checked(choice: Any, schema: Any = SCHEMA) -> Any:
+    assert choice.finish_reason == "stop", choice
+    value = json.loads(choice.message.content)
+    jsonschema.validate(value, schema)
+    return value
+
+
+def test_both_forms_of_response_format(client: openai.OpenAI) -> None:
+    checked(ask(client, "Who?", response_format=FORMAT).choices[0])
+    answer = ask(client, "Who?", response_format={"type": "json_object"}, max_tokens=30)
+    if answer.choices[0].finish_reason == "stop":
+        checked(answer.choices[0], {"type": "object"})
+    assert answer.choices[0].message.content.lstrip().startswith("{")
+    free = ask(client, "Who?", response_format={"type": "text"}, max_tokens=8)
+    assert free.choices[0].message.content == ask(client, "Who?", max_tokens=8).choices[0].message.content
+
+
+def test_streams_say_the_same_and_prefixes_are_found(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"response_format": FORMAT, "stream_options": {"include_usage": True}}
+    whole = ask(client, "How far is it?", response_format=FORMAT)
+    chunks = list(ask(client, "How far is it?", stream=True, **options))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens >= whole.usage.prompt_tokens - 1
+
+
+def test_drawn_answers_and_seeded_ones(client: openai.OpenAI) -> None:
+    texts = [
+        ask(client, "Draw!", response_format=FORMAT, temperature=1.2, seed=seed, max_tokens=300, logit_bias=WHITE)
+        for seed in (7, 7)
+    ]
+    assert checked(texts[0].choices[0]) == checked(texts[1].choices[0])
+    checked(ask(client, "Draw!", response_format=FORMAT, temperature=1.2, max_tokens=300, logit_bias=WHITE).choices[0])
+
+
+def test_structured_outputs(client: openai.OpenAI) -> None:
+    def text(**form: Any) -> str:
+        return str(ask(client, "Say it", extra_body={"structured_outputs": form}).choices[0].message.content)
+
+    assert re.fullmatch("[a-c]{5}-[0-9]", text(regex="[a-c]{5}-[0-9]"))
+    assert text(choice=["yes, of course", 'no "way"']) in ("yes, of course", 'no "way"')
+    assert text(grammar='start: "<" word ">"\nword: /[x-z]{3}/').strip("<>") in {
+        a + b + c for a in "xyz" for b in "xyz" for c in "xyz"
+    }
+    jsonschema.validate(json.loads(text(json=SCHEMA)), SCHEMA)
+    completion = client.completions.create(
+        model="default_model", prompt="Say", extra_body={"structured_outputs": {"choice": ["one", "two"]}}
+    )
+    assert completion.choices[0].text in ("one", "two") and completion.choices[0].finish_reason == "stop"
+
+
+def test_log_probabilities_are_of_what_is_allowed(client: openai.OpenAI) -> None:
+    options = {"structured_outputs": {"choice": ["yes", "no"]}}
+    answer = ask(client, "Well?", extra_body=options, logprobs=True, top_logprobs=8)
+    content = answer.choices[0].logprobs.content
+    assert all(other.logprob > float("-inf") for token in content for other in token.top_logprobs)
+    assert 1 <= len(content[0].top_logprobs) <= 8
+    raw = ask(client, "Well?", extra_body={"structured_outputs": {"regex": "q"}}, logprobs=True, top_logprobs=8)
+    assert abs(raw.choices[0].logprobs.content[0].logprob) < 1e-4, "there is no other"
+
+
+def test_constrained_and_free_requests_at_once(client: openai.OpenAI, server: ServerProcess) -> None:
+    def free(number: int) -> str:
+        return str(ask(client, f"Tell me of {number}", max_tokens=24).choices[0].message.content)
+
+    def constrained(number: int) -> Any:
+        return ask(client, f"Tell me of {number} " * 30, response_format=FORMAT).choices[0]
+
+    alone = [free(number) for number in range(4)]
+    before = server.stats()["server"]
+    with ThreadPoolExecutor(8) as pool:
+        first = [pool.submit(constrained, number) for number in range(4)]
+        others = list(pool.map(free, range(4)))
+        for future in first:
+            checked(future.result())
+    assert others == alone
+    assert server.stats()["server"] != before
+    server.wait_until(lambda: server.is_idle)
+
+
+def test_who_goes_leaves_nothing(server: ServerProcess) -> None:
+    body = {"messages": [{"role": "user", "content": "Tell me all"}], "max_tokens": 2000}
+    form = {"structured_outputs": {"regex": "[a-z]{1500}"}}
+    connection = server.send_and_leave_open(CHAT, body | form)
+    server.wait_until(lambda: not server.is_idle)
+    connection.close()
+    server.wait_until(lambda: server.is_idle)
+
+
+def schema_body(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+REFUSED: list[tuple[Any, str, str]] = [
+    (schema_body({"properties": {"a": {"items": {"pattern": "("}}}}), "response_format", "#/properties/a/items: regex"),
+    (schema_body({"type": "objekt"}), "response_format", "#: Invalid type"),
+    (
+        schema_body({"properties": {f"k{i}": {"type": "string"} for i in range(40_000)}}),
+        "response_format",
+        "characters",
+    ),
+    ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
+    ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs", "unknown name"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
+        "tool_choice",
+        "cannot call",
+    ),
+    ({"tool_choice": "sometimes"}, "tool_choice", "'none', 'auto' or 'required'"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls", "boolean"),
+]
+
+
+@pytest.mark.parametrize("body, param, message", REFUSED)
+def test_what_cannot_be_used_is_refused_and_named(server: ServerProcess, body: Any, param: str, message: str) -> None:
+    answer = server.post(CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **body})
+    assert answer.status == 400, answer.body
+    error = answer.json["error"]
+    assert error["param"] == param and message in error["message"]
+
+
+def test_a_schema_that_is_too_deep_or_too_large_takes_nothing_down(server: ServerProcess) -> None:
+    deep = b'{"items":' * 10_000 + b"{}" + b"}" * 10_000
+    body = b'{"messages":[{"role":"user","content":"x"}],"structured_outputs":{"json":%s}}' % deep
+    assert server.post(CHAT, body).status == 400
+    large = {"enum": [f"{i:0100}" for i in range(10_000)]}
+    assert server.post(CHAT, {"messages": [{"role": "user", "content": "x"}]} | schema_body(large)).status == 400
+    assert server.get("/health").status == 200
+
+
+def test_a_grammar_that_takes_too_much_fails_its_request_alone(server: ServerProcess, client: openai.OpenAI) -> None:
+    schema = {"properties": {f"k{i}": {"type": "string"} for i in range(1000)}, "required": ["k999"]}
+    body = schema_body({"type": "object", **schema})
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(ask, client, "Who?", response_format=FORMAT)
+        answer = server.post(CHAT, {"messages": [{"role": "user", "content": "x"}]} | body)
+        assert answer.status == 400 and "items" in answer.json["error"]["message"], answer.body
+        checked(other.result().choices[0])
+
+
+QUESTION = {"messages": [{"role": "user", "content": "x"}]}
+ENDLESS = {"type": "integer", "multipleOf": 16777216}
+CHAIN = {"$defs": {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(1999)} | {"a1999": {}}, "$ref": "#/$defs/a0"}
+RULES = "start: r0\n" + "\n".join(f'r{i}: "k{i}" r{i + 1}?' for i in range(3990)) + '\nr3990: "z"'
+HOSTILE: list[dict[str, Any]] = [
+    schema_body(ENDLESS),
+    schema_body({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}),
+    {"structured_outputs": {"json": CHAIN}},
+    {"structured_outputs": {"grammar": RULES}},
+    {"structured_outputs": {"regex": "a?" * 60_000}},
+]
+
+
+@pytest.mark.parametrize("body", HOSTILE, ids=lambda body: str(body)[:60])
+def test_a_hostile_grammar_ends_nothing(server: ServerProcess, client: openai.OpenAI, body: dict[str, Any]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        hostile = pool.submit(server.post, CHAT, QUESTION | {"max_tokens": 2} | body)
+        checked(ask(client, "Who?", response_format=FORMAT).choices[0])
+        assert hostile.result().status in (200, 400)
+    assert server.get("/health").status == 200
+
+
+def test_others_are_answered_while_a_grammar_is_tried(server: ServerProcess, client: openai.OpenAI) -> None:
+    """The trial has 3 s of CPU time before it is refused; these answers, one of a new grammar, take much less."""
+    with ThreadPoolExecutor(1) as pool:
+        hostile = pool.submit(
+            server.post, CHAT, QUESTION | {"structured_outputs": {"json": ENDLESS | {"title": "new"}}}
+        )
+        ask(client, "Who?", max_tokens=2)
+        answer = ask(client, "Which?", extra_body={"structured_outputs": {"choice": ["some", "new"]}})
+        assert answer.choices[0].message.content in ("some", "new") and not hostile.done()
+    refused = hostile.result()
+    assert refused.status == 400 and "takes more than 3 s to compile" in refused.json["error"]["message"], refused.body
+
+
+def test_an_ambiguous_grammar_fails_its_request_alone(server: ServerProcess, client: openai.OpenAI) -> None:
+    grammar = {"structured_outputs": {"grammar": 'start: a\na: a a a | a a | "x" | "y" | a "z"'}}
+    no_end = {"max_tokens": 2000, "logit_bias": {"0": -100, "2": -100}}
+    with ThreadPoolExecutor(1) as pool:
+        ambiguous = pool.submit(server.post, CHAT, QUESTION | grammar | no_end)
+        checked(ask(client, "Who?", response_format=FORMAT).choices[0])
+        answer = ambiguous.result()
+    assert answer.status == 400 and "more work for a token" in answer.json["error"]["message"], answer.body
+
+
+def test_clients_that_leave_while_their_grammars_are_tried(server: ServerProcess, client: openai.OpenAI) -> None:
+    for number in range(6):
+        body = QUESTION | {"structured_outputs": {"json": ENDLESS | {"title": str(number)}}}
+        server.send_and_leave_open(CHAT, body).close()
+    answer = ask(client, "Which?", extra_body={"structured_outputs": {"choice": ["one", "two"]}})
+    assert answer.choices[0].message.content in ("one", "two")
+    server.wait_until(lambda: server.is_idle)
+
+
+def test_tool_choice_none_takes_the_tools_away(server: ServerProcess) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "strict": True}}]
+    plain = server.chat([{"role": "user", "content": "Hello"}], max_tokens=4)
+    answer = server.chat([{"role": "user", "content": "Hello"}], max_tokens=4, tools=tools, tool_choice="none")
+    assert answer["choices"][0]["message"]["content"] == plain["choices"][0]["message"]["content"]
+
+
+def test_without_the_extra_a_request_is_told_what_to_install(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "llguidance.py").write_text("raise ImportError('not here')")
+    server = ServerProcess(
+        folder, tmp_path, "--max-tokens", "2", "--log-level", "WARNING", cold=True, PYTHONPATH=str(tmp_path)
+    )
+    try:
+        answer = server.post(
+            CHAT, {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}
+        )
+        assert answer.status == 400 and "pip install llguidance" in answer.json["error"]["message"]
+        server.chat([{"role": "user", "content": "x"}])
+    finally:
+        server.stop()

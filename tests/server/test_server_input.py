@@ -1,0 +1,301 @@
+"""Bad input: whatever the body, the answer is below 500, comes soon, and the server lives on."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from mlx_paged.engine.sampling.params import SamplingParams
+from mlx_paged.server.errors import RequestRefused
+from mlx_paged.server.requests import fields
+from mlx_paged.server.requests.completions import completion_request
+from mlx_paged.server.requests.endpoints import ENDPOINTS, is_refused
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.processes.server_process import ServerProcess
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 2}
+NAMES = sorted({name for path in (CHAT, COMPLETIONS) for name in ENDPOINTS[path].body.model_fields})
+EVERY = [(path, name) for path, endpoint in ENDPOINTS.items() for name in endpoint.body.model_fields]
+LEAST: dict[str, dict[str, Any]] = {  # of each endpoint, a body that passes
+    CHAT: HI,
+    COMPLETIONS: {"prompt": "x", "max_tokens": 2},
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": HI,
+    "/v1/messages/count_tokens": {"messages": HI["messages"]},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [1]},
+}
+
+
+# The parser alone -------------------------------------------------------------------------------------------------
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-3, 30)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.floats(0, 1)
+    | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+messages = st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "role": st.sampled_from(["user", "system", "assistant", "tool"]) | json_values,
+            "content": st.text(max_size=30) | json_values | st.lists(json_values, max_size=2),
+            "tool_calls": json_values,
+            "type": json_values,
+        },
+    ),
+    max_size=3,
+)
+bodies = st.dictionaries(st.sampled_from(NAMES), json_values, max_size=4).flatmap(
+    lambda body: (messages | json_values).map(lambda m: {**HI, **body, "messages": m}) | st.just({**HI, **body})
+)
+
+
+def parse(body: Any, path: str, **options: bool) -> Any:
+    return fields.parsed(json.dumps(body).encode(), ENDPOINTS[path].body, **options)[0]
+
+
+@settings(max_examples=300, deadline=None)
+@given(bodies | json_values)
+def test_a_body_passes_or_is_refused(body: Any) -> None:
+    try:
+        parsed = parse(body, CHAT)
+    except RequestRefused as refusal:
+        assert refusal.status == 400 and refusal.body()["error"]["message"]
+    else:
+        assert parsed.messages
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=50))
+def test_bytes_pass_or_are_refused(raw: bytes) -> None:
+    with pytest.raises(RequestRefused) as caught:
+        fields.parsed(raw, ENDPOINTS[COMPLETIONS].body)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("path, name", EVERY)
+def test_wrong_types_are_refused_by_name(path: str, name: str) -> None:
+    assert parse(LEAST[path], path)
+    refused = 0
+    for wrong in ({}, [], [1.5], "x", 1.5, True):
+        try:
+            parse({**LEAST[path], name: wrong}, path)
+        except RequestRefused as refusal:
+            refused += 1
+            assert refusal.status == 400 and refusal.param == name and name in str(refusal)
+    assert refused >= (5 if is_refused(ENDPOINTS[path].body, name) else 2)  # some have a neutral value
+    assert parse({**LEAST[path], name: None}, path) if name not in LEAST[path] else True  # as if it were not there
+
+
+def test_what_is_needed_and_what_is_not_known(caplog: pytest.LogCaptureFixture) -> None:
+    for path, body in LEAST.items():
+        model = ENDPOINTS[path].body
+        for name, field in model.model_fields.items():
+            if field.is_required():
+                with pytest.raises(RequestRefused, match=f"{name} is required"):
+                    parse({key: value for key, value in body.items() if key != name}, path)
+        raw = json.dumps({**body, "temprature": 0, "nothing": None}).encode()
+        for _ in range(2):
+            assert fields.parsed(raw, model)[1] == ["temprature"]
+        with pytest.raises(RequestRefused, match="temprature is not a parameter") as caught:
+            fields.parsed(raw, model, strict=True)
+        assert caught.value.param == "temprature"
+    assert caplog.text.count("'temprature' is not known") <= 1
+    nested = {**LEAST["/v1/messages"], "tools": [{"name": "f", "input_schema": {}, "eager": True}]}
+    assert fields.parsed(json.dumps(nested).encode(), ENDPOINTS["/v1/messages"].body)[1] == ["tools.eager"]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"messages": [], "temperature": NaN}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}",
+        b"[" * 100000,
+        b"\xff\xfe",
+    ],
+)
+def test_what_is_not_json_is_refused(raw: bytes) -> None:
+    with pytest.raises(RequestRefused) as caught:
+        fields.parsed(raw, ENDPOINTS[COMPLETIONS].body)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "junk",
+    ["[" + "[]," * 1_100_000 + "1]", "[" + "1e5," * 2_200_000 + "1]", '{"":[' * 1_100_000],
+    ids=["lists", "numbers", "nested"],
+)
+def test_a_body_of_very_many_values_is_not_parsed(junk: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def from_json(*args: Any, **options: Any) -> Any:
+        raise AssertionError("was parsed")
+
+    monkeypatch.setattr(fields, "from_json", from_json)
+    with pytest.raises(RequestRefused) as caught:
+        fields.parsed(('{"prompt": "x", "junk": ' + junk).encode(), ENDPOINTS[COMPLETIONS].body)
+    assert caught.value.status == 413
+
+
+def test_a_long_text_is_one_value() -> None:
+    for text in ('he said, "[{," ' * 200_000, "\\" * 1_000_000, ',"' * 700_000):
+        body = {"prompt": text, "logit_bias": {str(n): 1 for n in range(1000)}}
+        assert parse(body, COMPLETIONS).prompt == text
+
+
+def test_null_is_as_not_given_and_seeds_are_made_fit() -> None:
+    request = completion_request(parse({"prompt": "x", "seed": -1, "temperature": None}, COMPLETIONS), {})
+    assert request.sampling == SamplingParams(seed=2**64 - 1)
+
+
+# The server -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    model = make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder)
+    process = ServerProcess(model, tmp_path_factory.mktemp("server"), "--max-tokens", "3", "--kv-cache-memory", "8MB")
+    yield process
+    assert process.stop() == 0, process.log[-3000:]
+    assert "Traceback" not in process.log, process.log[process.log.index("Traceback") - 500 :][:5000]
+
+
+EDGES: dict[str, list[Any]] = {
+    "stream": [True, False],
+    "stream_options": [{}, {"include_usage": True}],
+    "logprobs": [True, False],
+    "n": [1, 3],
+    "top_logprobs": [-1, 0, 1, 20],
+    "max_tokens": [1, 2, 3],
+    "temperature": [0, 0.0, 1e-300, 1e-5, 1, 100],
+    "top_p": [0, 1e-9, 0.5, 1, 1.0],
+    "top_k": [0, 1, 49151, 49152, 1 << 20],
+    "min_p": [0, 1e-9, 0.5, 1],
+    "xtc_probability": [0, 0.5, 1],
+    "xtc_threshold": [0, 0.1, 0.5],
+    "repetition_penalty": [0, 1e-9, 1, 1e4],
+    "presence_penalty": [-1e4, 0, 1e4],
+    "frequency_penalty": [-1e4, 0, 1e4],
+    "repetition_context_size": [0, 1, 1 << 20],
+    "presence_context_size": [0, 1, 1 << 20],
+    "frequency_context_size": [0, 1, 1 << 20],
+    "num_draft_tokens": [0, 64],
+    "prompt_lookup": [0, 1, 64],
+    "seed": [0, -1, 1 << 63, -(1 << 63)],
+    "stop": ["a", ["the", " the", "\n"], [], "\x00", "\U0001f600"],
+    "logit_bias": [{}, {"0": 1e4}, {"49151": -1e4}, {str(n): -1e4 for n in range(300)}],
+    "tools": [[], [{}], [{"type": "function", "function": {"name": "f", "parameters": {}}}]],
+    "chat_template_kwargs": [{}, {"enable_thinking": False}, {"x": None}],
+    "role_mapping": [{}, {"user": "u"}],
+    "model": ["default_model"],
+}
+plausible = st.fixed_dictionaries({}, optional={name: st.sampled_from(edges) for name, edges in EDGES.items()})
+
+
+def check(server: ServerProcess, path: str, body: Any) -> None:
+    begin = time.monotonic()
+    answer = server.post(path, body, timeout=30)
+    assert 200 <= answer.status < 500, (answer.status, answer.body, body)
+    assert time.monotonic() - begin < 20
+    if answer.status >= 400:
+        assert answer.json["error"]["message"]
+
+
+@pytest.mark.demo_model
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(bodies)
+@example({**HI, "logit_bias": {"999999999": 1}})
+@example({**HI, "logit_bias": {"49151": -10000, "0": 10000}})
+@example({**HI, "top_k": 100000, "temperature": 1})
+@example({**HI, "temperature": 1, "min_p": 1, "top_p": 0, "top_k": 1})
+@example({**HI, "temperature": 1, "xtc_probability": 1, "xtc_threshold": 1})
+@example({**HI, "repetition_penalty": 1e4, "repetition_context_size": 0})
+@example({**HI, "stop": ["\U0001f600" * 100], "stream": True})
+@example({**HI, "stream": True, "stream_options": {}})
+@example({**HI, "model": "/nowhere"})
+@example({**HI, "model": "a/b"})
+@example({**HI, "model": "../../etc"})
+@example({**HI, "adapters": "/nowhere"})
+@example({**HI, "tools": [{}]})
+@example({**HI, "tools": [{"type": "function", "function": 3}]})
+@example({**HI, "chat_template_kwargs": {"tokenize": False, "messages": 3, "add_generation_prompt": 1}})
+@example({**HI, "chat_template_kwargs": {"return_tensors": "np"}})
+@example({**HI, "chat_template_kwargs": {"padding": "max_length", "max_length": 4000000}})
+@example(
+    {**HI, "chat_template_kwargs": {"chat_template": "{% for i in range(99999) %}{{ range(99999)|list }}{% endfor %}"}}
+)
+@example({**HI, "role_mapping": {"user": 3}})
+@example({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}]})
+@example({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": 3}]}]})
+@example({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "http://127.0.0.1:1/x"}]}]})
+@example({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]})
+@example({"messages": [{"role": "assistant", "tool_calls": [{"function": "x"}]}]})
+@example({"messages": [{"role": "nobody", "content": None}]})
+@example({"messages": [{"role": "user", "content": "<|im_end|>" * 50}], "seed": 1})
+def test_no_body_is_too_bad_for_the_server(server: ServerProcess, body: dict[str, Any]) -> None:
+    check(server, CHAT, body)
+
+
+@pytest.mark.demo_model
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.sampled_from(NAMES), json_values, max_size=3), st.text(max_size=30))
+@example({}, "\x00")
+@example({"seed": -(1 << 63)}, "x")
+def test_nor_is_any_prompt(server: ServerProcess, body: dict[str, Any], prompt: str) -> None:
+    check(server, COMPLETIONS, {"prompt": prompt, "max_tokens": 2, **body})
+
+
+@pytest.mark.demo_model
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(plausible)
+def test_edges_of_every_range_are_answered(server: ServerProcess, body: dict[str, Any]) -> None:
+    """Each parameter alone is in range; together they are whatever they are."""
+    check(server, CHAT, {**HI, **body})
+
+
+@pytest.mark.demo_model
+def test_broken_requests_do_not_hang_the_server(server: ServerProcess) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    openings = [
+        b"",
+        b"\r\n\r\n",
+        b"GET",
+        b"\x16\x03\x01\x02\x00",
+        head,
+        head + b"Content-Length: 100\r\n\r\n{",
+        b"A" * 70000,
+    ]
+    connections = []
+    for opening in openings:
+        connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+        connection.sendall(opening)
+        connections.append(connection)
+    assert server.post(CHAT, HI, timeout=10).status == 200  # while they are all open
+    for connection in connections:
+        connection.close()
+    for path, status in (("/v1/completionsx", 404), ("/v1/completions?x=1", 200), ("/", 405)):
+        assert server.post(path, {"prompt": "x", "max_tokens": 1}).status == status
+    assert server.get("/nothing").status == 404
+    for method, status in (("PUT", 405), ("DELETE", 405), ("TRACE", 405), ("QUERY", 405), ("GET", 405), ("BREW", 405)):
+        assert server.request(method, CHAT, b"{}", {}, 10).status == status
+    assert server.request("POST", CHAT, b"x\r\n", {"Transfer-Encoding": "chunked"}, 10).status == 400
+    server.wait_until(lambda: server.is_idle)

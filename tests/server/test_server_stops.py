@@ -1,0 +1,264 @@
+"""Stop strings as clients of the server meet them: the answer is the unstopped one, cut before the first of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx_lm
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.server.stops.test_stop_strings import cut_of
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.processes.server_process import ServerProcess
+
+pytestmark = pytest.mark.demo_model
+
+COMPLETIONS = "/v1/completions"
+FLAGS = ("--kv-cache-memory", str(8 << 20), "--log-level", "WARNING")
+SEVEN = {"39": 1000}  # makes the tokenizer's "7" the only answer
+NUM_TOKENS = 24
+WIDE = "Émile naïve 日本語の 🙂🤝🏽 e\u0301 ﷽ π≈3"  # its characters lie across tokens
+
+
+@pytest.fixture(scope="module")
+def folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    process = ServerProcess(folder, tmp_path_factory.mktemp("server"), *FLAGS)
+    yield process
+    assert process.stop() == 0, process.log
+    assert "Traceback" not in process.log, process.log
+
+
+class Unstopped(NamedTuple):
+    """A request without stop strings, and its answer."""
+
+    body: dict[str, Any]
+    text: str
+    pieces: list[str]  # what each token adds to the text
+
+
+@pytest.fixture(scope="module")
+def unstopped(server: ServerProcess, folder: Path) -> list[Unstopped]:
+    tokenizer: Any = mlx_lm.load(str(folder))[1]
+    wide = {str(token): 1000 for token in tokenizer.encode(WIDE, add_special_tokens=False)}
+    options = {"max_tokens": NUM_TOKENS, "presence_penalty": 100}
+    prompts = ("Once upon a time", "x", "And")
+    bodies = [{**options, "prompt": prompt, "logit_bias": bias} for prompt in prompts for bias in ({}, wide)]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        posted = list(pool.map(lambda body: server.post(COMPLETIONS, {**body, "logprobs": True}), bodies))
+    answers = []
+    for body, answer in zip(bodies, posted, strict=True):
+        choice = answer.json["choices"][0]
+        detokenizer, pieces = tokenizer.detokenizer, []
+        for token in choice["logprobs"]["content"]:
+            detokenizer.add_token(token["id"])
+            pieces.append(detokenizer.last_segment)
+        detokenizer.finalize()
+        pieces[-1] += detokenizer.last_segment
+        assert "".join(pieces) == choice["text"]
+        answers.append(Unstopped(body, choice["text"], pieces))
+    assert any(not piece for answer in answers for piece in answer.pieces)  # characters that several tokens make
+    assert any("\ufffd" in answer.text for answer in answers)
+    return answers
+
+
+class Answer(NamedTuple):
+    text: str
+    parts: list[str]
+    finish_reason: str
+    num_tokens: int
+
+
+def ask(server: ServerProcess, body: dict[str, Any]) -> Answer:
+    """An answer, whole or as a stream."""
+    options = {"stream_options": {"include_usage": True}} if body.get("stream") else {}
+    got = server.post(COMPLETIONS, {**body, **options})
+    assert got.status == 200, got.body
+    if not body.get("stream"):
+        (choice,) = got.json["choices"]
+        return Answer(choice["text"], [], choice["finish_reason"], got.json["usage"]["completion_tokens"])
+    lines = [line[6:] for line in got.body.decode().split("\n") if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    chunks = [json.loads(line) for line in lines]
+    parts = [chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]]
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks if chunk["choices"]]
+    assert set(reasons[:-1]) <= {None}
+    return Answer("".join(parts), parts, reasons[-1], chunks[-1]["usage"]["completion_tokens"])
+
+
+def check(answer: Answer, whole: Unstopped, stops: list[str]) -> None:
+    found = any(stop in whole.text for stop in stops)
+    assert answer.text == cut_of(whole.text, stops)
+    assert answer.finish_reason == ("stop" if found else "length")
+    needed = next((n for n in range(NUM_TOKENS) if _holds("".join(whole.pieces[: n + 1]), stops)), NUM_TOKENS - 1) + 1
+    assert needed <= answer.num_tokens <= NUM_TOKENS
+    if len(stops) == 1:  # with several the next characters may have to tell which of them comes first
+        assert answer.num_tokens == needed
+
+
+def _holds(text: str, stops: list[str]) -> bool:
+    return any(stop in text for stop in stops)
+
+
+@st.composite
+def stops_of(draw: st.DrawFn, text: str) -> list[str]:
+    """Pieces of a text, perhaps overlapping, and some that only begin like it."""
+    begin = draw(st.integers(0, len(text) - 1))
+    stops = []
+    for _ in range(draw(st.integers(1, 3))):
+        at = min(begin + draw(st.integers(0, 6)), len(text) - 1)
+        stops.append(text[at : at + draw(st.integers(1, 12))] + draw(st.sampled_from(["", "", "", "#", "\u0301"])))
+    return stops
+
+
+def check_cuts(server: ServerProcess, unstopped: list[Unstopped], data: st.DataObject) -> None:
+    """One to five requests at a time, whole and streamed, in the batch and alone (those with a seed)."""
+    requests = []
+    for _ in range(data.draw(st.integers(1, 5), "requests")):
+        whole = data.draw(st.sampled_from(unstopped))
+        stops = data.draw(stops_of(whole.text), "stop")
+        options = data.draw(st.fixed_dictionaries({"stream": st.booleans()}, optional={"seed": st.just(1)}))
+        requests.append((whole, stops, {**whole.body, **options, "stop": stops}))
+    with ThreadPoolExecutor(len(requests)) as pool:
+        answers = list(pool.map(lambda request: ask(server, request[2]), requests))
+    for answer, (whole, stops, _) in zip(answers, requests, strict=True):
+        check(answer, whole, stops)
+
+
+@settings(max_examples=9, deadline=None)
+@given(st.data())
+def test_answers_are_the_unstopped_ones_cut_before_the_first_stop_string(
+    server: ServerProcess, unstopped: list[Unstopped], data: st.DataObject
+) -> None:
+    check_cuts(server, unstopped, data)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_many_answers_are_the_unstopped_ones_cut(
+    server: ServerProcess, unstopped: list[Unstopped], data: st.DataObject
+) -> None:
+    check_cuts(server, unstopped, data)
+
+
+@pytest.mark.slow
+def test_a_stop_string_inside_a_word_of_the_demo_model(demo_model_folder: Path, tmp_path: Path) -> None:
+    server = ServerProcess(demo_model_folder, tmp_path, "--kv-cache-memory", "200MB", "--log-level", "WARNING")
+    check_sentence(server, "What is the capital of France?")
+    assert server.stop() == 0, server.log
+
+
+def test_a_stop_string_inside_a_word(server: ServerProcess, folder: Path) -> None:
+    """The tiny model is made to say what the demo model says, and to end then: each token once, in this order."""
+    tokenizer: Any = mlx_lm.load(str(folder))[1]
+    tokens = tokenizer.encode("The capital of France is Paris.", add_special_tokens=False)
+    tokens.append(json.loads((folder / "config.json").read_text())["eos_token_id"])
+    assert len(set(tokens)) == len(tokens)
+    bias = {str(token): 1_000 - 10 * place for place, token in enumerate(tokens)}
+    bias[str(tokens[-1])] += 500  # a prompt's last tokens count as present: the end of the turn, and no word of this
+    check_sentence(server, "What?", logit_bias=bias, presence_penalty=500)
+
+
+def check_sentence(server: ServerProcess, question: str, **extra: Any) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+    options: dict[str, Any] = {
+        **extra,
+        "model": "default_model",
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": 12,
+    }
+    whole = client.chat.completions.create(**options).choices[0]
+    assert (whole.message.content, whole.finish_reason) == ("The capital of France is Paris.", "stop")
+    for seed in (None, 1):
+        cut = client.chat.completions.create(**options, stop="apital", seed=seed)
+        assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("The c", "stop")
+        assert cut.usage.completion_tokens == 2
+    parts = list(client.chat.completions.create(**options, stop=["s Paris", "e is P"], stream=True))
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == "The capital of Franc"
+    assert parts[-1].choices[0].finish_reason == "stop"
+    # What only begins like a stop string is held back until the end token comes, and not lost then.
+    ends = client.chat.completions.create(**options, stop=["Paris.\n"]).choices[0]
+    assert (ends.message.content, ends.finish_reason) == ("The capital of France is Paris.", "stop")
+
+
+@pytest.mark.sample(every=3)
+@pytest.mark.parametrize(
+    ("kind", "flags"), [("llama", ()), ("llama", ("--no-prefix-cache",)), ("gemma3", ()), ("mamba", ())]
+)
+def test_a_stopped_request_is_gone_at_once_and_what_it_computed_is_kept(
+    kind: str, flags: tuple[str, ...], demo_model_folder: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    is_own = (kind, flags) != ("llama", ())
+    if is_own:
+        server = ServerProcess(make_tiny_model(tmp_path / kind, demo_model_folder, kind), tmp_path, *FLAGS, *flags)
+    else:
+        server = request.getfixturevalue("server")
+
+    def chat(name: str, **options: Any) -> int:
+        """How much of an answer of 40 tokens the next turn finds cached."""
+        body = {"prompt": f"{name}: ", "logit_bias": SEVEN, **options}
+        answer = ask(server, body)
+        assert answer.num_tokens == 40
+        assert server.stats()["running"] == {"running": 0, "waiting": 0}
+        if flags:
+            assert server.stats()["pool"]["live_blocks"] == 0
+        turn = {"prompt": f"{name}: " + "7" * 40 + " and", "max_tokens": 1, "logit_bias": SEVEN}
+        usage = server.post(COMPLETIONS, turn).json["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    by_itself = chat("a", max_tokens=40)
+    stopped = chat("b", max_tokens=4000, stop="7" * 40)
+    assert stopped == by_itself
+    assert by_itself == 0 if flags else by_itself >= 40
+    assert kind == "mamba" or server.is_idle  # that model has no blocks
+    if is_own:
+        assert server.stop() == 0 and "Traceback" not in server.log, server.log
+
+
+def test_with_a_draft_model(folder: Path, unstopped: list[Unstopped], tmp_path: Path) -> None:
+    server = ServerProcess(folder, tmp_path, *FLAGS, "--draft-model", str(folder))
+    for whole in unstopped[:2]:
+        for begin in range(0, len(whole.text) - 4, 29):
+            stops = [whole.text[begin + 2 : begin + 5]]
+            body = {**whole.body, "stop": stops, "stream": begin % 2 == 0, "num_draft_tokens": 1 + begin % 3}
+            check(ask(server, body), whole, stops)
+    assert server.stop() == 0 and "Traceback" not in server.log, server.log
+
+
+def test_logprobs_are_those_of_the_tokens_that_are_shown(server: ServerProcess, unstopped: list[Unstopped]) -> None:
+    for whole in unstopped[:2]:
+        content = server.post(COMPLETIONS, {**whole.body, "logprobs": True}).json["choices"][0]["logprobs"]["content"]
+        assert len(content) == NUM_TOKENS
+        for begin in range(0, len(whole.text), 19):
+            stop = whole.text[begin : begin + 9]
+            body = server.post(COMPLETIONS, {**whole.body, "logprobs": True, "top_logprobs": 2, "stop": stop}).json
+            text, shown = body["choices"][0]["text"], body["choices"][0]["logprobs"]["content"]
+            assert [token["id"] for token in shown] == [token["id"] for token in content[: len(shown)]]
+            assert all(len(token["top_logprobs"]) == 2 for token in shown)
+            # The last one has some of the text; the next one would have none.
+            before, after = "".join(whole.pieces[: max(0, len(shown) - 1)]), "".join(whole.pieces[: len(shown)])
+            assert len(before) < len(text) <= len(after) if text else not shown
+            assert body["usage"]["completion_tokens"] >= len(shown)
+
+
+def test_any_number_of_stop_strings_is_taken_and_empty_ones_are_refused(
+    server: ServerProcess, unstopped: list[Unstopped]
+) -> None:
+    whole = unstopped[0]
+    stops = [f"<{number}>" for number in range(1500)] + [whole.text[11:14]]
+    check(ask(server, {**whole.body, "stop": stops}), whole, stops)
+    for wrong in ("", ["a", ""], ["a" * 16_001], [1], {"a": 1}):
+        refused = server.post(COMPLETIONS, {**whole.body, "stop": wrong})
+        assert refused.status == 400 and refused.json["error"]["param"] == "stop"
