@@ -82,14 +82,13 @@ class BatchSampler:
         self._biased = [index for index, row in enumerate(self.rows) if row.logit_bias]
         self._bias = None
         if self._biased:
-            most = max(len(self.rows[index].logit_bias) for index in self._biased)
-            tokens, values = [], []
-            for index in self._biased:
-                bias = self.rows[index].logit_bias
-                num_free = most - len(bias)
-                tokens.append([*bias, *[next(iter(bias))] * num_free])
-                values.append([*bias.values(), *[0.0] * num_free])
-            self._bias = mx.array(self._biased)[:, None], mx.array(tokens), mx.array(values, mx.float32)
+            every = [self.rows[index].logit_bias for index in self._biased]
+            biases = {id(bias): bias for bias in every}  # answers to one request share theirs
+            most, place = max(map(len, biases.values())), {name: index for index, name in enumerate(biases)}
+            tokens = mx.array([[*bias, *[next(iter(bias))] * (most - len(bias))] for bias in biases.values()])
+            values = mx.array([[*bias.values(), *[0.0] * (most - len(bias))] for bias in biases.values()], mx.float32)
+            of = mx.array([place[id(bias)] for bias in every])
+            self._bias = mx.array(self._biased)[:, None], tokens[of], values[of]
 
     @property
     def only_compares(self) -> bool:
