@@ -378,7 +378,7 @@ def known_fingerprints() -> dict[str, str]:
     """
     known = {patch.target: patch.fingerprint for patch in _patches()}
     try:
-        server = importlib.import_module(".server.replacements", __package__)
+        server = importlib.import_module(".server", __package__)
     except (ImportError, AttributeError) as error:
         raise PatchError(f"mlx_lm.server lacks a name that its adapter needs: {error}") from None
     known |= {f"mlx_lm.server.{name}": value for name, value in server.KNOWN.items()}

@@ -313,7 +313,8 @@ def test_the_server(case: Case, demo_model_folder: Path, tmp_path: Path) -> None
         expected_drafted = None
     assert (expected_drafted is None) == case.has_states
 
-    server = ServerProcess(folder, tmp_path, "--kv-block-size", str(BLOCK), "--kv-cache-memory", "16MB")
+    options = ("--kv-block-size", str(BLOCK), "--kv-cache-memory", "16MB", "--allow-any-model")
+    server = ServerProcess(folder, tmp_path, *options)
 
     def ask(chat: list[dict[str, str]], **options: Any) -> tuple[str, int]:
         body = server.chat(chat, max_tokens=TOKENS, temperature=0, **options)
