@@ -53,12 +53,14 @@ class RequestBudget:
         listed = []
         for request, num_tokens in growth:
             held_alone: Sequence[int] = ()
+            num_cached = 0
             if request.sequence is None and self._sharing is not None:
                 cached = min(self._sharing.available(request), num_tokens - 1)
-                num_tokens -= cached - cached % self._block_size  # a block shared in part is copied
+                num_cached = cached - cached % self._block_size  # a block shared in part is copied
                 # The pool counts these among the blocks that can be had. Once the request holds them, they cannot.
                 held_alone = self._sharing.held_alone(request)
-            listed.append(_append(request, num_tokens)._replace(held_alone=held_alone))
+            append = _append(request, num_tokens - num_cached)
+            listed.append(append._replace(held_alone=held_alone, num_cached=num_cached))
         while not self.budget.fits(listed):
             if not evict():
                 return False

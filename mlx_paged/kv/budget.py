@@ -19,12 +19,14 @@ class Append(NamedTuple):
         forked: the tables stay as they are, and a fork of them takes the tokens.
         held_alone: blocks of each group that only a prefix cache holds now, and that the sequence takes over; () if
             there are none.
+        num_cached: tokens in those blocks, before those to append.
     """
 
     tables: Sequence[BlockTable] | None
     num_tokens: int
     forked: bool = False
     held_alone: Sequence[int] = ()
+    num_cached: int = 0
 
 
 Growth = Iterable[Append | tuple[Sequence[BlockTable] | None, int]]
@@ -122,5 +124,10 @@ class PoolBudget:
     def _blocks(self, index: int, append: Append) -> int:
         table = append.tables[index] if append.tables else None
         group = self.pool.groups[index]
-        taken_over = append.held_alone[index] if append.held_alone else 0
-        return taken_over + group.blocks_to_append(table, append.num_tokens, chunk=self.chunk, forked=append.forked)
+        blocks = group.blocks_to_append(table, append.num_tokens, chunk=self.chunk, forked=append.forked)
+        if not append.held_alone:
+            return blocks
+        # A window leaves blocks that were taken over to the prefix cache again: never more than without a prefix, and
+        # the copy of the last of them.
+        in_all = group.blocks_to_append(None, append.num_cached + append.num_tokens, chunk=self.chunk)
+        return min(append.held_alone[index] + blocks, in_all + 1)

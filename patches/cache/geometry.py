@@ -14,7 +14,7 @@ from ...engine.request import sequence_of
 from ...errors import GeometryError
 from ...kv.storage.scoring import Scoring
 from .layer_cache import PagedLayerCache
-from .probe import probe_layers
+from .probe import probe_layers, probing_pass
 
 
 class ProbeCache(PagedLayerCache):
@@ -49,4 +49,4 @@ def probe_geometry(model: Any, fresh: Sequence[Any]) -> None:
         if all(group.geometry is not None for group in sequence.pool.groups):
             return
     probes = [ProbeCache(sequence, c.layer) if isinstance(c, PagedKVCache) else c for c in fresh]
-    model(mx.zeros((1, 2), mx.uint32), cache=probes)
+    probing_pass(model, mx.zeros((1, 2), mx.uint32), probes)

@@ -94,6 +94,20 @@ class _ProbeFetched(LazyKV):
         return gather.attention(queries, keys, values, scoring)
 
 
+def probing_pass(model: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
+    """Build a forward pass, of which nothing is computed, and return its logits. The model stays as it was: some clip a
+    weight in each pass and keep the result (Gemma 3n), which would be one that only this thread can compute."""
+    before = [(module, dict(module)) for module in model.modules()]
+    try:
+        logits: mx.array = model(tokens, cache=caches)
+        return logits
+    finally:
+        for module, values in before:
+            for name, value in values.items():
+                if isinstance(value, mx.array) and module.get(name) is not value:
+                    module[name] = value
+
+
 def probe_layers(model: Any, caches: Sequence[Any], candidates: Sequence[int]) -> dict[int, Probed]:
     """What each of some layers does with its cache, by a pass of two tokens; a layer not in the result does nothing.
 
@@ -107,7 +121,7 @@ def probe_layers(model: Any, caches: Sequence[Any], candidates: Sequence[int]) -
     probes = leaves(caches)
     for layer in candidates:
         probes[layer] = ProbeLayer(probes[layer])
-    model(mx.zeros((1, 2), mx.uint32), cache=with_leaves(caches, probes))
+    probing_pass(model, mx.zeros((1, 2), mx.uint32), with_leaves(caches, probes))
     return {
         layer: Probed(probes[layer].geometry, probes[layer].heads)
         for layer in candidates
@@ -126,7 +140,7 @@ def probe_rows(model: Any, caches: Sequence[Any]) -> str | None:
         return f"{missing} has no form for batches"
     try:
         batch = [cache.merge([cache] * PROBE_ROWS) for cache in caches]
-        logits = model(mx.zeros((PROBE_ROWS, 1), mx.uint32), cache=batch)
+        logits = probing_pass(model, mx.zeros((PROBE_ROWS, 1), mx.uint32), batch)
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if logits.shape[:2] != (PROBE_ROWS, 1):

@@ -8,7 +8,7 @@ from tests.fuzz import batches
 from tests.fuzz.cases import FAMILIES, draw
 
 SAMPLE = 12
-FOUND = (336,)  # requests with cached prefixes made room for each other for ever
+FOUND = (336, 1853)  # cached prefixes: two made room for each other for ever; one, behind windows, was counted twice
 SWEEP, SHARE = 2_000, 50  # cases, and how many of them are one test
 
 
