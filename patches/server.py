@@ -48,7 +48,7 @@ from .sharded_load import sharded_load
 # Upstream's code that is called here and whose meaning is relied on.
 KNOWN = {"ResponseGenerator._tokenize": "ec31a09902520a3e"}
 # Tokens of a prompt that are scored together, at first and at most; between two slices others have a step.
-SCORED, MOST_SCORED, SLICE_SECONDS = 64, 512, 0.5
+SCORED, MOST_SCORED, SLICE_SECONDS = 16, 256, 0.25
 
 
 def changed() -> list[str]:
@@ -290,7 +290,7 @@ class LoadedModels:
                 top.append(sorted(zip(ids[1:], logprobs[1:], strict=True), key=lambda pair: -pair[1]))
             seconds = time.monotonic() - started
             length = min(2 * length, MOST_SCORED) if seconds < SLICE_SECONDS / 2 else length
-            length = max(length // 2, SCORED // 4) if seconds > SLICE_SECONDS else length
+            length = max(length // 2, SCORED) if seconds > SLICE_SECONDS else length
             yield None
         yield found, top
 

@@ -8,13 +8,20 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged.engine.sampling.params import SamplingParams
+from mlx_paged.patches import server as adapter
+from mlx_paged.patches.server import LoadedModels
 from mlx_paged.server.constraint import constraint_of
 from mlx_paged.server.request import Prompt, ServerRequest
 from mlx_paged.server.stops import StopList
+from tests.support.models.builders import build
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.server_process import ServerProcess
 
@@ -93,3 +100,20 @@ def test_prompts_of_a_client_that_goes_are_not_scored_to_the_end(server: ServerP
     server.wait_until(lambda: any(server.stats()["running"].values()))
     client.close()
     server.wait_until(lambda: server.is_idle, 10)
+
+
+def test_a_slow_device_scores_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of a second for each token: none takes the thread for much longer than the first slice does."""
+    model, now, slices = build("llama"), [0.0], []
+
+    def slow(tokens: mx.array, cache: list[Any]) -> mx.array:
+        slices.append(tokens.size)
+        now[0] += 0.1 * tokens.size
+        return model(tokens, cache=cache)
+
+    slow.make_cache = lambda: make_prompt_cache(model)
+    monkeypatch.setattr(adapter.time, "monotonic", lambda: now[0])
+    owner = SimpleNamespace(weights=SimpleNamespace(model=slow))
+    *between, (found, _) = LoadedModels.scores(owner, [*range(100)], 0)  # type: ignore[arg-type]
+    assert max(slices) <= adapter.SCORED == 16 and sum(slices) == len(found) == 99
+    assert between == [None] * len(slices)
