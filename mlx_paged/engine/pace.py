@@ -9,10 +9,11 @@ from mlx.utils import tree_flatten
 
 BESIDE_SECONDS = 0.5  # for the prompts of a step beside requests that decode or wait
 ALONE_SECONDS = 5.0  # for a prompt with nobody beside it: until then it cannot be cancelled
-LEAST_TOKENS = 128  # fewer take hardly less time: the weights are read once for all of them
-GRID = 64  # tokens; shapes that are multiples of it recur
-# Operations a second until a step has shown how many there are: of some CPU cores, in float32.
-ASSUMED_SPEED = 1e11
+LEAST_TOKENS = 32  # fewer take hardly less time: the weights are read once for all of them
+GRID = 32  # tokens; shapes that are multiples of it recur
+# Operations a second until a step has shown how many there are: of some CPU cores, in float32; with quantised weights.
+ASSUMED_SPEED, ASSUMED_QUANTIZED_SPEED = 1e11, 3e9
+WEIGHTS_PER_WORD = 8  # of quantised weights in 4 bits
 
 
 class PrefillPace:
@@ -26,8 +27,10 @@ class PrefillPace:
 
     def __init__(self, model: Any) -> None:
         parameters: Any = getattr(model, "parameters", dict)()
-        weights = sum(array.nbytes for _, array in tree_flatten(parameters) if isinstance(array, mx.array)) / 4
-        self.seconds_per_token = 2 * weights / ASSUMED_SPEED
+        arrays = [array for _, array in tree_flatten(parameters) if isinstance(array, mx.array)]
+        quantized = sum(array.size for array in arrays if array.dtype == mx.uint32) * WEIGHTS_PER_WORD
+        others = sum(array.nbytes for array in arrays if array.dtype != mx.uint32) / 4
+        self.seconds_per_token = 2 * others / ASSUMED_SPEED + 2 * quantized / ASSUMED_QUANTIZED_SPEED
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step's chunks: their tokens, and how long they took."""

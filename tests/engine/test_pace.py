@@ -23,16 +23,18 @@ def test_the_first_estimate_follows_the_models_size() -> None:
     small, large = PrefillPace(model_of(1000)), PrefillPace(model_of(100_000_000))
     assert (small.most_tokens(False) or 0) > 1 << 20
     assert large.most_tokens(False) == int(BESIDE_SECONDS * pace.ASSUMED_SPEED / 2e8) // GRID * GRID
+    quantized = SimpleNamespace(parameters=lambda: {"w": mx.zeros((100_000_000 // 8,), mx.uint32)})
+    assert PrefillPace(quantized).most_tokens(False) == LEAST_TOKENS  # they take a CPU much longer
 
 
 def test_it_learns_from_steps_and_alone_there_is_more_time() -> None:
     learner = PrefillPace(model_of(1_000_000))
     for _ in range(20):
-        learner.note(1024, 8.0)
-    assert learner.most_tokens(True) == int(ALONE_SECONDS * 128) // GRID * GRID
-    assert learner.most_tokens(False) == LEAST_TOKENS  # not 64
+        learner.note(1024, 32.0)
+    assert learner.most_tokens(True) == int(ALONE_SECONDS * 32) // GRID * GRID
+    assert learner.most_tokens(False) == LEAST_TOKENS  # not 16
     learner.note(3, 100.0)  # a few tokens say nothing
-    assert learner.most_tokens(True) == int(ALONE_SECONDS * 128) // GRID * GRID
+    assert learner.most_tokens(True) == int(ALONE_SECONDS * 32) // GRID * GRID
 
 
 class Clock:
