@@ -86,7 +86,7 @@ class LiveRequests:
         pins_tokens = self.pool is not None and self.pool.pins_tokens
         if prefixes is not None and not pins_tokens:
             pool = self.pool if self.all_paged else None
-            self.sharing = Snapshots(self.requests) if pool is None else PrefixSharing(prefixes, pool, self.requests)
+            self.sharing = Snapshots(self.requests) if pool is None else PrefixSharing(prefixes, pool)
         chunk = min(prefill_step_size, STEP_TOKENS) if self.packs else prefill_step_size
         if self.pool is not None:
             self.budget = RequestBudget(self.pool, chunk=chunk, sharing=self.sharing)
@@ -118,6 +118,15 @@ class LiveRequests:
         except Exception as error:  # on behalf of the last one, which fails before anything is appended
             self._note(growth[-1][0], error)
             return True
+
+    def most_blocks(self, num_tokens: int) -> int:
+        return 0 if self.budget is None else self.budget.most_blocks(num_tokens)
+
+    def has_blocks(self, num_blocks: int) -> bool:
+        try:
+            return self.budget is None or self.budget.has_blocks(num_blocks)
+        except Exception:  # :meth:`fits` knows whose fault it is to be
+            return False
 
     def _evict_idle(self) -> bool:
         """Free something that nobody is using. Returns whether there was anything."""
@@ -211,21 +220,21 @@ class LiveRequests:
         other requests find all that was computed, as after a stop token."""
         if self.agreement is not None:
             self.agreement.note_removal(uids, finished)
-        self.failures = deque(failure for failure in self.failures if failure.uid not in uids)
-        for uid in uids:
-            request = self.requests.get(uid)
-            if request is None:
-                continue
-            self.scheduler.remove(request)
-            self._remove_from_batch([request], keep_caches=finished)
-            with suppress(Exception):  # nobody is left to be told what becomes of its prefix
-                if self.sharing is not None and finished:
-                    self.sharing.insert_all(request, request.cached_tokens())
-                elif self.sharing is not None:
-                    self.sharing.insert_delivered(request)
-            self._release(request)
+        named = set(uids)
+        self.failures = deque(failure for failure in self.failures if failure.uid not in named)
+        gone = [self.requests[uid] for uid in dict.fromkeys(uids) if uid in self.requests]
+        self.scheduler.remove_all(gone)
+        for request in gone:
+            if request.caches is not None:  # it runs
+                self._remove_from_batch([request], keep_caches=finished)
+                with suppress(Exception):  # nobody is left to be told what becomes of its prefix
+                    if self.sharing is not None and finished:
+                        self.sharing.insert_all(request, request.cached_tokens())
+                    elif self.sharing is not None:
+                        self.sharing.insert_delivered(request)
+                self._release(request)
             self._noted.pop(request, None)
-            del self.requests[uid]
+            del self.requests[request.uid]
 
     def extract(self, uid: int) -> tuple[list[Any], list[int]]:
         """A copy (references) of a request's caches, and the tokens in them."""

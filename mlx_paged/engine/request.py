@@ -168,7 +168,7 @@ class Request:
         """Give back the blocks that it holds beyond the cache it came with."""
         # Let go first: whatever happens below, tables that nobody holds give their blocks back.
         caches, self.caches, self._known = self.caches, None, (None, None)
-        sequence = sequence_of(caches or ())
+        sequence = None if caches is None else sequence_of(caches)
         if sequence is not None:
             for table in sequence.tables:
                 sequence.pool.release_table(table)

@@ -48,8 +48,9 @@ class RequestBudget:
         Args:
             evict: frees something that nobody uses; False if there is nothing left.
         """
-        if all(num_tokens == 1 for _, num_tokens in growth) and self.budget.fits_blocks(len(growth)):
-            return True  # every decode step asks, and there mostly is plenty
+        if all(num_tokens == 1 for _, num_tokens in growth):  # every decode step asks, and there mostly is plenty
+            if self.budget.fits_blocks(len(growth)) or self.has_blocks(len(growth)):
+                return True
         listed = []
         for request, num_tokens in growth:
             held_alone: Sequence[int] = ()
@@ -66,10 +67,18 @@ class RequestBudget:
                 return False
         return True
 
+    def most_blocks(self, num_tokens: int) -> int:
+        """Return how many blocks of each group a request takes at most that grows by so many tokens: behind a block
+        that is full but for one token, or behind one that others hold, too, and that is copied."""
+        return -(-(num_tokens - 1) // self._block_size) + 1
+
+    def has_blocks(self, num_blocks: int) -> bool:
+        """See :meth:`PoolBudget.has_blocks`."""
+        return self.budget.has_blocks(num_blocks)
+
     def has_room(self, growth: Growth) -> bool:
         """The same of requests that run, as of any step's; prefixes are evicted when it comes to that, not for this."""
-        size = self._block_size
-        most = sum(-(-(num_tokens - 1) // size) + 1 for _, num_tokens in growth)
+        most = sum(self.most_blocks(num_tokens) for _, num_tokens in growth)
         return self.budget.fits_blocks(most) or self.fits(growth, lambda: False)
 
     def grow_for(self, plan: ScheduledStep, requests: Iterable[Request], most_running: int) -> None:

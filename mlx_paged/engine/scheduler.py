@@ -8,7 +8,7 @@ advances, and every request finishes. The same calls give the same decisions on 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..errors import RequestTooLargeError
@@ -29,6 +29,12 @@ class Memory(Protocol):
 
     def fits(self, growth: Growth) -> bool:
         """Whether all these requests can grow by so many tokens, prefixes that nobody uses being evicted for it."""
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """Return how many blocks of each group a request takes at most that grows by so many tokens."""
+
+    def has_blocks(self, num_blocks: int) -> bool:
+        """Whether so many blocks of each group can be had, prefixes that nobody uses being evicted for it."""
 
     def must_wait(self, request: Request) -> bool:
         """Whether a request that could start is better off later, when one that runs has computed their common
@@ -102,6 +108,7 @@ class Scheduler:
         self.running: list[Request] = []  # by age, oldest first
         self.preemptions = 0
         self.admits = True  # whether requests may start beside those that run
+        self._blocks_ahead: int | None = None  # that those running may take before another may start; None: not counted
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running)
@@ -124,14 +131,23 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Forget a request that finished, failed or was cancelled. Its memory is the caller's to release."""
+        self._blocks_ahead = None
         if request in self.running:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
 
+    def remove_all(self, requests: Collection[Request]) -> None:
+        """:meth:`remove` many, in one go through those that wait."""
+        self._blocks_ahead = None
+        gone = set(requests)
+        self.running = [request for request in self.running if request not in gone]
+        self.waiting = deque(request for request in self.waiting if request not in gone)
+
     def preempt(self, request: Request) -> None:
         """Take a running request's memory and queue it again. What it had computed becomes prefilled again."""
         self.running.remove(request)
+        self._blocks_ahead = None
         self.memory.release(request)
         request.prefill_end = max(request.prefill_end, request.length)
         request.length = request.kept
@@ -145,6 +161,7 @@ class Scheduler:
     def plan(self) -> ScheduledStep:
         """Decide the next step. Requests that are preempted have been released and queued when this returns."""
         failed: list[tuple[Request, Exception]] = []
+        self._blocks_ahead = None
         while True:
             decode = [(request, 1) for request in self.running if request.is_prefilled]
             if not decode or self._fits_after_preempting(decode, self.running[0], failed):
@@ -195,6 +212,7 @@ class Scheduler:
     def _plan_chunks(self, decode: Growth, failed: list[tuple[Request, Exception]]) -> list[Chunk]:
         budget = self.token_budget
         planned = list(decode)
+        num_blocks = len(planned) * self.memory.most_blocks(1)
         chunks: list[Chunk] = []
         index = 0
         while budget > 0:
@@ -210,7 +228,9 @@ class Scheduler:
             num_tokens = self._chunk_length(request, budget)
             if chunks and num_tokens > budget:
                 break
-            if not self._fits_chunk(planned, request, num_tokens, failed):
+            num_blocks += self.memory.most_blocks(num_tokens)
+            # Mostly there is plenty: no table is looked at.
+            if not self.memory.has_blocks(num_blocks) and not self._fits_chunk(planned, request, num_tokens, failed):
                 break
             index += 1
             budget -= num_tokens
@@ -244,19 +264,37 @@ class Scheduler:
             return None
         request = self.waiting[0]
         # Room for all of its prompt and a token more, beyond what those running are going to need.
-        growth = [(other, max(other.prefill_end - other.length + 1, self.headroom)) for other in self.running]
-        growth.append((request, request.prefill_end - request.length + 1))
-        if not self.memory.fits(growth):
+        num_tokens = request.prefill_end - request.length + 1
+        has_plenty = self._has_plenty_for(num_tokens)
+        if not has_plenty and not self.memory.fits([*self._growth_ahead(), (request, num_tokens)]):
             if not self.running:
-                self._fail(request, request.prefill_end - request.length + 1, failed)
+                self._fail(request, num_tokens, failed)
             return None
         if self.memory.must_wait(request):
             return None
         self.waiting.popleft()
         self.running.append(request)
         self.memory.admit(request)
-        growth[-1] = (request, request.prefill_end - request.length + 1)
-        if len(self.running) > 1 and not self.memory.fits(growth):
-            self.preempt(request)  # what it has found cached is no longer there for those that it was counted for
-            return None
+        if self._blocks_ahead is not None:
+            self._blocks_ahead += self.memory.most_blocks(self._tokens_ahead(request))
+        if not has_plenty and len(self.running) > 1:
+            growth = [*self._growth_ahead()[:-1], (request, request.prefill_end - request.length + 1)]
+            if not self.memory.fits(growth):
+                self.preempt(request)  # what it has found cached is no longer there for those it was counted for
+                return None
         return request
+
+    def _has_plenty_for(self, num_tokens: int) -> bool:
+        """Whether a request may start by the blocks that everybody takes at most, its prefix's and a copy of the last of
+        them included. They are summed up once in a plan."""
+        blocks = self.memory.most_blocks
+        if self._blocks_ahead is None:
+            self._blocks_ahead = sum(blocks(self._tokens_ahead(request)) for request in self.running)
+        return self.memory.has_blocks(self._blocks_ahead + blocks(num_tokens) + 1)
+
+    def _tokens_ahead(self, request: Request) -> int:
+        """Tokens by which a running request must be able to grow when another one is admitted."""
+        return max(request.prefill_end - request.length + 1, self.headroom)
+
+    def _growth_ahead(self) -> list[tuple[Request, int]]:
+        return [(request, self._tokens_ahead(request)) for request in self.running]

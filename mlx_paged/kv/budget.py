@@ -73,6 +73,11 @@ class PoolBudget:
         missing = sum(max(0, num_blocks - group.allocator.num_free) * group.bytes_per_block for group in groups)
         return missing <= self.pool.memory.unreserved_bytes
 
+    def has_blocks(self, num_blocks: int) -> bool:
+        """Whether so many blocks of each group can be had, prefixes that nobody uses being evicted for it."""
+        self.pool.collect()
+        return self._has_bytes(num_blocks * sum(group.bytes_per_block for group in self.pool.groups))
+
     def fits(self, growth: Growth) -> bool:
         """Whether all these appends fit together, in any order. If it comes to that, what they are going to release
         behind sliding windows is released."""
@@ -83,8 +88,11 @@ class PoolBudget:
     def _fits(self, growth: Sequence[Append]) -> bool:
         groups = enumerate(self.pool.groups)
         needed = sum(self._blocks_of(index, growth) * group.bytes_per_block for index, group in groups)
+        return self._has_bytes(needed)
+
+    def _has_bytes(self, num_bytes: int) -> bool:
         unheld = self.pool.memory.unheld_bytes
-        return needed <= unheld or self.pool.memory.can_reclaim(needed - unheld)
+        return num_bytes <= unheld or self.pool.memory.can_reclaim(num_bytes - unheld)
 
     def _slide(self, growth: Sequence[Append]) -> bool:
         return self.pool.slide(table for each in growth if each.tables and not each.forked for table in each.tables)

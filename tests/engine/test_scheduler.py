@@ -149,6 +149,28 @@ def test_alone_and_too_long_fails_and_says_so() -> None:
     assert driver.finished == [1]
 
 
+def test_where_there_is_plenty_nobody_is_counted_again_for_each_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(10_000, token_budget=10_000, max_running=64, max_prefilling=64)
+    counted: list[int] = []
+    fits, most_blocks = driver.memory.fits, driver.memory.most_blocks
+    monkeypatch.setattr(driver.memory, "fits", lambda growth: counted.append(len(growth)) or fits(growth))
+    monkeypatch.setattr(driver.memory, "most_blocks", lambda tokens: counted.append(1) or most_blocks(tokens))
+    for _ in range(64):
+        driver.insert(prompt=9, extra=3)
+    driver.step()
+    assert len(driver.scheduler.running) == 64
+    assert sum(counted) < 64 * 8, "not 64 times 64"
+
+
+def test_many_are_removed_at_once_wherever_they_are() -> None:
+    driver = Driver(100, max_running=2)
+    requests = [driver.insert(prompt=9, extra=3) for _ in range(6)]
+    driver.step()
+    driver.scheduler.remove_all([requests[1], requests[4], requests[2]])
+    assert driver.scheduler.running == [requests[0]]
+    assert list(driver.scheduler.waiting) == [requests[3], requests[5]]
+
+
 def test_headroom_holds_admission_back() -> None:
     driver = Driver(5, headroom=BLOCK)
     driver.insert(prompt=8, extra=8)

@@ -31,6 +31,12 @@ class FakeMemory:
     def fits(self, growth: Growth) -> bool:
         return sum(self.blocks(r.length + n) - self.held.get(r.uid, 0) for r, n in growth) <= self.free
 
+    def most_blocks(self, num_tokens: int) -> int:
+        return self.blocks(num_tokens - 1) + 1
+
+    def has_blocks(self, num_blocks: int) -> bool:
+        return num_blocks <= self.free
+
     def must_wait(self, request: Request) -> bool:
         return False
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 
 from ...kv.pool import BlockPool
 from ...prefix.store import PrefixStore
 from ..request import Request
+
+
+_Start = tuple[Hashable, tuple[int, ...]]  # the salt, and the tokens of the first block
 
 
 class PrefixSharing:
@@ -18,13 +21,13 @@ class PrefixSharing:
     Args:
         prefixes: the prefix cache.
         pool: of the blocks.
-        requests: the requests by uid, oldest first.
     """
 
-    def __init__(self, prefixes: PrefixStore, pool: BlockPool, requests: Mapping[int, Request]) -> None:
+    def __init__(self, prefixes: PrefixStore, pool: BlockPool) -> None:
         self.prefixes = prefixes
         self.pool = pool
-        self.requests = requests
+        self._siblings: dict[_Start, dict[int, Request]] = {}  # that run, by how they begin, and by uid
+        self._starts: dict[int, _Start] = {}  # by uid, as they were when it was admitted
         self.has_windows = any(group.spec.window is not None for group in pool.groups)
 
     # Matching -------------------------------------------------------------------------------------------------
@@ -79,6 +82,8 @@ class PrefixSharing:
         """Put the longest known prefix under the fresh caches of a request that is not computed yet, nor was given a
         cache. Returns its length."""
         longest = self._longest(request)
+        start = self._starts[request.uid] = self._start(request)
+        self._siblings.setdefault(start, {})[request.uid] = request
         if longest is not None:
             length, other = longest
             if length > self.prefixes.held(request.source, request.options.salt):
@@ -92,13 +97,22 @@ class PrefixSharing:
             request.sequence.offsets[layer] = length
         return length
 
+    def _start(self, request: Request) -> _Start:
+        return request.options.salt, tuple(request.source[: self.pool.block_size])
+
     def _running(self, request: Request) -> list[Request]:
-        """The others of the same salt whose caches hold their own source, from its first token on."""
-        return [
-            other
-            for other in self.requests.values()
-            if other is not request and other.kept == 0 and other.caches and other.options.salt == request.options.salt
-        ]
+        """Return the others that run and begin with the same block, under the same salt. Requests that came with a cache
+        are not among them: their tokens do not begin where the cache does."""
+        siblings = self._siblings.get(self._start(request), {})
+        return [other for other in siblings.values() if other is not request and other.caches]
+
+    def _leaves(self, request: Request) -> None:
+        """The request gives its blocks back."""
+        start = self._starts.pop(request.uid, None)
+        if start is not None:
+            del self._siblings[start][request.uid]
+            if not self._siblings[start]:
+                del self._siblings[start]
 
     def _longest(self, request: Request) -> tuple[int, Request] | None:
         """The longest prefix that a running request has computed, and that request."""
@@ -121,17 +135,20 @@ class PrefixSharing:
 
     def insert_delivered(self, request: Request) -> None:
         """The request gives its blocks back before it has finished: whole blocks of what was delivered are kept."""
+        self._leaves(request)
         if request.caches is not None:
             tokens = request.cached_tokens()
             self._insert(tokens[: self._whole_blocks(len(tokens))], request)
 
     def insert_all(self, request: Request, tokens: Sequence[int]) -> None:
         """The request has finished; ``tokens`` are in its cache."""
+        self._leaves(request)
         if len(tokens) == request.length:
             self._insert(tokens, request)
 
     def forget(self, request: Request) -> None:
         """The request has failed; nothing is kept of it."""
+        self._leaves(request)
 
     def evict(self) -> bool:
         """Nothing is held here: the pool itself asks the cache for blocks."""
