@@ -75,9 +75,8 @@ class BatchTables:
         for row in rows:
             if row.pool is not pool:
                 raise BlockStateError("a sequence of another pool cannot join a batch")
-            for table, group in zip(row.tables, pool.groups, strict=True):
-                if any(row.offsets[layer] != table.length for layer in group.spec.layers):
-                    raise BlockStateError("a sequence whose layers are at different offsets cannot join a batch")
+            if not row.is_level():
+                raise BlockStateError("a sequence whose layers are at different offsets cannot join a batch")
         self.pool = pool
         self.rows = tuple(rows)
         self.tables: list[list[BlockTable]] = [[row.tables[g] for row in rows] for g in range(len(pool.groups))]
@@ -206,8 +205,9 @@ class BatchTables:
         return self.tables[group]
 
     def _check_level(self, group: int) -> None:
+        layers = self.pool.groups[group].spec.layers
         for row, table in zip(self.rows, self.tables[group], strict=True):
-            if any(row.offsets[layer] != table.length for layer in self.pool.groups[group].spec.layers):
+            if not row.is_level() and any(row.offsets[layer] != table.length for layer in layers):
                 raise BlockStateError("the layers of a group are at different offsets")
 
     def untake(self, layers: Iterable[int]) -> None:
@@ -226,15 +226,15 @@ class BatchTables:
 
     def settle(self) -> None:
         """Make the rows' own offsets right, so that a row can be used outside the batch."""
-        for group, tables in enumerate(self.tables):
-            if not self._reserved[group]:
-                continue
-            for layer in self.pool.groups[group].spec.layers:
-                behind = self._reserved[group] - self._written[layer]
-                self._written[layer] = 0
-                for row, table in zip(self.rows, tables, strict=True):
-                    row.offsets[layer] = table.length - behind
-            self._reserved[group] = 0
+        if any(self._reserved):
+            behind = {layer: self._reserved[group] - self._written[layer] for layer, group in self._place.items()}
+            for row in self.rows:
+                row.set_level()
+                if any(behind.values()):  # a step was not done
+                    for layer, num_tokens in behind.items():
+                        row.offsets[layer] -= num_tokens
+            self._written = dict.fromkeys(self._place, 0)
+            self._reserved = [0] * len(self._reserved)
         self._offsets, self._columns = {}, {}
 
     # Other batches over the same sequences ---------------------------------------------------------------------

@@ -40,9 +40,8 @@ class Pack:
         for row, count in zip(rows, counts, strict=True):
             if row.pool is not self.pool:
                 raise BlockStateError("a sequence of another pool cannot join a pack")
-            for table, group in zip(row.tables, self.pool.groups, strict=True):
-                if any(row.offsets[layer] + count != table.length for layer in group.spec.layers):
-                    raise BlockStateError(f"{count} positions of a sequence in a pack are not reserved")
+            if not row.is_level(behind=count):
+                raise BlockStateError(f"{count} positions of a sequence in a pack are not reserved")
         self.rows = tuple(rows)
         self.counts = tuple(counts)
         self.as_rows = as_rows
@@ -123,5 +122,4 @@ class Pack:
             if layer not in self.written or not self._attended[layer]:
                 raise NotPackableError(f"layer {layer} does not attend to what it has written")
         for row in self.rows:
-            for layer, group in self._place.items():
-                row.offsets[layer] = row.tables[group].length
+            row.set_level()

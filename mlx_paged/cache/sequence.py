@@ -28,16 +28,37 @@ class SequenceTables:
         self._elsewhere = elsewhere
         self.tables: list[BlockTable] = [pool.new_table(group) for group in range(len(pool.groups))]
         self._place = {layer: index for index, group in enumerate(pool.groups) for layer in group.spec.layers}
-        self.offsets: dict[int, int] = dict.fromkeys(self._place, 0)
-
+        # Each layer's, or None while all are so many tokens behind the ends of their tables, as between two steps: a
+        # batch of many rows and layers then has nothing to write down.
+        self._offsets: dict[int, int] | None = None
+        self._behind = 0
         # The latest mask made for each group, with its window: a mask that comes back can then be told to a kernel.
         self.masks: dict[int, tuple[mx.array, Window]] = {}
         # Positions decoded one by one, for when they are computed again in chunks; matters with pinned tokens only.
         self.decoded = range(0)
 
+    @property
+    def offsets(self) -> dict[int, int]:
+        """Tokens that each layer has seen, to read and to change."""
+        if self._offsets is None:
+            self._offsets = {
+                layer: self.tables[group].length - self._behind for layer, group in self._place.items()
+            }
+        return self._offsets
+
+    def set_level(self, behind: int = 0) -> None:
+        """Have every layer end so many tokens before its table does."""
+        self._offsets, self._behind = None, behind
+
+    def is_level(self, behind: int = 0) -> bool:
+        """Whether every layer ends so many tokens before its table does."""
+        if self._offsets is None:
+            return self._behind == behind
+        return all(self.tables[self._place[layer]].length == end + behind for layer, end in self._offsets.items())
+
     def move(self, dtype: mx.Dtype) -> bool:
         """Go to a pool for keys of this dtype, if there is one and nothing has been written yet."""
-        if self._elsewhere is None or any(self.offsets.values()) or any(table.length for table in self.tables):
+        if self._elsewhere is None or any(table.length for table in self.tables) or any(self.offsets.values()):
             return False
         pool = self._elsewhere(dtype)
         if pool is None or pool is self.pool:
@@ -46,6 +67,7 @@ class SequenceTables:
             self.pool.release_table(table)
         self.pool = pool
         self.tables[:] = [pool.new_table(group) for group in range(len(pool.groups))]
+        self.set_level()
         return True
 
     def table(self, layer: int) -> BlockTable:
@@ -88,14 +110,21 @@ class SequenceTables:
             for table in done:
                 self.pool.trim(table, num_tokens)
             raise
+        self._behind += num_tokens
+
+    def take_back(self, num_tokens: int) -> None:
+        """Undo :meth:`reserve_all`: no layer has taken the positions."""
+        for table in self.tables:
+            self.pool.trim(table, num_tokens)
+        self._behind -= num_tokens
 
     def cut(self, num_tokens: int) -> None:
         """Drop the last tokens of all layers, which are all at the end of their tables."""
         if num_tokens:
             for table in self.tables:
                 self.pool.trim(table, num_tokens)
-            for layer in self.offsets:
-                self.offsets[layer] -= num_tokens
+            if self._offsets is not None:
+                self._offsets = {layer: offset - num_tokens for layer, offset in self._offsets.items()}
 
     def window_of(self, mask: mx.array | str | None) -> Window | None:
         """The window of a mask made by :meth:`PagedKVCache.make_mask`; None for any other."""
@@ -117,9 +146,11 @@ class SequenceTables:
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceTables:
         fork = object.__new__(SequenceTables)
         memo[id(self)] = fork
-        fork.pool, fork._elsewhere = self.pool, None if any(self.offsets.values()) else self._elsewhere
+        has_tokens = any(table.length for table in self.tables)
+        fork.pool, fork._elsewhere = self.pool, None if has_tokens else self._elsewhere
         fork.tables = [self.pool.fork(table) for table in self.tables]
-        fork._place, fork.offsets = self._place, dict(self.offsets)
+        fork._place, fork._behind = self._place, self._behind
+        fork._offsets = None if self._offsets is None else dict(self._offsets)
         fork.masks = {}
         fork.decoded = range(0)  # the fork goes on by itself
         return fork

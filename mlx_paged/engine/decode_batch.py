@@ -14,7 +14,6 @@ from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.batch_tables import BatchTables, FailedRow
 from ..cache.composites import leaves, with_leaves
 from ..cache.paged_kv_cache import PagedKVCache
-from ..kv.pool import BlockPool
 from .grammar.grammar import constrain
 from .lookup.proposer import Proposer, proposers_of
 from .ranks.ranks import Ranks
@@ -219,7 +218,7 @@ class DecodeBatch:
     def reserve(self) -> FailedRow | None:
         """A block position for every row's next token; see :meth:`BatchTables.reserve`."""
         if self._changed:
-            self._caches, self._tables = batch_of([leaves(row.caches or []) for row in self.rows], self._caches)
+            self._caches, self._tables = batch_of(self.rows, self._caches)
             self._changed = False
         return self._tables.reserve() if self._tables is not None else None
 
@@ -320,7 +319,7 @@ class DecodeBatch:
         found: dict[int, mx.array | Exception] = {}
         middle = len(indices) // 2
         for half in (indices[:middle], indices[middle:]):
-            caches, tables = batch_of([leaves(self.rows[index].caches or []) for index in half], self._caches)
+            caches, tables = batch_of([self.rows[index] for index in half], self._caches)
             assert tables is not None
             failed = tables.reserve()
             if failed is not None:
@@ -361,16 +360,16 @@ def _elements(x: mx.array, indices: Sequence[int]) -> mx.array:
     return mx.concatenate([x[indices[a] : indices[b] + 1] for a, b in zip(begins, ends, strict=True)])
 
 
-def batch_of(caches: list[list[Any]], states: Sequence[Any]) -> tuple[list[Any], BatchTables | None]:
-    """The layers' batch caches over the rows' block tables, and those tables."""
-    paged = [cache for cache in caches[0] if isinstance(cache, PagedKVCache)]
-    if not paged:
+def batch_of(rows: Sequence[Request], states: Sequence[Any]) -> tuple[list[Any], BatchTables | None]:
+    """The layers' batch caches over the rows' block tables, and those tables; None: no layer is paged."""
+    caches = leaves(rows[0].caches or [])
+    sequences = [sequence for row in rows if (sequence := row.sequence) is not None]
+    if not sequences:
         return list(states), None
-    pool: BlockPool = paged[0].pool
-    tables = BatchTables(pool, [next(c.sequence for c in row if isinstance(c, PagedKVCache)) for row in caches])
+    tables = BatchTables(sequences[0].pool, sequences)
     batch = [
         PagedBatchKVCache(tables, layer, type(cache)) if isinstance(cache, PagedKVCache) else state
-        for layer, (cache, state) in enumerate(zip(caches[0], states, strict=True))
+        for layer, (cache, state) in enumerate(zip(caches, states, strict=True))
     ]
     return batch, tables
 

@@ -217,8 +217,8 @@ def compute_together(model: Any, chunks: Sequence[Chunk]) -> None:
     Raises:
         Exception: whatever the model or the pool raises. Some layers of some rows may have taken their tokens then.
     """
-    caches = [leaves(chunk.request.caches or []) for chunk in chunks]
-    batch, tables = batch_of(caches, [None] * len(caches[0]))
+    requests = [chunk.request for chunk in chunks]
+    batch, tables = batch_of(requests, [None] * len(leaves(requests[0].caches or [])))
     assert tables is not None
     lengths = [chunk.num_tokens for chunk in chunks]
     width = max(lengths)

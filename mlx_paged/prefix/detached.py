@@ -97,7 +97,6 @@ def sequence_over(pool: BlockPool, tables: Sequence[BlockTable]) -> SequenceTabl
     """A sequence on these tables, which become its own; every layer is at their end."""
     sequence = SequenceTables(pool)
     sequence.tables = list(tables)
-    sequence.offsets = {layer: sequence.table(layer).length for layer in sequence.offsets}
     return sequence
 
 
@@ -107,7 +106,7 @@ def detach(sequence: SequenceTables) -> DetachedPrefix:
     Raises:
         BlockStateError: a step is under way: some layers have taken tokens that others have not.
     """
-    if any(offset != sequence.table(layer).length for layer, offset in sequence.offsets.items()):
+    if not sequence.is_level():
         raise BlockStateError("the layers are not at the same token: a step is under way")
     return DetachedPrefix(sequence.pool, sequence.tables)
 

@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,6 +27,7 @@ from mlx_paged.attention import dispatch
 from mlx_paged.cache.composites import leaves, with_leaves
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.engine.decode_batch import batch_of
+from mlx_paged.engine.request import sequence_of
 from mlx_paged.kernels import availability, ops
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels.cuda.launch import CompiledKernel
@@ -123,7 +125,8 @@ def caches_of(model: Any, rows: int) -> tuple[list[Any], Any]:
         None if isinstance(layer[0], PagedKVCache) else layer[0].merge(list(layer))
         for layer in zip(*parts, strict=True)
     ]
-    batch, tables = batch_of(parts, states)
+    requests: Any = [SimpleNamespace(caches=own, sequence=sequence_of(own)) for own in each]
+    batch, tables = batch_of(requests, states)
     return with_leaves(each[0], batch), tables
 
 

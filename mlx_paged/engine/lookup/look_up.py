@@ -115,8 +115,7 @@ class LookUp:
             pack.settle()
         except Exception as error:  # a step without drafts says whose fault it is
             for sequence, count in reserved:
-                for table in sequence.tables:
-                    self.pool.trim(table, count)
+                sequence.take_back(count)
             if isinstance(error, NotPackableError):
                 batch.looks_up = False
                 batch.proposers.clear()

@@ -93,8 +93,7 @@ class PrefixSharing:
         if not length or request.sequence is None:
             return 0
         request.sequence.tables[:] = tables
-        for layer in request.sequence.offsets:
-            request.sequence.offsets[layer] = length
+        request.sequence.set_level()
         return length
 
     def _start(self, request: Request) -> _Start:
