@@ -41,9 +41,7 @@ class SequenceTables:
     def offsets(self) -> dict[int, int]:
         """Tokens that each layer has seen, to read and to change."""
         if self._offsets is None:
-            self._offsets = {
-                layer: self.tables[group].length - self._behind for layer, group in self._place.items()
-            }
+            self._offsets = {layer: self.tables[group].length - self._behind for layer, group in self._place.items()}
         return self._offsets
 
     def set_level(self, behind: int = 0) -> None:

@@ -48,9 +48,11 @@ class RequestBudget:
         Args:
             evict: frees something that nobody uses; False if there is nothing left.
         """
-        if all(num_tokens == 1 for _, num_tokens in growth):  # every decode step asks, and there mostly is plenty
-            if self.budget.fits_blocks(len(growth)) or self.has_blocks(len(growth)):
-                return True
+        num_blocks = len(growth)
+        if all(num_tokens == 1 for _, num_tokens in growth) and (
+            self.budget.fits_blocks(num_blocks) or self.has_blocks(num_blocks)
+        ):
+            return True  # every decode step asks, and there mostly is plenty
         listed = []
         for request, num_tokens in growth:
             held_alone: Sequence[int] = ()

@@ -285,8 +285,8 @@ class Scheduler:
         return request
 
     def _has_plenty_for(self, num_tokens: int) -> bool:
-        """Whether a request may start by the blocks that everybody takes at most, its prefix's and a copy of the last of
-        them included. They are summed up once in a plan."""
+        """Whether a request may start by the blocks that everybody takes at most, its prefix's and a copy of the last
+        of them included. They are summed up once in a plan."""
         blocks = self.memory.most_blocks
         if self._blocks_ahead is None:
             self._blocks_ahead = sum(blocks(self._tokens_ahead(request)) for request in self.running)

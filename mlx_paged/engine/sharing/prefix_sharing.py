@@ -8,7 +8,6 @@ from ...kv.pool import BlockPool
 from ...prefix.store import PrefixStore
 from ..request import Request
 
-
 _Start = tuple[Hashable, tuple[int, ...]]  # the salt, and the tokens of the first block
 
 
@@ -100,8 +99,8 @@ class PrefixSharing:
         return request.options.salt, tuple(request.source[: self.pool.block_size])
 
     def _running(self, request: Request) -> list[Request]:
-        """Return the others that run and begin with the same block, under the same salt. Requests that came with a cache
-        are not among them: their tokens do not begin where the cache does."""
+        """Return the others that run and begin with the same block, under the same salt. None of them came with a
+        cache: its tokens are not known for certain."""
         siblings = self._siblings.get(self._start(request), {})
         return [other for other in siblings.values() if other is not request and other.caches]
 
