@@ -105,6 +105,10 @@ class LoadedTexts:
                 variables = template_variables(
                     self.tokenizer, given.template_kwargs, given.tools, allow_template=limits.allow_template
                 )
+            else:
+                upstream.process_message_content(messages)  # which mlx-lm does for templates only
+                if given.continues and messages[-1]["content"]:
+                    request = upstream.CompletionRequest("text", _begun(messages, given.role_mapping), [], None, None)
             bounded.continues = given.continues
         cli_args = SimpleNamespace(chat_template_args=self._template_args)
         owner = SimpleNamespace(model_provider=SimpleNamespace(processor=self._processor, cli_args=cli_args))
@@ -164,6 +168,13 @@ class LoadedTexts:
         return self.tokenizer.detokenizer
 
 
+def _begun(messages: list[dict[str, Any]], role_mapping: dict[str, Any] | None) -> str:
+    """Return mlx-lm's prompt of a chat without a template, up to the end of the last message."""
+    *before, last = messages
+    text = upstream.convert_chat([*before, {**last, "content": "\0"}], role_mapping)
+    return f"{text[: text.rindex(chr(0))]}{last['content']}"
+
+
 def harmony_machine() -> TextStateMachine:
     """Return the parts of answers in OpenAI's Harmony format: channels of messages, one behind the other."""
     channels = [(f"<|channel|>{name}<|message|>", "normal") for name in ("final", "commentary")]
@@ -178,7 +189,7 @@ def harmony_call(text: str) -> dict[str, Any]:
     header, marker, arguments = text.partition("<|message|>")
     if not marker:
         raise ValueError("a call without a message")
-    return {"name": header.replace("<", " ").split()[0], "arguments": json.loads(arguments)}
+    return {"name": header.replace("<", " ").split()[0], "arguments": arguments}
 
 
 class LoadedParts:

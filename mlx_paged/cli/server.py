@@ -156,7 +156,7 @@ def serve(args: argparse.Namespace, config: ServerConfig, pages: PagedConfig, ra
         return
     from ..server.service import Service
 
-    logging.captureWarnings(True)  # one form for all lines
+    one_form_for_all_lines()
     if not config.api_keys and not args.host.startswith(LOOPBACK):
         print(
             f"mlx_paged.server: warning: {args.host} can be reached from other machines, and there is no --api-key",
@@ -170,6 +170,15 @@ def serve(args: argparse.Namespace, config: ServerConfig, pages: PagedConfig, ra
         if ranks.rank > 0:
             service.run_rank()
     service.run()
+
+
+def one_form_for_all_lines() -> None:
+    """Have warnings, and libraries with handlers of their own, log as the server does."""
+    logging.captureWarnings(True)
+    for logger in list(logging.root.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger) and logger.handlers:
+            logger.handlers.clear()
+            logger.propagate = True
 
 
 def run_upstream(args: argparse.Namespace, config: ServerConfig) -> None:

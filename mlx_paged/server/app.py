@@ -78,6 +78,7 @@ class App:
             async with Body(http, service.bodies) as raw:
                 parse = lambda: parsed(raw, endpoint.body, strict=service.config.strict_parameters)  # noqa: E731
                 body, ignored = parse() if len(raw) < SMALL_JSON else await service.prompts.run(parse, size=len(raw))
+                _log(http).model = body.model or service.names.default
                 headers = {"x-ignored-parameters": _header(ignored)} if ignored else {}
                 if endpoint.request is None:
                     return json_response(await self._tokens(endpoint, body), headers=headers)
@@ -95,11 +96,11 @@ class App:
         self, endpoint: Endpoint, body: Any, key: str | None, http: Request, client: Client
     ) -> tuple[ServerRequest, ModelTexts]:
         """Return the request with its prompts, and the tokenizer of its model."""
-        service, log = self._service, _log(http)
+        service = self._service
         assert endpoint.request is not None
         request = endpoint.request(body, service.defaults)
         request.salt = service.config.api_keys.salt(key, body.cache_salt)
-        request.id, log.model = log.id, body.model or ""
+        request.id = _log(http).id
         request.model = service.names.resolve(body.model, body.adapters, body.draft_model)
         if request.num_draft_tokens is not None and request.model.draft is None:
             raise invalid("num_draft_tokens needs a draft_model", "num_draft_tokens")
@@ -215,7 +216,7 @@ class App:
         name = unquote(http.path_params["name"])
         found = await run_in_threadpool(lambda: self._service.names.find(name, int(time.time()), **self._figures()))
         if found is None:
-            raise not_found(f"there is no model {name[:200]!r}", param="model", code="model_not_found")
+            raise self._service.names.unknown(name)
         return json_response(found)
 
     def _figures(self) -> dict[str, Any]:
@@ -229,5 +230,5 @@ def _log(http: Request) -> RequestLog:
 
 
 def _header(names: list[str]) -> str:
-    """Return names as a header's value: in ASCII, and not too long."""
-    return ", ".join(name.encode("ascii", "backslashreplace").decode() for name in names)[:1000].replace("\n", " ")
+    """Return names as a header's value: in printable ASCII, and not too long."""
+    return ", ".join(name.encode("unicode_escape").decode() for name in names)[:1000].strip()

@@ -193,11 +193,14 @@ class Access:
         self._checks_host = LOOPBACK.fullmatch(host) is not None and not has_keys
 
     def check(self, headers: Headers) -> None:
-        """Raise RequestRefused (403) for a page that may not ask."""
+        """Raise RequestRefused: 403 for a page that may not ask, 400 for a host that is none."""
         origin = headers.get("origin")
         if origin is not None and not self.allows(origin):
             raise RequestRefused(403, f"the origin {origin[:200]!r} is not allowed (--allowed-origins)")
-        name = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+        try:
+            name = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+        except ValueError:
+            raise invalid("the header Host is not a host") from None
         if self._checks_host and "." in name and not self._is_local(name):
             raise RequestRefused(403, f"the host {name[:200]!r} is not this server's name")
 
@@ -259,6 +262,12 @@ class RequestLog:
         return " ".join(parts)
 
 
+def check_size(headers: Headers) -> None:
+    """Raise RequestRefused (431): h11 bounds the bytes of headers only where they come in several reads."""
+    if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
+        raise RequestRefused(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
+
+
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,100}")
 
 
@@ -294,6 +303,7 @@ class Gate:
         self._service.num_answering += is_post
         try:
             try:
+                check_size(headers)
                 self._access.check(headers)
                 if scope["method"] == "OPTIONS":
                     await Response(status_code=204)(scope, receive, noted_send)
@@ -316,13 +326,14 @@ class Gate:
 
 def error_response(error: Exception, scope: Any, log: RequestLog) -> Response:
     """Return an error in the words of the API that was asked."""
+    headers = {}
     if isinstance(error, HTTPException):  # starlette's, of a method
-        error = RequestRefused(error.status_code, "method not allowed: see the header Allow")
+        headers["allow"] = (error.headers or {}).get("Allow", "")
+        error = RequestRefused(error.status_code, f"method not allowed; use {headers['allow']}")
     refusal = refusal_of(error)
     log.reason, log.outcome = str(refusal), "failed" if refusal.status >= 500 else "refused"
-    headers = {} if refusal.retry_after is None else {"retry-after": str(refusal.retry_after)}
-    if refusal.status == 405:
-        headers["allow"] = "GET, HEAD, POST, OPTIONS"
+    if refusal.retry_after is not None:
+        headers["retry-after"] = str(refusal.retry_after)
     of_messages = scope["path"].startswith("/v1/messages")
     return json_response(refusal.anthropic_body() if of_messages else refusal.body(), int(refusal.status), headers)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
-from .errors import invalid, not_found
+from .errors import RequestRefused, invalid, not_found
 from .request import ModelKey
 
 if TYPE_CHECKING:
@@ -65,12 +65,18 @@ class ModelNames:
         elif self.allows_any:
             key = ModelKey(name, None, self._default.draft)
         else:
-            raise not_found(
-                f"there is no model {name[:200]!r}: {_listed(list(known))}; --served-model-name adds names",
-                param="model",
-                code="model_not_found",
-            )
+            raise self.unknown(name)
         return ModelKey(key.model, adapter or key.adapter, draft or key.draft)
+
+    def unknown(self, name: str) -> RequestRefused:
+        """Return 404 for a model that is not here, naming those that are."""
+        words = f"there is no model {name[:200]!r}: {_listed(list(self._known()))}; --served-model-name adds names"
+        return not_found(words, param="model", code="model_not_found")
+
+    @property
+    def default(self) -> str:
+        """The name of the command line's model, as the log tells it."""
+        return self.own[0] if self.own else ""
 
     def listed(self, created: int, **figures: Any) -> list[dict[str, Any]]:
         """Return the objects of ``/v1/models``; ``figures`` are of the server's own model."""

@@ -70,6 +70,12 @@ def test_a_call_has_an_object_of_arguments(call: dict[str, Any], arguments: dict
     assert whole["content"][1]["input"] == arguments and whole["stop_reason"] == "tool_use"
 
 
+@pytest.mark.parametrize("text", ['{"name": "f", "arguments": {"a": NaN}}', '{"name": "f", "arguments": "\\ud83d"}'])
+def test_arguments_that_no_json_has_are_text(text: str) -> None:
+    told = answer_of(f"<tool_call>{text}</tool_call>")
+    assert told.text == f"<tool_call>{text}" and not told.calls and json.dumps(told.text).encode()
+
+
 @pytest.mark.parametrize("text", ["[1, 2]", '"f"', "null", '{"arguments": {}}', "{", '{"name": {"x": 1}}'])
 def test_a_call_that_cannot_be_read_is_text(text: str) -> None:
     told = answer_of(f"Hello <tool_call>{text}</tool_call> bye")
@@ -102,3 +108,5 @@ def test_channels_of_gpt_oss() -> None:
     told = answer_of(f"{thought}{call}<|call|>", texts)
     assert told.text == "" and told.finish == "tool_calls"
     assert told.calls[0]["function"] == {"name": "clock", "arguments": '{"tz": "UTC"}'}
+    (made,) = answer_of(f"{thought}{call.partition('{')[0]}<|call|>", texts).calls
+    assert made["function"] == {"name": "clock", "arguments": "{}"}

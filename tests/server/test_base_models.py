@@ -52,6 +52,24 @@ def test_chats_are_made_as_by_mlx_lm(server: ServerProcess) -> None:
     assert mapped.status == 200 and mapped.json["usage"]["prompt_tokens"] < 9
 
 
+def test_an_assistants_message_at_the_end_goes_on(server: ServerProcess) -> None:
+    hi, begun = {"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Once upon"}
+    whole = server.post("/v1/completions", {"prompt": "USER: Hi.\nASSISTANT: Once upon", "max_tokens": 3}).json
+    message = server.post("/v1/messages", {"messages": [hi, begun], "max_tokens": 3})
+    parts = {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "."}]}
+    chat = {"messages": [parts, begun], "continue_final_message": True, "max_tokens": 3}
+    answer = server.post("/v1/chat/completions", chat)
+    assert message.json["content"][0]["text"] == whole["choices"][0]["text"]
+    assert answer.json["choices"][0]["message"]["content"] == whole["choices"][0]["text"]
+    assert answer.json["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+    called = {"role": "assistant", "content": None, "tool_calls": []}
+    asked = [
+        server.post("/tokenize", {"messages": [hi, each]}).json["tokens"]
+        for each in (called, {**called, "content": ""})
+    ]
+    assert asked[0] == asked[1]  # "None" is no text
+
+
 def test_samples_of_all_kinds(server: ServerProcess) -> None:
     body = {"prompt": "x", "temperature": 1, "xtc_probability": 0.5, "seed": 3, "stop": ["~~"]}
     assert server.post("/v1/completions", body).status == 200

@@ -116,7 +116,7 @@ def test_what_is_needed_and_what_is_not_known(caplog: pytest.LogCaptureFixture) 
         with pytest.raises(RequestRefused, match="temprature is not a parameter") as caught:
             fields.parsed(raw, model, strict=True)
         assert caught.value.param == "temprature"
-    assert caplog.text.count("'temprature' is not known") <= 1
+    assert caplog.text.count("'temprature'") <= 1
     nested = {**LEAST["/v1/messages"], "tools": [{"name": "f", "input_schema": {}, "eager": True}]}
     assert fields.parsed(json.dumps(nested).encode(), ENDPOINTS["/v1/messages"].body)[1] == ["tools.eager"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,8 @@ from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.patches import server as adapter
 from mlx_paged.patches.server import LoadedModels
 from mlx_paged.server.constraint import constraint_of
+from mlx_paged.server.engine_loop import Work
+from mlx_paged.server.ranked_loop import UncompiledWork
 from mlx_paged.server.request import Prompt, ServerRequest
 from mlx_paged.server.stops import StopList
 from tests.support.models.builders import build
@@ -55,6 +58,22 @@ def test_other_ranks_are_told_the_whole_request() -> None:
 def test_many_answers_are_told_of_once() -> None:
     one, many = (len(json.dumps(request(n=n, best_of=n).described())) for n in (1, 128))
     assert many < one + 100
+
+
+def test_other_ranks_compile_grammars_beside_their_steps() -> None:
+    """One that takes long holds up neither a step nor who has none."""
+    may_end = threading.Event()
+    ranks: Any = SimpleNamespace(rank=1, exchange=lambda mine: [mine, mine])
+    texts = SimpleNamespace(compile=lambda constraint, is_checked: may_end.wait(60))
+    slow, free = (Work(None, each, is_shared=True) for each in (request(), ServerRequest([[1]])))
+    waiting = UncompiledWork(ranks)
+    assert waiting.add([slow, free], texts) == [free] and waiting.ready() == []
+    may_end.set()
+    ready: list[Any] = []
+    while not ready:
+        ready = waiting.ready()
+    assert ready == [(slow, None)] and not waiting and slow.request is not None and slow.request.grammar is True
+    assert waiting.close() == []
 
 
 def test_patches_alone_import_nothing_of_the_server() -> None:

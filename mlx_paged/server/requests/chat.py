@@ -227,7 +227,7 @@ class ChatForm:
         message: dict[str, Any] = {"role": "assistant"}
         calls = piece.calls
         if key == "message":
-            message["content"] = piece.text or None  # which has to be there
+            message["content"] = piece.text if piece.text or not calls else None  # which has to be there
             calls = [{name: value for name, value in call.items() if name != "index"} for call in calls]
         elif piece.text:
             message["content"] = piece.text

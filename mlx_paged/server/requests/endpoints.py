@@ -24,6 +24,7 @@ ERRORS = {
     "408": "the body did not come, or the answer was not read",
     "413": "the body is too large",
     "429": "too little memory, or too many requests, at present",
+    "431": "the headers are too large",
     "500": "an error of the server",
     "501": "what several ranks do not do",
     "503": "the server is loading, shutting down or has failed",

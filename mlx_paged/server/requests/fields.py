@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
@@ -20,6 +20,7 @@ MAX_TOKEN_ID = 1 << 24
 MAX_CHOICES = 128  # answers to one prompt
 MAX_ANSWERS = 256  # to one request
 MAX_PENALTY = 1e4
+LEAST_REPETITION_PENALTY = 1e-3
 MAX_PRIORITY = 1 << 20
 MAX_VALUES = 1 << 21  # commas and brackets in a body: each may be an object of Python
 NO_EFFECT, REFUSED = "no effect", "refused"
@@ -61,6 +62,13 @@ class ModelParameters(Body):
     )
 
 
+def _check_repetition(value: float) -> float:
+    """A smaller divisor makes logits infinite."""
+    if 0 < value < LEAST_REPETITION_PENALTY:
+        raise ValueError(f"must be 0 or at least {LEAST_REPETITION_PENALTY}")
+    return value
+
+
 TokenBias = Annotated[float, Field(ge=-1e4, le=1e4)]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Context = Annotated[int, Field(ge=0, le=MAX_CONTEXT)]
@@ -76,7 +84,7 @@ class SamplingParameters(Body):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     xtc_probability: Annotated[float, Field(ge=0, le=1)] | None = None
     xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0, le=MAX_PENALTY)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0, le=MAX_PENALTY), AfterValidator(_check_repetition)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_context_size: Context | None = None
@@ -160,8 +168,7 @@ def parsed(raw: bytes, model: type[Body], *, strict: bool = False) -> tuple[Any,
     unknown = sorted(ignored_in(body))[:MOST_NOTED]
     if unknown and strict:
         raise invalid(f"{unknown[0]} is not a parameter here", unknown[0])
-    for name in unknown:
-        _note_ignored(name)
+    _note_ignored(unknown)
     return body, unknown
 
 
@@ -177,10 +184,12 @@ def ignored_in(value: Any, where: str = "") -> Iterator[str]:
         yield from {name for each in value if isinstance(each, Body) for name in ignored_in(each, where)}
 
 
-def _note_ignored(name: str) -> None:
-    if len(_noted) < MOST_NOTED and name not in _noted:
-        _noted.add(name)
-        logging.warning("the parameter %.100r is not known and ignored", name)
+def _note_ignored(names: Sequence[str]) -> None:
+    """Log names, each once, in one line."""
+    new = [name for name in names if name not in _noted][: MOST_NOTED - len(_noted)]
+    if new:
+        _noted.update(new)
+        logging.warning("parameters that are not known are ignored: %.1000s", ", ".join(map(repr, new)))
 
 
 _noted: set[str] = set()

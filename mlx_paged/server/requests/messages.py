@@ -98,6 +98,8 @@ def message_request(body: CountBody, defaults: Mapping[str, Any]) -> ServerReque
         RequestRefused: 400, naming the parameter.
     """
     messages = [*_system(body.system), *(m for given in body.messages for m in _messages(given))]
+    if not messages:
+        raise invalid("messages: the content is empty", "messages")
     tools = [_tool(tool) for tool in body.tools or ()]
     fields: dict[str, Any] = {"tools": tools} if tools else {}
     if body.tool_choice is not None:
@@ -173,6 +175,8 @@ def _messages(given: MessageParam) -> list[dict[str, Any]]:
             what = f"a block of type {str(kind)[:80]!r} is not supported in a message of {role!r}"
             raise invalid(f"messages: {what}", "messages")
     if not (parts or calls or thoughts):
+        if role == "user" and not results:
+            raise invalid("messages: the content of a user's message is empty", "messages")
         return results
     message: dict[str, Any] = {"role": role, "content": parts}
     if all(part["type"] == "text" for part in parts):

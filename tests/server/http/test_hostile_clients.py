@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from starlette.datastructures import Headers
 
+from mlx_paged.server import prompting
 from mlx_paged.server.errors import RequestRefused
-from mlx_paged.server.http import Access, BodyBudget
-from mlx_paged.server.prompting import fetch
+from mlx_paged.server.http import Access, BodyBudget, check_size
+from mlx_paged.server.prompting import PromptMaker, fetch
+from mlx_paged.server.request import ChatInput
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.server_process import ServerProcess
 
@@ -74,6 +80,27 @@ def test_what_is_ambiguous_is_refused_in_json(server: ServerProcess, name: str) 
 
 
 @pytest.mark.demo_model
+def test_the_bytes_of_headers_are_bounded(server: ServerProcess) -> None:
+    """Also where all of them come at once, which h11 does not count."""
+    answer = raw(
+        server, b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + b"X: yyyy\r\n" * 15_000 + b"\r\n"
+    )
+    assert answer == b"" or answer.startswith((b"HTTP/1.1 431", b"HTTP/1.1 400")), answer[:200]
+    with pytest.raises(RequestRefused) as caught:
+        check_size(Headers(raw=[(b"x", b"y" * 1000)] * 66))
+    assert caught.value.status == 431
+
+
+@pytest.mark.demo_model
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are listed in /proc")
+def test_prompts_are_made_in_no_other_process(server: ServerProcess) -> None:
+    """One that was started in the current folder would run its code."""
+    assert server.post(CHAT, {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 1}).status == 200
+    children = Path(f"/proc/{server.process.pid}/task").glob("*/children")
+    assert len(" ".join(each.read_text() for each in children).split()) <= 1  # the tests' own, for scripts
+
+
+@pytest.mark.demo_model
 def test_a_body_of_quotes_holds_up_nobody(server: ServerProcess) -> None:
     assert server.post(COMPLETIONS, b'\\"' * (1 << 19)).status == 400
     assert server.post(COMPLETIONS, b'{"prompt":"' + b'\\"' * (1 << 20) + b'"}', timeout=30).status == 400  # too long
@@ -125,7 +152,17 @@ def test_names_are_cut_and_numbers_are_numbers(server: ServerProcess) -> None:
     answer = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "model": "a/" + "b" * (1 << 20)})
     assert answer.status == 404 and len(answer.body) < 2000 and len(server.log) - before < 4000
     body = {"prompt": [1, 500, 600, 700, 500], "max_tokens": 2, "logprobs": 1, "temperature": 1e-300}
-    assert b"NaN" not in server.post(COMPLETIONS, body).body
+    for penalty, status in ((1e-300, 400), (1e-3, 200), (0, 200)):
+        answer = server.post(COMPLETIONS, {**body, "repetition_penalty": penalty})
+        assert answer.status == status and b"NaN" not in answer.body, answer.body
+    before = len(server.log)
+    named = server.post(
+        COMPLETIONS, {"prompt": "a", "max_tokens": 1, "a\r\n\0\u00fc": 1, **{f"x{n}": 1 for n in range(900)}}
+    )
+    assert named.status == 200 and named.headers["x-ignored-parameters"].startswith("a\\r\\n\\x00\\xfc, x0, ")
+    assert len(server.log) - before < 4000
+    for wrong in ({"logit_bias": {"1" * 5000: 1}}, {"adapters": "/no/such"}, {"draft_model": "/no/such"}):
+        assert server.post(COMPLETIONS, {"prompt": "a", **wrong}).json["error"]["param"] == next(iter(wrong))
 
 
 @pytest.mark.demo_model
@@ -139,6 +176,44 @@ def test_images_are_fetched_from_nowhere(server: ServerProcess) -> None:
 def test_a_fault_of_fetching_tells_nothing() -> None:
     with pytest.raises(RequestRefused, match="an image cannot be fetched"):
         fetch("http://127.0.0.1:9/x")
+
+
+class ImageHost(BaseHTTPRequestHandler):
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        self.send_response(302 if self.path == "/elsewhere" else 200)
+        self.send_header("Location", "/secret")
+        self.send_header("Content-Type", "image/png")
+        self.end_headers()
+        with suppress(OSError):  # it reads no more than it takes
+            self.wfile.write(b"x" * (1 << 20 if self.path == "/large" else 3))
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+def test_images_of_a_host_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None from another host, none that it leads to, and none that is too large."""
+    monkeypatch.setattr(prompting, "MAX_IMAGE_BYTES", 1000)
+    maker, texts = PromptMaker(image_hosts=frozenset({"127.0.0.1"})), SimpleNamespace(takes_images=True)
+
+    def take(url: str) -> str:
+        chat = ChatInput([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
+        maker._take_images(chat, texts)  # type: ignore[arg-type]
+        return str(chat.messages[0]["content"][0]["image_url"]["url"])
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), ImageHost) as host:
+        threading.Thread(target=host.serve_forever, daemon=True).start()
+        here = f"http://127.0.0.1:{host.server_port}"
+        assert take(f"{here}/small") == "data:image/png;base64,eHh4"
+        for path, words in (("/elsewhere", "cannot be fetched"), ("/large", "more than 1,000 bytes")):
+            with pytest.raises(RequestRefused, match=words):
+                take(here + path)
+        with pytest.raises(RequestRefused, match="must be a data URL"):
+            take(f"http://localhost:{host.server_port}/small")
+        host.shutdown()
+    assert ImageHost.asked == ["/small", "/elsewhere", "/large"]
 
 
 def test_bodies_together_are_bounded() -> None:

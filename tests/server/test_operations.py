@@ -1,0 +1,132 @@
+"""What somebody sees who runs a server for others: models, keys, refusals, the log, figures, and its end."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlx_paged.cli.server import parse
+from mlx_paged.server.prompting import MAX_DEFAULT_TOKENS, PromptMaker
+from mlx_paged.server.request import Prompt, ServerRequest
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.processes.server_process import ServerProcess
+
+COMPLETIONS, MESSAGES = "/v1/completions", "/v1/messages"
+ONE, TWO = {"Authorization": "Bearer one"}, {"x-api-key": "two"}
+LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - (DEBUG|INFO|WARNING|ERROR|CRITICAL) - .+")
+
+
+@pytest.fixture(scope="module")
+def server(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    models = tmp_path_factory.mktemp("models")
+    folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder)
+    make_tiny_model(models / "other", demo_model_folder, "gemma3")
+    (models / "empty").mkdir()
+    flags = ("--model-dir", str(models), "--strict-parameters", "--served-model-name", "house")
+    flags += ("--api-key", "one", "--api-key", "two", "--kv-cache-memory", "8MB")
+    process = ServerProcess(folder, tmp_path_factory.mktemp("server"), *flags)
+    yield process
+    process.kill()
+
+
+@pytest.mark.demo_model
+def test_only_models_that_are_listed_can_be_asked_for(server: ServerProcess) -> None:
+    listed = [model["id"] for model in server.get("/v1/models", **ONE).json["data"]]
+    assert listed[0] == "house" and "other" in listed and "empty" not in listed
+    folder = next(name for name in listed if name.startswith("/"))
+    for name in ("other", folder, "house"):
+        assert server.post(COMPLETIONS, {"model": name, "prompt": "a", "max_tokens": 1}, **ONE).status == 200
+    for name in ("nobody", "empty", "../other", f"{folder}/", str(Path(folder).parent)):
+        asked = server.post(COMPLETIONS, {"model": name, "prompt": "a"}, **ONE)
+        looked = server.get(f"/v1/models/{name}", **ONE)
+        for answer in (asked, looked):
+            words = answer.json["error"]["message"]
+            assert answer.status == 404 and "'house'" in words and "'other'" in words and "--served-model-name" in words
+
+
+@pytest.mark.demo_model
+def test_refusals_are_in_the_form_of_the_api(server: ServerProcess) -> None:
+    long = {"role": "user", "content": "word " * 30_000}
+    for body, status, kind, code in (
+        ({"messages": [long], "max_tokens": 1}, 400, "invalid_request_error", "context_length_exceeded"),
+        ({"messages": [long], "max_tokens": 1, "temprature": 1}, 400, "invalid_request_error", None),
+        ({"messages": [long], "max_tokens": 1, "model": "nobody"}, 404, "not_found_error", "model_not_found"),
+    ):
+        ours, theirs = (server.post(path, body, **TWO) for path in ("/v1/chat/completions", MESSAGES))
+        assert ours.status == theirs.status == status
+        assert ours.json["error"].keys() == {"message", "type", "param", "code"}
+        assert ours.json["error"]["type"] == kind and ours.json["error"]["code"] == code
+        assert theirs.json["type"] == "error" and theirs.json["error"]["type"] == kind
+        assert code != "context_length_exceeded" or theirs.json["error"]["message"].startswith("prompt is too long: ")
+    for path, allowed in ((MESSAGES, {"POST"}), ("/health", {"GET", "HEAD"})):
+        answer = server.request("DELETE", path, None, ONE, 30)
+        assert answer.status == 405 and set(answer.headers["allow"].split(", ")) == allowed
+    assert server.post(MESSAGES, {}).json["error"]["type"] == "authentication_error"
+    assert server.post(COMPLETIONS, {}).json["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.demo_model
+def test_figures_say_nothing_of_texts(server: ServerProcess) -> None:
+    secret = {"prompt": "xylophone mandragora " * 20, "max_tokens": 2, "cache_salt": "mandragora"}
+    assert server.post(COMPLETIONS, secret, **ONE).status == 200
+    for path in ("/metrics", "/v1/cache/stats?blocks=1", "/cache", "/health"):
+        answer = server.get(path, **ONE)
+        assert answer.status == 200 and b"mandragora" not in answer.body
+    for name in ("first_token_seconds", "between_tokens_seconds", "queue_seconds", "request_prompt_tokens"):
+        assert f"mlx_paged_{name}_bucket{{le=".encode() in server.get("/metrics", **ONE).body
+
+
+@pytest.mark.demo_model
+def test_the_log_and_the_end(server: ServerProcess) -> None:
+    """The last one: SIGHUP is an end in order."""
+    before = len(server.log)
+    told = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 3}, **ONE, **{"x-request-id": "mine-1"})
+    refused = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 0}, **ONE)
+    assert server.request("GET", "/", None, {"Host": "["}, 30).status == 400
+    assert told.headers["x-request-id"] == "mine-1"
+    server.wait_until(lambda: refused.headers["x-request-id"] in server.log)
+    one, other, *_ = server.log[before:].splitlines()
+    assert re.search(
+        r"POST /v1/completions 200 id=mine-1 model='house' prompt=1 cached=\d+ generated=3 first=\S+s tokens/s=\S+ ",
+        one,
+    )
+    assert "400" in other and "reason='max_tokens must be at least 1 without echo'" in other
+    body = {"prompt": [1, 2, 3], "max_tokens": 500, "stream": True}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.post, COMPLETIONS, body, **ONE)
+        server.wait_until(lambda: server.get("/v1/cache/stats", **ONE).json["running"]["running"] == 1)
+        server.process.send_signal(signal.SIGHUP)
+        assert b"[DONE]" in answer.result().body
+    assert server.process.wait(30) == 0
+    assert "SIGHUP: waiting up to 30 s for 1 requests" in server.log
+    lines = server.log.splitlines()
+    assert all(LINE.fullmatch(line) for line in lines), [line for line in lines if not LINE.fullmatch(line)]
+    assert "word word" not in server.log and "mandragora" not in server.log
+
+
+@pytest.mark.parametrize(
+    ("context", "capacity", "asked", "option", "most"),
+    [
+        (8192, 20_000, None, None, 8092),  # what the model leaves
+        (8192, 1000, None, None, 900),  # what the budget leaves
+        (None, None, None, None, MAX_DEFAULT_TOKENS),
+        (8192, 20_000, None, 512, 512),
+        (8192, 20_000, 9000, 512, 9000),
+        (8192, 1000, 9000, None, 900),
+    ],
+)
+def test_tokens_of_an_answer(
+    context: int | None, capacity: int | None, asked: int | None, option: int | None, most: int
+) -> None:
+    assert parse([]).max_tokens is None
+    texts: Any = SimpleNamespace(context_length=context, capacity=capacity)
+    request = ServerRequest([[1]], prompts=[Prompt.of_tokens([1] * 100)], max_tokens=asked)
+    PromptMaker(default_tokens=option)._complete(request, texts)
+    assert request.max_tokens == most
