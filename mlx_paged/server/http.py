@@ -320,8 +320,9 @@ class Gate:
             log.num_seconds = time.monotonic() - begin
             if is_post:
                 self._service.stats.count_request(log.outcome)
-            quiet = scope["path"] in QUIET and log.status in (200, 503)
-            logging.log(logging.DEBUG if quiet else logging.INFO, "%s", log.line(scope["method"], scope["path"]))
+            path = scope["raw_path"].decode("ascii", "backslashreplace")  # whatever %0A it holds, one line
+            quiet = path in QUIET and log.status in (200, 503)
+            logging.log(logging.DEBUG if quiet else logging.INFO, "%s", log.line(scope["method"], path))
 
 
 def error_response(error: Exception, scope: Any, log: RequestLog) -> Response:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -21,7 +24,7 @@ T = TypeVar("T")
 PROMPT_SECONDS = 20.0  # for one chat template
 MAX_IMAGE_BYTES = 20 << 20
 IMAGE_SECONDS = 10
-GRAMMAR_THREADS = 4
+WAITING_THREADS = 4
 SMALL_CHARACTERS = 64 << 10  # of a request that has a thread kept for it
 MAX_DEFAULT_TOKENS = 1 << 16  # of an answer, where neither the client, the model nor the budget bound it
 
@@ -46,9 +49,8 @@ class PromptMaker:
         self.num_waiting = 0
         self._allow_template, self._image_hosts, self._default_tokens = allow_template, image_hosts, default_tokens
         self._small, self._large = (ThreadPoolExecutor(1, thread_name_prefix="prompts") for _ in range(2))
-        self._grammars = ThreadPoolExecutor(
-            GRAMMAR_THREADS, thread_name_prefix="grammars"
-        )  # which wait, and compute little
+        # Which wait, for grammars that are tried and images that are fetched, and compute little.
+        self._waiting = ThreadPoolExecutor(WAITING_THREADS, thread_name_prefix="waiting")
 
     async def complete(self, request: ServerRequest, texts: ModelTexts, is_gone: Callable[[], bool]) -> None:
         """Make the prompts and the grammar of a request, and bound its answers by what there is room for.
@@ -60,11 +62,10 @@ class PromptMaker:
             RequestRefused: 400, it cannot be served.
         """
         texts.completed(request)
+        for given in request.inputs:
+            await self.take_images(given, texts)
         if (constraint := request.constraint) is not None:
-            loop = asyncio.get_running_loop()
-            request.grammar = await loop.run_in_executor(
-                self._grammars, lambda: texts.compile(constraint, is_cancelled=is_gone)
-            )
+            request.grammar = await self._waited_for(lambda: texts.compile(constraint, is_cancelled=is_gone))
         await self.run(lambda: self._complete(request, texts), size=sum(map(_size, request.inputs)))
 
     def _complete(self, request: ServerRequest, texts: ModelTexts) -> None:
@@ -81,8 +82,6 @@ class PromptMaker:
     def made(self, given: Input, texts: ModelTexts) -> Prompt:
         """Return one prompt. In a worker thread. Raises RequestRefused."""
         most = None if texts.capacity is None else texts.capacity - 1
-        if isinstance(given, ChatInput):
-            self._take_images(given, texts)
         prompt = texts.make_prompt(given, PromptLimits(most, PROMPT_SECONDS, self._allow_template))
         length = texts.context_length
         if length is not None and len(prompt.tokens) > max(length, 0):
@@ -98,15 +97,18 @@ class PromptMaker:
         finally:
             self.num_waiting -= 1
 
+    async def _waited_for(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._waiting, work)
+
     # Images ---------------------------------------------------------------------------------------------------
 
-    def _take_images(self, chat: ChatInput, texts: ModelTexts) -> None:
-        """Have every image be there, as a data URL.
+    async def take_images(self, given: Input, texts: ModelTexts) -> None:
+        """Have every image of a chat be there, as a data URL.
 
         Raises:
             RequestRefused: 400, the model takes none, or one is elsewhere.
         """
-        for part in _image_parts(chat.messages):
+        for part in _image_parts(given.messages) if isinstance(given, ChatInput) else ():
             if not texts.takes_images:
                 raise invalid("this model takes text only", "messages")
             url = _url_of(part)
@@ -115,7 +117,7 @@ class PromptMaker:
             host = urlsplit(url).hostname if isinstance(url, str) else None
             if host is None or host not in self._image_hosts:
                 raise invalid("an image must be a data URL (--allow-remote-images HOST names hosts)", "messages")
-            data, kind = fetch(str(url))
+            data, kind = await self._waited_for(functools.partial(fetch, url))
             part.clear()
             part |= {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{base64.b64encode(data).decode()}"}}
 
@@ -153,12 +155,17 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def fetch(url: str) -> tuple[bytes, str]:
-    """Return an image's bytes and its type. Raises RequestRefused: it cannot be had."""
+    """Return an image's bytes and its type. Raises RequestRefused: it cannot be had, or not in time."""
     opener = urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))
+    data, until = b"", time.monotonic() + IMAGE_SECONDS
     try:
         with opener.open(url, timeout=IMAGE_SECONDS) as answer:
-            data, kind = answer.read(MAX_IMAGE_BYTES + 1), answer.headers.get_content_type()
-    except (OSError, ValueError):
+            kind = answer.headers.get_content_type()
+            while len(data) <= MAX_IMAGE_BYTES and (part := answer.read1(1 << 20)):
+                data += part
+                if time.monotonic() > until:
+                    raise TimeoutError
+    except (OSError, ValueError, HTTPException):
         raise invalid("an image cannot be fetched", "messages") from None
     if len(data) > MAX_IMAGE_BYTES:
         raise invalid(f"an image has more than {MAX_IMAGE_BYTES:,} bytes", "messages")

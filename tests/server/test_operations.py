@@ -90,6 +90,7 @@ def test_the_log_and_the_end(server: ServerProcess) -> None:
     told = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 3}, **ONE, **{"x-request-id": "mine-1"})
     refused = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 0}, **ONE)
     assert server.request("GET", "/", None, {"Host": "["}, 30).status == 400
+    assert server.get("/%0Aforged%1B[2K").status == 404
     assert told.headers["x-request-id"] == "mine-1"
     server.wait_until(lambda: refused.headers["x-request-id"] in server.log)
     one, other, *_ = server.log[before:].splitlines()
@@ -106,6 +107,7 @@ def test_the_log_and_the_end(server: ServerProcess) -> None:
         assert b"[DONE]" in answer.result().body
     assert server.process.wait(30) == 0
     assert "SIGHUP: waiting up to 30 s for 1 requests" in server.log
+    assert "GET /%0Aforged%1B[2K 404" in server.log and "\x1b" not in server.log
     lines = server.log.splitlines()
     assert all(LINE.fullmatch(line) for line in lines), [line for line in lines if not LINE.fullmatch(line)]
     assert "word word" not in server.log and "mandragora" not in server.log

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -189,31 +191,35 @@ class ImageHost(BaseHTTPRequestHandler):
         self.end_headers()
         with suppress(OSError):  # it reads no more than it takes
             self.wfile.write(b"x" * (1 << 20 if self.path == "/large" else 3))
+            while self.path == "/slow":
+                self.wfile.write(b"x")
+                time.sleep(0.02)
 
     def log_message(self, *args: Any) -> None: ...
 
 
 def test_images_of_a_host_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None from another host, none that it leads to, and none that is too large."""
+    """None from another host, none that it leads to, and none that is too large or comes too slowly."""
     monkeypatch.setattr(prompting, "MAX_IMAGE_BYTES", 1000)
     maker, texts = PromptMaker(image_hosts=frozenset({"127.0.0.1"})), SimpleNamespace(takes_images=True)
 
     def take(url: str) -> str:
         chat = ChatInput([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
-        maker._take_images(chat, texts)  # type: ignore[arg-type]
+        asyncio.run(maker.take_images(chat, texts))  # type: ignore[arg-type]
         return str(chat.messages[0]["content"][0]["image_url"]["url"])
 
     with ThreadingHTTPServer(("127.0.0.1", 0), ImageHost) as host:
         threading.Thread(target=host.serve_forever, daemon=True).start()
         here = f"http://127.0.0.1:{host.server_port}"
         assert take(f"{here}/small") == "data:image/png;base64,eHh4"
-        for path, words in (("/elsewhere", "cannot be fetched"), ("/large", "more than 1,000 bytes")):
+        monkeypatch.setattr(prompting, "IMAGE_SECONDS", 0.1)
+        for path, words in (("/elsewhere", "fetched"), ("/large", "more than 1,000 bytes"), ("/slow", "fetched")):
             with pytest.raises(RequestRefused, match=words):
                 take(here + path)
         with pytest.raises(RequestRefused, match="must be a data URL"):
             take(f"http://localhost:{host.server_port}/small")
         host.shutdown()
-    assert ImageHost.asked == ["/small", "/elsewhere", "/large"]
+    assert ImageHost.asked == ["/small", "/elsewhere", "/large", "/slow"]
 
 
 def test_bodies_together_are_bounded() -> None:
