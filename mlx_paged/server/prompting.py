@@ -114,8 +114,7 @@ class PromptMaker:
             url = _url_of(part)
             if isinstance(url, str) and url.startswith("data:"):
                 continue
-            host = urlsplit(url).hostname if isinstance(url, str) else None
-            if host is None or host not in self._image_hosts:
+            if _host_of(url) not in self._image_hosts:
                 raise invalid("an image must be a data URL (--allow-remote-images HOST names hosts)", "messages")
             data, kind = await self._waited_for(functools.partial(fetch, url))
             part.clear()
@@ -145,6 +144,13 @@ def _url_of(part: dict[str, Any]) -> Any:
         return None
     url = part.get("image_url", part.get("image"))
     return url.get("url") if isinstance(url, dict) else url
+
+
+def _host_of(url: Any) -> str | None:
+    try:
+        return urlsplit(url).hostname if isinstance(url, str) else None
+    except ValueError:
+        return None
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

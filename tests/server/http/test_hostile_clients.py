@@ -216,8 +216,9 @@ def test_images_of_a_host_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> No
         for path, words in (("/elsewhere", "fetched"), ("/large", "more than 1,000 bytes"), ("/slow", "fetched")):
             with pytest.raises(RequestRefused, match=words):
                 take(here + path)
-        with pytest.raises(RequestRefused, match="must be a data URL"):
-            take(f"http://localhost:{host.server_port}/small")
+        for url in (f"http://localhost:{host.server_port}/small", "http://["):
+            with pytest.raises(RequestRefused, match="must be a data URL"):
+                take(url)
         host.shutdown()
     assert ImageHost.asked == ["/small", "/elsewhere", "/large", "/slow"]
 

@@ -7,8 +7,11 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -63,6 +66,49 @@ def test_what_the_page_reads_is_in_the_report(server: ServerProcess) -> None:
         assert field in report["history"]
     for tag in re.findall(r'\$\("([\w-]+)"\)', script):
         assert f'id="{tag}"' in cache_page.html().decode()
+
+
+def test_every_colour_is_explained_and_every_rate_is_there_once() -> None:
+    text = cache_page.html().decode()
+    coloured = set(re.findall(r"\.(\w+) \{ background", text))
+    assert coloured == {*STATES.values(), "computing", "generated", "never"}
+    legend = re.search(r"const NAMES = \{(.*?)\}", text), re.search(r"const OF_REQUESTS = \{(.*?)\}", text)
+    named = {name for part in legend if part for name in re.findall(r"\w+", part[1])}
+    assert coloured - named == {"never"} and 'never: "never used"' in text
+    for rate in ("tokens_per_second", "hit_rate"):
+        assert len(re.findall(rf"\b(?:generated_)?{rate}\b", text)) == 1, rate
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no Node.js")
+def test_what_the_page_says_of_load(tmp_path: Path) -> None:
+    """Its functions, on a document of few elements."""
+    waiting: dict[str, Any] = {
+        "number": 1,
+        "state": "queued",
+        "waiting": True,
+        "age_seconds": 3,
+        "prompt_tokens": 9,
+        "cached_tokens": 0,
+    }
+    waiting |= {"tokens": 0, "computing_tokens": 0, "generated_tokens": 0, "blocks": []}
+    server = {"prompt_tokens": 0, "cached_tokens": 0}
+    few: dict[str, Any] = {
+        "model": "m",
+        "health": {"status": "ok", "restarts": 0, "memory": None},
+        "server": server,
+        "pool": None,
+    }
+    few |= {"running": {"running": 0, "waiting": 2}, "sequences": [{**waiting, "number": n} for n in (1, 2)]}
+    many = {**few, "running": {"running": 0, "waiting": 9}, "sequences": [{**waiting, "number": n} for n in range(9)]}
+    (tmp_path / "page.html").write_bytes(cache_page.html())
+    command = ["node", str(Path(__file__).parent / "page_document.mjs"), str(tmp_path / "page.html")]
+    done = subprocess.run(command, input=json.dumps([few, many]), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    first, second, state = json.loads(done.stdout)
+    assert first["headline"] == "2 requests are being answered" and len(first["rows"]) == 2
+    assert first["rows"][0][-1] == "9 prompt tokens, cached ones not counted yet"
+    assert second["rows"] == [] and second["none"] == "9 wait, the first for 3.0 s"
+    assert state == "the API key is wrong"
 
 
 def test_every_block_has_one_state() -> None:
@@ -129,7 +175,9 @@ def test_it_moves_while_prompts_are_computed_and_tokens_generated(
     browser.show(f"{server.url}/cache", *size)
     browser.wait_until("document.body?.dataset.ready")
     assert "tiny" in browser.evaluate("document.title")
-    assert re.search(r"[\d,]+ of [\d,]+ prompt tokens were not computed", browser.evaluate("$('headline').textContent"))
+    assert re.search(
+        r"[\d,]+ of [\d,]+ prompt tokens came from the cache", browser.evaluate("$('headline').textContent")
+    )
     prompt = " ".join(f"{size[0]}-{n}" for n in range(1000))
     clients = [server.send_and_leave_open("/v1/completions", {"prompt": prompt, "max_tokens": 100000})]
     browser.wait_until("[...$('requests').children].some(e => /: prefill/.test(e.textContent))")
