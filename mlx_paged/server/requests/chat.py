@@ -189,6 +189,7 @@ class ChatForm:
     def __init__(self, head: Head, *, includes_usage: bool = False, tells_logprobs: bool = False) -> None:
         self._head = head
         self._includes_usage, self._tells_logprobs = includes_usage, tells_logprobs
+        self._begun: set[int] = set()  # answers that have said their role: clients join what deltas say
 
     def begin(self, usage: Usage, echoes: Sequence[Echo] = ()) -> list[Event]:
         return []
@@ -224,7 +225,8 @@ class ChatForm:
         choice: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish}
         if self._tells_logprobs:
             choice["logprobs"] = content_logprobs(piece.tokens)
-        message: dict[str, Any] = {"role": "assistant"}
+        message: dict[str, Any] = {} if piece.index in self._begun else {"role": "assistant"}
+        self._begun.add(piece.index)
         calls = piece.calls
         if key == "message":
             message["content"] = piece.text if piece.text or not calls else None  # which has to be there

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.server.api.samples import HI
 from tests.support.processes.server_process import Answer, ServerProcess
+
+if TYPE_CHECKING:
+    import openai
 
 pytestmark = pytest.mark.demo_model
 
@@ -65,6 +68,17 @@ def test_an_end_token_has_no_text_and_no_log_probability(server: ServerProcess, 
     body = {**BODIES[path], "logit_bias": END}
     assert said(server.post(path, body), path) == ("", 0)
     assert streamed(server.post(path, {**body, "stream": True})) == ("", 0)
+
+
+def test_deltas_joined_are_the_message(client: openai.OpenAI) -> None:
+    """By the official client, which adds every text of a delta to what it has."""
+    with client.chat.completions.stream(model="default_model", messages=HI, n=2, max_tokens=3, seed=1) as stream:
+        for _ in stream:
+            pass
+        choices = stream.current_completion_snapshot.choices
+    whole = client.chat.completions.create(model="default_model", messages=HI, n=2, max_tokens=3, seed=1).choices
+    assert [choice.message.role for choice in choices] == ["assistant"] * 2
+    assert [choice.message.content for choice in choices] == [choice.message.content for choice in whole]
 
 
 def test_an_empty_beginning_is_none(server: ServerProcess) -> None:
