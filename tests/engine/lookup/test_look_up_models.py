@@ -102,7 +102,8 @@ def test_pools_in_place(
     monkeypatch.setattr(compiled_step, "PATIENCE", 1)
     run_alike(kind, PagedConfig(block_size=8, kernel="on"), oracle)
     paths = {choice.path for choice in mlx_paged.dispatch_counts()}
-    assert paths <= {"kernel", "prefill"}, "nothing is gathered"
+    # On CUDA prompts are packs, and those in f32 go through MLX's attention, sequence by sequence.
+    assert paths <= {"kernel", "prefill"} | ({"apart"} if kernels is None else set()), "nothing is gathered"
     assert compiled["pack"] > 0
 
 
