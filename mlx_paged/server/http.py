@@ -46,6 +46,7 @@ class Protocol(H11Protocol):
     """uvicorn's HTTP/1.1, with errors in JSON, a bound of connections, and one of the time without a request."""
 
     max_connections = MAX_CONNECTIONS
+    _waits_since: float | None = None  # for the headers of a request, of which some bytes may have come
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -59,6 +60,8 @@ class Protocol(H11Protocol):
         super().data_received(data)
         if self.cycle is None or self.cycle.response_complete:
             self._wait_for_request()
+        else:
+            self._waits_since = None
         # uvicorn stops reading where a further request waits, and then does not see that the client has gone.
         rest, is_closed = self.conn.trailing_data
         if self.conn.their_state is h11.DONE and not is_closed and 0 < len(rest) < MAX_PIPELINED:
@@ -67,9 +70,10 @@ class Protocol(H11Protocol):
     def _wait_for_request(self) -> None:
         self._unset_keepalive_if_required()
         if not self.transport.is_closing():
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
+            if self._waits_since is None:
+                self._waits_since = self.loop.time()
+            until = self._waits_since + self.timeout_keep_alive
+            self.timeout_keep_alive_task = self.loop.call_at(until, self.timeout_keep_alive_handler)
 
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
