@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.engine import live_requests, prefill
+from mlx_paged.engine import engine as engine_module
+from mlx_paged.engine import prefill
 from mlx_paged.engine.prefill import can_pack, packs_of
 from mlx_paged.engine.scheduler import Chunk
 from mlx_paged.kernels.build import KernelUnavailable
@@ -194,13 +195,13 @@ def test_packs_are_taken_where_plans_are_prepared_and_blocks_are_in_place(monkey
     model = build("llama", head_dim=64)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     assert not generator(model)._engine.packs
-    monkeypatch.setattr(live_requests, "prepares_plans", lambda: True)
+    monkeypatch.setattr(engine_module, "prepares_plans", lambda: True)
     assert not generator(model)._engine.packs
     with fake_kernels():
         mlx_paged.remove_patches()
         mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
         assert generator(model)._engine.packs
-        monkeypatch.setattr(live_requests, "prepares_plans", lambda: False)
+        monkeypatch.setattr(engine_module, "prepares_plans", lambda: False)
         engine = generator(model)._engine
         assert not engine.packs and engine.shares_calls
 

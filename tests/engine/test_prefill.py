@@ -14,7 +14,7 @@ from mlx_lm.models import llama
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.attention import dispatch
-from mlx_paged.engine import live_requests
+from mlx_paged.engine import engine as engine_module
 from mlx_paged.engine import prefill as prefill_module
 from mlx_paged.engine.prefill import MOST_TOKENS, calls_of
 from mlx_paged.engine.scheduler import Chunk
@@ -31,7 +31,7 @@ def in_kernel(request: pytest.FixtureRequest, kernels: object, monkeypatch: pyte
     """Whether short chunks go through the decode kernel, as where MLX's attention prepares a plan for each shape. None
     are packed, as where there is no kernel for packs."""
     chosen = bool(request.param == "in the kernel")
-    monkeypatch.setattr(live_requests, "prepares_plans", lambda: False)
+    monkeypatch.setattr(engine_module, "prepares_plans", lambda: False)
     monkeypatch.setattr(dispatch, "prepares_plans", lambda: chosen)
     return chosen
 
