@@ -22,14 +22,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
-from ..server.backend import PromptLimits
+from ..server.backend import PromptLimits, TextParts
 from ..server.constraint import Constraint
 from ..server.errors import RequestRefused, invalid, too_many_tokens
 from ..server.request import ChatInput, Input, Prompt, ServerRequest
 from .grammar.tokenizer_grammars import TokenizerGrammars
+from .harmony import HARMONY_CALL, HARMONY_TOKENS, HarmonyParts, harmony_call
 
-HARMONY_TOKENS = {"<|channel|>", "<|message|>", "<|start|>", "<|return|>", "<|call|>"}
-HARMONY_CALL = "<|channel|>commentary to=functions."
 TEMPLATE = "<template>"  # what Jinja calls the code of a template
 THINKING = "enable_thinking"  # mlx-lm's wrapper of tokenizers renames it for templates that call it otherwise
 # Arguments of apply_chat_template that templates read as variables, too, and that mlx-lm does not give itself.
@@ -61,7 +60,7 @@ class LoadedTexts:
         self._machine = make_text_state_machine(tokenizer)
         self._has_channels = tokenizer.get_vocab().keys() >= HARMONY_TOKENS
         if self._has_channels:  # gpt-oss, which mlx-lm's machine does not know
-            self._machine, self.call_start = harmony_machine(), HARMONY_CALL
+            self.call_start = HARMONY_CALL
         end = tokenizer.think_end
         self._machine_without_calls = TextStateMachine({"normal": [], "reasoning": [(end, "normal")] if end else []})
 
@@ -133,7 +132,9 @@ class LoadedTexts:
             special = (*self.tokenizer.encode("\n"), *self.tokenizer.eos_token_ids)
         request.sampling = replace(params, top_k=min(params.top_k, vocab - 1), xtc_special_tokens=special)
 
-    def parts(self, initial_state: str, *, has_calls: bool) -> LoadedParts:
+    def parts(self, initial_state: str, *, has_calls: bool) -> TextParts:
+        if has_calls and self._has_channels:
+            return HarmonyParts(initial_state)
         return LoadedParts(self._machine if has_calls else self._machine_without_calls, initial_state)
 
     def parse_calls(self, text: str, tools: Any) -> list[dict[str, Any]]:
@@ -173,23 +174,6 @@ def _begun(messages: list[dict[str, Any]], role_mapping: dict[str, Any] | None) 
     *before, last = messages
     text = upstream.convert_chat([*before, {**last, "content": "\0"}], role_mapping)
     return f"{text[: text.rindex(chr(0))]}{last['content']}"
-
-
-def harmony_machine() -> TextStateMachine:
-    """Return the parts of answers in OpenAI's Harmony format: channels of messages, one behind the other."""
-    channels = [(f"<|channel|>{name}<|message|>", "normal") for name in ("final", "commentary")]
-    call = [(f"{begin} to=functions.", "tool") for begin in ("<|channel|>commentary", "<|start|>assistant")]
-    ends = [(end, "normal") for end in ("<|end|>", "<|return|>", "<|start|>assistant")]
-    begins = [("<|channel|>analysis<|message|>", "reasoning"), *channels, *call]
-    return TextStateMachine({"normal": [*begins, *ends], "reasoning": ends, "tool": [("<|call|>", "normal"), ends[0]]})
-
-
-def harmony_call(text: str) -> dict[str, Any]:
-    """Return a call: ``NAME <|constrain|>json<|message|>{...}``, perhaps with its channel. Raises ValueError."""
-    header, marker, arguments = text.partition("<|message|>")
-    if not marker:
-        raise ValueError("a call without a message")
-    return {"name": header.replace("<", " ").split()[0], "arguments": arguments}
 
 
 class LoadedParts:

@@ -10,7 +10,8 @@ import pytest
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.tool_parsers import json_tools
 
-from mlx_paged.patches.server_texts import LoadedParts, harmony_call, harmony_machine
+from mlx_paged.patches.harmony import HarmonyParts, harmony_call
+from mlx_paged.patches.server_texts import LoadedParts
 from mlx_paged.server.answer_stream import Generated
 from mlx_paged.server.answers import Answer
 from mlx_paged.server.request import Prompt, ServerRequest
@@ -20,7 +21,7 @@ from mlx_paged.server.requests.pieces import Head, Piece, Usage
 MACHINE = {"normal": [("<tool_call>", "tool")], "tool": [("</tool_call>", "normal")]}
 
 
-def texts_of(machine: TextStateMachine, parse: Any) -> Any:
+def texts_of(parts: Any, parse: Any) -> Any:
     def parse_calls(text: str, tools: Any) -> list[dict[str, Any]]:
         parsed = parse(text)
         if not isinstance(parsed, dict):
@@ -28,14 +29,17 @@ def texts_of(machine: TextStateMachine, parse: Any) -> Any:
         return [parsed]
 
     return SimpleNamespace(
-        parts=lambda state, has_calls: LoadedParts(machine, state),
+        parts=lambda state, has_calls: parts(state),
         parse_calls=parse_calls,
         call_start="<tool_call>",
         token=lambda token: (chr(token), chr(token).encode()),
     )
 
 
-JSON_TEXTS = texts_of(TextStateMachine(MACHINE), lambda text: json_tools.parse_tool_call(text))
+JSON_TEXTS = texts_of(
+    lambda state: LoadedParts(TextStateMachine(MACHINE), state), lambda text: json_tools.parse_tool_call(text)
+)
+HARMONY_TEXTS = texts_of(HarmonyParts, harmony_call)
 
 
 def answer_of(text: str, texts: Any = JSON_TEXTS, **options: Any) -> Piece:
@@ -99,14 +103,33 @@ def test_end_tokens_have_no_log_probabilities_and_others_have_their_text_and_byt
     assert [(token.text, token.bytes) for token in told.tokens] == [("a", b"a"), ("d", b"d")]
 
 
-def test_channels_of_gpt_oss() -> None:
-    texts = texts_of(harmony_machine(), harmony_call)
-    thought = "<|channel|>analysis<|message|>Hm, 1 < 2.<|end|><|start|>assistant"
-    told = answer_of(f"{thought}<|channel|>final<|message|>Yes.", texts)
-    assert (told.reasoning, told.text, told.finish) == ("Hm, 1 < 2.", "Yes.", "stop")
-    call = '<|channel|>commentary to=functions.clock <|constrain|>json<|message|>{"tz": "UTC"}'
-    told = answer_of(f"{thought}{call}<|call|>", texts)
-    assert told.text == "" and told.finish == "tool_calls"
-    assert told.calls[0]["function"] == {"name": "clock", "arguments": '{"tz": "UTC"}'}
-    (made,) = answer_of(f"{thought}{call.partition('{')[0]}<|call|>", texts).calls
-    assert made["function"] == {"name": "clock", "arguments": "{}"}
+THOUGHT = "<|channel|>analysis<|message|>Hm, 1 < 2.<|end|><|start|>assistant"
+CALL = '<|constrain|>json<|message|>{"tz": "UTC"}<|call|>'
+UTC, EMPTY = '{"tz": "UTC"}', "{}"
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "shown", "calls"),
+    [
+        (f"{THOUGHT}<|channel|>final<|message|>Yes < no", "Hm, 1 < 2.", "Yes < no", []),
+        ("<|channel|>final <|constrain|>json<|message|>[1]<|return|>", "", "[1]", []),
+        (f"{THOUGHT}<|channel|>commentary to=functions.clock {CALL}", "Hm, 1 < 2.", "", [UTC]),
+        (f"{THOUGHT} to=functions.clock<|channel|>commentary {CALL}", "Hm, 1 < 2.", "", [UTC]),
+        (f" to=functions.clock<|channel|>commentary {CALL}", "", "", [UTC]),
+        (f"<|channel|>analysis to=functions.clock code{CALL[17:]}", "", "", [UTC]),
+        (f"{THOUGHT}<|channel|>commentary<|message|>I look.<|end|>{THOUGHT}", "Hm, 1 < 2." * 2, "I look.", []),
+        ((f"<|channel|>commentary to=functions.clock {CALL}<|start|>assistant") * 2, "", "", [UTC, UTC]),
+        ("<|channel|>commentary to=functions.clock<|message|>", "", "", [EMPTY]),
+        ("<|channel|>commentary to=functions.clo", "", "", []),
+        ('<|channel|>commentary to=clock<|message|>{"t', "", '<tool_call>clock<|message|>{"t', []),
+        ("no channels to=day", "", "no channels to=day", []),
+        (" to", "", " to", []),
+        ("<|channel|>final<|message|>a<|start|>user<|message|>b<|end|>", "", "ab", []),
+        ("<|channel|>" + "x" * 2000, "", "<|channel|>" + "x" * 2000, []),
+    ],
+)
+def test_channels_of_gpt_oss(text: str, reasoning: str, shown: str, calls: list[str]) -> None:
+    told = answer_of(text, HARMONY_TEXTS)
+    assert (told.reasoning, told.text) == (reasoning, shown)
+    assert [call["function"] for call in told.calls] == [{"name": "clock", "arguments": each} for each in calls]
+    assert told.finish == ("tool_calls" if calls else "stop")

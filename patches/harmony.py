@@ -1,0 +1,112 @@
+"""HarmonyParts: answers in OpenAI's Harmony format (gpt-oss), which mlx-lm's machine of texts does not know."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+HARMONY_TOKENS = {"<|channel|>", "<|message|>", "<|start|>", "<|return|>", "<|call|>"}
+HARMONY_CALL = "<|channel|>commentary to=functions."
+HEADERS = (
+    "<|start|>",
+    "<|channel|>",
+    "<|constrain|>",
+    " to=",
+)  # what a header begins with; the prompt may hold its start
+BODY = "<|message|>"
+ENDS = ("<|end|>", "<|return|>", "<|call|>")
+MARKS = (*ENDS, "<|start|>", "<|channel|>")  # what ends a body
+MOST_HEADER = 1000  # characters, after which it is text
+_MARK = re.compile("|".join(map(re.escape, MARKS)))
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
+
+
+class HarmonyParts:
+    """Parts one answer: messages, each a header (role, channel, recipient) and a body. The channel ``analysis`` is
+    reasoning, a body for a recipient is a tool call, and what has no header is text.
+
+    Args:
+        state: that the prompt ends in.
+    """
+
+    def __init__(self, state: str) -> None:
+        self._held, self._state = "", state
+        self._place = "start" if state == "normal" else "body"  # or "header"
+
+    def feed(self, text: str) -> list[tuple[str, str]]:
+        self._held += text
+        parts: list[tuple[str, str]] = []
+        take = {"start": self._take_start, "header": self._take_header, "body": self._take_body}
+        while take[self._place](parts):
+            pass
+        return parts
+
+    def flush(self) -> tuple[str, str]:
+        """Return the state and the rest; a header that was cut off is no text."""
+        rest, self._held = "" if self._place == "header" else self._held, ""
+        return self._state, rest
+
+    # Each takes one thing from what is held; False: more has to come first.
+
+    def _take_start(self, parts: list[tuple[str, str]]) -> bool:
+        if self._held.startswith(HEADERS):
+            self._place = "header"
+        elif _begins_one_of(self._held, HEADERS):
+            return False
+        else:
+            self._begin("normal", parts)
+        return True
+
+    def _take_header(self, parts: list[tuple[str, str]]) -> bool:
+        header, mark, body = self._held.partition(BODY)
+        if not mark:
+            if len(header) > MOST_HEADER:
+                self._begin("normal", parts)
+                parts.append(("normal", header))
+                self._held = ""
+            return False
+        self._held = body
+        recipient = _RECIPIENT.search(header)
+        if recipient is None:
+            self._begin("reasoning" if "<|channel|>analysis" in header else "normal", parts)
+        else:
+            self._begin("tool", parts)
+            parts.append(("tool", recipient[1] + BODY))
+        return True
+
+    def _take_body(self, parts: list[tuple[str, str]]) -> bool:
+        found = _MARK.search(self._held)
+        end = len(self._held) - _num_pending(self._held) if found is None else found.start()
+        if end:
+            parts.append((self._state, self._held[:end]))
+        self._held = self._held[end:]
+        if found is None:
+            return False
+        if found[0] in ENDS:
+            self._held = self._held[len(found[0]) :]
+        self._begin("normal", parts)  # a call is at its end, even if another follows
+        self._place = "start"
+        return True
+
+    def _begin(self, state: str, parts: list[tuple[str, str]]) -> None:
+        self._state, self._place = state, "body"
+        parts.append((state, ""))
+
+
+def _begins_one_of(text: str, marks: tuple[str, ...]) -> bool:
+    return any(mark.startswith(text) for mark in marks)
+
+
+def _num_pending(text: str) -> int:
+    """Return how many characters at the end may begin a mark."""
+    longest = min(len(text), max(map(len, MARKS)) - 1)
+    return next((n for n in range(longest, 0, -1) if _begins_one_of(text[-n:], MARKS)), 0)
+
+
+def harmony_call(text: str) -> dict[str, Any]:
+    """Return a call: ``NAME<|message|>{...}``, or without arguments. Raises ValueError."""
+    name, mark, arguments = text.partition(BODY)
+    if not mark:
+        raise ValueError("a call without a message")
+    return {"name": name, "arguments": json.loads(arguments) if arguments.strip() else {}}
