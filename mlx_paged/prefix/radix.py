@@ -6,17 +6,18 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import NamedTuple
 
 from ..errors import BlockStateError, ConfigError
 from ..kv.allocator import NULL_BLOCK
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
-from .eviction import least_recently_used, shortest_tail
+from ..kv.storage.scoring import Window
 from .held_blocks import HeldBlocks
-from .insertion import add_leaf, check_tables, improves, refill, replace_tail, split
-from .radix_node import RadixNode, part_nodes
-from .radix_path import check_tree, path_blocks, servable_length, table_over
+from .radix_node import RadixNode, check_tree, part_nodes, path_blocks, servable_length
+
+LOOKED_AT = 64  # nodes copied at a time from an order that changes meanwhile
 
 
 class MatchResult(NamedTuple):
@@ -58,8 +59,6 @@ class RadixTree:
 
     Args:
         pool: kept weakly: a cache must not keep a model's memory alive.
-        max_entries: most leaves (prefixes that are no other's beginning).
-        max_bytes: most bytes of blocks held, shared ones counted once.
         ttl: seconds after which a prefix that nobody used is evicted.
         clock: the time, in seconds.
         on_evict: called with a prefix' salt and a node before any of the node's blocks are evicted.
@@ -69,8 +68,6 @@ class RadixTree:
         self,
         pool: BlockPool,
         *,
-        max_entries: int | None = None,
-        max_bytes: int | None = None,
         ttl: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_evict: Callable[[Hashable, RadixNode], None] | None = None,
@@ -79,8 +76,7 @@ class RadixTree:
             raise ConfigError("keys of a pool that pins tokens depend on how prompts were cut, so are not shared")
         self._held = HeldBlocks(pool)
         self.block_size, self.windows = self._held.block_size, self._held.windows
-        self.max_entries, self.max_bytes, self.ttl = max_entries, max_bytes, ttl
-        self.clock, self.on_evict = clock, on_evict
+        self.ttl, self.clock, self.on_evict = ttl, clock, on_evict
         self.evictions = self.hit_tokens = 0
         self._roots: dict[Hashable, RadixNode] = {}
         self._order: dict[RadixNode, None] = {}  # all nodes but the roots, least recently used first
@@ -177,7 +173,7 @@ class RadixTree:
             ValueError: the tables do not hold the tokens. Nothing was changed.
         """
         run, held = tuple(tokens), self._held
-        check_tables(self.windows, run, tables)
+        _check_tables(self.windows, run, tables)
         with self._changing():
             self.expire()
             node = self._roots[salt] = self._root(salt)
@@ -185,23 +181,22 @@ class RadixTree:
             while position < len(run):
                 child = node.children.get(run[position])
                 if child is None:
-                    new_blocks += replace_tail(held, node, tables) + add_leaf(held, node, run, tables)
+                    new_blocks += _replace_tail(held, node, tables) + _add_leaf(held, node, run, tables)
                     new_tokens = len(run) - position
                     child, position = node.children[run[position]], len(run)
                 else:
                     common = child.common_length(run, position, len(run))
                     position += common
-                    if common < len(child.tokens) and (position < len(run) or improves(held, child, tables, position)):
-                        child = split(held, child, common)
+                    if common < len(child.tokens) and (position < len(run) or _improves(held, child, tables, position)):
+                        child = _split(held, child, common)
                         if child.locks:
                             self._locked.add(child)
                     if child.end == position:
-                        new_blocks += refill(held, child, tables)
+                        new_blocks += _refill(held, child, tables)
                 self._touch(child)
                 node = child
             if label is not None and node.end == len(run):
                 node.label = label
-            self._keep_limits(node)
             return InsertResult(new_tokens, new_blocks, node)
 
     @contextmanager
@@ -280,7 +275,7 @@ class RadixTree:
                 if freed >= num_blocks:
                     break
                 target = num_blocks if only_useful else freed + self.reclaimable(group, num_blocks - freed)
-                for node in least_recently_used(self._held, group, self._order):
+                for node in _least_recently_used(self._held, group, self._order):
                     if freed >= target:
                         break
                     if not only_useful or self._held.num_unshared(group, node.blocks[group]):
@@ -295,20 +290,11 @@ class RadixTree:
             gone, node.blocks[group] = node.blocks[group], [NULL_BLOCK] * len(node.blocks[group])
             node.valid_from[group] = node.end
             return self._drop(group, gone)
-        index = shortest_tail(self._held, node, group, num_blocks)
+        index = _shortest_tail(self._held, node, group, num_blocks)
         if index is None:
             return self._remove(node)[group]
         self._notify(node)
         return [self._drop(each, blocks) for each, blocks in enumerate(node.cut(index, self.block_size))][group]
-
-    def evict_bytes(self, num_bytes: int) -> int:
-        """Evict least recently used leaves until ``num_bytes`` bytes of blocks are free. Returns bytes freed."""
-        with self.pool.lock:
-            before, freed = self.nbytes, 0
-            while freed < num_bytes and (leaf := next(self._unlocked_leaves(), None)):
-                self.remove(leaf)
-                freed = before - self.nbytes
-            return freed
 
     def remove(self, node: RadixNode) -> None:
         """Evict a leaf. Raises BlockStateError if it is locked or not a leaf of this tree."""
@@ -360,18 +346,6 @@ class RadixTree:
             oldest = min((node.used_at for node in self.leaves()), default=self.clock())
             self._next_expiry = oldest + self.ttl
 
-    def _keep_limits(self, newest: RadixNode) -> None:
-        while self._over_limits():
-            victim = next((node for node in self._unlocked_leaves() if node is not newest), None)
-            if victim is None:
-                return
-            self.remove(victim)
-
-    def _over_limits(self) -> bool:
-        if self.max_entries is not None and len(self) > self.max_entries:
-            return True
-        return self.max_bytes is not None and self.nbytes > self.max_bytes
-
     # Accounts -------------------------------------------------------------------------------------------------
 
     def salt_of(self, node: RadixNode) -> Hashable:
@@ -388,10 +362,7 @@ class RadixTree:
     def leaves(self) -> list[RadixNode]:
         """Unlocked leaves, least recently used first."""
         with self.pool.lock:
-            return list(self._unlocked_leaves())
-
-    def _unlocked_leaves(self) -> Iterator[RadixNode]:
-        return (node for node in self._order if not node.children and not node.locks)
+            return [node for node in self._order if not node.children and not node.locks]
 
     def __len__(self) -> int:
         """Leaves: prefixes that are no other's beginning."""
@@ -420,3 +391,162 @@ class RadixTree:
             for node in self.nodes():
                 node.blocks[group][:] = [moves.get(b, b) for b in node.blocks[group]]
             self._held.renumber(group, moves)
+
+
+# Inserting: how nodes take the blocks that they do not have yet --------------------------------------------------
+
+
+def _check_tables(windows: Sequence[Window | None], tokens: tuple[int, ...], tables: Sequence[BlockTable]) -> None:
+    """Raise ValueError unless the tables, one per group, hold the tokens."""
+    if not tokens:
+        raise ValueError("a prefix has at least one token")
+    if [table.group for table in tables] != list(range(len(windows))):
+        raise ValueError("one table per group of the pool, in order")
+    for table, window in zip(tables, windows, strict=True):
+        if table.released or table.length < len(tokens):
+            raise ValueError(f"{table} does not hold {len(tokens)} tokens")
+        if window is None and table.logical_start:
+            raise ValueError(f"{table} does not hold its first tokens")
+
+
+def _split(held: HeldBlocks, node: RadixNode, at: int) -> RadixNode:
+    """See :meth:`RadixNode.split`; with the reference that both sides need on a block they share."""
+    upper = node.split(at, held.block_size)
+    if upper.end % held.block_size:
+        for group, blocks in enumerate(upper.blocks):
+            held.hold(group, blocks[-1:])
+    return upper
+
+
+def _add_leaf(held: HeldBlocks, parent: RadixNode, tokens: tuple[int, ...], tables: Sequence[BlockTable]) -> int:
+    """Hang a leaf with the tokens behind the parent's on it. Returns the blocks taken, as the others here."""
+    start, size = parent.end, held.block_size
+    first, last = start // size, -(-len(tokens) // size)
+    leaf = RadixNode(tokens[start:], start, parent, [], [])
+    taken = 0
+    for table in tables:
+        valid_from = min(max(table.logical_start, first * size), len(tokens))
+        ids = table.block_ids[valid_from // size : last] if valid_from < len(tokens) else []
+        held.hold(table.group, ids)
+        leaf.blocks.append([NULL_BLOCK] * (last - first - len(ids)) + ids)
+        leaf.valid_from.append(valid_from)
+        taken += len(ids)
+    parent.children[tokens[start]] = leaf
+    return taken
+
+
+def _replace_tail(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable]) -> int:
+    """Where the node's partial tail block is its alone, hold the longer one of the tables in its place: one block
+    then serves both this prefix and the one about to go on from it."""
+    index, offset = divmod(node.end, held.block_size)
+    if not offset:
+        return 0
+    taken = 0
+    for table in tables:
+        group = table.group
+        valid_from = max(node.valid_from[group], index * held.block_size)
+        old = node.blocks[group][-1]
+        if old == NULL_BLOCK or held.counts[group][old] > 1 or table.logical_start > valid_from:
+            continue
+        new = table.block_ids[index]
+        if new == old:
+            continue
+        held.hold(group, [new])
+        node.blocks[group][-1] = new
+        held.drop(group, [old])
+        taken += 1
+    return taken
+
+
+def _improves(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable], end: int) -> bool:
+    """Whether the tables hold keys of the node's tokens before ``end`` that the node's blocks do not hold any more."""
+    floor = node.start // held.block_size * held.block_size
+    return any(max(t.logical_start, floor) < min(node.valid_from[t.group], end) for t in tables)
+
+
+def _refill(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable]) -> int:
+    """Take the blocks of a window group that were evicted from the node and that the tables hold."""
+    size, taken = held.block_size, 0
+    first = node.start // size
+    for table in tables:
+        group, old_start = table.group, node.valid_from[table.group]
+        new_start = max(table.logical_start, first * size)
+        if new_start >= old_start or new_start >= node.end:
+            continue
+        low, high = new_start // size, -(-old_start // size)
+        new, replaced = table.block_ids[low:high], slice(low - first, high - first)
+        held.hold(group, new)
+        old, node.blocks[group][replaced] = node.blocks[group][replaced], new
+        node.valid_from[group] = new_start
+        held.drop(group, old)
+        taken += len(new)
+    return taken
+
+
+# Evicting: which nodes can free blocks, in what order, and which of their blocks -----------------------------------
+
+
+def _least_recently_used(held: HeldBlocks, group: int, order: Mapping[RadixNode, None]) -> Iterator[RadixNode]:
+    """Return the nodes of a tree that blocks of a group can be evicted from, the least recently used first.
+
+    Only what is asked for is looked at. The caller may remove the nodes it gets, and no others; a parent whose last
+    child was removed takes its place among the others.
+
+    Args:
+        held: the tree's references.
+        group: index of the group.
+        order: all nodes of the tree, least recently used first.
+    """
+
+    def is_evictable(node: RadixNode) -> bool:
+        return not node.locks and (not node.children or (has_window and node.valid_from[group] < node.end))
+
+    has_window = held.windows[group] is not None
+    seen, num_nodes = 0, len(order)
+    while nodes := list(islice(order, seen - (num_nodes - len(order)), seen + LOOKED_AT - (num_nodes - len(order)))):
+        seen += len(nodes)
+        for node in nodes:
+            while node in order and is_evictable(node):
+                yield node
+                parent = node.parent
+                if node in order or parent is None or parent.tick > node.tick:
+                    break  # the node stays, or its parent comes later
+                node = parent
+
+
+def _shortest_tail(held: HeldBlocks, leaf: RadixNode, group: int, num_blocks: int) -> int | None:
+    """Index of the first block to evict so that the leaf's front stays; None if the whole leaf must go.
+
+    With a window, a prefix is of use only at the ends it was kept for, so there a leaf goes as a whole.
+    """
+    if any(window is not None for window in held.windows):
+        return None
+    refcount = held.pool.groups[group].allocator.refcount
+    gain, index = 0, len(leaf.blocks[group])
+    while index > 0 and gain < num_blocks:
+        index -= 1
+        gain += refcount(leaf.blocks[group][index]) == 1
+    keeps_tokens = (leaf.start // held.block_size + index) * held.block_size > leaf.start
+    return index if keeps_tokens and gain >= num_blocks else None
+
+
+def table_over(pool: BlockPool, group: int, block_ids: Sequence[int], length: int) -> BlockTable:
+    """A table over blocks that others hold too, with a reference of its own on each, as a prefill cut at ``length``
+    would have left it.
+
+    Args:
+        pool: the blocks' pool.
+        group: index of their group.
+        block_ids: by absolute position, ``ceil(length / block_size)`` of them; null behind the group's window, but for
+            pinned tokens. Where the next token sees itself only, whole blocks.
+        length: tokens they hold.
+    """
+    spec = pool.groups[group].spec
+    with pool.lock:
+        table = pool.new_table(group)
+        pool.retain(group, block_ids)
+        table.block_ids.extend(block_ids)
+        table.length = length
+        table.logical_start, table.ring_origin = spec.first_kept(length), spec.ring_origin(length)
+        table.forget_indices()
+        return table

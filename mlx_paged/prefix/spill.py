@@ -14,9 +14,8 @@ from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
 from ..kv.storage.base import first_keys
 from ..kv.storage.scoring import Window
-from .radix import RadixTree
+from .radix import RadixTree, table_over
 from .radix_node import RadixNode
-from .radix_path import table_over
 from .spill_folder import FORMAT, BlockGeometry, SpilledBlock, SpillFolder, described, geometry_of, packed
 from .write_queue import WriteQueue
 

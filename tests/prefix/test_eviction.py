@@ -164,17 +164,6 @@ def test_nodes_go_in_the_order_of_use_whatever_goes_with_them() -> None:
     assert tree.evict(0, 10**6) == 100 and not list(tree.nodes())
 
 
-def test_limits() -> None:
-    pool = make_pool()
-    tree = RadixTree(pool, max_entries=2, max_bytes=4 * 4 * 12)
-    for n in range(3):
-        add(tree, range(100 * n, 100 * n + 6))
-    assert len(tree) == 2 and [found(tree, range(100 * n, 100 * n + 6)) for n in range(3)] == [0, 6, 6]
-    add(tree, range(500, 512))
-    assert tree.nbytes <= 4 * 4 * 12 and found(tree, range(500, 512)) == 12 and len(tree) == 1
-    assert tree.evict_bytes(1) > 0 and len(tree) == 0
-
-
 def test_time_to_live() -> None:
     clock = Clock()
     tree, _pool = make_tree((None,), ttl=10, clock=clock)

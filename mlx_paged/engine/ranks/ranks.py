@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import importlib.metadata
 import sys
 import threading
@@ -110,11 +109,6 @@ class Ranks:
         """The least of all ranks' values."""
         return min(self.exchange(value))
 
-    def all_max(self, value: int) -> int:
-        """The largest of all ranks' values."""
-        return max(self.exchange(value))
-
-    @functools.cached_property
     def are_of_one_kind(self) -> bool:
         """Whether all ranks compute the same bits from the same bits: on devices of one name, with one MLX. Asked for
         the first time by all of them together."""

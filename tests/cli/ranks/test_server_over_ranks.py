@@ -115,6 +115,7 @@ def _compare_logprobs(found: Any, expected: Any) -> None:
 
 
 def test_prefixes_are_found(ranked: RankedServer) -> None:
+    told(ranked, CASES[2])
     _, usage = told(ranked, CASES[2])
     assert usage["prompt_tokens_details"]["cached_tokens"] > 100
 
