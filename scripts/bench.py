@@ -25,6 +25,7 @@ COMMANDS = {
     "grammar": "what grammars cost a batch",
     "ranks": "two ranks of one machine, and one",
     "host": "what Python takes to build a decode step's graph",
+    "engine": "what a step of the engine takes of the host, by rows, by who waits, by what is cached",
 }
 
 

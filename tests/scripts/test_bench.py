@@ -121,6 +121,27 @@ def test_host_counts_python(tmp_path: Path) -> None:
     assert [r["model"] for r in results] == ["llama"] and results[0]["stock_us"] > 0
 
 
+def test_engine_measures_each_case(tmp_path: Path) -> None:
+    results, _ = results_of(tmp_path, "engine", "--rows", "1,2", "--nodes", 20, "--waiting", 300)
+    assert len(results) == 16 and all(r["ms"] > 0 for r in results)
+
+
+@pytest.mark.slow
+def test_what_a_step_takes_grows_with_what_changes(tmp_path: Path) -> None:
+    """Ratios, not times: of 256 rows to 32, of a full prefix tree to a small one, of 10,000 that wait to 256."""
+    results, _ = results_of(tmp_path, "engine", "--rows", "32,256", "--nodes", 10_000)
+    few, _ = results_of(tmp_path, "engine", "--rows", "32,256", "--nodes", 100)
+
+    def ms(given: list[dict[str, Any]], case: str, **sizes: int) -> float:
+        return next(r["ms"] for r in given if r["case"] == case and sizes.items() <= r.items())
+
+    assert ms(results, "decode", rows=256) < 6 * ms(results, "decode", rows=32)
+    full = "pool full of prefixes"
+    assert ms(results, full, rows=32) < 2 * ms(few, full, rows=32)
+    for case in ("256 start", "256 start, prefix cache", "20 join in each step"):
+        assert ms(results, case, waiting=10_000) < 2 * ms(results, case, waiting=256), case
+
+
 @CPU_ONLY
 def test_kernel_needs_a_gpu() -> None:
     done = bench("kernel")

@@ -1,0 +1,295 @@
+"""What a step of the engine takes of the host around its kernels: by rows, by who waits, by what is cached.
+
+    python scripts/bench.py engine --rows 1,32,128,256
+
+On any machine: the model does nothing but attend, and kernels are stand-ins that compute nothing (but for the cases of
+pools that MLX itself computes on, as on a CPU). Milliseconds of the thread for a step, the median of some steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_paged.cache.paged_kv_cache import PagedKVCache
+from mlx_paged.cache.sequence import SequenceTables
+from mlx_paged.engine.decode_batch import DecodeBatch
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.request import Request
+from mlx_paged.engine.upstream import Upstream
+from mlx_paged.kv.group import LayerGroup
+from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.storage.choice import storage_choice
+from mlx_paged.kv.storage.scoring import Scoring
+from mlx_paged.kv.turn import Stepwise
+from mlx_paged.prefix.detached import SharedPrefixes
+from mlx_paged.prefix.radix import RadixTree
+
+from .host import stand_ins
+from .report import add_out_argument, list_of, positive, table, write_results
+
+VOCAB, DIM, BLOCK, STEPS, ENDLESS = 64, 64, 32, 20, 1 << 30
+
+
+class Model:
+    """Layers that attend and do nothing else."""
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        rows, length = tokens.shape
+        queries = mx.zeros((rows, 1, length, DIM), mx.float16)
+        for layer in cache:
+            layer.attend(queries, queries, queries, Scoring(1.0, "causal" if length > 1 else None))
+        return mx.zeros((rows, length, VOCAB))
+
+
+class _Response:
+    """A token that was delivered."""
+
+    def __init__(self, uid: int, token: int, logits: Any, finish_reason: str | None, *, num_cached: int) -> None:
+        self.uid, self.token, self.finish_reason, self.num_cached = uid, token, finish_reason, num_cached
+        self.all_tokens: list[int] = []
+
+    def attach(self, request: Request) -> None:
+        request.release()
+
+    def drop_cache(self) -> bool:
+        return False
+
+
+def _greedy(logprobs: mx.array) -> mx.array:
+    return mx.argmax(logprobs, axis=-1)
+
+
+class Bench:
+    """An engine and requests for it.
+
+    Args:
+        layers: of the model.
+        running: most rows.
+        windows: one for each group of layers.
+        blocks: of memory; None: ample.
+        caches_prefixes: whether it has a prefix cache.
+        in_place: kernels write and read the blocks, not MLX's own functions.
+    """
+
+    def __init__(
+        self,
+        layers: int = 16,
+        *,
+        running: int = 256,
+        windows: Sequence[int | None] = (None,),
+        blocks: int | None = None,
+        caches_prefixes: bool = False,
+        in_place: bool = True,
+    ) -> None:
+        each = layers // len(windows)
+        groups = [
+            LayerGroup(tuple(range(index * each, (index + 1) * each)), window, name=str(index))
+            for index, window in enumerate(windows)
+        ]
+        block_bytes = BLOCK * 2 * DIM * 2 * layers
+        budget = 1 << 50 if blocks is None else blocks * block_bytes
+        self.pool = BlockPool(groups, block_size=BLOCK, memory_budget=budget, choose_storage=storage_choice(in_place))
+        key = mx.zeros((1, 1, 1, DIM), mx.float16)
+        for index in range(len(windows)):
+            self.pool.set_geometry(index * each, key, key, batch=1)
+        self.tree = RadixTree(self.pool) if caches_prefixes else None
+        self._layers, self._uid, self._random = layers, 0, random.Random(0)
+        upstream = Upstream(
+            response=_Response,
+            prompt_response=lambda uid, *rest: (uid, *rest),
+            token_buffer=list,
+            known_sampler=lambda sampler: {},
+            known_processors=lambda processors: None,
+            state_cache=type("NoState", (), {}),
+        )
+        counters = SimpleNamespace(
+            prompt_tokens=0, prompt_time=0.0, decode_time=0.0, generation_tokens=0, generation_steps=0
+        )
+        self.engine = Engine(
+            DecodeBatch(Model(), upstream),
+            counters,
+            prefill_step_size=2048,
+            completion_batch_size=running,
+            prefill_batch_size=8,
+            prefixes=None if self.tree is None else SharedPrefixes(self.tree),
+            factory=self.fresh,
+        )
+
+    def fresh(self) -> list[Any]:
+        sequence = SequenceTables(self.pool)
+        return [PagedKVCache(sequence, layer) for layer in range(self._layers)]
+
+    def prompt(self, length: int) -> list[int]:
+        return [self._random.randrange(50_000) for _ in range(length)]
+
+    def add(self, count: int, length: int, max_tokens: int = ENDLESS) -> None:
+        empty = self.fresh()
+        for _ in range(count):
+            self._uid += 1
+            request = Request(
+                self._uid,
+                [self.prompt(length + self._random.randrange(BLOCK) if length > 100 else length)],
+                max_tokens=max_tokens,
+                caches=empty,
+                history=(),
+                sampler=_greedy,
+                processors=(),
+                matcher=SimpleNamespace(advance=lambda token: False),
+            )
+            self.engine.add(request)
+
+    def step(self) -> float:
+        """Take a step. Returns milliseconds of this thread."""
+        begin = time.thread_time()
+        with Stepwise():
+            self.engine._step()
+        return (time.thread_time() - begin) * 1e3
+
+    def start(self) -> None:
+        """Compute all prompts."""
+        while self.engine.scheduler.has_prompts:
+            self.step()
+
+    def steps(self, count: int = STEPS, before: Callable[[], None] = lambda: None) -> float:
+        """Return the median of some steps."""
+        found = []
+        for _ in range(3):
+            before()
+            self.step()
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(count):
+                before()
+                found.append(self.step())
+        finally:
+            gc.enable()
+        return statistics.median(found)
+
+
+def steady(rows: int, windows: Sequence[int | None] = (None,)) -> float:
+    bench = Bench(windows=windows)
+    bench.add(rows, 300)
+    bench.start()
+    return bench.steps()
+
+
+def full(rows: int, nodes: int) -> float:
+    """The pool is full, and each new block takes one of a cached prefix."""
+    per_row = 11
+    bench = Bench(4, blocks=nodes + rows * per_row + rows + 2, caches_prefixes=True)
+    assert bench.tree is not None
+    bench.add(rows, 300)
+    bench.start()
+    for _ in range(nodes):
+        memory, allocator = bench.pool.memory, bench.pool.groups[0].allocator
+        if memory.unheld_bytes < 2 * bench.pool.groups[0].bytes_per_block and not allocator.num_free:
+            break
+        prefix = bench.pool.new_table(0)
+        bench.pool.append_tokens(prefix, BLOCK)
+        bench.tree.insert(bench.prompt(BLOCK), [prefix])
+        bench.pool.release_table(prefix)
+    return bench.steps(2 * BLOCK)
+
+
+def admitted(waiting: int, *, caches_prefixes: bool) -> float:
+    """256 prompts of 16 tokens start in one step."""
+    bench = Bench(caches_prefixes=caches_prefixes)
+    bench.add(waiting, 16, max_tokens=4)
+    gc.collect()
+    return bench.step()
+
+
+def joining(waiting: int) -> float:
+    """Some 20 prompts of 200 tokens in each step, towards 120 rows."""
+    bench = Bench(caches_prefixes=True)
+    bench.add(max(waiting, 160), 180, max_tokens=4)
+    bench.step()
+    gc.collect()
+    return statistics.median(bench.step() for _ in range(5))
+
+
+def changing(layers: int, rows: int) -> float:
+    """One row leaves and one joins in each step."""
+    bench = Bench(layers, running=rows)
+    bench.add(rows, 33)
+    bench.start()
+
+    def change() -> None:
+        leaving = bench.engine.scheduler.running[rows // 2]
+        leaving.max_tokens = leaving.num_generated + 1
+        bench.add(1, 2)
+
+    return bench.steps(before=change)
+
+
+def held_back(waiting: int) -> float:
+    """64 rows decode, and there is no memory for the first that waits."""
+    bench = Bench(4, blocks=64 * 16)
+    bench.add(64, 200)
+    bench.start()
+    bench.add(1, 20_000)
+    bench.add(waiting - 1, 200)
+    return bench.steps()
+
+
+def cancelled(waiting: int) -> float:
+    bench = Bench(4, running=64, caches_prefixes=True)
+    bench.add(waiting, 50)
+    requests = list(bench.engine.requests.values())  # what the system needs to free them is not counted
+    begin = time.thread_time()
+    bench.engine.remove([request.uid for request in requests])
+    return (time.thread_time() - begin) * 1e3
+
+
+def functional(rows: int) -> float:
+    """One layer, over MLX's own arrays."""
+    bench = Bench(1, in_place=False)
+    bench.add(rows, 40)
+    bench.start()
+    return bench.steps()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=list_of(positive), default=[1, 32, 128, 256])
+    parser.add_argument("--nodes", type=positive, default=10_000, help="of the prefix tree")
+    parser.add_argument("--waiting", type=positive, default=10_000, help="requests")
+    add_out_argument(parser)
+
+
+def run(args: argparse.Namespace, given: Sequence[str]) -> None:
+    rows, nodes, waiting = args.rows, args.nodes, args.waiting
+    most = max(rows)
+    results: list[dict[str, Any]] = []
+
+    def note(case: str, milliseconds: float, **sizes: int) -> None:
+        results.append({"case": case, **sizes, "ms": round(milliseconds, 3)})
+
+    with stand_ins():
+        for count in rows:
+            note("decode", steady(count), rows=count)
+            note("decode, two groups", steady(count, (None, 512)), rows=count)
+        for count in rows:
+            if count < most:
+                note("pool full of prefixes", full(count, nodes), rows=count, nodes=nodes)
+        for total in (256, waiting):
+            note("256 start", admitted(total, caches_prefixes=False), waiting=total)
+            note("256 start, prefix cache", admitted(total, caches_prefixes=True), waiting=total)
+            note("20 join in each step", joining(total), waiting=total)
+        note("one leaves, one joins, 64 layers", changing(64, most), rows=most)
+        note("no memory for the first", held_back(waiting), rows=64, waiting=waiting)
+        note("cancelled together", cancelled(waiting), waiting=waiting)
+    for count in rows:
+        note("MLX's arrays, one layer", functional(count), rows=count)
+    columns = ("case", "rows", "nodes", "waiting", "ms")
+    print(table(columns, [[str(each.get(name, "")) for name in columns] for each in results]))
+    write_results(args.out, "engine", given, results)
