@@ -24,12 +24,13 @@ from transformers.utils import chat_template_utils
 
 from ..server.backend import PromptLimits, TextParts
 from ..server.constraint import Constraint
-from ..server.errors import RequestRefused, invalid, too_many_tokens
+from ..server.errors import RequestRefused, invalid
 from ..server.request import ChatInput, Input, Prompt, ServerRequest
 from .grammar.tokenizer_grammars import TokenizerGrammars
 from .harmony import HARMONY_CALL, HARMONY_TOKENS, HarmonyParts, harmony_call
 
 TEMPLATE = "<template>"  # what Jinja calls the code of a template
+PIECE = 1 << 17  # characters of a long text that are counted at a time
 THINKING = "enable_thinking"  # mlx-lm's wrapper of tokenizers renames it for templates that call it otherwise
 # Arguments of apply_chat_template that templates read as variables, too, and that mlx-lm does not give itself.
 VARIABLES_AMONG_ARGUMENTS = frozenset({"documents"})
@@ -71,9 +72,8 @@ class LoadedTexts:
             RequestRefused: 400, the prompt cannot be made, or has more tokens than allowed.
         """
         if isinstance(given, list):
-            tokens, most = given, limits.tokens
-            if most is not None and len(tokens) > most:
-                raise too_many_tokens(len(tokens), most)
+            tokens = given
+            limits.check(len(tokens))
             if max(tokens) >= self.vocab_size:
                 raise invalid(f"prompt: token ids go from 0 to {self.vocab_size - 1}", "prompt")
             return Prompt.of_tokens(tokens)
@@ -218,10 +218,20 @@ class BoundedTokenizer:
         return len(self._wrapped)
 
     def encode(self, text: str, **options: Any) -> list[int]:
-        most, longest = self._limits.tokens, _most_characters(unwrapped(self._wrapped))
-        if most is not None and longest is not None and (least := len(text) // longest) > most:
-            raise too_many_tokens(least, most, at_least=True)
+        self._check_length(text)
         return self._counted(self._wrapped.encode(text, **options))
+
+    def _check_length(self, text: str) -> None:
+        """Refuse a text that is too long before it is encoded as a whole, which takes some 140 bytes a character."""
+        limits, longest = self._limits, _most_characters(unwrapped(self._wrapped))
+        if limits.tokens is None or longest is None:
+            return
+        limits.check(len(text) // longest, at_least=True)
+        least = 0
+        for begin in range(0, len(text) if len(text) > PIECE else 0, PIECE):
+            tokens = self._wrapped.encode(text[begin : begin + PIECE], add_special_tokens=False)
+            least += max(0, len(tokens) - longest)  # a cut makes no more tokens than that
+            limits.check(least, at_least=True)
 
     def apply_chat_template(self, messages: Any, *, tokenize: bool = True, **options: Any) -> Any:
         if self.continues:
@@ -234,9 +244,7 @@ class BoundedTokenizer:
         return self.encode(text, add_special_tokens=False)
 
     def _counted(self, tokens: list[int]) -> list[int]:
-        most = self._limits.tokens
-        if most is not None and len(tokens) > most:
-            raise too_many_tokens(len(tokens), most)
+        self._limits.check(len(tokens))
         return tokens
 
 

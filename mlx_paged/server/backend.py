@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from ..kv.pool import BlockPool
 from .constraint import Constraint
+from .errors import too_many_tokens
 from .request import Input, ModelKey, Prompt, ServerRequest
 
 
@@ -19,11 +20,18 @@ class PromptLimits(NamedTuple):
         tokens: more than these are refused; None: any number.
         seconds: that its template may run.
         allow_template: whether the client may bring its own chat template.
+        of_model: ``tokens`` is the model's context, and not what the budget holds.
     """
 
     tokens: int | None = None
     seconds: float = 20.0
     allow_template: bool = False
+    of_model: bool = False
+
+    def check(self, num_tokens: int, *, at_least: bool = False) -> None:
+        """Raise RequestRefused (400) for more tokens than allowed."""
+        if self.tokens is not None and num_tokens > self.tokens:
+            raise too_many_tokens(num_tokens, self.tokens, of_model=self.of_model, at_least=at_least)
 
 
 class TextParts(Protocol):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from .backend import PromptLimits
-from .errors import RequestRefused, invalid, too_many_tokens
+from .errors import invalid
 from .request import ChatInput, Input, Prompt, ServerRequest
 
 if TYPE_CHECKING:
@@ -82,11 +82,10 @@ class PromptMaker:
     def made(self, given: Input, texts: ModelTexts) -> Prompt:
         """Return one prompt. In a worker thread. Raises RequestRefused."""
         most = None if texts.capacity is None else texts.capacity - 1
-        prompt = texts.make_prompt(given, PromptLimits(most, PROMPT_SECONDS, self._allow_template))
         length = texts.context_length
-        if length is not None and len(prompt.tokens) > max(length, 0):
-            raise too_long(len(prompt.tokens), length)
-        return prompt
+        of_model = length is not None and (most is None or length < most)
+        limits = PromptLimits(length if of_model else most, PROMPT_SECONDS, self._allow_template, of_model)
+        return texts.make_prompt(given, limits)
 
     async def run(self, work: Callable[[], T], *, size: int = 0) -> T:
         """Return what ``work`` returns in a worker thread, by its size in characters."""
@@ -119,11 +118,6 @@ class PromptMaker:
             data, kind = await self._waited_for(functools.partial(fetch, url))
             part.clear()
             part |= {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{base64.b64encode(data).decode()}"}}
-
-
-def too_long(num_tokens: int, most: int) -> RequestRefused:
-    refusal = too_many_tokens(num_tokens, most)
-    return invalid(f"{num_tokens} tokens > {most} maximum: the model's context length", code=refusal.code)
 
 
 def _size(given: Input) -> int:

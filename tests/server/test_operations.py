@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from mlx_paged.cli.server import parse
+from mlx_paged.patches import server_texts
+from mlx_paged.server.backend import PromptLimits
+from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.prompting import MAX_DEFAULT_TOKENS, PromptMaker
 from mlx_paged.server.request import Prompt, ServerRequest
 from tests.support.models.tiny_model import make_tiny_model
@@ -132,3 +135,24 @@ def test_tokens_of_an_answer(
     request = ServerRequest([[1]], prompts=[Prompt.of_tokens([1] * 100)], max_tokens=asked)
     PromptMaker(default_tokens=option)._complete(request, texts)
     assert request.max_tokens == most
+
+
+def test_a_long_text_is_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To encode it whole takes a hundred times its bytes."""
+    monkeypatch.setattr(server_texts, "PIECE", 100)
+    monkeypatch.setattr(server_texts, "_most_characters", lambda inner: 10)
+    encoded: list[int] = []
+
+    def encode(text: str, **options: Any) -> list[int]:
+        encoded.append(len(text))
+        return [ord(letter) for letter in text]
+
+    for of_model, words in ((True, "the model's context"), (False, "KV cache budget")):
+        bounded = server_texts.BoundedTokenizer(SimpleNamespace(encode=encode), PromptLimits(500, of_model=of_model))
+        assert len(bounded.encode("a" * 500)) == 500
+        encoded.clear()
+        for length in (501, 4000, 100_000):
+            with pytest.raises(RequestRefused, match=words) as caught:
+                bounded.encode("a" * length)
+            assert caught.value.code == "context_length_exceeded"
+        assert encoded[-6:] == [100] * 6 and max(encoded) == 501  # one token too many, of which nobody knew
