@@ -225,7 +225,8 @@ def changing(layers: int, rows: int) -> float:
     bench.start()
 
     def change() -> None:
-        leaving = bench.engine.scheduler.running[rows // 2]
+        running = bench.engine.scheduler.running
+        leaving = running[len(running) // 2]
         leaving.max_tokens = leaving.num_generated + 1
         bench.add(1, 2)
 
