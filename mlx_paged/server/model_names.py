@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import scan_cache_dir
-from huggingface_hub.errors import CacheNotFound
+from huggingface_hub import constants, scan_cache_dir, try_to_load_from_cache
+from huggingface_hub.errors import CacheNotFound, HFValidationError
 
 from .errors import RequestRefused, invalid, not_found
 from .request import ModelKey
@@ -20,7 +20,7 @@ DEFAULT = "default_model"
 
 class ModelNames:
     """The names of the model that the command line names (aliases, its folder's name, where it is) and of those under
-    ``--model-dir``. Others can be loaded with ``--allow-any-model`` alone.
+    ``--model-dir``; without both, of those in the hub's cache. Others can be loaded with ``--allow-any-model`` alone.
 
     Args:
         default: of the command line.
@@ -29,7 +29,8 @@ class ModelNames:
 
     def __init__(self, default: ModelKey, config: ServerConfig) -> None:
         self._default, self._folder = default, config.model_dir
-        self.allows_any = config.allow_any_model or (default.model is None and config.model_dir is None)
+        self.allows_any = config.allow_any_model
+        self._serves_downloaded = default.model is None and config.model_dir is None
         self.own: list[str] = []
         if default.model is not None:
             folder = Path(default.model).expanduser()
@@ -62,7 +63,7 @@ class ModelNames:
                 raise not_found(f"name a model: {_listed(list(known))}", param="model", code="model_not_found")
         elif name in known:
             key = known[name]
-        elif self.allows_any:
+        elif self.allows_any or (self._serves_downloaded and _is_downloaded(name)):
             key = ModelKey(name, None, self._default.draft)
         else:
             raise self.unknown(name)
@@ -81,7 +82,7 @@ class ModelNames:
     def listed(self, created: int, **figures: Any) -> list[dict[str, Any]]:
         """Return the objects of ``/v1/models``; ``figures`` are of the server's own model."""
         names = [name for name, key in self._known().items() if key != self._default]
-        if self.allows_any:
+        if self.allows_any or self._serves_downloaded:
             names += [name for name in _downloaded() if name not in self.own]
         return [*(_object(name, created, **figures) for name in self.own), *(_object(name, created) for name in names)]
 
@@ -95,7 +96,7 @@ class ModelNames:
 
 def _listed(names: list[str]) -> str:
     if not names:
-        return "the server was started without --model"
+        return "the server was started without --model, and serves what /v1/models lists, from the hub's cache"
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return f"there are {', '.join(map(repr, names[:8]))}{more}"
 
@@ -104,10 +105,17 @@ def _object(name: str, created: int, **figures: Any) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": "mlx_paged", **figures}
 
 
+def _is_downloaded(name: str) -> bool:
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:  # a path
+        return False
+
+
 def _downloaded() -> list[str]:
     """Return repositories in the hub's cache that look like models of mlx-lm."""
     try:
-        repos = scan_cache_dir().repos
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except (CacheNotFound, ValueError):  # a folder that is not there has no models in it
         return []
     return [

@@ -1,0 +1,55 @@
+"""Which models clients may ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+from mlx_paged.server.errors import RequestRefused
+from mlx_paged.server.model_names import FILES, ModelNames
+from mlx_paged.server.options import ServerConfig
+from mlx_paged.server.request import ModelKey
+
+NOTHING = ModelKey(None)
+
+
+@pytest.fixture(autouse=True)
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one model in it."""
+    repo = tmp_path / "hub" / "models--org--here"
+    snapshot = repo / "snapshots" / "0123"
+    for folder in (snapshot, repo / "refs", repo / "blobs"):
+        folder.mkdir(parents=True)
+    (repo / "refs" / "main").write_text("0123")
+    for name in FILES:
+        (snapshot / name).write_text("{}")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def refused(names: ModelNames, name: str | None) -> str:
+    with pytest.raises(RequestRefused) as caught:
+        names.resolve(name)
+    assert caught.value.status == 404 and caught.value.code == "model_not_found"
+    return str(caught.value)
+
+
+def test_without_a_model_clients_have_those_of_the_hubs_cache_and_no_others(tmp_path: Path) -> None:
+    names = ModelNames(NOTHING, ServerConfig())
+    assert names.resolve("org/here").model == "org/here"
+    assert [each["id"] for each in names.listed(0)] == ["org/here"]
+    for name in ("org/elsewhere", str(tmp_path), "../here", "default_model", None):
+        assert "/v1/models" in refused(names, name)
+
+
+def test_with_a_model_clients_have_that_one(tmp_path: Path) -> None:
+    names = ModelNames(ModelKey("org/mine"), ServerConfig(served_model_names=("mine",)))
+    assert names.resolve("mine") == names.resolve(None) == names.resolve("org/mine") == ModelKey("org/mine")
+    assert "'mine'" in refused(names, "org/here")
+
+
+def test_any_model_where_that_is_allowed() -> None:
+    names = ModelNames(ModelKey("org/mine"), ServerConfig(allow_any_model=True))
+    assert names.resolve("org/elsewhere").model == "org/elsewhere"
+    assert names.resolve("org/elsewhere", adapter="a", draft="d") == ModelKey("org/elsewhere", "a", "d")
