@@ -330,7 +330,7 @@ def _attend(
         assert step is not None
         kv.write_step(tables, step, *append)
     record(Dispatch("gather", declined))
-    return gather.gather_attention(q, pool, layer, tables, scoring)
+    return gather.gather_attention(q, pool, layer, tables, scoring, step)
 
 
 def _decline_packed(q: mx.array, group: BlockGroup, scoring: Scoring) -> str | None:

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import mlx.core as mx
+import numpy as np
 
 from ..kv.block_table import BlockTable
+from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
+from ..kv.step import Columns, RowsTogether, Step
 from ..kv.storage.scoring import Scoring
 from .masks import causal_mask
+
+# Keys and values of a row of up to so many bytes are copied faster than a row's operations are launched. Then the
+# fewest rows for which that pays, and how many bytes are gathered at a time.
+SHORT_BYTES, FEWEST_TOGETHER, MOST_BYTES_TOGETHER = 1 << 17, 4, 1 << 24
 
 
 def ring_rotation(table: BlockTable, ring: int | None) -> int:
@@ -81,24 +88,76 @@ def gather_attention(
     layer: int,
     tables: Sequence[BlockTable],
     scoring: Scoring,
+    step: Step | None = None,
 ) -> mx.array:
-    """Attention of the last tokens of each sequence over all its visible tokens, one SDPA call per sequence.
+    """Attention of the last tokens of each sequence over all its visible tokens: one SDPA call per sequence, or for
+    short ones of one length together, which gives the same bits.
 
     Args:
         q: ``[B, n_q_heads, q_len, head_dim]``; the queries are the last ``q_len`` tokens of each sequence.
         pool, layer, tables: where the keys and values lie, those of the queries included.
         scoring: its mask is over the visible tokens.
+        step: of these tables, if it is at hand.
 
     Returns:
         ``[B, n_q_heads, q_len, v_head_dim]``.
     """
+    kv = pool.layer(layer)
+    parts = [RowsTogether([row], None) for row in range(len(tables))]
+    is_plain = scoring.softcap is None and not scoring.latent and not isinstance(scoring.mask, mx.array)
+    if is_plain and step is not None and q.shape[2] == 1:
+        parts = _together(kv, tables, step)
     outputs = []
-    for row, table in enumerate(tables):
-        rotation = ring_rotation(table, pool.groups[table.group].spec.ring) if q.shape[2] == 1 else 0
-        k, v = pool.gather_visible(table, layer, rotation=rotation, copy=False)
-        row_q = q[row : row + 1] if len(tables) > 1 else q
-        outputs.append(attention(row_q, k, v, scoring))
+    for rows, columns in parts:
+        if columns is not None:
+            k, v = kv.storage.read_rows(columns)
+        else:
+            table = tables[rows[0]]
+            rotation = ring_rotation(table, kv.spec.ring) if q.shape[2] == 1 else 0
+            k, v = kv.gather_visible(table, rotation=rotation, copy=False)
+        outputs.append(attention(_rows_of(q, rows), k, v, scoring))
     output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+    order = [row for rows, _ in parts for row in rows]
+    if order != sorted(order):
+        output = output[mx.array(np.argsort(order))]
     if q.shape[2] == 1:  # a prefill's result may never be asked for: waiting for it would compute it
-        pool.layer(layer).note_read(output)
+        kv.note_read(output)
     return output
+
+
+def _together(kv: PoolLayer, tables: Sequence[BlockTable], step: Step) -> list[RowsTogether]:
+    """Which rows of a decode step share operations; found once for all layers of a group."""
+    if step.together is not None:
+        return step.together
+    geometry = kv.group.geometry
+    assert geometry is not None
+    token_bytes = geometry.num_kv_heads * (geometry.k_head_dim + geometry.v_head_dim) * geometry.dtype.size
+    alone: list[int] = []
+    together: list[RowsTogether] = []
+    by_extent: dict[tuple[int, int], list[int]] = {}
+    for row, table in enumerate(tables):
+        if kv.in_place or table.num_head or ring_rotation(table, kv.spec.ring):
+            alone.append(row)
+        else:
+            by_extent.setdefault((table.logical_start, table.length), []).append(row)
+    for (start, end), rows in by_extent.items():
+        row_bytes = (end - start) * token_bytes
+        most = MOST_BYTES_TOGETHER // row_bytes if row_bytes <= SHORT_BYTES else 1
+        for index in range(0, len(rows), most):
+            some = rows[index : index + most]
+            if len(some) < FEWEST_TOGETHER:
+                alone.extend(some)
+                continue
+            num_blocks = -(-end // tables[some[0]].block_size)
+            block_ids = np.array([tables[row].block_ids[:num_blocks] for row in some], np.int32)
+            positions = np.broadcast_to(np.arange(start, end, dtype=np.int32), (len(some), end - start))
+            together.append(RowsTogether(some, Columns(mx.array(block_ids), mx.array(positions))))
+    step.together = [*(RowsTogether([row], None) for row in sorted(alone)), *together]
+    return step.together
+
+
+def _rows_of(q: mx.array, rows: list[int]) -> mx.array:
+    first, last = rows[0], rows[-1]
+    if len(rows) == q.shape[0] and last == first + len(rows) - 1:
+        return q
+    return q[first : last + 1] if last == first + len(rows) - 1 else q[mx.array(rows)]

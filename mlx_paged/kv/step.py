@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -58,24 +58,38 @@ class DeviceTables:
 
 
 class Columns:
-    """What all layers read of rows that are padded on the left to one length.
+    """What all layers read of rows of one length, or padded on the left to one.
 
     Attributes:
         block_ids: int32 ``[B, max_blocks]``, by absolute position.
         positions: int32 ``[B, n]``; all lie in these blocks.
-        held: boolean ``[B, 1, n, 1]``: where a row has something.
+        held: boolean ``[B, 1, n, 1]``: where a row has something. None: everywhere.
         prepared: what a storage has made of them, for all layers.
     """
 
     __slots__ = ("block_ids", "held", "positions", "prepared")
 
-    def __init__(self, block_ids: mx.array, positions: mx.array, held: mx.array) -> None:
+    def __init__(self, block_ids: mx.array, positions: mx.array, held: mx.array | None = None) -> None:
         self.block_ids, self.positions, self.held = block_ids, positions, held
         self.prepared: Any = None
 
     def masked(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         """Keys and values ``[B, n_kv_heads, n, head_dim]``, zeros where a row has nothing."""
+        if self.held is None:
+            return k, v
         return mx.where(self.held, k, 0), mx.where(self.held, v, 0)
+
+
+class RowsTogether(NamedTuple):
+    """Rows that attention without a kernel computes together.
+
+    Attributes:
+        rows: their places in the step.
+        columns: what their layers read; None: a row alone, which is read by its table.
+    """
+
+    rows: list[int]
+    columns: Columns | None
 
 
 class Step:
@@ -88,6 +102,7 @@ class Step:
         write_launch, decode_launches: kernel launches prepared for this step, for all layers; of decoding by what the
             layers ask for.
         columns: what all layers read of rows padded to a length, by that length.
+        together: how attention without a kernel takes the rows, in all layers; None: not asked for yet.
     """
 
     def __init__(
@@ -106,6 +121,7 @@ class Step:
         self.write_launch: WriteLaunch | None = None
         self.decode_launches: dict[DecodeKey, DecodeLaunch] = {}
         self.columns: dict[int, Columns] = {}
+        self.together: list[RowsTogether] | None = None
         self._device_tables = device_tables
         self._lengths = np.array([table.length for table in tables], np.int32)
         size = tables[0].block_size

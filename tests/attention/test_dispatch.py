@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import RotatingKVCache
 
+from mlx_paged.attention import gather
 from mlx_paged.attention.dispatch import (
     dispatch_counts,
     last_dispatch,
@@ -249,3 +250,60 @@ def test_an_additive_mask_over_latents_is_added(q_len: int) -> None:
     expected = attention(q, latents, rotated, Scoring(0.2, allowed, latent=True))
     got = attention(q, latents, rotated, Scoring(0.2, additive, latent=True))
     assert mx.allclose(got, expected, atol=1e-6) and not mx.isnan(got).any()
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("window", [None, 6])
+def test_short_rows_of_one_length_are_computed_together_with_the_same_bits(
+    window: int | None, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [9, 5, 9, 3, 9, 5, 9, 5, 5, 9]
+    pool = BlockPool([LayerGroup((0,), window)], block_size=4)
+    tables = [pool.new_table() for _ in lengths]
+    for seed, (table, n) in enumerate(zip(tables, lengths, strict=True)):
+        k, v = kv(seed, n, dtype)
+        for i in range(n):
+            pool.append_tokens(table, 1)
+            pool.write_decode([table], 0, k[:, :, i : i + 1], v[:, :, i : i + 1])
+    q = noise(99, len(lengths), Q_HEADS, 1, DIM, dtype=dtype)
+    calls = []
+
+    def counted(q: mx.array, *args: object) -> mx.array:
+        calls.append(q.shape[0])
+        return attention(q, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(gather, "attention", counted)
+    step = pool.layer(0).step(tables, 1)
+    got = gather_attention(q, pool, 0, tables, Scoring(SCALE), step)
+    # In a window that moves, rows lie as in mlx-lm's ring, each in an order of its own.
+    parts = [1, 5, 4] if window is None else [1] * 6 + [4]
+    assert calls == parts
+    assert_equal(got, gather_attention(q, pool, 0, tables, Scoring(SCALE)))
+    assert calls == parts + [1] * len(lengths)
+
+
+def test_what_is_long_few_masked_or_capped_is_computed_a_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, tables, _ = pool_with([7] * 5)
+    q, plain = noise(99, 5, Q_HEADS, 1, DIM), Scoring(SCALE)
+    calls = []
+
+    def counted(q: mx.array, *args: object) -> mx.array:
+        calls.append(q.shape[0])
+        return attention(q, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(gather, "attention", counted)
+
+    def parts(scoring: Scoring = plain, rows: int = 5) -> list[int]:
+        calls.clear()
+        pool.groups[0].touch()
+        gather_attention(q[:rows], pool, 0, tables[:rows], scoring, pool.layer(0).step(tables[:rows], 1))
+        return list(calls)
+
+    assert parts() == [5]
+    assert parts(rows=3) == [1] * 3
+    assert parts(Scoring(SCALE, mask=mx.ones((1, 7), mx.bool_))) == [1] * 5
+    assert parts(Scoring(SCALE, softcap=20.0)) == [1] * 5
+    monkeypatch.setattr(gather, "MOST_BYTES_TOGETHER", 4 * 7 * HEADS * (DIM + VDIM) * 4)
+    assert parts() == [1, 4]
+    monkeypatch.setattr(gather, "SHORT_BYTES", 100)
+    assert parts() == [1] * 5

@@ -126,10 +126,13 @@ class FunctionalStorage(GatheredStorage):
         return self.read_visible(table, rotation=0, copy=True)
 
     def read_rows(self, columns: Columns) -> tuple[mx.array, mx.array]:
-        size, positions = self.block_size, columns.positions
-        slots = mx.take_along_axis(columns.block_ids, positions // size, axis=1) * size + positions % size
-        heads = mx.arange(self.geometry.num_kv_heads, dtype=mx.int32)[:, None] * (self.num_blocks * size)
-        index = heads[None] + slots[:, None]
+        key, index = columns.prepared or (None, None)
+        if key != self.num_blocks:
+            size, positions = self.block_size, columns.positions
+            slots = mx.take_along_axis(columns.block_ids, positions // size, axis=1) * size + positions % size
+            heads = mx.arange(self.geometry.num_kv_heads, dtype=mx.int32)[:, None] * (self.num_blocks * size)
+            index = heads[None] + slots[:, None]
+            columns.prepared = self.num_blocks, index
         k, v = (pool.reshape(-1, pool.shape[3])[index] for pool in (self._keys, self._values))
         return columns.masked(k, v)
 

@@ -206,7 +206,8 @@ class InPlaceStorage:
             first = mx.arange(0, num_slots, length, dtype=mx.int32)[:, None, None]
             heads = mx.arange(0, self.geometry.num_kv_heads * num_slots, num_slots, dtype=mx.int32)[:, None]
             index = columns.positions[:, None] + first + heads
-            index = mx.where(columns.held[..., 0], index, self.geometry.num_kv_heads * num_slots)
+            if columns.held is not None:
+                index = mx.where(columns.held[..., 0], index, self.geometry.num_kv_heads * num_slots)
             _, k_dim, v_dim, dtype, _ = self.geometry
             columns.prepared = launch, index, mx.zeros((1, k_dim), dtype), mx.zeros((1, v_dim), dtype)
         launch, index, *nothing = columns.prepared
