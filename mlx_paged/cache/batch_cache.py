@@ -108,7 +108,7 @@ class PagedBatchKVCache:
             return self._attend_rows(queries, keys, values, scoring)
         keys, values = self._accepted(keys, values, scoring.heads(queries.shape[1]))
         tables = self.batch.take(self.layer)
-        step = self._kv.step(tables, 1)
+        step = self.batch.step(self.layer)
         return dispatch.append_attention(queries, keys, values, self.pool, self.layer, tables, step, scoring)
 
     def _accepted(self, keys: mx.array, values: mx.array, heads: QueryHeads | None) -> tuple[mx.array, mx.array]:
@@ -170,7 +170,7 @@ class PagedBatchKVCache:
             return columns.read(pool, layer, [row.table(layer) for row in self.batch.rows])
         tables = self.batch.take(layer)
         kv = self._kv
-        step = kv.step(tables, 1)
+        step = self.batch.step(layer)
         before = kv.storage.fence() if kv.in_place else None
         kv.write_step(tables, step, keys, values)
         return self._fetch(columns, tables, step, Append(keys, values, step), before)

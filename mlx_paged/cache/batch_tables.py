@@ -12,6 +12,7 @@ import mlx.core as mx
 from ..errors import BlockStateError, without_frames
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
+from ..kv.step import Step
 from ..kv.storage.scoring import Window
 from .left_padding import LeftPadding
 from .sequence import SequenceTables
@@ -84,6 +85,7 @@ class BatchTables:
         # Decode steps since the rows' own offsets were last right: reserved for each group, written by each layer.
         self._reserved = [0] * len(pool.groups)
         self._written = dict.fromkeys(self._place, 0)
+        self._steps: list[weakref.ref[Step] | None] = [None] * len(pool.groups)
         self._offsets: dict[tuple[int, ...], mx.array] = {}
         self._columns: dict[int, tuple[tuple[int, int], LeftPadding]] = {}
         # The latest array mask made for each group, by which it is known when it comes back, and what it stands for.
@@ -203,6 +205,16 @@ class BatchTables:
             raise BlockStateError(f"layer {layer} missed a step of its group")
         self._written[layer] += 1
         return self.tables[group]
+
+    def step(self, layer: int) -> Step:
+        """The step of the tables that :meth:`take` gave, made and checked once for all layers of the group."""
+        group = self._place[layer]
+        known = self._steps[group]
+        step = None if known is None else known()
+        if step is None or not self.pool.groups[group].is_current(step):
+            step = self.pool.layer(layer).step(self.tables[group], 1)
+            self._steps[group] = weakref.ref(step)
+        return step
 
     def _check_level(self, group: int) -> None:
         layers = self.pool.groups[group].spec.layers

@@ -156,6 +156,10 @@ class BlockGroup:
         self._step = Step(tables, num_tokens, self.epoch, self.allocator.num_blocks, self._device_tables, counts)
         return self._step, True
 
+    def is_current(self, step: Step) -> bool:
+        """Whether a step that somebody knows is the group's latest, of the tables as they are."""
+        return step is self._step and step.epoch == self.epoch
+
     def packed_step(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> tuple[PackedStep, bool]:
         """The packed step of the tables' last ``counts`` positions, and whether it had to be made."""
         step = self._packed_step

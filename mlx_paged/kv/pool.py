@@ -252,15 +252,13 @@ class BlockPool:
 
     def append_token(self, group: int, tables: Sequence[BlockTable]) -> list[int]:
         """Reserve one position at the end of each of a group's tables that has it in a block of its own, as nearly all
-        have in a decode step.
+        have in a decode step. Blocks that fell behind a sliding window are released.
 
         Returns:
             Indices of the other tables, which are as they were: for :meth:`append_tokens`.
         """
         own = self.groups[group]
-        if own.spec.window is not None:  # blocks behind it are released first
-            return list(range(len(tables)))
-        refcount, owner = own.allocator.refcount, self._holders.owner
+        refcount, owner, has_window = own.allocator.refcount, self._holders.owner, own.spec.window is not None
         others = []
         with self._lock:
             self._holders.collect()
@@ -270,6 +268,8 @@ class BlockPool:
                 for index, table in enumerate(tables):
                     ids, tail = table.block_ids, table.length // self.block_size
                     is_usable = table.owner is owner and table.group == group and not table.released
+                    if has_window and is_usable:
+                        own.slide(table)
                     if is_usable and tail < len(ids) and refcount(ids[tail]) == 1:
                         table.length += 1
                     else:

@@ -12,6 +12,7 @@ from mlx_paged import BlockPool, LayerGroup, PagedKVCache, PoolExhaustedError, S
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.cache.batch_tables import BatchTables, OncePerBatch
 from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
+from mlx_paged.kv import group, step
 from mlx_paged.kv.storage.scoring import Scoring
 
 HEADS, KV_HEADS, DIM, BLOCK, WINDOW = 4, 2, 16, 8, 20
@@ -224,6 +225,27 @@ def test_offsets_are_one_array_per_step_and_depend_on_nothing() -> None:
         assert all(cache.offset is first for cache in batch)
         attend(batch, random_step(2, 1, 0))
     assert batch[0].offset.tolist() == [8, 12]
+
+
+def test_rows_are_looked_at_once_in_a_step_not_once_in_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_of()
+    batch = merged([sequence(pool, 3), sequence(pool, 6)])
+    asked = []
+    whole = group.step_key
+
+    def counted(tables: list, *args: int) -> tuple[int, ...]:
+        asked.append(len(tables))
+        return whole(tables, *args)
+
+    monkeypatch.setattr(group, "step_key", counted)
+    monkeypatch.setattr(step, "step_key", counted)
+    for seed in range(3):
+        attend(batch, random_step(2, 1, seed))
+    assert sum(asked) <= 3 * 2 * 2  # 3 steps of 2 rows: when it is made, and by the first that asks
+    # A table that changes behind the batch's back has the step made and checked again.
+    before = batch[0].batch.step(0)
+    pool.groups[0].touch()
+    assert batch[0].batch.step(0) is not before
 
 
 def test_a_missing_block_changes_nothing() -> None:

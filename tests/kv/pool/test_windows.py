@@ -65,3 +65,39 @@ def test_a_table_may_start_behind_a_window(start: int) -> None:
     assert (table.length, table.logical_start) == (start + 3, start)
     assert_holds(pool, table, k, v)
     pool.check_integrity()
+
+
+@pytest.mark.parametrize("window", [None, 5, 8])
+def test_a_position_for_each_of_many_is_what_each_would_append(window: int | None) -> None:
+    pool = pool_of(window=window, block_size=4)
+    one_by_one, together = [], []
+    for length in range(1, 19):
+        for tables in (one_by_one, together):
+            table = pool.new_table()
+            put(pool, table, length, length)
+            tables.append(table)
+    num_others = 0
+    for _ in range(9):
+        for table in one_by_one:
+            pool.append_tokens(table, 1)
+        # Only who needs another block is left; what fell behind the window is gone without that.
+        full = [index for index, table in enumerate(together) if table.length % 4 == 0]
+        others = pool.append_token(0, together)
+        assert others == full
+        num_others += len(others)
+        for index in others:
+            pool.append_tokens(together[index], 1)
+        for a, b in zip(one_by_one, together, strict=True):
+            assert (a.length, a.logical_start, a.num_blocks) == (b.length, b.logical_start, b.num_blocks)
+        pool.check_integrity()
+    assert num_others < 9 * len(together) / 2
+
+
+def test_a_shared_block_is_left_alone_when_many_take_a_position() -> None:
+    pool = pool_of(window=6, block_size=4)
+    table = pool.new_table()
+    prefix = put(pool, table, 1, 10)
+    fork = pool.fork(table)
+    assert pool.append_token(0, [table]) == [0]
+    assert table.length == 10
+    assert_holds(pool, fork, *prefix)
