@@ -16,7 +16,7 @@ from .masks import causal_mask
 
 # Keys and values of a row of up to so many bytes are copied faster than a row's operations are launched. Then the
 # fewest rows for which that pays, and how many bytes are gathered at a time.
-SHORT_BYTES, FEWEST_TOGETHER, MOST_BYTES_TOGETHER = 1 << 17, 4, 1 << 24
+SHORT_BYTES, FEWEST_TOGETHER, MOST_BYTES_TOGETHER = 1 << 17, 2, 1 << 24
 
 
 def ring_rotation(table: BlockTable, ring: int | None) -> int:
