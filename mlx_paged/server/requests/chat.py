@@ -82,6 +82,7 @@ class ChatBody(RecordParameters, TemplateParameters, SamplingParameters, ModelPa
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = Field(None, description="`false`: only the first call is told")
     reasoning_effort: str | None = Field(None, description="of the chat template; without effect where it is not read")
+    enable_thinking: bool | None = Field(None, description="of the chat template; without effect where it is not read")
     role_mapping: dict[str, Any] | None = Field(None, description="of mlx-lm, for models without a chat template")
     continue_final_message: bool | None = Field(None, description="the last message, an assistant's, goes on")
     add_generation_prompt: bool | None = Field(None, description="as in vLLM: false with `continue_final_message`")
@@ -140,6 +141,8 @@ def chat_request(body: ChatBody, defaults: Mapping[str, Any]) -> ServerRequest:
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    if body.enable_thinking is not None:
+        kwargs.setdefault("enable_thinking", body.enable_thinking)
     if body.continue_final_message and body.messages[-1]["role"] != "assistant":
         raise invalid("continue_final_message needs an assistant's message at the end", "continue_final_message")
     messages = [{**m, "role": "system"} if m["role"] == "developer" else dict(m) for m in body.messages]

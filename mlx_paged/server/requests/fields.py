@@ -50,6 +50,10 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
 
+    def unused(self) -> list[str]:
+        """Return the names of what is known, and is taken without any effect on this request."""
+        return []
+
 
 class ModelParameters(Body):
     """Which model answers."""
@@ -178,6 +182,7 @@ def ignored_in(value: Any, where: str = "") -> Iterator[str]:
         for name, given in (value.model_extra or {}).items():
             if given is not None:
                 yield f"{where}{name}"
+        yield from (f"{where}{name}" for name in value.unused())
         for name in value.model_fields_set & set(type(value).model_fields):
             yield from ignored_in(getattr(value, name), f"{where}{name}.")
     elif isinstance(value, list):

@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from ..constraint import constraint_of
 from ..errors import RequestRefused, invalid
 from ..request import ChatInput, ServerRequest
+from .agents import result_text, without_volatile
 from .chat import TemplateParameters, engine_options, stop_list
 from .fields import Body, ModelParameters, SamplingParameters, Tokens, check_stops, no_effect, refused
 from .pieces import Echo, Event, Head, Piece, Usage
@@ -24,12 +25,27 @@ class MessageParam(Body):
 
 
 class MessageTool(Body):
-    type: Literal["custom"] | None = None
+    """A tool of the client; one with another type is run by a server of Anthropic's."""
+
+    type: str | None = None
     name: str
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     cache_control: Any = None
+
+    @property
+    def is_own(self) -> bool:
+        return self.type in (None, "custom")
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> MessageTool:
+        if self.is_own and self.input_schema is None:
+            raise ValueError("a tool has an input_schema")
+        return self
+
+    def unused(self) -> list[str]:
+        return [] if self.is_own else [str(self.type)[:80]]
 
 
 class ToolChoice(Body):
@@ -63,7 +79,9 @@ class CountBody(TemplateParameters, SamplingParameters, ModelParameters):
     )
     system: Annotated[str | list[dict[str, Any]], AfterValidator(_not_empty)] | None = None
     stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], AfterValidator(check_stops)] | None = None
-    tools: list[MessageTool] | None = Field(None, description="of type `custom`")
+    tools: list[MessageTool] | None = Field(
+        None, description="of type `custom`; others, which a server of Anthropic's runs, are left out"
+    )
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = Field(
         None, description="`enable_thinking` of the chat template; `max_tokens` alone bounds it, not `budget_tokens`"
@@ -75,7 +93,8 @@ class CountBody(TemplateParameters, SamplingParameters, ModelParameters):
     cache_control: no_effect(dict[str, Any], "prefixes are found by their tokens") = None  # type: ignore[valid-type]
     service_tier: no_effect(Literal["auto", "standard_only"], "there is one tier") = None  # type: ignore[valid-type]
     container: refused("there are no containers") = None  # type: ignore[valid-type]
-    context_management: refused("nothing is kept") = None  # type: ignore[valid-type]
+    betas: no_effect(list[str], "there are none to choose") = None  # type: ignore[valid-type]
+    context_management: no_effect(dict[str, Any], "messages are read as they come") = None  # type: ignore[valid-type]
     diagnostics: refused("there is no such service") = None  # type: ignore[valid-type]
     inference_geo: refused("there is one place") = None  # type: ignore[valid-type]
     mcp_servers: refused("there are no built-in tools", []) = None  # type: ignore[valid-type]
@@ -100,7 +119,7 @@ def message_request(body: CountBody, defaults: Mapping[str, Any]) -> ServerReque
     messages = [*_system(body.system), *(m for given in body.messages for m in _messages(given))]
     if not messages:
         raise invalid("messages: the content is empty", "messages")
-    tools = [_tool(tool) for tool in body.tools or ()]
+    tools = [_tool(tool) for tool in body.tools or () if tool.is_own]
     fields: dict[str, Any] = {"tools": tools} if tools else {}
     if body.tool_choice is not None:
         fields |= _tool_choice(body.tool_choice)
@@ -148,7 +167,10 @@ def _text(where: str, blocks: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _system(given: Any) -> list[dict[str, Any]]:
-    return [] if given is None else [{"role": "system", "content": _text("system", _blocks("system", given))}]
+    if given is None:
+        return []
+    text = _text("system", without_volatile(_blocks("system", given)))
+    return [{"role": "system", "content": text}] if text else []
 
 
 def _messages(given: MessageParam) -> list[dict[str, Any]]:
@@ -166,11 +188,13 @@ def _messages(given: MessageParam) -> list[dict[str, Any]]:
             function = {"name": block.get("name"), "arguments": json.dumps(block["input"], ensure_ascii=False)}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
-            text = _text("messages", _blocks("messages", block.get("content") or ""))
+            text = result_text(_blocks("messages", block.get("content") or ""))
             text = f"Error: {text}" if block.get("is_error") else text
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         elif kind == "thinking" and role == "assistant" and isinstance(block.get("thinking"), str):
             thoughts.append(block["thinking"])
+        elif kind == "redacted_thinking" and role == "assistant":
+            continue  # which only those who wrote it can read
         else:
             what = f"a block of type {str(kind)[:80]!r} is not supported in a message of {role!r}"
             raise invalid(f"messages: {what}", "messages")

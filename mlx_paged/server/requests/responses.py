@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from ..constraint import constraint_of
 from ..errors import RequestRefused, invalid
 from ..request import ChatInput, ServerRequest
+from .agents import INPUT, custom_names, functions_of, left_out, result_text
 from .chat import TemplateParameters, engine_options
 from .fields import (
     Body,
@@ -28,12 +30,25 @@ LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 
 
-class FunctionTool(Body):
-    type: Literal["function"]
-    name: str
+class ResponseTool(Body):
+    """A tool; what it holds besides depends on the type."""
+
+    type: str
+    name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: Any = None
+    tools: list[dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def _has_name(self) -> ResponseTool:
+        if self.type in ("function", "custom") and not self.name:
+            raise ValueError("a function has a name")
+        return self
+
+    def unused(self) -> list[str]:
+        return left_out([{"type": self.type}, *(self.tools or ())])
 
 
 class TextOptions(Body):
@@ -63,7 +78,9 @@ class ResponseBody(RecordParameters, TemplateParameters, SamplingParameters, Mod
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(None, description="without effect")
     text: TextOptions | None = Field(None, description="`format`: `text`, `json_object`, `json_schema`")
-    tools: list[FunctionTool] | None = Field(None, description="of type `function`")
+    tools: list[ResponseTool] | None = Field(
+        None, description="of type `function`, `custom` or `namespace`; others, which OpenAI runs, are left out"
+    )
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = Field(None, description="`false`: only the first call is told")
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(None, description="with `include`")
@@ -74,7 +91,7 @@ class ResponseBody(RecordParameters, TemplateParameters, SamplingParameters, Mod
         None, description="`effort`, as `reasoning_effort` of chats; `summary` has no effect: reasoning is given whole"
     )
     background: no_effect(Literal[False], "`true` is refused") = None  # type: ignore[valid-type]
-    truncation: no_effect(Literal["disabled"], "`auto` is refused") = None  # type: ignore[valid-type]
+    truncation: no_effect(Literal["disabled", "auto"], "too long a prompt is refused") = None  # type: ignore[valid-type]
     conversation: refused("nothing is kept") = None  # type: ignore[valid-type]
     previous_response_id: refused("nothing is kept: send what was said before") = None  # type: ignore[valid-type]
     prompt: refused("there are no stored prompts") = None  # type: ignore[valid-type]
@@ -108,8 +125,8 @@ def response_request(body: ResponseBody, defaults: Mapping[str, Any]) -> ServerR
     tells = LOGPROBS in (body.include or ())
     if body.top_logprobs and not tells:
         raise invalid(f"top_logprobs needs {LOGPROBS} in include", "top_logprobs")
-    tools = [_tool(tool) for tool in body.tools or ()]
-    choice = _tool_choice(body.tool_choice)
+    tools = functions_of([tool.model_dump() for tool in body.tools or ()])
+    choice, tools = _tool_choice(body.tool_choice, tools)
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning.effort)
@@ -150,8 +167,16 @@ def _add(messages: list[dict[str, Any]], where: str, item: Mapping[str, Any]) ->
         if not all(isinstance(value, str) for value in function.values()):
             raise invalid(f"{where} must have a name and arguments, which are strings", "input")
         last.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
-    elif kind == "function_call_output":
-        content = _content(where, item.get("output"))
+    elif kind in ("custom_tool_call", "local_shell_call"):
+        if last is None:
+            messages.append(last := {"role": "assistant", "content": ""})
+        given = {INPUT: str(item.get("input", ""))} if kind == "custom_tool_call" else item.get("action")
+        function = {"name": str(item.get("name") or "local_shell"), "arguments": json.dumps(given, ensure_ascii=False)}
+        last.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
+    elif kind in ("function_call_output", "custom_tool_call_output", "local_shell_call_output"):
+        output = item.get("output")
+        parts = output if isinstance(output, list) and all(isinstance(part, dict) for part in output) else None
+        content = _content(where, output) if parts is None else result_text(parts)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     elif kind == "reasoning":
         parts = item.get("content") or []
@@ -182,16 +207,18 @@ def _content(where: str, given: Any) -> Any:
     return parts
 
 
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-
-
-def _tool_choice(given: Any) -> Any:
+def _tool_choice(given: Any, tools: list[dict[str, Any]]) -> tuple[Any, list[dict[str, Any]]]:
+    """Return how a tool is chosen, and the tools that may be."""
     if given is None or isinstance(given, str):
-        return given
-    if given.get("type") != "function" or not isinstance(given.get("name"), str):
-        raise invalid("tool_choice must be none, auto, required, or of type function, with a name", "tool_choice")
-    return {"type": "function", "function": {"name": given["name"]}}
+        return given, tools
+    kind, name = given.get("type"), given.get("name")
+    if kind == "allowed_tools" and given.get("mode") in ("auto", "required"):
+        names = {each.get("name") for each in given.get("tools") or () if isinstance(each, dict)}
+        return given["mode"], [tool for tool in tools if tool["function"]["name"] in names]
+    if kind not in ("function", "custom") or not isinstance(name, str):
+        what = "none, auto, required, allowed_tools, or of type function or custom, with a name"
+        raise invalid(f"tool_choice must be {what}", "tool_choice")
+    return {"type": "function", "function": {"name": name}}, tools
 
 
 def _format(text: TextOptions | None) -> dict[str, Any] | None:
@@ -237,6 +264,7 @@ class ResponseForm:
     def __init__(self, head: Head, body: ResponseBody) -> None:
         self._head = head
         given = body.model_dump(include=set(TOLD), exclude_none=True)
+        self._custom = custom_names([tool.model_dump() for tool in body.tools or ()])
         self._told = {name: given.get(name, default) for name, default in TOLD.items()}
         self._items: list[dict[str, Any]] = []  # those that are complete
         self._open: list[Piece] = []  # what is being said: pieces of reasoning, or of text
@@ -262,15 +290,19 @@ class ResponseForm:
         for call in piece.calls:
             events += self._close()
             item = self._call(call)
-            place = {"output_index": len(self._items), "item_id": item["id"]}
-            arguments = item["arguments"]
-            events += [
-                self._added({**item, "arguments": "", "status": "in_progress"}),
-                self._event("response.function_call_arguments.delta", **place, delta=arguments),
-                self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=arguments),
-                self._done(item),
-            ]
+            events += self._said_call(item)
         return events
+
+    def _said_call(self, item: dict[str, Any]) -> list[Event]:
+        key, kind = ("input", "custom_tool_call_input") if "input" in item else ("arguments", "function_call_arguments")
+        place, text = {"output_index": len(self._items), "item_id": item["id"]}, item[key]
+        named = {} if key == "input" else {"name": item["name"]}
+        return [
+            self._added({**item, key: "", "status": "in_progress"}),
+            self._event(f"response.{kind}.delta", **place, delta=text),
+            self._event(f"response.{kind}.done", **place, **named, **{key: text}),
+            self._done(item),
+        ]
 
     def end(self, usage: Usage) -> list[Event]:
         events = self._close()
@@ -363,11 +395,23 @@ class ResponseForm:
         }
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        name = call["function"]["name"]
+        if name in self._custom:
+            given = json.loads(call["function"]["arguments"])
+            text = given.get(INPUT) if isinstance(given, dict) else None
+            return {
+                "id": f"ctc_{self._head.id}_{len(self._items)}",
+                "type": "custom_tool_call",
+                "call_id": call["id"],
+                "name": name,
+                "input": text if isinstance(text, str) else call["function"]["arguments"],
+                "status": "completed",
+            }
         return {
             "id": f"fc_{self._head.id}_{len(self._items)}",
             "type": "function_call",
             "call_id": call["id"],
-            "name": call["function"]["name"],
+            "name": name,
             "arguments": call["function"]["arguments"],
             "status": "completed",
         }
