@@ -44,7 +44,7 @@ USED: dict[str, dict[str, Any]] = {  # values of what is supported or has no eff
         **KWARGS,
         **{"max_tokens": 2, "max_completion_tokens": 2, "n": 2, "stop": ["x"], "logprobs": True, "top_logprobs": 20},
         **{"response_format": {"type": "text"}, "tools": [OF_CHAT], "tool_choice": "none", "role_mapping": {"a": "b"}},
-        **{"continue_final_message": False, "add_generation_prompt": True},
+        **{"continue_final_message": False, "add_generation_prompt": True, "enable_thinking": False},
         **{"parallel_tool_calls": False, "reasoning_effort": "low", "modalities": ["text"], "verbosity": "medium"},
         **{"prediction": {"type": "content", "content": "x"}, "stream_options": {"include_usage": True}},
         "messages": HI,
@@ -70,6 +70,7 @@ USED: dict[str, dict[str, Any]] = {  # values of what is supported or has no eff
         **{"system": "Rhyme.", "stop_sequences": ["x"], "tools": [OF_MESSAGE], "tool_choice": {"type": "none"}},
         **{"thinking": {"type": "enabled", "budget_tokens": 1024}, "output_config": {"effort": "low"}, "max_tokens": 2},
         **{"metadata": {"user_id": "me"}, "cache_control": {"type": "ephemeral"}, "service_tier": "auto"},
+        **{"betas": ["a-2026"], "context_management": {"edits": []}},
         "messages": HI,
     },
 }
