@@ -24,6 +24,10 @@ class MessageParam(Body):
     content: str | list[dict[str, Any]]
 
 
+# Tools that a client runs, and whose schemas Anthropic's models have learnt.
+TRAINED_TOOLS = ("bash_", "text_editor_", "computer_", "memory_")
+
+
 class MessageTool(Body):
     """A tool of the client; one with another type is run by a server of Anthropic's."""
 
@@ -42,6 +46,8 @@ class MessageTool(Body):
     def _has_schema(self) -> MessageTool:
         if self.is_own and self.input_schema is None:
             raise ValueError("a tool has an input_schema")
+        if str(self.type).startswith(TRAINED_TOOLS):
+            raise ValueError("models here do not know this tool: describe it as one of type custom")
         return self
 
     def unused(self) -> list[str]:
