@@ -17,6 +17,7 @@ from .model_folder import tell_if_unbounded
 OWN = {
     "generate": "text for a prompt, or for each prompt of a file, in batches",
     "server": "an OpenAI-compatible server that shares prefixes, and draws its cache on a page",
+    "launch": "a coding agent (claude, codex, opencode, aider) over a server of its own",
     "doctor": "does the fused kernel work on this machine?",
 }
 # Commands of mlx_lm, which run under the patches.
@@ -40,7 +41,7 @@ UPSTREAM = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run ``generate``, ``server`` or ``doctor`` of this package, or a command of mlx_lm under the patches."""
+    """Run a command of this package, or one of mlx_lm under the patches."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"
     if command in ("-h", "--help", "--version"):
@@ -56,6 +57,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         sys.argv = [f"{sys.argv[0]} server", *arguments[1:]]
         server.main()
+    elif command == "launch":
+        from .cli import launch
+
+        launch.main(arguments[1:])
     elif command == "doctor":
         from .cli.doctor import doctor
 

@@ -1,0 +1,210 @@
+"""``mlx_paged launch CLIENT``: a coding agent over a server of one's own, which ends with it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from ..errors import ConfigError
+from .terminal import add_version, orderly_end
+
+KEY_VARIABLE = "MLX_PAGED_API_KEY"
+LOOK_SECONDS = 0.2
+END_SECONDS = 45.0  # the server drains for 30 of them
+
+
+class Access(NamedTuple):
+    """A server, as a client is told of it.
+
+    Attributes:
+        url: without a path.
+        model: a name that it lists.
+        key: its API key, or any word.
+    """
+
+    url: str
+    model: str
+    key: str
+
+
+class Client(NamedTuple):
+    """How a client is pointed at a server.
+
+    Attributes:
+        install: the command that installs it.
+        environment: variables.
+        arguments: before the user's own.
+    """
+
+    install: str
+    environment: Callable[[Access], dict[str, str]]
+    arguments: Callable[[Access], list[str]] = lambda access: []
+
+
+def _claude(access: Access) -> dict[str, str]:
+    models = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("HAIKU", "SONNET", "OPUS")))
+    return {
+        "ANTHROPIC_BASE_URL": access.url,
+        "ANTHROPIC_AUTH_TOKEN": access.key,
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        **dict.fromkeys(models, access.model),
+    }
+
+
+def _codex(access: Access) -> list[str]:
+    provider = {"name": "mlx_paged", "base_url": f"{access.url}/v1", "wire_api": "responses", "env_key": KEY_VARIABLE}
+    table = ", ".join(f"{name} = {json.dumps(value)}" for name, value in provider.items())
+    options = (
+        f"model={json.dumps(access.model)}",
+        'model_provider="mlx_paged"',
+        f"model_providers.mlx_paged={{{table}}}",
+    )
+    return [part for option in options for part in ("-c", option)]
+
+
+def _opencode(access: Access) -> dict[str, str]:
+    options = {"baseURL": f"{access.url}/v1", "apiKey": access.key}
+    provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {access.model: {}}}
+    config = {"provider": {"mlx_paged": provider}, "model": f"mlx_paged/{access.model}"}
+    return {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
+
+
+CLIENTS = {
+    "claude": Client("npm install -g @anthropic-ai/claude-code", _claude),
+    "codex": Client("npm install -g @openai/codex", lambda access: {KEY_VARIABLE: access.key}, _codex),
+    "opencode": Client("npm install -g opencode-ai", _opencode),
+    "aider": Client(
+        "pip install aider-chat",
+        lambda access: {"OPENAI_API_BASE": f"{access.url}/v1", "OPENAI_API_KEY": access.key},
+        lambda access: ["--model", f"openai/{access.model}"],
+    ),
+}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run a client over a server: one that is started for it with the given options, or one that runs."""
+    with orderly_end("mlx_paged launch"):
+        args, options, own = _parsed(argv)
+        client = CLIENTS[args.client]
+        command = shutil.which(args.client)
+        if command is None:
+            raise ConfigError(f"{args.client} is not installed: {client.install}")
+        key = os.environ.get(KEY_VARIABLE, "local")
+        if args.url is not None:
+            sys.exit(_run(command, client, _access(args.url.rstrip("/"), key), own))
+        with _server(options) as url:
+            sys.exit(_run(command, client, _access(url, key), own))
+
+
+def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """Return what is this command's, what is the server's, and what is the client's."""
+    given = list(argv)
+    at = given.index("--") if "--" in given else len(given)
+    parser = argparse.ArgumentParser(
+        prog="mlx_paged launch",
+        description="Start a server and a client that uses it. Further options are the server's (--model PATH, "
+        "--kv-cache-memory 8GB, ...), those after -- the client's.",
+        usage="mlx_paged launch CLIENT [--url URL | SERVER OPTIONS] [-- CLIENT OPTIONS]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("client", choices=CLIENTS)
+    parser.add_argument("--url", help="of a server that runs already, such as http://localhost:8080")
+    add_version(parser)
+    args, options = parser.parse_known_args(given[:at])
+    if args.url is not None and options:
+        parser.error(f"--url names a server that runs: it takes no {options[0]}")
+    if args.url is None and "--model" not in options and not any(each.startswith("--model=") for each in options):
+        parser.error("name a model (--model PATH), or a server that runs (--url URL)")
+    return args, options, given[at + 1 :]
+
+
+def _run(command: str, client: Client, access: Access, own: list[str]) -> int:
+    """Run the client. Returns its status."""
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # the client's to read
+    try:
+        arguments = [command, *client.arguments(access), *own]
+        return subprocess.run(arguments, env={**os.environ, **client.environment(access)}, check=False).returncode
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _asked(url: str, key: str) -> Any:
+    """Return what a server answers. Raises OSError, ValueError."""
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return json.load(answer)
+
+
+def _access(url: str, key: str) -> Access:
+    """Raises ConfigError: no server answers there, or it lists no model."""
+    try:
+        models = _asked(f"{url}/v1/models", key)["data"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{url}: no server answers as it should: {error}") from None
+    if not models:
+        raise ConfigError(f"{url} lists no model")
+    return Access(url, str(models[0]["id"]), key)
+
+
+@contextmanager
+def _server(options: Sequence[str]) -> Iterator[str]:
+    """Start a server of this package at a port that is free, and end it afterwards. Yields its address.
+
+    Raises:
+        ConfigError: it has ended before it answered; with the end of what it said.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="mlx_paged-") as folder, (Path(folder) / "server.log").open("w+") as log:
+        # -P: nothing of the current folder is imported, which may be anybody's.
+        command = (
+            sys.executable,
+            "-P",
+            "-m",
+            "mlx_paged",
+            "server",
+            *options,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+        )
+        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait(process, url, log)
+            yield url
+        finally:
+            process.terminate()
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, log: IO[str]) -> None:
+    while process.poll() is None:
+        try:
+            if _asked(f"{url}/health", "")["status"] in ("ok", "degraded"):
+                return
+        except (OSError, ValueError, urllib.error.HTTPError):
+            pass
+        time.sleep(LOOK_SECONDS)
+    log.seek(0)
+    said = log.read().strip().splitlines()
+    raise ConfigError("the server has ended: " + ("\n".join(said[-5:]) or f"status {process.returncode}"))

@@ -1,0 +1,68 @@
+"""mlx_paged launch: a client over a server of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from mlx_paged.cli.launch import CLIENTS, Access
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.processes import commands
+
+# Stands in for a client: asks the server that it is pointed at, and ends with a status of its own.
+CLIENT = """#!{python}
+import json, os, sys, urllib.request
+url, name = os.environ["ANTHROPIC_BASE_URL"], os.environ["ANTHROPIC_MODEL"]
+body = {{"model": name, "max_tokens": 3, "messages": [{{"role": "user", "content": "Hi"}}]}}
+request = urllib.request.Request(url + "/v1/messages", json.dumps(body).encode())
+print(json.dumps([url, sys.argv[1:], json.load(urllib.request.urlopen(request))["usage"]["output_tokens"]]))
+sys.exit(7)
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """With a client in it."""
+    client = tmp_path / "bin" / "claude"
+    client.parent.mkdir()
+    client.write_text(CLIENT.format(python=sys.executable))
+    client.chmod(0o755)
+    return f"{client.parent}{os.pathsep}{os.environ['PATH']}"
+
+
+@pytest.mark.demo_model
+def test_a_client_has_a_server_that_ends_with_it(demo_model_folder: Path, tmp_path: Path, path: str) -> None:
+    model = make_tiny_model(tmp_path / "tiny", demo_model_folder)
+    flags = ("--model", model, "--kv-cache-memory", "16MB", "--", "-p", "Hi")
+    done = commands.run("mlx_paged", "launch", "claude", *flags, PATH=path)
+    assert done.returncode == 7, done.stdout + done.stderr
+    url, given, num_tokens = json.loads(done.stdout)
+    assert given == ["-p", "Hi"] and num_tokens == 3
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"{url}/health")
+
+
+def test_what_is_missing_is_said_before_anything_starts(tmp_path: Path, path: str) -> None:
+    for wrong, said in (
+        (("claude",), "name a model"),
+        (("claude", "--url", "http://127.0.0.1:9", "--model", "x"), "takes no --model"),
+        (("claude", "--url", "http://127.0.0.1:9"), "no server answers"),
+        (("claude", "--model", str(tmp_path / "nothing")), "the server has ended"),
+        (("nobody",), "invalid choice"),
+    ):
+        done = commands.run("mlx_paged", "launch", *wrong, PATH=path)
+        assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+    done = commands.run("mlx_paged", "launch", "codex", "--model", "x", PATH=str(tmp_path))
+    assert done.returncode != 0 and "npm install -g @openai/codex" in done.stderr
+
+
+def test_every_client_is_told_where_and_which() -> None:
+    access = Access("http://127.0.0.1:5", "mine", "secret")
+    for name, client in CLIENTS.items():
+        told = " ".join([*client.environment(access).values(), *client.arguments(access)])
+        assert "127.0.0.1:5" in told and "mine" in told and "secret" in told, name
