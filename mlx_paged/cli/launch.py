@@ -103,6 +103,7 @@ def main(argv: Sequence[str]) -> None:
         command = shutil.which(args.client)
         if command is None:
             raise ConfigError(f"{args.client} is not installed: {client.install}")
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the server ends with us
         key = os.environ.get(KEY_VARIABLE, "local")
         if args.url is not None:
             sys.exit(_run(command, client, _access(args.url.rstrip("/"), key), own))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import urllib.request
 from pathlib import Path
@@ -20,6 +22,10 @@ import json, os, sys, urllib.request
 url, name = os.environ["ANTHROPIC_BASE_URL"], os.environ["ANTHROPIC_MODEL"]
 body = {{"model": name, "max_tokens": 3, "messages": [{{"role": "user", "content": "Hi"}}]}}
 request = urllib.request.Request(url + "/v1/messages", json.dumps(body).encode())
+if "wait" in sys.argv:
+    print(url, flush=True)
+    import time
+    time.sleep(600)
 print(json.dumps([url, sys.argv[1:], json.load(urllib.request.urlopen(request))["usage"]["output_tokens"]]))
 sys.exit(7)
 """
@@ -43,6 +49,21 @@ def test_a_client_has_a_server_that_ends_with_it(demo_model_folder: Path, tmp_pa
     assert done.returncode == 7, done.stdout + done.stderr
     url, given, num_tokens = json.loads(done.stdout)
     assert given == ["-p", "Hi"] and num_tokens == 3
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"{url}/health")
+
+
+@pytest.mark.demo_model
+def test_a_launch_that_is_ended_takes_its_server_with_it(demo_model_folder: Path, tmp_path: Path, path: str) -> None:
+    model = make_tiny_model(tmp_path / "tiny", demo_model_folder)
+    command = (sys.executable, "-m", "mlx_paged", "launch", "claude", "--model", str(model), "--", "wait")
+    environment = {**os.environ, "PATH": path}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=commands.ROOT, env=environment)
+    assert process.stdout is not None
+    url = process.stdout.readline().strip()
+    assert urllib.request.urlopen(f"{url}/health").status == 200
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(f"{url}/health")
 
