@@ -11,6 +11,8 @@ METAL ?= out/metal
 CONSTRAINTS ?= constraints.txt
 # One MLX process uses about one core on a CPU. Each gets a run of neighbouring tests, which share models and servers.
 PYTEST_JOBS ?= 2
+# Of "make test-quick".
+TESTS ?= tests/kv tests/prefix tests/cache tests/attention tests/engine/test_scheduler.py
 BENCH ?= generate
 BENCH_ARGS ?= --random llama-135m --synthetic-context --out out/bench
 
@@ -54,11 +56,12 @@ define install
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-models check-gpu compile-metal lint bench clean
+.PHONY: help demo test test-quick test-slow test-models check-gpu compile-metal lint bench clean
 
 help:
 	@echo "make demo       generate text with the demo model through the paged cache"
 	@echo "make test       run the tests except the exhaustive ones"
+	@echo "make test-quick  run those of blocks, prefixes and scheduling, a minute, or of TESTS=tests/..."
 	@echo "make test-slow  run the exhaustive ones (80 minutes on 2 cores)"
 	@echo "make test-models  every model module of mlx-lm against docs/models.md"
 	@echo "make check-gpu  on a machine with a GPU: doctor, its tests, kernels and a model against references"
@@ -68,7 +71,7 @@ help:
 	@echo "make clean      remove .venv and caches (not the demo model)"
 	@echo
 	@echo "Variables: PYTHON=$(PYTHON) EXTRA=$(EXTRA) (cpu, cuda12, cuda13, or empty on macOS)"
-	@echo "           PROMPT, MAX_TOKENS (demo), PYTEST_ARGS, PYTEST_JOBS (test, test-slow), BENCH, BENCH_ARGS (bench),"
+	@echo "           PROMPT, MAX_TOKENS (demo), PYTEST_ARGS, PYTEST_JOBS (test, test-slow), TESTS, BENCH, BENCH_ARGS (bench),"
 	@echo "           REPORT (check-gpu), METAL (compile-metal), CONSTRAINTS (versions that are installed)"
 
 $(VENV)/.created:
@@ -98,11 +101,14 @@ demo: $(STAMP)
 	$(BIN)/mlx_paged.generate --model "$$model" --prompt "$$PROMPT" --max-tokens $(MAX_TOKENS) --cache-stats
 
 # Sources are compiled, and assertions rewritten, once for all processes and runs, wherever the tests are started.
-test test-slow test-models: export PYTHONDONTWRITEBYTECODE :=
+test test-quick test-slow test-models: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(DEV_STAMP)
 	@$(PY) scripts/demo_model.py >/dev/null
 	$(PY) -m pytest -n $(PYTEST_JOBS) --dist worksteal --durations 10 -m "not slow" $(PYTEST_ARGS)
+
+test-quick: $(DEV_STAMP)
+	$(PY) -m pytest -q -x -n $(PYTEST_JOBS) --dist worksteal -m "not slow and not demo_model" $(PYTEST_ARGS) $(TESTS)
 
 test-slow: $(DEV_STAMP)
 	@$(PY) scripts/demo_model.py >/dev/null
