@@ -103,8 +103,9 @@ def main(argv: Sequence[str]) -> None:
         command = shutil.which(args.client)
         if command is None:
             raise ConfigError(f"{args.client} is not installed: {client.install}")
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the server ends with us
-        key = os.environ.get(KEY_VARIABLE, "local")
+        for number in (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])):
+            signal.signal(number, lambda number, _: sys.exit(128 + number))  # the server ends with us
+        key = _key(options)
         if args.url is not None:
             sys.exit(_run(command, client, _access(args.url.rstrip("/"), key), own))
         with _server(options) as url:
@@ -131,6 +132,14 @@ def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[st
     if args.url is None and "--model" not in options and not any(each.startswith("--model=") for each in options):
         parser.error("name a model (--model PATH), or a server that runs (--url URL)")
     return args, options, given[at + 1 :]
+
+
+def _key(options: Sequence[str]) -> str:
+    """Return the first API key of the server's options, or of the variable; any word where there is none."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--api-key", action="append", default=[])
+    given = [*parser.parse_known_args(list(options))[0].api_key, *os.environ.get(KEY_VARIABLE, "").split(",")]
+    return next((key.strip() for key in given if key.strip()), "local")
 
 
 def _run(command: str, client: Client, access: Access, own: list[str]) -> int:

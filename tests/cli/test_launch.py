@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_paged.cli.launch import CLIENTS, Access
+from mlx_paged.cli.launch import CLIENTS, Access, _key
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes import commands
 
@@ -20,8 +20,9 @@ from tests.support.processes import commands
 CLIENT = """#!{python}
 import json, os, sys, urllib.request
 url, name = os.environ["ANTHROPIC_BASE_URL"], os.environ["ANTHROPIC_MODEL"]
+key = {{"Authorization": "Bearer " + os.environ["ANTHROPIC_AUTH_TOKEN"]}}
 body = {{"model": name, "max_tokens": 3, "messages": [{{"role": "user", "content": "Hi"}}]}}
-request = urllib.request.Request(url + "/v1/messages", json.dumps(body).encode())
+request = urllib.request.Request(url + "/v1/messages", json.dumps(body).encode(), key)
 if "wait" in sys.argv:
     print(url, flush=True)
     import time
@@ -45,7 +46,7 @@ def path(tmp_path: Path) -> str:
 def test_a_client_has_a_server_that_ends_with_it(demo_model_folder: Path, tmp_path: Path, path: str) -> None:
     model = make_tiny_model(tmp_path / "tiny", demo_model_folder)
     flags = ("--model", model, "--kv-cache-memory", "16MB", "--", "-p", "Hi")
-    done = commands.run("mlx_paged", "launch", "claude", *flags, PATH=path)
+    done = commands.run("mlx_paged", "launch", "claude", *flags, PATH=path, MLX_PAGED_API_KEY="one,two")
     assert done.returncode == 7, done.stdout + done.stderr
     url, given, num_tokens = json.loads(done.stdout)
     assert given == ["-p", "Hi"] and num_tokens == 3
@@ -54,7 +55,10 @@ def test_a_client_has_a_server_that_ends_with_it(demo_model_folder: Path, tmp_pa
 
 
 @pytest.mark.demo_model
-def test_a_launch_that_is_ended_takes_its_server_with_it(demo_model_folder: Path, tmp_path: Path, path: str) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_launch_that_is_ended_takes_its_server_with_it(
+    number: signal.Signals, demo_model_folder: Path, tmp_path: Path, path: str
+) -> None:
     model = make_tiny_model(tmp_path / "tiny", demo_model_folder)
     command = (sys.executable, "-m", "mlx_paged", "launch", "claude", "--model", str(model), "--", "wait")
     environment = {**os.environ, "PATH": path}
@@ -62,8 +66,8 @@ def test_a_launch_that_is_ended_takes_its_server_with_it(demo_model_folder: Path
     assert process.stdout is not None
     url = process.stdout.readline().strip()
     assert urllib.request.urlopen(f"{url}/health").status == 200
-    process.terminate()
-    assert process.wait(60) == 128 + signal.SIGTERM
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(f"{url}/health")
 
@@ -83,6 +87,7 @@ def test_what_is_missing_is_said_before_anything_starts(tmp_path: Path, path: st
 
 
 def test_every_client_is_told_where_and_which() -> None:
+    assert _key(["--api-key", "given", "--model", "x"]) == _key(["--api-key=given"]) == "given"
     access = Access("http://127.0.0.1:5", "mine", "secret")
     for name, client in CLIENTS.items():
         told = " ".join([*client.environment(access).values(), *client.arguments(access)])
