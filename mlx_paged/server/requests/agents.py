@@ -29,6 +29,22 @@ def without_volatile(blocks: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
+def without_volatile_lines(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages of a chat, its system messages as :func:`without_volatile` has them."""
+    kept = []
+    for message in messages:
+        content = message.get("content")
+        if message.get("role") == "system" and content:
+            blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            rest = without_volatile(blocks)
+            if not rest:
+                continue
+            if rest != blocks:
+                message = {**message, "content": rest[0]["text"] if isinstance(content, str) else rest}
+        kept.append(message)
+    return kept
+
+
 def result_text(parts: Iterable[Mapping[str, Any]]) -> str:
     """Return the parts of a tool's result as text; a part that is none is named, so that the model knows of it."""
     texts = []

@@ -95,6 +95,18 @@ def test_each_turn_finds_the_ones_before_whatever_the_first_line_says(server: Se
     assert ask(server, counted, "/v1/messages/count_tokens").json["input_tokens"] == seen
 
 
+def test_a_chat_loses_the_line_that_changes_too(server: ServerProcess) -> None:
+    """Proxies send Claude Code's system prompt as a chat's."""
+    found = []
+    for number in (1, 2):
+        header = f"x-anthropic-billing-header: cc_version=2.1.{number}; cch={number:05x};\n"
+        history = [{"role": "system", "content": header + RULES}, {"role": "user", "content": "Hi."}]
+        usage = ask(server, {"messages": history, "max_tokens": 2}, "/v1/chat/completions").json["usage"]
+        found.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
+    (total, _), (again, cached) = found
+    assert total == again and cached >= total - 1
+
+
 def test_what_a_model_cannot_read_of_a_result_is_said(server: ServerProcess) -> None:
     shown = ask(server, turn(1, HISTORY)).json["usage"]
     hidden = copy.deepcopy(HISTORY)
