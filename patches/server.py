@@ -47,8 +47,8 @@ from .sharded_load import sharded_load
 
 # Upstream's code that is called here and whose meaning is relied on.
 KNOWN = {"ResponseGenerator._tokenize": "ec31a09902520a3e"}
-# Tokens of a prompt that are scored together, at first and at most; between two slices others have a step.
-SCORED, MOST_SCORED, SLICE_SECONDS = 16, 256, 0.25
+# Tokens of a prompt that are scored together, at least and at most; between two slices others have their steps.
+SCORED, MOST_SCORED, SLICE_SECONDS = 4, 256, 0.25
 
 
 def changed() -> list[str]:
@@ -154,6 +154,7 @@ class LoadedModels:
         self.cli_args, self.config, self.ranks = cli_args, config, ranks
         self._texts: LoadedTexts | None = None
         self.weights: Weights | None = None
+        self._scored = SCORED  # tokens of the next slice of a prompt
         self.prompt_cache = make_prompt_cache(config, cli_args.prompt_cache_size, ranks)
         if isinstance(self.prompt_cache, PagedPromptCache) and self.prompt_cache.spill is not None:
             self.prompt_cache.identify = self._identify
@@ -213,7 +214,7 @@ class LoadedModels:
             raise not_found(message, param="model", code="model_not_found") from None
 
     def _take(self, weights: Weights) -> None:
-        self.weights = weights
+        self.weights, self._scored = weights, SCORED
         self._learn(weights)
         announce(str(weights.key.model), pool_of(weights.model), self.cli_args.prefill_step_size)
 
@@ -271,7 +272,7 @@ class LoadedModels:
         caches = stock_cache.make_prompt_cache(model)
         found: list[float] = []
         top: list[list[tuple[int, float]]] = []
-        end, length = 0, SCORED
+        end, length = 0, self._scored
         while end < len(tokens) - 1:
             started = time.monotonic()
             begin, end = end, min(end + length, len(tokens) - 1)
@@ -291,6 +292,7 @@ class LoadedModels:
             seconds = time.monotonic() - started
             length = min(2 * length, MOST_SCORED) if seconds < SLICE_SECONDS / 2 else length
             length = max(length // 2, SCORED) if seconds > SLICE_SECONDS else length
+            self._scored = length  # the next prompt begins with what this one has learnt
             yield None
         yield found, top
 

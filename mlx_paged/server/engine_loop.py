@@ -148,6 +148,7 @@ class EngineLoop:
         self._memory = MemoryGuard(memory_watch)
         self._clock = clock
         self._tidied, self._worked_at = clock(), 0.0
+        self._score_at = 0.0  # when the next slice of a prompt's scores may be computed beside others
 
     # By any thread --------------------------------------------------------------------------------------------
 
@@ -302,17 +303,20 @@ class EngineLoop:
                 yield None if found is None else Scores(number, *found)
 
     def _score(self) -> None:
-        """Compute one slice, between the steps of others."""
-        if not self.scoring:
+        """Compute one slice, between the steps of others, who have as much time as the slices."""
+        if not self.scoring or (self.rows and self._clock() < self._score_at):
             return
         work = self.scoring[0]
         assert work.scoring is not None
+        begin = self._clock()
         try:
             found = next(work.scoring, False)
         except Exception as error:
             self.scoring.popleft()
             self.fail(work, error)
             return
+        finally:
+            self._score_at = 2 * self._clock() - begin
         if found is False:
             self.scoring.popleft()
             self.pending.appendleft(work)

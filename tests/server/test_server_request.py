@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.patches import server as adapter
 from mlx_paged.patches.server import LoadedModels
 from mlx_paged.server.constraint import constraint_of
-from mlx_paged.server.engine_loop import Work
+from mlx_paged.server.engine_loop import EngineLoop, Work
 from mlx_paged.server.ranked_loop import UncompiledWork
 from mlx_paged.server.request import Prompt, ServerRequest
 from mlx_paged.server.stops import StopList
@@ -132,7 +133,30 @@ def test_a_slow_device_scores_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPat
 
     slow.make_cache = lambda: make_prompt_cache(model)
     monkeypatch.setattr(adapter.time, "monotonic", lambda: now[0])
-    owner = SimpleNamespace(weights=SimpleNamespace(model=slow))
+    owner = SimpleNamespace(weights=SimpleNamespace(model=slow), _scored=adapter.SCORED)
     *between, (found, _) = LoadedModels.scores(owner, [*range(100)], 0)  # type: ignore[arg-type]
-    assert max(slices) <= adapter.SCORED == 16 and sum(slices) == len(found) == 99
+    assert max(slices) <= adapter.SCORED == 4 and sum(slices) == len(found) == 99
     assert between == [None] * len(slices)
+
+
+def test_answers_have_as_much_time_as_scores() -> None:
+    now = [0.0]
+    watch: Any = SimpleNamespace()
+    loop = EngineLoop(SimpleNamespace(), SimpleQueue(), SimpleNamespace(), watch, lambda: False, lambda: now[0])  # type: ignore[arg-type]
+
+    def scores() -> Iterator[None]:
+        while True:
+            now[0] += 0.4
+            yield None
+
+    loop.scoring.append(Work(None, None, scoring=scores()))
+    spent = {True: 0.0, False: 0.0}
+    for is_busy in (True, False):
+        loop.rows = {1: SimpleNamespace()} if is_busy else {}  # type: ignore[dict-item]
+        for _ in range(40):
+            before = now[0]
+            loop._score()
+            spent[is_busy] += now[0] - before
+            now[0] += 0.1  # a step
+    assert spent[True] <= 4.4, "about half of the time, beside forty steps"
+    assert spent[False] == pytest.approx(16), "with nobody beside it, all of it"
