@@ -48,7 +48,7 @@ from .sharded_load import sharded_load
 # Upstream's code that is called here and whose meaning is relied on.
 KNOWN = {"ResponseGenerator._tokenize": "ec31a09902520a3e"}
 # Tokens of a prompt that are scored together, at least and at most; between two slices others have their steps.
-SCORED, MOST_SCORED, SLICE_SECONDS = 4, 256, 0.25
+SCORED, MOST_SCORED, SLICE_SECONDS = 1, 256, 0.25
 
 
 def changed() -> list[str]:
