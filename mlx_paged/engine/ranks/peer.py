@@ -107,7 +107,9 @@ class Peer:
             with self._sending:
                 size = send_frame(self._connection, kind, value)
         except OSError as error:
-            what = "has ended" if self.has_left else f"cannot be reached: {error}"
+            # A connection that is closed at the other end says the same here as to whoever reads from it.
+            closed = isinstance(error, BrokenPipeError | ConnectionResetError)
+            what = "has ended" if self.has_left else "has died" if closed else f"cannot be reached: {error}"
             raise RankError(f"rank {self.rank} {what}") from None
         if kind == DATA:
             self.num_sent += 1

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mlx_paged.engine.ranks.peer import DATA, Peer
+from mlx_paged.errors import RankError
 from tests.support.ranks import launch, scenarios
 
 NAMES = [name for name in scenarios.SCENARIOS if name not in ("unseeded", "failing_call", "schedule")]
@@ -87,3 +90,13 @@ def test_everything(size: int, tmp_path: Path) -> None:
     for outcome in _outcomes(size, tmp_path, *names, seconds=1500):
         for name in names:
             assert outcome[name] == alone(name)
+
+
+def test_who_writes_to_a_rank_that_is_dead_says_so() -> None:
+    """As whoever reads from it does, whichever comes first."""
+    mine, theirs = socket.socketpair()
+    peer = Peer(1, mine)
+    theirs.close()
+    with pytest.raises(RankError, match="rank 1 has died"):
+        peer.send(DATA, "x")
+    mine.close()
