@@ -138,14 +138,10 @@ def _patches() -> list[Patch]:
         Patch(f"{models}.glm4_moe_lite", "Model.__call__", "67f241c5314a356b", "models.compiled.adapt"),
         Patch(f"{models}.kimi_k25", "Model.__call__", "2269d5d3be15156b", "models.compiled.adapt"),
         Patch(f"{models}.switch_layers", experts, "ed21315c040a1498", "models.switch_layers.adapt", only_cuda=True),
-        Patch(quantized, linear, "5fab14e7eb47285d", "nn.quantized.adapt_linear", only_cuda=True),
-        Patch(quantized, embedding, "330736b7d2fb8ff0", "nn.quantized.adapt_as_linear", only_cuda=True),
-        Patch(
-            "mlx.nn.layers.embedding", "Embedding.__call__", "b94cc661ed001c79", "nn.embedding.adapt", only_cuda=True
-        ),
-        Patch(
-            quantized, "QuantizedEmbedding.__call__", "c1fa7f3493126c18", "nn.embedding.adapt_quantized", only_cuda=True
-        ),
+        Patch(quantized, linear, "5fab14e7eb47285d", "nn.adapt_linear", only_cuda=True),
+        Patch(quantized, embedding, "330736b7d2fb8ff0", "nn.adapt_as_linear", only_cuda=True),
+        Patch("mlx.nn.layers.embedding", "Embedding.__call__", "b94cc661ed001c79", "nn.adapt", only_cuda=True),
+        Patch(quantized, "QuantizedEmbedding.__call__", "c1fa7f3493126c18", "nn.adapt_quantized", only_cuda=True),
         Patch(f"{models}.cache", "make_prompt_cache", "bffc8beb07ff5037", "cache.prompt_cache.make_prompt_cache_patch"),
         Patch(f"{models}.cache", "save_prompt_cache", "5b558636d4e25be6", "cache.prompt_cache.save_prompt_cache_patch"),
         Patch("mlx_lm.generate", "BatchGenerator", "fb1a2ed5f7ece4b2", "generate.batch_generator.adapt"),

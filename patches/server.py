@@ -23,7 +23,7 @@ from mlx_lm.models.cache import LRUPromptCache
 from ..config import free_memory
 from ..engine.grammar.grammar import GrammarProcessor
 from ..engine.ranks.ranks import Ranks
-from ..engine.request_options import RequestOptions
+from ..engine.request import RequestOptions
 from ..engine.sampling.params import SamplingParams
 from ..errors import ConfigError
 from ..kv.pool import BlockPool
@@ -43,7 +43,7 @@ from .generate.batch_generator import PagedBatchGenerator, is_batched_here
 from .grammar.tokenizer_grammars import behind_reasoning
 from .registry import fingerprint
 from .server_texts import LoadedTexts
-from .sharded_load import sharded_load
+from .sharded import sharded_load
 
 # Upstream's code that is called here and whose meaning is relied on.
 KNOWN = {"ResponseGenerator._tokenize": "ec31a09902520a3e"}

@@ -23,7 +23,7 @@ import pytest
 from hypothesis import settings
 
 import mlx_paged
-from mlx_paged.engine.compiled import compiled_step
+from mlx_paged.engine import compiled_step
 from mlx_paged.kernels import ops as gpu_kernels
 from mlx_paged.patches import registry
 from mlx_paged.warn import forget_warnings

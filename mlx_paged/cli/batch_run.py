@@ -18,10 +18,10 @@ import mlx.core as mx
 
 from ..engine.grammar.grammar import CompiledGrammar, GrammarProcessor
 from ..engine.ranks.ranks import Ranks
-from ..engine.request_options import RequestOptions
+from ..engine.request import RequestOptions
 from ..errors import ConfigError, PromptsFileError, RequestFailedError
 from ..model_folder import tell_if_unbounded
-from ..server.stopped_tokens import StoppedTokens
+from ..server.stops import StoppedTokens
 from .answer_grammars import AnswerGrammars
 from .progress import BatchProgress
 from .prompts_file import Prompt, Results, read_prompts

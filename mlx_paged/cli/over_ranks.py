@@ -16,9 +16,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..engine.ranks.ranks import Ranks
-from ..engine.ranks.same_start import check_same, versions
 from ..engine.ranks.watch import EXIT_STATUS
-from ..engine.ranks.world import RANK_TIMEOUT, VARIABLE, connect, parse_timeout
+from ..engine.ranks.world import RANK_TIMEOUT, VARIABLE, check_same, connect, parse_timeout, versions
 from ..errors import ConfigError, RankError
 from ..warn import warn_once
 
@@ -151,7 +150,7 @@ def loading(ranks: Ranks, *, pipeline: bool) -> Callable[..., Any]:
         trust_remote_code: bool = False,
         **__: Any,
     ) -> Any:
-        from ..patches.sharded_load import sharded_load
+        from ..patches.sharded import sharded_load
 
         groups = (ranks.group, None) if pipeline else (None, ranks.group)
         try:

@@ -15,7 +15,7 @@ from typing import Any
 from ..config import KVBits, PagedConfig
 from ..early_interrupt import raise_at_interrupt
 from ..engine.ranks.ranks import Ranks
-from ..engine.ranks.same_start import check_same
+from ..engine.ranks.world import check_same
 from ..errors import ConfigError
 from ..model_folder import check_model_folder
 from ..patches.replaced import replaced

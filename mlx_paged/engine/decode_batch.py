@@ -15,7 +15,7 @@ from ..cache.batch_tables import BatchTables, FailedRow
 from ..cache.composites import leaves, with_leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from .grammar.grammar import constrain
-from .lookup.proposer import Proposer, proposers_of
+from .proposer import Proposer, proposers_of
 from .ranks.ranks import Ranks
 from .ranks.world import has_same_logits
 from .request import Request

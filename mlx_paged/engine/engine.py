@@ -21,7 +21,7 @@ from ..kv.pool import BlockPool
 from ..prefix.store import PrefixStore
 from ..warn import warn_once
 from .decode_batch import DecodeBatch, Delivery
-from .lookup.look_up import WHY_NOT, LookUp
+from .look_up import WHY_NOT, LookUp
 from .pace import PrefillPace
 from .prefill import (
     IN_PLACE_STEP_TOKENS,
@@ -36,8 +36,7 @@ from .ranks.agreement import Agreement
 from .request import Request, sequence_of
 from .request_budget import RequestBudget
 from .scheduler import Chunk, Growth, Scheduler
-from .sharing.prefix_sharing import PrefixSharing
-from .sharing.snapshots import Snapshots
+from .sharing import PrefixSharing, Snapshots
 from .upstream import TokenResponse
 
 CLEAR_AFTER_PREFILLS = 8  # steps with prompts, of different sizes, between clearings of MLX's buffer cache

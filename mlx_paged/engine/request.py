@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -13,8 +13,29 @@ from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.sequence import SequenceTables
 from ..kv.block_table import BlockTable
-from .request_options import RequestOptions
+from .grammar.grammar import CompiledGrammar
+from .sampling.params import SamplingParams
 from .step_logits import Sampler, StepLogits
+
+
+class RequestOptions(NamedTuple):
+    """Of one request.
+
+    Attributes:
+        salt: only requests with the same one share prefixes.
+        seed: the answer's tokens are a function of it and of the logits, whoever else is in the batch; None draws from
+            ``mx.random``'s state. It needs a sampler of mlx-lm's ``make_sampler``; others draw as they do.
+        grammar: what its answer has to be; None: anything.
+        prompt_lookup: most tokens proposed in a step because the prompt or the answer had them before; 0:
+            none; None: as configured.
+        sampling: how its tokens are chosen, as numbers; its sampler and processors are not asked then. None: they are.
+    """
+
+    salt: Hashable = None
+    seed: int | None = None
+    grammar: CompiledGrammar | None = None
+    prompt_lookup: int | None = None
+    sampling: SamplingParams | None = None
 
 
 class Request:

@@ -11,8 +11,7 @@ from ..kv.budget import Append, PoolBudget
 from ..kv.pool import BlockPool
 from .request import Request
 from .scheduler import Growth, ScheduledStep
-from .sharing.prefix_sharing import PrefixSharing
-from .sharing.snapshots import Snapshots
+from .sharing import PrefixSharing, Snapshots
 
 # Tokens to be generated that the pool grows for at once (docs/adr/0001).
 GENERATED_AHEAD = 512

@@ -18,8 +18,7 @@ import mlx.core as mx
 
 from ..warn import told_when_slow
 from .cuda.cubins import cubins
-from .cuda.launch import CompiledKernel
-from .cuda.source import Source, source_of
+from .cuda.launch import CompiledKernel, Source, source_of
 
 # Compile-time constants of a kernel: (name, bool | int | dtype).
 Constants = tuple[tuple[str, Any], ...]

@@ -19,14 +19,13 @@ from ..errors import PoolExhaustedError, RequestFailedError
 from ..kv.pool import BlockPool
 from .answer_stream import AnswerStream, Begun, Generated, Outbox, Progress, Scores
 from .errors import RequestRefused, unavailable
-from .health.heap import trim_heap
-from .health.memory_guard import MemoryGuard
+from .health.memory import MemoryGuard, trim_heap
 from .request import ModelKey, ServerRequest
 from .stops import StopScanner
 
 if TYPE_CHECKING:
     from .backend import Models
-    from .health.memory_watch import MemoryWatch
+    from .health.memory import MemoryWatch
     from .report.server_stats import ServerStats
 
 IDLE_SECONDS = 0.1

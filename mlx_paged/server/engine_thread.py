@@ -17,7 +17,7 @@ import mlx.core as mx
 from .answer_stream import AnswerStream
 from .engine_loop import CLOSING, EngineLoop, Work
 from .errors import RequestRefused, unavailable
-from .health.memory_watch import MemoryWatch, Pressure
+from .health.memory import MemoryWatch, Pressure
 from .health.watchdog import Watchdog, stack_of
 from .request import ModelKey, ServerRequest
 

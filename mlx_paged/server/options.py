@@ -10,7 +10,7 @@ from pathlib import Path
 from ..config import parse_memory
 from ..errors import ConfigError
 from .api_keys import VARIABLE, ApiKeys
-from .health.memory_watch import WATERMARK
+from .health.memory import WATERMARK
 
 DISK_CAP = 10 << 30
 DRAIN_SECONDS = 30.0

@@ -22,7 +22,7 @@ from .app import make_app
 from .engine_loop import CLOSING
 from .engine_thread import LAST_SECONDS, EngineThread, new_loop
 from .errors import RequestRefused, unavailable
-from .health.memory_watch import MemoryWatch
+from .health.memory import MemoryWatch
 from .health.watchdog import default_timeout
 from .http import (
     MAX_CONNECTIONS,

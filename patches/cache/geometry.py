@@ -14,7 +14,7 @@ from ...engine.request import sequence_of
 from ...errors import GeometryError
 from ...kv.storage.scoring import Scoring
 from .layer_cache import PagedLayerCache
-from .probe import probe_layers, probing_pass
+from .layout import probe_layers, probing_pass
 
 
 class ProbeCache(PagedLayerCache):

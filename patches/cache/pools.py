@@ -11,7 +11,7 @@ from mlx_lm.models import cache as stock_cache
 
 from ...by_model import ByModel
 from ...config import PagedConfig
-from ...engine.ranks.pool_agreement import agreed_budget, agreed_storage, check_heads
+from ...engine.ranks.agreement import agreed_budget, agreed_storage, check_heads
 from ...engine.ranks.world import ranks_of
 from ...kv.pool import BlockPool
 from ...kv.storage.base import first_keys

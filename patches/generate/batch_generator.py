@@ -16,8 +16,7 @@ from ...engine.decode_batch import DecodeBatch
 from ...engine.engine import Engine
 from ...engine.grammar.grammar import GrammarProcessor
 from ...engine.ranks.world import ranks_of
-from ...engine.request import Request, sequence_of
-from ...engine.request_options import RequestOptions
+from ...engine.request import Request, RequestOptions, sequence_of
 from ...engine.row_by_row import RowByRowBatch
 from ...errors import ConfigError
 from ...kv.turn import Stepwise
@@ -29,8 +28,7 @@ from ..cache.layer_cache import PagedLayerCache
 from ..cache.layout import name_of, pinned_in, reads_blocks_only, why_one_by_one
 from ..cache.prompt_cache import factory_of
 from . import known_samplers
-from .request_progress import request_progress
-from .response import Response
+from .response import Response, request_progress
 from .upstream import UPSTREAM
 
 

@@ -10,8 +10,8 @@ import mlx.nn as nn
 
 from ...cache.batch_cache import PagedBatchKVCache
 from ...cache.packed_cache import PackedKVCache
-from ...engine.compiled.narrow_layers import projected
-from ...engine.compiled.step_layer import StepLayer
+from ...engine.compiled_step import StepLayer
+from ...engine.narrow_layers import projected
 from ...kv.storage.scoring import Scoring
 from ..cache.layer_cache import PagedLayerCache
 

@@ -14,7 +14,7 @@ from ...cache.batch_cache import PagedBatchKVCache
 from ...cache.composites import leaves
 from ...cache.packed_cache import PackedKVCache
 from ...cache.paged_kv_cache import PagedKVCache
-from ...engine.compiled.compiled_step import CompiledStep
+from ...engine.compiled_step import CompiledStep
 from ...kv.pool import BlockPool
 from ...warn import warn_once
 

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...engine.compiled.narrow_layers import projected
+from ...engine.narrow_layers import projected
 from . import llama
 from .attention import paged_call
 

@@ -20,7 +20,7 @@ from ...attention import dispatch, latent_prompts
 from ...cache.batch_cache import PagedBatchKVCache
 from ...cache.pack import NotPackableError
 from ...cache.packed_cache import PackedKVCache
-from ...engine.compiled.step_layer import StepLayer
+from ...engine.compiled_step import StepLayer
 from ...kernels.launch_shape import MAX_QUERY_LENGTH
 from ...kv.storage.scoring import LatentHeads, Scoring, Window
 from ..cache.layer_cache import PagedLayerCache

@@ -14,8 +14,8 @@ from mlx_lm.models import base
 from ...cache.batch_cache import PagedBatchKVCache
 from ...cache.packed_cache import PackedKVCache
 from ...cache.paged_kv_cache import PagedKVCache
-from ...engine.compiled.step_layer import StepLayer
-from ..cache.probe import ProbeLayer
+from ...engine.compiled_step import StepLayer
+from ..cache.layout import ProbeLayer
 from .attention import AttentionCall, heads_last
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.activations import swiglu
 
-from ...engine.compiled.narrow_layers import added, gated
-from ...engine.compiled.step_layer import StepLayer
-from ...kernels.layers.silu_product import silu_product
+from ...engine.compiled_step import StepLayer
+from ...engine.narrow_layers import added, gated
+from ...kernels.silu_product import silu_product
 
 ModuleCall = Callable[..., mx.array]
 

@@ -25,7 +25,7 @@ from mlx_lm.utils import dequantize_model
 import mlx_paged
 from mlx_paged.engine.grammar.compiler import GrammarSource
 from mlx_paged.engine.grammar.grammar import CompiledGrammar
-from mlx_paged.engine.request_options import RequestOptions
+from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.grammar.tokenizer_grammars import TokenizerGrammars
 from mlx_paged.server.constraint import Constraint
 

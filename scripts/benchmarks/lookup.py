@@ -28,7 +28,7 @@ import numpy as np
 from mlx_lm.sample_utils import greedy_sampler, make_sampler
 
 import mlx_paged
-from mlx_paged.engine.request_options import RequestOptions
+from mlx_paged.engine.request import RequestOptions
 
 from .models import PRESETS, SEED, BenchError, add_model_arguments, changed_preset, chosen_model, random_model
 from .report import Panel, add_pool_arguments, list_of, patch_anew, positive, table, write_results

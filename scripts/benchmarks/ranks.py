@@ -37,7 +37,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 import mlx_paged
-from mlx_paged.patches.sharded_head import shard_head
+from mlx_paged.patches.sharded import shard_head
 
 from .batch import Request, Run, percentiles
 from .models import PRESETS, BenchError, on_gpu, random_model, vocabulary_of

@@ -13,9 +13,8 @@ import pytest
 from mlx_paged import Dispatch, PagedConfig
 from mlx_paged.cli.doctor import doctor
 from mlx_paged.cli.doctor import jobs as doctor_jobs
-from mlx_paged.cli.doctor.jobs import ProductJob, ShapeJob
+from mlx_paged.cli.doctor.jobs import POPULAR, ProductJob, Shape, ShapeJob
 from mlx_paged.cli.doctor.report import Row
-from mlx_paged.cli.doctor.shapes import POPULAR, Shape
 from mlx_paged.kernels.check import SelfCheck
 from mlx_paged.kernels.launch_shape import DTYPES, HEAD_DIMS, Variant
 from mlx_paged.kernels.prefill import prefill_variants_of

@@ -19,10 +19,10 @@ from mlx_paged.cli.doctor import checks as doctor_checks
 from mlx_paged.cli.doctor import doctor
 from mlx_paged.cli.doctor import jobs as doctor_jobs
 from mlx_paged.cli.doctor import threads as doctor_threads
+from mlx_paged.cli.doctor.jobs import POPULAR, Shape, popular_shapes
 from mlx_paged.cli.doctor.models import DEMO_FOLDER, demo_folder
 from mlx_paged.cli.doctor.process import Outcome, run_program
 from mlx_paged.cli.doctor.report import Report, Row
-from mlx_paged.cli.doctor.shapes import POPULAR, Shape, popular_shapes
 from mlx_paged.errors import ConfigError
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels

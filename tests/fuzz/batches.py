@@ -16,7 +16,7 @@ from mlx_lm.models import cache as upstream_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.engine.request_options import RequestOptions
+from mlx_paged.engine.request import RequestOptions
 from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.patches import registry

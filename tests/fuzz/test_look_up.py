@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from mlx_paged.engine.lookup import look_up
+from mlx_paged.engine import look_up
 from tests.fuzz import batches
 from tests.fuzz.cases import Case, draw, vocabulary
 from tests.support.models.builders import KINDS

@@ -12,21 +12,18 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_paged.kernels import build, check
+from mlx_paged.kernels import build, check, draw_rows, embedding_rows, penalise_rows, silu_product
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.build import SIGNATURES, Constants, build_kernel
 from mlx_paged.kernels.check import _texts_of, self_check
 from mlx_paged.kernels.cuda.cubins import CubinFolder, Cubins
-from mlx_paged.kernels.cuda.launch import CompiledKernel
-from mlx_paged.kernels.cuda.source import Source
+from mlx_paged.kernels.cuda.launch import CompiledKernel, Source
 from mlx_paged.kernels.decode_spec import pool_constants_of
 from mlx_paged.kernels.latent import prompts
 from mlx_paged.kernels.latent.check import latent_texts_of
 from mlx_paged.kernels.launch_shape import Variant
-from mlx_paged.kernels.layers import embedding_rows, silu_product
 from mlx_paged.kernels.prefill import BODY, QUANTIZED_BODY, prefill_constants_of, prefill_shape_for
 from mlx_paged.kernels.products import narrow_matmul
-from mlx_paged.kernels.sampling import draw_rows, penalise_rows
 from mlx_paged.kernels.trial import Text, launch_alone
 from tests.support.kernels.quantized_pages import page_shape
 

@@ -13,7 +13,7 @@ import pytest
 
 from mlx_paged.kernels.cuda import cubins as cubins_module
 from mlx_paged.kernels.cuda.cubins import CubinFolder, Cubins, cubins, folder_path
-from mlx_paged.kernels.cuda.source import Source
+from mlx_paged.kernels.cuda.launch import Source
 
 WAIT_SECONDS = 60
 

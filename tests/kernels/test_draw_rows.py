@@ -15,10 +15,8 @@ import pytest
 from mlx_paged.engine.sampling.batch_sampler import BatchSampler, SampledRow
 from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.kernels import build as kernel_build
-from mlx_paged.kernels.sampling import draw_rows as module
-from mlx_paged.kernels.sampling.draw_model import drawn_word
-from mlx_paged.kernels.sampling.draw_rows import DTYPES, draw_rows, serves, works
-from mlx_paged.kernels.sampling.drawn_row import DrawnRow
+from mlx_paged.kernels import draw_rows as module
+from mlx_paged.kernels.draw_rows import DTYPES, DrawnRow, draw_rows, drawn_word, serves, works
 from tests.support import sampling_model
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_paged.kernels.cuda.fatbin import fat_binary, lz4_block
+from mlx_paged.kernels.cuda.cubins import fat_binary, lz4_block
 
 HEADERS = 16 + 64
 

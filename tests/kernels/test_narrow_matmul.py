@@ -16,6 +16,7 @@ from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.products.narrow_matmul import (
     ADDED,
     BIASED,
+    BITS,
     BODIES,
     GATED,
     GROUPED,
@@ -23,6 +24,7 @@ from mlx_paged.kernels.products.narrow_matmul import (
     PLAIN,
     SMALL,
     TILES,
+    PackedWeight,
     covers,
     covers_gated,
     covers_sum,
@@ -31,7 +33,6 @@ from mlx_paged.kernels.products.narrow_matmul import (
     products,
     self_check,
 )
-from mlx_paged.kernels.products.packed_weight import BITS, PackedWeight
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_paged import BlockPool, LayerGroup
 from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.server.report.block_map import block_map
+from mlx_paged.server.report.server_report import block_map
 from tests.support.processes import threads
 
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.kernels.layers import embedding_rows, silu_product
+from mlx_paged.kernels import embedding_rows, silu_product
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import tensor_kernel, to_float
 

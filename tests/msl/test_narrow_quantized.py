@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels.products import narrow_matmul
-from mlx_paged.kernels.products.narrow_matmul import ADDED, BIASED, GATED, GROUPED, PLAIN, TILES
-from mlx_paged.kernels.products.packed_weight import PackedWeight
+from mlx_paged.kernels.products.narrow_matmul import ADDED, BIASED, GATED, GROUPED, PLAIN, TILES, PackedWeight
 from mlx_paged.kernels.trial import launch_alone
 from tests.support.msl import registers
 from tests.support.msl.emulator import EmuError

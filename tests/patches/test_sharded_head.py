@@ -11,7 +11,7 @@ from mlx.nn.layers.distributed import shard_linear
 from mlx_lm.models import llama
 
 from mlx_paged.engine.ranks.world import has_same_logits
-from mlx_paged.patches.sharded_head import ShardedHead, shard_head
+from mlx_paged.patches.sharded import ShardedHead, shard_head
 
 HIDDEN, VOCAB, SIZE = 64, 96, 2
 Heads = list[ShardedHead]

@@ -25,9 +25,8 @@ from ...kernels.build import backend, compiled_by, gpu_cores
 from ...kv.storage.base import Geometry
 from ...kv.storage.page_format import PageFormat
 from ..terminal import add_version, orderly_end
-from .jobs import jobs
+from .jobs import jobs, num_workers, rows_of_workers
 from .report import HEADER, Report, Row
-from .workers import num_workers, rows_of_workers
 
 _NAX_RELEASE = 26  # of macOS
 AT_A_TIME = 64  # jobs whose kernels are kept until they are timed

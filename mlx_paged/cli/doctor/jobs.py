@@ -1,11 +1,18 @@
-"""What the doctor runs: the kernels for a shape of attention, and those that multiply a few rows."""
+"""What the doctor runs: kernels for shapes of attention, and those that multiply a few rows; in several processes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import multiprocessing
+import os
+import signal
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple, TextIO
 
 import mlx.core as mx
 
@@ -16,18 +23,93 @@ from ...errors import PagedCacheError
 from ...kernels.availability import device_decline
 from ...kernels.build import backend
 from ...kernels.check import MAX_RMS, SelfCheck, self_check
-from ...kernels.launch_shape import Variant
+from ...kernels.launch_shape import BLOCK_SIZES, DTYPES, HEAD_DIMS, MAX_GQA, Variant
 from ...kernels.ops import variants_of
 from ...kernels.prefill import prefill_variants_of, unsupported_prefill
 from ...kernels.prefill_check import prefill_seconds, self_check_prefill
-from ...kernels.products import narrow_matmul, packed_weight
+from ...kernels.products import narrow_matmul
+from ...kernels.products import narrow_matmul as packed_weight
 from ...kernels.timing import dense_seconds, launch_seconds
 from ...kv.group import LayerGroup
 from ...kv.pool import BlockPool
 from ...kv.storage.choice import storage_choice
 from ...kv.storage.scoring import QueryHeads, Scoring
+from ..progress import Bar
 from .report import Row
-from .shapes import POPULAR_DTYPE, Shape, all_shapes, models_of, popular_shapes
+
+
+class Shape(NamedTuple):
+    """What a kernel variant is made for."""
+
+    dtype: mx.Dtype
+    head_dim: int
+    gqa: int
+    block_size: int
+    softcap: bool = False
+    sinks: bool = False
+
+    def __str__(self) -> str:
+        extras = " softcap" * self.softcap + " sinks" * self.sinks
+        name = str(self.dtype).removeprefix("mlx.core.")
+        return f"{name:>8} D{self.head_dim:<3} gqa {self.gqa:<2} block {self.block_size:<3}{extras}"
+
+
+class Attention(NamedTuple):
+    """Of a model: ``head_dim``, query heads for each KV head, and what is done to the scores."""
+
+    head_dim: int
+    gqa: int
+    softcap: bool = False
+    sinks: bool = False
+
+
+POPULAR = {
+    Attention(64, 4): "Llama 3.2 1B",
+    Attention(64, 7): "Qwen2.5 0.5B",
+    Attention(64, 8, sinks=True): "gpt-oss",
+    Attention(80, 1): "Phi-2",
+    Attention(96, 1): "Phi-3 mini",
+    Attention(128, 2): "Qwen3 0.6B, 1.7B; Gemma 3 27B",
+    Attention(128, 2, softcap=True): "Gemma 2 27B",
+    Attention(128, 3): "Llama 3.2 3B; Phi-4 mini",
+    Attention(128, 4): "Llama 3.1 8B; Mistral 7B; Qwen3 4B, 8B; Phi-4",
+    Attention(128, 5): "Qwen3 14B; Qwen2.5 14B, 32B",
+    Attention(128, 6): "Qwen2.5 1.5B",
+    Attention(128, 7): "Qwen2.5 7B",
+    Attention(128, 8): "Llama 3.1 70B; Qwen3 32B; Qwen2.5 3B",
+    Attention(256, 2): "Gemma 3 4B, 12B",
+    Attention(256, 2, softcap=True): "Gemma 2 2B, 9B",
+    Attention(256, 4): "Gemma 3 1B",
+}
+# Models come in bfloat16; of the other types, the most common shape.
+POPULAR_DTYPE = mx.bfloat16
+COMMON = Attention(128, 4)
+
+
+def popular_shapes(block_size: int) -> Iterator[Shape]:
+    """The shapes of popular models."""
+    for attention in POPULAR:
+        yield Shape(POPULAR_DTYPE, attention.head_dim, attention.gqa, block_size, attention.softcap, attention.sinks)
+    for dtype in DTYPES:
+        if dtype != POPULAR_DTYPE:
+            yield Shape(dtype, COMMON.head_dim, COMMON.gqa, block_size)
+
+
+def all_shapes(block_size: int) -> Iterator[Shape]:
+    """Every dtype, head dimension, GQA ratio and block size, and softcap and sinks with one of them."""
+    for dtype in DTYPES:
+        for extras in ((True, False), (False, True), (True, True)):
+            yield Shape(dtype, COMMON.head_dim, COMMON.gqa, block_size, *extras)
+        for head_dim in HEAD_DIMS:
+            for gqa in range(1, MAX_GQA + 1):
+                for size in BLOCK_SIZES:
+                    yield Shape(dtype, head_dim, gqa, size)
+
+
+def models_of(shape: Shape) -> str:
+    """Popular models with this shape, or an empty text."""
+    return POPULAR.get(Attention(shape.head_dim, shape.gqa, shape.softcap, shape.sinks), "")
+
 
 _KV_HEADS = 2
 
@@ -198,3 +280,139 @@ def _checked(
     if not result.ok:
         return Checked(Row(False, shape, body, compiled, result.rms, None, None, f"{use} FAILED: {result.reason}"))
     return Checked(Row(passed, shape, body, compiled, result.rms, None, None, use), launch, dense)
+
+
+MOST_WORKERS = 16
+WORKER_BYTES = 1 << 30  # of the GPU's memory, most of them for its context
+# Where MLX keeps the kernels that it does compile for all processes. It writes these files in place, so that another
+# process can read half of one: every worker has a folder of its own.
+FOLDER = "MLX_PTX_CACHE_DIR"
+POOL_KERNELS = 3  # that the first job with some kind of pool compiles besides its own
+
+
+def num_workers(free_bytes: int) -> int:
+    """How many processes compile best here, where a GPU has so much free memory."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, MOST_WORKERS, free_bytes // WORKER_BYTES))
+
+
+def shares_of(listed: Mapping[int, Job], num: int) -> list[list[int]]:
+    """Jobs, by their numbers, for up to ``num`` processes, the largest share being as small as it can be: every job
+    goes to the first share with room for the kernels it has to compile there."""
+    order = sorted(listed, key=lambda index: str(listed[index].pool))  # those with the same pool one after the other
+    shares: list[list[int]] = []
+    most = 0  # kernels of a share
+    while not shares or len(shares) > num:
+        most += 1
+        shares = []
+        for index in order:
+            fitting = (share for share in shares if _num_kernels([*share, index], listed) <= most)
+            if (share := next(fitting, None)) is None:
+                shares.append(share := [])
+            share.append(index)
+    return [sorted(share) for share in shares]
+
+
+def _num_kernels(share: Sequence[int], listed: Mapping[int, Job]) -> int:
+    return len(share) + POOL_KERNELS * len({listed[index].pool for index in share} - {None})
+
+
+class Worker:
+    """A process with a share of the jobs.
+
+    Args:
+        share: their numbers.
+        folder: of its own.
+        options: of :func:`jobs`, and of :meth:`ShapeJob.run`.
+    """
+
+    def __init__(self, share: Sequence[int], folder: str, options: tuple[int, bool, PagedConfig]) -> None:
+        self.share = share
+        self.num_checked = 0
+        self._ended = False
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self._process = context.Process(target=_work, args=(theirs, list(share), folder, *options), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    @property
+    def is_checking(self) -> bool:
+        return not self._ended and self.num_checked < len(self.share)
+
+    def receive(self) -> Any:
+        """What it says next; None if it has ended."""
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            self._ended = True
+            return None
+
+    def receive_checked(self) -> None:
+        """Take note of a job that was checked."""
+        self.num_checked += self.receive() is not None
+
+    def rows(self) -> dict[int, list[Row]]:
+        """Have it time its kernels; the rows of those jobs that it came to."""
+        try:
+            self.connection.send("time")
+        except OSError:
+            self._ended = True
+        rows: dict[int, list[Row]] = {}
+        while not self._ended and len(rows) < len(self.share):
+            if (told := self.receive()) is not None:
+                rows[told[0]] = told[1]
+        return rows
+
+    def how_it_ended(self) -> str:
+        self._process.join(timeout=5)
+        return f"the process that ran it ended with {self._process.exitcode}"
+
+    def close(self) -> None:
+        self.connection.close()
+        self._process.terminate()
+        self._process.join()
+
+
+def rows_of_workers(
+    part: Sequence[int], block_size: int, config: PagedConfig, everything: bool, num: int, stream: TextIO
+) -> Iterator[Row]:
+    """The rows of some of the jobs in their order, with a bar on ``stream`` until they come. Jobs whose process died
+    have failed."""
+    listed = jobs(block_size, everything=everything)
+    with ExitStack() as stack:
+        workers: list[Worker] = []
+        for share in shares_of({index: listed[index] for index in part}, num):
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx_paged_kernels_"))
+            workers.append(Worker(share, folder, (block_size, everything, config)))
+            stack.callback(workers[-1].close)
+        with Bar(stream, "compiling", len(part)) as bar:
+            while running := {worker.connection: worker for worker in workers if worker.is_checking}:
+                for connection in wait(list(running), timeout=bar.SECONDS):
+                    running[connection].receive_checked()  # type: ignore[index]
+                bar.show(sum(worker.num_checked for worker in workers))
+        rows: dict[int, list[Row]] = {}
+        for worker in workers:
+            rows |= worker.rows()
+            for index in set(worker.share) - set(rows):
+                failed = f"FAILED: {worker.how_it_ended()}"
+                rows[index] = [Row(False, str(listed[index]), "-", "-", float("nan"), None, None, failed)]
+    for index in part:
+        yield from rows[index]
+
+
+def _work(
+    connection: Connection, share: Sequence[int], folder: str, block_size: int, everything: bool, config: PagedConfig
+) -> None:
+    """A worker: says the number of each job that it has checked; told to, it times all and says their rows."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever began this ends it
+    warnings.simplefilter("ignore")  # a row says what failed
+    os.environ[FOLDER] = folder
+    listed = jobs(block_size, everything=everything)
+    checked = {}
+    for index in share:
+        checked[index] = list(listed[index].run(config))
+        connection.send(index)
+    connection.recv()
+    for index in share:
+        connection.send((index, [kernel.timed() for kernel in checked[index]]))

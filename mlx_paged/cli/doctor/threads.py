@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from ...kernels import ops as kernels
 from ...kernels.build import KernelUnavailable, backend, prepared
-from .shapes import Shape, popular_shapes
+from .jobs import Shape, popular_shapes
 
 TOO_MANY = 2048  # no Metal GPU allows more than 1,024
 HOW = (

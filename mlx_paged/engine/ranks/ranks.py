@@ -6,7 +6,10 @@ import atexit
 import importlib.metadata
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
@@ -14,11 +17,62 @@ import mlx.core as mx
 
 from ...cache.composites import leaves
 from ...errors import RankError
-from .peer import DATA, FAULT, LEAVE, Peer
+from ...kv.pool import BlockPool
 from .rendezvous import meet
-from .step_record import StepRecord
-from .undo import checkpoint
-from .watch import GRACE_SECONDS, Watch
+from .watch import DATA, FAULT, GRACE_SECONDS, LEAVE, Peer, Watch
+
+
+def checkpoint(pool: BlockPool) -> Callable[[], None]:
+    """A function that undoes the writes built after this. It is to be dropped before anything is computed: it keeps
+    buffers that are to be written in place. Tables and lengths are their owner's to put back."""
+    states = [(group, [storage.checkpoint() for storage in group.storages]) for group in pool.groups]
+
+    def go_back() -> None:
+        with pool.turn:
+            for group, checkpoints in states:
+                for storage, each in zip(group.storages, checkpoints, strict=False):
+                    storage.go_back(each)
+                group.note_read(len(group.storages) - 1)  # nothing: its reads are not going to be computed
+
+    return go_back
+
+
+KEPT = 4  # entries that a report can show; others may have been a step ahead
+
+
+class StepRecord:
+    """A running checksum of integers.
+
+    Attributes:
+        count: entries so far.
+        checksum: of all of them.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.checksum = 0
+        self._last: deque[tuple[int, str, dict[str, list[int]]]] = deque(maxlen=KEPT)
+
+    def note(self, what: str, values: Mapping[str, Iterable[int]], remark: str = "") -> None:
+        """Add an entry: ``what`` it is, integers by what they are, and a remark for reports, which is not compared."""
+        listed = {name: list(each) for name, each in values.items()}
+        self.count += 1
+        flat = [each for name in listed for each in (len(listed[name]), *listed[name])]
+        self.checksum = zlib.crc32(array("q", flat).tobytes(), zlib.crc32(what.encode(), self.checksum))
+        self._last.append((self.count, f"{what}{remark and f' ({remark})'}", listed))
+
+    def describe(self) -> str:
+        """The last entries."""
+        return " | ".join(
+            f"{count}. {what}: " + ", ".join(f"{name} {_short(each)}" for name, each in listed.items())
+            for count, what, listed in self._last
+        )
+
+
+def _short(values: list[int]) -> str:
+    most = 24
+    return str(values) if len(values) <= most else f"{values[:most]} and {len(values) - most} more"
+
 
 T = TypeVar("T")
 

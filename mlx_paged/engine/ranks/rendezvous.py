@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...errors import RankError
-from .peer import Peer, read_bytes
+from .watch import Peer, read_bytes
 
 _MOST_BYTES = 1024  # of the address, as integers in a reduction
 SECRET_VARIABLE = "MLX_PAGED_RANK_SECRET"  # the same on all ranks, or unset

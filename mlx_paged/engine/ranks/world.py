@@ -1,9 +1,15 @@
-"""Which ranks a model is sharded over, and the one connection of this process to them."""
+"""The world of ranks: how one is found from the outside, and what makes sure that all start alike."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
+import json
 import os
+import struct
 import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -75,3 +81,81 @@ def ranks_of(model: Any) -> Ranks | None:
 def has_same_logits(model: Any) -> bool:
     """Whether each rank of a sharded model has the same bits of logits: they are gathered from all."""
     return isinstance(model, nn.Module) and any(getattr(module, "is_gathered", False) for module in model.modules())
+
+
+PACKAGE = Path(__file__).parents[2]
+SAMPLE_BYTES = 4096  # read at the start, in the middle and at the end of each tensor
+# Suffixes of the files that mlx-lm reads from a model's folder.
+SUFFIXES = (".json", ".jinja", ".jsonl", ".model", ".py", ".safetensors", ".tiktoken", ".txt")
+
+
+def check_same(ranks: Ranks, what: str, mine: Mapping[str, Any], *, are_optional: bool = False) -> None:
+    """Compare values by name. A collective call.
+
+    Args:
+        ranks: all of them call this.
+        what: the values, in words.
+        mine: this rank's values, of what JSON has. They are sent: no secrets.
+        are_optional: compare only names that both ranks have.
+
+    Raises:
+        ConfigError: on all ranks alike; it names what differs.
+    """
+    found = ranks.exchange(dict(mine))
+    for rank, theirs in enumerate(found[1:], 1):
+        first = found[0]
+        names = set(first) & set(theirs) if are_optional else set(first) | set(theirs)
+        differing = sorted(name for name in names if first.get(name) != theirs.get(name))
+        if differing:
+            listed = "; ".join(f"{name}: {_short(first, name)} and {_short(theirs, name)}" for name in differing[:4])
+            more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
+            raise ConfigError(f"{what} of rank 0 and rank {rank} differ: {listed}{more}")
+
+
+def _short(values: Mapping[str, Any], name: str) -> str:
+    return str(values[name])[:60] if name in values else "missing"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of MLX, mlx-lm and this package, and a digest of this package's source."""
+    source = hashlib.sha256()
+    for path in sorted(each for each in PACKAGE.rglob("*") if each.suffix in (".py", ".metal", ".cu")):
+        source.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes())
+    known = {name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm", "mlx-paged")}
+    return {**known, "source of mlx-paged": source.hexdigest()[:16]}
+
+
+def model_files(folder: Path) -> dict[str, str]:
+    """Return a digest of each file of a model's folder that mlx-lm reads.
+
+    Weights are sampled: their size, their header and :data:`SAMPLE_BYTES` at three places of each tensor. Other files
+    are read whole.
+    """
+    files = sorted(each for each in folder.iterdir() if each.suffix in SUFFIXES and each.is_file())
+    return {path.name: _digest(path) for path in files}
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        if path.suffix != ".safetensors":
+            digest.update(file.read())
+            return digest.hexdigest()[:16]
+        size = os.fstat(file.fileno()).st_size
+        header = file.read(struct.unpack("<Q", file.read(8).ljust(8, b"\0"))[0] if size > 8 else 0)
+        digest.update(str(size).encode() + header)
+        for start, count in _samples(header):
+            file.seek(8 + len(header) + start)
+            digest.update(file.read(count))
+    return digest.hexdigest()[:16]
+
+
+def _samples(header: bytes) -> Iterator[tuple[int, int]]:
+    """Yield where to read behind the header, and how many bytes."""
+    tensors = json.loads(header or b"{}")
+    for name in sorted(tensors):
+        if name != "__metadata__":
+            begin, end = tensors[name]["data_offsets"]
+            last = max(begin, end - SAMPLE_BYTES)
+            for start in sorted({begin, (begin + last) // 2, last}):
+                yield start, min(SAMPLE_BYTES, end - start)

@@ -1,21 +1,303 @@
-"""BatchSampler: chooses the next token of every row of a batch, in one set of operations."""
+"""BatchSampler: chooses the next token of every row of a batch, in one set of operations, and sorts nothing.
+
+The parameters of the rows stand side by side as arrays; filters say which tokens are left, draws which one is taken.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
-from ...kernels.sampling import draw_rows
+from ...kernels import draw_rows
+from ...kernels.draw_rows import WIDTH, DrawnRow
 from ..step_logits import normalised
-from .draw import draw, uniforms
-from .filters import kept_words
-from .kernel_rows import KernelRows
 from .params import SamplingParams
 from .penalties import Penalties
-from .row_parameters import RowParameters
+
+
+class RowParameters:
+    """What draws the tokens of some rows. A parameter that no row uses is None; in rows that do not use one it is a
+    value that changes nothing.
+
+    Args:
+        rows: in the order of the logits.
+        vocab_size: words.
+
+    Attributes:
+        draws: some row's tokens are drawn.
+        greedy: which rows' are not, ``[R, 1]``; None: no row's are not.
+        temperature, top_p, log_min_p, xtc_probability, xtc_threshold: ``[R, 1]``, float32.
+        top_k, min_kept: ``[R, 1]``, int32; ``top_k`` is the number of words in rows without.
+        xtc_special: ``[R, vocab]``, words that XTC leaves alone.
+        drops_words: any of these is not None.
+        keys: of the rows with a seed, ``[R, 2]``; None: no row has one.
+        seeded: which rows have one, ``[R, 1]``; None: all.
+    """
+
+    def __init__(self, rows: Sequence[SamplingParams], vocab_size: int) -> None:
+        drawn = [row for row in rows if row.draws]
+        self.draws = bool(drawn)
+        self.greedy = _column([not row.draws for row in rows], mx.bool_) if len(drawn) < len(rows) else None
+        self.temperature = _column([row.temperature if row.draws else 1.0 for row in rows])
+        self.top_p = self.log_min_p = self.min_kept = self.top_k = None
+        self.xtc_probability = self.xtc_threshold = self.xtc_special = None
+        self.keys = self.seeded = None
+        if any(row.uses_top_p for row in drawn):
+            self.top_p = _column([row.top_p if row.draws and row.uses_top_p else math.inf for row in rows])
+        if any(row.min_p for row in drawn):
+            self.log_min_p = _column([math.log(row.min_p) if row.draws and row.min_p else -math.inf for row in rows])
+            if any(row.min_p and row.min_tokens_to_keep > 1 for row in drawn):
+                self.min_kept = _column([min(row.min_tokens_to_keep, vocab_size) for row in rows], mx.int32)
+        if any(row.uses_xtc for row in drawn):
+            self.xtc_probability = _column(
+                [row.xtc_probability if row.draws and row.uses_xtc else -1.0 for row in rows]
+            )
+            self.xtc_threshold = _column([row.xtc_threshold for row in rows])
+            special = np.zeros((len(rows), vocab_size), np.bool_)
+            for index, row in enumerate(rows):
+                if row.draws and row.uses_xtc:
+                    special[index, list(row.xtc_special_tokens)] = True
+            self.xtc_special = mx.array(special) if special.any() else None
+        if any(row.top_k > 0 for row in drawn):
+            self.top_k = _column([row.top_k if row.draws and row.top_k > 0 else vocab_size for row in rows], mx.int32)
+        filters = (self.top_p, self.log_min_p, self.xtc_probability, self.top_k)
+        self.drops_words = any(parameter is not None for parameter in filters)
+        seeds = [row.seed if row.draws else None for row in rows]
+        if any(seed is not None for seed in seeds):
+            self.keys = mx.stack([mx.random.key((seed or 0) % (1 << 64)) for seed in seeds])
+            if any(seed is None for seed in seeds):
+                self.seeded = _column([seed is not None for seed in seeds], mx.bool_)
+
+
+def _column(values: Sequence[float], dtype: mx.Dtype = mx.float32) -> mx.array:
+    return mx.array(list(values), dtype)[:, None]
+
+
+_LOG2_E = 1.4426950408889634
+_SIGN = 0x80000000
+# Bits of a float32 that tell values of these dtypes apart.
+_BITS = {mx.bfloat16: 16, mx.float16: 19}
+
+
+def exponential(x: mx.array) -> mx.array:
+    """e to the x. MLX's own takes four times as long as its power on a CPU."""
+    return mx.exp(x) if mx.default_device() == mx.Device(mx.gpu) else mx.power(2.0, x * _LOG2_E)
+
+
+def bits_of(dtype: mx.Dtype) -> int:
+    """How many leading bits of a float32 tell values of a dtype apart."""
+    return _BITS.get(dtype, 32)
+
+
+def largest_above(x: mx.array, weights: mx.array | None, target: mx.array, bits: int = 32) -> mx.array:
+    """The largest value t of each row of x such that what is not less than t weighs ``target`` or more: with weights of
+    1 and a target of k, the k-th largest value.
+
+    Args:
+        x: ``[R, n]`` float32.
+        weights: ``[R, n]``, none negative, or whether they count at all; None: 1 each.
+        target: ``[R, 1]``, positive.
+        bits: leading ones that tell the values of x apart.
+
+    Returns:
+        ``[R, 1]``; minus infinity where all of it weighs less.
+    """
+    # Built from its first bit on; as unsigned numbers, keys are in the order of the floats they stand for.
+    key = mx.zeros(target.shape, mx.uint32)
+    for bit in range(31, 31 - bits, -1):
+        candidate = key | mx.array(1 << bit, mx.uint32)
+        above = x >= _float_of(candidate)
+        weight = (above if weights is None else above * weights).sum(axis=-1, keepdims=True)
+        key = mx.where(weight >= target, candidate, key)
+    is_least = key <= mx.array(0x007FFFFF, mx.uint32)  # of minus infinity; what is below stands for no number
+    return mx.where(is_least, -mx.inf, _float_of(key))
+
+
+def _float_of(key: mx.array) -> mx.array:
+    sign = mx.array(_SIGN, mx.uint32)
+    return mx.where(key >= sign, key ^ sign, ~key).view(mx.float32)
+
+
+def largest(x: mx.array, count: mx.array, bits: int, among: mx.array | None = None) -> mx.array:
+    """Which values of each row of x ``[R, n]`` are its ``count`` ``[R, 1]`` largest ``among`` some (``[R, n]``, all if
+    None); of equal ones the first. All of them, if there are not so many."""
+    least = largest_above(x, among, count, bits)
+    above, equal = x > least, x == least
+    if among is not None:
+        above, equal = above & among, equal & among
+    num_missing = count - above.sum(axis=-1, keepdims=True)
+    return above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=-1) <= num_missing))
+
+
+def kept_words(logits: mx.array, rows: RowParameters, drawn: mx.array) -> mx.array | None:
+    """Which words are left after top-p, min-p, XTC and top-k, in mlx-lm's order. All are asked of the logits as they
+    are, not as the temperature changes them.
+
+    Args:
+        logits: ``[R, vocab]``; their probabilities, which XTC and top-p need, are computed in float32.
+        rows: their parameters.
+        drawn: ``[R, 1]``, uniformly from [0, 1), for XTC.
+
+    Returns:
+        ``[R, vocab]``, or None if nothing can be dropped.
+    """
+    if not rows.drops_words:
+        return None
+    kept: mx.array | None = None
+    bits = bits_of(logits.dtype)
+    x = logits.astype(mx.float32)
+    top = x.max(axis=-1, keepdims=True)
+    probs = exponential(x - top) if rows.top_p is not None or rows.xtc_probability is not None else None
+    if rows.top_p is not None:
+        assert probs is not None
+        kept = x >= largest_above(x, probs, rows.top_p * probs.sum(axis=-1, keepdims=True), bits)
+    if rows.log_min_p is not None:
+        likely = x >= top + rows.log_min_p
+        if rows.min_kept is not None:
+            likely = likely | largest(x, rows.min_kept, bits)
+        kept = _both(kept, likely)
+    if rows.xtc_probability is not None:
+        assert probs is not None and rows.xtc_threshold is not None
+        if kept is not None:
+            probs = probs * kept
+        likely = probs > rows.xtc_threshold * probs.sum(axis=-1, keepdims=True)
+        left = probs <= mx.where(likely, probs, mx.inf).min(axis=-1, keepdims=True)
+        if rows.xtc_special is not None:
+            left = left | rows.xtc_special
+        kept = _both(kept, left | (drawn > rows.xtc_probability))
+    if rows.top_k is not None:
+        kept = _both(kept, largest(x, rows.top_k, bits, kept))
+    return kept
+
+
+def _both(first: mx.array | None, second: mx.array) -> mx.array:
+    return second if first is None else first & second
+
+
+_BLOCK = 128  # words; about the root of a vocabulary, and a divisor of most
+
+_uniforms = mx.vmap(lambda key: mx.random.uniform(shape=(3,), key=key))
+
+
+def uniforms(rows: RowParameters, positions: mx.array) -> mx.array:
+    """Numbers for the tokens at ``positions`` ``[R]`` (uint32) of the rows' answers, ``[R, 3]``."""
+    if rows.keys is None:
+        return mx.random.uniform(shape=(positions.shape[0], 3))
+    # Seeds first, or neighbouring ones would share keys at other positions.
+    mixed = _uniforms(rows.keys)[:, :2].view(mx.uint32)
+    own = _uniforms(mx.stack([mixed[:, 0], mixed[:, 1] ^ positions], axis=-1))
+    if rows.seeded is None:
+        return own
+    return mx.where(rows.seeded, own, mx.random.uniform(shape=own.shape))
+
+
+def draw(
+    logits: mx.array, kept: mx.array | None, temperature: mx.array, numbers: mx.array, *, keeps_top: bool
+) -> mx.array:
+    """A word of each row with probabilities ``softmax(logits / temperature)`` among those kept. First a block of words
+    is drawn and then one of it: sums stay short, so that float32 loses nothing of words that are unlikely.
+
+    Args:
+        logits: ``[R, vocab]``.
+        kept: which words may be drawn, ``[R, vocab]``; None: all.
+        temperature: ``[R, 1]``.
+        numbers: ``[R, 2]`` or more in [0, 1).
+        keeps_top: the largest logit of every row is kept.
+
+    Returns:
+        ``[R]``, uint32.
+    """
+    num_rows, vocab = logits.shape
+    x = logits.astype(mx.float32)
+    top = (x if keeps_top or kept is None else mx.where(kept, x, -mx.inf)).max(axis=-1, keepdims=True)
+    weights = exponential(mx.minimum(x - top, 0) / temperature)
+    if kept is not None:
+        weights = weights * kept
+    if vocab % _BLOCK:
+        weights = mx.pad(weights, [(0, 0), (0, -vocab % _BLOCK)])
+    blocks = weights.reshape(num_rows, -1, _BLOCK)
+    block = _place(blocks.sum(axis=-1), numbers[:, :1])
+    word = _place(mx.take_along_axis(blocks, block[:, :, None], axis=1)[:, 0], numbers[:, 1:2])
+    return (block * _BLOCK + word)[:, 0].astype(mx.uint32)
+
+
+def _place(weights: mx.array, numbers: mx.array) -> mx.array:
+    """Which of the weights ``[R, n]`` the numbers ``[R, 1]`` fall on, ``[R, 1]``; never on a weight of 0."""
+    ends = mx.where(weights > 0, mx.cumsum(weights, axis=-1), 0)  # a parallel sum need not ascend to the last bit
+    return mx.argmax((ends > numbers * ends.max(axis=-1, keepdims=True)).astype(mx.int32), axis=-1, keepdims=True)
+
+
+_SEEDS = 1 << 64
+
+
+class KernelRows:
+    """How one launch chooses the tokens of some rows. A row's token is a function of its logits, its key and the
+    position, so it is the same whatever rows are beside it. XTC's words are not a beginning of the words by
+    likelihood: MLX's operations find them, for the rows that need it.
+
+    Args:
+        rows: in the order of the logits.
+        vocab_size: words.
+
+    Attributes:
+        draws: some row's tokens are drawn.
+        greedy: which rows' are not, ``[R, 1]``; None: no row's are not.
+    """
+
+    def __init__(self, rows: Sequence[SamplingParams], vocab_size: int) -> None:
+        drawn = [_drawn_row(row) for row in rows]
+        self.draws = any(row.draws for row in rows)
+        self.greedy = None if all(row.draws for row in rows) else mx.array([not row.draws for row in rows])[:, None]
+        self._params = mx.array([row.params() for row in drawn], mx.float32)
+        # Rows without a seed have a key from mx.random's state: positions count on from there.
+        words = np.array([row.key_words() for row in drawn], np.uint32)
+        self._keys = mx.array(words)
+        has_none = [row.seed is None for row in rows]
+        if any(has_none):
+            own = mx.random.uniform(shape=(len(rows), WIDTH)).view(mx.uint32)
+            self._keys = mx.where(mx.array(has_none)[:, None], own, self._keys)
+        self._xtc: RowParameters | None = None
+        if any(_uses_xtc(row) for row in rows):
+            self._xtc = RowParameters([row if _uses_xtc(row) else SamplingParams() for row in rows], vocab_size)
+
+    def draw(self, logits: mx.array, positions: mx.array) -> mx.array:
+        """A token of each row, ``[R]`` uint32.
+
+        Args:
+            logits: ``[R, vocab]``.
+            positions: of the tokens in their answers, ``[R]`` uint32.
+        """
+        if self._xtc is not None:
+            kept = kept_words(logits, self._xtc, uniforms(self._xtc, positions)[:, 2:])
+            assert kept is not None
+            logits = mx.where(kept, logits, mx.array(-mx.inf, logits.dtype))
+        return draw_rows.draw_rows(logits, self._params, self._keys, positions)
+
+
+def _uses_xtc(row: SamplingParams) -> bool:
+    return row.draws and row.uses_xtc
+
+
+def _drawn_row(row: SamplingParams) -> DrawnRow:
+    key = (row.seed or 0) % _SEEDS
+    if not row.draws:
+        return DrawnRow(0.0)
+    if row.uses_xtc:  # its other parameters are in XTC's
+        return DrawnRow(row.temperature, key=key)
+    return DrawnRow(
+        row.temperature,
+        top_p=row.top_p if row.uses_top_p else DrawnRow(0.0).top_p,
+        min_p=row.min_p,
+        top_k=row.top_k if row.top_k > 0 else None,
+        min_kept=row.min_tokens_to_keep,
+        key=key,
+    )
+
 
 MOST_KEPT = 8  # selections of rows whose arrays are kept
 

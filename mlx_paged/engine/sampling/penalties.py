@@ -10,9 +10,9 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ...kernels.sampling import penalise_rows
-from ...kernels.sampling.drawn_row import WIDTH
-from ...kernels.sampling.penalise_rows import Histories
+from ...kernels import penalise_rows
+from ...kernels.draw_rows import WIDTH
+from ...kernels.penalise_rows import Histories
 from .params import ALL, SamplingParams
 
 ROOM = 256  # entries more than needed, so that arrays get another shape as seldom

@@ -2,12 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .source import Source
+# What an input or output points to: a type of C, or the constant that names it. An input that is not listed here is not
+# known to this module, and MLX compiles its text.
+_TYPES = {
+    **dict.fromkeys(("fence", "fence_out", "arrivals", "words", "words1", "words2", "keys", "positions"), "uint32_t"),
+    **dict.fromkeys(("tables", "ends", "starts", "blocks", "span", "pairs", "tiles"), "int"),
+    **dict.fromkeys(("places", "counts", "counts_out", "spans", "spans_out"), "int"),
+    "words_out": "uint32_t",
+    **dict.fromkeys(("params", "sinks", "stats", "partial", "penalties"), "float"),
+    **dict.fromkeys(
+        ("q", "k", "v", "k_pool", "v_pool", "k_new", "v_new", "k_out", "v_out", "out", "out1", "out2", "rotated"), "T"
+    ),
+    **dict.fromkeys(("x", "w", "w1", "w2", "bias", "residual", "left", "right", "table"), "T"),
+    **dict.fromkeys((what + n for what in ("scales", "biases") for n in ("", "1", "2")), "T"),
+    **dict.fromkeys(("slots", "tokens"), "S"),
+}
+# Of inputs whose strides a text reads: [batch, heads, length, dim], heads and dims those of the pool. Values come from
+# a projection, and are [batch, length, heads, dim] in memory; keys have been rotated, which leaves them in order.
+_STRIDES = {
+    "k": "int64_t(k_pool_1) * k_2 * {D}, int64_t(k_2) * {D}, {D}, 1",
+    "v": "int64_t(k_pool_1) * k_2 * {DV}, {DV}, int64_t(k_pool_1) * {DV}, 1",
+}
+_TOKENS_FIRST = ("v",)
+_POOLS = ("k_pool", "v_pool")
+
+
+class Source(NamedTuple):
+    """A whole text.
+
+    Attributes:
+        name: of the kernel; follows the text.
+        text: for NVRTC.
+        types: what the inputs point to, in C.
+        axes: (input, its axes) whose sizes the kernel takes as integers behind its outputs.
+        tokens_first: inputs [batch, heads, length, dim] that it reads as [batch, length, heads, dim].
+        shared: bytes of shared memory that a launch gives it.
+    """
+
+    name: str
+    text: str
+    types: tuple[str, ...]
+    axes: tuple[tuple[int, tuple[int, ...]], ...]
+    tokens_first: tuple[int, ...]
+    shared: int = 0
+
+
+def source_of(
+    body: str,
+    header: str,
+    source: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    constants: Mapping[str, Any],
+    type_of: Mapping[Any, str],
+) -> Source | None:
+    """The text of a kernel, or None if it has inputs that are not known here.
+
+    Args:
+        body: its name.
+        header: goes before the kernel.
+        source: of the kernel, its constants declared.
+        inputs, outputs: names, in order.
+        constants: T, S and O name dtypes.
+        type_of: a dtype's name in C.
+    """
+    strided = [name for name in inputs if f"{name}_strides[" in source]
+    if not all(name in _TYPES for name in (*inputs, *outputs)) or not all(name in _STRIDES for name in strided):
+        return None
+
+    def kind(name: str) -> str:
+        known = "O" if name == "out" and "O" in constants else _TYPES[name]
+        known = "uint32_t" if name in _POOLS and "KBITS" in constants else known  # quantised pages
+        return type_of[constants[known]] if known in constants else known
+
+    parameters = [f"const {kind(name)}* {name}" for name in inputs] + [f"{kind(name)}* {name}" for name in outputs]
+    axes, declared = [], []
+    for i, name in enumerate(inputs):
+        own = _axes_read(name, source, constants)
+        if own is None:
+            return None
+        if own:
+            axes.append((i, own))
+            parameters += [f"int {name}_{axis}" for axis in own]
+            sizes = (f"{name}_{axis}" if axis in own else "0" for axis in range(max(own) + 1))
+            declared.append(f"const int {name}_shape[] = {{{', '.join(sizes)}}};")
+        if name in strided:
+            steps = _STRIDES[name].format_map(constants)
+            declared.append(f"const int64_t {name}_strides[] = {{{steps}}};")
+    bounds = f"__launch_bounds__({32 * constants['SG']}, {constants['GROUPS']}) " if "GROUPS" in constants else ""
+    before = f'{header}namespace mlx::core::cu {{\nextern "C" __global__ void {bounds}'
+    after = "\n".join([f"({', '.join(parameters)}) {{", *declared, source]) + "}\n}\n"
+    name = f"{body}_{hashlib.sha256((before + after).encode()).hexdigest()[:32]}"
+    swapped = tuple(i for i, each in enumerate(inputs) if each in _TOKENS_FIRST and each in strided)
+    types = tuple(kind(each) for each in inputs)
+    return Source(name, before + name + after, types, tuple(axes), swapped, constants.get("SHARED", 0))
+
+
+def _axes_read(name: str, source: str, constants: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Axes of an input whose sizes a text needs; None if that cannot be told."""
+    read = set(re.findall(rf"\b{name}_shape\[(\w+)\]", source))
+    if all(axis.isdigit() for axis in read):
+        return tuple(sorted(map(int, read)))
+    return tuple(range(constants["XD"])) if "XD" in constants else None  # in a loop over them all
 
 
 class CompiledKernel:

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from . import inference, narrow_matmul
-from .packed_weight import PackedWeight
+from .narrow_matmul import PackedWeight
 
 # From so many rows on a weight is dequantised first.
 DEQUANTIZED_ROWS = 129

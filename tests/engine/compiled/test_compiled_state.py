@@ -20,8 +20,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.engine.compiled import compiled_step
-from mlx_paged.engine.compiled.model_state import ModelState, StateNotKnown, members_of, substituted
+from mlx_paged.engine import compiled_step
+from mlx_paged.engine.model_state import ModelState, StateNotKnown, members_of, substituted
 from mlx_paged.patches.models import compiled
 from tests.support.kernels.traceable_kernels import traceable_kernels
 from tests.support.models.builders import build, greedy, prompt_of

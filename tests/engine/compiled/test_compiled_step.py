@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.engine.compiled import compiled_step
+from mlx_paged.engine import compiled_step
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.patches.models import compiled
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels

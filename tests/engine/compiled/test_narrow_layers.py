@@ -16,9 +16,9 @@ from mlx_lm.models import llama
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.engine.compiled import compiled_step
-from mlx_paged.engine.compiled import narrow_layers as narrow_layers_module
-from mlx_paged.engine.compiled.narrow_layers import NarrowLinear, added, gated, narrow_layers, projected
+from mlx_paged.engine import compiled_step
+from mlx_paged.engine import narrow_layers as narrow_layers_module
+from mlx_paged.engine.narrow_layers import NarrowLinear, added, gated, narrow_layers, projected
 from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.products.narrow_matmul import ADDED, BIASED, GATED, GROUPED, PLAIN
 from tests.support.models.batch_runs import mlx_lm_generate

@@ -8,7 +8,7 @@ import pytest
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.engine.compiled import compiled_step
+from mlx_paged.engine import compiled_step
 from mlx_paged.kv.storage.in_place import InPlaceStorage
 from tests.support.models.builders import KINDS, build, greedy, prompt_of, rms
 

@@ -19,10 +19,9 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.engine.compiled import compiled_step
-from mlx_paged.engine.compiled.step_rows import PackRows
-from mlx_paged.engine.lookup import proposer
-from mlx_paged.engine.request_options import RequestOptions
+from mlx_paged.engine import compiled_step, proposer
+from mlx_paged.engine.compiled_step import PackRows
+from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.models import compiled
 from scripts import model_matrix
 from scripts.model_matrix import NOT_COMPILED, alone, batched, difference, lines_of_page

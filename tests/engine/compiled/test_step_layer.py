@@ -17,9 +17,8 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.cache.lazy_kv import lazy_kv_of
-from mlx_paged.engine.compiled import compiled_step
-from mlx_paged.engine.compiled.step_layer import FetchedKV, NarrowMask, NotCompilable, StandIn, StepLayer
-from mlx_paged.engine.compiled.step_rows import GroupArrays
+from mlx_paged.engine import compiled_step
+from mlx_paged.engine.compiled_step import FetchedKV, GroupArrays, NarrowMask, NotCompilable, StandIn, StepLayer
 from mlx_paged.kv.storage.scoring import Scoring, Window
 from mlx_paged.patches.models import compiled
 from scripts.support import model_configs

@@ -11,7 +11,7 @@ from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.cache.batch_tables import BatchTables
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.sequence import SequenceTables
-from mlx_paged.engine.compiled.step_rows import StepRows, rows_of
+from mlx_paged.engine.compiled_step import StepRows, rows_of
 from mlx_paged.errors import PoolExhaustedError
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool

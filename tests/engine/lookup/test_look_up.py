@@ -11,8 +11,8 @@ import pytest
 
 import mlx_paged
 from mlx_paged.cache.pack import NotPackableError
-from mlx_paged.engine.lookup import look_up, proposer
-from mlx_paged.engine.request_options import RequestOptions
+from mlx_paged.engine import look_up, proposer
+from mlx_paged.engine.request import RequestOptions
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree

@@ -14,11 +14,10 @@ from mlx_lm.sample_utils import make_sampler
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.engine.compiled import compiled_step
-from mlx_paged.engine.compiled.step_rows import PackRows
-from mlx_paged.engine.lookup import proposer
-from mlx_paged.engine.lookup.proposer import Drafts
-from mlx_paged.engine.request_options import RequestOptions
+from mlx_paged.engine import compiled_step, proposer
+from mlx_paged.engine.compiled_step import PackRows
+from mlx_paged.engine.proposer import Drafts
+from mlx_paged.engine.request import RequestOptions
 from scripts.support import model_configs
 from tests.support.kernels.fake_kernels import FakeKernels
 from tests.support.models.batch_runs import Outcome, generator, run_all

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_paged.engine.lookup import ngram_index
-from mlx_paged.engine.lookup.ngram_index import MOST_COMPARED, SIZES, NgramIndex
+from mlx_paged.engine import proposer as ngram_index
+from mlx_paged.engine.proposer import MOST_COMPARED, SIZES, NgramIndex
 
 FEW = st.lists(st.integers(0, 3), max_size=40)
 

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from mlx_paged.engine.lookup.proposer import CPU_PRICE, PRICE, Proposer
+from mlx_paged.engine.proposer import CPU_PRICE, PRICE, Proposer
 
 ANY = 64
 

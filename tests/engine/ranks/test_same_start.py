@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged.cli.server import check_ranks
-from mlx_paged.engine.ranks.same_start import SAMPLE_BYTES, check_same, model_files, versions
+from mlx_paged.engine.ranks.world import SAMPLE_BYTES, check_same, model_files, versions
 from mlx_paged.errors import ConfigError
 
 

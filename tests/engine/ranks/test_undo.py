@@ -11,7 +11,7 @@ from mlx_lm.models import cache as cache_module
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.engine.ranks.undo import checkpoint
+from mlx_paged.engine.ranks.ranks import checkpoint
 from mlx_paged.kv.turn import Stepwise
 from tests.support.models.builders import build, prompt_of
 

@@ -11,11 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import sample_utils
 
-from mlx_paged.engine.sampling.batch_sampler import BatchSampler, SampledRow
-from mlx_paged.engine.sampling.draw import draw
-from mlx_paged.engine.sampling.filters import bits_of, kept_words, largest, largest_above
+from mlx_paged.engine.sampling.batch_sampler import (
+    BatchSampler,
+    RowParameters,
+    SampledRow,
+    bits_of,
+    draw,
+    kept_words,
+    largest,
+    largest_above,
+)
 from mlx_paged.engine.sampling.params import SamplingParams
-from mlx_paged.engine.sampling.row_parameters import RowParameters
 from tests.support import sampling_model
 
 VOCAB = 300

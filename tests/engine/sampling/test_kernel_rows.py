@@ -9,10 +9,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.engine.sampling import kernel_rows
 from mlx_paged.engine.sampling.batch_sampler import BatchSampler, SampledRow
 from mlx_paged.engine.sampling.params import SamplingParams
-from mlx_paged.kernels.sampling import draw_rows, penalise_rows
+from mlx_paged.kernels import draw_rows, penalise_rows
 from tests.support import sampling_model
 from tests.support.kernels.emulated_draws import use_emulator
 
@@ -81,7 +80,7 @@ def test_greedy_rows_take_the_first_of_the_largest_and_cost_no_launch_of_their_o
     rows = [SamplingParams(1.0), SamplingParams(), SamplingParams(1.0)]
     with mock.patch.object(mx, "argmax", side_effect=AssertionError("a launch of its own")):
         assert answers(rows, [logits])[0, 1] == 40
-    with mock.patch.object(kernel_rows, "draw_rows", side_effect=AssertionError("nobody draws")):
+    with mock.patch.object(draw_rows, "draw_rows", side_effect=AssertionError("nobody draws")):
         assert answers([SamplingParams()] * 3, [logits])[0, 1] == 40
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.engine.sharing.prefix_sharing import common_length
+from mlx_paged.engine.sharing import common_length
 from mlx_paged.errors import RequestTooLargeError
 from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.patches.cache.geometry import probe_geometry

@@ -12,8 +12,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged.kernels import build as kernel_build
-from mlx_paged.kernels.layers import embedding_rows as module
-from mlx_paged.kernels.layers.embedding_rows import DTYPES, MAX_TOKENS, TOKEN_DTYPES, embedding_rows, works
+from mlx_paged.kernels import embedding_rows as module
+from mlx_paged.kernels.embedding_rows import DTYPES, MAX_TOKENS, TOKEN_DTYPES, embedding_rows, works
 from mlx_paged.kernels.products.inference import Inference
 
 

@@ -13,9 +13,9 @@ import mlx.nn as nn
 import pytest
 
 from mlx_paged.kernels import build as kernel_build
-from mlx_paged.kernels.layers import silu_product as module
-from mlx_paged.kernels.layers.silu_product import DTYPES, silu_product, works
+from mlx_paged.kernels import silu_product as module
 from mlx_paged.kernels.products.inference import Inference
+from mlx_paged.kernels.silu_product import DTYPES, silu_product, works
 
 
 @pytest.fixture(autouse=True)

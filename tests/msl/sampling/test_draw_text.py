@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 
 from mlx_paged.engine.sampling.params import SamplingParams
-from mlx_paged.kernels.sampling import draw_rows as module
-from mlx_paged.kernels.sampling.draw_model import drawn_word, threefry
-from mlx_paged.kernels.sampling.draw_rows import BODY, DTYPES, draw_rows, text_of
-from mlx_paged.kernels.sampling.drawn_row import DrawnRow
+from mlx_paged.kernels import draw_rows as module
+from mlx_paged.kernels.draw_rows import BODY, DTYPES, DrawnRow, draw_rows, drawn_word, text_of, threefry
 from mlx_paged.kernels.trial import Text, launch_alone
 from tests.support import sampling_model
 from tests.support.kernels.emulated_draws import use_emulator

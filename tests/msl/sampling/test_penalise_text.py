@@ -10,9 +10,8 @@ import pytest
 
 from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.engine.sampling.penalties import Penalties
-from mlx_paged.kernels.sampling import penalise_rows as module
-from mlx_paged.kernels.sampling.penalise_rows import BODY, DTYPES, Histories, example, penalise_rows, text_of
-from mlx_paged.kernels.sampling.penalty_model import penalised_step
+from mlx_paged.kernels import penalise_rows as module
+from mlx_paged.kernels.penalise_rows import BODY, DTYPES, Histories, example, penalise_rows, penalised_step, text_of
 from mlx_paged.kernels.trial import launch_alone
 from tests.engine.sampling.test_penalties import VOCAB, Rows
 from tests.support.kernels.emulated_draws import use_emulator

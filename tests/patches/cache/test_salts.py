@@ -12,7 +12,7 @@ from mlx_lm.models import cache as upstream
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.engine.request_options import RequestOptions
+from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.detached import SharedPrefixes

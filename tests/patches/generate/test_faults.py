@@ -17,7 +17,8 @@ import pytest
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.engine.sharing import prefix_sharing, snapshots
+from mlx_paged.engine import sharing as prefix_sharing
+from mlx_paged.engine import sharing as snapshots
 from mlx_paged.errors import RequestFailedError
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.detached import SharedPrefixes

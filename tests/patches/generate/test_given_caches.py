@@ -10,7 +10,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 import mlx_paged
 from mlx_paged import ConfigError, PagedConfig
-from mlx_paged.engine.request_options import RequestOptions
+from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree

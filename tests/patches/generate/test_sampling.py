@@ -14,7 +14,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.engine.request_options import RequestOptions
+from mlx_paged.engine.request import RequestOptions
 from mlx_paged.engine.sampling import token_choice
 from mlx_paged.errors import RequestFailedError
 from mlx_paged.patches.generate.known_samplers import KNOWN, known_processors, known_sampler

@@ -18,7 +18,7 @@ from mlx_paged.config import PagedConfig
 from mlx_paged.engine.grammar import grammar as grammar_module
 from mlx_paged.engine.grammar.compiler import GrammarCompiler, GrammarSource
 from mlx_paged.engine.grammar.grammar import CompiledGrammar, GrammarProcessor
-from mlx_paged.engine.request_options import RequestOptions
+from mlx_paged.engine.request import RequestOptions
 from mlx_paged.engine.row_by_row import RowByRowBatch
 from mlx_paged.errors import GrammarError, RequestFailedError
 from mlx_paged.patches.generate.upstream import UPSTREAM

@@ -14,7 +14,7 @@ from mlx_lm.generate import generate_step, speculative_generate_step
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.attention import dispatch
-from mlx_paged.engine.compiled import compiled_step
+from mlx_paged.engine import compiled_step
 from mlx_paged.kernels.trial import Text
 from tests.support.kernels.broken_texts import Launched, broken_texts
 from tests.support.kernels.fake_kernels import fake_kernels

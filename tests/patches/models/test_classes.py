@@ -23,7 +23,7 @@ from mlx_lm.models import cache as upstream
 import mlx_paged
 from mlx_paged import PagedConfig, PagedKVCache
 from mlx_paged.cache.composites import leaves
-from mlx_paged.engine.sharing.prefix_sharing import common_length
+from mlx_paged.engine.sharing import common_length
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
 from scripts.model_matrix import lines_of_page

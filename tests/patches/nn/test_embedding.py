@@ -11,7 +11,7 @@ import pytest
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.kernels.layers import embedding_rows
+from mlx_paged.kernels import embedding_rows
 from mlx_paged.kernels.products.inference import Inference
 from mlx_paged.patches import registry
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels

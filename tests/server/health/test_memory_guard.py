@@ -12,9 +12,7 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.server.health.memory_guard import MemoryGuard
-from mlx_paged.server.health.memory_reading import MemoryReading
-from mlx_paged.server.health.memory_watch import MemoryWatch, Pressure
+from mlx_paged.server.health.memory import MemoryGuard, MemoryReading, MemoryWatch, Pressure
 from tests.support.models.batch_runs import Outcome, Spec, check, collect, insert, kv_budget, make_solos, model_of
 
 LIMIT = 1 << 40

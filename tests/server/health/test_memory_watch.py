@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from mlx_paged.server.health import memory_reading
-from mlx_paged.server.health.memory_reading import (
+from mlx_paged.server.health import memory as memory_reading
+from mlx_paged.server.health.memory import (
     MemoryReading,
+    MemoryWatch,
+    Pressure,
     control_group_readings,
     nearest,
     read_memory,
     system_readings,
 )
-from mlx_paged.server.health.memory_watch import MemoryWatch, Pressure
 
 
 class Memory:

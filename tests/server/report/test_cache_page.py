@@ -19,7 +19,7 @@ import pytest
 from mlx_paged import BlockPool, LayerGroup
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.server.report import cache_page
-from mlx_paged.server.report.block_map import STATES, block_map
+from mlx_paged.server.report.server_report import STATES, block_map
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.browser import CHROMIUM, Browser
 from tests.support.processes.server_process import ServerProcess

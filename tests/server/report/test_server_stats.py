@@ -14,9 +14,8 @@ from mlx_paged import BlockPool, LayerGroup
 from mlx_paged.cli.server import parse as parse_arguments
 from mlx_paged.errors import ConfigError
 from mlx_paged.server.options import ServerConfig
-from mlx_paged.server.report.history import WHILES
 from mlx_paged.server.report.metrics import Metrics
-from mlx_paged.server.report.server_stats import ServerStats
+from mlx_paged.server.report.server_stats import WHILES, ServerStats
 
 NOT_ALIVE = [("--memory-watermark", "101"), ("--watchdog-timeout", "-1"), ("--drain-timeout", "inf")]
 

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_paged.kernels.sampling import draw_rows, penalise_rows
+from mlx_paged.kernels import draw_rows, penalise_rows
 from tests.support.msl.harness import Emulated
 
 

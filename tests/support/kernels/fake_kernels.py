@@ -18,14 +18,13 @@ import numpy as np
 from mlx_paged import config
 from mlx_paged.attention import dispatch, gather, latent_prompts
 from mlx_paged.attention.masks import causal_mask
-from mlx_paged.engine.compiled import compiled_step
-from mlx_paged.kernels import availability
+from mlx_paged.engine import compiled_step
+from mlx_paged.kernels import availability, embedding_rows, silu_product
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.latent import prompts
 from mlx_paged.kernels.launch_shape import Variant
-from mlx_paged.kernels.layers import embedding_rows, silu_product
 from mlx_paged.kernels.products import narrow_matmul
-from mlx_paged.kernels.products.packed_weight import PackedWeight
+from mlx_paged.kernels.products.narrow_matmul import PackedWeight
 from mlx_paged.kernels.quantized import moves
 from mlx_paged.kernels.quantized.pages import PageShape
 from mlx_paged.kernels.quantized.rows import QuantizedRows

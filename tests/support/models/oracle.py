@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from mlx_paged.engine.lookup import proposer
-from mlx_paged.engine.lookup.proposer import Drafts, Proposer
+from mlx_paged.engine import proposer
+from mlx_paged.engine.proposer import Drafts, Proposer
 
 
 class Oracle(Proposer):

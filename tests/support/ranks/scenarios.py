@@ -13,10 +13,10 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.engine.request_options import RequestOptions
+from mlx_paged.engine.request import RequestOptions
 from mlx_paged.errors import RequestFailedError
 from mlx_paged.patches import registry
-from mlx_paged.patches.sharded_head import shard_head
+from mlx_paged.patches.sharded import shard_head
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
 

@@ -17,7 +17,7 @@ from mlx_paged.attention import latent_prompts
 from mlx_paged.attention.dispatch import Dispatch
 from mlx_paged.cache.pack import NotPackableError, Pack
 from mlx_paged.cache.packed_cache import PackedKVCache
-from mlx_paged.engine.request_options import RequestOptions
+from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.cache import layout
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.detached import SharedPrefixes

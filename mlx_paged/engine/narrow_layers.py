@@ -16,9 +16,9 @@ from mlx.nn.layers.distributed import (
 )
 from mlx.utils import tree_flatten
 
-from ...kernels.products import narrow_matmul
-from ...kernels.products.packed_weight import PackedWeight
-from ..ranks.world import group_of
+from ..kernels.products import narrow_matmul
+from ..kernels.products.narrow_matmul import PackedWeight
+from .ranks.world import group_of
 
 # Of a model's arrays: in a step of one row, larger ones keep the GPU busier than its launches do the host, and MLX
 # reads them as fast (docs/adr/0011).

@@ -8,11 +8,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..build import build_kernel, told_when_compiling
-from ..check import outcome_of
-from ..products.inference import is_inference
-from ..products.narrow_matmul import DTYPES, is_available
-from ..trial import Text
+from .build import build_kernel, told_when_compiling
+from .check import outcome_of
+from .products.inference import is_inference
+from .products.narrow_matmul import DTYPES, is_available
+from .trial import Text
 
 BODY = "silu_product"
 _THREADS = 256

@@ -9,11 +9,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..build import build_kernel, told_when_compiling
-from ..check import outcome_of
-from ..products.inference import is_inference
-from ..products.narrow_matmul import is_available
-from ..trial import Text
+from .build import build_kernel, told_when_compiling
+from .check import outcome_of
+from .products.inference import is_inference
+from .products.narrow_matmul import is_available
+from .trial import Text
 
 BODY = "embedding_rows"
 DTYPES = (mx.bfloat16, mx.float16, mx.float32, mx.uint32)

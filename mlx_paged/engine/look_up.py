@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from ...cache.composites import leaves, with_leaves
-from ...cache.pack import NotPackableError, Pack
-from ...cache.packed_cache import PackedKVCache
-from ...cache.sequence import SequenceTables
-from ...errors import PoolExhaustedError
-from ...kv.pool import BlockPool
-from ...warn import warn_once
-from ..decode_batch import DecodeBatch, Delivery
-from ..request import Request
-from ..sampling.token_choice import Places
-from ..scheduler import Growth
+from ..cache.composites import leaves, with_leaves
+from ..cache.pack import NotPackableError, Pack
+from ..cache.packed_cache import PackedKVCache
+from ..cache.sequence import SequenceTables
+from ..errors import PoolExhaustedError
+from ..kv.pool import BlockPool
+from ..warn import warn_once
+from .decode_batch import DecodeBatch, Delivery
 from .proposer import CPU_PRICE, PRICE
+from .request import Request
+from .sampling.token_choice import Places
+from .scheduler import Growth
 
 # What a step with drafts costs beyond one without and beyond the drafts' own price, in tokens of each row: the host
 # waits for it (docs/adr/0031).

@@ -1,4 +1,4 @@
-"""Embeddings on CUDA: rows by a kernel of this package (see kernels/layers/embedding_rows.py)."""
+"""Embeddings and quantised layers on CUDA: rows by a kernel, and all rows in one product (kernels/products)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...kernels.layers.embedding_rows import embedding_rows
+from ..kernels.embedding_rows import embedding_rows
+from ..kernels.products import quantized_matmul
 
 LayerCall = Callable[[nn.Module, mx.array], mx.array]
 
@@ -36,3 +37,25 @@ def adapt_quantized(original: LayerCall) -> LayerCall:
         )
 
     return __call__
+
+
+def adapt_linear(original: LayerCall) -> LayerCall:
+    """From ``QuantizedLinear.__call__`` to its replacement."""
+
+    def __call__(self: nn.Module, x: mx.array) -> mx.array:
+        product = quantized_matmul.product(self, x)
+        if product is None:
+            return original(self, x)
+        return product + self["bias"] if "bias" in self else product
+
+    return __call__
+
+
+def adapt_as_linear(original: LayerCall) -> LayerCall:
+    """From ``QuantizedEmbedding.as_linear`` to its replacement."""
+
+    def as_linear(self: nn.Module, x: mx.array) -> mx.array:
+        product = quantized_matmul.product(self, x)
+        return original(self, x) if product is None else product
+
+    return as_linear

@@ -1,1 +1,0 @@
-"""A decode step of a whole model as one compiled function."""

@@ -1,1 +1,0 @@
-"""What requests take from prefixes that are computed already, and what they leave."""

@@ -1,0 +1,220 @@
+"""A word of each row of a batch, drawn in one launch whatever the rows' temperature, top-p, min-p and top-k are.
+
+The kernel draws and rejects (docs/adr/0029). Its numbers are a function of the row's key and of the token's position,
+so a row's word does not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from .availability import device_decline
+from .build import backend, build_kernel, told_when_compiling
+from .check import outcome_of
+from .trial import Text
+
+WIDTH = 8  # numbers of a row in each array, so that no array is of less than 8, which is another text on Metal
+
+
+class DrawnRow(NamedTuple):
+    """How a row's word is chosen.
+
+    Attributes:
+        temperature: 0 takes the first of the largest logits.
+        top_p: 1 or more is off.
+        min_p: 0 is off.
+        top_k: None is off.
+        min_kept: words that min-p does not drop.
+        key: 64 bits.
+    """
+
+    temperature: float
+    top_p: float = math.inf
+    min_p: float = 0.0
+    top_k: int | None = None
+    min_kept: int = 1
+    key: int = 0
+
+    def params(self) -> list[float]:
+        """As the kernel takes them, 8 numbers."""
+        scale = min(math.log2(math.e) / self.temperature, 1e30) if self.temperature else 0.0
+        log_min_p = math.log(self.min_p) if self.min_p else -math.inf
+        is_limited = self.top_p < 1 or self.min_p > 0 or self.top_k is not None
+        top_k = math.inf if self.top_k is None else self.top_k
+        return [scale, self.top_p, log_min_p, top_k, self.min_kept, float(is_limited), 0.0, 0.0]
+
+    def key_words(self) -> list[int]:
+        """The high and the low half, in 8 numbers."""
+        return [self.key >> 32 & 0xFFFFFFFF, self.key & 0xFFFFFFFF, *[0] * (WIDTH - 2)]
+
+
+_TURNS = (13, 15, 26, 6, 17, 29, 16, 24)
+_ALL = 0xFFFFFFFF
+
+
+def threefry(key: int, position: int, count: int) -> tuple[int, int]:
+    """Two numbers of 32 bits: Threefry-2x32 of 20 rounds, of a key of 64 bits and a counter of two words."""
+    high, low = key >> 32 & _ALL, key & _ALL
+    schedule = (high, low, 0x1BD11BDA ^ high ^ low)
+    left, right = (position + high) & _ALL, (count + low) & _ALL
+    for i in range(20):
+        left = (left + right) & _ALL
+        turn = _TURNS[i % 8]
+        right = ((right << turn | right >> (32 - turn)) & _ALL) ^ left
+        if i % 4 == 3:
+            left = (left + schedule[(i // 4 + 1) % 3]) & _ALL
+            right = (right + schedule[(i // 4 + 2) % 3] + i // 4 + 1) & _ALL
+    return left, right
+
+
+def drawn_word(x: np.ndarray, row: DrawnRow, position: int, num_groups: int) -> int:
+    """The word that is drawn from logits ``[vocab]``, by so many simdgroups."""
+    if row.temperature == 0:
+        return int(np.argmax(x))
+    order = np.argsort(-x, kind="stable")
+    rank = np.empty(len(x), np.int64)
+    rank[order] = np.arange(len(x))
+    masses = np.exp(x - x.max())
+    weights = np.exp((x - x.max()) / row.temperature)
+    part = -(-len(x) // (num_groups * 32)) * 32
+    before = np.ones(len(x), bool)
+    for attempt in range(1024):
+        numbers = [n for half in range(2) for n in threefry(row.key, position, 2 * attempt + half)]
+        padded = np.zeros(num_groups * -(-part // 1024) * 1024)
+        blocks = padded.reshape(num_groups, -1)
+        for group in range(num_groups):
+            own = (weights * before)[group * part : (group + 1) * part]
+            blocks[group, : len(own)] = own
+        cells = blocks.reshape(num_groups, -1, 32, 32)  # group, number, line, column
+        group = _place(cells.sum((1, 2, 3)), numbers[0])
+        column = _place(cells[group].sum((0, 1)), numbers[1])
+        line = _place(cells[group, :, :, column].sum(0), numbers[2])
+        number = _place(cells[group, :, line, column], numbers[3])
+        word = group * part + column + 32 * (line + 32 * number)
+        in_top_p = row.top_p >= 1 or masses[x > x[word]].sum() < row.top_p * masses.sum()
+        log_min_p = math.log(row.min_p) if row.min_p else -math.inf
+        in_min_p = x[word] >= x.max() + log_min_p or rank[word] < row.min_kept
+        if in_top_p and in_min_p and (row.top_k is None or rank[word] < row.top_k):
+            return word
+        before = rank < rank[word]
+    raise RuntimeError("1024 draws of words that are not left")
+
+
+def _place(weights: np.ndarray, number: int) -> int:
+    """Which of the weights a number of 32 bits falls on; its first 24 count."""
+    ends = np.cumsum(weights)
+    hits = np.flatnonzero((weights > 0) & (ends > (number >> 8) / (1 << 24) * ends[-1]))
+    return int(hits[0]) if len(hits) else int(np.flatnonzero(weights)[-1])
+
+
+def passes(body: str, dtype: mx.Dtype, difference: Callable[[mx.Dtype], float], instead: str) -> bool:
+    """Whether a kernel passes its self-check. One that does not, or does not compile, is warned of.
+
+    Args:
+        body: the kernel's.
+        dtype: of logits.
+        difference: of the kernel from its model.
+        instead: what is done without it, for people.
+    """
+    with told_when_compiling():
+        *_, reason = outcome_of(lambda: difference(dtype))
+    if reason:
+        warnings.warn(f"mlx_paged: {body} ({dtype}) is off, {instead}: {reason}", stacklevel=3)
+    return not reason
+
+
+BODY = "draw_rows"
+DTYPES = (mx.bfloat16, mx.float16, mx.float32)
+# Simdgroups of a row. What is drawn depends on it.
+_GROUPS = {"cuda": 32, "metal": 16}
+# Logits that a lane loads at a time: as many as its registers hold, as a pass waits for them.
+_AHEAD = {"cuda": 16, "metal": 8}
+_WORDS_OF_GROUP = 32**3
+
+
+def draw_rows(x: mx.array, params: mx.array, keys: mx.array, positions: mx.array) -> mx.array:
+    """A word of each row.
+
+    Args:
+        x: logits ``[R, vocab]``, of which :func:`serves` is true. What is -inf is not drawn, unless all is.
+        params: ``[R, 8]`` float32, of :meth:`DrawnRow.params`.
+        keys: ``[R, 8]`` uint32, of :meth:`DrawnRow.key_words`.
+        positions: ``[R]`` uint32.
+
+    Returns:
+        ``[R]``, uint32.
+    """
+    text = text_of(x.dtype, backend() or "")
+    threads = 32 * dict(text.constants)["SG"]
+    (out,) = build_kernel(text.body, text.constants)(
+        inputs=[x, params, keys, positions],
+        grid=(x.shape[0] * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(x.shape[0],)],
+        output_dtypes=[mx.uint32],
+    )
+    return out
+
+
+def text_of(dtype: mx.Dtype, dialect: str) -> Text:
+    """The text for logits of a dtype."""
+    bounds = (("GROUPS", 1),) if dialect == "cuda" else ()
+    return Text(BODY, (("T", dtype), ("O", mx.uint32), ("SG", _GROUPS[dialect]), ("AHEAD", _AHEAD[dialect]), *bounds))
+
+
+def serves(x: mx.array) -> bool:
+    """Whether the kernel draws from such logits ``[R, vocab]`` here. The first call for a dtype checks it."""
+    most = _WORDS_OF_GROUP * min(_GROUPS.values())
+    return x.dtype in DTYPES and 0 < x.shape[-1] <= most and device_decline() is None and works(x.dtype)
+
+
+@lru_cache(maxsize=8)
+def works(dtype: mx.Dtype) -> bool:
+    """Whether the kernel passes its self-check. One that does not, or does not compile, warns once and is not used."""
+    return passes(BODY, dtype, _difference, "MLX's operations draw")
+
+
+# Of the self-check.
+_ROWS = (
+    DrawnRow(0.0),
+    DrawnRow(1.0),
+    DrawnRow(0.7, top_p=0.8),
+    DrawnRow(3.0, top_k=1),
+    DrawnRow(1.5, min_p=0.2),
+    DrawnRow(2.0, min_p=1.0, min_kept=3),
+    DrawnRow(5.0, top_p=0.3, top_k=40),
+    DrawnRow(1.3, top_p=0.95, min_p=0.01, top_k=2),
+    DrawnRow(30.0, top_k=5),
+)
+_VOCAB = 3001  # words; several of each lane of a CUDA group
+
+
+def _difference(dtype: mx.Dtype) -> float:
+    """Part of the rows whose word is another one than the model's. Two launches, of few rows and of more: on Metal
+    these are two texts (kernels/trial.py)."""
+    groups, wrong, num_rows = _GROUPS[backend() or ""], 0, 0
+    rng = np.random.default_rng(29)
+    for count in (2, 45):
+        rows = [_ROWS[i % len(_ROWS)]._replace(key=int(rng.integers(1 << 63))) for i in range(count)]
+        # Steps of 1/8 are the same in every dtype, and there are many equal ones.
+        x = np.round(rng.normal(size=(count, _VOCAB)) * 16).clip(-56, 56) / 8
+        x[:, 5:9], x[:, 1500:1700] = 7.25, -np.inf
+        positions = rng.integers(1 << 32, size=count, dtype=np.uint32)
+        got = draw_rows(
+            mx.array(x.astype(np.float32)).astype(dtype),
+            mx.array([row.params() for row in rows]),
+            mx.array(np.array([row.key_words() for row in rows], np.uint32)),
+            mx.array(positions),
+        )
+        known = np.array(got).tolist()
+        for row, logits, position, word in zip(rows, x, positions.tolist(), known, strict=True):
+            wrong += word != drawn_word(logits, row, position, groups)
+        num_rows += count
+    return wrong / num_rows

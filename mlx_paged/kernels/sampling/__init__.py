@@ -1,1 +1,0 @@
-"""The kernel that draws the tokens of a batch."""

@@ -1,1 +1,0 @@
-"""Adapters of modules of mlx.nn."""

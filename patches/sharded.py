@@ -1,0 +1,90 @@
+"""Models over ranks: sharded_load(), and an output layer of which each rank has a part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.nn.layers.distributed import shard_linear
+from mlx_lm import utils
+
+from ..engine.ranks.world import check_same, connect, model_files
+from .replaced import replaced
+
+
+def sharded_load(
+    repo: str, pipeline_group: Any = None, tensor_group: Any = None, *args: Any, **options: Any
+) -> tuple[Any, ...]:
+    """Load this rank's part of a model, with its part of the head. Takes and returns what mlx-lm's function does.
+
+    Raises:
+        ConfigError: the ranks have different files.
+    """
+    with replaced(mx.distributed, **_on_device()):
+        loaded: tuple[Any, ...] = utils.sharded_load(repo, pipeline_group, tensor_group, *args, **options)
+    group = tensor_group or mx.distributed.init()
+    if group.size() > 1:
+        folder = Path(repo) if Path(repo).exists() else utils.hf_repo_to_path(repo)
+        # Stages of a pipeline download only the weights that they compute.
+        are_parts = pipeline_group is not None
+        check_same(connect(group), "the model's files", model_files(folder), are_optional=are_parts)
+    if pipeline_group is None and group.size() > 1 and shard_head(loaded[0], group):
+        mx.eval(loaded[0].parameters())
+    return loaded
+
+
+def _on_device() -> dict[str, Callable[..., mx.array]]:
+    """mlx-lm waits for all ranks with a reduction on the CPU, which NCCL does not have."""
+    if mx.default_device() != mx.Device(mx.gpu) or "NCCL_HOST_IP" not in os.environ:
+        return {}
+    original = mx.distributed.all_sum
+
+    def all_sum(x: Any, *, group: Any = None, stream: Any = None) -> mx.array:
+        return original(x, group=group)
+
+    return {"all_sum": all_sum}
+
+
+class ShardedHead(nn.Module):
+    """An output layer of which each rank has some rows of the weight.
+
+    Args:
+        head: the whole one, ``nn.Linear`` or ``nn.QuantizedLinear``, whose rows divide by the ranks.
+        group: of MLX.
+
+    Attributes:
+        is_gathered: what it gives is; see :func:`.world.has_same_logits`.
+    """
+
+    is_gathered = True
+
+    def __init__(self, head: nn.Module, group: Any) -> None:
+        super().__init__()
+        self.part = shard_linear(head, "all-to-sharded", group=group)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Logits ``[..., vocab]`` of hidden states ``[..., hidden]``, the same bits on every rank."""
+        mine = self.part(x)
+        parts = mx.distributed.all_gather(mine[None], group=self.part.group)
+        return mx.moveaxis(parts, 0, -2).reshape(*mine.shape[:-1], -1)
+
+
+def shard_head(model: nn.Module, group: Any) -> bool:
+    """Shard a model's ``lm_head``, where it has one of its own that divides; whether it has been.
+
+    Not: heads that are the embedding too, those that the model has sharded itself or computes with in its own way.
+    """
+    owner = next(
+        (owner for owner in (model, model.get("language_model")) if owner is not None and "lm_head" in owner), None
+    )
+    if owner is None:
+        return False
+    head = owner["lm_head"]
+    if type(head) not in (nn.Linear, nn.QuantizedLinear) or head["weight"].shape[0] % group.size():
+        return False
+    owner["lm_head"] = ShardedHead(head, group)
+    return True
