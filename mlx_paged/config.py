@@ -15,9 +15,9 @@ import mlx.core as mx
 
 from .errors import ConfigError, KernelUnavailableError
 from .kernels.availability import device_decline
-from .kernels.quantized.rows import GROUP_SIZES
+from .kernels.quantized import GROUP_SIZES
 from .kv.group import MAX_BLOCK_SIZE
-from .kv.storage.page_format import DEFAULT_GROUP_SIZE, PageFormat
+from .kv.storage.base import DEFAULT_GROUP_SIZE, PageFormat
 from .warn import warn_once
 
 PREFIX = "MLX_PAGED_"

@@ -113,18 +113,18 @@ def _patches() -> list[Patch]:
         Patch(f"{models}.mistral4", "Mistral4Attention.__call__", "ae8ba5a34379792c", "models.latent.adapt_scaled"),
         Patch(f"{models}.llama4", attention, "ec00d284640b9a07", "models.llama4.adapt", adapts_attention=True),
         Patch(f"{models}.llama4", "LlamaModel.__call__", "4c6a95216c9a7968", "models.llama4.adapt_model"),
-        Patch(f"{models}.stablelm", attention, "cd350373ffb9d079", "models.through_seam.adapt_stablelm"),
-        Patch(f"{models}.phi", "PhiAttention.__call__", "2eac47853096f4d3", "models.through_seam.adapt_phi"),
-        Patch(f"{models}.phixtral", "RoPEAttention.__call__", "7515a9221787da81", "models.through_seam.adapt_phixtral"),
-        Patch(f"{models}.plamo", attention, "d419e2fb5c647aae", "models.through_seam.adapt_plamo"),
-        Patch(f"{models}.plamo2", attention, "07f12104004abcf5", "models.through_seam.adapt_plamo2"),
+        Patch(f"{models}.stablelm", attention, "cd350373ffb9d079", "models.seam.adapt_stablelm"),
+        Patch(f"{models}.phi", "PhiAttention.__call__", "2eac47853096f4d3", "models.seam.adapt_phi"),
+        Patch(f"{models}.phixtral", "RoPEAttention.__call__", "7515a9221787da81", "models.seam.adapt_phixtral"),
+        Patch(f"{models}.plamo", attention, "d419e2fb5c647aae", "models.seam.adapt_plamo"),
+        Patch(f"{models}.plamo2", attention, "07f12104004abcf5", "models.seam.adapt_plamo2"),
         Patch(
             f"{models}.gpt_bigcode",
             "GPTBigCodeModel.__call__",
             "d5a8f0bf92fed57f",
-            "models.through_seam.adapt_bigcode",
+            "models.seam.adapt_bigcode",
         ),
-        Patch(f"{models}.afm7", "AFMModel.__call__", "465229dcd50f6525", "models.through_seam.adapt_afm7"),
+        Patch(f"{models}.afm7", "AFMModel.__call__", "465229dcd50f6525", "models.seam.adapt_afm7"),
         Patch(f"{models}.llama", "MLP.__call__", "ec6fbfefb1f0b4c0", "models.transformer_block.adapt_mlp"),
         Patch(f"{models}.qwen3", "MLP.__call__", "ec6fbfefb1f0b4c0", "models.transformer_block.adapt_mlp"),
         Patch(f"{models}.gemma3_text", "MLP.__call__", "40fa7af8e58d245e", "models.gemma3.adapt_mlp"),
@@ -378,7 +378,7 @@ def known_fingerprints() -> dict[str, str]:
     except (ImportError, AttributeError) as error:
         raise PatchError(f"mlx_lm.server lacks a name that its adapter needs: {error}") from None
     known |= {f"mlx_lm.server.{name}": value for name, value in server.KNOWN.items()}
-    samplers = importlib.import_module(".generate.known_samplers", __package__)
+    samplers = importlib.import_module(".generate.upstream", __package__)
     return known | {f"mlx_lm.sample_utils.{name}": value for name, value in samplers.KNOWN.items()}
 
 

@@ -28,17 +28,16 @@ from ..engine.sampling.params import SamplingParams
 from ..errors import ConfigError
 from ..kv.pool import BlockPool
 from ..model_folder import check_model_folder, check_weight_files, explain_load_errors
+from ..prefix.identity import identity_of, noting_configs
 from ..prefix.spill import SpillStore
 from ..prefix.store import NoPrefixStore, PrefixStore
 from ..server.capacity import announce, capacity, check_capacity
 from ..server.engine_loop import check_pool
 from ..server.errors import not_found
-from ..server.identities import identity_of, noting_configs
 from ..server.options import ServerConfig
 from ..server.request import ModelKey, Prompt, ServerRequest
-from .cache.geometry import probe_geometry
 from .cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
-from .cache.pools import forget_pool, known_pool, pool_of
+from .cache.pools import forget_pool, known_pool, pool_of, probe_geometry
 from .generate.batch_generator import PagedBatchGenerator, is_batched_here
 from .grammar.tokenizer_grammars import behind_reasoning
 from .registry import fingerprint

@@ -39,7 +39,7 @@ from mlx_lm.utils import dequantize_model, load_tokenizer
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.config import parse_kernel, parse_kv_bits, parse_kv_group_size, parse_memory
-from mlx_paged.kv.storage.page_format import PageFormat
+from mlx_paged.kv.storage.base import PageFormat
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 DEFAULT_TEXTS = (DOCS / "architecture.md", DOCS / "reference.md")

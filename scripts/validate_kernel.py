@@ -26,7 +26,7 @@ from mlx_paged.kernels.check import MAX_RMS, SelfCheck, self_check
 from mlx_paged.kernels.latent.check import self_check_latent
 from mlx_paged.kernels.latent.variants import latent_variants_of
 from mlx_paged.kernels.launch_shape import HEAD_DIMS
-from mlx_paged.kernels.quantized.pages import PageShape
+from mlx_paged.kernels.quantized import PageShape
 
 DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 

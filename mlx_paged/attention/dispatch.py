@@ -15,13 +15,12 @@ from ..kernels.launch_shape import MAX_QUERY_LENGTH
 from ..kv.block_table import BlockTable
 from ..kv.group import BlockGroup
 from ..kv.layer import PoolLayer
-from ..kv.packed_step import PackedStep
 from ..kv.pool import BlockPool
-from ..kv.step import Step
+from ..kv.step import PackedStep, Step
 from ..kv.storage.choice import kernel_decline, prefill_decline
 from ..kv.storage.scoring import QueryHeads, Scoring, Window
 from . import gather
-from .masks import causal_mask
+from .gather import causal_mask
 
 # Where MLX's attention prepares a plan for each new shape (docs/adr/0010), the kernel takes up to so many new tokens of
 # a sequence, and so many of them times its length: it reads the context again for each.

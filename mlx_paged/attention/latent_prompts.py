@@ -13,8 +13,8 @@ import mlx.core as mx
 from ..kernels.latent.prompts import prepare_prompts, prompt_variant_of
 from ..kv.block_table import BlockTable
 from ..kv.group import BlockGroup
-from ..kv.packed_step import PackedStep
 from ..kv.pool import BlockPool
+from ..kv.step import PackedStep
 from ..kv.storage.choice import latent_prompt_decline
 from ..kv.storage.scoring import LatentHeads
 from . import dispatch

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..attention import dispatch, gather
-from ..attention.masks import window_under
+from ..attention.gather import window_under
 from ..errors import GeometryError, PromptCacheError
 from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer

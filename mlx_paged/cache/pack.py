@@ -10,8 +10,8 @@ import numpy as np
 
 from ..errors import BlockStateError
 from ..kv.block_table import BlockTable
-from ..kv.packed_step import PackedStep
 from ..kv.pool import BlockPool
+from ..kv.step import PackedStep
 from .sequence import SequenceTables
 
 

@@ -9,8 +9,8 @@ import mlx.core as mx
 
 from ..attention import dispatch, latent_prompts
 from ..attention.dispatch import Dispatch, record
+from ..attention.gather import causal_mask, window_under
 from ..attention.latent_prompts import Expand
-from ..attention.masks import causal_mask, window_under
 from ..errors import GeometryError, PromptCacheError
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool

@@ -8,9 +8,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..attention import dispatch, latent_prompts
-from ..attention.gather import ring_rotation
+from ..attention.gather import causal_mask, ring_rotation, window_under
 from ..attention.latent_prompts import Expand
-from ..attention.masks import causal_mask, window_under
 from ..errors import GeometryError, PromptCacheError
 from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer

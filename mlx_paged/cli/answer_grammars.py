@@ -12,7 +12,7 @@ from ..engine.grammar.compiler import INSTALL
 from ..errors import ConfigError
 from ..server.constraint import Constraint, constraint_of
 from ..server.errors import RequestRefused, invalid
-from .line_values import load_object
+from .prompts_file import load_object
 
 if TYPE_CHECKING:
     from ..engine.grammar.grammar import CompiledGrammar

@@ -23,9 +23,9 @@ from ..errors import ConfigError, PromptsFileError, RequestFailedError
 from ..model_folder import tell_if_unbounded
 from ..server.stops import StoppedTokens
 from .answer_grammars import AnswerGrammars
-from .progress import BatchProgress
 from .prompts_file import Prompt, Results, read_prompts
 from .sampling import Sampling
+from .terminal import BatchProgress
 
 QUEUED_PER_ROW = 2  # requests handed to the generator ahead of those that run
 NOT_BATCHED = {

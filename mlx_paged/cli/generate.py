@@ -22,8 +22,7 @@ from ..server.errors import RequestRefused
 from ..warn import warn_once
 from . import answer_grammars, batch_run, over_ranks
 from .answer_grammars import AnswerGrammars
-from .progress import prefill_progress
-from .terminal import add_version, orderly_end, restrict, whole_number
+from .terminal import add_version, orderly_end, prefill_progress, restrict, whole_number
 
 CPU_CACHE_LIMIT = 1 << 30
 

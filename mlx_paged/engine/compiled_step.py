@@ -20,7 +20,7 @@ from ..cache.packed_cache import PackedKVCache
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.sequence import SequenceTables
 from ..kernels.products.inference import Inference
-from ..kernels.quantized.pages import PageShape
+from ..kernels.quantized import PageShape
 from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool

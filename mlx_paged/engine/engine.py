@@ -22,13 +22,13 @@ from ..prefix.store import PrefixStore
 from ..warn import warn_once
 from .decode_batch import DecodeBatch, Delivery
 from .look_up import WHY_NOT, LookUp
-from .pace import PrefillPace
 from .prefill import (
     IN_PLACE_STEP_TOKENS,
     STEP_TOKENS,
     UPSTREAM_PREFILLING,
     UPSTREAM_STEP_TOKENS,
     Prefill,
+    PrefillPace,
     can_pack,
     can_share_calls,
 )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from ..by_model import ByModel
 from ..cache.composites import leaves, with_leaves
@@ -16,6 +17,48 @@ from ..warn import warn_once
 from .decode_batch import batch_of
 from .request import Request
 from .scheduler import Chunk
+
+BESIDE_SECONDS = 0.5  # for the prompts of a step beside requests that decode or wait
+ALONE_SECONDS = 5.0  # for a prompt with nobody beside it: until then it cannot be cancelled
+LEAST_TOKENS = 32  # fewer take hardly less time: the weights are read once for all of them
+GRID = 32  # tokens; shapes that are multiples of it recur
+# Operations a second until a step has shown how many there are: of some CPU cores, in float32; with quantised weights.
+ASSUMED_SPEED, ASSUMED_QUANTIZED_SPEED = 1e11, 3e9
+WEIGHTS_PER_WORD = 8  # of quantised weights in 4 bits
+
+
+class PrefillPace:
+    """Learns how long prompt tokens take, and bounds a step by time where the host waits for its chunks, as on a CPU.
+
+    There a chunk of 2,048 tokens can take minutes. Where it takes less than the bound, nothing changes.
+
+    Args:
+        model: whose parameters give the first estimate.
+    """
+
+    def __init__(self, model: Any) -> None:
+        parameters: Any = getattr(model, "parameters", dict)()
+        arrays = [array for _, array in tree_flatten(parameters) if isinstance(array, mx.array)]
+        quantized = sum(array.size for array in arrays if array.dtype == mx.uint32) * WEIGHTS_PER_WORD
+        others = sum(array.nbytes for array in arrays if array.dtype != mx.uint32) / 4
+        self.seconds_per_token = 2 * others / ASSUMED_SPEED + 2 * quantized / ASSUMED_QUANTIZED_SPEED
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """Learn from a step's chunks: their tokens, and how long they took."""
+        if num_tokens >= LEAST_TOKENS:  # fewer cost more each
+            self.seconds_per_token += (seconds / num_tokens - self.seconds_per_token) / 2
+
+    def most_tokens(self, is_alone: bool) -> int | None:
+        """Return the prompt tokens of the next step, a multiple of :data:`GRID`; None if there is no bound.
+
+        Args:
+            is_alone: there is one request in all.
+        """
+        if not self.seconds_per_token:
+            return None
+        seconds = ALONE_SECONDS if is_alone else BESIDE_SECONDS
+        return max(LEAST_TOKENS, int(seconds / self.seconds_per_token) // GRID * GRID)
+
 
 # Short chunks share a call: on a GPU, calls and not their few tokens take the time. A longer one keeps it busy by
 # itself, and others would have to be padded to it.

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from . import ops as kernels
+from . import quantized as moves
 from .build import Constants, compile_ahead, told_when_compiling
 from .decode_spec import pool_constants_of, spec_of
 from .launch_shape import MAX_QUERY_LENGTH, Variant, shape_for
-from .quantized import moves
-from .quantized.pages import PageShape, new_blocks
+from .quantized import PageShape, new_blocks
 from .trial import MANY
 
 MAX_RMS = 5e-3

@@ -11,7 +11,7 @@ import mlx.core as mx
 from .build import Constants
 from .cuda.device import cuda_limits
 from .launch_shape import FUSED_BODIES, LATENT_BODIES, LaunchShape, Variant, latent_run, run_length, unsupported
-from .quantized.pages import PageShape
+from .quantized import PageShape
 from .trial import MANY, Text, few_of
 
 _ALL_TOKENS = 1 << 30  # more than a row has

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from . import quantized as moves
 from .build import Constants, KernelUnavailable, Launch, backend, build_kernel, gpu_cores, prepared
 from .decode_spec import counters_of, params_of, pool_constants_of, spec_of
 from .latent.variants import latent_variants_of
@@ -29,8 +30,7 @@ from .launch_shape import (
     shape_for,
     unsupported,
 )
-from .quantized import moves
-from .quantized.pages import PageShape
+from .quantized import PageShape
 from .trial import MANY, failure_of
 
 

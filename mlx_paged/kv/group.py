@@ -11,10 +11,8 @@ from ..errors import ConfigError, GeometryError
 from ..warn import warn_once
 from .allocator import NULL_BLOCK, BlockAllocator
 from .block_table import BlockTable
-from .packed_step import PackedStep, packed_key
-from .step import DeviceTables, Step, step_key
-from .storage.base import ChooseStorage, Geometry, Storage
-from .storage.page_format import PageFormat
+from .step import DeviceTables, PackedStep, Step, packed_key, step_key
+from .storage.base import ChooseStorage, Geometry, PageFormat, Storage
 from .storage.quantized import functional_storage
 from .storage.scoring import LatentHeads, QueryHeads, Window
 

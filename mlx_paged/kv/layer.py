@@ -10,8 +10,7 @@ from ..errors import BlockStateError, GeometryError
 from .block_table import BlockTable
 from .group import BlockGroup
 from .memory import PoolMemory
-from .packed_step import PackedStep
-from .step import DeviceTables, Step
+from .step import DeviceTables, PackedStep, Step
 from .storage.base import Storage
 from .storage.scoring import QueryHeads
 

@@ -17,8 +17,7 @@ from .idle import IdleWatch
 from .layer import PoolLayer
 from .memory import PoolMemory
 from .stats import PagedCacheStats, check_group, count
-from .storage.base import ChooseStorage
-from .storage.page_format import PageFormat
+from .storage.base import ChooseStorage, PageFormat
 from .storage.quantized import functional_storage
 from .storage.scoring import QueryHeads
 from .turn import Turn

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
+import logging
 import os
 import sys
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +19,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from ..by_model import ByModel
 
 # Bytes hashed at a time. On CUDA as much is copied, for each piece under way.
 PIECE_BYTES = 16 << 20
@@ -171,3 +176,32 @@ def _code_of(model: nn.Module) -> list[str]:
             files |= set(Path(file).parent.glob("*.py")) if getattr(module, "__package__", "") else {Path(file)}
     sources = sorted((f"{file.parent.name}/{file.name}", file) for file in files if file.suffix != ".pyc")
     return found + [f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()}" for name, file in sources]
+
+
+def identity_of(models: Sequence[Any]) -> str | None:
+    """Return what names models, a target and perhaps its draft, on disk (see :func:`model_identity`); None if it cannot
+    be told. Nothing is remembered: under the same name, another model may have been saved since."""
+    begin = time.monotonic()
+    try:
+        identity = digest_of(model_identity(model, loaded_configs.get(model)) for model in models)
+    except OSError as error:
+        logging.warning("prefixes on disk are not used: the code of the model cannot be read: %s", error)
+        return None
+    logging.info("read the weights for the prefixes on disk in %.1f s", time.monotonic() - begin)
+    return identity
+
+
+# The config.json that each model was loaded with: the file may be another one by the time somebody asks.
+loaded_configs: ByModel[dict[str, Any]] = ByModel()
+
+
+def noting_configs(load: Callable[..., Any]) -> Callable[..., Any]:
+    """mlx-lm's ``load``, which notes the configuration of what it loads."""
+
+    @functools.wraps(load)
+    def noting_load(*args: Any, return_config: bool = False, **kwargs: Any) -> Any:
+        model, tokenizer, config = load(*args, return_config=True, **kwargs)
+        loaded_configs.put(model, copy.deepcopy(config))
+        return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+    return noting_load

@@ -17,8 +17,7 @@ from typing import BinaryIO, NamedTuple
 
 import mlx.core as mx
 
-from ..kv.storage.base import Geometry
-from ..kv.storage.page_format import PageFormat
+from ..kv.storage.base import Geometry, PageFormat
 
 FORMAT = "mlx_paged prefix block 2"
 MAX_HEADER_BYTES = 1 << 20

@@ -12,22 +12,21 @@ from mlx_lm.models.cache import KVCache
 
 from ...cache.composites import leaves, with_leaves
 from ...cache.paged_kv_cache import PagedKVCache
-from ...engine.decode_batch import DecodeBatch
+from ...engine.decode_batch import DecodeBatch, RowByRowBatch
 from ...engine.engine import Engine
 from ...engine.grammar.grammar import GrammarProcessor
 from ...engine.ranks.world import ranks_of
 from ...engine.request import Request, RequestOptions, sequence_of
-from ...engine.row_by_row import RowByRowBatch
 from ...errors import ConfigError
 from ...kv.turn import Stepwise
 from ...prefix.store import PrefixStore
 from ...warn import warn_once
 from ..cache.adoption import check_given
-from ..cache.geometry import probe_geometry
 from ..cache.layer_cache import PagedLayerCache
 from ..cache.layout import name_of, pinned_in, reads_blocks_only, why_one_by_one
+from ..cache.pools import probe_geometry
 from ..cache.prompt_cache import factory_of
-from . import known_samplers
+from . import upstream as known_samplers
 from .response import Response, request_progress
 from .upstream import UPSTREAM
 

@@ -7,7 +7,7 @@ from typing import Any, SupportsIndex
 
 from ...config import KVBits
 from ...errors import PromptCacheError
-from ..cache import kv_bits
+from ..cache import prompt_cache as kv_bits
 from ..cache.layer_cache import PagedLayerCache
 from ..cache.prompt_cache import factory_of
 from . import steps

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from ...kv.turn import Stepwise
-from ..cache import kv_bits
+from ..cache import prompt_cache as kv_bits
 
 
 def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:

@@ -24,8 +24,7 @@ import mlx.core as mx
 from mlx_paged.config import parse_kv_bits
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.prefill import prepare_prefill
-from mlx_paged.kernels.quantized.pages import PageShape
-from mlx_paged.kernels.quantized.rows import QuantizedRows
+from mlx_paged.kernels.quantized import PageShape, QuantizedRows
 
 from .report import Panel, add_out_argument, write_results
 

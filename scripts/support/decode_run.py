@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import _attend
 from mlx_paged.kernels.launch_shape import Variant
-from mlx_paged.kernels.quantized.pages import new_blocks
+from mlx_paged.kernels.quantized import new_blocks
 
 
 class Run:

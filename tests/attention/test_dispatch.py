@@ -17,8 +17,7 @@ from mlx_paged.attention.dispatch import (
     prefill_attention,
     reset_dispatch_counts,
 )
-from mlx_paged.attention.gather import attention, gather_attention, ring_rotation
-from mlx_paged.attention.masks import causal_mask
+from mlx_paged.attention.gather import attention, causal_mask, gather_attention, ring_rotation
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import GeometryError

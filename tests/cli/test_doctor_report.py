@@ -26,7 +26,7 @@ from mlx_paged.cli.doctor.report import Report, Row
 from mlx_paged.errors import ConfigError
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels import timing as kernel_timing
+from mlx_paged.kernels import trial as kernel_timing
 from mlx_paged.kernels.check import SelfCheck
 from mlx_paged.kernels.launch_shape import DTYPES, Variant
 from scripts import demo_model

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 
-from mlx_paged.cli.progress import BatchProgress
 from mlx_paged.cli.prompts_file import Counts
+from mlx_paged.cli.terminal import BatchProgress
 
 
 def test_progress_bar_on_a_terminal_only() -> None:

@@ -15,7 +15,7 @@ import pytest
 from mlx_paged import PagedConfig
 from mlx_paged.cli.doctor import jobs as doctor_jobs
 from mlx_paged.cli.doctor.jobs import POOL_KERNELS, jobs, num_workers, rows_of_workers, shares_of
-from mlx_paged.cli.progress import Bar
+from mlx_paged.cli.terminal import Bar
 
 CPU_ONLY = pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="there is a GPU")
 

@@ -9,8 +9,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged.engine import engine as engine_module
-from mlx_paged.engine import pace
-from mlx_paged.engine.pace import ALONE_SECONDS, BESIDE_SECONDS, GRID, LEAST_TOKENS, PrefillPace
+from mlx_paged.engine import prefill as pace
+from mlx_paged.engine.prefill import ALONE_SECONDS, BESIDE_SECONDS, GRID, LEAST_TOKENS, PrefillPace
 from tests.support.models.toy_engine import ToyEngine, answer, make_pool, prompt_of
 
 

@@ -20,8 +20,8 @@ from mlx_paged.engine.request import RequestOptions
 from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.patches import registry
-from mlx_paged.patches.cache.geometry import probe_geometry
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
+from mlx_paged.patches.cache.pools import probe_geometry
 from mlx_paged.patches.cache.prompt_cache import factory_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.radix import RadixTree

@@ -13,10 +13,10 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels import quantized as moves
 from mlx_paged.kernels.check import self_check
 from mlx_paged.kernels.launch_shape import Variant
-from mlx_paged.kernels.quantized import moves
-from mlx_paged.kernels.quantized.pages import PageShape, new_blocks
+from mlx_paged.kernels.quantized import PageShape, new_blocks
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 from tests.support.kernels.quantized_pages import page_shape
 

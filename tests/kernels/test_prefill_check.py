@@ -13,7 +13,7 @@ import pytest
 
 from mlx_paged.kernels import check, ops, prefill
 from mlx_paged.kernels.launch_shape import Variant
-from mlx_paged.kernels.prefill_check import checked_prefill, self_check_prefill
+from mlx_paged.kernels.prefill import checked_prefill, self_check_prefill
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.msl import prefill_harness
 

@@ -9,8 +9,7 @@ import pytest
 from mlx_paged.kernels import ops, prefill
 from mlx_paged.kernels.build import backend
 from mlx_paged.kernels.launch_shape import BLOCK_SIZES
-from mlx_paged.kernels.prefill import PrefillShape, prefill_variants_of, prepare_prefill
-from mlx_paged.kernels.prefill_check import self_check_prefill
+from mlx_paged.kernels.prefill import PrefillShape, prefill_variants_of, prepare_prefill, self_check_prefill
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(backend() != "cuda", reason="MLX sees no GPU with CUDA")]
 COUNTS, PREFIXES = [333, 1, 200, 77], [64, 500, 0, 129]

@@ -11,9 +11,8 @@ import pytest
 from mlx_paged.errors import BlockStateError, GeometryError
 from mlx_paged.kernels.build import KernelUnavailable
 from mlx_paged.kv.block_table import BlockTable
-from mlx_paged.kv.packed_step import PackedStep
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.step import DeviceTables
+from mlx_paged.kv.step import DeviceTables, PackedStep
 from mlx_paged.kv.storage.choice import storage_choice
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 from tests.support.pools import assert_holds, joined, kv, pool_of, put

@@ -7,8 +7,8 @@ import pytest
 
 from mlx_paged.kernels import ops
 from mlx_paged.kernels.latent import prompts
+from mlx_paged.kernels.latent.check import self_check_prompts
 from mlx_paged.kernels.latent.prompts import ROPE, prepare_prompts, prompt_constants_of, prompt_shape_for
-from mlx_paged.kernels.latent.prompts_check import self_check_prompts
 from mlx_paged.kernels.launch_shape import BLOCK_SIZES
 from mlx_paged.kernels.prefill import PrefillShape
 from mlx_paged.kernels.trial import Text, launch_alone

@@ -9,9 +9,18 @@ import pytest
 
 from mlx_paged.kernels.build import cores_listed
 from mlx_paged.kernels.decode_spec import decode_constants_of
-from mlx_paged.kernels.lane_layout import MOST_REGISTERS, PACKED_VEC, LaneLayout, best_layout
 from mlx_paged.kernels.latent import prompts
-from mlx_paged.kernels.launch_shape import HEAD_DIMS, MAX_TENSOR_HEAD_DIM, Variant, partition_for, shape_for
+from mlx_paged.kernels.launch_shape import (
+    HEAD_DIMS,
+    MAX_TENSOR_HEAD_DIM,
+    MOST_REGISTERS,
+    PACKED_VEC,
+    LaneLayout,
+    Variant,
+    best_layout,
+    partition_for,
+    shape_for,
+)
 from mlx_paged.kernels.prefill import BODY, QUANTIZED_BODY, prefill_constants_of, prefill_shape_for
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl import registers

@@ -12,12 +12,12 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels import quantized as moves
 from mlx_paged.kernels.build import SIGNATURES
 from mlx_paged.kernels.check import SelfCheck, self_check
 from mlx_paged.kernels.latent.check import self_check_latent
 from mlx_paged.kernels.launch_shape import LaunchShape, Variant
-from mlx_paged.kernels.quantized import moves
-from mlx_paged.kernels.quantized.rows import QuantizedRows
+from mlx_paged.kernels.quantized import QuantizedRows
 from mlx_paged.kernels.trial import MANY
 from tests.msl.test_windows import CORES
 from tests.support.kernels.quantized_pages import page_shape, quantized

@@ -11,9 +11,9 @@ import pytest
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import draw_rows, penalise_rows
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels import quantized as moves
 from mlx_paged.kernels.decode_spec import decode_constants_of
 from mlx_paged.kernels.launch_shape import HEAD_DIMS, shape_for
-from mlx_paged.kernels.quantized import moves
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl import msl_source
 

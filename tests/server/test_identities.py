@@ -6,7 +6,7 @@ import gc
 import weakref
 from typing import Any
 
-from mlx_paged.server.identities import identity_of, loaded_configs, noting_configs
+from mlx_paged.prefix.identity import identity_of, loaded_configs, noting_configs
 from tests.support.models.builders import build, perturbed
 
 

@@ -22,8 +22,7 @@ from ...config import PagedConfig, free_memory
 from ...early_interrupt import raise_at_interrupt
 from ...kernels.availability import device_decline
 from ...kernels.build import backend, compiled_by, gpu_cores
-from ...kv.storage.base import Geometry
-from ...kv.storage.page_format import PageFormat
+from ...kv.storage.base import Geometry, PageFormat
 from ..terminal import add_version, orderly_end
 from .jobs import jobs, num_workers, rows_of_workers
 from .report import HEADER, Report, Row

@@ -25,16 +25,15 @@ from ...kernels.build import backend
 from ...kernels.check import MAX_RMS, SelfCheck, self_check
 from ...kernels.launch_shape import BLOCK_SIZES, DTYPES, HEAD_DIMS, MAX_GQA, Variant
 from ...kernels.ops import variants_of
-from ...kernels.prefill import prefill_variants_of, unsupported_prefill
-from ...kernels.prefill_check import prefill_seconds, self_check_prefill
+from ...kernels.prefill import prefill_seconds, prefill_variants_of, self_check_prefill, unsupported_prefill
 from ...kernels.products import narrow_matmul
 from ...kernels.products import narrow_matmul as packed_weight
-from ...kernels.timing import dense_seconds, launch_seconds
+from ...kernels.trial import dense_seconds, launch_seconds
 from ...kv.group import LayerGroup
 from ...kv.pool import BlockPool
 from ...kv.storage.choice import storage_choice
 from ...kv.storage.scoring import QueryHeads, Scoring
-from ..progress import Bar
+from ..terminal import Bar
 from .report import Row
 
 

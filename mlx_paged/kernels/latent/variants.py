@@ -13,7 +13,7 @@ import mlx.core as mx
 from ..build import backend
 from ..cuda.device import cuda_limits
 from ..launch_shape import LATENT_BODIES, LATENT_TENSOR_HEADS, Variant, shape_for, unsupported
-from ..quantized.pages import PageShape
+from ..quantized import PageShape
 
 MAX_HEADS = 256
 _MOST_TOGETHER = 16  # query heads that a thread group of the portable body takes

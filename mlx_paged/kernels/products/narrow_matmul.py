@@ -17,8 +17,7 @@ import mlx.core as mx
 
 from ..build import backend, build_kernel, compile_ahead, told_when_compiling
 from ..check import outcome_of
-from ..timing import LAUNCHES, seconds_of
-from ..trial import Text, failure_of
+from ..trial import LAUNCHES, Text, failure_of, seconds_of
 
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)

@@ -9,13 +9,11 @@ from ...errors import KernelUnavailableError
 from ...kernels import availability
 from ...kernels import ops as kernels
 from ...kernels.check import SelfCheck, checked
-from ...kernels.latent.check import checked_latent
+from ...kernels.latent.check import checked_latent, checked_prompts
 from ...kernels.latent.prompts import prompt_variant_of, unsupported_prompts
-from ...kernels.latent.prompts_check import checked_prompts
 from ...kernels.latent.variants import latent_variants_of, unsupported_latent
 from ...kernels.launch_shape import Variant, unsupported
-from ...kernels.prefill import prefill_variants_of, unsupported_prefill
-from ...kernels.prefill_check import checked_prefill
+from ...kernels.prefill import checked_prefill, prefill_variants_of, unsupported_prefill
 from .base import ChooseStorage, Geometry, StorageChoice
 from .in_place import InPlaceStorage, pages_of
 from .quantized import functional_form

@@ -10,8 +10,7 @@ import mlx.core as mx
 
 from ...kernels.build import KernelUnavailable
 from ..block_table import BlockTable, Segment
-from ..packed_step import PackedStep
-from ..step import Columns, Step
+from ..step import Columns, PackedStep, Step
 from .base import Geometry
 from .scoring import Scoring
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...kernels.quantized.rotation import rotate
+from ...kernels.quantized import rotate
 from ..block_table import BlockTable
-from ..packed_step import PackedStep
-from ..step import Columns, Step
+from ..step import Columns, PackedStep, Step
 from .base import Geometry, Storage, StorageChoice
 from .functional import FunctionalStorage, GatheredStorage
 from .scoring import QueryHeads

@@ -15,7 +15,7 @@ from mlx_paged import PagedConfig
 from mlx_paged.engine.sharing import common_length
 from mlx_paged.errors import RequestTooLargeError
 from mlx_paged.kv.budget import PoolBudget
-from mlx_paged.patches.cache.geometry import probe_geometry
+from mlx_paged.patches.cache.pools import probe_geometry
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree

@@ -10,9 +10,9 @@ import pytest
 
 from mlx_paged.kernels import build
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels import quantized as moves
 from mlx_paged.kernels.check import self_check
-from mlx_paged.kernels.quantized import moves
-from mlx_paged.kernels.quantized.pages import PageShape, new_blocks
+from mlx_paged.kernels.quantized import PageShape, new_blocks
 from tests.support.kernels.quantized_pages import page_shape
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]

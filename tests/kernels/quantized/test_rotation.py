@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.kernels.quantized.rotation import rotate
+from mlx_paged.kernels.quantized import rotate
 from tests.support.pools import DTYPES, noise
 
 DIMS = [32, 64, 96, 128, 160, 192, 256, 288, 512]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlx_paged.kernels.quantized.rows import QuantizedRows
+from mlx_paged.kernels.quantized import QuantizedRows
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])

@@ -16,10 +16,9 @@ from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.storage import choice
-from mlx_paged.kv.storage.base import Geometry
+from mlx_paged.kv.storage.base import Geometry, PageFormat
 from mlx_paged.kv.storage.choice import kernel_decline, prefill_decline, storage_choice
 from mlx_paged.kv.storage.in_place import InPlaceStorage
-from mlx_paged.kv.storage.page_format import PageFormat
 from mlx_paged.kv.storage.quantized import QuantizedStorage
 from mlx_paged.kv.storage.scoring import QueryHeads, Scoring
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels

@@ -13,8 +13,7 @@ from mlx_paged.errors import ConfigError, GeometryError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.storage.base import Geometry
-from mlx_paged.kv.storage.page_format import PageFormat
+from mlx_paged.kv.storage.base import Geometry, PageFormat
 from mlx_paged.kv.storage.quantized import QuantizedStorage
 from mlx_paged.prefix.detached import adopt, detach, sequence_over
 from mlx_paged.warn import FallThroughWarning

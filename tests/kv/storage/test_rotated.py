@@ -5,11 +5,10 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlx_paged.kernels.quantized.rotation import rotate
+from mlx_paged.kernels.quantized import rotate
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.step import Columns
-from mlx_paged.kv.storage.base import Geometry
-from mlx_paged.kv.storage.page_format import PageFormat
+from mlx_paged.kv.storage.base import Geometry, PageFormat
 from mlx_paged.kv.storage.quantized import QuantizedStorage
 from tests.support.pools import DTYPES, kv, pool_of
 

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.quantized import moves
-from mlx_paged.kernels.quantized.pages import PageShape, new_blocks
-from mlx_paged.kernels.quantized.rows import QuantizedRows
+from mlx_paged.kernels import quantized as moves
+from mlx_paged.kernels.quantized import PageShape, QuantizedRows, new_blocks
 from tests.support.kernels.quantized_pages import Words, dequantized, page_shape, pages_of, quantized, rows_of
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import emulated, to_float

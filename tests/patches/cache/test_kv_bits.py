@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 import mlx_paged
 from mlx_paged import ConfigError, PagedConfig, PagedKVCache, PromptCacheError
 from mlx_paged.config import QUANTIZED_KV_START
-from mlx_paged.kv.storage.page_format import PageFormat
+from mlx_paged.kv.storage.base import PageFormat
 from tests.patches.cache.test_fall_through import fall_throughs
 from tests.patches.test_parity import PlainTokenizer
 from tests.support.models.builders import KINDS, build, greedy, perturbed, prompt_of, rms

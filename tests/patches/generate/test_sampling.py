@@ -17,7 +17,7 @@ from mlx_paged import PagedConfig
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.engine.sampling import token_choice
 from mlx_paged.errors import RequestFailedError
-from mlx_paged.patches.generate.known_samplers import KNOWN, known_processors, known_sampler
+from mlx_paged.patches.generate.upstream import KNOWN, known_processors, known_sampler
 from mlx_paged.patches.registry import fingerprint
 from tests.support.models.batch_runs import generator, model_of
 from tests.support.models.builders import prompt_of

@@ -15,11 +15,11 @@ from mlx_lm.sample_utils import make_sampler
 
 import mlx_paged
 from mlx_paged.config import PagedConfig
+from mlx_paged.engine.decode_batch import RowByRowBatch
 from mlx_paged.engine.grammar import grammar as grammar_module
 from mlx_paged.engine.grammar.compiler import GrammarCompiler, GrammarSource
 from mlx_paged.engine.grammar.grammar import CompiledGrammar, GrammarProcessor
 from mlx_paged.engine.request import RequestOptions
-from mlx_paged.engine.row_by_row import RowByRowBatch
 from mlx_paged.errors import GrammarError, RequestFailedError
 from mlx_paged.patches.generate.upstream import UPSTREAM
 from tests.support.models.batch_runs import generator, kv_budget

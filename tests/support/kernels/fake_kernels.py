@@ -17,17 +17,16 @@ import numpy as np
 
 from mlx_paged import config
 from mlx_paged.attention import dispatch, gather, latent_prompts
-from mlx_paged.attention.masks import causal_mask
+from mlx_paged.attention.gather import causal_mask
 from mlx_paged.engine import compiled_step
 from mlx_paged.kernels import availability, embedding_rows, silu_product
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels import quantized as moves
 from mlx_paged.kernels.latent import prompts
 from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.products.narrow_matmul import PackedWeight
-from mlx_paged.kernels.quantized import moves
-from mlx_paged.kernels.quantized.pages import PageShape
-from mlx_paged.kernels.quantized.rows import QuantizedRows
+from mlx_paged.kernels.quantized import PageShape, QuantizedRows
 from mlx_paged.kv.storage import choice, in_place
 from mlx_paged.kv.storage.base import Geometry
 from mlx_paged.kv.storage.scoring import QueryHeads, Scoring, Window

@@ -6,8 +6,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_paged.kernels.quantized.pages import PageShape
-from mlx_paged.kernels.quantized.rows import QuantizedRows
+from mlx_paged.kernels.quantized import PageShape, QuantizedRows
 
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]

@@ -8,9 +8,9 @@ import numpy as np
 
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels import quantized as moves
 from mlx_paged.kernels.latent import variants as latent_variants
 from mlx_paged.kernels.launch_shape import FUSED_BODIES, LATENT_BODIES
-from mlx_paged.kernels.quantized import moves
 from tests.support.kernels.quantized_pages import UNSET, dequantized, pages_of, quantized
 from tests.support.msl import emulator
 

@@ -1,9 +1,4 @@
-"""Writes and reads of quantised pages: of keys and values, which the kernels quantise and dequantise to MLX's own bits,
-and of rows as they are.
-
-Whether the bits are MLX's is found out on the device, once. Where they are not, MLX quantises and dequantises, and the
-kernels move rows.
-"""
+"""Quantised pages: their rows, how values are packed and rotated, and the kernels that write, gather and copy them."""
 
 from __future__ import annotations
 
@@ -14,8 +9,164 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..build import Constants, build_kernel
-from .pages import PageShape
+from .build import Constants, build_kernel
+
+
+def rotate(x: mx.array) -> mx.array:
+    """Vectors times an orthonormal matrix: Hadamard's, in blocks of the largest power of two that divides the vector.
+
+    The matrix is symmetric, so it is its own inverse: rotating twice gives the vectors again, but for rounding. Each
+    vector's result depends on that vector alone, bit for bit, whatever is rotated beside it. Products stay what they
+    are: rotated queries over rotated keys and values give the output rotated.
+
+    Args:
+        x: ``[..., dim]`` of float32, float16 or bfloat16. Whatever a group size divides has blocks of 32 at least.
+
+    Returns:
+        ``[..., dim]`` in x's dtype.
+    """
+    dim = x.shape[-1]
+    block = dim & -dim
+    if block == dim:
+        return mx.hadamard_transform(x)
+    return mx.hadamard_transform(x.reshape(*x.shape[:-1], dim // block, block)).reshape(x.shape)
+
+
+BITS = (8, 4)
+GROUP_SIZES = (32, 64, 128)
+
+
+class QuantizedRows(NamedTuple):
+    """Rows of one head's keys or values in MLX's affine quantisation: of each group of a row's values the scale and
+    the bias, and of each value a code, which stands for ``scale * code + bias``.
+
+    A row is so many words (uint32): its codes, then its scales, then its biases, byte for byte those that
+    ``mx.quantize`` gives, and that mlx-lm's ``QuantizedKVCache`` keeps in three arrays.
+
+    Attributes:
+        dim: values of a row.
+        bits: of a code.
+        group_size: values that share a scale and a bias; divides dim.
+        dtype: of the values, the scales and the biases.
+    """
+
+    dim: int
+    bits: int
+    group_size: int
+    dtype: mx.Dtype
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of a row."""
+        return self.dim // self.group_size
+
+    @property
+    def code_words(self) -> int:
+        """Words of a row's codes."""
+        return self.dim * self.bits // 32
+
+    @property
+    def num_words(self) -> int:
+        """Words of a row."""
+        return self.code_words + 2 * self.num_groups * self.dtype.size // 4
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a row."""
+        return 4 * self.num_words
+
+    def quantize(self, x: mx.array) -> mx.array:
+        """Rows ``[..., num_words]`` of values ``[..., dim]``."""
+        return self.join(*mx.quantize(mx.contiguous(x), self.group_size, self.bits))  # views went wrong on Metal
+
+    def dequantize(self, rows: mx.array) -> mx.array:
+        """Values ``[..., dim]`` of rows ``[..., num_words]``, as ``mx.dequantize`` gives them."""
+        codes, scales, biases = (mx.contiguous(part) for part in self.split(rows))
+        return mx.dequantize(codes, scales, biases, self.group_size, self.bits)
+
+    def join(self, codes: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+        """Rows ``[..., num_words]`` of what ``mx.quantize`` gives: codes ``[..., code_words]`` (uint32), scales and
+        biases ``[..., num_groups]``."""
+        factors = mx.concatenate([scales, biases], axis=-1).view(mx.uint32)
+        return mx.concatenate([codes, factors], axis=-1)
+
+    def split(self, rows: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Codes, scales and biases of rows; the inverse of :meth:`join`."""
+        factors = rows[..., self.code_words :].view(self.dtype)
+        return rows[..., : self.code_words], factors[..., : self.num_groups], factors[..., self.num_groups :]
+
+
+class PageShape(NamedTuple):
+    """The forms of a key's and a value's row in the pages of a pool in place.
+
+    The pool's tensors are uint32 ``[num_blocks, n_kv_heads, block_size, num_words]``. A page, one block of one head, is
+    ``block_size * num_words`` words in two planes: the codes of all its tokens ``[block_size, code_words]``, then of
+    each token, in the dtype of the values, its scales and its biases ``[block_size, 2 * num_groups]``. So a token's
+    codes are aligned to 16 bytes wherever their number is a multiple of that.
+
+    Attributes:
+        k, v: rows of one group size and dtype.
+    """
+
+    k: QuantizedRows
+    v: QuantizedRows
+
+    @classmethod
+    def of(cls, dim: int, bits: tuple[int, int], group_size: int, dtype: mx.Dtype) -> PageShape:
+        """Pages of keys and values of one size, of these bits each."""
+        k_bits, v_bits = bits
+        return cls(QuantizedRows(dim, k_bits, group_size, dtype), QuantizedRows(dim, v_bits, group_size, dtype))
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of queries, and of keys and values as they are given and read."""
+        return self.k.dtype
+
+    @property
+    def itemsize(self) -> float:
+        """Bytes of a key's or value's element, on average, without its scale and bias."""
+        return (self.k.bits + self.v.bits) / 16
+
+    @property
+    def constants(self) -> tuple[tuple[str, Any], ...]:
+        """What a text for such pages is told, besides T, D and DV."""
+        return (("KBITS", self.k.bits), ("VBITS", self.v.bits), ("GS", self.k.group_size))
+
+    @property
+    def row_constants(self) -> tuple[tuple[str, Any], ...]:
+        """What a text that moves rows as they are is told: words of a row, and those of its codes."""
+        words = (("T", mx.uint32), ("D", self.k.num_words), ("DV", self.v.num_words))
+        return (*words, ("KC", self.k.code_words), ("VC", self.v.code_words))
+
+    def quantize(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+        """Rows ``[..., num_words]`` of keys and values, by MLX."""
+        return self.k.quantize(k), self.v.quantize(v)
+
+    def dequantize(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+        """The keys and values that rows stand for, by MLX."""
+        return self.k.dequantize(k), self.v.dequantize(v)
+
+    def __str__(self) -> str:
+        bits = f"{self.k.bits}" if self.k.bits == self.v.bits else f"{self.k.bits}/{self.v.bits}"
+        return f"{bits} bits/{self.k.group_size}"
+
+
+def new_blocks(
+    num_blocks: int,
+    heads: int,
+    block_size: int,
+    dims: tuple[int, int],
+    dtype: mx.Dtype,
+    pages: PageShape | None = None,
+    value: float = 0.0,
+) -> tuple[mx.array, mx.array]:
+    """A pool's keys and values, all of one value, 0 or NaN; quantised pages have scales and biases of it (lazy)."""
+    shape = (num_blocks, heads, block_size)
+    if pages is None:
+        return mx.full((*shape, dims[0]), value, dtype), mx.full((*shape, dims[1]), value, dtype)
+    word = 0 if value == 0.0 else 0xFFFFFFFF
+    return mx.full((*shape, pages.k.num_words), word, mx.uint32), mx.full((*shape, pages.v.num_words), word, mx.uint32)
+
 
 Kernel = Callable[..., list[mx.array]]
 _PARTS = 2  # keys and values
