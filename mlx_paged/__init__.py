@@ -49,7 +49,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .patches import (
-        FallThroughWarning,
+        NotPagedWarning,
         PatchReport,
         adopt_prompt_cache,
         apply_patches,
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     )
 else:
     _PATCHES = (
-        "FallThroughWarning",
+        "NotPagedWarning",
         "PatchReport",
         "adopt_prompt_cache",
         "apply_patches",
@@ -86,12 +86,12 @@ __all__ = [
     "BlockTable",
     "ConfigError",
     "Dispatch",
-    "FallThroughWarning",
     "GeometryError",
     "KernelUnavailableError",
     "LayerGroup",
     "MissingBackendError",
     "ModelFolderError",
+    "NotPagedWarning",
     "PagedBatchKVCache",
     "PagedCacheError",
     "PagedCacheStats",

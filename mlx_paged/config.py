@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar, overload
 import mlx.core as mx
 
 from .errors import ConfigError, KernelUnavailableError
-from .kernels.availability import device_decline
+from .kernels.availability import device_unsupported_reason
 from .kernels.quantized import GROUP_SIZES
 from .kv.group import MAX_BLOCK_SIZE
 from .kv.storage.base import DEFAULT_GROUP_SIZE, PageFormat
@@ -338,7 +338,7 @@ class PagedConfig:
 
     def check_kernel(self) -> None:
         """Raise KernelUnavailableError if the fused kernel is demanded where none can run."""
-        why = device_decline() if self.kernel else None
+        why = device_unsupported_reason() if self.kernel else None
         if why is not None:
             raise KernelUnavailableError(f"kernel=on, but {why}; use auto or off (gather-then-SDPA)")
 

@@ -14,11 +14,11 @@ _given: set[str] = set()
 _told: set[str] = set()
 
 
-class FallThroughWarning(UserWarning):
+class NotPagedWarning(UserWarning):
     """Something runs on stock mlx-lm instead of the paged cache; results are the same."""
 
 
-def warn_once(reason: str, category: type[Warning] = FallThroughWarning) -> None:
+def warn_once(reason: str, category: type[Warning] = NotPagedWarning) -> None:
     """Warn, of a fall-through unless another category is given, if the same was not said before in this process."""
     if reason not in _given:
         _given.add(reason)
@@ -31,7 +31,7 @@ def forget_warnings() -> None:
 
 
 @contextmanager
-def told_when_slow(what: str) -> Iterator[None]:
+def warn_when_slow(what: str) -> Iterator[None]:
     """Print a line on stderr, if that is a terminal, when what runs inside takes more than a second; once for each
     ``what`` in a process."""
     if what in _told or sys.stderr is None or not sys.stderr.isatty():

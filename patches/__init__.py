@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ..warn import FallThroughWarning
+from ..warn import NotPagedWarning
 
 if TYPE_CHECKING:
     from .cache.adoption import adopt_prompt_cache
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "FallThroughWarning",
+    "NotPagedWarning",
     "PagedLayerCache",
     "PatchReport",
     "adopt_prompt_cache",

@@ -170,7 +170,7 @@ def row_of(
         groups.append(f"{len(group.spec.layers)} {group.spec.name.split(',')[0]} ({heads} x {dim})")
     reasons = []
     for warning in caught:
-        if issubclass(warning.category, mlx_paged.FallThroughWarning):
+        if issubclass(warning.category, mlx_paged.NotPagedWarning):
             reasons.append(str(warning.message).removeprefix("mlx_paged: ").split(": ", 1)[-1].split(";")[0])
     engine = generator._engine
     batch = "mlx-lm's" if engine is None else engine.batch.kind

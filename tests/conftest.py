@@ -81,7 +81,7 @@ def unpatched() -> Iterator[None]:
 def no_fall_through() -> Iterator[None]:
     """Fail the test if anything falls through to stock mlx-lm."""
     with warnings.catch_warnings():
-        warnings.simplefilter("error", mlx_paged.FallThroughWarning)
+        warnings.simplefilter("error", mlx_paged.NotPagedWarning)
         yield
 
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from mlx_paged import warn
-from mlx_paged.warn import told_when_slow
+from mlx_paged.warn import warn_when_slow
 
 
 class Terminal(io.StringIO):
@@ -37,10 +37,10 @@ def test_what_takes_long_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(warn, "SLOW_SECONDS", 0.001)
-    with told_when_slow("compiling"):
+    with warn_when_slow("compiling"):
         assert terminal.told.wait(60)
     before = threading.active_count()
-    with told_when_slow("compiling"):
+    with warn_when_slow("compiling"):
         assert threading.active_count() <= before, "nobody waits to tell it again"
     assert terminal.getvalue() == "mlx_paged: compiling\n"
 
@@ -49,7 +49,7 @@ def test_what_does_not_take_long_says_nothing(monkeypatch: pytest.MonkeyPatch) -
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(warn, "SLOW_SECONDS", 3600.0)
-    with told_when_slow("compiling"):
+    with warn_when_slow("compiling"):
         pass
     assert not terminal.getvalue()
     assert not any(
@@ -62,6 +62,6 @@ def test_nobody_is_told_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(warn, "SLOW_SECONDS", 0.0)
     before = threading.active_count()
-    with told_when_slow("compiling"):
+    with warn_when_slow("compiling"):
         assert threading.active_count() <= before
     assert stderr is None or not stderr.getvalue()

@@ -17,8 +17,8 @@ from ..kv.group import BlockGroup
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
 from ..kv.step import PackedStep, Step
-from ..kv.storage.choice import kernel_decline, prefill_decline
-from ..kv.storage.scoring import QueryHeads, Scoring, Window
+from ..kv.storage.attention_params import AttentionParams, QueryHeads, Window
+from ..kv.storage.choice import kernel_unsupported_reason, prefill_unsupported_reason
 from . import gather
 from .gather import causal_mask
 
@@ -86,7 +86,7 @@ def prefill_attention(
     pool: BlockPool,
     layer: int,
     table: BlockTable,
-    scoring: Scoring,
+    params: AttentionParams,
     step: Step | None = None,
 ) -> mx.array:
     """Attention of several new tokens of one sequence, whose k and v are already written to the pool.
@@ -96,7 +96,7 @@ def prefill_attention(
         k: the new keys ``[1, n_kv_heads, n_new, k_head_dim]``, as written.
         v: the new values ``[1, n_kv_heads, n_new, v_head_dim]``.
         pool, layer, table: where they were written.
-        scoring: its mask is over the visible keys (prefix and new ones).
+        params: its mask is over the visible keys (prefix and new ones).
         step: as for :func:`paged_attention`.
 
     Returns:
@@ -106,12 +106,12 @@ def prefill_attention(
     # What quantised pages hold is what everybody else is going to see of these tokens.
     fresh = table.num_visible == q.shape[2] and not group.is_quantized
     if fresh and prepares_plans():
-        fresh = _decline(q, group, table.length, scoring) is not None
+        fresh = _unsupported_reason(q, group, table.length, params) is not None
     if fresh:
         record(_FRESH)
         k, v = pool.layer(layer).after_writes(k, v)
-        return gather.attention(q, k, v, scoring)
-    return paged_attention(q, pool, layer, [table], scoring, step)
+        return gather.attention(q, k, v, params)
+    return paged_attention(q, pool, layer, [table], params, step)
 
 
 def paged_attention(
@@ -119,7 +119,7 @@ def paged_attention(
     pool: BlockPool,
     layer: int,
     tables: Sequence[BlockTable],
-    scoring: Scoring,
+    params: AttentionParams,
     step: Step | None = None,
 ) -> mx.array:
     """Attention of the newest tokens of each sequence over its visible tokens, themselves included.
@@ -129,7 +129,7 @@ def paged_attention(
         pool: holds the keys and values, those of the new tokens included.
         layer: model layer.
         tables: B block tables of the layer's group.
-        scoring: its mask is over the visible tokens.
+        params: its mask is over the visible tokens.
         step: of these tables and tokens, if the caller has it.
 
     Returns:
@@ -138,25 +138,25 @@ def paged_attention(
     Raises:
         GeometryError: the queries are not one row per table.
     """
-    return _attend(q, pool, layer, tables, step, None, scoring)
+    return _attend(q, pool, layer, tables, step, None, params)
 
 
-def takes_rows(q: mx.array, pool: BlockPool, layer: int, longest: int, scoring: Scoring) -> bool:
+def takes_rows(q: mx.array, pool: BlockPool, layer: int, longest: int, params: AttentionParams) -> bool:
     """Whether kernels serve several new tokens of each of B sequences together.
 
     Args:
         q: ``[B, n_q_heads, n_new, head_dim]``.
         pool, layer: where their keys and values are going to be.
         longest: tokens of the longest sequence, the new ones included.
-        scoring: without a mask.
+        params: without a mask.
     """
-    return _decline(q, pool.layer(layer).group, longest, scoring) is None
+    return _unsupported_reason(q, pool.layer(layer).group, longest, params) is None
 
 
 def serves_latents(num_q_heads: int, pool: BlockPool, layer: int) -> bool:
     """Whether a kernel attends over a layer's latents, from so many query heads and for one new token per sequence."""
     group = pool.layer(layer).group
-    return group.in_place and _decline_heads(group, QueryHeads(num_q_heads, latent=True)) is None
+    return group.in_place and _heads_unsupported_reason(group, QueryHeads(num_q_heads, latent=True)) is None
 
 
 def ragged_attention(
@@ -167,7 +167,7 @@ def ragged_attention(
     layer: int,
     tables: Sequence[BlockTable],
     counts: Sequence[int],
-    scoring: Scoring,
+    params: AttentionParams,
 ) -> mx.array:
     """Write a few new tokens of each of B sequences and attend from them, by kernels, each in one launch for all.
     Only where :func:`takes_rows` says so.
@@ -177,7 +177,7 @@ def ragged_attention(
         k, v: ``[B, n_kv_heads, n_new, head_dim]``, accepted by :meth:`PoolLayer.set_geometry`.
         pool, layer, tables: where to write; the positions are reserved.
         counts: real tokens of each row, at least one; the rest is padding on the right.
-        scoring: without a mask.
+        params: without a mask.
 
     Returns:
         ``[B, n_q_heads, n_new, v_head_dim]``, zeros at padding.
@@ -187,14 +187,14 @@ def ragged_attention(
     kv.write_step(tables, step, k, v)
     group, window = kv.group, kv.sees
     try:
-        out = kv.storage.decode(q, tables, step, scoring._replace(window=window))
+        out = kv.storage.decode(q, tables, step, params._replace(window=window))
     except KernelUnavailable as error:
-        record(Dispatch("gather", _note_decline(group, q, scoring, error)))
+        record(Dispatch("gather", _note_unsupported(group, q, params, error)))
         outputs = []
         for row, (table, count) in enumerate(zip(tables, counts, strict=True)):
             mask = causal_mask(count, table.num_visible - count, window)
             one = q[row : row + 1, :, :count]
-            out = gather.gather_attention(one, pool, layer, [table], scoring._replace(mask=mask))
+            out = gather.gather_attention(one, pool, layer, [table], params._replace(mask=mask))
             outputs.append(mx.pad(out, [(0, 0), (0, 0), (0, q.shape[2] - count), (0, 0)]))
         return mx.concatenate(outputs)
     record(_KERNEL_FEW)
@@ -209,7 +209,7 @@ def append_attention(
     layer: int,
     tables: Sequence[BlockTable],
     step: Step,
-    scoring: Scoring,
+    params: AttentionParams,
 ) -> mx.array:
     """Write one new token per sequence and attend from it; one kernel does both where there is one.
 
@@ -218,12 +218,12 @@ def append_attention(
         k, v: ``[B, n_kv_heads, 1, head_dim]``, accepted by :meth:`PoolLayer.set_geometry`.
         pool, layer, tables: where to write; the positions are reserved.
         step: of these tables, one token each.
-        scoring: as for :func:`paged_attention`.
+        params: as for :func:`paged_attention`.
 
     Returns:
         ``[B, n_q_heads, 1, v_head_dim]``.
     """
-    return _attend(q, pool, layer, tables, step, (k, v), scoring)
+    return _attend(q, pool, layer, tables, step, (k, v), params)
 
 
 def packed_attention(
@@ -234,7 +234,7 @@ def packed_attention(
     layer: int,
     tables: Sequence[BlockTable],
     step: PackedStep,
-    scoring: Scoring,
+    params: AttentionParams,
     *,
     as_rows: bool = False,
 ) -> mx.array:
@@ -246,36 +246,36 @@ def packed_attention(
         k, v: the new keys ``[T, n_kv_heads, 1, head_dim]`` and values, as written; None if they are not at hand.
         pool, layer, tables: where they were written.
         step: of these tables.
-        scoring: without a mask; a window of its own may be narrower than the layer's.
+        params: without a mask; a window of its own may be narrower than the layer's.
         as_rows: the kernel is that of decode steps, which cuts long contexts up, and reads them for each token.
 
     Returns:
         ``[T, n_q_heads, 1, v_head_dim]``.
     """
     kv = pool.layer(layer)
-    scoring = scoring._replace(window=_seen(kv, scoring))
-    if as_rows and _decline(q, kv.group, 0, scoring) is None:
+    params = params._replace(window=_seen(kv, params))
+    if as_rows and _unsupported_reason(q, kv.group, 0, params) is None:
         try:
-            out = kv.storage.decode(q, tables, step, scoring)
+            out = kv.storage.decode(q, tables, step, params)
             record(_KERNEL_FEW)
             return out
         except KernelUnavailable as error:  # raised before anything was launched
-            _note_decline(kv.group, q, scoring, error)
-    declined = _decline_packed(q, kv.group, scoring)
-    if declined is None:
+            _note_unsupported(kv.group, q, params, error)
+    unsupported = _packed_unsupported_reason(q, kv.group, params)
+    if unsupported is None:
         try:
-            out = kv.storage.prefill(q, tables, step, scoring)
+            out = kv.storage.prefill(q, tables, step, params)
             record(_KERNEL_PACK)
             return out
         except KernelUnavailable as error:  # raised before anything was launched
-            declined = f"the kernel is off: {error}"
-            kv.group.packs_declined[scoring.heads(q.shape[1])] = declined
-    record(Dispatch("apart", declined))
+            unsupported = f"the kernel is off: {error}"
+            kv.group.packs_unsupported[params.heads(q.shape[1])] = unsupported
+    record(Dispatch("apart", unsupported))
     queries = step.split(q)
     new = [None] * len(queries) if k is None or v is None else list(zip(step.split(k), step.split(v), strict=True))
     outputs = []
     for index, (one, table, pair) in enumerate(zip(queries, tables, new, strict=True)):
-        own = scoring._replace(mask=_mask_of(one.shape[2], table, scoring.window))
+        own = params._replace(mask=_mask_of(one.shape[2], table, params.window))
         if pair is None:
             outputs.append(paged_attention(one, pool, layer, [table], own, step.part(tables, index)))
         else:
@@ -291,10 +291,10 @@ def _mask_of(num_tokens: int, table: BlockTable, window: Window | None) -> mx.ar
     return causal_mask(num_tokens, before, window)
 
 
-def _seen(kv: PoolLayer, scoring: Scoring) -> Window | None:
+def _seen(kv: PoolLayer, params: AttentionParams) -> Window | None:
     """What a query sees: the layer's window, or a narrower one."""
-    if kv.sees is None or (scoring.window is not None and scoring.window.size < kv.sees.size):
-        return scoring.window
+    if kv.sees is None or (params.window is not None and params.window.size < kv.sees.size):
+        return params.window
     return kv.sees
 
 
@@ -305,7 +305,7 @@ def _attend(
     tables: Sequence[BlockTable],
     step: Step | None,
     append: tuple[mx.array, mx.array] | None,
-    scoring: Scoring,
+    params: AttentionParams,
 ) -> mx.array:
     """By the kernel or over gathered arrays; ``append``: keys and values of the step that are not written yet."""
     shape = q.shape
@@ -314,47 +314,47 @@ def _attend(
     kv = pool.layer(layer)
     group, q_len = kv.group, shape[2]
     longest = max(table.length for table in tables) if q_len > MAX_QUERY_LENGTH else 0
-    declined = _decline(q, group, longest, scoring)
-    if declined is None:
-        window = _seen(kv, scoring)
-        seen = scoring if window is scoring.window else scoring._replace(window=window)
+    unsupported = _unsupported_reason(q, group, longest, params)
+    if unsupported is None:
+        window = _seen(kv, params)
+        seen = params if window is params.window else params._replace(window=window)
         try:
             step_now = step or kv.step(tables, q_len)
             out = kv.storage.decode(q, tables, step_now, seen, append=append)
             record(_KERNEL_ONE if q_len == 1 else _KERNEL_FEW)
             return out
         except KernelUnavailable as error:  # raised before anything of the layer was launched
-            declined = _note_decline(group, q, scoring, error)
+            unsupported = _note_unsupported(group, q, params, error)
     if append is not None:
         assert step is not None
         kv.write_step(tables, step, *append)
-    record(Dispatch("gather", declined))
-    return gather.gather_attention(q, pool, layer, tables, scoring, step)
+    record(Dispatch("gather", unsupported))
+    return gather.gather_attention(q, pool, layer, tables, params, step)
 
 
-def _decline_packed(q: mx.array, group: BlockGroup, scoring: Scoring) -> str | None:
+def _packed_unsupported_reason(q: mx.array, group: BlockGroup, params: AttentionParams) -> str | None:
     """Why the kernel for several sequences' new tokens cannot serve this call, or None."""
     if not group.in_place:
         return group.storage_reason
-    why = _decline_dtype(q, group, scoring)
+    why = _dtype_unsupported_reason(q, group, params)
     if why is not None:
         return why
-    geometry, heads = group.geometry, scoring.heads(q.shape[1])
+    geometry, heads = group.geometry, params.heads(q.shape[1])
     assert geometry is not None
-    if heads not in group.packs_declined:
-        group.packs_declined[heads] = prefill_decline(geometry, group.block_size, heads)
-    return group.packs_declined[heads]
+    if heads not in group.packs_unsupported:
+        group.packs_unsupported[heads] = prefill_unsupported_reason(geometry, group.block_size, heads)
+    return group.packs_unsupported[heads]
 
 
-def _decline_dtype(q: mx.array, group: BlockGroup, scoring: Scoring) -> str | None:
+def _dtype_unsupported_reason(q: mx.array, group: BlockGroup, params: AttentionParams) -> str | None:
     assert group.geometry is not None
     _, k_dim, v_dim, dtype, _ = group.geometry
-    if q.dtype != dtype or q.shape[3] != k_dim + scoring.latent * v_dim:
+    if q.dtype != dtype or q.shape[3] != k_dim + params.latent * v_dim:
         return f"queries of {q.dtype} x {q.shape[3]} over keys of {dtype} x {k_dim}"
     return None
 
 
-def _decline(q: mx.array, group: BlockGroup, longest: int, scoring: Scoring) -> str | None:
+def _unsupported_reason(q: mx.array, group: BlockGroup, longest: int, params: AttentionParams) -> str | None:
     """Why the kernel cannot serve this call, or None."""
     _, num_q_heads, q_len, _ = q.shape
     if q_len > MAX_QUERY_LENGTH and not (
@@ -363,23 +363,23 @@ def _decline(q: mx.array, group: BlockGroup, longest: int, scoring: Scoring) -> 
         return "several new tokens after a prefix"
     if not group.in_place:
         return group.storage_reason
-    if scoring.window is None and isinstance(scoring.mask, mx.array):
+    if params.window is None and isinstance(params.mask, mx.array):
         return "a mask that is not causality and a window"
-    return _decline_dtype(q, group, scoring) or _decline_heads(group, scoring.heads(num_q_heads))
+    return _dtype_unsupported_reason(q, group, params) or _heads_unsupported_reason(group, params.heads(num_q_heads))
 
 
-def _decline_heads(group: BlockGroup, heads: QueryHeads) -> str | None:
+def _heads_unsupported_reason(group: BlockGroup, heads: QueryHeads) -> str | None:
     """Why the kernel cannot serve such queries over the group's blocks, or None."""
     try:
-        return group.declined[heads]
+        return group.unsupported[heads]
     except KeyError:
         assert group.geometry is not None
-        why = group.declined[heads] = kernel_decline(group.geometry, group.block_size, heads)
+        why = group.unsupported[heads] = kernel_unsupported_reason(group.geometry, group.block_size, heads)
         return why
 
 
-def _note_decline(group: BlockGroup, q: mx.array, scoring: Scoring, error: KernelUnavailable) -> str:
+def _note_unsupported(group: BlockGroup, q: mx.array, params: AttentionParams, error: KernelUnavailable) -> str:
     """Why the kernel serves these queries no more: a text that this call needed first does not work."""
     reason = f"the kernel is off: {error}"
-    group.declined[scoring.heads(q.shape[1])] = reason
+    group.unsupported[params.heads(q.shape[1])] = reason
     return reason

@@ -13,7 +13,7 @@ from ..kv.group import LayerGroup
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
 from ..kv.step import Columns, RowsTogether, Step
-from ..kv.storage.scoring import Scoring, Window
+from ..kv.storage.attention_params import AttentionParams, Window
 
 
 def causal_mask(num_tokens: int, offset: int = 0, window: Window | None = None) -> mx.array:
@@ -65,13 +65,13 @@ def attention(
     q: mx.array,
     k: mx.array,
     v: mx.array,
-    scoring: Scoring,
+    params: AttentionParams,
 ) -> mx.array:
     """MLX's attention, of q ``[B, n_q_heads, q_len, head_dim]`` over k, v ``[B, n_kv_heads, n, head_dim]``.
 
     With a soft cap, which MLX's does not have, it is spelled out: scores ``softcap * tanh(q k^T scale / softcap)``.
     """
-    scale, mask, _, softcap, sinks, latent = scoring
+    scale, mask, _, softcap, sinks, latent = params
     if latent:
         return _latent_attention(q, k, v, scale, mask)
     if softcap is None:
@@ -113,7 +113,7 @@ def gather_attention(
     pool: BlockPool,
     layer: int,
     tables: Sequence[BlockTable],
-    scoring: Scoring,
+    params: AttentionParams,
     step: Step | None = None,
 ) -> mx.array:
     """Attention of the last tokens of each sequence over all its visible tokens: one SDPA call per sequence, or for
@@ -122,7 +122,7 @@ def gather_attention(
     Args:
         q: ``[B, n_q_heads, q_len, head_dim]``; the queries are the last ``q_len`` tokens of each sequence.
         pool, layer, tables: where the keys and values lie, those of the queries included.
-        scoring: its mask is over the visible tokens.
+        params: its mask is over the visible tokens.
         step: of these tables, if it is at hand.
 
     Returns:
@@ -130,7 +130,7 @@ def gather_attention(
     """
     kv = pool.layer(layer)
     parts = [RowsTogether([row], None) for row in range(len(tables))]
-    is_plain = scoring.softcap is None and not scoring.latent and not isinstance(scoring.mask, mx.array)
+    is_plain = params.softcap is None and not params.latent and not isinstance(params.mask, mx.array)
     if is_plain and step is not None and q.shape[2] == 1:
         parts = _together(kv, tables, step)
     outputs = []
@@ -141,7 +141,7 @@ def gather_attention(
             table = tables[rows[0]]
             rotation = ring_rotation(table, kv.spec.ring) if q.shape[2] == 1 else 0
             k, v = kv.gather_visible(table, rotation=rotation, copy=False)
-        outputs.append(attention(_rows_of(q, rows), k, v, scoring))
+        outputs.append(attention(_rows_of(q, rows), k, v, params))
     output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     order = [row for rows, _ in parts for row in rows]
     if order != sorted(order):

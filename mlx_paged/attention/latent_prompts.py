@@ -15,8 +15,8 @@ from ..kv.block_table import BlockTable
 from ..kv.group import BlockGroup
 from ..kv.pool import BlockPool
 from ..kv.step import PackedStep
-from ..kv.storage.choice import latent_prompt_decline
-from ..kv.storage.scoring import LatentHeads
+from ..kv.storage.attention_params import LatentHeads
+from ..kv.storage.choice import latent_prefill_unsupported_reason
 from . import dispatch
 from .dispatch import Dispatch
 
@@ -35,15 +35,17 @@ def serves(heads: LatentHeads, dtype: mx.Dtype, pool: BlockPool, layer: int) -> 
     group = pool.layer(layer).group
     if not group.in_place or group.geometry is None or group.geometry.dtype != dtype:
         return False
-    return _declined(group, heads) is None
+    return _unsupported_reason(group, heads) is None
 
 
-def _declined(group: BlockGroup, heads: LatentHeads) -> str | None:
-    if heads not in group.prompts_declined:
+def _unsupported_reason(group: BlockGroup, heads: LatentHeads) -> str | None:
+    if heads not in group.prompts_unsupported:
         assert group.geometry is not None
         why = "a window" if group.spec.window is not None else None
-        group.prompts_declined[heads] = why or latent_prompt_decline(group.geometry, group.block_size, heads)
-    return group.prompts_declined[heads]
+        group.prompts_unsupported[heads] = why or latent_prefill_unsupported_reason(
+            group.geometry, group.block_size, heads
+        )
+    return group.prompts_unsupported[heads]
 
 
 def attend(

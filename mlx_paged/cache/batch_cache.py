@@ -15,7 +15,7 @@ from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
 from ..kv.step import Step
-from ..kv.storage.scoring import QueryHeads, Scoring, Window
+from ..kv.storage.attention_params import AttentionParams, QueryHeads, Window
 from ..kv.turn import in_turn
 from .batch_tables import BatchTables, OncePerBatch
 from .lazy_kv import Append, Fences, LazyKV, compute_rewound, hand_out
@@ -79,7 +79,7 @@ class PagedBatchKVCache:
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        scoring: Scoring,
+        params: AttentionParams,
     ) -> mx.array:
         """Write the next tokens of every row and attend from them.
 
@@ -87,7 +87,7 @@ class PagedBatchKVCache:
             queries: ``[B, n_q_heads, n_new, head_dim]``, rotated.
             keys: ``[B, n_kv_heads, n_new, head_dim]``, rotated.
             values: ``[B, n_kv_heads, n_new, v_head_dim]``.
-            scoring: its mask is what :meth:`make_mask` gave: each row is masked by its own length. With another array
+            params: its mask is what :meth:`make_mask` gave: each row is masked by its own length. With another array
                 mask, over what :meth:`update_and_fetch` returns, the blocks are gathered.
 
         Returns:
@@ -99,17 +99,17 @@ class PagedBatchKVCache:
         """
         if queries.shape[0] != len(self.batch):
             raise GeometryError(f"queries {queries.shape} for {len(self.batch)} sequence(s)")
-        if isinstance(scoring.mask, mx.array) and self.batch.window_of(scoring.mask) is None:
+        if isinstance(params.mask, mx.array) and self.batch.window_of(params.mask) is None:
             keys, values = self.update_and_fetch(keys, values)
-            return gather.attention(queries, keys, values, scoring)
-        if scoring.mask is not None:
-            scoring = scoring._replace(mask=None)
+            return gather.attention(queries, keys, values, params)
+        if params.mask is not None:
+            params = params._replace(mask=None)
         if queries.shape[2] > 1 or self._unpadded is not None:
-            return self._attend_rows(queries, keys, values, scoring)
-        keys, values = self._accepted(keys, values, scoring.heads(queries.shape[1]))
-        tables = self.batch.take(self.layer)
+            return self._attend_rows(queries, keys, values, params)
+        keys, values = self._accepted(keys, values, params.heads(queries.shape[1]))
+        tables = self.batch.tables_for(self.layer)
         step = self.batch.step(self.layer)
-        return dispatch.append_attention(queries, keys, values, self.pool, self.layer, tables, step, scoring)
+        return dispatch.append_attention(queries, keys, values, self.pool, self.layer, tables, step, params)
 
     def _accepted(self, keys: mx.array, values: mx.array, heads: QueryHeads | None) -> tuple[mx.array, mx.array]:
         """The keys and values, in the pool's dtype. Raises GeometryError if they do not fit otherwise."""
@@ -126,17 +126,17 @@ class PagedBatchKVCache:
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        scoring: Scoring,
+        params: AttentionParams,
     ) -> mx.array:
         width = queries.shape[2]
         counts = self._take_counts(width)
         if min(counts) > 0:
             pool, layer, rows = self.pool, self.layer, self.batch.rows
-            keys, values = self._accepted(keys, values, scoring.heads(queries.shape[1]))
+            keys, values = self._accepted(keys, values, params.heads(queries.shape[1]))
             longest = max(row.offsets[layer] + count for row, count in zip(rows, counts, strict=True))
-            if dispatch.takes_rows(queries, pool, layer, longest, scoring):
+            if dispatch.takes_rows(queries, pool, layer, longest, params):
                 tables = [row.reserve(layer, count) for row, count in zip(rows, counts, strict=True)]
-                return dispatch.ragged_attention(queries, keys, values, pool, layer, tables, counts, scoring)
+                return dispatch.ragged_attention(queries, keys, values, pool, layer, tables, counts, params)
         outputs = []
         for index, count in enumerate(counts):
             if count == 0:
@@ -145,7 +145,7 @@ class PagedBatchKVCache:
             row = self._row(index)
             q, k, v = (x[index : index + 1, :, :count] for x in (queries, keys, values))
             mask = row.make_mask(count, window_size=self.window)
-            output = row.attend(q, k, v, scoring._replace(mask=mask))
+            output = row.attend(q, k, v, params._replace(mask=mask))
             outputs.append(mx.pad(output, [(0, 0), (0, 0), (0, width - count), (0, 0)]) if count < width else output)
         return mx.concatenate(outputs)
 
@@ -168,7 +168,7 @@ class PagedBatchKVCache:
                 if count:
                     self._row(index).update(keys[index : index + 1, :, :count], values[index : index + 1, :, :count])
             return columns.read(pool, layer, [row.table(layer) for row in self.batch.rows])
-        tables = self.batch.take(layer)
+        tables = self.batch.tables_for(layer)
         kv = self._kv
         step = self.batch.step(layer)
         before = kv.storage.fence() if kv.in_place else None
@@ -214,7 +214,7 @@ class PagedBatchKVCache:
 
     def _take_counts(self, width: int) -> list[int]:
         """Real tokens of each row among the next ``width``, which are about to be written row by row."""
-        self.batch.settle()
+        self.batch.commit()
         counts = [width] * len(self.batch)
         if self._unpadded is not None:
             counts = [min(width, left) for left in self._unpadded]
@@ -313,7 +313,7 @@ class PagedBatchKVCache:
 
     def trim(self, n: int) -> int:
         """Drop up to ``n`` tokens from the end of every row. Returns how many the longest row lost."""
-        self.batch.settle()
+        self.batch.commit()
         return max((self._row(index).trim(n) for index in range(len(self.batch))), default=0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedBatchKVCache:

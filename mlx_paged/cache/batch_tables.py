@@ -13,7 +13,7 @@ from ..errors import BlockStateError, without_frames
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
 from ..kv.step import Step
-from ..kv.storage.scoring import Window
+from ..kv.storage.attention_params import Window
 from .left_padding import LeftPadding
 from .sequence import SequenceTables
 
@@ -189,7 +189,7 @@ class BatchTables:
         for group in range(len(self.tables)):
             self._take_back(group, len(self.rows))
 
-    def take(self, layer: int) -> list[BlockTable]:
+    def tables_for(self, layer: int) -> list[BlockTable]:
         """The tables with the layer's next token reserved, to write and read it."""
         group = self._place[layer]
         if self._written[layer] == self._reserved[group]:
@@ -222,7 +222,7 @@ class BatchTables:
             if not row.is_level() and any(row.offsets[layer] != table.length for layer in layers):
                 raise BlockStateError("the layers of a group are at different offsets")
 
-    def untake(self, layers: Iterable[int]) -> None:
+    def unreserve(self, layers: Iterable[int]) -> None:
         """Undo one :meth:`take` of each layer; the positions stay reserved, for the layers to take again."""
         for layer in layers:
             self._written[layer] -= 1
@@ -236,7 +236,7 @@ class BatchTables:
     def num_layers(self) -> int:
         return len(self._place)
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """Make the rows' own offsets right, so that a row can be used outside the batch."""
         if any(self._reserved):
             behind = {layer: self._reserved[group] - self._written[layer] for layer, group in self._place.items()}
@@ -252,21 +252,21 @@ class BatchTables:
     # Other batches over the same sequences ---------------------------------------------------------------------
 
     def select(self, keep: Sequence[int]) -> BatchTables:
-        self.settle()
+        self.commit()
         return BatchTables(self.pool, [self.rows[index] for index in keep])
 
     def join(self, other: BatchTables) -> BatchTables:
-        self.settle()
-        other.settle()
+        self.commit()
+        other.commit()
         return BatchTables(self.pool, [*self.rows, *other.rows])
 
     def fork(self, index: int) -> SequenceTables:
         """A row of its own: references to the same blocks."""
-        self.settle()
+        self.commit()
         return copy.deepcopy(self.rows[index])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchTables:
-        self.settle()
+        self.commit()
         fork = BatchTables(self.pool, [copy.deepcopy(row, memo) for row in self.rows])
         memo[id(self)] = fork
         return fork

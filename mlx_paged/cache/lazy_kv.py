@@ -13,7 +13,7 @@ from ..attention import dispatch
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
 from ..kv.step import Step
-from ..kv.storage.scoring import Scoring, Window
+from ..kv.storage.attention_params import AttentionParams, Window
 from ..kv.turn import in_turn
 
 
@@ -111,28 +111,28 @@ class LazyKV:
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        scoring: Scoring,
+        params: AttentionParams,
     ) -> mx.array:
         """Attention of ``[B, n_q_heads, n, head_dim]``, the last n tokens of each table; ``keys`` and ``values`` are
         the arrays themselves. Only where :meth:`serves` says so."""
         rows = self._rows()
         assert rows is not None
-        if scoring.mask is not None:
-            window = rows.window_of(scoring.mask)
-            scale, mask, _, softcap, sinks, latent = scoring
-            scoring = Scoring(scale, None if self._batched else mask, window, softcap, sinks, latent)
+        if params.mask is not None:
+            window = rows.window_of(params.mask)
+            scale, mask, _, softcap, sinks, latent = params
+            params = AttentionParams(scale, None if self._batched else mask, window, softcap, sinks, latent)
         pool, layer, tables, num_tokens = rows.pool, self.layer, rows.tables_of(self.layer), queries.shape[2]
         if num_tokens == 1 and self._append is not None and self._rewind(pool, to_write=True):
             keys, values, step = self._append
             if step.epoch != pool.layer(layer).group.epoch:
                 step = pool.layer(layer).step(tables, 1)
-            return dispatch.append_attention(queries, keys, values, pool, layer, tables, step, scoring)
+            return dispatch.append_attention(queries, keys, values, pool, layer, tables, step, params)
         is_fresh = not self._batched and tables[0].num_visible == num_tokens and not pool.layer(layer).is_quantized
         if not is_fresh:  # else the arrays are all there is to attend over, and are used
             self._rewind(pool, to_write=False)
         if not self._batched:
-            return dispatch.prefill_attention(queries, keys, values, pool, layer, tables[0], scoring)
-        return dispatch.paged_attention(queries, pool, layer, tables, scoring)
+            return dispatch.prefill_attention(queries, keys, values, pool, layer, tables[0], params)
+        return dispatch.paged_attention(queries, pool, layer, tables, params)
 
     def _rewind(self, pool: BlockPool, *, to_write: bool) -> bool:
         """Forget the gather, and with ``to_write`` the write before it; False if other kernels came since."""

@@ -10,7 +10,7 @@ import numpy as np
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
 from ..kv.step import Columns, Step
-from ..kv.storage.scoring import Window
+from ..kv.storage.attention_params import Window
 
 
 class LeftPadding:

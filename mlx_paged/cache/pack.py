@@ -96,14 +96,14 @@ class Pack:
         """What the layer has written has been attended to."""
         self._attended[layer] += 1
 
-    def take(self) -> list[list[BlockTable]]:
+    def write_all(self) -> list[list[BlockTable]]:
         """Every layer writes and attends to its tokens in one go. Returns the tables of each group."""
         for layer in self._place:
             self.wrote(layer)
             self.attended(layer)
         return self.tables
 
-    def untake(self) -> None:
+    def unwrite_all(self) -> None:
         """Undo :meth:`take`; the layers do it one by one."""
         self.written.clear()
         self._attended.clear()
@@ -112,7 +112,7 @@ class Pack:
     def num_layers(self) -> int:
         return len(self._place)
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """After the model call: the sequences' layers are where their tables are.
 
         Raises:

@@ -14,7 +14,7 @@ from ..attention.latent_prompts import Expand
 from ..errors import GeometryError, PromptCacheError
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
-from ..kv.storage.scoring import LatentHeads, QueryHeads, Scoring, Window
+from ..kv.storage.attention_params import AttentionParams, LatentHeads, QueryHeads, Window
 from ..kv.turn import in_turn
 from .lazy_kv import LazyKV, compute_rewound, hand_out
 from .pack import NotPackableError, Pack
@@ -55,7 +55,7 @@ class PackedKVCache:
 
     @in_turn
     def attend(
-        self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring, *, as_rows: bool = False
+        self, queries: mx.array, keys: mx.array, values: mx.array, params: AttentionParams, *, as_rows: bool = False
     ) -> mx.array:
         """Write the tokens' keys and values and attend from them.
 
@@ -63,7 +63,7 @@ class PackedKVCache:
             queries: ``[T, n_q_heads, 1, head_dim]``, rotated.
             keys: ``[T, n_kv_heads, 1, head_dim]``, rotated.
             values: ``[T, n_kv_heads, 1, v_head_dim]``.
-            scoring: its mask is what :meth:`make_mask` gave.
+            params: its mask is what :meth:`make_mask` gave.
             as_rows: they are few, and attended to like the rows of a decode step, whatever the pack says.
 
         Returns:
@@ -75,9 +75,9 @@ class PackedKVCache:
         """
         if queries.shape[0] != len(self.pack) or queries.shape[2] != 1:
             raise GeometryError(f"queries {queries.shape} for {len(self.pack)} token(s)")
-        scoring = known_mask(self.pack, scoring)
-        self._write(keys, values, scoring.heads(queries.shape[1]))
-        return attend_pack(self.pack, self.layer, queries, keys, values, scoring, as_rows=as_rows)
+        params = known_mask(self.pack, params)
+        self._write(keys, values, params.heads(queries.shape[1]))
+        return attend_pack(self.pack, self.layer, queries, keys, values, params, as_rows=as_rows)
 
     def _write(self, keys: mx.array, values: mx.array, heads: QueryHeads | None) -> None:
         # Keys of another dtype than the pool's may have to go to another pool: each sequence finds out alone.
@@ -92,7 +92,7 @@ class PackedKVCache:
     @in_turn
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the tokens' keys and values. What is returned is good for the attention function that replaces
-        mlx-lm's only, where it stands for all that the tokens see; :meth:`Pack.settle` raises if it is not used there.
+        mlx-lm's only, where it stands for all that the tokens see; :meth:`Pack.commit` raises if it is not used there.
         """
         compute_rewound(self.pool, self.layer)
         self._write(keys, values, None)
@@ -232,28 +232,28 @@ class PackedKV(LazyKV):
         pack = self._pack()
         if pack is None or queries.ndim != 4 or queries.shape[0] != len(pack) or queries.shape[2] != 1:
             raise NotPackableError(f"layer {self.layer} attends with queries of another shape, {queries.shape}")
-        known_mask(pack, Scoring(1.0, mask))
+        known_mask(pack, AttentionParams(1.0, mask))
         return True
 
     @in_turn
-    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring) -> mx.array:
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, params: AttentionParams) -> mx.array:
         """As :meth:`PackedKVCache.attend`, of what is written. Only where :meth:`serves` says so."""
         pack = self._pack()
         assert pack is not None
-        scoring = known_mask(pack, scoring)
+        params = known_mask(pack, params)
         if not self._is_new:
-            return attend_pack(pack, self.layer, queries, None, None, scoring)
-        return attend_pack(pack, self.layer, queries, keys, values, scoring)
+            return attend_pack(pack, self.layer, queries, None, None, params)
+        return attend_pack(pack, self.layer, queries, keys, values, params)
 
 
-def known_mask(pack: Pack, scoring: Scoring) -> Scoring:
+def known_mask(pack: Pack, params: AttentionParams) -> AttentionParams:
     """With the window that the mask stands for instead of it. Raises NotPackableError for a mask of the model's own."""
-    if scoring.mask is None:
-        return scoring
-    window = pack.window_of(scoring.mask)
+    if params.mask is None:
+        return params
+    window = pack.window_of(params.mask)
     if window is None:
         raise NotPackableError("the model's attention makes a mask of its own")
-    return scoring._replace(mask=None, window=Window(window))
+    return params._replace(mask=None, window=Window(window))
 
 
 def attend_pack(
@@ -262,7 +262,7 @@ def attend_pack(
     queries: mx.array,
     keys: mx.array | None,
     values: mx.array | None,
-    scoring: Scoring,
+    params: AttentionParams,
     *,
     as_rows: bool = False,
 ) -> mx.array:
@@ -270,5 +270,5 @@ def attend_pack(
     pack.attended(layer)
     tables, step = pack.tables_of(layer), pack.step(layer)
     return dispatch.packed_attention(
-        queries, keys, values, pack.pool, layer, tables, step, scoring, as_rows=as_rows or pack.as_rows
+        queries, keys, values, pack.pool, layer, tables, step, params, as_rows=as_rows or pack.as_rows
     )

@@ -15,7 +15,7 @@ from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
 from ..kv.step import Step
-from ..kv.storage.scoring import LatentHeads, QueryHeads, Scoring, Window
+from ..kv.storage.attention_params import AttentionParams, LatentHeads, QueryHeads, Window
 from ..kv.turn import MovedError, in_turn
 from .lazy_kv import Append, Fences, LazyKV, compute_rewound, hand_out
 from .sequence import SequenceTables
@@ -104,7 +104,7 @@ class PagedKVCache:
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        scoring: Scoring,
+        params: AttentionParams,
     ) -> mx.array:
         """Write the next tokens and attend from them: what an attention layer does between projection and output.
 
@@ -112,19 +112,19 @@ class PagedKVCache:
             queries: ``[1, n_q_heads, n_new, head_dim]``, rotated.
             keys: ``[1, n_kv_heads, n_new, head_dim]``, rotated.
             values: ``[1, n_kv_heads, n_new, v_head_dim]``.
-            scoring: its mask is what :meth:`make_mask` gave, or another.
+            params: its mask is what :meth:`make_mask` gave, or another.
 
         Returns:
             ``[1, n_q_heads, n_new, v_head_dim]``.
         """
-        tables, step, keys, values = self._reserve(keys, values, scoring.heads(queries.shape[1]))
+        tables, step, keys, values = self._reserve(keys, values, params.heads(queries.shape[1]))
         pool, layer = self.sequence.pool, self.layer
-        if scoring.mask is not None:
-            scoring = scoring._replace(window=self.sequence.window_of(scoring.mask))
+        if params.mask is not None:
+            params = params._replace(window=self.sequence.window_of(params.mask))
         if step.num_tokens == 1:
-            return dispatch.append_attention(queries, keys, values, pool, layer, tables, step, scoring)
+            return dispatch.append_attention(queries, keys, values, pool, layer, tables, step, params)
         self._kv.write_step(tables, step, keys, values)
-        return dispatch.prefill_attention(queries, keys, values, pool, layer, tables[0], scoring, step)
+        return dispatch.prefill_attention(queries, keys, values, pool, layer, tables[0], params, step)
 
     @in_turn
     def attend_expanded(

@@ -10,7 +10,7 @@ import mlx.core as mx
 from ..errors import BlockStateError
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
-from ..kv.storage.scoring import Window
+from ..kv.storage.attention_params import Window
 
 
 class SequenceTables:

@@ -25,9 +25,9 @@ from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
 from ..kv.step import rounded_up, table_width
+from ..kv.storage.attention_params import AttentionParams, Window
 from ..kv.storage.base import Storage
 from ..kv.storage.in_place import InPlaceStorage, TracedBlocks
-from ..kv.storage.scoring import Scoring, Window
 from .model_state import ModelState, StateNotKnown, substituted
 from .narrow_layers import narrow_layers
 
@@ -65,7 +65,7 @@ class SequenceRows(_Newest):
     def __len__(self) -> int:
         return 1
 
-    def take(self, caches: Sequence[Any]) -> list[list[BlockTable]]:
+    def reserve(self, caches: Sequence[Any]) -> list[list[BlockTable]]:
         done = []
         try:
             for cache in caches:
@@ -77,7 +77,7 @@ class SequenceRows(_Newest):
             raise
         return [[table] for table in self.sequence.tables]
 
-    def untake(self) -> None:
+    def unreserve(self) -> None:
         for layer in self.sequence.offsets:
             self.sequence.offsets[layer] -= 1  # the position stays reserved, for the layers to take again
 
@@ -92,19 +92,19 @@ class BatchRows(_Newest):
     def __len__(self) -> int:
         return len(self.batch)
 
-    def take(self, caches: Sequence[Any]) -> list[list[BlockTable]]:
+    def reserve(self, caches: Sequence[Any]) -> list[list[BlockTable]]:
         done: list[int] = []
         try:
             for cache in caches:
-                self.batch.take(cache.layer)
+                self.batch.tables_for(cache.layer)
                 done.append(cache.layer)
         except Exception:
-            self.batch.untake(done)
+            self.batch.unreserve(done)
             raise
         return self.batch.tables
 
-    def untake(self) -> None:
-        self.batch.untake(self.batch.layers)
+    def unreserve(self) -> None:
+        self.batch.unreserve(self.batch.layers)
 
 
 class PackRows:
@@ -117,11 +117,11 @@ class PackRows:
     def __len__(self) -> int:
         return len(self.pack)
 
-    def take(self, caches: Sequence[Any]) -> list[list[BlockTable]]:
-        return self.pack.take()
+    def reserve(self, caches: Sequence[Any]) -> list[list[BlockTable]]:
+        return self.pack.write_all()
 
-    def untake(self) -> None:
-        self.pack.untake()
+    def unreserve(self) -> None:
+        self.pack.unwrite_all()
 
     def arrays(self, layer: PoolLayer, tables: Sequence[BlockTable], shape: tuple[int, int]) -> GroupArrays:
         """What the layers of a group share, with block tables of the shape."""
@@ -180,7 +180,7 @@ class StepLayer:
         """Most tokens that one sees, itself included, or None."""
         return None if self._sees is None else self._sees.size
 
-    def settle(self) -> None:
+    def check_attended(self) -> None:
         """At the end of the trace. Raises NotCompilable unless the layer's new tokens have been attended to, which is
         what writes them, and nothing else has been tried, even if whoever tried it went on."""
         if self._misuses:
@@ -200,11 +200,11 @@ class StepLayer:
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        scoring: Scoring,
+        params: AttentionParams,
     ) -> mx.array:
         """As :meth:`PagedKVCache.attend`, for one new token per row, in the kernel."""
         self._take(keys, values)
-        return self.attend_fetched(queries, scoring)
+        return self.attend_fetched(queries, params)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Take the new keys and values ``[B, n_kv_heads, 1, head_dim]``. What is returned stands for all that the rows
@@ -228,7 +228,7 @@ class StepLayer:
             raise NotCompilable(f"keys of shape {keys.shape} and values of shape {values.shape}")
         self._new = keys, values
 
-    def attend_fetched(self, queries: mx.array, scoring: Scoring) -> mx.array:
+    def attend_fetched(self, queries: mx.array, params: AttentionParams) -> mx.array:
         """Attention of ``[B, n_q_heads, 1, head_dim]`` to what the rows see. The first one writes the new tokens."""
         assert self._new is not None
         keys, values = self._new
@@ -238,8 +238,8 @@ class StepLayer:
             raise NotCompilable("keys of another dtype than the blocks")
         append, slots = (None, None) if self._attended else (self._new, self._slots)
         self._attended = True
-        window, visible = self._seen_under(scoring.mask)
-        return self.blocks.decode(queries, visible, append, scoring._replace(mask=None, window=window), slots)
+        window, visible = self._seen_under(params.mask)
+        return self.blocks.decode(queries, visible, append, params._replace(mask=None, window=window), slots)
 
     def _seen_under(self, mask: Any) -> tuple[Window | None, tuple[mx.array, mx.array, mx.array]]:
         """What rows see of their blocks under a mask that the model gives to attention."""
@@ -316,7 +316,7 @@ class StepKV(LazyKV):
         """True; otherwise there are no arrays that could serve, and :meth:`attend` raises."""
         return True
 
-    def attend(self, queries: mx.array, keys: Any, values: Any, scoring: Scoring) -> mx.array:
+    def attend(self, queries: mx.array, keys: Any, values: Any, params: AttentionParams) -> mx.array:
         """As :meth:`StepLayer.attend`, of what the layer has been given.
 
         Raises:
@@ -325,7 +325,7 @@ class StepKV(LazyKV):
         layer = self._step_layer()
         if layer is None:
             raise NotCompilable("the model keeps the keys and values of a step")
-        return layer.attend_fetched(queries, scoring)
+        return layer.attend_fetched(queries, params)
 
     def is_of(self, pool: object, layer: int) -> bool:
         """False: there is nothing to compute before the layer's next tokens."""
@@ -464,15 +464,15 @@ class CompiledStep:
         """The step, compiled; None if it is not, and nothing has been done. ``parts``: the caches' leaves."""
         pool = rows.pool
         arrays = []
-        tables = rows.take(parts)
+        tables = rows.reserve(parts)
         try:
             shapes = self._shapes_for(StepShapes.of(len(rows), pool, tables, is_pack=isinstance(rows, PackRows)))
             if shapes is None:
-                rows.untake()
+                rows.unreserve()
                 return None
             weights = self._weights_of(model)
             if weights is None:
-                rows.untake()
+                rows.unreserve()
                 return None
             for group, own, width in zip(pool.groups, tables, shapes.widths, strict=True):
                 arrays.append(rows.arrays(pool.layer(group.spec.layers[0]), own, (shapes.num_rows, width)))
@@ -487,7 +487,7 @@ class CompiledStep:
         except Exception as error:
             # The step runs uncompiled now. Whatever went wrong may be of this step alone: a model that fails there too
             # says so itself.
-            rows.untake()
+            rows.unreserve()
             self._failures += 1
             if isinstance(error, NotCompilable | StateNotKnown) or self._failures == MOST_FAILURES:
                 said = str(error).splitlines() or [""]  # MLX goes on with all forms of its functions
@@ -550,7 +550,7 @@ class CompiledStep:
         ):
             logits = self.forward(self._model, tokens, cache=with_leaves(self._caches, layers))
         for layer in layers:
-            layer.settle()
+            layer.check_attended()
         if self._state is None or self._state.arrays_of(self._model) is None:
             raise NotCompilable("the model changes its own attributes in a step")
         return logits, [own.fence() for own in blocks]

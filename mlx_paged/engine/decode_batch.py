@@ -168,11 +168,11 @@ class DecodeBatch:
     def settle_tables(self) -> None:
         """Make the rows' own offsets right, to use the rows by themselves."""
         if self._tables is not None:
-            self._tables.settle()
+            self._tables.commit()
 
     def _settle(self) -> None:
         if self._tables is not None:
-            self._tables.settle()
+            self._tables.commit()
             self._tables = None
             self._caches = [None if _is_paged(cache) else cache for cache in self._caches]
         self._changed = True
@@ -242,7 +242,7 @@ class DecodeBatch:
         self._inputs = choice.tokens
         deliveries: list[Delivery] = []
         for index, (row, token) in enumerate(zip(self.rows, choice.inputs or _as_ints(inputs), strict=True)):
-            self.take(row, token, deliveries)
+            self.accept(row, token, deliveries)
             row.undelivered = None
             row.logits = (choice.step, index)
         self.failed += [(self.rows[index], error) for index, error in choice.broken.items()]
@@ -250,7 +250,7 @@ class DecodeBatch:
         return deliveries
 
     @staticmethod
-    def take(row: Request, token: int, deliveries: list[Delivery]) -> None:
+    def accept(row: Request, token: int, deliveries: list[Delivery]) -> None:
         """A token that a step was given: it is delivered, unless it is the prompt's last."""
         if row.logits is not None:
             row.source.append(token)
@@ -298,7 +298,7 @@ class DecodeBatch:
                 self.fail_all(error)
                 return None
             self._tables.take_back()
-            self._tables.settle()
+            self._tables.commit()
             found = self._forward_parts(list(range(len(self.rows))), error)
         else:
             for leaf in leaves(self._caches):
@@ -330,10 +330,10 @@ class DecodeBatch:
                 logits = self.call(self._inputs[mx.array(half)][:, None], cache=self._composed(caches))[:, -1, :]
             except Exception as again:
                 tables.take_back()
-                tables.settle()
+                tables.commit()
                 found.update(self._forward_parts(half, again))
             else:
-                tables.settle()
+                tables.commit()
                 found.update({index: logits[i : i + 1] for i, index in enumerate(half)})
         return found
 

@@ -112,7 +112,7 @@ class LookUp:
             caches = batch.rows[0].caches or []
             layers = [PackedKVCache(pack, cache.layer) for cache in leaves(caches)]
             logits: mx.array = batch.call(inputs[:, None], cache=with_leaves(caches, layers))[:, -1, :]
-            pack.settle()
+            pack.commit()
         except Exception as error:  # a step without drafts says whose fault it is
             for sequence, count in reserved:
                 sequence.take_back(count)
@@ -163,7 +163,7 @@ class LookUp:
             assert row.sequence is not None
             row.sequence.cut(count - 1 - accepted)
             for place in range(first, first + accepted + 1):
-                batch.take(row, given[place], deliveries)
+                batch.accept(row, given[place], deliveries)
                 row.logits = (choice.step, place)
             row.undelivered = None
             following.append(chosen[first + accepted])

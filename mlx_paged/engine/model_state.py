@@ -27,7 +27,7 @@ class StateNotKnown(Exception):
 
 
 class Member(NamedTuple):
-    """A value in a model: ``holder[key]``. Holders are modules, dicts and lists."""
+    """A value in a model: ``holder[key]``. BlockOwners are modules, dicts and lists."""
 
     holder: Any
     key: Any
@@ -139,12 +139,12 @@ class _Places:
     """
 
     def __init__(self, members: Sequence[Member], numbers: dict[int, int]) -> None:
-        self._holders = _picker([numbers[id(member.holder)] for member in members])
+        self._owners = _picker([numbers[id(member.holder)] for member in members])
         self._keys = [member.key for member in members]
 
     def values(self, containers: list[Any]) -> Iterable[Any]:
         """What is there now. Raises LookupError, when iterated over, where there is nothing."""
-        return map(getitem, self._holders(containers), self._keys)
+        return map(getitem, self._owners(containers), self._keys)
 
 
 def _picker(indices: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:

@@ -231,7 +231,7 @@ def compute_pack(model: Any, chunks: Sequence[Chunk]) -> None:
     caches = chunks[0].request.caches or []
     layers = [PackedKVCache(pack, cache.layer) for cache in leaves(caches)]
     model(mx.array(tokens, mx.uint32)[:, None], cache=with_leaves(caches, layers))
-    pack.settle()
+    pack.commit()
 
 
 def can_share_calls(caches: Sequence[Any]) -> bool:
@@ -271,4 +271,4 @@ def compute_together(model: Any, chunks: Sequence[Chunk]) -> None:
     tokens = [chunk.request.next_tokens(chunk.num_tokens) for chunk in chunks]
     inputs = mx.array([row + [0] * (width - len(row)) for row in tokens], mx.uint32)
     model(inputs, cache=with_leaves(chunks[0].request.caches or [], batch))
-    tables.settle()
+    tables.commit()

@@ -7,7 +7,7 @@ import mlx.core as mx
 from .build import backend
 
 
-def device_decline() -> str | None:
+def device_unsupported_reason() -> str | None:
     """Why no kernel can run on MLX's default device, or None. Builds nothing."""
     if backend() is None:
         return "MLX has no GPU here"

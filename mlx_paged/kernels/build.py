@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..warn import told_when_slow
+from ..warn import warn_when_slow
 from .cuda.cubins import cubins
 from .cuda.launch import CompiledKernel, Source, source_of
 
@@ -301,7 +301,7 @@ def _compiled_kernel(body: str, constants: Constants) -> CompiledKernel | None:
     known, source = cubins(), _cuda_source(body, constants)
     if known is None or source is None:
         return None
-    with told_when_compiling():
+    with warn_when_compiling():
         cubin = known.get(source)
     return None if cubin is None else CompiledKernel(source, cubin, _TYPE_NAMES["cuda"])
 
@@ -316,11 +316,11 @@ def compile_ahead(kernels: Iterable[tuple[str, Constants]]) -> None:
                 known.start(source)
 
 
-def told_when_compiling() -> AbstractContextManager[None]:
+def warn_when_compiling() -> AbstractContextManager[None]:
     """Around what may compile kernels: says so on a terminal, once, if it takes long."""
     known = cubins() if backend() == "cuda" else None
     is_kept = known is not None and known.folder is not None
-    return told_when_slow("compiling kernels, once per machine" if is_kept else "compiling kernels")
+    return warn_when_slow("compiling kernels, once per machine" if is_kept else "compiling kernels")
 
 
 def compiled_by() -> str:

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from . import ops as kernels
 from . import quantized as moves
-from .build import Constants, compile_ahead, told_when_compiling
+from .build import Constants, compile_ahead, warn_when_compiling
 from .decode_spec import pool_constants_of, spec_of
 from .launch_shape import MAX_QUERY_LENGTH, Variant, shape_for
 from .quantized import PageShape, new_blocks
@@ -99,7 +99,7 @@ def checked(
     """
     if variant not in _results:
         compile_ahead(_texts_of(variant) if texts is None else texts)
-        with told_when_compiling():
+        with warn_when_compiling():
             result = _results[variant] = (check or self_check)(variant)
         if not result.ok:
             kernels.switch_off(variant, result.reason)

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from .availability import device_decline
-from .build import backend, build_kernel, told_when_compiling
+from .availability import device_unsupported_reason
+from .build import backend, build_kernel, warn_when_compiling
 from .check import outcome_of
 from .trial import Text
 
@@ -123,7 +123,7 @@ def passes(body: str, dtype: mx.Dtype, difference: Callable[[mx.Dtype], float], 
         difference: of the kernel from its model.
         instead: what is done without it, for people.
     """
-    with told_when_compiling():
+    with warn_when_compiling():
         *_, reason = outcome_of(lambda: difference(dtype))
     if reason:
         warnings.warn(f"mlx_paged: {body} ({dtype}) is off, {instead}: {reason}", stacklevel=3)
@@ -172,7 +172,7 @@ def text_of(dtype: mx.Dtype, dialect: str) -> Text:
 def serves(x: mx.array) -> bool:
     """Whether the kernel draws from such logits ``[R, vocab]`` here. The first call for a dtype checks it."""
     most = _WORDS_OF_GROUP * min(_GROUPS.values())
-    return x.dtype in DTYPES and 0 < x.shape[-1] <= most and device_decline() is None and works(x.dtype)
+    return x.dtype in DTYPES and 0 < x.shape[-1] <= most and device_unsupported_reason() is None and works(x.dtype)
 
 
 @lru_cache(maxsize=8)

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .build import build_kernel, told_when_compiling
+from .build import build_kernel, warn_when_compiling
 from .check import outcome_of
 from .products.inference import is_inference
 from .products.narrow_matmul import is_available
@@ -62,7 +62,7 @@ def works(dtype: mx.Dtype, token_dtype: mx.Dtype) -> bool:
     is not."""
     if dtype not in DTYPES or token_dtype not in TOKEN_DTYPES or not is_available():
         return False
-    with told_when_compiling():
+    with warn_when_compiling():
         *_, reason = outcome_of(lambda: _difference(dtype, token_dtype))
     if reason:
         warnings.warn(f"mlx_paged: {BODY} ({dtype}) is off, MLX copies: {reason}", stacklevel=2)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from .availability import device_decline
+from .availability import device_unsupported_reason
 from .build import build_kernel
 from .draw_rows import WIDTH, passes
 from .trial import Text
@@ -108,7 +108,7 @@ def text_of(dtype: mx.Dtype) -> Text:
 
 def serves(x: mx.array) -> bool:
     """Whether the kernel changes such logits ``[T, vocab]`` here. The first call for a dtype checks it."""
-    return x.dtype in DTYPES and x.size > 0 and device_decline() is None and works(x.dtype)
+    return x.dtype in DTYPES and x.size > 0 and device_unsupported_reason() is None and works(x.dtype)
 
 
 @lru_cache(maxsize=8)

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .build import build_kernel, told_when_compiling
+from .build import build_kernel, warn_when_compiling
 from .check import outcome_of
 from .products.inference import is_inference
 from .products.narrow_matmul import DTYPES, is_available
@@ -58,7 +58,7 @@ def works(dtype: mx.Dtype, num_dims: int) -> bool:
     does not compile warns once, and is not."""
     if dtype not in DTYPES or not is_available():
         return False
-    with told_when_compiling():
+    with warn_when_compiling():
         *_, reason = outcome_of(lambda: _difference(dtype, num_dims))
     if reason:
         warnings.warn(f"mlx_paged: {BODY} ({dtype}) is off, MLX computes it: {reason}", stacklevel=2)

@@ -12,9 +12,9 @@ from ..warn import warn_once
 from .allocator import NULL_BLOCK, BlockAllocator
 from .block_table import BlockTable
 from .step import DeviceTables, PackedStep, Step, packed_key, step_key
+from .storage.attention_params import LatentHeads, QueryHeads, Window
 from .storage.base import ChooseStorage, Geometry, PageFormat, Storage
 from .storage.quantized import functional_storage
-from .storage.scoring import LatentHeads, QueryHeads, Window
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 128
 # Doubling a large pool would reserve up to twice what is in use; see docs/adr/0001.
@@ -129,11 +129,11 @@ class BlockGroup:
         self.dense_reason: str | None = None  # why keys and values are kept as they are all the same
         self.resize_failed = False  # the latest one: some layers' tensors may have more blocks than there are ids
         # Why the kernel cannot serve a kind of queries, or None; by what they are.
-        self.declined: dict[QueryHeads, str | None] = {}
+        self.unsupported: dict[QueryHeads, str | None] = {}
         # Why no kernel attends for several sequences' new tokens; the same.
-        self.packs_declined: dict[QueryHeads, str | None] = {}
+        self.packs_unsupported: dict[QueryHeads, str | None] = {}
         # Why no kernel attends over the keys and values of the layers' latents; the same.
-        self.prompts_declined: dict[LatentHeads, str | None] = {}
+        self.prompts_unsupported: dict[LatentHeads, str | None] = {}
         self.epoch = 0
         self._choose_storage = choose_storage
         self._device_tables = DeviceTables()

@@ -11,8 +11,8 @@ from .block_table import BlockTable
 from .group import BlockGroup
 from .memory import PoolMemory
 from .step import DeviceTables, PackedStep, Step
+from .storage.attention_params import QueryHeads
 from .storage.base import Storage
-from .storage.scoring import QueryHeads
 
 
 class PoolLayer:
@@ -26,7 +26,7 @@ class PoolLayer:
         memory: of the pool.
     """
 
-    __slots__ = ("group", "group_index", "holders", "memory", "number", "position", "sees", "spec", "turn", "window")
+    __slots__ = ("group", "group_index", "memory", "number", "owners", "position", "sees", "spec", "turn", "window")
 
     def __init__(self, number: int, group: BlockGroup, group_index: int, position: int, memory: PoolMemory) -> None:
         self.number = number
@@ -34,7 +34,7 @@ class PoolLayer:
         self.group_index = group_index
         self.position = position
         self.memory = memory
-        self.holders, self.turn = memory.holders, memory.turn
+        self.owners, self.turn = memory.owners, memory.turn
         self.spec, self.window, self.sees = group.spec, group.spec.window, group.spec.sees
 
     @property
@@ -77,7 +77,7 @@ class PoolLayer:
         geometry = group.validate(k, v, batch)
         if group.geometry is None:
             with self.turn:
-                self.holders.collect()
+                self.owners.collect()
                 self.memory.fix_geometry(group, geometry, heads)
         return group
 
@@ -103,7 +103,7 @@ class PoolLayer:
             GeometryError: the layer is not of the tables' group, or fewer tokens are reserved.
             BlockStateError: a table was released, or a block of those positions is shared.
         """
-        self.holders.collect()
+        self.owners.collect()
         step, is_new = self.group.step(tables, num_tokens, counts)
         if is_new:
             try:
@@ -116,7 +116,7 @@ class PoolLayer:
 
     def packed_step(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> PackedStep:
         """:meth:`step` of so many positions of each table, one table after the other and without padding."""
-        self.holders.collect()
+        self.owners.collect()
         step, is_new = self.group.packed_step(tables, counts)
         if is_new:
             try:
@@ -128,7 +128,7 @@ class PoolLayer:
         return step
 
     def _check(self, table: BlockTable) -> None:
-        self.holders.check(table)
+        self.owners.check(table)
         if table.group != self.group_index:
             raise GeometryError(f"layer {self.number} is not of the table's group {table.group}")
 

@@ -10,9 +10,9 @@ import mlx.core as mx
 
 from ..errors import ConfigError, PoolExhaustedError
 from .group import BlockGroup
-from .holders import Holders
+from .owners import BlockOwners
+from .storage.attention_params import QueryHeads
 from .storage.base import Geometry
-from .storage.scoring import QueryHeads
 from .turn import Turn
 
 # Free blocks of other groups are taken before cached ones are evicted where they are this part of the pool or more:
@@ -27,26 +27,26 @@ class PoolMemory:
     not reserved; then what is free in other groups, whose tensors are made smaller; and of prefix caches what it needs.
 
     :meth:`grow`, :meth:`shrink` and :meth:`fix_geometry` are for the thread whose turn it is, after
-    :meth:`Holders.collect`.
+    :meth:`BlockOwners.collect`.
 
     Args:
         groups: that share it.
         budget: most bytes their tensors may take.
-        holders: of their blocks.
+        owners: of their blocks.
         turn: of the pool.
 
     Raises:
         ConfigError: the budget is not positive.
     """
 
-    def __init__(self, groups: Sequence[BlockGroup], budget: int, holders: Holders, turn: Turn) -> None:
+    def __init__(self, groups: Sequence[BlockGroup], budget: int, owners: BlockOwners, turn: Turn) -> None:
         if budget <= 0:
             raise ConfigError(f"the memory budget must be positive, not {budget} bytes")
         self.groups = groups
         self.budget = budget
         self.shrinks = 0  # how often a group's tensors were made smaller
         self.spare: int | None = None  # bytes to grow by beyond what is needed at once; None: what the budget allows
-        self.holders = holders
+        self.owners = owners
         self.turn = turn
 
     @property
@@ -69,13 +69,13 @@ class PoolMemory:
         for index, group in enumerate(self.groups):
             if num_bytes > 0 and group.bytes_per_block:
                 enough = -(-num_bytes // group.bytes_per_block)
-                num_bytes -= self.holders.reclaimable(index, enough) * group.bytes_per_block
+                num_bytes -= self.owners.reclaimable(index, enough) * group.bytes_per_block
         return num_bytes <= 0
 
     @property
     def reclaimable_bytes(self) -> int:
         """Bytes of held blocks that prefix caches could free."""
-        return sum(self.holders.reclaimable(i) * group.bytes_per_block for i, group in enumerate(self.groups))
+        return sum(self.owners.reclaimable(i) * group.bytes_per_block for i, group in enumerate(self.groups))
 
     # Growing --------------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class PoolMemory:
                 it needs, or by its share of what is left if not all of them fit.
         """
         with self.turn:
-            self.holders.collect()
+            self.owners.collect()
             share = 1.0 if in_all is None else min(1.0, self._ahead_bytes / max(1, self._missing_bytes(in_all)))
             for index, group in enumerate(self.groups):
                 count, num_free = counts[index], group.allocator.num_free
@@ -170,9 +170,9 @@ class PoolMemory:
             return self.exhausted(missing, missing * group.bytes_per_block)
 
         enough = max(1, -(-short() // group.bytes_per_block))
-        cached, elsewhere = self.holders.reclaimable(own, enough) * group.bytes_per_block, 0
+        cached, elsewhere = self.owners.reclaimable(own, enough) * group.bytes_per_block, 0
         if short() > spare() + cached:
-            elsewhere = sum(self.holders.reclaimable(i) * self.groups[i].bytes_per_block for i in others)
+            elsewhere = sum(self.owners.reclaimable(i) * self.groups[i].bytes_per_block for i in others)
             if short() > spare() + cached + elsewhere:
                 raise too_few()
         if spare() * WORTH_MOVING >= self.budget - self.unreserved_bytes:
@@ -180,12 +180,12 @@ class PoolMemory:
         if short() > 0 and cached:
             # Some more than is missing: the next steps find them free.
             num_blocks = -(-short() // group.bytes_per_block)
-            self.holders.evict(own, max(num_blocks, group.allocator.num_blocks // EVICTED_SHARE))
+            self.owners.evict(own, max(num_blocks, group.allocator.num_blocks // EVICTED_SHARE))
         if short() > 0:
             wanted = max(short(), min(step - self.unreserved_bytes, (spare() + elsewhere) // 2))
             for index in others:
                 if elsewhere and wanted > spare():
-                    self.holders.evict(index, -(-(wanted - spare()) // self.groups[index].bytes_per_block))
+                    self.owners.evict(index, -(-(wanted - spare()) // self.groups[index].bytes_per_block))
             self._take(others, wanted, kept)
         if short() > 0:  # caches freed less than they said
             raise too_few()
@@ -222,7 +222,7 @@ class PoolMemory:
         moves = group.allocator.moves(num_blocks)
         self.turn.is_dirty = True
         group.move(moves)
-        self.holders.renumber(index, moves)
+        self.owners.renumber(index, moves)
         self.shrinks += 1
         group.renumber(moves, num_blocks)
 
@@ -230,20 +230,20 @@ class PoolMemory:
         """:meth:`return_unused`, of so many bytes if they can be had: where free blocks are not enough, prefix caches
         give some up. For the thread that computes, between steps."""
         with self.turn:
-            self.holders.collect()
+            self.owners.collect()
             missing = num_bytes - (self.unheld_bytes - self.unreserved_bytes)
             reclaimable = self.reclaimable_bytes
             if missing > 0 and reclaimable:
                 share = min(1.0, missing / reclaimable)
                 for index in range(len(self.groups)):
-                    self.holders.evict(index, math.ceil(self.holders.reclaimable(index) * share))
+                    self.owners.evict(index, math.ceil(self.owners.reclaimable(index) * share))
             if self.unheld_bytes > self.unreserved_bytes:
                 self.return_unused()
 
     def return_unused(self) -> None:
         """See :meth:`BlockPool.return_memory`."""
         with self.turn:
-            self.holders.collect()
+            self.owners.collect()
             if not any(group.allocator.num_live for group in self.groups):
                 self.drop()
                 return

@@ -12,14 +12,14 @@ from ..errors import GeometryError, TrimError
 from .allocator import NULL_BLOCK
 from .block_table import BlockTable
 from .group import BlockGroup, LayerGroup, check_layout
-from .holders import BlockHolder, Holders
 from .idle import IdleWatch
 from .layer import PoolLayer
 from .memory import PoolMemory
+from .owners import BlockHolder, BlockOwners
 from .stats import PagedCacheStats, check_group, count
+from .storage.attention_params import QueryHeads
 from .storage.base import ChooseStorage, PageFormat
 from .storage.quantized import functional_storage
-from .storage.scoring import QueryHeads
 from .turn import Turn
 
 UNLIMITED = 1 << 62
@@ -58,8 +58,8 @@ class BlockPool:
         self.groups = [BlockGroup(spec, block_size, choose_storage, page_format) for spec in groups]
         self._lock = threading.RLock()
         self.turn = Turn(self._lock, self.groups)
-        self._holders = Holders(self.groups, self._lock, IdleWatch(self))
-        self.memory = PoolMemory(self.groups, memory_budget, self._holders, self.turn)
+        self._owners = BlockOwners(self.groups, self._lock, IdleWatch(self))
+        self.memory = PoolMemory(self.groups, memory_budget, self._owners, self.turn)
         self._layers = {
             layer: PoolLayer(layer, group, index, position, self.memory)
             for index, group in enumerate(self.groups)
@@ -98,7 +98,7 @@ class BlockPool:
         blocks: list[int] = []
         try:
             with self.turn:
-                self._holders.collect()
+                self._owners.collect()
                 block_group = self.groups[group]
                 if count > block_group.allocator.num_free:
                     self.memory.grow(block_group, count)
@@ -121,20 +121,20 @@ class BlockPool:
 
     def abandon(self, group: int, block_ids: list[int]) -> None:
         """Drop one reference of each block, soon; for finalizers, which may run anywhere in this very class."""
-        self._holders.abandon(group, block_ids)
+        self._owners.abandon(group, block_ids)
 
     def collect(self) -> None:
         """Release what tables held that their owners have dropped; for whoever is going to count free blocks."""
-        self._holders.collect()
+        self._owners.collect()
 
     def add_holder(self, holder: BlockHolder) -> None:
         """Ask ``holder`` for blocks before an allocation fails, and count what it holds. Kept weakly."""
         with self._lock:
-            self._holders.add_cache(holder)
+            self._owners.add_cache(holder)
 
     def holders(self) -> list[BlockHolder]:
         """The prefix caches over this pool that are alive."""
-        return self._holders.caches()
+        return self._owners.caches()
 
     def return_memory(self) -> None:
         """Give memory of free blocks back to the system, but for one growth step of each group that has blocks in use.
@@ -155,7 +155,7 @@ class BlockPool:
         try:
             if self.turn.is_pending:
                 return False
-            self._holders.collect()
+            self._owners.collect()
             if self.drops_when_idle and not any(group.allocator.num_live for group in self.groups):
                 self.memory.drop()
             return True
@@ -170,7 +170,7 @@ class BlockPool:
         table = BlockTable(group, self.block_size, self.groups[group].spec.pinned)
         table.block_ids.extend([NULL_BLOCK] * (start // self.block_size))
         table.length = table.logical_start = start
-        self._holders.add_table(table)
+        self._owners.add_table(table)
         pinned = min(table.num_pinned_blocks, len(table.block_ids))
         if pinned:
             table.block_ids[:pinned] = self.allocate(group, pinned)
@@ -178,10 +178,10 @@ class BlockPool:
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table over the same blocks: references, no bytes. Whoever writes to a shared block copies it."""
-        self._holders.check(table)
+        self._owners.check(table)
         with self._lock:
             # Known to the pool before it holds anything: if something fails here, its blocks come back.
-            copy = self._holders.add_table(BlockTable(table.group, self.block_size, table.pinned))
+            copy = self._owners.add_table(BlockTable(table.group, self.block_size, table.pinned))
             self.retain(table.group, table.block_ids)
             copy.block_ids.extend(table.block_ids)
             copy.length, copy.logical_start, copy.ring_origin = table.length, table.logical_start, table.ring_origin
@@ -193,15 +193,15 @@ class BlockPool:
         Raises:
             BlockStateError: it was released before.
         """
-        self._holders.check(table)
+        self._owners.check(table)
         with self._lock:
             table.released = True
-            self._holders.remove_table(table)
+            self._owners.remove_table(table)
             self._group(table).allocator.release(table.block_ids)
             table.block_ids.clear()
             table.forget_indices()
             self._group(table).touch()
-            self._holders.note_release()
+            self._owners.note_release()
 
     def _group(self, table: BlockTable) -> BlockGroup:
         return self.groups[table.group]
@@ -218,11 +218,11 @@ class BlockPool:
             PoolExhaustedError: they do not fit; the table is as it was (blocks behind its window released).
             BlockStateError: the table was released.
         """
-        self._holders.check(table)
+        self._owners.check(table)
         if num_tokens < 1:
             raise ValueError(f"at least one token must be appended, not {num_tokens}")
         with self.turn:
-            self._holders.collect()  # a block shared only with a dropped table is not shared
+            self._owners.collect()  # a block shared only with a dropped table is not shared
             group = self._group(table)
             spec = group.spec
             if spec.window is not None:
@@ -257,10 +257,10 @@ class BlockPool:
             Indices of the other tables, which are as they were: for :meth:`append_tokens`.
         """
         own = self.groups[group]
-        refcount, owner, has_window = own.allocator.refcount, self._holders.owner, own.spec.window is not None
+        refcount, owner, has_window = own.allocator.refcount, self._owners.owner, own.spec.window is not None
         others = []
         with self._lock:
-            self._holders.collect()
+            self._owners.collect()
             own.touch()
             index = 0
             try:
@@ -307,9 +307,9 @@ class BlockPool:
         Returns:
             The id now in ``table.block_ids[index]`` (unchanged if it was not shared).
         """
-        self._holders.check(table)
+        self._owners.check(table)
         with self.turn:
-            self._holders.collect()
+            self._owners.collect()
             if self._group(table).allocator.refcount(table.block_ids[index]) <= 1:
                 return table.block_ids[index]
             target = self.allocate(table.group, 1)[0]
@@ -328,7 +328,7 @@ class BlockPool:
 
     def check_trim(self, table: BlockTable, length: int) -> None:
         """Raise TrimError if the table cannot be cut to ``length`` tokens."""
-        self._holders.check(table)
+        self._owners.check(table)
         spec = self._group(table).spec
         if not 0 <= length <= table.length:
             raise TrimError(f"cannot trim {table.length} tokens to {length}")
@@ -414,8 +414,8 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Raise BlockStateError unless reference counts, free lists, tables and tensors agree."""
         with self._lock:
-            tables = self._holders.tables()  # held, so that none is collected between the two steps
-            self._holders.collect()
+            tables = self._owners.tables()  # held, so that none is collected between the two steps
+            self._owners.collect()
             for index, group in enumerate(self.groups):
                 held = [ids for holder in self.holders() for ids in holder.held(index)]
                 check_group(group, [table for table in tables if table.group == index], held)

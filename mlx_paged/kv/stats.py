@@ -10,7 +10,7 @@ from ..errors import BlockStateError
 from .allocator import NULL_BLOCK, BlockAllocator
 from .block_table import BlockTable
 from .group import BlockGroup
-from .holders import BlockHolder
+from .owners import BlockHolder
 
 
 @dataclass(frozen=True)

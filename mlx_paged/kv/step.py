@@ -12,7 +12,7 @@ from ..kernels.latent.prompts import PromptLaunch
 from ..kernels.ops import DecodeLaunch, WriteLaunch
 from ..kernels.prefill import PrefillLaunch
 from .block_table import BlockTable
-from .storage.scoring import LatentHeads, Window
+from .storage.attention_params import LatentHeads, Window
 
 # Number of query heads, scale, window, softcap, whether there are no sinks, nothing is appended, it is over latents.
 DecodeKey = tuple[int, float, Window | None, float | None, bool, bool, bool]

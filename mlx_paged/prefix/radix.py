@@ -13,7 +13,7 @@ from ..errors import BlockStateError, ConfigError
 from ..kv.allocator import NULL_BLOCK
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
-from ..kv.storage.scoring import Window
+from ..kv.storage.attention_params import Window
 from .radix_node import HeldBlocks, RadixNode, check_tree, part_nodes, path_blocks, servable_length
 
 LOOKED_AT = 64  # nodes copied at a time from an order that changes meanwhile

@@ -11,7 +11,7 @@ from itertools import islice
 from ..errors import BlockStateError
 from ..kv.allocator import NULL_BLOCK
 from ..kv.pool import BlockPool
-from ..kv.storage.scoring import Window
+from ..kv.storage.attention_params import Window
 
 
 class HeldBlocks:

@@ -13,8 +13,8 @@ import mlx.core as mx
 from ..errors import PoolExhaustedError
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
+from ..kv.storage.attention_params import Window
 from ..kv.storage.base import first_keys
-from ..kv.storage.scoring import Window
 from .radix import RadixTree, table_over
 from .radix_node import RadixNode
 from .spill_folder import FORMAT, BlockGeometry, SpilledBlock, SpillFolder, described, geometry_of, packed
@@ -158,7 +158,7 @@ class SpillStore:
         """
         if wait:
             self.flush()
-        self.settle()
+        self.collect_written()
         size, prefix = pool.block_size, node.prefix()
         if min(prefix) < 0:
             return 0  # an image, named by its address, which may show another one by then
@@ -218,7 +218,7 @@ class SpillStore:
         self._waiting.setdefault(chain, []).append(block)
         return True
 
-    def settle(self) -> int:
+    def collect_written(self) -> int:
         """Take note of what has been written by now, without waiting. Returns how many blocks."""
         written = 0
         while self._done:
@@ -240,7 +240,7 @@ class SpillStore:
     def flush(self) -> int:
         """Wait until everything is written. Returns how many blocks."""
         self._queue.wait()
-        return self.settle()
+        return self.collect_written()
 
     def _read(self, pool: BlockPool, node: RadixNode) -> dict[str, tuple[mx.array, int]]:
         """Keys and values of every layer the node holds, as its pages do, with the position they begin at."""
@@ -270,7 +270,7 @@ class SpillStore:
         Raises:
             PoolExhaustedError: the pool cannot hold them; the tree is as it was, but for what was evicted.
         """
-        self.settle()
+        self.collect_written()
         size = tree.block_size
         match = tree.match(tokens, salt)
         base = match.length // size

@@ -363,7 +363,7 @@ class EngineLoop:
         asking = [(r, self.rows[r.uid].request) for r in generated if r.uid in self.rows]
         asking = [(response, request) for response, request in asking if request.wants_logprobs]
         try:
-            return told_logprobs([(response, request.top_logprobs or 0) for response, request in asking])
+            return fetch_logprobs([(response, request.top_logprobs or 0) for response, request in asking])
         except Exception as error:
             for response, _ in asking:
                 if self.batch is not None:
@@ -455,7 +455,7 @@ class EngineLoop:
                     logprob: float | None = None
                     top: tuple[tuple[int, float], ...] = ()
                     if request.wants_logprobs:
-                        logprob, top = told_logprobs([(response, request.top_logprobs or 0)])[response.uid]
+                        logprob, top = fetch_logprobs([(response, request.top_logprobs or 0)])[response.uid]
                     if row.num_tokens == 0:
                         num_prompt = len(request.prompt_of(index).tokens)
                         self.stats.count_computed(num_prompt - max(0, response.num_cached))
@@ -533,7 +533,7 @@ def for_seconds(seconds: float) -> Callable[[], bool]:
     return lambda: time.monotonic() - begin > seconds
 
 
-def told_logprobs(asking: list[tuple[Any, int]]) -> dict[int, tuple[float, tuple[tuple[int, float], ...]]]:
+def fetch_logprobs(asking: list[tuple[Any, int]]) -> dict[int, tuple[float, tuple[tuple[int, float], ...]]]:
     """Return, by uid, the log-probability of each token and of the likeliest: computed together, in one transfer.
 
     Args:

@@ -16,8 +16,8 @@ from ...cache.composites import leaves, with_leaves
 from ...cache.lazy_kv import LazyKV, hand_out
 from ...errors import GeometryError
 from ...kv.group import LayerGroup
+from ...kv.storage.attention_params import AttentionParams, QueryHeads, Window
 from ...kv.storage.base import Geometry
-from ...kv.storage.scoring import QueryHeads, Scoring, Window
 from ..models.latent import attends_latents
 
 PROBE_ROWS = 3
@@ -92,11 +92,11 @@ class _ProbeFetched(LazyKV):
     def serves(self, queries: mx.array, mask: mx.array | str | None) -> bool:
         return True
 
-    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring) -> mx.array:
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, params: AttentionParams) -> mx.array:
         probe = self._probe()
         if probe is not None:
-            probe.heads = scoring.heads(queries.shape[1])
-        return gather.attention(queries, keys, values, scoring)
+            probe.heads = params.heads(queries.shape[1])
+        return gather.attention(queries, keys, values, params)
 
 
 def probing_pass(model: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array:

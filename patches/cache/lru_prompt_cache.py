@@ -133,7 +133,7 @@ class PagedPromptCache:
         for tree in list(self._trees.values()):
             tree.expire()
         if self.spill is not None:
-            self.spill.settle()
+            self.spill.collect_written()
         for tree in list(self._trees.values()):
             save = self._spill_to_disk(tree.pool, wait=True)
             if save is None or self._saved.get(tree.pool) == tree.uses:

@@ -20,9 +20,9 @@ from ...engine.ranks.world import ranks_of
 from ...engine.request import sequence_of
 from ...errors import GeometryError
 from ...kv.pool import BlockPool
+from ...kv.storage.attention_params import AttentionParams
 from ...kv.storage.base import first_keys
 from ...kv.storage.choice import storage_choice
-from ...kv.storage.scoring import Scoring
 from .layer_cache import PagedLayerCache
 from .layout import PagedLayout, probe_layers, probing_pass
 
@@ -138,8 +138,8 @@ def forget_pools() -> None:
 class ProbeCache(PagedLayerCache):
     """Notes the geometry of the keys and values an attention layer makes, and writes nothing."""
 
-    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring) -> mx.array:
-        heads = scoring.heads(queries.shape[1])
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, params: AttentionParams) -> mx.array:
+        heads = params.heads(queries.shape[1])
         try:
             self.pool.set_geometry(self.layer, keys, values, batch=1, heads=heads)
         except GeometryError:

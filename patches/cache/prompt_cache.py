@@ -150,7 +150,7 @@ def save_prompt_cache_patch(original: Callable[..., None]) -> Callable[..., None
     return save_prompt_cache
 
 
-def settle(models: Sequence[Any], options: dict[str, Any]) -> None:
+def use_quantized_pages(models: Sequence[Any], options: dict[str, Any]) -> None:
     """Give a call with ``kv_bits`` a prompt cache of such pages, in place of the options' own.
 
     Args:

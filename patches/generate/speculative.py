@@ -50,7 +50,7 @@ def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]
         asked = KVBits.of(options)
         change = None if asked is None else asked.configured
         options["prompt_cache"] = prompt_cache
-        kv_bits.settle([model, draft_model], options)
+        kv_bits.use_quantized_pages([model, draft_model], options)
         prompt_cache = options.pop("prompt_cache")
         if prompt_cache is None and any(map(_is_chunked, drafted := factory_of(draft_model, None, change)())):
             prompt_cache = [*factory_of(model, None, change)(), *drafted]

@@ -22,7 +22,7 @@ def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]
     @functools.wraps(original)
     def generate_step(*args: Any, **kwargs: Any) -> Iterator[Any]:
         models = (*args, kwargs.get("model"), kwargs.get("draft_model"))
-        kv_bits.settle([model for model in models if hasattr(model, "layers")], kwargs)
+        kv_bits.use_quantized_pages([model for model in models if hasattr(model, "layers")], kwargs)
         steps = original(*args, **kwargs)
         step, begun_by = Stepwise(), threading.get_ident()
         try:

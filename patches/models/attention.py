@@ -12,7 +12,7 @@ from ...cache.batch_cache import PagedBatchKVCache
 from ...cache.packed_cache import PackedKVCache
 from ...engine.compiled_step import StepLayer
 from ...engine.narrow_layers import projected
-from ...kv.storage.scoring import Scoring
+from ...kv.storage.attention_params import AttentionParams
 from ..cache.layer_cache import PagedLayerCache
 
 AttentionCall = Callable[..., mx.array]
@@ -41,7 +41,7 @@ def paged_call(
         offset = cache.offset  # of a batch: an array, one offset per row
         queries = self.rope(queries, offset=offset)
         keys = self.rope(keys, offset=offset)
-        return cache.attend(queries, keys, values, Scoring(self.scale, mask, softcap=softcap(self)))
+        return cache.attend(queries, keys, values, AttentionParams(self.scale, mask, softcap=softcap(self)))
 
     def adapt(original: AttentionCall) -> AttentionCall:
         def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:

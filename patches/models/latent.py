@@ -22,7 +22,7 @@ from ...cache.pack import NotPackableError
 from ...cache.packed_cache import PackedKVCache
 from ...engine.compiled_step import StepLayer
 from ...kernels.launch_shape import MAX_QUERY_LENGTH
-from ...kv.storage.scoring import LatentHeads, Scoring, Window
+from ...kv.storage.attention_params import AttentionParams, LatentHeads, Window
 from ..cache.layer_cache import PagedLayerCache
 from .attention import AttentionCall, takes
 
@@ -200,14 +200,14 @@ def _projected(self: Any, x: mx.array, offset: Any, scales: mx.array | None) -> 
 def _absorbed(self: Any, made: Projected, mask: mx.array | str | None, cache: Any, **how: bool) -> mx.array:
     """Attention over latents: ``[B, n_heads, 1, v_head_dim]``"""
     queries = _absorbed_queries(self, made)
-    scoring = Scoring(self.scale, mask, latent=True)
-    return _by_head(self.unembed_out, cache.attend(queries, made.latent, made.rotated, scoring, **how))
+    params = AttentionParams(self.scale, mask, latent=True)
+    return _by_head(self.unembed_out, cache.attend(queries, made.latent, made.rotated, params, **how))
 
 
 def _absorbed_few(self: Any, made: Projected, mask: mx.array | str | None, cache: PagedLayerCache) -> mx.array:
     """The same of a few tokens of one sequence, ``[n, n_heads, 1, v_head_dim]``."""
     queries, latent, rotated = (x.swapaxes(0, 2) for x in (_absorbed_queries(self, made), made.latent, made.rotated))
-    out = cache.attend(queries, latent, rotated, Scoring(self.scale, mask, latent=True))
+    out = cache.attend(queries, latent, rotated, AttentionParams(self.scale, mask, latent=True))
     return _by_head(self.unembed_out, out.swapaxes(0, 2))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import create_attention_mask
 
-from ...kv.storage.scoring import Scoring
+from ...kv.storage.attention_params import AttentionParams
 from . import llama
 from .attention import AttentionCall, heads_last, takes
 
@@ -27,7 +27,7 @@ def adapt(original: AttentionCall) -> AttentionCall:
             queries, keys = (mx.fast.rms_norm(heads, weight=None, eps=1e-6) for heads in (queries, keys))
         if self.attn_temperature_tuning and not self.use_rope:
             queries = (queries * _temperatures(self, offset, x.shape[1])).astype(queries.dtype)
-        return self.o_proj(heads_last(cache.attend(queries, keys, values, Scoring(self.scale, mask))))
+        return self.o_proj(heads_last(cache.attend(queries, keys, values, AttentionParams(self.scale, mask))))
 
     return __call__
 

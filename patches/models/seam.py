@@ -14,7 +14,7 @@ from ...cache.lazy_kv import lazy_kv_of
 from ...cache.packed_cache import PackedKVCache
 from ...cache.paged_kv_cache import PagedKVCache
 from ...engine.compiled_step import StepLayer
-from ...kv.storage.scoring import Scoring
+from ...kv.storage.attention_params import AttentionParams
 from ..cache.layout import ProbeLayer
 from .attention import AttentionCall, heads_last
 
@@ -34,7 +34,7 @@ def adapt(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     ) -> mx.array:
         fetched = lazy_kv_of(keys, values)
         if fetched is not None and fetched.serves(queries, mask):
-            return fetched.attend(queries, keys, values, Scoring(scale, mask, None, None, sinks))
+            return fetched.attend(queries, keys, values, AttentionParams(scale, mask, None, None, sinks))
         return original(queries, keys, values, cache, scale, mask, sinks)
 
     return scaled_dot_product_attention

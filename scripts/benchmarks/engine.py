@@ -27,8 +27,8 @@ from mlx_paged.engine.request import Request
 from mlx_paged.engine.upstream import Upstream
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.storage.attention_params import AttentionParams
 from mlx_paged.kv.storage.choice import storage_choice
-from mlx_paged.kv.storage.scoring import Scoring
 from mlx_paged.kv.turn import Stepwise
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
@@ -46,7 +46,7 @@ class Model:
         rows, length = tokens.shape
         queries = mx.zeros((rows, 1, length, DIM), mx.float16)
         for layer in cache:
-            layer.attend(queries, queries, queries, Scoring(1.0, "causal" if length > 1 else None))
+            layer.attend(queries, queries, queries, AttentionParams(1.0, "causal" if length > 1 else None))
         return mx.zeros((rows, length, VOCAB))
 
 

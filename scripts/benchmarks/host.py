@@ -81,10 +81,10 @@ def stand_ins() -> Iterator[_Launched]:
             (ops, "build_kernel", build_kernel),
             (ops, "backend", lambda: "cuda"),
             (ops, "failure_of", lambda text, build: None),
-            (availability, "device_decline", lambda: None),
-            (config, "device_decline", lambda: None),
-            (choice, "kernel_decline", lambda *_: None),
-            (dispatch, "kernel_decline", lambda *_: None),
+            (availability, "device_unsupported_reason", lambda: None),
+            (config, "device_unsupported_reason", lambda: None),
+            (choice, "kernel_unsupported_reason", lambda *_: None),
+            (dispatch, "kernel_unsupported_reason", lambda *_: None),
             (mx.fast, "precompiled_cuda_kernel", launched),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))

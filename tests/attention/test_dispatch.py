@@ -24,7 +24,7 @@ from mlx_paged.errors import GeometryError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.storage.scoring import Scoring, Window
+from mlx_paged.kv.storage.attention_params import AttentionParams, Window
 
 HEADS, Q_HEADS, DIM, VDIM, SCALE = 2, 6, 16, 8, 0.25
 
@@ -79,7 +79,7 @@ def test_each_path_is_recorded_with_its_reason_and_counted() -> None:
     cache = PagedKVCache(SequenceTables(BlockPool([LayerGroup((0,))], block_size=4)), 0)
 
     def step(seed: int, n: int) -> None:
-        cache.attend(noise(seed, 1, Q_HEADS, n, DIM), *kv(seed, n), Scoring(SCALE, cache.make_mask(n)))
+        cache.attend(noise(seed, 1, Q_HEADS, n, DIM), *kv(seed, n), AttentionParams(SCALE, cache.make_mask(n)))
 
     step(1, 5)
     cold = last_dispatch()
@@ -96,7 +96,7 @@ def test_each_path_is_recorded_with_its_reason_and_counted() -> None:
 
 def test_counts_are_a_copy_and_reset_clears_them() -> None:
     pool, tables, _ = pool_with([3])
-    paged_attention(noise(1, 1, Q_HEADS, 1, DIM), pool, 0, tables, Scoring(SCALE))
+    paged_attention(noise(1, 1, Q_HEADS, 1, DIM), pool, 0, tables, AttentionParams(SCALE))
     counts = dispatch_counts()
     counts.clear()
     assert sum(dispatch_counts().values()) == 1
@@ -120,7 +120,7 @@ def test_the_package_gives_the_same_functions() -> None:
 def test_a_ragged_batch_equals_each_sequence_alone(lengths: list[int], dtype: mx.Dtype) -> None:
     pool, tables, dense = pool_with(lengths, dtype)
     q = noise(99, len(lengths), Q_HEADS, 1, DIM, dtype=dtype)
-    got = paged_attention(q, pool, 0, tables, Scoring(SCALE))
+    got = paged_attention(q, pool, 0, tables, AttentionParams(SCALE))
     assert got.shape == (len(lengths), Q_HEADS, 1, VDIM)
     for row, (k, v) in enumerate(dense):
         expected = mx.fast.scaled_dot_product_attention(q[row : row + 1], k, v, scale=SCALE)
@@ -131,8 +131,8 @@ def test_a_ragged_batch_equals_each_sequence_alone(lengths: list[int], dtype: mx
 def test_rows_follow_the_order_of_tables() -> None:
     pool, tables, _ = pool_with([5, 9, 2])
     q = noise(99, 3, Q_HEADS, 1, DIM)
-    forward = paged_attention(q, pool, 0, tables, Scoring(SCALE))
-    backward = paged_attention(q[::-1], pool, 0, tables[::-1], Scoring(SCALE))
+    forward = paged_attention(q, pool, 0, tables, AttentionParams(SCALE))
+    backward = paged_attention(q[::-1], pool, 0, tables[::-1], AttentionParams(SCALE))
     assert_equal(backward[::-1], forward)
 
 
@@ -140,7 +140,7 @@ def test_rows_follow_the_order_of_tables() -> None:
 def test_queries_and_tables_must_be_equally_many(rows: int) -> None:
     pool, tables, _ = pool_with([5, 9])
     with pytest.raises(GeometryError):
-        paged_attention(noise(99, rows, Q_HEADS, 1, DIM), pool, 0, tables, Scoring(SCALE))
+        paged_attention(noise(99, rows, Q_HEADS, 1, DIM), pool, 0, tables, AttentionParams(SCALE))
 
 
 def test_a_batch_of_forks_decodes_as_dense() -> None:
@@ -159,7 +159,7 @@ def test_a_batch_of_forks_decodes_as_dense() -> None:
             for row in range(3)
         ]
         q = noise(20 + step, 3, Q_HEADS, 1, DIM)
-        got = paged_attention(q, pool, 0, tables, Scoring(SCALE))
+        got = paged_attention(q, pool, 0, tables, AttentionParams(SCALE))
         for row in range(3):
             assert_equal(
                 got[row : row + 1], mx.fast.scaled_dot_product_attention(q[row : row + 1], *dense[row], scale=SCALE)
@@ -171,7 +171,7 @@ def test_decode_takes_a_mask_over_the_visible_tokens() -> None:
     pool, tables, [(k, v)] = pool_with([11])
     q = noise(99, 1, Q_HEADS, 1, DIM)
     mask = mx.arange(11) >= 6
-    got = paged_attention(q, pool, 0, tables, Scoring(SCALE, mask))
+    got = paged_attention(q, pool, 0, tables, AttentionParams(SCALE, mask))
     assert_equal(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=SCALE, mask=mask))
     np.testing.assert_allclose(
         np.array(got),
@@ -187,7 +187,7 @@ def test_prefill_equals_dense_with_and_without_a_prefix(prefix: int, mask: str |
     pool, tables, [(k, v)] = pool_with([prefix + n])
     q = noise(99, 1, Q_HEADS, n, DIM)
     given = causal_mask(n, prefix, Window(3)) if mask == "array" else mask
-    got = prefill_attention(q, k[:, :, prefix:], v[:, :, prefix:], pool, 0, tables[0], Scoring(SCALE, given))
+    got = prefill_attention(q, k[:, :, prefix:], v[:, :, prefix:], pool, 0, tables[0], AttentionParams(SCALE, given))
     assert_equal(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=SCALE, mask=given))
     dispatch = last_dispatch()
     assert dispatch is not None and dispatch.path == ("gather" if prefix else "prefill")
@@ -197,7 +197,7 @@ def test_prefill_without_a_prefix_reads_nothing_from_the_pool(monkeypatch: pytes
     pool, tables, [(k, v)] = pool_with([5])
     monkeypatch.setattr(pool, "gather_visible", None)
     q = noise(99, 1, Q_HEADS, 5, DIM)
-    got = prefill_attention(q, k, v, pool, 0, tables[0], Scoring(SCALE, "causal"))
+    got = prefill_attention(q, k, v, pool, 0, tables[0], AttentionParams(SCALE, "causal"))
     assert_equal(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=SCALE, mask="causal"))
 
 
@@ -232,7 +232,7 @@ def test_gather_attention_in_a_window_group_sees_the_window_only() -> None:
         pool.append_tokens(table, 1)
         pool.write_decode([table], 0, k[:, :, n - 1 :], v[:, :, n - 1 :])
     q = noise(99, 2, Q_HEADS, 1, DIM)
-    got = gather_attention(q, pool, 0, tables, Scoring(SCALE))
+    got = gather_attention(q, pool, 0, tables, AttentionParams(SCALE))
     for row, (k, v) in enumerate(parts):
         expected = mx.fast.scaled_dot_product_attention(
             q[row : row + 1], k[:, :, -window:], v[:, :, -window:], scale=SCALE
@@ -246,8 +246,8 @@ def test_an_additive_mask_over_latents_is_added(q_len: int) -> None:
     allowed = mx.random.uniform(shape=(q_len, 7)) < 0.7
     allowed[:, 0] = True
     additive = mx.where(allowed, 0.0, -1e9)
-    expected = attention(q, latents, rotated, Scoring(0.2, allowed, latent=True))
-    got = attention(q, latents, rotated, Scoring(0.2, additive, latent=True))
+    expected = attention(q, latents, rotated, AttentionParams(0.2, allowed, latent=True))
+    got = attention(q, latents, rotated, AttentionParams(0.2, additive, latent=True))
     assert mx.allclose(got, expected, atol=1e-6) and not mx.isnan(got).any()
 
 
@@ -273,17 +273,17 @@ def test_short_rows_of_one_length_are_computed_together_with_the_same_bits(
 
     monkeypatch.setattr(gather, "attention", counted)
     step = pool.layer(0).step(tables, 1)
-    got = gather_attention(q, pool, 0, tables, Scoring(SCALE), step)
+    got = gather_attention(q, pool, 0, tables, AttentionParams(SCALE), step)
     # In a window that moves, rows lie as in mlx-lm's ring, each in an order of its own.
     parts = [1, 5, 4] if window is None else [1] * 6 + [4]
     assert calls == parts
-    assert_equal(got, gather_attention(q, pool, 0, tables, Scoring(SCALE)))
+    assert_equal(got, gather_attention(q, pool, 0, tables, AttentionParams(SCALE)))
     assert calls == parts + [1] * len(lengths)
 
 
 def test_what_is_long_masked_or_capped_is_computed_a_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, tables, _ = pool_with([7] * 5)
-    q, plain = noise(99, 5, Q_HEADS, 1, DIM), Scoring(SCALE)
+    q, plain = noise(99, 5, Q_HEADS, 1, DIM), AttentionParams(SCALE)
     calls = []
 
     def counted(q: mx.array, *args: object) -> mx.array:
@@ -292,17 +292,17 @@ def test_what_is_long_masked_or_capped_is_computed_a_row_at_a_time(monkeypatch: 
 
     monkeypatch.setattr(gather, "attention", counted)
 
-    def parts(scoring: Scoring = plain, rows: int = 5) -> list[int]:
+    def parts(params: AttentionParams = plain, rows: int = 5) -> list[int]:
         calls.clear()
         pool.groups[0].touch()
-        gather_attention(q[:rows], pool, 0, tables[:rows], scoring, pool.layer(0).step(tables[:rows], 1))
+        gather_attention(q[:rows], pool, 0, tables[:rows], params, pool.layer(0).step(tables[:rows], 1))
         return list(calls)
 
     assert parts() == [5]
     assert parts(rows=2) == [2]
     assert parts(rows=1) == [1]
-    assert parts(Scoring(SCALE, mask=mx.ones((1, 7), mx.bool_))) == [1] * 5
-    assert parts(Scoring(SCALE, softcap=20.0)) == [1] * 5
+    assert parts(AttentionParams(SCALE, mask=mx.ones((1, 7), mx.bool_))) == [1] * 5
+    assert parts(AttentionParams(SCALE, softcap=20.0)) == [1] * 5
     monkeypatch.setattr(gather, "MOST_BYTES_TOGETHER", 4 * 7 * HEADS * (DIM + VDIM) * 4)
     assert parts() == [1, 4]
     monkeypatch.setattr(gather, "SHORT_BYTES", 100)

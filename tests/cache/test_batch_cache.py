@@ -13,7 +13,7 @@ from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.cache.batch_tables import BatchTables, OncePerBatch
 from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
 from mlx_paged.kv import group, step
-from mlx_paged.kv.storage.scoring import Scoring
+from mlx_paged.kv.storage.attention_params import AttentionParams
 
 HEADS, KV_HEADS, DIM, BLOCK, WINDOW = 4, 2, 16, 8, 20
 LAYERS = 3  # 0 and 2 global, 1 sliding
@@ -58,7 +58,7 @@ def attend(caches: list, step: list[tuple[mx.array, mx.array, mx.array]]) -> lis
     outputs = []
     for cache, (q, k, v) in zip(caches, step, strict=True):
         mask = cache.make_mask(width, window_size=cache.window)
-        outputs.append(cache.attend(q, k, v, Scoring(SCALE, mask)))
+        outputs.append(cache.attend(q, k, v, AttentionParams(SCALE, mask)))
     mx.eval(outputs)
     return outputs
 
@@ -276,7 +276,7 @@ def test_take_back_undoes_a_step_that_some_layers_have_written() -> None:
     tables = batch[0].batch
     assert tables.reserve() is None
     q, k, v = random_step(3, 1, 7)[0]
-    batch[0].attend(q, k, v, Scoring(SCALE))
+    batch[0].attend(q, k, v, AttentionParams(SCALE))
     tables.take_back()
     assert [cache.offset.tolist() for cache in batch] == [[9, 16, 41]] * LAYERS
     check_decode(pool, batch, solo, 1)
@@ -301,7 +301,7 @@ def test_fetched_arrays_are_padded_on_the_left(lengths: tuple[int, ...], width: 
             for index, caches in enumerate(solo):
                 row = tuple(x[index : index + 1] for x in (q, k, v))
                 own = caches[layer].make_mask(width, window_size=caches[layer].window)
-                expected = caches[layer].attend(*row, Scoring(SCALE, own))
+                expected = caches[layer].attend(*row, AttentionParams(SCALE, own))
                 assert mx.allclose(got[index : index + 1], expected, atol=1e-5)
     pool.check_integrity()
 
@@ -320,7 +320,7 @@ def test_padding_on_the_right_of_fetched_arrays_is_masked() -> None:
     for index, count in enumerate((2, 4)):
         row = tuple(x[index : index + 1, :, :count] for x in (q, k, v))
         cache = solo[index][1]
-        expected = cache.attend(*row, Scoring(SCALE, cache.make_mask(count, window_size=WINDOW)))
+        expected = cache.attend(*row, AttentionParams(SCALE, cache.make_mask(count, window_size=WINDOW)))
         assert mx.allclose(got[index : index + 1, :, :count], expected, atol=1e-5)
 
 
@@ -331,10 +331,10 @@ def test_a_narrower_window_than_the_layers() -> None:
     batch = merged(solo)
     q, k, v = random_step(2, 1, 0)[0]
     mask = batch[0].make_mask(1, window_size=4)
-    got = batch[0].attend(q, k, v, Scoring(SCALE, mask))
+    got = batch[0].attend(q, k, v, AttentionParams(SCALE, mask))
     for index, caches in enumerate(solo):
         row = tuple(x[index : index + 1] for x in (q, k, v))
-        expected = caches[0].attend(*row, Scoring(SCALE, caches[0].make_mask(1, window_size=4)))
+        expected = caches[0].attend(*row, AttentionParams(SCALE, caches[0].make_mask(1, window_size=4)))
         assert mx.allclose(got[index : index + 1], expected, atol=1e-5)
 
 
@@ -343,7 +343,7 @@ def test_refusals_name_what_is_wrong() -> None:
     batch = merged([sequence(pool, 5), sequence(pool, 9)])
     q, k, v = random_step(3, 1, 0)[0]
     with pytest.raises(GeometryError, match="3"):
-        batch[0].attend(q, k, v, Scoring(SCALE))
+        batch[0].attend(q, k, v, AttentionParams(SCALE))
     with pytest.raises(GeometryError, match="left"):
         batch[0].prepare(left_padding=[0, 3])
     with pytest.raises(GeometryError, match="lengths"):

@@ -12,7 +12,7 @@ from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import ConfigError, GeometryError, TrimError
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.storage.scoring import Scoring, Window
+from mlx_paged.kv.storage.attention_params import AttentionParams, Window
 
 DIM, CHUNK = 16, 10
 
@@ -42,7 +42,7 @@ def test_every_write_attends_to_its_chunk(chunk: int, lengths: list[int]) -> Non
         new = x[:, :, done : done + count]
         mask = cache.make_mask(count)
         if done % 2:
-            out = cache.attend(new, new, new, Scoring(0.25, mask))
+            out = cache.attend(new, new, new, AttentionParams(0.25, mask))
         else:  # as the seam does
             keys, values = cache.update_and_fetch(new, new)
             out = mx.fast.scaled_dot_product_attention(new, keys, values, scale=0.25, mask=mask)
@@ -65,7 +65,7 @@ def test_rows_side_by_side_see_their_own_chunks(width: int) -> None:
         new = mx.concatenate([x[:, :, n + step : n + step + width] for x, n in zip(rows, lengths, strict=True)])
         mask = batch.make_mask(width, return_array=True)
         if step % 2:
-            out = batch.attend(new, new, new, Scoring(0.25, mask))
+            out = batch.attend(new, new, new, AttentionParams(0.25, mask))
         else:
             keys, values = batch.update_and_fetch(new, new)
             out = mx.fast.scaled_dot_product_attention(new, keys, values, scale=0.25, mask=mask)
@@ -85,7 +85,7 @@ def test_a_cut_needs_the_chunk_of_its_end() -> None:
         cache.trim(1)
     assert (cache.offset, cache.table.length, list(cache.table.block_ids)) == before
     new = x[:, :, 20:25]
-    out = cache.attend(new, new, new, Scoring(0.25, cache.make_mask(5)))
+    out = cache.attend(new, new, new, AttentionParams(0.25, cache.make_mask(5)))
     np.testing.assert_allclose(np.array(out), expected(x[:, :, :25], 20, CHUNK), atol=1e-6)
 
 

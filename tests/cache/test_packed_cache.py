@@ -19,8 +19,8 @@ from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
 from mlx_paged.kernels.build import KernelUnavailable
 from mlx_paged.kv import group as group_module
 from mlx_paged.kv.storage import in_place
+from mlx_paged.kv.storage.attention_params import AttentionParams
 from mlx_paged.kv.storage.choice import storage_choice
-from mlx_paged.kv.storage.scoring import Scoring
 from tests.support.kernels.fake_kernels import fake_kernels
 
 HEADS, KV_HEADS, DIM, BLOCK, WINDOW = 4, 2, 16, 8, 20
@@ -79,7 +79,7 @@ def pack_of(rows: list[SequenceTables], counts: tuple[int, ...] = COUNTS) -> tup
 
 def solo(cache: PagedKVCache, q: mx.array, k: mx.array, v: mx.array, window: int | None = None) -> mx.array:
     mask = cache.make_mask(q.shape[2], window_size=cache.window if window is None else window)
-    return cache.attend(q, k, v, Scoring(SCALE, mask))
+    return cache.attend(q, k, v, AttentionParams(SCALE, mask))
 
 
 def expected_of(rows: list[SequenceTables], parts: Parts, layer: int, **options: int) -> list[mx.array]:
@@ -116,12 +116,12 @@ def test_every_token_sees_what_it_would_see_alone(form: str) -> None:
         q, k, v = parts[layer]
         mask = cache.make_mask(1, window_size=cache.window)
         assert mask is None and cache.offset.tolist() == positions()
-        got = cache.attend(q, k, v, Scoring(SCALE, mask))
+        got = cache.attend(q, k, v, AttentionParams(SCALE, mask))
         mx.eval(got)
         assert cache.offset.tolist() == [position + 1 for position in positions()]
         assert_close(got, expected_of(others, parts, layer))
     assert caches[0].offset is caches[1].offset, "one array for all layers"
-    pack.settle()
+    pack.commit()
     after = [n + count for n, count in zip(LENGTHS, COUNTS, strict=True)]
     assert all([row.offsets[layer] for row in rows] == after for layer in range(LAYERS))
     counts = dispatch_counts()
@@ -139,15 +139,15 @@ def test_a_soft_cap_and_sinks(form: str) -> None:
     rows, others = sequences(pool), sequences(pool)
     parts = noise(98, TOKENS, 1)
     _, caches = pack_of(rows)
-    scoring = Scoring(SCALE, None, softcap=2.0, sinks=mx.random.normal((HEADS,)))
+    params = AttentionParams(SCALE, None, softcap=2.0, sinks=mx.random.normal((HEADS,)))
     for layer, cache in enumerate(caches):
-        got = cache.attend(*parts[layer], scoring)
+        got = cache.attend(*parts[layer], params)
         outputs, first = [], 0
         for row, count in zip(others, COUNTS, strict=True):
             q, k, v = (x[first : first + count].swapaxes(0, 2) for x in parts[layer])
             own = PagedKVCache(row, layer)
             mask = own.make_mask(count, window_size=own.window)
-            outputs.append(own.attend(q, k, v, scoring._replace(mask=mask)))
+            outputs.append(own.attend(q, k, v, params._replace(mask=mask)))
             first += count
         assert_close(got, outputs)
 
@@ -160,7 +160,7 @@ def test_a_window_narrower_than_the_layers(form: str) -> None:
     for layer in (0, 1):
         mask = caches[layer].make_mask(1, window_size=6)
         assert mask is caches[layer].make_mask(1, window_size=6) and pack.window_of(mask) == 6
-        got = caches[layer].attend(*parts[layer], Scoring(SCALE, mask))
+        got = caches[layer].attend(*parts[layer], AttentionParams(SCALE, mask))
         assert_close(got, expected_of(others, parts, layer, window=6))
     with pytest.raises(NotPackableError, match="a mask of 21 tokens over a window of 20"):
         caches[1].make_mask(1, window_size=WINDOW + 1)
@@ -180,8 +180,8 @@ def test_what_was_fetched_is_attended_to_and_by_other_layers_too(form: str) -> N
         for pair in (fetched, fetched, cache.keys_and_values()):
             lazy = lazy_kv_of(*pair)
             assert lazy is not None and lazy.serves(q, None)
-            assert_close(lazy.attend(q, *pair, Scoring(SCALE)), expected)
-    pack.settle()
+            assert_close(lazy.attend(q, *pair, AttentionParams(SCALE)), expected)
+    pack.commit()
     pool.check_integrity()
 
 
@@ -207,7 +207,7 @@ def test_a_model_that_uses_its_caches_in_another_way_is_found_out() -> None:
     with pytest.raises(NotPackableError, match="writes twice"):
         caches[0].update_and_fetch(k, v)
     with pytest.raises(NotPackableError, match="a mask of its own"):
-        caches[1].attend(q, k, v, Scoring(SCALE, mx.ones((1,))))
+        caches[1].attend(q, k, v, AttentionParams(SCALE, mx.ones((1,))))
     assert lazy_kv_of(pair[0] + 0, pair[1]) is None
 
 
@@ -216,12 +216,12 @@ def test_a_layer_that_is_not_attended_to_is_found_out_and_no_sequence_has_change
     rows = sequences(pool)
     pack, caches = pack_of(rows)
     for layer, cache in enumerate(caches[:2]):
-        cache.attend(*noise(94, TOKENS, 1)[layer], Scoring(SCALE))
+        cache.attend(*noise(94, TOKENS, 1)[layer], AttentionParams(SCALE))
     with pytest.raises(NotPackableError, match="layer 2"):
-        pack.settle()
+        pack.commit()
     caches[2].update_and_fetch(*noise(94, TOKENS, 1)[2][1:])
     with pytest.raises(NotPackableError, match="layer 2"):
-        pack.settle()
+        pack.commit()
     assert all([row.offsets[layer] for row in rows] == list(LENGTHS) for layer in range(LAYERS))
 
 
@@ -240,13 +240,13 @@ def test_the_layers_of_a_large_pack_are_computed_as_they_are_built(monkeypatch: 
         outputs, fences, waits = [], [], []
         for layer, cache in enumerate(caches):
             with pool.turn:
-                outputs.append(cache.attend(*parts[layer], Scoring(SCALE)))
+                outputs.append(cache.attend(*parts[layer], AttentionParams(SCALE)))
                 fences.append(len(begun))
                 waits.append(len(awaited))
         monkeypatch.undo()
         assert fences[0] >= 1 and fences == sorted(set(fences)), "each layer is begun before the next one is built"
         assert waits[0] == waits[1] < waits[2], "for the group's first layer, at its second one's write"
-        pack.settle()
+        pack.commit()
         for layer, output in enumerate(outputs):
             assert_close(output, expected_of(expected, parts, layer))
 
@@ -260,12 +260,12 @@ def test_shapes_and_sequences_that_do_not_fit_are_refused() -> None:
     q, k, v = noise(93, TOKENS, 1)[0]
     for bad in ((q[:3], k, v), (q, k[:3], v[:3]), (q, k.astype(mx.float16), v.astype(mx.float16))):
         with pytest.raises(GeometryError):
-            caches[0].attend(*bad, Scoring(SCALE))
+            caches[0].attend(*bad, AttentionParams(SCALE))
     wide = [mx.concatenate([x, x], axis=2) for x in (q, k, v)]
     with pytest.raises(GeometryError):
-        caches[0].attend(*wide, Scoring(SCALE))
+        caches[0].attend(*wide, AttentionParams(SCALE))
     assert not pack.written
-    caches[0].attend(q, k, v, Scoring(SCALE))
+    caches[0].attend(q, k, v, AttentionParams(SCALE))
     with pytest.raises(BlockStateError, match="another pool"):
         Pack([*rows[:2], *sequences(pool_of())[2:]], COUNTS)
 

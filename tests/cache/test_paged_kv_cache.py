@@ -17,7 +17,7 @@ from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import BlockStateError, GeometryError, PoolExhaustedError, TrimError
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.storage.scoring import Scoring
+from mlx_paged.kv.storage.attention_params import AttentionParams
 from mlx_paged.patches.cache.layer_cache import PagedLayerCache
 from tests.support.caches import HEADS, KD, VD, assert_same, bits, caches_of, dense_of, filled, kv, noise
 
@@ -77,7 +77,7 @@ def test_attend_equals_dense_attention(window: int | None) -> None:
         paged_mask = create_attention_mask(q[0], paged, window_size=window)
         keys, values = dense.update_and_fetch(k, v)
         expected = mx.fast.scaled_dot_product_attention(q, keys, values, scale=0.3, mask=mask)
-        got = paged.attend(q, k, v, Scoring(0.3, paged_mask))
+        got = paged.attend(q, k, v, AttentionParams(0.3, paged_mask))
         assert np.array(expected).any()
         np.testing.assert_array_equal(bits(got), bits(expected))
 

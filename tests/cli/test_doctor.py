@@ -70,13 +70,13 @@ def test_a_failing_variant_is_named_and_fails_the_run(
     def variants(dtype: mx.Dtype, dim: int, value_dim: int, heads: int, kv: int, block: int, *extras: bool) -> tuple:
         return (Variant("paged_decode", "metal", dtype, dim, value_dim, heads // kv, block, *extras),)
 
-    monkeypatch.setattr(doctor, "device_decline", lambda: None)
-    monkeypatch.setattr(doctor_jobs, "device_decline", lambda: None)
+    monkeypatch.setattr(doctor, "device_unsupported_reason", lambda: None)
+    monkeypatch.setattr(doctor_jobs, "device_unsupported_reason", lambda: None)
     monkeypatch.setattr(doctor_jobs, "variants_of", variants)
     monkeypatch.setattr(doctor_jobs, "self_check", check)
     monkeypatch.setattr(doctor_jobs, "launch_seconds", lambda variant: 12e-6)
     monkeypatch.setattr(doctor_jobs, "dense_seconds", lambda variant: 15e-6)
-    monkeypatch.setattr("mlx_paged.kernels.availability.device_decline", lambda: "MLX has no GPU here")
+    monkeypatch.setattr("mlx_paged.kernels.availability.device_unsupported_reason", lambda: "MLX has no GPU here")
     with pytest.raises(SystemExit) as ended:
         doctor.main([])
     assert ended.value.code == 1
@@ -92,7 +92,7 @@ def test_a_failing_variant_is_named_and_fails_the_run(
 def test_the_prefill_kernel_is_run_for_the_shapes_it_covers(monkeypatch: pytest.MonkeyPatch) -> None:
     prefill_variants_of.cache_clear()
     monkeypatch.setattr("mlx_paged.kernels.prefill.backend", lambda: "cuda")
-    monkeypatch.setattr(doctor_jobs, "device_decline", lambda: None)
+    monkeypatch.setattr(doctor_jobs, "device_unsupported_reason", lambda: None)
     monkeypatch.setattr(doctor_jobs, "variants_of", lambda *shape: ())
     monkeypatch.setattr(doctor_jobs, "self_check_prefill", lambda v: SelfCheck(v, v.gqa != 7, 1e-4, 0.5, "it is wrong"))
     monkeypatch.setattr(doctor_jobs, "prefill_seconds", lambda variant: 12e-6)
@@ -112,8 +112,8 @@ def test_attention_through_the_pool_that_differs_fails_the_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     original = doctor_jobs.paged_attention
-    monkeypatch.setattr(doctor, "device_decline", lambda: "no GPU")
-    monkeypatch.setattr(doctor_jobs, "device_decline", lambda: "no GPU")
+    monkeypatch.setattr(doctor, "device_unsupported_reason", lambda: "no GPU")
+    monkeypatch.setattr(doctor_jobs, "device_unsupported_reason", lambda: "no GPU")
     monkeypatch.setattr(doctor_jobs, "paged_attention", lambda *a, **k: original(*a, **k) + 0.1)
     with pytest.raises(SystemExit) as ended:
         doctor.main(["--kernel", "off"])
@@ -131,8 +131,8 @@ def test_a_path_that_raises_is_a_line_and_the_others_go_on(
             raise RuntimeError("no memory")
         return original(shape, config)
 
-    monkeypatch.setattr(doctor, "device_decline", lambda: "no GPU")
-    monkeypatch.setattr(doctor_jobs, "device_decline", lambda: "no GPU")
+    monkeypatch.setattr(doctor, "device_unsupported_reason", lambda: "no GPU")
+    monkeypatch.setattr(doctor_jobs, "device_unsupported_reason", lambda: "no GPU")
     monkeypatch.setattr(doctor_jobs, "dispatch_of", dispatch_of)
     assert doctor.run(32, PagedConfig(kernel="off"), everything=False) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -155,8 +155,8 @@ def test_only_the_kernel_that_attention_takes_is_run_unless_it_fails_or_all_are_
 ) -> None:
     both = tuple(Variant(body, "cuda", mx.bfloat16, 64, 64, 4, 32) for body in ("paged_decode_tensor", "paged_decode"))
     working = {both[0]: True}
-    monkeypatch.setattr(doctor, "device_decline", lambda: None)
-    monkeypatch.setattr(doctor_jobs, "device_decline", lambda: None)
+    monkeypatch.setattr(doctor, "device_unsupported_reason", lambda: None)
+    monkeypatch.setattr(doctor_jobs, "device_unsupported_reason", lambda: None)
     monkeypatch.setattr(doctor_jobs, "variants_of", lambda *shape: both)
     monkeypatch.setattr(doctor_jobs, "launch_seconds", lambda variant: 1e-6)
     monkeypatch.setattr(doctor_jobs, "dense_seconds", lambda variant: None)
@@ -190,7 +190,7 @@ def test_on_cuda_the_jobs_run_in_several_processes(
     monkeypatch.setattr(doctor, "rows_of_workers", rows_of_workers)
     monkeypatch.setattr(doctor, "num_workers", lambda free_bytes: 4)
     monkeypatch.setattr(doctor, "backend", lambda: "cuda")
-    monkeypatch.setattr(doctor, "device_decline", lambda: None)
+    monkeypatch.setattr(doctor, "device_unsupported_reason", lambda: None)
     monkeypatch.setattr(doctor, "jobs", lambda block_size, everything: list(range(10)))
     assert doctor.run(32, PagedConfig(), everything=False) == 1
     assert parts == [(range(8), 4), (range(8, 10), 4)]

@@ -80,12 +80,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Callable[[Variant
         return (Variant("paged_decode", "metal", dtype, dim, value_dim, heads // kv, block, *extras),)
 
     for module in (doctor, doctor_jobs):
-        monkeypatch.setattr(module, "device_decline", lambda: None)
+        monkeypatch.setattr(module, "device_unsupported_reason", lambda: None)
     monkeypatch.setattr(doctor_jobs, "variants_of", variants)
     monkeypatch.setattr(doctor_jobs, "self_check", lambda variant: entries["check"](variant))
     monkeypatch.setattr(doctor_jobs, "launch_seconds", lambda variant: 12e-6)
     monkeypatch.setattr(doctor_jobs, "dense_seconds", lambda variant: None if variant.softcap else 16e-6)
-    monkeypatch.setattr("mlx_paged.kernels.availability.device_decline", lambda: "MLX has no GPU here")
+    monkeypatch.setattr("mlx_paged.kernels.availability.device_unsupported_reason", lambda: "MLX has no GPU here")
     monkeypatch.setattr(doctor_checks, "CHECKS", ())
     yield entries
 
@@ -323,7 +323,7 @@ def test_the_other_checks_run_with_the_configuration(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(doctor_checks, "run_program", run)
     assert doctor_checks.speed(PagedConfig(block_size=16, kernel="off")) == (True, {"stock": 1.0})
     assert asked == [("mlx_paged.cli.doctor.speed", {"MLX_PAGED_KERNEL": "off", "MLX_PAGED_BLOCK_SIZE": "16"})]
-    monkeypatch.setattr(doctor_checks, "device_decline", lambda: None)
+    monkeypatch.setattr(doctor_checks, "device_unsupported_reason", lambda: None)
     monkeypatch.setattr(doctor_checks, "ordering_stress", lambda: {"1": "same", "1000": "tokens differ"})
     assert doctor_checks.ordering(PagedConfig())[0] is False
     assert doctor_checks.ordering(PagedConfig(kernel="off")) == (True, {"not run": "the kernels are off"})

@@ -102,4 +102,4 @@ def test_generate_quantises_in_pages_alone_from_a_file_and_in_a_batch(folder: Pa
     late = ("--prompt", PROMPT, *flags, "--quantized-kv-start", "20")
     own = generate(folder, *late)
     assert text_of(own) == text_of(generate(folder, *late, module="mlx_lm"))
-    assert own.stderr.count("FallThroughWarning") == 1 and "from the first token on" in own.stderr
+    assert own.stderr.count("NotPagedWarning") == 1 and "from the first token on" in own.stderr

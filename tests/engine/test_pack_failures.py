@@ -140,7 +140,7 @@ def test_a_model_that_turns_out_not_to_pack_is_computed_one_by_one(
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     gen = packing(model)
     outcomes = insert(gen, prompts, 6)
-    with pytest.warns(mlx_paged.FallThroughWarning, match="one by one through models of mlx_lm.models.phi3"):
+    with pytest.warns(mlx_paged.NotPagedWarning, match="one by one through models of mlx_lm.models.phi3"):
         run_all(gen, outcomes)
     assert_alike(outcomes, expected)
     assert len(calls) == 1 and not gen._engine.prefill.packs
@@ -158,7 +158,7 @@ def test_a_model_whose_chunks_see_more_than_its_caches_keep_is_computed_one_by_o
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     gen = packing(model, 128, prefill_step_size=128)
     outcomes = insert(gen, prompts, 6)
-    with pytest.warns(mlx_paged.FallThroughWarning, match="one by one through models of mlx_lm.models.plamo3"):
+    with pytest.warns(mlx_paged.NotPagedWarning, match="one by one through models of mlx_lm.models.plamo3"):
         run_all(gen, outcomes)
     assert_alike(outcomes, expected)
     assert len(calls) == 1 and not gen._engine.prefill.packs

@@ -227,7 +227,7 @@ def test_it_is_told_who_compiles(mlx: FakeMLX, monkeypatch: pytest.MonkeyPatch, 
 
 def test_nothing_is_begun_without_a_gpu() -> None:
     build.compile_ahead(_texts_of(TENSOR))
-    with build.told_when_compiling():
+    with build.warn_when_compiling():
         pass
 
 

@@ -50,7 +50,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[mx.Dtype]:
 
         return launch
 
-    monkeypatch.setattr(module, "device_decline", lambda: None)
+    monkeypatch.setattr(module, "device_unsupported_reason", lambda: None)
     monkeypatch.setattr(module, "backend", lambda: "cuda")
     monkeypatch.setattr(module, "build_kernel", build)
     return launches
@@ -63,7 +63,7 @@ def test_where_it_is_taken(gpu: list[mx.Dtype], monkeypatch: pytest.MonkeyPatch)
     assert serves(mx.zeros((9, 151_936)))
     assert len(gpu) == 2 * len(DTYPES), "once"
     assert not serves(mx.zeros((2, 50), mx.int32)) and not serves(mx.zeros((2, (1 << 19) + 1)))
-    monkeypatch.setattr(module, "device_decline", lambda: "MLX has no GPU here")
+    monkeypatch.setattr(module, "device_unsupported_reason", lambda: "MLX has no GPU here")
     assert not serves(mx.zeros((2, 50)))
 
 

@@ -18,11 +18,11 @@ from mlx_paged.kernels.check import SelfCheck, self_check
 from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.trial import Text, failure_of, few_of
+from mlx_paged.kv.storage.attention_params import QueryHeads
 from mlx_paged.kv.storage.base import Geometry
 from mlx_paged.kv.storage.choice import storage_choice
 from mlx_paged.kv.storage.functional import FunctionalStorage
 from mlx_paged.kv.storage.in_place import InPlaceStorage
-from mlx_paged.kv.storage.scoring import QueryHeads
 from tests.support.kernels.broken_texts import Launched
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.kernels.pool_texts import pool_texts
@@ -104,7 +104,7 @@ def test_without_another_variant_the_kernel_is_unavailable_and_new_pools_are_fun
     launched(lambda text: "ends" not in text.few and text.body == "paged_decode")
     geometry, heads = Geometry(2, 64, 64, mx.float32), QueryHeads(8)
     with (
-        mock.patch.object(availability, "device_decline", lambda: None),
+        mock.patch.object(availability, "device_unsupported_reason", lambda: None),
         mock.patch.object(kernel_check, "self_check", lambda variant: SelfCheck(variant, True, 0.0, 0.1, "")),
     ):
         choose = storage_choice(None)

@@ -1,4 +1,4 @@
-"""Holders: tables give their blocks back once, however they go, and whoever holds moved blocks is told."""
+"""BlockOwners: tables give their blocks back once, however they go, and whoever holds moved blocks is told."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from mlx_paged.errors import BlockStateError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import BlockGroup, LayerGroup
-from mlx_paged.kv.holders import Holders
 from mlx_paged.kv.idle import IdleWatch
+from mlx_paged.kv.owners import BlockOwners
 
 
 class Cache:
@@ -40,14 +40,14 @@ class Cache:
         self.blocks = [moves.get(b, b) for b in self.blocks]
 
 
-def some_holders(num_blocks: int = 9) -> tuple[Holders, BlockGroup]:
+def some_holders(num_blocks: int = 9) -> tuple[BlockOwners, BlockGroup]:
     group = BlockGroup(LayerGroup((0,)), 4)
     group.allocator.grow(num_blocks)
     watch = cast(IdleWatch, SimpleNamespace(note=lambda: None, put=lambda abandoned, blocks: abandoned.append(blocks)))
-    return Holders([group], threading.RLock(), watch), group
+    return BlockOwners([group], threading.RLock(), watch), group
 
 
-def a_table(holders: Holders, group: BlockGroup, num_blocks: int) -> BlockTable:
+def a_table(holders: BlockOwners, group: BlockGroup, num_blocks: int) -> BlockTable:
     table = holders.add_table(BlockTable(0, 4))
     table.block_ids.extend(group.allocator.allocate(num_blocks))
     return table

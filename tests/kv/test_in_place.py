@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from mlx_paged.kv.group import PACED_TOKENS, LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.storage import in_place
+from mlx_paged.kv.storage.attention_params import QueryHeads
 from mlx_paged.kv.storage.choice import storage_choice
 from mlx_paged.kv.storage.in_place import InPlaceStorage
-from mlx_paged.kv.storage.scoring import QueryHeads
 from tests.support.kernels.fake_kernels import fake_kernels
 
 HEADS, KD, VD, SIZE, WINDOW = 2, 64, 80, 8, 20

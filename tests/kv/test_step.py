@@ -9,7 +9,7 @@ import pytest
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.step import DeviceTables, Step, rounded_up, tail_slots
-from mlx_paged.kv.storage.scoring import Window
+from mlx_paged.kv.storage.attention_params import Window
 from tests.support.pools import pool_of
 
 LENGTHS = (3, 9, 4)

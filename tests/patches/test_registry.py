@@ -94,7 +94,7 @@ def test_changed_upstream_source_is_skipped_with_a_warning(monkeypatch: pytest.M
         report = mlx_paged.apply_patches()
     assert list(report.skipped) == ["mlx_lm.models.qwen3.Attention.__call__"]
     assert qwen3.Attention.__call__ is __call__
-    with pytest.warns(mlx_paged.FallThroughWarning, match="no attention writes to"):
+    with pytest.warns(mlx_paged.NotPagedWarning, match="no attention writes to"):
         cache = upstream_cache.make_prompt_cache(build("qwen3"))
     assert type(cache[0]).__name__ == "KVCache"
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from mlx_paged.errors import BlockStateError
-from mlx_paged.kv.storage.scoring import Window
+from mlx_paged.kv.storage.attention_params import Window
 from mlx_paged.prefix.radix import RadixTree
 from tests.support.prefixes import add, check_contents, compute, found, hold, make_pool, make_tree, new_tables, release
 from tests.support.without_collector import without_collector

@@ -19,9 +19,9 @@ from mlx_paged.errors import PoolExhaustedError
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.layer import PoolLayer
 from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.storage.attention_params import QueryHeads
 from mlx_paged.kv.storage.choice import storage_choice
 from mlx_paged.kv.storage.in_place import InPlaceStorage
-from mlx_paged.kv.storage.scoring import QueryHeads
 from mlx_paged.prefix import spill_folder
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.spill import SpillStore

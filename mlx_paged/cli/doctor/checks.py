@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...config import PagedConfig
-from ...kernels.availability import device_decline
+from ...kernels.availability import device_unsupported_reason
 from ...kernels.build import backend
 from .ordering import ordering_stress
 from .process import run_program
@@ -31,7 +31,7 @@ def threads(config: PagedConfig) -> Finding:
 
 def ordering(config: PagedConfig) -> Finding:
     """Do tokens depend on how MLX cuts command buffers?"""
-    why = device_decline()
+    why = device_unsupported_reason()
     if why is not None:
         return True, {"not run": f"{why}, so there are no command buffers"}
     if config.kernel is False:

@@ -20,7 +20,7 @@ import mlx.core as mx
 from ... import __version__
 from ...config import PagedConfig, free_memory
 from ...early_interrupt import raise_at_interrupt
-from ...kernels.availability import device_decline
+from ...kernels.availability import device_unsupported_reason
 from ...kernels.build import backend, compiled_by, gpu_cores
 from ...kv.storage.base import Geometry, PageFormat
 from ..terminal import add_version, orderly_end
@@ -54,7 +54,7 @@ def facts() -> dict[str, str]:
         **_wheel(),
         "kernel dialect": backend() or "none",
         "compiled by": compiled_by(),
-        "kernel": device_decline() or "can run here",
+        "kernel": device_unsupported_reason() or "can run here",
     }
 
 
@@ -119,7 +119,7 @@ def run(block_size: int, config: PagedConfig, *, everything: bool, report_file: 
     for name, value in told.items():
         print(f"{name:<16}{value}")
     # MLX compiles one CUDA kernel at a time in a process, in some seconds.
-    workers = num_workers(free_memory()) if device_decline() is None and backend() == "cuda" else 1
+    workers = num_workers(free_memory()) if device_unsupported_reason() is None and backend() == "cuda" else 1
     if workers > 1:
         print(f"{'compiling':<16}in {workers} processes")
     print("", HEADER, "-" * len(HEADER), sep="\n", flush=True)
@@ -144,7 +144,7 @@ def run(block_size: int, config: PagedConfig, *, everything: bool, report_file: 
 def _verdict(failed: int, config: PagedConfig) -> str:
     if failed:
         return f"{failed} failed"
-    why = device_decline() or ("--kernel is off" if config.kernel is False else None)
+    why = device_unsupported_reason() or ("--kernel is off" if config.kernel is False else None)
     return "all passed" if why is None else f"no kernel ran ({why}); attention without one passed for every shape"
 
 

@@ -20,7 +20,7 @@ from ...attention import gather
 from ...attention.dispatch import Dispatch, last_dispatch, paged_attention
 from ...config import PagedConfig
 from ...errors import PagedCacheError
-from ...kernels.availability import device_decline
+from ...kernels.availability import device_unsupported_reason
 from ...kernels.build import backend
 from ...kernels.check import MAX_RMS, SelfCheck, self_check
 from ...kernels.launch_shape import BLOCK_SIZES, DTYPES, HEAD_DIMS, MAX_GQA, Variant
@@ -31,8 +31,8 @@ from ...kernels.products import narrow_matmul as packed_weight
 from ...kernels.trial import dense_seconds, launch_seconds
 from ...kv.group import LayerGroup
 from ...kv.pool import BlockPool
+from ...kv.storage.attention_params import AttentionParams, QueryHeads
 from ...kv.storage.choice import storage_choice
-from ...kv.storage.scoring import QueryHeads, Scoring
 from ..terminal import Bar
 from .report import Row
 
@@ -181,7 +181,7 @@ class ShapeJob(NamedTuple):
             passed, use = False, f"FAILED: {type(failure).__name__}: {str(failure)[:500]}"
         if models_of(shape):
             use += f" [{models_of(shape)}]"
-        if device_decline() is not None:
+        if device_unsupported_reason() is not None:
             yield Checked(Row(passed, str(shape), "-", "-", error, None, None, use))
             return
         for variant in self.prefill_variants():
@@ -247,7 +247,7 @@ def dispatch_of(shape: Shape, config: PagedConfig) -> tuple[Dispatch, float]:
     heads = QueryHeads(_KV_HEADS * shape.gqa, shape.softcap, shape.sinks)
     mx.random.seed(0)
     sinks = mx.random.normal((heads.num_q_heads,)).astype(shape.dtype) if shape.sinks else None
-    scoring = Scoring(shape.head_dim**-0.5, softcap=10.0 if shape.softcap else None, sinks=sinks)
+    params = AttentionParams(shape.head_dim**-0.5, softcap=10.0 if shape.softcap else None, sinks=sinks)
     q = mx.random.normal((len(lengths), heads.num_q_heads, 1, shape.head_dim)).astype(shape.dtype)
     tables, expected = [], []
     for row, length in enumerate(lengths):
@@ -257,8 +257,8 @@ def dispatch_of(shape: Shape, config: PagedConfig) -> tuple[Dispatch, float]:
         pool.append_tokens(tables[-1], length)
         pool.write_prefill(tables[-1], 0, k, v)
         one, k, v = (x.astype(mx.float32) for x in (q[row : row + 1], k, v))
-        expected.append(gather.attention(one, k, v, scoring))
-    got = paged_attention(q, pool, 0, tables, scoring)
+        expected.append(gather.attention(one, k, v, params))
+    got = paged_attention(q, pool, 0, tables, params)
     choice = last_dispatch()
     assert choice is not None
     error: Any = mx.sqrt(mx.square(got.astype(mx.float32) - mx.concatenate(expected)).mean()).item()

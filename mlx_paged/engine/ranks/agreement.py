@@ -12,9 +12,9 @@ from ...errors import ConfigError, KernelUnavailableError, RequestFailedError
 from ...kernels.build import backend
 from ...kv.block_table import BlockTable
 from ...kv.pool import BlockPool
+from ...kv.storage.attention_params import QueryHeads
 from ...kv.storage.base import ChooseStorage, Geometry, StorageChoice
 from ...kv.storage.choice import storage_choice
-from ...kv.storage.scoring import QueryHeads
 from .ranks import Ranks
 from .world import SHARDED
 

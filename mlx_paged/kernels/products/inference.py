@@ -23,7 +23,7 @@ class Pace:
         self.num_bytes = 0
         self.mark: mx.array | None = None
 
-    def take(self, x: mx.array, num_bytes: int) -> bool:
+    def make_way(self, x: mx.array, num_bytes: int) -> bool:
         """Make way for a weight of so many bytes that x is multiplied with. False where nothing can be computed yet,
         as in a function that is being traced."""
         if self.num_bytes and self.num_bytes + num_bytes > BYTES_AHEAD:

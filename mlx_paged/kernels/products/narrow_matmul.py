@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..build import backend, build_kernel, compile_ahead, told_when_compiling
+from ..build import backend, build_kernel, compile_ahead, warn_when_compiling
 from ..check import outcome_of
 from ..trial import LAUNCHES, Text, failure_of, seconds_of
 
@@ -278,7 +278,7 @@ def works(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int) -> b
         # A model that needs one body mostly needs them all.
         texts = (text_of(each, dtype, tile, CHECKED_DIMS, bits) for each in BODIES)
         compile_ahead((text.body, text.constants) for text in texts)
-        with told_when_compiling():
+        with warn_when_compiling():
             reason = self_check(body, dtype, tile, bits).reason
     elif not works(body, dtype, tile, CHECKED_DIMS, bits):
         return False

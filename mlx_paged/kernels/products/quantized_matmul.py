@@ -91,7 +91,7 @@ def _dequantized(layer: nn.Module, x: mx.array, size: int) -> mx.array | None:
         or x.dtype not in _DTYPES
         or num_bytes > MOST_BYTES
         or (biases is not None and scales.dtype != x.dtype)  # of both: what MLX would compute in is another one
-        or not pace.take(x, num_bytes)
+        or not pace.make_way(x, num_bytes)
     ):
         return None
     return mx.dequantize(

@@ -12,7 +12,7 @@ from ...errors import ConfigError
 from ...kernels.quantized import BITS, GROUP_SIZES, QuantizedRows
 from ..block_table import BlockTable
 from ..step import Columns, PackedStep, Step
-from .scoring import QueryHeads, Scoring
+from .attention_params import AttentionParams, QueryHeads
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 PAIRS = ((8, 8), (4, 4), (8, 4))
@@ -165,7 +165,7 @@ class Storage(Protocol):
         q: mx.array,
         tables: Sequence[BlockTable],
         step: Step | PackedStep,
-        scoring: Scoring,
+        params: AttentionParams,
         *,
         append: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
@@ -174,7 +174,7 @@ class Storage(Protocol):
         Args:
             q: ``[B, n_q_heads, q_len, head_dim]``: the step's positions.
             tables, step: of the B sequences; or of B tokens of a packed step, which are written.
-            scoring: no query sees more tokens than its window; there is no mask.
+            params: no query sees more tokens than its window; there is no mask.
             append: keys and values of the step's positions (q_len 1), for the same kernel to write first.
 
         Returns:
@@ -185,13 +185,13 @@ class Storage(Protocol):
                 :meth:`write` and :meth:`read_visible` go on from here.
         """
 
-    def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: PackedStep, scoring: Scoring) -> mx.array:
+    def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: PackedStep, params: AttentionParams) -> mx.array:
         """The fused kernel over this layer's blocks, for the tokens of a packed step, which are written.
 
         Args:
             q: ``[T, n_q_heads, 1, head_dim]``.
             tables, step: of the B sequences.
-            scoring: no query sees more tokens than its window; there is no mask.
+            params: no query sees more tokens than its window; there is no mask.
 
         Returns:
             ``[T, n_q_heads, 1, v_head_dim]``.

@@ -14,21 +14,21 @@ from ...kernels.latent.prompts import prompt_variant_of, unsupported_prompts
 from ...kernels.latent.variants import latent_variants_of, unsupported_latent
 from ...kernels.launch_shape import Variant, unsupported
 from ...kernels.prefill import checked_prefill, prefill_variants_of, unsupported_prefill
+from .attention_params import LatentHeads, QueryHeads
 from .base import ChooseStorage, Geometry, StorageChoice
 from .in_place import InPlaceStorage, pages_of
 from .quantized import functional_form
-from .scoring import LatentHeads, QueryHeads
 
 
-def kernel_decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
+def kernel_unsupported_reason(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
     """Why the decode kernel cannot serve these blocks and queries, or None. Self-checks it at the first call."""
     parts: tuple[Any, ...] = unsupported, kernels.variants_of, checked
     if heads.latent:
         parts = unsupported_latent, latent_variants_of, checked_latent
-    return availability.device_decline() or _variant_decline(geometry, block_size, heads, *parts)
+    return availability.device_unsupported_reason() or _variant_unsupported_reason(geometry, block_size, heads, *parts)
 
 
-def _variant_decline(
+def _variant_unsupported_reason(
     geometry: Geometry,
     block_size: int,
     heads: QueryHeads,
@@ -58,18 +58,20 @@ def _variant_decline(
     return f"the kernel failed its self-check: {'; '.join(reasons)}"
 
 
-def prefill_decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
+def prefill_unsupported_reason(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
     """Why the kernel for several sequences' new tokens cannot serve them, or None. Self-checks it at the first call."""
-    why = availability.device_decline()
+    why = availability.device_unsupported_reason()
     if why is not None or not availability.prepares_plans():
         return why or "there is a kernel for several sequences' new tokens on CUDA only"
-    return _variant_decline(geometry, block_size, heads, unsupported_prefill, prefill_variants_of, checked_prefill)
+    return _variant_unsupported_reason(
+        geometry, block_size, heads, unsupported_prefill, prefill_variants_of, checked_prefill
+    )
 
 
-def latent_prompt_decline(geometry: Geometry, block_size: int, heads: LatentHeads) -> str | None:
+def latent_prefill_unsupported_reason(geometry: Geometry, block_size: int, heads: LatentHeads) -> str | None:
     """Why the kernel over the keys and values of latents cannot serve them, or None. Self-checks it at the first call,
     which launches all that its steps launch."""
-    why = availability.device_decline()
+    why = availability.device_unsupported_reason()
     if why is not None or not availability.prepares_plans():
         return why or "there is a kernel for prompts over latents on CUDA only"
     num_kv_heads, _, rope, dtype, page_format = geometry
@@ -94,7 +96,7 @@ def storage_choice(use_kernel: bool | None) -> ChooseStorage:
         if pinned:
             why: str | None = "the kernel reads one range of a sequence, and its first tokens are pinned apart from it"
         else:
-            why = kernel_decline(geometry, block_size, heads or QueryHeads(geometry.num_kv_heads))
+            why = kernel_unsupported_reason(geometry, block_size, heads or QueryHeads(geometry.num_kv_heads))
         if why is None:
             return StorageChoice(InPlaceStorage, "the fused kernel works here")
         if use_kernel:

@@ -11,8 +11,8 @@ import mlx.core as mx
 from ...kernels.build import KernelUnavailable
 from ..block_table import BlockTable, Segment
 from ..step import Columns, PackedStep, Step
+from .attention_params import AttentionParams
 from .base import Geometry
-from .scoring import Scoring
 
 
 class GatheredStorage:
@@ -25,13 +25,13 @@ class GatheredStorage:
         q: mx.array,
         tables: Sequence[BlockTable],
         step: Step | PackedStep,
-        scoring: Scoring,
+        params: AttentionParams,
         *,
         append: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
         raise KernelUnavailable("the blocks are not written in place")
 
-    def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: PackedStep, scoring: Scoring) -> mx.array:
+    def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: PackedStep, params: AttentionParams) -> mx.array:
         raise KernelUnavailable("the blocks are not written in place")
 
     def read_packed(self, tables: Sequence[BlockTable], step: PackedStep) -> tuple[mx.array, mx.array]:

@@ -15,8 +15,8 @@ from ...kernels.prefill import prepare_prefill
 from ...kernels.quantized import PageShape, new_blocks, rotate
 from ..block_table import BlockTable
 from ..step import Columns, PackedStep, Step
+from .attention_params import AttentionParams, Window
 from .base import Geometry
-from .scoring import Scoring, Window
 
 
 def split_queries(q: mx.array) -> mx.array:
@@ -123,11 +123,11 @@ class InPlaceStorage:
         q: mx.array,
         tables: Sequence[BlockTable],
         step: Step | PackedStep,
-        scoring: Scoring,
+        params: AttentionParams,
         *,
         append: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
-        q_len, (scale, _, window, softcap, sinks, latent) = q.shape[2], scoring
+        q_len, (scale, _, window, softcap, sinks, latent) = q.shape[2], params
         key = (q.shape[1], scale, window, softcap, sinks is None, append is None, latent)
         launch = step.decode_launches.get(key)
         if launch is None:
@@ -150,8 +150,8 @@ class InPlaceStorage:
             out = join_queries(out, q_len)
         return rotate(out) if self.rotates else out
 
-    def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: PackedStep, scoring: Scoring) -> mx.array:
-        scale, _, window, softcap, sinks, _ = scoring
+    def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: PackedStep, params: AttentionParams) -> mx.array:
+        scale, _, window, softcap, sinks, _ = params
         key = (q.shape[1], scale, window, softcap, sinks is not None)
         launch = step.prefill_launches.get(key)
         if launch is None:
@@ -332,12 +332,12 @@ class TracedBlocks:
         q: mx.array,
         visible: tuple[mx.array, mx.array, mx.array],
         append: tuple[mx.array, mx.array] | None,
-        scoring: Scoring,
+        params: AttentionParams,
         slots: mx.array | None = None,
     ) -> mx.array:
         """As :meth:`InPlaceStorage.decode`, for one token per row. With ``slots`` the tokens are written there first,
         so that rows of one sequence see those before them. Without ``append`` they have been written."""
-        scale, _, window, softcap, sinks, latent = scoring
+        scale, _, window, softcap, sinks, latent = params
         launch = kernels.prepare_decode(
             self.__keys, self.__values, visible, n_q_heads=q.shape[1], scale=scale, softcap=softcap,
             sinks=sinks is not None, max_visible=_size_of(window), append=append is not None and slots is None,

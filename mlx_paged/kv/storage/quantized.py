@@ -10,9 +10,9 @@ import mlx.core as mx
 from ...kernels.quantized import rotate
 from ..block_table import BlockTable
 from ..step import Columns, PackedStep, Step
+from .attention_params import QueryHeads
 from .base import Geometry, Storage, StorageChoice
 from .functional import FunctionalStorage, GatheredStorage
-from .scoring import QueryHeads
 
 
 def functional_form(geometry: Geometry) -> Callable[[Geometry, int, int], Storage]:

@@ -226,7 +226,7 @@ def test_a_model_that_counts_its_calls_is_not_compiled() -> None:
 
     tokens = greedy(counting(), prompt_of(20), 20)[0]
     mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
-    with pytest.warns(mlx_paged.FallThroughWarning, match="changes its own attributes in a step"):
+    with pytest.warns(mlx_paged.NotPagedWarning, match="changes its own attributes in a step"):
         model = counting()
         assert greedy(model, prompt_of(20), 20)[0] == tokens
     assert compiled.step_of(mlx_paged.pool_of(model), None).failure is not None
@@ -238,7 +238,7 @@ def test_a_model_with_hidden_arrays_is_not_compiled() -> None:
     tokens = greedy(model, prompt, 12)[0]
     vars(model.layers[0].mlp)["bias"] = mx.zeros(3)
     mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
-    with pytest.warns(mlx_paged.FallThroughWarning, match="StateNotKnown: array in a plain attribute"):
+    with pytest.warns(mlx_paged.NotPagedWarning, match="StateNotKnown: array in a plain attribute"):
         assert greedy(model, prompt, 12)[0] == tokens
 
 

@@ -222,7 +222,7 @@ def test_a_model_that_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.Monke
         raise compiled_step.NotCompilable("no")
 
     monkeypatch.setattr(compiled_step.StepLayer, "attend", refuse)
-    with pytest.warns(mlx_paged.FallThroughWarning, match="are not compiled: NotCompilable: no"):
+    with pytest.warns(mlx_paged.NotPagedWarning, match="are not compiled: NotCompilable: no"):
         assert greedy(model, prompt, 12)[0] == tokens
     assert greedy(model, prompt, 12)[0] == tokens  # not tried again
     assert calls == []

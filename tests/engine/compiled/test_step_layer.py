@@ -19,7 +19,7 @@ from mlx_paged import PagedConfig
 from mlx_paged.cache.lazy_kv import lazy_kv_of
 from mlx_paged.engine import compiled_step
 from mlx_paged.engine.compiled_step import FetchedKV, GroupArrays, NarrowMask, NotCompilable, StandIn, StepLayer
-from mlx_paged.kv.storage.scoring import Scoring, Window
+from mlx_paged.kv.storage.attention_params import AttentionParams, Window
 from mlx_paged.patches.models import compiled
 from scripts.support import model_configs
 from tests.support.kernels.traceable_kernels import traceable_kernels
@@ -313,12 +313,12 @@ def test_who_goes_on_after_a_misuse_is_not_compiled_either() -> None:
     for misuse in (lambda x: mx.ones(2) == x, lambda x: hasattr(x, "shape"), lambda x: mx.abs(x), lambda x: x == x):
         layer = step_layer()
         keys, _ = layer.update_and_fetch(*keys_and_values())
-        layer.attend_fetched(queries(), Scoring(1.0))
-        layer.settle()
+        layer.attend_fetched(queries(), AttentionParams(1.0))
+        layer.check_attended()
         with contextlib.suppress(NotCompilable, ValueError):
             misuse(keys)
         with pytest.raises(NotCompilable, match="by itself"):
-            layer.settle()
+            layer.check_attended()
 
 
 def test_a_dtype_may_be_asked_for() -> None:
@@ -338,8 +338,8 @@ def test_the_first_attention_writes_and_others_only_read() -> None:
     for pair in (fetched, layer.keys_and_values()):
         lazy = lazy_kv_of(*pair)
         assert lazy.serves(queries(), None)
-        lazy.attend(queries(), *pair, Scoring(1.0, None))
-    layer.settle()
+        lazy.attend(queries(), *pair, AttentionParams(1.0, None))
+    layer.check_attended()
     first, second = (append for _, append, _, _ in layer.blocks.calls)
     assert first[0] is new[0] and first[1] is new[1] and second is None
 
@@ -361,9 +361,9 @@ def mask_of(mask: Any) -> Any:
 )
 def test_windows_under_masks(window: Window | None, mask: Any, seen: Window | None, starts: list[int]) -> None:
     layer = step_layer(window)
-    layer.attend(queries(), *keys_and_values(), Scoring(1.0, mask_of(mask)))
-    ((visible, _, scoring, slots),) = layer.blocks.calls
-    assert scoring.window == seen and scoring.mask is None and slots is None
+    layer.attend(queries(), *keys_and_values(), AttentionParams(1.0, mask_of(mask)))
+    ((visible, _, params, slots),) = layer.blocks.calls
+    assert params.window == seen and params.mask is None and slots is None
     assert visible[2][:, 0].tolist() == starts
 
 
@@ -391,5 +391,5 @@ def test_masks_are_made_for_narrower_windows_only() -> None:
 def test_what_the_kernel_cannot_do_is_refused(window: Window | None, q: mx.array, kv: Any, mask: Any) -> None:
     layer = step_layer(window)
     with pytest.raises(NotCompilable):
-        layer.attend(q, *kv, Scoring(1.0, mask_of(mask)))
+        layer.attend(q, *kv, AttentionParams(1.0, mask_of(mask)))
     assert not layer.blocks.calls

@@ -46,6 +46,6 @@ def test_layers_stay_where_they_are_if_a_group_has_no_block(batch: bool) -> None
     assert rows is not None
     before = [cache.offset if not batch else cache.batch.offsets(cache.layer) for cache in caches]
     with pytest.raises(PoolExhaustedError):
-        rows.take(caches)
+        rows.reserve(caches)
     assert [cache.offset if not batch else cache.batch.offsets(cache.layer) for cache in caches] == before
     pool.check_integrity()

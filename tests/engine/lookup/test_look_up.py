@@ -264,7 +264,7 @@ def test_a_model_that_does_not_pack_stops_looking_up(oracle: type[Oracle], monke
     pool = make_pool()
     toy = Engine(pool)
     toy.ask(PROMPTS[0], 20)
-    with pytest.warns(mlx_paged.FallThroughWarning, match="not looked up .* it does something else"):
+    with pytest.warns(mlx_paged.NotPagedWarning, match="not looked up .* it does something else"):
         toy.run()
     assert toy.tokens(0) == answer(PROMPTS[0], 20) and not toy.engine.batch.looks_up
     check_left(pool, toy)

@@ -164,7 +164,7 @@ def test_layers_with_states_are_not_cut() -> None:
     expected = [greedy(model, mx.array(prompt, mx.uint32), 10)[0] for prompt in prompts]
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     gen = generator(model)
-    with pytest.warns(mlx_paged.FallThroughWarning, match="prompt_lookup has no effect"):
+    with pytest.warns(mlx_paged.NotPagedWarning, match="prompt_lookup has no effect"):
         outcomes = insert(gen, prompts, 10)
     run_all(gen, outcomes)
     assert [outcome.tokens for outcome in outcomes.values()] == expected

@@ -12,7 +12,7 @@ from mlx_paged.attention.dispatch import paged_attention
 from mlx_paged.errors import BlockStateError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.storage.scoring import Scoring
+from mlx_paged.kv.storage.attention_params import AttentionParams
 from tests.support.pools import DTYPES, assert_holds, bits, joined, kv, noise, pool_of, put
 
 
@@ -45,7 +45,7 @@ def test_garbage_in_free_and_stale_slots_never_shows(dtype: mx.Dtype) -> None:
         for row, history in enumerate(histories):
             history.append((k[row : row + 1], v[row : row + 1]))
         q = noise(step, 2, 4, 1, 8, dtype=dtype)
-        got = paged_attention(q, pool, 0, tables, Scoring(0.3))
+        got = paged_attention(q, pool, 0, tables, AttentionParams(0.3))
         for row, (table, history) in enumerate(zip(tables, histories, strict=True)):
             assert_holds(pool, table, *joined(*history))
             dense = mx.fast.scaled_dot_product_attention(q[row : row + 1], *joined(*history), scale=0.3)
@@ -65,7 +65,7 @@ def test_copy_on_write_of_a_block_with_stale_slots_reads_clean() -> None:
     assert pool.stats().cow_forks == 1
     assert_holds(pool, fork, *joined((k[:, :, :6], v[:, :, :6]), more))
     q = noise(3, 1, 4, 1, 8)
-    assert mx.all(mx.isfinite(paged_attention(q, pool, 0, [fork], Scoring(0.3)))).item()
+    assert mx.all(mx.isfinite(paged_attention(q, pool, 0, [fork], AttentionParams(0.3)))).item()
 
 
 def test_check_integrity_sees_tables_and_tensors_that_do_not_agree() -> None:

@@ -11,7 +11,7 @@ import pytest
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.storage.scoring import Scoring
+from mlx_paged.kv.storage.attention_params import AttentionParams
 from tests.support.pools import kv, noise, pool_of
 
 FEW_MB = 6 << 20
@@ -74,11 +74,11 @@ def test_write_never_copies_the_pool(big_pool: BlockPool) -> None:
 
     def write_then_read() -> None:  # one graph
         k, v = kv(next(seeds), 1, **shape)
-        mx.eval(cache.attend(query(), k, v, Scoring(0.1)))
+        mx.eval(cache.attend(query(), k, v, AttentionParams(0.1)))
 
     def chunk_then_read() -> None:
         k, v = kv(next(seeds), 40, **shape)
-        mx.eval(cache.attend(query(40), k, v, Scoring(0.1, "causal")))
+        mx.eval(cache.attend(query(40), k, v, AttentionParams(0.1, "causal")))
 
     def pipelined() -> None:
         # Step t + 1 is built, on what step t gives, and started before the result of step t is looked at.
@@ -88,7 +88,7 @@ def test_write_never_copies_the_pool(big_pool: BlockPool) -> None:
             for _ in range(3):  # keeps the read of this step unfinished while the next one is built
                 slow = mx.tanh(slow @ slow)
             token = mx.broadcast_to(x[:, :8] + 0 * slow[0, 0].astype(x.dtype), (1, 8, 1, 128))
-            out = cache.attend(x, token, token * 0.5, Scoring(0.1))
+            out = cache.attend(x, token, token * 0.5, AttentionParams(0.1))
             x = mx.tanh(out)
             mx.async_eval(x)
             if pending is not None:

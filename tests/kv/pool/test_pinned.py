@@ -18,8 +18,8 @@ from mlx_paged.kv.allocator import NULL_BLOCK
 from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.storage.attention_params import AttentionParams
 from mlx_paged.kv.storage.choice import storage_choice
-from mlx_paged.kv.storage.scoring import Scoring
 from mlx_paged.patches.cache.layer_cache import PagedLayerCache
 from mlx_paged.prefix import detached as prefix
 from mlx_paged.prefix.radix import RadixTree
@@ -206,10 +206,10 @@ def test_padded_rows_and_their_mask_are_what_each_row_sees(width: int, narrow: i
     batch = PagedBatchKVCache.merge(rows)
     mask = batch.make_mask(width, return_array=True, window_size=narrow)
     k, v = batch.update_and_fetch(*(mx.concatenate(x) for x in zip(*new, strict=True)))
-    got = attention(q, k, v, Scoring(0.3, mask))
+    got = attention(q, k, v, AttentionParams(0.3, mask))
     for row, cache in enumerate(rows):
         own_mask = cache.make_mask(width, window_size=narrow)
-        own = attention(q[row : row + 1], *cache.update_and_fetch(*new[row]), Scoring(0.3, own_mask))
+        own = attention(q[row : row + 1], *cache.update_and_fetch(*new[row]), AttentionParams(0.3, own_mask))
         np.testing.assert_allclose(np.array(got[row : row + 1]), np.array(own), atol=2e-6)
     pool.check_integrity()
 

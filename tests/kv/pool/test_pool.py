@@ -15,7 +15,7 @@ from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import ConfigError, TrimError
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.storage.scoring import Scoring
+from mlx_paged.kv.storage.attention_params import AttentionParams
 from tests.support.pools import DTYPES, Watched, assert_holds, joined, kv, noise, pool_of, put, scatter_free_blocks
 
 # Round trips ------------------------------------------------------------------------------------------------------
@@ -129,10 +129,10 @@ def test_pooled_prefill_then_decode_matches_dense(through: str) -> None:
             mask = "causal" if n > 1 else None
             expected = mx.fast.scaled_dot_product_attention(q, *dense[layer], scale=scale, mask=mask)
             if through == "attend" or n > 1:
-                got = caches[layer].attend(q, k, v, Scoring(scale, mask))
+                got = caches[layer].attend(q, k, v, AttentionParams(scale, mask))
             else:
                 caches[layer].update(k, v)
-                got = paged_attention(q, pool, layer, [sequence.table(layer)], Scoring(scale))
+                got = paged_attention(q, pool, layer, [sequence.table(layer)], AttentionParams(scale))
             assert got.shape == expected.shape and mx.any(expected != 0).item()
             squares += mx.sum(mx.square(got - expected)).item()
             values += got.size

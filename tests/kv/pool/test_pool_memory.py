@@ -16,8 +16,8 @@ from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.budget import Append, PoolBudget
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.storage.attention_params import QueryHeads
 from mlx_paged.kv.storage.choice import storage_choice
-from mlx_paged.kv.storage.scoring import QueryHeads
 from mlx_paged.prefix.radix import RadixTree
 from tests.support.kernels.fake_kernels import fake_kernels
 

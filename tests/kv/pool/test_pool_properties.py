@@ -24,8 +24,8 @@ from mlx_paged.errors import BlockStateError, PoolExhaustedError, TrimError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.storage.attention_params import QueryHeads
 from mlx_paged.kv.storage.choice import storage_choice
-from mlx_paged.kv.storage.scoring import QueryHeads
 from tests.support.kernels.fake_kernels import fake_kernels
 
 LAYERS = ((0, 2), (1, 3))  # of the global group and of the window group

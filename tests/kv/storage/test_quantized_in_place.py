@@ -16,11 +16,11 @@ from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.storage import choice
+from mlx_paged.kv.storage.attention_params import AttentionParams, QueryHeads
 from mlx_paged.kv.storage.base import Geometry, PageFormat
-from mlx_paged.kv.storage.choice import kernel_decline, prefill_decline, storage_choice
+from mlx_paged.kv.storage.choice import kernel_unsupported_reason, prefill_unsupported_reason, storage_choice
 from mlx_paged.kv.storage.in_place import InPlaceStorage
 from mlx_paged.kv.storage.quantized import QuantizedStorage
-from mlx_paged.kv.storage.scoring import QueryHeads, Scoring
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 
 HEADS, DIM, SIZE = 2, 64, 8
@@ -111,9 +111,11 @@ def test_attention_is_over_what_the_pages_hold(page_format: PageFormat, fake: Fa
     for pool, table in zip(pair.pools, tables, strict=True):
         pool.append_tokens(table, 1)
         step = pool.layer(0).step([table], 1)
-        found.append(dispatch.append_attention(q, k, v, pool, 0, [table], step, Scoring(0.125)))
+        found.append(dispatch.append_attention(q, k, v, pool, 0, [table], step, AttentionParams(0.125)))
         q2 = noise(4, 1, 4, 1, DIM)
-        found[-1] = mx.concatenate([found[-1], dispatch.paged_attention(q2, pool, 0, [table], Scoring(0.125), step)])
+        found[-1] = mx.concatenate(
+            [found[-1], dispatch.paged_attention(q2, pool, 0, [table], AttentionParams(0.125), step)]
+        )
     np.testing.assert_allclose(np.array(found[0]), np.array(found[1]), atol=1e-6)
     assert fake.calls["append"] == 1 and fake.calls["paged_decode"] == 2
     pair.agree(tables)
@@ -144,18 +146,18 @@ def test_a_kernel_of_these_pages_is_checked_and_chosen(monkeypatch: pytest.Monke
         checked.append(variant)
         return SelfCheck(variant, len(checked) > 1, 0.0, 0.1, "it does not compile")
 
-    monkeypatch.setattr(availability, "device_decline", lambda: None)
+    monkeypatch.setattr(availability, "device_unsupported_reason", lambda: None)
     monkeypatch.setattr(availability, "prepares_plans", lambda: True)
     monkeypatch.setattr(kernels, "backend", lambda: "metal")
     monkeypatch.setattr(choice, "checked", check)
     kernels.variants_of.cache_clear()
     try:
-        assert "it does not compile" in (kernel_decline(geometry, SIZE, QueryHeads(4)) or "")
-        assert kernel_decline(geometry, SIZE, QueryHeads(4)) is None
+        assert "it does not compile" in (kernel_unsupported_reason(geometry, SIZE, QueryHeads(4)) or "")
+        assert kernel_unsupported_reason(geometry, SIZE, QueryHeads(4)) is None
         (variant, _) = checked
         assert variant.body == "quantized_decode" and str(variant).endswith("b8 8/4 bits/32]")
         assert variant.pages is not None and (variant.pages.k, variant.pages.v) == geometry.rows
         expected = "no kernel for heads of 64 and pages of 8/4 bits/32 fits this GPU"
-        assert prefill_decline(geometry, SIZE, QueryHeads(4)) == expected
+        assert prefill_unsupported_reason(geometry, SIZE, QueryHeads(4)) == expected
     finally:
         kernels.variants_of.cache_clear()

@@ -16,7 +16,7 @@ from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.storage.base import Geometry, PageFormat
 from mlx_paged.kv.storage.quantized import QuantizedStorage
 from mlx_paged.prefix.detached import adopt, detach, sequence_over
-from mlx_paged.warn import FallThroughWarning
+from mlx_paged.warn import NotPagedWarning
 from tests.support.pools import DTYPES, kv, pool_of
 
 FORMATS = [PageFormat(8, 8, 64), PageFormat(8, 8, 32), PageFormat(8, 8, 128), PageFormat(4, 4, 64)]
@@ -113,7 +113,7 @@ def test_what_cannot_be_quantised_stays_as_it_is_and_says_why(spec: LayerGroup, 
     table = pool.new_table()
     k, v = kv(1, 5, **shape)
     pool.append_tokens(table, 5)
-    with pytest.warns(FallThroughWarning, match=why):
+    with pytest.warns(NotPagedWarning, match=why):
         pool.write([table], 0, k, v)
     assert not pool.groups[0].is_quantized and why in pool.groups[0].dense_reason
     assert all(mx.array_equal(got, x) for got, x in zip(pool.gather_visible(table, 0), (k, v), strict=True))

@@ -11,7 +11,7 @@ from mlx_lm.models import cache as upstream
 from mlx_lm.models import mamba, qwen2
 
 import mlx_paged
-from mlx_paged import FallThroughWarning, GeometryError, PagedConfig, PagedKVCache, PoolExhaustedError
+from mlx_paged import GeometryError, NotPagedWarning, PagedConfig, PagedKVCache, PoolExhaustedError
 from mlx_paged.patches.cache.layout import layout_of, why_one_by_one
 from tests.patches.test_parity import PlainTokenizer
 from tests.support.models.batch_runs import generator
@@ -22,7 +22,7 @@ def fall_throughs(call) -> tuple[object, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = call()
-    return result, [str(w.message) for w in caught if issubclass(w.category, FallThroughWarning)]
+    return result, [str(w.message) for w in caught if issubclass(w.category, NotPagedWarning)]
 
 
 def test_quantized_kv_goes_on_in_mlx_lms_cache() -> None:

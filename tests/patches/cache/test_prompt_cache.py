@@ -148,6 +148,6 @@ def test_a_paged_cache_that_turned_into_mlx_lms_is_one() -> None:
     model = build("llama")
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     cache = upstream.make_prompt_cache(model)
-    with pytest.warns(mlx_paged.FallThroughWarning):
+    with pytest.warns(mlx_paged.NotPagedWarning):
         model(mx.zeros((3, 4), mx.uint32), cache=cache)
     assert all(type(layer) is KVCache and layer.keys is not None for layer in cache)

@@ -137,7 +137,7 @@ def test_caches_that_have_no_form_for_batches_are_computed_one_by_one() -> None:
     odd = Odd(model_of("llama").args)
     odd.update(model_of("llama").parameters())
     mlx_paged.apply_patches()
-    with pytest.warns(mlx_paged.FallThroughWarning, match="one by one"):
+    with pytest.warns(mlx_paged.NotPagedWarning, match="one by one"):
         gen = generator(odd)
     outcomes: dict[int, Outcome] = {}
     uids = insert(gen, specs, outcomes)

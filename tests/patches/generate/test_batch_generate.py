@@ -147,7 +147,7 @@ def test_preemption_with_sliding_windows() -> None:
 @pytest.mark.sample(every=2)
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_recurrent_states_are_not_padded(kind: str) -> None:
-    with pytest.warns(mlx_paged.FallThroughWarning):
+    with pytest.warns(mlx_paged.NotPagedWarning):
         run_batch(kind, specs_of(9, 6), prefill_step_size=100)
 
 

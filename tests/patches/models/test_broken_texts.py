@@ -63,7 +63,7 @@ def one_text_broken(model: Any, is_broken: Callable[[Text], bool], **config: Any
         assert any(choice.path == "gather" and "it does not compile" in choice.reason for choice in choices)
         assert any(choice.path == "kernel" for choice in choices)
         pool = mlx_paged.pool_of(model)
-        assert any(why for group in pool.groups for why in group.declined.values())
+        assert any(why for group in pool.groups for why in group.unsupported.values())
         pool.check_integrity()
         assert pool.stats().live_blocks == 0
         mlx_paged.remove_patches()

@@ -14,7 +14,7 @@ import mlx_paged
 from mlx_paged import KernelUnavailableError, PagedConfig
 from mlx_paged.attention import dispatch
 from mlx_paged.kv.step import DeviceTables, Step
-from mlx_paged.kv.storage.scoring import Scoring
+from mlx_paged.kv.storage.attention_params import AttentionParams
 from tests.support.models.builders import KINDS, WINDOW, build, greedy, perturbed, prompt_of, rms
 from tests.support.samples import each_value
 
@@ -135,10 +135,10 @@ def test_a_mask_of_the_callers_own_is_not_given_to_the_kernel() -> None:
     cache = make_prompt_cache(model)
     rng = np.random.default_rng(0)
     q, k, v = (mx.array(rng.standard_normal((1, h, 20, 64)).astype(np.float32)) for h in (6, 2, 2))
-    cache[0].attend(q, k, v, Scoring(0.1, "causal"))
+    cache[0].attend(q, k, v, AttentionParams(0.1, "causal"))
     one = [x[:, :, :1] for x in (q, k, v)]
     mask = mx.array([i % 3 != 1 for i in range(21)])
-    got = cache[0].attend(*one, Scoring(0.1, mask))
+    got = cache[0].attend(*one, AttentionParams(0.1, mask))
     assert mlx_paged.last_dispatch() == ("gather", "a mask that is not causality and a window")
     dense = [mx.concatenate([x, x[:, :, :1]], axis=2) for x in (k, v)]
     expected = mx.fast.scaled_dot_product_attention(one[0], *dense, scale=0.1, mask=mask)
@@ -161,7 +161,7 @@ def test_softcap_and_sinks_agree_with_the_fallback(softcap: float | None, sinks:
         for n in (50, tokens):
             q, k, v = (mx.array(3 * rng.standard_normal((1, h, n, 64)).astype(np.float32)) for h in (6, 2, 2))
             mask = cache[0].make_mask(n)
-            out = cache[0].attend(q, k, v, Scoring(0.1, mask, softcap=softcap, sinks=logits))
+            out = cache[0].attend(q, k, v, AttentionParams(0.1, mask, softcap=softcap, sinks=logits))
         assert mlx_paged.last_dispatch().path == ("kernel" if use_kernel else "gather")
         outputs.append(np.array(out))
         mlx_paged.remove_patches()
@@ -173,7 +173,7 @@ def test_demanded_but_unsupported_is_an_error_before_anything_is_changed() -> No
     model = build("llama", num_attention_heads=3, num_key_value_heads=1, head_dim=24)
     with pytest.MonkeyPatch.context() as patch:
         reason = "head_dim 24/24 is not one of the kernel's"
-        patch.setattr("mlx_paged.kv.storage.choice.kernel_decline", lambda *_: reason)
+        patch.setattr("mlx_paged.kv.storage.choice.kernel_unsupported_reason", lambda *_: reason)
         mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
         with pytest.raises(KernelUnavailableError, match=f"kernel=on, but {reason}"):
             greedy(model, prompt_of(9), 2)
@@ -189,14 +189,14 @@ def test_demanded_but_unsupported_is_an_error_before_anything_is_changed() -> No
 
 def test_off_never_asks_for_a_kernel() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlx_paged.kv.storage.choice.kernel_decline", lambda *_: pytest.fail("asked"))
+        patch.setattr("mlx_paged.kv.storage.choice.kernel_unsupported_reason", lambda *_: pytest.fail("asked"))
         mlx_paged.apply_patches(PagedConfig(kernel="off"))
         greedy(MODELS["llama"], prompt_of(9), 2)
     assert mlx_paged.last_dispatch() == ("gather", "kernel=off")
 
 
 def test_auto_without_a_gpu_gathers_and_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_paged.kernels.availability.device_decline", lambda: "MLX has no GPU here")
+    monkeypatch.setattr("mlx_paged.kernels.availability.device_unsupported_reason", lambda: "MLX has no GPU here")
     for name in ("build_kernel", "variants_of"):
         monkeypatch.setattr(f"mlx_paged.kernels.ops.{name}", lambda *_: pytest.fail("built"))
     mlx_paged.apply_patches()

@@ -28,8 +28,8 @@ from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.products.narrow_matmul import PackedWeight
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows
 from mlx_paged.kv.storage import choice, in_place
+from mlx_paged.kv.storage.attention_params import AttentionParams, QueryHeads, Window
 from mlx_paged.kv.storage.base import Geometry
-from mlx_paged.kv.storage.scoring import QueryHeads, Scoring, Window
 from tests.support.kernels.quantized_pages import pages_of, rows_of
 
 
@@ -187,7 +187,9 @@ class FakeKernels:
                     )
                     one = q[b : b + 1, :, i : i + 1]
                     columns.append(
-                        gather.attention(one, k, v, Scoring(scale, None, softcap=softcap, sinks=sinks, latent=latent))
+                        gather.attention(
+                            one, k, v, AttentionParams(scale, None, softcap=softcap, sinks=sinks, latent=latent)
+                        )
                     )
                 outputs.append(mx.concatenate(columns, axis=2))
             return mx.concatenate(outputs), self._pass("paged_decode", k_pool, v_pool, fence)
@@ -229,7 +231,7 @@ class FakeKernels:
                 k, v = (x[:, :, start % size : start % size + length - start] for x in (k, v))
                 mask = causal_mask(count, length - start - count, seen)
                 one = q[first : first + count].swapaxes(0, 2)
-                out = gather.attention(one, k, v, Scoring(scale, mask, softcap=softcap, sinks=sinks_of))
+                out = gather.attention(one, k, v, AttentionParams(scale, mask, softcap=softcap, sinks=sinks_of))
                 outputs.append(out.swapaxes(0, 2))
                 first += count
             return mx.concatenate(outputs), self._pass("paged_prefill", k_pool, v_pool, fence)
@@ -252,7 +254,9 @@ class FakeKernels:
                 own = mx.array([row[t // size] * size + t % size for t in range(length)])
                 k = mx.concatenate([keys, mx.broadcast_to(rotated, (1, heads, *rotated.shape[2:]))], axis=-1)[:, :, own]
                 one = q[first : first + count].swapaxes(0, 2)
-                out = gather.attention(one, k, values[:, :, own], Scoring(scale, causal_mask(count, length - count)))
+                out = gather.attention(
+                    one, k, values[:, :, own], AttentionParams(scale, causal_mask(count, length - count))
+                )
                 outputs.append(out.swapaxes(0, 2))
                 first += count
             return mx.concatenate(outputs)
@@ -363,16 +367,16 @@ def fake_kernels() -> Iterator[FakeKernels]:
     with (
         mock.patch.multiple(kernels, **{name: getattr(fake, name) for name in names}),
         mock.patch.multiple(moves, write_rows=fake.write_rows, gather_rows=fake.gather_rows),
-        mock.patch.object(availability, "device_decline", lambda: None),
+        mock.patch.object(availability, "device_unsupported_reason", lambda: None),
         # Compiled, a stand-in would run once, while it is traced.
         mock.patch.object(compiled_step, "compile_function", lambda function: function),
-        mock.patch.object(config, "device_decline", lambda: None),
-        mock.patch.object(choice, "kernel_decline", decline),
-        mock.patch.object(dispatch, "kernel_decline", decline),
-        mock.patch.object(dispatch, "prefill_decline", decline),
+        mock.patch.object(config, "device_unsupported_reason", lambda: None),
+        mock.patch.object(choice, "kernel_unsupported_reason", decline),
+        mock.patch.object(dispatch, "kernel_unsupported_reason", decline),
+        mock.patch.object(dispatch, "prefill_unsupported_reason", decline),
         mock.patch.object(in_place, "prepare_prefill", fake.prepare_prefill),
         mock.patch.multiple(latent_prompts, prepare_prompts=fake.prepare_prompts, prompt_variant_of=prompt_variant),
-        mock.patch.object(latent_prompts, "latent_prompt_decline", lambda geometry, block_size, heads: None),
+        mock.patch.object(latent_prompts, "latent_prefill_unsupported_reason", lambda *_: None),
         mock.patch.object(narrow_matmul, "works", lambda body, dtype, tile, dims, bits: dtype in narrow_matmul.DTYPES),
         mock.patch.object(narrow_matmul, "is_available", lambda: True),
         mock.patch.object(narrow_matmul, "_launch", fake.multiply),

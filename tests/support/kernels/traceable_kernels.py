@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_paged.attention import gather
 from mlx_paged.engine import compiled_step
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kv.storage.scoring import Scoring
+from mlx_paged.kv.storage.attention_params import AttentionParams
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 
 
@@ -48,8 +48,8 @@ def traceable_kernels() -> Iterator[FakeKernels]:
                 how = {"softcap": options["softcap"], "sinks": sinks, "latent": options["latent"]}
                 if options["softcap"] is not None:
                     mask = mask[:, None]
-                scoring = Scoring(options["scale"], mask, **how)
-                out = gather.attention(q, *seen, scoring)
+                params = AttentionParams(options["scale"], mask, **how)
+                out = gather.attention(q, *seen, params)
                 return out, fence + 1
 
             return launch

@@ -18,7 +18,7 @@ from mlx_paged.engine.upstream import Upstream
 from mlx_paged.errors import RequestFailedError
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.storage.scoring import Scoring
+from mlx_paged.kv.storage.attention_params import AttentionParams
 from mlx_paged.prefix.store import PrefixStore
 
 VOCAB = 24
@@ -66,7 +66,7 @@ class ToyModel:
         values = (names * (1 + positions[..., None] / 16))[:, None]
         queries = mx.zeros_like(values)
         mask = "causal" if num_new > 1 else None
-        history = cache[0].attend(queries, values, values, Scoring(1.0, mask))[:, 0]
+        history = cache[0].attend(queries, values, values, AttentionParams(1.0, mask))[:, 0]
         return history @ mx.array(OF_ALL) + names @ mx.array(OF_LAST)
 
 

@@ -57,7 +57,7 @@ def storage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return
     with fake_kernels():
         if request.param == "in place":
-            monkeypatch.setattr(latent_prompts, "latent_prompt_decline", lambda *_: "not here")
+            monkeypatch.setattr(latent_prompts, "latent_prefill_unsupported_reason", lambda *_: "not here")
         yield request.param
 
 

@@ -1,4 +1,4 @@
-"""Holders: who holds a pool's blocks: tables, tables that were just dropped, and prefix caches."""
+"""BlockOwners: who holds a pool's blocks: tables, tables that were just dropped, and prefix caches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class BlockHolder(Protocol):
         ...
 
 
-class Holders:
+class BlockOwners:
     """Everyone who holds blocks of some groups. Keeps none of them alive.
 
     Used under the pool's lock, but for :meth:`abandon` and :meth:`collect`.

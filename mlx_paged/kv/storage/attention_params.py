@@ -1,4 +1,4 @@
-"""Scoring: how attention turns scores into weights."""
+"""AttentionParams: how attention turns scores into weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LatentHeads(NamedTuple):
     value_dim: int
 
 
-class Scoring(NamedTuple):
+class AttentionParams(NamedTuple):
     """What attention is given besides queries, keys and values.
 
     Attributes:
