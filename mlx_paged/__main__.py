@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def help_text() -> str:
-    """The commands, a line each, and the options they all take."""
+    """Return the commands, a line each, and the options they all take."""
 
     def listed(commands: Mapping[str, str]) -> str:
         return "\n".join(f"  {name:<15} {text}" for name, text in commands.items())

@@ -15,7 +15,7 @@ class MissingBackendError(ImportError):
 
 
 def _print_in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """As ``sys.excepthook``: where a command ends with this error, the frames of its imports say nothing."""
+    """Stand in for ``sys.excepthook``: where a command ends with this error, the frames of its imports say nothing."""
     if isinstance(error, MissingBackendError):
         print(f"mlx_paged: {error}", file=sys.stderr)
     else:

@@ -196,7 +196,7 @@ class Option(Generic[Given, Kept]):
 
     @property
     def help(self) -> str:
-        """What ``--help`` says."""
+        """Return what ``--help`` says."""
         return f"{self.text} (default: {self.default_text}); also {self.variable}".replace("%", "%%")
 
     @property
@@ -283,7 +283,7 @@ class PagedConfig:
 
     @property
     def page_format(self) -> PageFormat | None:
-        """How pages hold keys and values; None: as they are."""
+        """Return how pages hold keys and values; None: as they are."""
         return None if self.kv_bits is None else PageFormat.of(self.kv_bits, self.kv_group_size, self.kv_rotate)
 
     @classmethod
@@ -378,14 +378,14 @@ class KVBits:
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> KVBits | None:
-        """Of a call's options; None: it says nothing of them."""
+        """Read them from a call's options; return None where it names none."""
         if options.get("kv_bits") is None:
             return None
         group_size = options.get("kv_group_size", DEFAULT_GROUP_SIZE)
         return cls(options["kv_bits"], group_size, options.get("quantized_kv_start", QUANTIZED_KV_START))
 
     def configured(self, config: PagedConfig) -> PagedConfig:
-        """A configuration with the pages that these options ask for."""
+        """Return a configuration with the pages that these options ask for."""
         if self.format is None:
             return replace(config, kv_bits=None)
         return replace(config, kv_bits=self.bits, kv_group_size=self.group_size)

@@ -113,7 +113,7 @@ class RequestFailedError(PagedCacheError, RuntimeError):
 
     @classmethod
     def without_frames(cls, uid: int, cause: BaseException) -> RequestFailedError:
-        """The error to raise for a request; see :func:`without_frames`."""
+        """Return the error to raise for a request; see :func:`without_frames`."""
         return cls(uid, without_frames(cause))
 
 
@@ -134,8 +134,8 @@ _WHERE = "It happened here:\n"
 
 
 def without_frames(error: E) -> E:
-    """The same error, to be kept. Where it happened becomes a note: a traceback keeps the frames it went through and
-    their callers alive, and these the caches of all requests and often the error itself."""
+    """Return the error in a form to keep. Where it happened becomes a note: a traceback keeps the frames it went
+    through and their callers alive, and these the caches of all requests and often the error itself."""
     if error.__traceback__ is not None:
         notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith(_WHERE)]
         error.__notes__ = notes  # one that is raised again and again has one such note, the latest

@@ -18,7 +18,7 @@ COMMANDS = ("mlx_paged", "mlx_paged.generate", "mlx_paged.server")
 
 
 def is_own_command(arguments: Sequence[str], original: Sequence[str]) -> bool:
-    """Whether the process runs a command of this package.
+    """Return whether the process runs a command of this package.
 
     Args:
         arguments: ``sys.argv`` while packages are imported: with ``python -m`` its first is ``-m`` until the module is
@@ -61,7 +61,7 @@ def own_compiled_code() -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder, made if it is missing, belongs to this user and nobody else can write to it."""
+    """Return whether a folder, made if it is missing, belongs to this user and nobody else can write to it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()

@@ -14,7 +14,7 @@ LayerCall = Callable[[nn.Module, mx.array], mx.array]
 
 
 def adapt(original: LayerCall) -> LayerCall:
-    """From ``Embedding.__call__`` to its replacement."""
+    """Make the replacement of ``Embedding.__call__``."""
 
     def __call__(self: nn.Module, x: mx.array) -> mx.array:
         rows = embedding_rows(self["weight"], x)
@@ -24,7 +24,7 @@ def adapt(original: LayerCall) -> LayerCall:
 
 
 def adapt_quantized(original: LayerCall) -> LayerCall:
-    """From ``QuantizedEmbedding.__call__`` to its replacement."""
+    """Make the replacement of ``QuantizedEmbedding.__call__``."""
 
     def __call__(self: nn.Module, x: mx.array) -> mx.array:
         parts = {name: self[name] for name in ("weight", "scales", "biases") if self.get(name) is not None}
@@ -40,7 +40,7 @@ def adapt_quantized(original: LayerCall) -> LayerCall:
 
 
 def adapt_linear(original: LayerCall) -> LayerCall:
-    """From ``QuantizedLinear.__call__`` to its replacement."""
+    """Make the replacement of ``QuantizedLinear.__call__``."""
 
     def __call__(self: nn.Module, x: mx.array) -> mx.array:
         product = quantized_matmul.product(self, x)
@@ -52,7 +52,7 @@ def adapt_linear(original: LayerCall) -> LayerCall:
 
 
 def adapt_as_linear(original: LayerCall) -> LayerCall:
-    """From ``QuantizedEmbedding.as_linear`` to its replacement."""
+    """Make the replacement of ``QuantizedEmbedding.as_linear``."""
 
     def as_linear(self: nn.Module, x: mx.array) -> mx.array:
         product = quantized_matmul.product(self, x)

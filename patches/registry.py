@@ -51,7 +51,7 @@ class Patch(NamedTuple):
 
     @property
     def can_wait(self) -> bool:
-        """Whether the symbol is that of a model's module which nothing has imported yet."""
+        """Return whether the symbol is that of a model's module which nothing has imported yet."""
         is_of_model = self.module.startswith(f"{_MODELS}.") and self.module not in _SHARED
         return is_of_model and self.module not in sys.modules
 
@@ -93,7 +93,7 @@ def _has_adapter(layer: Any) -> bool:
 
 
 def _patches() -> list[Patch]:
-    """All there are, on whatever device."""
+    """Return all there are, on whatever device."""
     models, attention = _MODELS, "Attention.__call__"
     quantized, experts = "mlx.nn.layers.quantized", "QuantizedSwitchLinear.__call__"
     linear, embedding = "QuantizedLinear.__call__", "QuantizedEmbedding.as_linear"
@@ -156,7 +156,7 @@ def _patches_here() -> list[Patch]:
 
 
 def is_applied() -> bool:
-    """Whether the patches are in force."""
+    """Return whether the patches are in force."""
     return bool(_originals)
 
 
@@ -281,7 +281,7 @@ def _call_if_loaded(module: str, function: str, *args: Any) -> None:
 
 
 def _owner(patch: Patch) -> tuple[Any, str]:
-    """The class or module that holds the symbol, and the attribute's name."""
+    """Return the class or module that holds the symbol, and the attribute's name."""
     owner: Any = importlib.import_module(patch.module)
     *path, attribute = patch.name.split(".")
     for part in path:
@@ -336,7 +336,7 @@ def _rebind(name: str, old: Any, new: Any) -> None:
 
 
 def installed_fingerprint(target: str) -> str:
-    """The fingerprint of an upstream symbol as it is installed; the patches must not be applied.
+    """Return the fingerprint of an upstream symbol as it is installed; the patches must not be applied.
 
     Args:
         target: such as ``mlx_lm.models.llama.Attention.__call__``.
@@ -366,8 +366,8 @@ def installed_fingerprint(target: str) -> str:
 
 
 def known_fingerprints() -> dict[str, str]:
-    """The upstream symbols that are replaced or recognised, those of the server included, and the fingerprints they
-    must have.
+    """Return the upstream symbols that are replaced or recognised, those of the server included, and the fingerprints
+    they must have.
 
     Raises:
         PatchError: the server's adapter cannot be imported with this version of mlx-lm.

@@ -364,7 +364,7 @@ class LoadedModels:
             cache.trim_to(n_bytes=args.prompt_cache_bytes - active)
 
     def mend(self) -> None:
-        """After a failure: keep the pool if it is in order, else make it anew."""
+        """Mend after a failure: keep the pool if it is in order, else make it anew."""
         weights, pool = self.weights, self.pool
         if weights is None:
             return

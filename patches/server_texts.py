@@ -328,7 +328,7 @@ def unwrapped(tokenizer: Any) -> Any:
 
 
 def renders_jinja(tokenizer: Any) -> bool:
-    """Whether ``apply_chat_template`` renders a Jinja template and then encodes the text, and no more."""
+    """Return whether ``apply_chat_template`` renders a Jinja template and then encodes the text, and no more."""
     inner = unwrapped(tokenizer)
     own = getattr(type(inner), "apply_chat_template", None)
     return getattr(tokenizer, "_chat_template", None) is None and own is PreTrainedTokenizerBase.apply_chat_template

@@ -40,3 +40,22 @@ def test_no_function_is_long(folder: str) -> None:
             if lines > MOST_LINES_OF_A_FUNCTION:
                 long[f"{path.relative_to(ROOT)}:{function.name}"] = lines
     assert long == {}
+
+
+def docstrings_of(path: Path) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield getattr(node, "name", "module"), text
+
+
+@pytest.mark.parametrize("folder", ("mlx_paged", "patches"))
+def test_no_docstring_dangles(folder: str) -> None:
+    dangling = [
+        f"{path.relative_to(ROOT)}:{name}: {text[:60]}"
+        for path in python_files(folder)
+        for name, text in docstrings_of(path)
+        if text.startswith(("Of ", "As ", "For ", "Where ", "The same"))
+    ]
+    assert dangling == []

@@ -46,12 +46,12 @@ _last: Dispatch | None = None
 
 
 def last_dispatch() -> Dispatch | None:
-    """The path taken by the last attention call in this process, or None."""
+    """Return the path taken by the last attention call in this process, or None."""
     return _last
 
 
 def dispatch_counts() -> dict[Dispatch, int]:
-    """How often each path was taken, with its reason, since the last :func:`reset_dispatch_counts`."""
+    """Return how often each path was taken, with its reason, since the last :func:`reset_dispatch_counts`."""
     return dict(_counts)
 
 
@@ -142,7 +142,7 @@ def paged_attention(
 
 
 def takes_rows(q: mx.array, pool: BlockPool, layer: int, longest: int, params: AttentionParams) -> bool:
-    """Whether kernels serve several new tokens of each of B sequences together.
+    """Return whether kernels serve several new tokens of each of B sequences together.
 
     Args:
         q: ``[B, n_q_heads, n_new, head_dim]``.
@@ -154,7 +154,8 @@ def takes_rows(q: mx.array, pool: BlockPool, layer: int, longest: int, params: A
 
 
 def serves_latents(num_q_heads: int, pool: BlockPool, layer: int) -> bool:
-    """Whether a kernel attends over a layer's latents, from so many query heads and for one new token per sequence."""
+    """Return whether a kernel attends over a layer's latents, from so many query heads and for one new token per
+    sequence."""
     group = pool.layer(layer).group
     return group.in_place and _heads_unsupported_reason(group, QueryHeads(num_q_heads, latent=True)) is None
 
@@ -284,7 +285,7 @@ def packed_attention(
 
 
 def _mask_of(num_tokens: int, table: BlockTable, window: Window | None) -> mx.array | str:
-    """For the table's last tokens over its visible ones."""
+    """Return the mask of the table's last tokens over its visible ones."""
     before = table.num_visible - num_tokens
     if window is None or not window.first_seen(before + num_tokens - 1):
         return "causal"
@@ -292,7 +293,7 @@ def _mask_of(num_tokens: int, table: BlockTable, window: Window | None) -> mx.ar
 
 
 def _seen(kv: PoolLayer, params: AttentionParams) -> Window | None:
-    """What a query sees: the layer's window, or a narrower one."""
+    """Return what a query sees: the layer's window, or a narrower one."""
     if kv.sees is None or (params.window is not None and params.window.size < kv.sees.size):
         return params.window
     return kv.sees
@@ -307,7 +308,8 @@ def _attend(
     append: tuple[mx.array, mx.array] | None,
     params: AttentionParams,
 ) -> mx.array:
-    """By the kernel or over gathered arrays; ``append``: keys and values of the step that are not written yet."""
+    """Attend by the kernel or over gathered arrays; ``append``: keys and values of the step that are not written
+    yet."""
     shape = q.shape
     if len(shape) != 4 or shape[0] != len(tables):
         raise GeometryError(f"queries {shape} for {len(tables)} sequence(s)")

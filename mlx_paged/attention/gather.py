@@ -28,7 +28,7 @@ def causal_mask(num_tokens: int, offset: int = 0, window: Window | None = None) 
 
 
 def window_under(group: LayerGroup, size: int | None) -> Window | None:
-    """What a token sees under a mask that slides over ``size`` tokens; None: under the group's own.
+    """Return what a token sees under a mask that slides over ``size`` tokens; None: under the group's own.
 
     Raises:
         GeometryError: tokens see chunks, and the mask is of another size.
@@ -46,7 +46,7 @@ SHORT_BYTES, FEWEST_TOGETHER, MOST_BYTES_TOGETHER = 1 << 17, 2, 1 << 24
 
 
 def ring_rotation(table: BlockTable, ring: int | None) -> int:
-    """Where the order of gathered keys starts so that it equals mlx-lm's rotating buffer, in visible tokens.
+    """Return where the order of gathered keys starts so that it equals mlx-lm's rotating buffer, in visible tokens.
 
     Attention is a sum over keys in any order, but floating-point sums are not: a decode step reproduces dense
     mlx-lm bit for bit only in the order of its buffer. Once ``ring`` tokens are visible, that buffer holds position
@@ -97,7 +97,8 @@ def attention(
 def _latent_attention(
     q: mx.array, latents: mx.array, rotated: mx.array, scale: float, mask: mx.array | str | None
 ) -> mx.array:
-    """As mlx-lm's modules do it for one token: the scores of what is rotated are the mask of attention over latents."""
+    """Attend as mlx-lm's modules do for one token: the scores of what is rotated are the mask of attention over
+    latents."""
     rank, q_len, length = latents.shape[3], q.shape[2], latents.shape[2]
     scores = (q[..., rank:] * scale) @ rotated.swapaxes(-1, -2)
     if isinstance(mask, str):
@@ -152,7 +153,7 @@ def gather_attention(
 
 
 def _together(kv: PoolLayer, tables: Sequence[BlockTable], step: Step) -> list[RowsTogether]:
-    """Which rows of a decode step share operations; found once for all layers of a group."""
+    """Return which rows of a decode step share operations; found once for all layers of a group."""
     if step.together is not None:
         return step.together
     geometry = kv.group.geometry

@@ -30,8 +30,8 @@ Expand = Callable[[mx.array, slice], tuple[mx.array, mx.array]]
 
 
 def serves(heads: LatentHeads, dtype: mx.Dtype, pool: BlockPool, layer: int) -> bool:
-    """Whether a kernel attends over the keys and values of a layer's latents, for several new tokens of sequences and
-    queries of this dtype."""
+    """Return whether a kernel attends over the keys and values of a layer's latents, for several new tokens of
+    sequences and queries of this dtype."""
     group = pool.layer(layer).group
     if not group.in_place or group.geometry is None or group.geometry.dtype != dtype:
         return False

@@ -51,7 +51,7 @@ class PagedBatchKVCache:
 
     @property
     def is_padded(self) -> bool:
-        """Whether :meth:`prepare` has declared padding."""
+        """Return whether :meth:`prepare` has declared padding."""
         return self._unpadded is not None
 
     @property
@@ -112,7 +112,7 @@ class PagedBatchKVCache:
         return dispatch.append_attention(queries, keys, values, self.pool, self.layer, tables, step, params)
 
     def _accepted(self, keys: mx.array, values: mx.array, heads: QueryHeads | None) -> tuple[mx.array, mx.array]:
-        """The keys and values, in the pool's dtype. Raises GeometryError if they do not fit otherwise."""
+        """Return the keys and values, in the pool's dtype. Raises GeometryError if they do not fit otherwise."""
         kv = self._kv
         try:
             kv.set_geometry(keys, values, batch=len(self.batch), heads=heads)
@@ -177,7 +177,7 @@ class PagedBatchKVCache:
 
     @in_turn
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What :meth:`update_and_fetch` returned last, for another layer that attends over it."""
+        """Return what :meth:`update_and_fetch` returned last, for another layer that attends over it."""
         columns = self._latest
         if columns is None:
             raise PromptCacheError(f"layer {self.layer} has written nothing yet")
@@ -206,7 +206,7 @@ class PagedBatchKVCache:
         return fetched
 
     def _columns(self, width: int) -> LeftPadding:
-        """Where the rows lie when they are padded to one width, for the next ``width`` tokens."""
+        """Return where the rows lie when they are padded to one width, for the next ``width`` tokens."""
         counts = [width] * len(self.batch)
         if self._unpadded is not None:
             counts = [min(width, left) for left in self._unpadded]
@@ -276,7 +276,7 @@ class PagedBatchKVCache:
 
     @classmethod
     def merge(cls, caches: Sequence[PagedKVCache]) -> PagedBatchKVCache:
-        """A batch of forks of single caches of one layer."""
+        """Return a batch of forks of single caches of one layer."""
         rows = [cache.sequence for cache in caches]
         layer, pool = caches[0].layer, caches[0].pool
         key = tuple(id(row) for row in rows)
@@ -285,7 +285,8 @@ class PagedBatchKVCache:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """As :attr:`PagedKVCache.state`: an array that is ready when this layer's writes are, and the cache itself."""
+        """Like :attr:`PagedKVCache.state`: an array that is ready when this layer's writes are, and the cache
+        itself."""
         return (self._kv.fence(), self)
 
     @state.setter

@@ -31,7 +31,7 @@ class OncePerBatch(Generic[T]):
         self._made: dict[Hashable, tuple[weakref.ref[Any], tuple[weakref.ref[Any], ...], set[int]]] = {}
 
     def get(self, key: Hashable, sources: Sequence[Any], layer: int, make: Callable[[], T]) -> T:
-        """What ``make`` made for this key and these very sources, unless the layer had it already."""
+        """Return what ``make`` made for this key and these very sources, unless the layer had it already."""
         known = self._made.get(key)
         if known is not None:
             made, refs, layers = known
@@ -98,7 +98,7 @@ class BatchTables:
         return len(self.rows)
 
     def tables_of(self, layer: int) -> list[BlockTable]:
-        """Of the layer's group, one for each row."""
+        """Return the block tables of the layer's group, one per row."""
         return self.tables[self._place[layer]]
 
     def offsets(self, layer: int) -> list[int]:
@@ -110,14 +110,15 @@ class BatchTables:
         return [table.length - behind for table in self.tables[group]]
 
     def window_of(self, mask: mx.array | str | None) -> Window | None:
-        """Of a mask made for one of the groups: a window that leaves each row what the group does. None for others."""
+        """Return the window of a mask made for one of the groups: a window that leaves each row what the group does.
+        None for others."""
         for made, window in self.masks.values():
             if made is mask:
                 return window
         return None
 
     def device_offsets(self, layer: int) -> mx.array:
-        """The same as int32 ``[B]``; one array for all layers at the same place."""
+        """Return the offsets as int32 ``[B]``; one array for all layers at the same place."""
         group = self._place[layer]
         key = (group, self._reserved[group], self._written[layer])
         if not self._reserved[group]:
@@ -133,7 +134,7 @@ class BatchTables:
         return known
 
     def columns(self, layer: int) -> LeftPadding:
-        """Where the rows lie side by side for the layer's next token of each; made once for all layers of a group."""
+        """Return where the rows lie side by side for the next token of each; made once for all layers of a group."""
         group = self._place[layer]
         place = self._reserved[group], self._written[layer]
         known = self._columns.get(group)
@@ -190,7 +191,7 @@ class BatchTables:
             self._take_back(group, len(self.rows))
 
     def tables_for(self, layer: int) -> list[BlockTable]:
-        """The tables with the layer's next token reserved, to write and read it."""
+        """Return the tables with the layer's next token reserved, to write and read it."""
         group = self._place[layer]
         if self._written[layer] == self._reserved[group]:
             if not self._reserved[group]:
@@ -207,7 +208,7 @@ class BatchTables:
         return self.tables[group]
 
     def step(self, layer: int) -> Step:
-        """The step of the tables that :meth:`take` gave, made and checked once for all layers of the group."""
+        """Return the step of the tables that :meth:`take` gave, made and checked once for all layers of the group."""
         group = self._place[layer]
         known = self._steps[group]
         step = None if known is None else known()
@@ -261,7 +262,7 @@ class BatchTables:
         return BatchTables(self.pool, [*self.rows, *other.rows])
 
     def fork(self, index: int) -> SequenceTables:
-        """A row of its own: references to the same blocks."""
+        """Return a row of its own: references to the same blocks."""
         self.commit()
         return copy.deepcopy(self.rows[index])
 

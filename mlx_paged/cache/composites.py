@@ -14,7 +14,7 @@ def is_composite(cache: Any) -> bool:
 
 
 def leaves(caches: Sequence[Any]) -> list[Any]:
-    """The caches, composite ones replaced by their parts."""
+    """Return the caches, composite ones replaced by their parts."""
     found: list[Any] = []
     for cache in caches:
         found += leaves(cache.caches) if is_composite(cache) else [cache]

@@ -39,10 +39,10 @@ class Rows(Protocol):
     pool: BlockPool
 
     def tables_of(self, layer: int) -> Sequence[BlockTable]:
-        """Of the layer's group, one for each sequence."""
+        """Return the block tables of the layer's group, one per sequence."""
 
     def window_of(self, mask: mx.array | str | None) -> Window | None:
-        """The window that a mask stands for; None if it is one of the caller's own."""
+        """Return the window that a mask stands for; None if it is one of the caller's own."""
 
 
 class LazyKV:
@@ -84,17 +84,17 @@ class LazyKV:
 
     @property
     def pool(self) -> BlockPool:
-        """To be asked only where :meth:`serves` says so."""
+        """Pool of the blocks; ask only where :meth:`serves` says so."""
         pool = self._pool()
         assert pool is not None
         return pool
 
     def is_of(self, pool: BlockPool, layer: int) -> bool:
-        """Whether the arrays were gathered from a layer of this pool."""
+        """Return whether the arrays were gathered from a layer of this pool."""
         return self.layer == layer and self._pool() is pool
 
     def serves(self, queries: mx.array, mask: mx.array | str | None) -> bool:
-        """Whether :meth:`attend` gives what attention over the arrays would."""
+        """Return whether :meth:`attend` gives what attention over the arrays would."""
         rows, shape = self._rows(), queries.shape
         if rows is None or len(shape) != 4 or shape[0] != len(rows.tables_of(self.layer)):
             return False
@@ -162,7 +162,7 @@ def hand_out(keys: Any, values: Any, fetched: LazyKV) -> None:
 
 
 def compute_rewound(pool: BlockPool, layer: int) -> None:
-    """Before a layer's next tokens: compute arrays that somebody still holds although attention took their blocks.
+    """Compute, before a layer's next tokens, arrays that somebody still holds although attention took their blocks.
     Outside the chain of fences their gather is not ordered before what is written next."""
     if not _handed_out:
         return
@@ -173,7 +173,7 @@ def compute_rewound(pool: BlockPool, layer: int) -> None:
 
 
 def lazy_kv_of(keys: object, values: object) -> LazyKV | None:
-    """What this very pair of arrays stands for, or None."""
+    """Return what this very pair of arrays stands for, or None."""
     entry = _handed_out.get(id(keys))
     if entry is None or entry[0]() is not keys or entry[1]() is not values:
         return None

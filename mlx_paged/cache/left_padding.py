@@ -34,7 +34,7 @@ class LeftPadding:
 
     @property
     def is_padded(self) -> bool:
-        """Whether some of the new tokens are padding."""
+        """Return whether some of the new tokens are padding."""
         return any(count < self.width for count in self.counts)
 
     def _indices(self) -> mx.array:
@@ -52,7 +52,7 @@ class LeftPadding:
         return mx.where(indices < pinned, indices, positions) if pinned else positions
 
     def mask(self, window: Window | None, tables: Sequence[BlockTable]) -> mx.array:
-        """What each new token sees, boolean ``[B, 1, width, longest]``.
+        """Return what each new token sees, boolean ``[B, 1, width, longest]``.
 
         Args:
             window: of the mask, at most that of the layer.
@@ -75,8 +75,9 @@ class LeftPadding:
         return mask
 
     def _narrow_mask(self, window: int, tables: Sequence[BlockTable]) -> mx.array:
-        """For one new token, a window narrower than the layer's, and pinned tokens: mlx-lm goes back from the newest
-        slot of its buffer, pinned ones included, and takes the first slot for it where the ring begins anew."""
+        """Return the mask of one new token over a window narrower than the layer's, and pinned tokens: mlx-lm goes back
+        from the newest slot of its buffer, pinned ones included, and takes the first slot for it where the ring begins
+        anew."""
         assert self.window is not None
         size = self.window.size
         pinned, ring = tables[0].pinned, size - tables[0].pinned

@@ -59,11 +59,11 @@ class Pack:
         return sum(self.counts)
 
     def tables_of(self, layer: int) -> list[BlockTable]:
-        """Of the layer's group, one for each sequence."""
+        """Return the block tables of the layer's group, one per sequence."""
         return self.tables[self._place[layer]]
 
     def step(self, layer: int) -> PackedStep:
-        """The pack's positions in the layer's group."""
+        """Return the pack's positions in the layer's group."""
         return self.pool.layer(layer).packed_step(self.tables_of(layer), self.counts)
 
     def offsets(self, layer: int) -> mx.array:
@@ -76,24 +76,24 @@ class Pack:
         return self._behind
 
     def mask(self, window: int) -> mx.array:
-        """An array that stands for a window narrower than the layer's, to be recognised when it comes back."""
+        """Return an array that stands for a window narrower than the layer's, to be recognised when it comes back."""
         made = self._masks.get(window)
         if made is None:
             made = self._masks[window] = mx.ones((len(self), 1, 1, 1), mx.bool_)
         return made
 
     def window_of(self, mask: mx.array | str | None) -> int | None:
-        """The window that a mask of :meth:`mask` stands for; None for any other."""
+        """Return the window that a mask of :meth:`mask` stands for; None for any other."""
         return next((window for window, made in self._masks.items() if made is mask), None)
 
     def wrote(self, layer: int) -> None:
-        """The layer has written its tokens."""
+        """Note that the layer has written its tokens."""
         if layer in self.written:
             raise NotPackableError(f"layer {layer} writes twice")
         self.written.add(layer)
 
     def attended(self, layer: int) -> None:
-        """What the layer has written has been attended to."""
+        """Note that what the layer has written has been attended to."""
         self._attended[layer] += 1
 
     def write_all(self) -> list[list[BlockTable]]:
@@ -113,7 +113,7 @@ class Pack:
         return len(self._place)
 
     def commit(self) -> None:
-        """After the model call: the sequences' layers are where their tables are.
+        """Check, after the model call, that the sequences' layers are where their tables are.
 
         Raises:
             NotPackableError: a layer's keys have not been written or not been attended to. No sequence has changed.

@@ -101,7 +101,7 @@ class PackedKVCache:
 
     @in_turn
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """The same for a layer that attends to what another has written: stands for that, and holds nothing."""
+        """Return a stand-in for a layer that attends to what another has written, which holds nothing."""
         if self.layer not in self.pack.written:
             raise PromptCacheError(f"layer {self.layer} has written nothing yet")
         geometry = self._kv.group.geometry
@@ -237,7 +237,7 @@ class PackedKV(LazyKV):
 
     @in_turn
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, params: AttentionParams) -> mx.array:
-        """As :meth:`PackedKVCache.attend`, of what is written. Only where :meth:`serves` says so."""
+        """Like :meth:`PackedKVCache.attend`, for what is written. Call it only where :meth:`serves` says so."""
         pack = self._pack()
         assert pack is not None
         params = known_mask(pack, params)
@@ -247,7 +247,8 @@ class PackedKV(LazyKV):
 
 
 def known_mask(pack: Pack, params: AttentionParams) -> AttentionParams:
-    """With the window that the mask stands for instead of it. Raises NotPackableError for a mask of the model's own."""
+    """Return the parameters with the window that the mask stands for instead of it. Raises NotPackableError for a mask
+    of the model's own."""
     if params.mask is None:
         return params
     window = pack.window_of(params.mask)

@@ -56,7 +56,7 @@ class PagedKVCache:
 
     @property
     def sees(self) -> Window | None:
-        """What a token sees of those before it; None: all."""
+        """Return what a token sees of those before it; None: all."""
         return self._kv.sees
 
     @property
@@ -161,8 +161,8 @@ class PagedKVCache:
 
     @in_turn
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """The visible keys and values ``[1, n_kv_heads, n, head_dim]``, in mlx-lm's order (a copy), also those that
-        another layer wrote; recognised as those of :meth:`update_and_fetch` are."""
+        """Return the visible keys and values ``[1, n_kv_heads, n, head_dim]``, in mlx-lm's order (a copy), also those
+        that another layer wrote; recognised as those of :meth:`update_and_fetch` are."""
         return self._fetch(self._kv, self.table, None, None)
 
     def _fetch(
@@ -233,8 +233,8 @@ class PagedKVCache:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """What mlx-lm evaluates between prefill chunks: an array that is ready when this layer's writes are, and the
-        cache itself. No keys are gathered for it; see :meth:`keys_and_values`."""
+        """Return what mlx-lm evaluates between prefill chunks: an array that is ready when this layer's writes are, and
+        the cache itself. No keys are gathered for it; see :meth:`keys_and_values`."""
         return (self._kv.fence(), self)
 
     @state.setter
@@ -255,7 +255,7 @@ class PagedKVCache:
 
     @classmethod
     def from_state(cls, state: tuple[Any, ...]) -> PagedKVCache:
-        """A fork of the cache the state was taken from."""
+        """Return a fork of the cache the state was taken from."""
         if len(state) == 2 and isinstance(state[1], PagedKVCache):
             return copy.deepcopy(state[1])
         raise PromptCacheError("dense keys need a pool: make a cache with make_prompt_cache(model) and set its state")
@@ -274,7 +274,7 @@ class PagedKVCache:
         return self.offset == 0
 
     def is_trimmable(self) -> bool:
-        """As in mlx-lm: always, except in a sliding window that has been filled."""
+        """Say whether it can be trimmed: always, except in a sliding window that is full, as in mlx-lm."""
         ring = self._kv.spec.ring
         return ring is None or self.offset < ring
 
@@ -302,7 +302,7 @@ class PagedKVCache:
         return mask
 
     def _mask(self, N: int, return_array: bool, window_size: int | None) -> tuple[mx.array | str | None, Window]:
-        """The mask, and the window it stands for."""
+        """Return the mask, and the window it stands for."""
         everything, own = self.offset + N, self._kv.sees
         seen = window_under(self._kv.spec, window_size)
         if self.window is None or own is None:

@@ -49,7 +49,7 @@ class SequenceTables:
         self._offsets, self._behind = None, behind
 
     def is_level(self, behind: int = 0) -> bool:
-        """Whether every layer ends so many tokens before its table does."""
+        """Return whether every layer ends so many tokens before its table does."""
         if self._offsets is None:
             return self._behind == behind
         return all(self.tables[self._place[layer]].length == end + behind for layer, end in self._offsets.items())
@@ -72,7 +72,7 @@ class SequenceTables:
         return self.tables[self._place[layer]]
 
     def tables_of(self, layer: int) -> list[BlockTable]:
-        """The layer's table, as that of a batch of one."""
+        """Return the layer's table, as that of a batch of one."""
         return [self.tables[self._place[layer]]]
 
     def reserve(self, layer: int, num_tokens: int) -> BlockTable:
@@ -125,7 +125,7 @@ class SequenceTables:
                 self._offsets = {layer: offset - num_tokens for layer, offset in self._offsets.items()}
 
     def window_of(self, mask: mx.array | str | None) -> Window | None:
-        """The window of a mask made by :meth:`PagedKVCache.make_mask`; None for any other."""
+        """Return the window of a mask made by :meth:`PagedKVCache.make_mask`; None for any other."""
         if mask is not None and not isinstance(mask, str):
             for made, window in self.masks.values():
                 if made is mask:

@@ -56,7 +56,7 @@ class AnswerGrammars:
 
     @property
     def has_default(self) -> bool:
-        """Whether the command line says what answers have to be."""
+        """Return whether the command line says what answers have to be."""
         return self._default is not None
 
     def learn(self, tokenizer: Any) -> None:
@@ -66,7 +66,7 @@ class AnswerGrammars:
         self._tokenizer, self._grammars = tokenizer, TokenizerGrammars(tokenizer)
 
     def grammar(self, options: Mapping[str, Any], prompt: Sequence[int]) -> CompiledGrammar | None:
-        """For the answer to a prompt with these options, which the command line's gives way to.
+        """Return the grammar of a prompt with these options, which replaces the command line's.
 
         Raises:
             RequestRefused: it cannot be used.

@@ -212,7 +212,7 @@ class BatchRun:
         self.num_generated = 0
 
     def run(self, model: Any) -> None:
-        """Until every prompt has a result."""
+        """Compute until every prompt has a result."""
         from ..patches.cache.pools import known_pool
 
         progress = BatchProgress(self.stream)
@@ -234,7 +234,7 @@ class BatchRun:
             progress.clear()
 
     def _underway(self) -> float:
-        """How much of the running prompts is done, in prompts."""
+        """Return how much of the running prompts is done, in prompts."""
         return sum(
             (self._prefilled.get(uid, 0) + len(row.answer.tokens)) / (row.length + row.max_tokens)
             for uid, row in self._running.items()
@@ -276,7 +276,7 @@ class BatchRun:
         self._running[uid] = _Running(prompt, len(tokens), most, answer)
 
     def _options(self, sampling: Mapping[str, Any], grammar: CompiledGrammar | None) -> RequestOptions:
-        """What a prompt says that mlx-lm's generator has no argument for."""
+        """Return what a prompt says that mlx-lm's generator has no argument for."""
         seed = sampling.get("seed") if self._seeds_rows else None
         return RequestOptions(seed=seed, grammar=grammar, prompt_lookup=sampling.get("prompt_lookup"))
 
@@ -351,7 +351,8 @@ class BatchRun:
 
 
 def _as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A chat as templates take it: contents in parts joined, arguments of tool calls parsed, as mlx-lm's server does.
+    """Return a chat as templates take it: contents in parts joined, arguments of tool calls parsed, as mlx-lm's server
+    does.
 
     Raises:
         ValueError: a part is not a text.

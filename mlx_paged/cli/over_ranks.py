@@ -140,7 +140,7 @@ def share_stdin(ranks: Ranks) -> None:
 
 
 def loading(ranks: Ranks, *, pipeline: bool) -> Callable[..., Any]:
-    """In the place of mlx-lm's ``load``: this rank's part of the model."""
+    """Replace mlx-lm's ``load``: load this rank's part of the model."""
 
     def load(
         path: str,

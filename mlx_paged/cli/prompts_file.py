@@ -183,7 +183,7 @@ class Prompt:
 
     @property
     def digest(self) -> str:
-        """What identifies the prompt when an interrupted run is resumed."""
+        """Return what identifies the prompt when an interrupted run is resumed."""
         identity: list[Any] = [self.text, self.messages, self.max_tokens]
         if self.sampling:
             identity.append(dict(self.sampling))
@@ -192,7 +192,7 @@ class Prompt:
 
 
 def read_prompts(lines: Iterable[bytes], name: str) -> list[Prompt]:
-    """The prompts of a file, one a line: JSONL, or the prompts themselves.
+    """Return the prompts of a file, one a line: JSONL, or the prompts themselves.
 
     A file is JSONL if its name ends in ``.jsonl``, or if its first line that is not empty begins with ``{`` and some
     line is a JSON object. A JSON line holds ``prompt`` (a text) or ``messages`` (a chat), and may hold ``max_tokens``,
@@ -256,7 +256,7 @@ def _from_object(index: int, line: bytes) -> Prompt:
 
 
 class Counts(NamedTuple):
-    """Of a run so far."""
+    """Counts of a run so far."""
 
     done: int
     total: int
@@ -353,7 +353,7 @@ class Results:
             raise PromptsFileError(f"{path} holds the result of another prompt at index {index}: it is another run's")
 
     def missing(self) -> Iterator[Prompt]:
-        """The prompts that have no result yet."""
+        """Yield the prompts that have no result yet."""
         done = set(self._ready)
         return (prompt for prompt in self.prompts[self._next :] if prompt.index not in done)
 
@@ -427,7 +427,7 @@ def _replace(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a results file; none if it is not there."""
+    """Return the complete lines of a results file; none if it is not there."""
     if not path.exists():
         return []
     lines = path.read_bytes().splitlines(keepends=True)

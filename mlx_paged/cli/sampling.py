@@ -42,7 +42,7 @@ class Sampling:
         self._samplers: dict[str, Sampler] = {}
 
     def sampler(self, options: Mapping[str, Any]) -> Sampler:
-        """For a prompt with these options, checked as the server's are."""
+        """Return the sampler of a prompt with these options, checked as the server's are."""
         from mlx_lm.sample_utils import make_sampler
 
         chosen = {name: options.get(name, default) for name, default in self._defaults.items()}
@@ -61,7 +61,7 @@ class Sampling:
         return self._samplers[key]
 
     def processors(self, options: Mapping[str, Any]) -> list[Processor]:
-        """For a prompt with these options.
+        """Return the processors of a prompt with these options.
 
         Raises:
             RequestRefused: ``logit_bias`` names a token that the model does not have.
@@ -76,5 +76,5 @@ class Sampling:
         return processors
 
     def draws(self, options: Mapping[str, Any]) -> bool:
-        """Whether tokens are drawn at random, so that a seed matters."""
+        """Return whether tokens are drawn at random, so that a seed matters."""
         return bool(options.get("temperature", self._defaults["temperature"]))

@@ -199,7 +199,7 @@ class PrefillProgress:
 
 
 def prefill_progress(stream: TextIO | None = None) -> PrefillProgress | None:
-    """The bar of a long prefill on stderr, or None where stderr is no terminal."""
+    """Return the bar of a long prefill on stderr, or None where stderr is no terminal."""
     out = sys.stderr if stream is None else stream
     return PrefillProgress(out) if out.isatty() else None
 

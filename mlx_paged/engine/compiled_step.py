@@ -50,7 +50,7 @@ class _Newest:
     """Rows of one new token for each table."""
 
     def arrays(self, layer: PoolLayer, tables: Sequence[BlockTable], shape: tuple[int, int]) -> GroupArrays:
-        """What the layers of a group share, with block tables of the shape."""
+        """Return what the layers of a group share, with block tables of the shape."""
         step = layer.step(tables, 1)
         return GroupArrays(step.visible(tables, layer.sees, shape), step.offsets(shape[0]))
 
@@ -124,7 +124,7 @@ class PackRows:
         self.pack.unwrite_all()
 
     def arrays(self, layer: PoolLayer, tables: Sequence[BlockTable], shape: tuple[int, int]) -> GroupArrays:
-        """What the layers of a group share, with block tables of the shape."""
+        """Return what the layers of a group share, with block tables of the shape."""
         step = layer.packed_step(tables, self.pack.counts)
         visible = step.visible(tables, layer.sees, shape)
         return GroupArrays(visible, step.offsets(tables, shape[0]), (step.slots(tables, shape[0]),))
@@ -134,7 +134,7 @@ StepRows = SequenceRows | BatchRows | PackRows
 
 
 def rows_of(caches: Sequence[Any]) -> StepRows | None:
-    """The rows these caches belong to, if they are all paged, of the same rows, and cover the pool's layers."""
+    """Return the rows these caches belong to, if they are all paged, of the same rows, and cover the pool's layers."""
     first = caches[0] if caches else None
     if isinstance(first, PagedKVCache):
         sequence = first.sequence
@@ -181,8 +181,8 @@ class StepLayer:
         return None if self._sees is None else self._sees.size
 
     def check_attended(self) -> None:
-        """At the end of the trace. Raises NotCompilable unless the layer's new tokens have been attended to, which is
-        what writes them, and nothing else has been tried, even if whoever tried it went on."""
+        """Check at the end of the trace. Raises NotCompilable unless the layer's new tokens have been attended to,
+        which is what writes them, and nothing else has been tried, even if whoever tried it went on."""
         if self._misuses:
             raise NotCompilable(self._misuses[0])
         if not self._attended:
@@ -202,7 +202,7 @@ class StepLayer:
         values: mx.array,
         params: AttentionParams,
     ) -> mx.array:
-        """As :meth:`PagedKVCache.attend`, for one new token per row, in the kernel."""
+        """Like :meth:`PagedKVCache.attend`, for one new token per row, in the kernel."""
         self._take(keys, values)
         return self.attend_fetched(queries, params)
 
@@ -214,7 +214,7 @@ class StepLayer:
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """The same for another layer that attends to what this one has been given."""
+        """Return a placeholder for another layer that attends to what this one has been given."""
         if self._new is None:
             raise NotCompilable("a layer attends before there is anything to attend to")
         keys, values = (FetchedKV(self._misuses, array.dtype) for array in self._new)
@@ -242,7 +242,7 @@ class StepLayer:
         return self.blocks.decode(queries, visible, append, params._replace(mask=None, window=window), slots)
 
     def _seen_under(self, mask: Any) -> tuple[Window | None, tuple[mx.array, mx.array, mx.array]]:
-        """What rows see of their blocks under a mask that the model gives to attention."""
+        """Return what rows see of their blocks under a mask that the model gives to attention."""
         # Causality hides nothing from a row's newest token.
         if mask is None or isinstance(mask, str) or (isinstance(mask, NarrowMask) and self._has(mask.window_size)):
             return self._sees, self._visible
@@ -252,7 +252,7 @@ class StepLayer:
         return Window(mask.window_size), (tables, ends, mx.maximum(starts, ends - mask.window_size))
 
     def _has(self, window_size: int) -> bool:
-        """Whether the layer's own window hides as much as this one."""
+        """Return whether the layer's own window hides as much as this one."""
         return self.window is not None and window_size >= self.window
 
 
@@ -286,7 +286,7 @@ class StandIn:
 
 
 class FetchedKV(StandIn):
-    """Of keys, or values, that a layer has fetched."""
+    """Placeholder for keys, or values, that a layer has fetched."""
 
     __slots__ = ("dtype",)
 
@@ -296,7 +296,7 @@ class FetchedKV(StandIn):
 
 
 class NarrowMask(StandIn):
-    """Of a mask for a window narrower than the layer's."""
+    """Placeholder for a mask whose window is narrower than the layer's."""
 
     __slots__ = ("window_size",)
 
@@ -317,7 +317,7 @@ class StepKV(LazyKV):
         return True
 
     def attend(self, queries: mx.array, keys: Any, values: Any, params: AttentionParams) -> mx.array:
-        """As :meth:`StepLayer.attend`, of what the layer has been given.
+        """Like :meth:`StepLayer.attend`, for what the layer has been given.
 
         Raises:
             NotCompilable: with a mask, for several tokens, or after the trace.
@@ -366,12 +366,12 @@ class StepShapes(NamedTuple):
     def of(
         cls, num_rows: int, pool: BlockPool, tables: Sequence[Sequence[BlockTable]], *, is_pack: bool = False
     ) -> StepShapes:
-        """The smallest for so many rows with these tables, one list for each group."""
+        """Return the smallest for so many rows with these tables, one list for each group."""
         sizes = tuple(group.allocator.num_blocks for group in pool.groups)
         return cls(padded_rows(num_rows), tuple(map(table_width, tables)), sizes, is_pack)
 
     def can_hold(self, other: StepShapes) -> bool:
-        """Whether a step of the other's shapes can be padded to these. One sequence alone never is."""
+        """Return whether a step of the other's shapes can be padded to these. One sequence alone never is."""
         return (
             1 < other.num_rows <= self.num_rows <= max(ANY_ROWS, 2 * other.num_rows)
             and (self.sizes, self.is_pack) == (other.sizes, other.is_pack)
@@ -461,7 +461,7 @@ class CompiledStep:
         caches: Sequence[Any],
         parts: Sequence[Any],
     ) -> mx.array | None:
-        """The step, compiled; None if it is not, and nothing has been done. ``parts``: the caches' leaves."""
+        """Return the step, compiled; None if it is not, and nothing has been done. ``parts``: the caches' leaves."""
         pool = rows.pool
         arrays = []
         tables = rows.reserve(parts)
@@ -500,7 +500,7 @@ class CompiledStep:
         return logits[: len(rows)] if missing else logits
 
     def _weights_of(self, model: Any) -> list[mx.array] | None:
-        """The model's arrays; None if it is not what it was when it was traced, and no trace is left.
+        """Return the model's arrays; None if it is not what it was when it was traced, and no trace is left.
 
         Raises:
             StateNotKnown: that cannot be told of this model.
@@ -515,7 +515,7 @@ class CompiledStep:
         return weights
 
     def _shapes_for(self, own: StepShapes) -> StepShapes | None:
-        """Of the compiled step to take: of these shapes, or larger ones; None as long as there is none."""
+        """Return the shapes of the compiled step to use: these, or larger ones; None as long as there is none."""
         if own in self._functions:
             self._functions.move_to_end(own)
             return own

@@ -186,7 +186,7 @@ class DecodeBatch:
         row.caches = with_leaves(row.caches, parts)
 
     def fork(self, row: Request) -> list[Any]:
-        """A copy of the row's caches: references to its blocks, copies of other states."""
+        """Return a copy of the row's caches: references to its blocks, copies of other states."""
         self.settle_tables()
         index = self.rows.index(row)
         assert row.caches is not None
@@ -217,14 +217,14 @@ class DecodeBatch:
     # Steps ----------------------------------------------------------------------------------------------------
 
     def reserve(self) -> FailedRow | None:
-        """A block position for every row's next token; see :meth:`BatchTables.reserve`."""
+        """Return a block position for every row's next token; see :meth:`BatchTables.reserve`."""
         if self._changed:
             self._caches, self._tables = batch_of(self.rows, self._caches)
             self._changed = False
         return self._tables.reserve() if self._tables is not None else None
 
     def _composed(self, parts: Sequence[Any]) -> list[Any]:
-        """The layers' batch caches as the model expects them."""
+        """Return the layers' batch caches as the model expects them."""
         return with_leaves(self.rows[0].caches or [], parts)
 
     def step(self) -> list[Delivery]:
@@ -362,7 +362,7 @@ def _elements(x: mx.array, indices: Sequence[int]) -> mx.array:
 
 
 def batch_of(rows: Sequence[Request], states: Sequence[Any]) -> tuple[list[Any], BatchTables | None]:
-    """The layers' batch caches over the rows' block tables, and those tables; None: no layer is paged."""
+    """Return the layers' batch caches over the rows' block tables, and those tables; None: no layer is paged."""
     caches = leaves(rows[0].caches or [])
     sequences = [sequence for row in rows if (sequence := row.sequence) is not None]
     if not sequences:
@@ -405,7 +405,7 @@ class RowByRowBatch(DecodeBatch):
         self._collect([*self.rows, *rows])
 
     def _collect(self, rows: Sequence[Request]) -> None:
-        """What is to be computed with each step beside the logits, and counted: the caches without blocks."""
+        """Collect what is to be computed with each step beside the logits, and counted: the caches without blocks."""
         self._caches = [c for row in rows for c in leaves(row.caches or []) if not isinstance(c, PagedKVCache)]
 
     def remove(self, rows: Sequence[Request], *, keep_caches: bool = True) -> None:
@@ -429,7 +429,8 @@ class RowByRowBatch(DecodeBatch):
         return [copy.deepcopy(cache, memo) for cache in row.caches]
 
     def reserve(self) -> FailedRow | None:
-        """A block position for every row's next token in every group; the layers find it when they are computed."""
+        """Return a block position for every row's next token in every group; the layers find it when they are
+        computed."""
         done = []
         for index, row in enumerate(self.rows):
             sequence = row.sequence

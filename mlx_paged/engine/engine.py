@@ -274,7 +274,7 @@ class Engine:
         return self.scheduler.running[0]
 
     def _deliver_all(self, deliveries: Sequence[Delivery]) -> tuple[list[TokenResponse], Counter[Request]]:
-        """What the callers get, and how many tokens of each request come behind its last one."""
+        """Return what the callers get, and how many tokens of each request come behind its last one."""
         responses = []
         ended: set[Request] = set()
         unwanted: Counter[Request] = Counter()
@@ -514,7 +514,7 @@ class Engine:
             del self.requests[request.uid]
 
     def extract(self, uid: int) -> tuple[list[Any], list[int]]:
-        """A copy (references) of a request's caches, and the tokens in them."""
+        """Return a copy (references) of a request's caches, and the tokens in them."""
         request = self.requests[uid]
         if request.caches is None:
             caches = self._fresh() if request.given is None else copy.deepcopy(request.given)
@@ -525,7 +525,7 @@ class Engine:
     # Failures -------------------------------------------------------------------------------------------------
 
     def _note(self, request: Request, error: Exception) -> None:
-        """Something has failed for a request, which fails when the others are in order."""
+        """Note that something has failed for a request, which fails when the others are in order."""
         self._noted.setdefault(request, error)
 
     def _fail_noted(self) -> None:
@@ -566,7 +566,8 @@ class Engine:
                 self._join([request])
 
     def _remove_from_batch(self, requests: Sequence[Request], *, keep_caches: bool = True) -> None:
-        """Of the decode batch. A request for which that fails is out of it, too, but its caches are no good."""
+        """Remove requests from the decode batch. A request for which that fails is out of it, too, but its caches are
+        no good."""
         try:
             self.batch.remove(requests, keep_caches=keep_caches)
         except Exception as error:

@@ -50,7 +50,8 @@ class LookUp:
         self._known: tuple[mx.array | None, list[int]] = (None, [])
 
     def step(self, others: Growth) -> list[Delivery] | None:
-        """A step of the batch with drafts, in the place of :meth:`DecodeBatch.reserve` and :meth:`DecodeBatch.step`.
+        """Return a step of the batch with drafts, in the place of :meth:`DecodeBatch.reserve` and
+        :meth:`DecodeBatch.step`.
 
         Args:
             others: what else is going to grow before the next step.
@@ -97,8 +98,8 @@ class LookUp:
     # Verifying ------------------------------------------------------------------------------------------------
 
     def _logits(self, drafts: dict[Request, list[int]], counts: Sequence[int]) -> tuple[mx.array, mx.array] | None:
-        """The tokens of the call ``[T]``, row by row, and their logits ``[T, vocab]``, with the rows' caches behind all
-        of them; None if that cannot be had, and nothing has changed."""
+        """Return the tokens of the call ``[T]``, row by row, and their logits ``[T, vocab]``, with the rows' caches
+        behind all of them; None if that cannot be had, and nothing has changed."""
         batch = self.batch
         batch.settle_tables()
         sequences = [sequence for row in batch.rows if (sequence := row.sequence) is not None]
@@ -181,7 +182,7 @@ class LookUp:
         return deliveries
 
     def _tell(self, row: Request, following: int) -> None:
-        """What the row has taken, and its next token: the next drafts come behind that."""
+        """Tell the proposer what the row has taken, and its next token: the next drafts come behind that."""
         proposer = self.batch.proposers[row]
         proposer.follow(row)
         proposer.add(following)

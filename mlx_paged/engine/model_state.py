@@ -79,7 +79,7 @@ class ModelState:
         self._classes_then = list(map(dict, self._classes))
 
     def arrays_of(self, model: nn.Module) -> list[mx.array] | None:
-        """The model's arrays, in the order of :func:`members_of`; None if anything else is not what it was."""
+        """Return the model's arrays, in the order of :func:`members_of`; None if anything else is not what it was."""
         try:
             containers: list[Any] = [module() for module in self._modules]
             if containers[0] is not model:
@@ -106,7 +106,7 @@ class ModelState:
         self._attributes_then.append(then)
 
     def _copy(self, value: Any) -> Any:
-        """What the value is compared with later on: of what can be changed in place, a copy."""
+        """Return what the value is compared with later on: of what can be changed in place, a copy."""
         if isinstance(value, mx.array | nn.Module):
             raise StateNotKnown(f"{type(value).__name__} in a plain attribute or a tuple")
         if isinstance(value, types.MethodType):
@@ -131,7 +131,7 @@ class ModelState:
 
 
 class _Places:
-    """Where some values of a model are.
+    """Places of some values in a model.
 
     Args:
         members: of the model.
@@ -143,12 +143,12 @@ class _Places:
         self._keys = [member.key for member in members]
 
     def values(self, containers: list[Any]) -> Iterable[Any]:
-        """What is there now. Raises LookupError, when iterated over, where there is nothing."""
+        """Return what is there now. Raises LookupError, when iterated over, where there is nothing."""
         return map(getitem, self._owners(containers), self._keys)
 
 
 def _picker(indices: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
-    """From a list to its items at these indices."""
+    """Return a function from a list to its items at these indices."""
     if len(indices) > 1:
         return itemgetter(*indices)
     return lambda values: [values[index] for index in indices]

@@ -78,7 +78,7 @@ class NarrowAllToShardedLinear(AllToShardedLinear):
 
 
 class NarrowQuantizedAllToShardedLinear(QuantizedAllToShardedLinear):
-    """The same with a quantised weight."""
+    """Like its base, with a quantised weight."""
 
     def __call__(self, x: mx.array) -> mx.array:
         weight, bias = PackedWeight.of(self), self.get("bias")
@@ -98,7 +98,7 @@ class NarrowShardedToAllLinear(ShardedToAllLinear):
 
 
 class NarrowQuantizedShardedToAllLinear(QuantizedShardedToAllLinear):
-    """The same with a quantised weight."""
+    """Like its base, with a quantised weight."""
 
     def __call__(self, x: mx.array) -> mx.array:
         weight = PackedWeight.of(self)

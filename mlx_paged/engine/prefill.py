@@ -198,22 +198,22 @@ class Prefill:
 
 
 def _fences(requests: Sequence[Request]) -> list[mx.array]:
-    """What is ready when all that these requests have written is, where every layer writes in place: requests of one
-    pool have the same."""
+    """Return what is ready when all that these requests have written is, where every layer writes in place: requests of
+    one pool have the same."""
     pools = {id(request.sequence.pool): request.sequence.pool for request in requests if request.sequence is not None}
     return [array for pool in pools.values() for group in pool.groups for array in group.latest()]
 
 
 def packs_of(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Which chunks are computed in one call: all but those that have failed with others."""
+    """Return which chunks are computed in one call: all but those that have failed with others."""
     pack = [chunk for chunk in chunks if not chunk.request.alone]
     alone = [[chunk] for chunk in chunks if chunk.request.alone]
     return [pack, *alone] if pack else alone
 
 
 def can_pack(caches: Sequence[Any]) -> bool:
-    """Whether new tokens of several sequences can go through the model as rows of one token each, as far as its caches
-    tell: every layer must be paged, and see a sequence as one range of tokens."""
+    """Return whether new tokens of several sequences can go through the model as rows of one token each, as far as its
+    caches tell: every layer must be paged, and see a sequence as one range of tokens."""
     parts = leaves(caches)
     return all(isinstance(cache, PagedKVCache) and not cache.pinned for cache in parts)
 
@@ -235,13 +235,14 @@ def compute_pack(model: Any, chunks: Sequence[Chunk]) -> None:
 
 
 def can_share_calls(caches: Sequence[Any]) -> bool:
-    """Whether several new tokens of rows of different lengths can go through the model together: every layer masks
-    them row by row itself, and leaves padding out."""
+    """Return whether several new tokens of rows of different lengths can go through the model together: every layer
+    masks them row by row itself, and leaves padding out."""
     return all(isinstance(cache, PagedKVCache) and not cache.masks_rows for cache in leaves(caches))
 
 
 def calls_of(chunks: Sequence[Chunk], most_tokens: int) -> list[list[Chunk]]:
-    """Which chunks are computed in one call: short ones, by length, of at most so many tokens with their padding."""
+    """Return which chunks are computed in one call: short ones, by length, of at most so many tokens with their
+    padding."""
     alone: list[list[Chunk]] = []
     shared: list[list[Chunk]] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.num_tokens):

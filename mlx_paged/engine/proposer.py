@@ -74,7 +74,7 @@ class NgramIndex:
         self._latest = [(*long[-2:], token), (*short[-1:], token)]
 
     def find(self) -> tuple[int, int] | None:
-        """Where what stands at the end has stood before: the position behind it, and how many tokens are the same, up
+        """Find where the last tokens have stood before: the position behind them, and how many tokens are the same, up
         to 8."""
         if self._prompt_runs is None:
             first = max(0, self._prompt_length - MOST_AT_ONCE)
@@ -92,7 +92,7 @@ class NgramIndex:
 
 
 def _common_end(tokens: Sequence[int], a: int, b: int) -> int:
-    """How many tokens before two positions are the same, as far as is looked."""
+    """Return how many tokens before two positions are the same, as far as is looked."""
     length = 0
     most = min(a, MOST_COMPARED - SIZES[0])
     while length < most and tokens[a - length - 1] == tokens[b - length - 1]:
@@ -140,7 +140,7 @@ class Proposer:
 
     @property
     def expects(self) -> bool:
-        """Whether anything is predicted."""
+        """Return whether anything is predicted."""
         return self._matched > 0
 
     @property
@@ -171,7 +171,7 @@ class Proposer:
         self._look()
 
     def drafts(self, skipped: int, most: int, price: float = PRICE) -> Drafts | None:
-        """What is expected next, as far as it is worth its price; None: nothing.
+        """Return what is expected next, as far as it is worth its price; None: nothing.
 
         Args:
             skipped: so many tokens are being computed already; the drafts come behind them.

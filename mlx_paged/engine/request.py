@@ -19,7 +19,7 @@ from .step_logits import Sampler, StepLogits
 
 
 class RequestOptions(NamedTuple):
-    """Of one request.
+    """Options of one request.
 
     Attributes:
         salt: only requests with the same one share prefixes.
@@ -128,18 +128,19 @@ class Request:
 
     @property
     def knows_history(self) -> bool:
-        """Whether :meth:`cached_tokens` are all tokens in its cache: those of a cache that came with it were told."""
+        """Return whether :meth:`cached_tokens` are all tokens in its cache: those of a cache that came with it were
+        told."""
         return self.given is None or 0 < len(self.history) == self.kept
 
     @property
     def is_prefilled(self) -> bool:
-        """Whether it decodes."""
+        """Return whether it decodes."""
         return self.length >= self.prefill_end
 
     def chunk_length(self, most: int | None, grid: int | None = None) -> int:
-        """Of its next chunk: to the next boundary or the end of the prefill, ``most`` tokens at most. What has to be
-        cut with ``grid`` is cut at the last of its multiples after ``origin`` that is not further, if need be at the
-        next one; without ``most``, always at the next one."""
+        """Return the length of its next chunk: to the next boundary or the end of the prefill, ``most`` tokens at most.
+        What has to be cut with ``grid`` is cut at the last of its multiples after ``origin`` that is not further, if
+        need be at the next one; without ``most``, always at the next one."""
         while self.boundaries and self.boundaries[0] <= self.length:
             self.boundaries.popleft()
         end = min(self.boundaries[0], self.prefill_end) if self.boundaries else self.prefill_end
@@ -169,18 +170,18 @@ class Request:
         return self.kept + self.prompt_length + self.max_tokens - self.length
 
     def cached_tokens(self) -> list[int]:
-        """The tokens in its cache."""
+        """Return the tokens in its cache."""
         return self.history + self.source[: self.length - self.kept]
 
     def next_tokens(self, num_tokens: int) -> list[int]:
-        """The next tokens to compute. The block tables learn which of them had been decoded before."""
+        """Return the next tokens to compute. The block tables learn which of them had been decoded before."""
         start = self.length - self.kept
         if self.sequence is not None:
             self.sequence.decoded = range(self.kept + self.prompt_length - 1, self.prefill_end)
         return self.source[start : start + num_tokens]
 
     def next_input(self) -> int:
-        """The token it decodes next: one sampled before it made room, or the last of its prompt."""
+        """Return the token it decodes next: one sampled before it made room, or the last of its prompt."""
         if self.undelivered is not None:
             return self.undelivered
         return self.source[-1]
@@ -196,5 +197,5 @@ class Request:
 
 
 def sequence_of(caches: Sequence[Any]) -> SequenceTables | None:
-    """The block tables behind a prompt cache, or None if no layer is paged."""
+    """Return the block tables behind a prompt cache, or None if no layer is paged."""
     return next((cache.sequence for cache in leaves(caches) if isinstance(cache, PagedKVCache)), None)

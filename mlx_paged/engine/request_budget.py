@@ -42,7 +42,7 @@ class RequestBudget:
         return self.budget.holds(num_tokens, tables)
 
     def fits(self, growth: Growth, evict: Callable[[], bool]) -> bool:
-        """Whether all these requests can grow by so many tokens.
+        """Return whether all these requests can grow by so many tokens.
 
         Args:
             evict: frees something that nobody uses; False if there is nothing left.
@@ -78,7 +78,7 @@ class RequestBudget:
         return self.budget.has_blocks(num_blocks)
 
     def has_room(self, growth: Growth) -> bool:
-        """The same of requests that run, as of any step's; prefixes are evicted when it comes to that, not for this."""
+        """Like `fits`, for running requests; never evicts prefixes."""
         most = sum(self.most_blocks(num_tokens) for _, num_tokens in growth)
         return self.budget.fits_blocks(most) or self.fits(growth, lambda: False)
 
@@ -102,9 +102,9 @@ class RequestBudget:
             )
 
     def _expected(self, requests: Sequence[Request]) -> list[Append]:
-        """What requests that can run together are going to append: their prompts but for what they will find cached,
-        and the tokens that they may generate, no more than :data:`GENERATED_AHEAD` of them: few answers are as long as
-        they may be."""
+        """Return what requests that can run together are going to append: their prompts but for what they will find
+        cached, and the tokens that they may generate, no more than :data:`GENERATED_AHEAD` of them: few answers are as
+        long as they may be."""
         expected = []
         left = self.budget.pool.memory.unheld_bytes
         cached = [0] * len(requests) if self._sharing is None else self._sharing.will_find(requests)
@@ -125,5 +125,5 @@ class RequestBudget:
 
 
 def _append(request: Request, num_tokens: int) -> Append:
-    """The request's next tokens; a cache that it came with stays as it is."""
+    """Return the request's next tokens; a cache that it came with stays as it is."""
     return Append(request.tables, num_tokens, forked=request.caches is None and request.given is not None)

@@ -25,29 +25,30 @@ class Memory(Protocol):
     :meth:`Scheduler.remove` the request when the plan is made: nothing may be raised while it is."""
 
     def holds(self, num_tokens: int) -> bool:
-        """Whether one sequence of so many tokens fits when nothing else is held."""
+        """Return whether one sequence of so many tokens fits when nothing else is held."""
 
     def fits(self, growth: Growth) -> bool:
-        """Whether all these requests can grow by so many tokens, prefixes that nobody uses being evicted for it."""
+        """Return whether all these requests can grow by so many tokens, prefixes that nobody uses being evicted for
+        it."""
 
     def most_blocks(self, num_tokens: int) -> int:
         """Return how many blocks of each group a request takes at most that grows by so many tokens."""
 
     def has_blocks(self, num_blocks: int) -> bool:
-        """Whether so many blocks of each group can be had, prefixes that nobody uses being evicted for it."""
+        """Return whether so many blocks of each group can be had, prefixes that nobody uses being evicted for it."""
 
     def must_wait(self, request: Request) -> bool:
-        """Whether a request that could start is better off later, when one that runs has computed their common
+        """Return whether a request that could start is better off later, when one that runs has computed their common
         prefix."""
 
     def admit(self, request: Request) -> None:
-        """The request starts; sets its length to the tokens it finds cached."""
+        """Start the request; sets its length to the tokens it finds cached."""
 
     def release(self, request: Request) -> None:
         """Give back what the request holds beyond the ``kept`` tokens; what it needs to go on later is remembered."""
 
     def exhausted(self, request: Request, num_tokens: int) -> Exception:
-        """The error to report for a request that cannot grow by so many tokens."""
+        """Return the error to report for a request that cannot grow by so many tokens."""
 
 
 class Chunk(NamedTuple):
@@ -115,7 +116,7 @@ class Scheduler:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether some request's prompt is not computed yet."""
+        """Return whether some request's prompt is not computed yet."""
         return bool(self.waiting) or any(not request.is_prefilled for request in self.running)
 
     # Requests -------------------------------------------------------------------------------------------------
@@ -175,7 +176,7 @@ class Scheduler:
         )
 
     def _alive(self, growth: Growth) -> list[tuple[Request, int]]:
-        """The part of the growth whose requests have not been preempted and have not failed meanwhile."""
+        """Return the part of the growth whose requests have not been preempted and have not failed meanwhile."""
         running = set(self.running)
         return [(request, num_tokens) for request, num_tokens in growth if request in running]
 
@@ -239,7 +240,7 @@ class Scheduler:
         return chunks
 
     def _chunk_length(self, request: Request, budget: int) -> int:
-        """Of a request's next chunk; more than the budget if not even the least of it fits."""
+        """Return the length of a request's next chunk; more than the budget if not even the least of it fits."""
         if self.grid is None:
             return request.chunk_length(budget)
         return request.chunk_length(None if self.chunk is None else min(budget, self.chunk), self.grid)
@@ -247,7 +248,7 @@ class Scheduler:
     def _fits_chunk(
         self, planned: Growth, request: Request, num_tokens: int, failed: list[tuple[Request, Exception]]
     ) -> bool:
-        """Whether the chunk can be computed in this step, after younger ones have been preempted for it."""
+        """Return whether the chunk can be computed in this step, after younger ones have been preempted for it."""
         while not self.memory.fits([*self._alive(planned), (request, num_tokens)]):
             if self.preempt_for(request):
                 continue
@@ -257,7 +258,7 @@ class Scheduler:
         return True
 
     def _admit(self, num_prefilling: int, failed: list[tuple[Request, Exception]]) -> Request | None:
-        """The request that waits longest, if it may start."""
+        """Return the request that waits longest, if it may start."""
         if not self.waiting or len(self.running) >= self.max_running or num_prefilling >= self.max_prefilling:
             return None
         if self.running and not self.admits:
@@ -285,8 +286,8 @@ class Scheduler:
         return request
 
     def _has_plenty_for(self, num_tokens: int) -> bool:
-        """Whether a request may start by the blocks that everybody takes at most, its prefix's and a copy of the last
-        of them included. They are summed up once in a plan."""
+        """Return whether a request may start by the blocks that everybody takes at most, its prefix's and a copy of the
+        last of them included. They are summed up once in a plan."""
         blocks = self.memory.most_blocks
         if self._blocks_ahead is None:
             self._blocks_ahead = sum(blocks(self._tokens_ahead(request)) for request in self.running)

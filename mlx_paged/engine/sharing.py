@@ -60,11 +60,13 @@ class Snapshots:
         return ()
 
     def will_find(self, requests: Sequence[Request]) -> list[int]:
-        """Of requests, oldest first, the tokens that each finds; what those before it will have left is not counted."""
+        """Return how many tokens each request finds, oldest first; what those before it will have left is not
+        counted."""
         return [self.available(request) for request in requests]
 
     def must_wait(self, request: Request) -> bool:
-        """Whether a running request is about to come to an end that this one can go on from, beyond what is there."""
+        """Return whether a running request is about to come to an end that this one can go on from, beyond what is
+        there."""
         if request.given is not None:
             return False
         expected = 0
@@ -90,7 +92,7 @@ class Snapshots:
         return length
 
     def _find(self, request: Request) -> _Key | None:
-        """The longest snapshot of a prefix."""
+        """Return the longest snapshot of a prefix."""
         if request.given is not None:
             return None
         fitting = (
@@ -136,11 +138,11 @@ class Snapshots:
         self._latest.pop(request.uid, None)
 
     def forget(self, request: Request) -> None:
-        """The request has failed."""
+        """Forget a failed request."""
         self._latest.pop(request.uid, None)
 
     def insert_all(self, request: Request, tokens: list[int]) -> None:
-        """The request has finished; ``tokens`` are in its caches."""
+        """Take what a finished request leaves; ``tokens`` are in its caches."""
         self._latest.pop(request.uid, None)
         if request.caches is not None and request.knows_history and len(tokens) == request.length:
             self._keep(tokens, request)
@@ -200,7 +202,7 @@ class PrefixSharing:
         return () if request.given is not None else self.prefixes.held_alone(request.source, request.options.salt)
 
     def will_find(self, requests: Sequence[Request]) -> list[int]:
-        """Of requests, oldest first, the tokens that each is going to find when those before it have been computed:
+        """Return how many tokens each request is going to find, oldest first, when those before it have been computed:
         what is cached, or what it has in common with the oldest of them that begins with the same block."""
         oldest: dict[tuple[Hashable, tuple[int, ...]], Request] = {}
         found = []
@@ -214,7 +216,8 @@ class PrefixSharing:
         return found
 
     def must_wait(self, request: Request) -> bool:
-        """Whether a running request is about to compute a block or more of this one's tokens, beyond what is there."""
+        """Return whether a running request is about to compute a block or more of this one's tokens, beyond what is
+        there."""
         if request.given is not None:
             return False
         known: int | None = None
@@ -266,7 +269,7 @@ class PrefixSharing:
                 del self._siblings[start]
 
     def _longest(self, request: Request) -> tuple[int, Request] | None:
-        """The longest prefix that a running request has computed, and that request."""
+        """Return the longest prefix that a running request has computed, and that request."""
         best: tuple[int, Request] | None = None
         for other in self._running(request):
             length = min(_common(request, other), other.length, len(request.source) - 1)
@@ -292,13 +295,13 @@ class PrefixSharing:
             self._insert(tokens[: self._whole_blocks(len(tokens))], request)
 
     def insert_all(self, request: Request, tokens: Sequence[int]) -> None:
-        """The request has finished; ``tokens`` are in its cache."""
+        """Take what a finished request leaves; ``tokens`` are in its cache."""
         self._leaves(request)
         if len(tokens) == request.length:
             self._insert(tokens, request)
 
     def forget(self, request: Request) -> None:
-        """The request has failed; nothing is kept of it."""
+        """Forget a failed request; nothing is kept of it."""
         self._leaves(request)
 
     def evict(self) -> bool:

@@ -22,7 +22,7 @@ class StepLogits:
         return int(self._values.shape[0])
 
     def logprobs(self) -> mx.array:
-        """Of all rows, ``[B, vocab]``."""
+        """Log-probabilities of all rows, ``[B, vocab]``."""
         if not self._is_normalised:
             self._values, self._is_normalised = normalised(self._values), True
         return self._values

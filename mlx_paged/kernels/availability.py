@@ -17,5 +17,5 @@ def device_unsupported_reason() -> str | None:
 
 
 def prepares_plans() -> bool:
-    """Whether MLX's attention prepares a plan for each new shape of its arguments, as it does on CUDA."""
+    """Return whether MLX's attention prepares a plan for each new shape of its arguments, as it does on CUDA."""
     return backend() == "cuda"

@@ -166,7 +166,7 @@ class KernelUnavailable(RuntimeError):
 
 @lru_cache(maxsize=1)
 def backend() -> str | None:
-    """The GPU dialect, metal or cuda, or None where MLX has no GPU that runs kernels."""
+    """Return the GPU dialect, metal or cuda, or None where MLX has no GPU that runs kernels."""
     if mx.metal.is_available():
         return "metal"
     if mx.cuda.is_available():
@@ -188,7 +188,7 @@ def gpu_cores() -> int | None:
 
 
 def cores_listed(listed: str) -> int | None:
-    """The number of GPU cores in what ``ioreg`` lists, or None."""
+    """Return the number of GPU cores in what ``ioreg`` lists, or None."""
     found = re.search(r'"gpu-core-count"\s*=\s*(\d+)', listed)
     return int(found.group(1)) if found else None
 
@@ -279,8 +279,8 @@ def build_kernel(body: str, constants: Constants) -> Callable[..., list[mx.array
 
 
 def prepared(kernel: Callable[..., list[mx.array]], options: dict[str, Any]) -> Launch:
-    """A kernel of :func:`build_kernel` with these keyword arguments, to be given inputs of the same shapes each time:
-    the host computes once what follows from them."""
+    """Return a kernel of :func:`build_kernel` with these keyword arguments, to be given inputs of the same shapes each
+    time: the host computes once what follows from them."""
     if isinstance(kernel, CompiledKernel):
         return kernel.prepared(**options)
     return lambda inputs: kernel(inputs=inputs, **options)
@@ -288,7 +288,7 @@ def prepared(kernel: Callable[..., list[mx.array]], options: dict[str, Any]) -> 
 
 @lru_cache(maxsize=1024)
 def _cuda_source(body: str, constants: Constants) -> Source | None:
-    """For the compiler of :func:`cubins`."""
+    """Return the source for the compiler of :func:`cubins`."""
     header, source = (_condense(text) for text in kernel_source(body, "cuda", constants))
     types = (resources.files(__package__) / "text" / "types.cuh").read_text()
     inputs, outputs, _ = SIGNATURES[body]
@@ -296,8 +296,8 @@ def _cuda_source(body: str, constants: Constants) -> Source | None:
 
 
 def _compiled_kernel(body: str, constants: Constants) -> CompiledKernel | None:
-    """What this package compiles itself: MLX would read all of its headers for each text, some 2 s, in each process
-    anew (docs/adr/0025). None: MLX has to."""
+    """Return what this package compiles itself: MLX would read all of its headers for each text, some 2 s, in each
+    process anew (docs/adr/0025). None: MLX has to."""
     known, source = cubins(), _cuda_source(body, constants)
     if known is None or source is None:
         return None
@@ -324,7 +324,7 @@ def warn_when_compiling() -> AbstractContextManager[None]:
 
 
 def compiled_by() -> str:
-    """Who compiles the kernels on this machine, for people."""
+    """Return who compiles the kernels on this machine, for people."""
     known = cubins() if backend() == "cuda" else None
     if known is None:
         return "MLX"

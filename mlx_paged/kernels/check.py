@@ -89,8 +89,8 @@ def checked(
     check: Callable[[Variant], SelfCheck] | None = None,
     texts: Sequence[tuple[str, Constants]] | None = None,
 ) -> SelfCheck:
-    """The remembered result of a check, self_check if none is given. The first failure warns and switches the variant
-    off for this process.
+    """Return the remembered result of a check, self_check if none is given. The first failure warns and switches the
+    variant off for this process.
 
     Args:
         texts: body and constants of what the check and the variant's steps launch, where that is not self_check's.
@@ -295,7 +295,7 @@ class _Rows:
 
 
 def worst_rms(errors: list[mx.array]) -> float:
-    """The largest root of mean squared differences. Raises RuntimeError if one is not finite."""
+    """Return the largest root of mean squared differences. Raises RuntimeError if one is not finite."""
     rms: Any = mx.sqrt(mx.stack(errors).max()).item()
     if not rms < float("inf"):
         raise RuntimeError("the result is not finite")

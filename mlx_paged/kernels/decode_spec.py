@@ -45,7 +45,7 @@ def spec_of(
     n_partitions: int,
     few_tables: bool = False,
 ) -> DecodeSpec:
-    """Of a call over block tables that have fewer than 8 elements (``few_tables``) or more."""
+    """Return the spec of a call over block tables that have fewer than 8 elements (``few_tables``) or more."""
     rows, sinks = batch * q_len, n_q_heads if variant.sinks else 4
     cores = cuda_limits().multiprocessors
     if variant.body in FUSED_BODIES:
@@ -105,7 +105,7 @@ def _decode_spec(
 def _fused_spec(
     variant: Variant, launch_shape: LaunchShape, batch: int, n_q_heads: int, q_len: int, n_runs: int
 ) -> DecodeSpec:
-    """Of a body that joins its partial results itself."""
+    """Return the spec of a kernel that merges its partial results itself."""
     lines = batch * n_q_heads * q_len
     partial = lines * n_runs * (variant.value_dim + 2) if n_runs > 1 else 1
     decode = {
@@ -162,7 +162,7 @@ def pool_constants_of(
 
 @lru_cache(maxsize=64)
 def params_of(*values: float) -> mx.array:
-    """An array of these, made once."""
+    """Return an array of these, made once."""
     array = mx.array(values, mx.float32)
     mx.eval(array)
     return array

@@ -43,7 +43,7 @@ class DrawnRow(NamedTuple):
     key: int = 0
 
     def params(self) -> list[float]:
-        """As the kernel takes them, 8 numbers."""
+        """Return them as the kernel takes them, 8 numbers."""
         scale = min(math.log2(math.e) / self.temperature, 1e30) if self.temperature else 0.0
         log_min_p = math.log(self.min_p) if self.min_p else -math.inf
         is_limited = self.top_p < 1 or self.min_p > 0 or self.top_k is not None
@@ -51,7 +51,7 @@ class DrawnRow(NamedTuple):
         return [scale, self.top_p, log_min_p, top_k, self.min_kept, float(is_limited), 0.0, 0.0]
 
     def key_words(self) -> list[int]:
-        """The high and the low half, in 8 numbers."""
+        """Return the high and the low half, in 8 numbers."""
         return [self.key >> 32 & 0xFFFFFFFF, self.key & 0xFFFFFFFF, *[0] * (WIDTH - 2)]
 
 
@@ -75,7 +75,7 @@ def threefry(key: int, position: int, count: int) -> tuple[int, int]:
 
 
 def drawn_word(x: np.ndarray, row: DrawnRow, position: int, num_groups: int) -> int:
-    """The word that is drawn from logits ``[vocab]``, by so many simdgroups."""
+    """Return the word that is drawn from logits ``[vocab]``, by so many simdgroups."""
     if row.temperature == 0:
         return int(np.argmax(x))
     order = np.argsort(-x, kind="stable")
@@ -108,14 +108,14 @@ def drawn_word(x: np.ndarray, row: DrawnRow, position: int, num_groups: int) -> 
 
 
 def _place(weights: np.ndarray, number: int) -> int:
-    """Which of the weights a number of 32 bits falls on; its first 24 count."""
+    """Return which of the weights a number of 32 bits falls on; its first 24 count."""
     ends = np.cumsum(weights)
     hits = np.flatnonzero((weights > 0) & (ends > (number >> 8) / (1 << 24) * ends[-1]))
     return int(hits[0]) if len(hits) else int(np.flatnonzero(weights)[-1])
 
 
 def passes(body: str, dtype: mx.Dtype, difference: Callable[[mx.Dtype], float], instead: str) -> bool:
-    """Whether a kernel passes its self-check. One that does not, or does not compile, is warned of.
+    """Return whether a kernel passes its self-check. One that does not, or does not compile, is warned of.
 
     Args:
         body: the kernel's.
@@ -140,7 +140,7 @@ _WORDS_OF_GROUP = 32**3
 
 
 def draw_rows(x: mx.array, params: mx.array, keys: mx.array, positions: mx.array) -> mx.array:
-    """A word of each row.
+    """Return a word of each row.
 
     Args:
         x: logits ``[R, vocab]``, of which :func:`serves` is true. What is -inf is not drawn, unless all is.
@@ -164,20 +164,21 @@ def draw_rows(x: mx.array, params: mx.array, keys: mx.array, positions: mx.array
 
 
 def text_of(dtype: mx.Dtype, dialect: str) -> Text:
-    """The text for logits of a dtype."""
+    """Return the text for logits of a dtype."""
     bounds = (("GROUPS", 1),) if dialect == "cuda" else ()
     return Text(BODY, (("T", dtype), ("O", mx.uint32), ("SG", _GROUPS[dialect]), ("AHEAD", _AHEAD[dialect]), *bounds))
 
 
 def serves(x: mx.array) -> bool:
-    """Whether the kernel draws from such logits ``[R, vocab]`` here. The first call for a dtype checks it."""
+    """Return whether the kernel draws from such logits ``[R, vocab]`` here. The first call for a dtype checks it."""
     most = _WORDS_OF_GROUP * min(_GROUPS.values())
     return x.dtype in DTYPES and 0 < x.shape[-1] <= most and device_unsupported_reason() is None and works(x.dtype)
 
 
 @lru_cache(maxsize=8)
 def works(dtype: mx.Dtype) -> bool:
-    """Whether the kernel passes its self-check. One that does not, or does not compile, warns once and is not used."""
+    """Return whether the kernel passes its self-check. One that does not, or does not compile, warns once and is not
+    used."""
     return passes(BODY, dtype, _difference, "MLX's operations draw")
 
 

@@ -40,7 +40,7 @@ def embedding_rows(table: mx.array, tokens: mx.array) -> mx.array | None:
 
 
 def text_of(dtype: mx.Dtype, token_dtype: mx.Dtype) -> Text:
-    """The text for a table and tokens of these dtypes."""
+    """Return the text for a table and tokens of these dtypes."""
     return Text(BODY, (("T", dtype), ("S", token_dtype)))
 
 
@@ -58,8 +58,8 @@ def _launch(table: mx.array, tokens: mx.array) -> mx.array:
 
 @lru_cache(maxsize=16)
 def works(dtype: mx.Dtype, token_dtype: mx.Dtype) -> bool:
-    """Whether the kernel can be used on this machine. One that fails its self-check or does not compile warns once, and
-    is not."""
+    """Return whether the kernel can be used on this machine. One that fails its self-check or does not compile warns
+    once, and is not."""
     if dtype not in DTYPES or token_dtype not in TOKEN_DTYPES or not is_available():
         return False
     with warn_when_compiling():

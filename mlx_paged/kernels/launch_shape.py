@@ -38,15 +38,15 @@ class LaneLayout(NamedTuple):
         return -(-gqa // self.head_split)
 
     def elements(self, dim: int) -> int:
-        """Of a vector of ``dim`` elements, those of one lane."""
+        """Elements of one lane, of a vector of ``dim``."""
         return -(-dim // (self.vec * self.lanes)) * self.vec
 
     def _packets(self, dims: int) -> int:
-        """Of so many elements, the loads that have a scale and a bias of their own."""
+        """Return how many loads of so many elements have a scale and a bias of their own."""
         return dims // self.vec if self.vec == PACKED_VEC else 0
 
     def _scores(self, gqa: int) -> int:
-        """Of a chunk, as they are halved: the heads rounded up to a power of two."""
+        """Return the scores of a chunk, as they are halved: the heads rounded up to a power of two."""
         return self.unroll << (self.heads(gqa) - 1).bit_length()
 
     def registers(self, gqa: int, head_dim: int, value_dim: int, itemsize: float) -> float:
@@ -74,7 +74,7 @@ class LaneLayout(NamedTuple):
 
 
 def best_layout(gqa: int, head_dim: int, value_dim: int, itemsize: float, vec: int = VEC) -> LaneLayout:
-    """Of the layouts that fit the registers, the one that issues least; itemsize in bytes of an element."""
+    """Return, of the layouts that fit the registers, the one that issues least; itemsize in bytes of an element."""
     layouts = [
         LaneLayout(lanes, unroll, head_split, vec)
         for head_split in (1, 2, 4, 8)
@@ -136,7 +136,7 @@ class Variant(NamedTuple):
 
     @property
     def constants(self) -> tuple[tuple[str, Any], ...]:
-        """Of every text that attends: dtype, head sizes, block size, query heads a kv head."""
+        """Return constants of every kernel that attends: dtype, head sizes, block size, query heads a kv head."""
         return (
             ("T", self.dtype),
             ("D", self.head_dim),
@@ -215,7 +215,7 @@ def _cuda_lanes(head_dim: int, widths: tuple[int, ...]) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
-    """The cut for one variant, on a GPU of so many cores (see partition_for).
+    """Return the cut for one variant, on a GPU of so many cores (see partition_for).
 
     Raises:
         ValueError: its threadgroup memory would pass the limit.
@@ -289,7 +289,8 @@ def _tensor_unroll(variant: Variant, widest: int) -> int:
 
 
 def _is_short(variant: Variant) -> bool:
-    """Whether more thread groups, of shorter chunks, are faster: where products have no column without a head."""
+    """Return whether more thread groups, of shorter chunks, are faster: where products have no column without a
+    head."""
     pages = variant.pages
     return pages is not None and pages.k.bits == pages.v.bits == 8 and variant.gqa <= 4
 

@@ -35,7 +35,7 @@ from .trial import MANY, failure_of
 
 
 def new_fence() -> mx.array:
-    """The first fence of a pool's chain: uint32 [1]."""
+    """Return the first fence of a pool's chain: uint32 [1]."""
     return mx.zeros((1,), mx.uint32)
 
 
@@ -58,7 +58,7 @@ def decode_variants(
     sinks: bool = False,
     pages: PageShape | None = None,
 ) -> tuple[Variant, ...]:
-    """The kernel instances that can attend over this pool, fastest first; empty where there is no GPU.
+    """Return the kernel instances that can attend over this pool, fastest first; empty where there is no GPU.
 
     Raises ValueError for a geometry that the kernels do not cover.
     """
@@ -228,7 +228,7 @@ def prepare_decode(
     latent: bool = False,
     init_value: float | None = None,
 ) -> DecodeLaunch:
-    """What :func:`paged_decode` launches over pools of this geometry; visible is (block_tables, context_lens,
+    """Return what :func:`paged_decode` launches over pools of this geometry; visible is (block_tables, context_lens,
     start_positions). latent: over latents and what is rotated of them; queries are as long as both.
 
     A text that is needed for the first time in this process is tried first, alone. If that fails, its variant is off,
@@ -316,14 +316,15 @@ class WriteLaunch(NamedTuple):
     pages: PageShape | None = None  # whose rows MLX is to make before
 
     def __call__(self, k_pool: mx.array, v_pool: mx.array, fence: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        """The next fence; k and v ``[B, n_kv_heads, length, head_dim]`` as :func:`write_slots`. Checks nothing."""
+        """Return the next fence; k and v ``[B, n_kv_heads, length, head_dim]`` as :func:`write_slots`. Checks
+        nothing."""
         if self.pages is not None:
             k, v = self.pages.quantize(k, v)
         return self.launch([k_pool, v_pool, fence, k, v, self.slots])[0]
 
 
 def prepare_write(k_pool: mx.array, v_pool: mx.array, slots: mx.array, pages: PageShape | None = None) -> WriteLaunch:
-    """What :func:`write_slots` launches over pools of this geometry."""
+    """Return what :func:`write_slots` launches over pools of this geometry."""
     heads = k_pool.shape[1]
     if pages is not None:
         kernel, rows = moves.write_kernel(pages, k_pool.shape[2], slots.dtype)
@@ -352,7 +353,7 @@ def gather_blocks(
 def prepare_gather(
     k_pool: mx.array, v_pool: mx.array, block_ids: BlockIds, start: int, length: int, pages: PageShape | None = None
 ) -> Callable[[mx.array, mx.array, mx.array], ThreeArrays]:
-    """What :func:`gather_blocks` launches over pools of this geometry, given them and the fence of each."""
+    """Return what :func:`gather_blocks` launches over pools of this geometry, given them and the fence of each."""
     ids = block_ids.astype(mx.int32) if isinstance(block_ids, mx.array) else mx.array(list(block_ids), mx.int32)
     if pages is not None:
         return lambda k_pool, v_pool, fence: moves.gather(k_pool, v_pool, fence, ids, start, length, pages)

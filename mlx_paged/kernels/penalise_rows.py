@@ -24,8 +24,8 @@ def penalised_step(
     spans: np.ndarray,
     penalties: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The logits, words, counts and spans behind a step; see :func:`.penalise_rows.penalise_rows`. Counts are made anew
-    from each row's words; entries behind its length count as the words that they repeat."""
+    """Return the logits, words, counts and spans behind a step; see :func:`.penalise_rows.penalise_rows`. Counts are
+    made anew from each row's words; entries behind its length count as the words that they repeat."""
     out, words, counts, spans = x.astype(np.float32), words.copy(), counts.copy(), spans.copy()
     for index, place in enumerate(places.tolist()):
         if place < 0:
@@ -77,7 +77,7 @@ class Histories(NamedTuple):
 
 
 def penalise_rows(x: mx.array, tokens: mx.array, places: mx.array, seen: Histories) -> tuple[mx.array, Histories]:
-    """The logits of a step with penalties, and the histories behind it.
+    """Return the logits of a step with penalties, and the histories behind it.
 
     Args:
         x: logits ``[T, vocab]``, of which :func:`serves` is true.
@@ -102,24 +102,25 @@ def penalise_rows(x: mx.array, tokens: mx.array, places: mx.array, seen: Histori
 
 
 def text_of(dtype: mx.Dtype) -> Text:
-    """The text for logits of a dtype."""
+    """Return the text for logits of a dtype."""
     return Text(BODY, (("T", dtype), ("O", mx.float32), ("S", mx.uint32), ("SG", GROUPS), ("CW", CHUNK)))
 
 
 def serves(x: mx.array) -> bool:
-    """Whether the kernel changes such logits ``[T, vocab]`` here. The first call for a dtype checks it."""
+    """Return whether the kernel changes such logits ``[T, vocab]`` here. The first call for a dtype checks it."""
     return x.dtype in DTYPES and x.size > 0 and device_unsupported_reason() is None and works(x.dtype)
 
 
 @lru_cache(maxsize=8)
 def works(dtype: mx.Dtype) -> bool:
-    """Whether the kernel passes its self-check. One that does not, or does not compile, warns once and is not used."""
+    """Return whether the kernel passes its self-check. One that does not, or does not compile, warns once and is not
+    used."""
     return passes(BODY, dtype, _difference, "MLX's operations penalise")
 
 
 def _difference(dtype: mx.Dtype) -> float:
-    """The largest difference from the model, as part of the largest logit; 1 if histories differ. Of few rows and of
-    more: on Metal these are two texts (kernels/trial.py)."""
+    """Return the largest difference from the model, as part of the largest logit; 1 if histories differ. Of few rows
+    and of more: on Metal these are two texts (kernels/trial.py)."""
     rng, worst = np.random.default_rng(31), 0.0
     for count in (2, 24):
         given = example(rng, count, vocab=3001, room=80)

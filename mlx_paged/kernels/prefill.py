@@ -50,7 +50,7 @@ class PrefillShape(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of a tile."""
+        """Rows of a tile."""
         return 16 * self.simdgroups * self.row_tiles
 
     def shared_bytes(self, head_dim: int, value_dim: int) -> int:
@@ -69,7 +69,7 @@ _QUANTIZED_SHAPES = (
 
 @lru_cache(maxsize=64)
 def prefill_shape_for(head_dim: int, value_dim: int, pages: PageShape | None = None) -> PrefillShape:
-    """The cut for heads of these sizes."""
+    """Return the cut for heads of these sizes."""
     widest = max(head_dim, value_dim)
     if pages is not None:  # codes wait in shared memory, so values have one buffer
         return _QUANTIZED_SHAPES[0 if widest <= 64 else 1 if widest <= 128 else 2]
@@ -92,7 +92,7 @@ def prefill_variants_of(
     sinks: bool,
     pages: PageShape | None = None,
 ) -> tuple[Variant, ...]:
-    """The kernel instances for a geometry; empty where MLX has no CUDA, or the GPU too little shared memory.
+    """Return the kernel instances for a geometry; empty where MLX has no CUDA, or the GPU too little shared memory.
 
     Raises:
         ValueError: no kernel covers it.
@@ -117,7 +117,7 @@ def prefill_variants(
     sinks: bool = False,
     pages: PageShape | None = None,
 ) -> tuple[Variant, ...]:
-    """As :func:`prefill_variants_of`, for queries over this pool."""
+    """Like :func:`prefill_variants_of`, for queries over this pool."""
     dtype, n_kv_heads, block_size, head_dim, value_dim = ops.geometry_of(k_pool, v_pool, pages)
     return prefill_variants_of(dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap, sinks, pages)
 
@@ -210,7 +210,7 @@ def prepare_prefill(
     launch_shape: PrefillShape | None = None,
     pages: PageShape | None = None,
 ) -> PrefillLaunch:
-    """What attends for the new tokens of B sequences over pools of this geometry.
+    """Return what attends for the new tokens of B sequences over pools of this geometry.
 
     Token i of sequence s has position ``lengths[s] - counts[s] + i`` and sees the positions up to its own that are
     greater than its own less the window, from the first multiple of ``stride`` among them on. Entries of the table that
@@ -272,8 +272,8 @@ _FREE_BLOCKS = 1
 
 
 def checked_prefill(variant: Variant) -> SelfCheck:
-    """The remembered result of :func:`self_check_prefill`, as :func:`.check.checked` has it for decoding: the first
-    call compiles and runs the variant, and a failure warns and switches it off for this process."""
+    """Return the remembered result of :func:`self_check_prefill`, as :func:`.check.checked` has it for decoding: the
+    first call compiles and runs the variant, and a failure warns and switches it off for this process."""
     shape = prefill_shape_for(variant.head_dim, variant.value_dim, variant.pages)
     texts = [pool_texts_of(variant)[0], (variant.body, prefill_constants_of(variant, shape))]
     return checked(variant, self_check_prefill, texts)
@@ -358,7 +358,7 @@ def squared_errors(
     sinks: mx.array | None = None,
     window: int | None = None,
 ) -> list[mx.array]:
-    """Of each sequence of a pack, the mean squared difference from attention in float32.
+    """Return, per sequence of a pack, the mean squared difference from attention in float32.
 
     Args:
         out: what a kernel has made of q, ``[T, n_q_heads, 1, value_dim]``.

@@ -119,7 +119,7 @@ class PageShape(NamedTuple):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Of queries, and of keys and values as they are given and read."""
+        """Dtype of queries, and of keys and values as they are given and read."""
         return self.k.dtype
 
     @property
@@ -129,12 +129,12 @@ class PageShape(NamedTuple):
 
     @property
     def constants(self) -> tuple[tuple[str, Any], ...]:
-        """What a text for such pages is told, besides T, D and DV."""
+        """Return what a text for such pages is told, besides T, D and DV."""
         return (("KBITS", self.k.bits), ("VBITS", self.v.bits), ("GS", self.k.group_size))
 
     @property
     def row_constants(self) -> tuple[tuple[str, Any], ...]:
-        """What a text that moves rows as they are is told: words of a row, and those of its codes."""
+        """Return what a text that moves rows as they are is told: words of a row, and those of its codes."""
         words = (("T", mx.uint32), ("D", self.k.num_words), ("DV", self.v.num_words))
         return (*words, ("KC", self.k.code_words), ("VC", self.v.code_words))
 
@@ -143,7 +143,7 @@ class PageShape(NamedTuple):
         return self.k.quantize(k), self.v.quantize(v)
 
     def dequantize(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
-        """The keys and values that rows stand for, by MLX."""
+        """Return the keys and values that rows stand for, by MLX."""
         return self.k.dequantize(k), self.v.dequantize(v)
 
     def __str__(self) -> str:
@@ -160,7 +160,8 @@ def new_blocks(
     pages: PageShape | None = None,
     value: float = 0.0,
 ) -> tuple[mx.array, mx.array]:
-    """A pool's keys and values, all of one value, 0 or NaN; quantised pages have scales and biases of it (lazy)."""
+    """Return a pool's keys and values, all of one value, 0 or NaN; quantised pages have scales and biases of it
+    (lazy)."""
     shape = (num_blocks, heads, block_size)
     if pages is None:
         return mx.full((*shape, dims[0]), value, dtype), mx.full((*shape, dims[1]), value, dtype)
@@ -181,7 +182,7 @@ class Exact(NamedTuple):
 
 
 def write_options(slots: mx.array, heads: int, parts: int = 1) -> dict[str, Any]:
-    """Of a launch that writes so many rows, with a simdgroup for each part of a row of a head."""
+    """Return the options of a launch that writes so many rows, with a simdgroup for each part of a row of a head."""
     group = next(n for n in (8, 4, 2, 1) if heads % n == 0)
     return {
         "grid": (slots.size * heads * parts * 32, 1, 1),
@@ -192,12 +193,12 @@ def write_options(slots: mx.array, heads: int, parts: int = 1) -> dict[str, Any]
 
 
 def page_constants(pages: PageShape, block_size: int) -> Constants:
-    """Of the texts that quantise and dequantise."""
+    """Return constants of the kernels that quantise and dequantise."""
     return (("T", pages.dtype), ("D", pages.k.dim), ("DV", pages.v.dim), ("BS", block_size), *pages.constants)
 
 
 def row_constants(pages: PageShape, block_size: int) -> Constants:
-    """Of the texts that move rows."""
+    """Return constants of the kernels that move rows."""
     return (*pages.row_constants, ("BS", block_size))
 
 
@@ -209,7 +210,7 @@ def texts_of(pages: PageShape, block_size: int) -> list[tuple[str, Constants]]:
 
 
 def write_kernel(pages: PageShape, block_size: int, slots: mx.Dtype) -> tuple[Kernel, PageShape | None]:
-    """What writes keys and values into pages; and where it takes rows, what MLX is to make of them before."""
+    """Return what writes keys and values into pages; and where it takes rows, what MLX is to make of them before."""
     if exact(pages, block_size).write:
         return build_kernel("quantized_write", (*page_constants(pages, block_size), ("S", slots))), None
     return build_kernel("write_rows", (*row_constants(pages, block_size), ("S", slots))), pages
@@ -257,7 +258,8 @@ def gather_rows(
 def gather(
     k_pool: mx.array, v_pool: mx.array, fence: mx.array, ids: mx.array, start: int, length: int, pages: PageShape
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """As :func:`gather_rows`, what the rows stand for: keys ``[1, n_kv_heads, length, dim]``, values and a fence."""
+    """Gather as :func:`gather_rows` does, and return what the rows stand for: keys ``[1, n_kv_heads, length, dim]``,
+    values and a fence."""
     if not exact(pages, k_pool.shape[2]).gather:
         k, v, fence = gather_rows(k_pool, v_pool, fence, ids, start, length, pages)
         return *pages.dequantize(k, v), fence
@@ -285,7 +287,7 @@ def _gather(
     start: int,
     length: int,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """A launch with so many threads for a row of a head, over what is checked here."""
+    """Return a launch with so many threads for a row of a head, over what is checked here."""
     _, heads, block_size, _ = k_pool.shape
     if start < 0 or length < 1 or start + length > ids.size * block_size:
         raise ValueError(f"positions {start}..{start + length} are not in a table of {ids.size} blocks of {block_size}")
@@ -300,8 +302,8 @@ def _gather(
 
 
 def newest_slots(visible: tuple[mx.array, mx.array, mx.array], block_size: int) -> mx.array:
-    """Of (block_tables, context_lens ``[B, 1]``, start_positions) the slot of each row's newest token, int32 ``[B]``;
-    -1 for rows of padding."""
+    """Return, for (block_tables, context_lens ``[B, 1]``, start_positions), the slot of each row's newest token, int32
+    ``[B]``; -1 for rows of padding."""
     tables, ends, _ = visible
     newest = mx.maximum(ends - 1, 0)
     blocks = mx.take_along_axis(tables, newest // block_size, axis=1)
@@ -310,8 +312,8 @@ def newest_slots(visible: tuple[mx.array, mx.array, mx.array], block_size: int) 
 
 @lru_cache(maxsize=256)
 def exact(pages: PageShape, block_size: int) -> Exact:
-    """Whether the kernels quantise and dequantise as MLX does on this device, to the bit. Tried at the first call,
-    which warns if they do not; only speed is lost then."""
+    """Return whether the kernels quantise and dequantise as MLX does on this device, to the bit. Tried at the first
+    call, which warns if they do not; only speed is lost then."""
     outcome = Exact(*(_holds(check, pages, block_size) for check in (_writes_alike, _gathers_alike)))
     for what, holds in zip(("quantising", "dequantising"), outcome, strict=True):
         if not holds:

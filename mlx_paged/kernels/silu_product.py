@@ -35,7 +35,7 @@ def silu_product(gate: mx.array, up: mx.array) -> mx.array | None:
 
 
 def text_of(dtype: mx.Dtype, num_dims: int) -> Text:
-    """The text for arrays of so many dimensions."""
+    """Return the text for arrays of so many dimensions."""
     return Text(BODY, (("T", dtype), ("XD", num_dims)))
 
 
@@ -54,8 +54,8 @@ def _launch(gate: mx.array, up: mx.array) -> mx.array:
 
 @lru_cache(maxsize=64)
 def works(dtype: mx.Dtype, num_dims: int) -> bool:
-    """Whether the kernel can be used on this machine for arrays of so many dimensions. One that fails its self-check or
-    does not compile warns once, and is not."""
+    """Return whether the kernel can be used on this machine for arrays of so many dimensions. One that fails its
+    self-check or does not compile warns once, and is not."""
     if dtype not in DTYPES or not is_available():
         return False
     with warn_when_compiling():

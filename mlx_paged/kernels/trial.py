@@ -78,7 +78,8 @@ def dense_seconds(variant: Variant) -> float | None:
 
 
 def seconds_of(compute: Callable[[], list[mx.array]]) -> float:
-    """The least time it takes to build and evaluate some arrays, of three, after a first time that is not counted."""
+    """Return the least time it takes to build and evaluate some arrays, of three, after a first time that is not
+    counted."""
     mx.eval(compute())
     best = float("inf")
     for _ in range(REPEATS):
@@ -208,7 +209,7 @@ def _decode(known: _Known) -> Scratch:
 
 
 def _prefill(known: _Known) -> Scratch:
-    """A tile of no tokens."""
+    """Return a tile of no tokens."""
     heads, dtype, threads = known["G"], known["T"], known["SG"] * 32
     given = {
         **known.pool(),
@@ -241,7 +242,7 @@ def _write(known: _Known) -> Scratch:
 
 
 def _gather(known: _Known) -> Scratch:
-    """A token of the one block."""
+    """Return a token of the one block."""
     blocks = mx.zeros((1 if known.is_few("blocks") else MANY,), mx.int32)
     given = {**known.pool(), "blocks": blocks, "span": mx.array([0, 1], mx.int32)}
     outputs = [((1, 1, 1, known[dim]), known["T"]) for dim in ("D", "DV")]
@@ -249,7 +250,7 @@ def _gather(known: _Known) -> Scratch:
 
 
 def _copy(known: _Known) -> Scratch:
-    """The one block onto itself, once."""
+    """Return the one block onto itself, once."""
     pairs = 1 if known.is_few("pairs") else MANY // 2
     given = {**known.pool(), "pairs": mx.zeros((2, pairs), mx.int32)}
     packets = known["BS"] * max(known["D"], known["DV"]) // 4
@@ -278,13 +279,13 @@ def _silu(known: _Known) -> Scratch:
 
 
 def _rows(known: _Known) -> Scratch:
-    """The one row of a table."""
+    """Return the one row of a table."""
     given = {"table": mx.zeros((1, 8), known["T"]), "tokens": mx.zeros((1,), known["S"])}
     return given, _options((32, 1, 1), 32, ((1, 8), known["T"]))
 
 
 def _draw(known: _Known) -> Scratch:
-    """The first of eight equal words, in each row."""
+    """Return the first of eight equal words, in each row."""
     rows, threads = 1 if known.is_few("positions") else MANY, known["SG"] * 32
     given = {"x": mx.zeros((rows, 8), known["T"]), "params": mx.zeros((rows, 8))}
     given |= {"keys": mx.zeros((rows, 8), mx.uint32), "positions": mx.zeros((rows,), mx.uint32)}
@@ -292,7 +293,7 @@ def _draw(known: _Known) -> Scratch:
 
 
 def _penalise(known: _Known) -> Scratch:
-    """A word that each row sees for the first time."""
+    """Return a word that each row sees for the first time."""
     rows, threads = 1 if known.is_few("tokens") else MANY, known["SG"] * 32
     given = {"x": mx.zeros((rows, 8), known["T"]), "tokens": mx.zeros((rows,), known["S"])}
     given |= {"places": mx.array([0, *[-1] * (rows - 1)], mx.int32), "words": mx.zeros((1, 8), mx.uint32)}

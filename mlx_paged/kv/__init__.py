@@ -1,1 +1,1 @@
-"""Where keys and values live: blocks, block tables, layer groups, the pool and its memory budget."""
+"""Keys and values: blocks, block tables, layer groups, the pool and its memory budget."""

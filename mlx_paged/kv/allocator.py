@@ -57,8 +57,8 @@ class BlockAllocator:
         self.renumber({}, last + 1)
 
     def moves(self, num_blocks: int) -> dict[int, int]:
-        """Where the blocks held from id ``num_blocks`` on can go so that so many ids are enough: free ones, lowest
-        first. Raises BlockStateError if more blocks are held."""
+        """Return where the blocks held from id ``num_blocks`` on can go so that so many ids are enough: free ones,
+        lowest first. Raises BlockStateError if more blocks are held."""
         if num_blocks <= self.num_live:
             raise BlockStateError(f"{self.num_live} blocks are held, {num_blocks - 1} would be left")
         sources = [b for b in range(num_blocks, len(self._refcounts)) if self._refcounts[b]]

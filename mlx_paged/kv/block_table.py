@@ -103,12 +103,13 @@ class BlockTable:
         return max(0, -(-(self.length + num_tokens) // self.block_size) - len(self.block_ids))
 
     def behind(self, start: int) -> slice:
-        """Which entries of ``block_ids`` are released when ``logical_start`` becomes ``start``."""
+        """Return which entries of ``block_ids`` are released when ``logical_start`` becomes ``start``."""
         first = max(self.logical_start // self.block_size, self.num_pinned_blocks)
         return slice(first, max(first, start // self.block_size))
 
     def tail_segments(self, num_tokens: int) -> list[Segment]:
-        """How the last ``num_tokens`` positions lie in blocks: partial first, runs of whole blocks, partial last."""
+        """Return how the last ``num_tokens`` positions lie in blocks: partial first, runs of whole blocks, partial
+        last."""
         cached = self._segments.get((self.length, num_tokens))
         if cached is not None:
             return cached
@@ -136,7 +137,7 @@ class BlockTable:
         return segments
 
     def is_consecutive(self, first: int, last: int) -> bool:
-        """Whether ``block_ids[first:last]`` follow one another."""
+        """Return whether ``block_ids[first:last]`` follow one another."""
         known = self._consecutive.get((first, last))
         if known is None:
             ids = self.block_ids

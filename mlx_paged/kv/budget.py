@@ -48,12 +48,12 @@ class PoolBudget:
         self.chunk = chunk
 
     def holds(self, num_tokens: int, tables: Sequence[BlockTable] | None = None) -> bool:
-        """Whether a sequence of so many tokens fits the whole budget, with nothing else in the pool; with ``tables``,
-        so many tokens behind those that these hold and go on holding."""
+        """Return whether a sequence of so many tokens fits the whole budget, with nothing else in the pool; with
+        ``tables``, so many tokens behind those that these hold and go on holding."""
         return self.bytes_for(num_tokens, tables) <= self.pool.memory_budget
 
     def bytes_for(self, num_tokens: int, tables: Sequence[BlockTable] | None = None) -> int:
-        """The least budget that :meth:`holds` so many tokens, in bytes."""
+        """Return the least budget that :meth:`holds` so many tokens, in bytes."""
         needed = 0
         for index, group in enumerate(self.pool.groups):
             blocks = 1  # the null block is of no use to a sequence, but it takes its place
@@ -66,21 +66,21 @@ class PoolBudget:
         return needed
 
     def fits_blocks(self, num_blocks: int) -> bool:
-        """Whether so many blocks of each group can be had without moving or evicting any: enough for a token of as
-        many sequences."""
+        """Return whether so many blocks of each group can be had without moving or evicting any: enough for a token of
+        as many sequences."""
         self.pool.collect()
         groups = self.pool.groups
         missing = sum(max(0, num_blocks - group.allocator.num_free) * group.bytes_per_block for group in groups)
         return missing <= self.pool.memory.unreserved_bytes
 
     def has_blocks(self, num_blocks: int) -> bool:
-        """Whether so many blocks of each group can be had, prefixes that nobody uses being evicted for it."""
+        """Return whether so many blocks of each group can be had, prefixes that nobody uses being evicted for it."""
         self.pool.collect()
         return self._has_bytes(num_blocks * sum(group.bytes_per_block for group in self.pool.groups))
 
     def fits(self, growth: Growth) -> bool:
-        """Whether all these appends fit together, in any order. If it comes to that, what they are going to release
-        behind sliding windows is released."""
+        """Return whether all these appends fit together, in any order. If it comes to that, what they are going to
+        release behind sliding windows is released."""
         listed = [Append(*each) for each in growth]
         self.pool.collect()
         return self._fits(listed) or (self._slide(listed) and self._fits(listed))
@@ -123,7 +123,7 @@ class PoolBudget:
         return sum(self._blocks(index, each) for each in growth)
 
     def exhausted(self, tables: Sequence[BlockTable] | None, num_tokens: int) -> PoolExhaustedError:
-        """The error for an append that does not fit."""
+        """Return the error for an append that does not fit."""
         groups = self.pool.groups
         needs = [self._blocks(index, Append(tables, num_tokens)) for index in range(len(groups))]
         num_bytes = sum(blocks * group.bytes_per_block for blocks, group in zip(needs, groups, strict=True))

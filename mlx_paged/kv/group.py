@@ -52,7 +52,7 @@ class LayerGroup(NamedTuple):
 
     @property
     def sees(self) -> Window | None:
-        """What a token sees of those before it; None: all."""
+        """Return what a token sees of those before it; None: all."""
         return None if self.window is None else Window(self.window, self.stride)
 
     @property
@@ -68,8 +68,8 @@ class LayerGroup(NamedTuple):
         return "the model computes with what it writes by itself (latents)" if self.latent else None
 
     def first_kept(self, length: int) -> int:
-        """Of a sequence of ``length`` tokens, the first position after the pinned ones that the next token sees; 0 if
-        it sees them all."""
+        """Return, for a sequence of ``length`` tokens, the first position after the pinned ones that the next token
+        sees; 0 if it sees them all."""
         start = 0 if self.window is None else Window(self.window, self.stride).first_seen(length)
         return start + self.pinned if start else 0
 
@@ -147,7 +147,8 @@ class BlockGroup:
         self.epoch += 1
 
     def step(self, tables: Sequence[BlockTable], num_tokens: int, counts: Sequence[int] | None) -> tuple[Step, bool]:
-        """The step of the tables' last ``num_tokens`` (or ``counts``) positions, and whether it had to be made."""
+        """Return the step of the tables' last ``num_tokens`` (or ``counts``) positions, and whether it had to be
+        made."""
         step = self._step
         if step is not None and step.epoch == self.epoch and step.key == step_key(tables, num_tokens, counts):
             return step, False
@@ -155,11 +156,11 @@ class BlockGroup:
         return self._step, True
 
     def is_current(self, step: Step) -> bool:
-        """Whether a step that somebody knows is the group's latest, of the tables as they are."""
+        """Return whether a step that somebody knows is the group's latest, of the tables as they are."""
         return step is self._step and step.epoch == self.epoch
 
     def packed_step(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> tuple[PackedStep, bool]:
-        """The packed step of the tables' last ``counts`` positions, and whether it had to be made."""
+        """Return the packed step of the tables' last ``counts`` positions, and whether it had to be made."""
         step = self._packed_step
         if step is not None and step.epoch == self.epoch and step.key == packed_key(tables, counts):
             return step, False
@@ -170,8 +171,8 @@ class BlockGroup:
     # Blocks of tables -----------------------------------------------------------------------------------------
 
     def tail_references(self, table: BlockTable) -> int:
-        """How often the block that the table's next token goes into is held; 0 if there is none yet. If others hold it,
-        too, it is copied first."""
+        """Return how often the block that the table's next token goes into is held; 0 if there is none yet. If others
+        hold it, too, it is copied first."""
         tail = table.length // self.block_size
         return self.allocator.refcount(table.block_ids[tail]) if tail < len(table.block_ids) else 0
 
@@ -229,7 +230,7 @@ class BlockGroup:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the pages hold quantised keys and values: what was written is not what is read."""
+        """Return whether the pages hold quantised keys and values: what was written is not what is read."""
         return self.geometry is not None and self.geometry.format is not None
 
     @property
@@ -369,7 +370,8 @@ class BlockGroup:
             mx.clear_cache()  # the old tensors
 
     def latest(self) -> list[mx.array]:
-        """What has to be computed for every write so far to be done, and every read that a write must wait for."""
+        """Return what has to be computed for every write so far to be done, and every read that a write must wait
+        for."""
         return [array for storage in self.storages for array in storage.latest()] + list(self._last_read or ())
 
     def forget_failed_writes(self) -> None:
@@ -392,7 +394,7 @@ class BlockGroup:
             self._last_read = results
 
     def watch_read(self, layer_position: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """The same lazy keys and values, gathered from a layer's blocks for somebody else to compute with;
+        """Return the same lazy keys and values, gathered from a layer's blocks for others to compute with;
         :meth:`wait_for_reads` waits until they are there, and keeps neither."""
         if self.in_place or layer_position != len(self.storages) - 1:
             return keys, values

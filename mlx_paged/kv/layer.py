@@ -39,12 +39,12 @@ class PoolLayer:
 
     @property
     def in_place(self) -> bool:
-        """Whether its blocks are written in place and read by kernels only."""
+        """Return whether its blocks are written in place and read by kernels only."""
         return self.group.in_place
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its pages hold quantised keys and values: what was written is not what is read."""
+        """Return whether its pages hold quantised keys and values: what was written is not what is read."""
         return self.group.is_quantized
 
     @property
@@ -92,7 +92,8 @@ class PoolLayer:
     # Writing --------------------------------------------------------------------------------------------------
 
     def step(self, tables: Sequence[BlockTable], num_tokens: int, counts: Sequence[int] | None = None) -> Step:
-        """The tables' last ``num_tokens`` positions: checked, and made for the device, once for all layers of a group.
+        """Return the tables' last ``num_tokens`` positions: checked, and made for the device, once for all layers of a
+        group.
 
         Args:
             tables: one per sequence, of the layer's group.
@@ -240,9 +241,9 @@ class PoolLayer:
             return self.storage.read_visible(table, rotation=rotation, copy=copy)
 
     def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
-        """What the blocks hold of positions ``logical_start .. length - 1``, after those of pinned tokens, as they hold
-        it, for :meth:`write_stored` (lazy copies): of quantised pages rows ``[1, n_kv_heads, n, num_words]`` (uint32),
-        else keys and values.
+        """Return what the blocks hold of positions ``logical_start .. length - 1``, after those of pinned tokens, as
+        they hold it, for :meth:`write_stored` (lazy copies): of quantised pages rows ``[1, n_kv_heads, n, num_words]``
+        (uint32), else keys and values.
 
         Raises:
             BlockStateError, GeometryError: as :meth:`gather_visible`.
@@ -254,7 +255,7 @@ class PoolLayer:
             return self.storage.read_stored(table)
 
     def fence(self) -> mx.array:
-        """A small array that is ready when all writes to the layer so far are; empty before the first write."""
+        """Return a small array that is ready when all writes to the layer so far are; empty before the first write."""
         return self.storage.fence() if self.group.storages else mx.zeros((0,))
 
     def after_writes(self, k: mx.array, v: mx.array) -> list[mx.array]:
@@ -267,6 +268,6 @@ class PoolLayer:
         self.group.note_read(self.position, *results)
 
     def watch_read(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """The same keys and values, read from the layer's blocks in this step, for whoever computes with them; what is
-        remembered of them does not keep them (see BlockGroup.wait_for_reads)."""
+        """Return the same keys and values, read from the layer's blocks in this step, for whatever computes with them;
+        what is remembered of them does not keep them (see BlockGroup.wait_for_reads)."""
         return self.group.watch_read(self.position, keys, values)

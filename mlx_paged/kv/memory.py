@@ -65,7 +65,7 @@ class PoolMemory:
         return self.unreserved_bytes if self.spare is None else min(self.unreserved_bytes, self.spare)
 
     def can_reclaim(self, num_bytes: int) -> bool:
-        """Whether prefix caches could free blocks of so many bytes. Stops counting as soon as it is known."""
+        """Return whether prefix caches could free blocks of so many bytes. Stops counting as soon as it is known."""
         for index, group in enumerate(self.groups):
             if num_bytes > 0 and group.bytes_per_block:
                 enough = -(-num_bytes // group.bytes_per_block)
@@ -191,7 +191,7 @@ class PoolMemory:
             raise too_few()
 
     def exhausted(self, blocks: int, num_bytes: int, apart: int = 0) -> PoolExhaustedError:
-        """The error for so many blocks that do not fit; ``apart``: bytes reserved that are not counted here."""
+        """Return the error for so many blocks that do not fit; ``apart``: bytes reserved that are not counted here."""
         return PoolExhaustedError(
             blocks_needed=blocks,
             bytes_needed=num_bytes,

@@ -26,7 +26,7 @@ class BlockHolder(Protocol):
     hit_tokens: int
 
     def held(self, group: int) -> Iterable[Sequence[int]]:
-        """The group's blocks it holds, each as often as it holds a reference to it."""
+        """Return the group's blocks it holds, each as often as it holds a reference to it."""
         ...
 
     def reclaimable(self, group: int, enough: int | None = None) -> int:

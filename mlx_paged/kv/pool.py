@@ -78,8 +78,8 @@ class BlockPool:
 
     @property
     def pins_tokens(self) -> bool:
-        """Whether some group keeps its first tokens. Beyond its window keys then depend on how the tokens came: in a
-        chunk, as in mlx-lm, pinned tokens leave the window before others do."""
+        """Return whether some group keeps its first tokens. Beyond its window keys then depend on how the tokens came:
+        in a chunk, as in mlx-lm, pinned tokens leave the window before others do."""
         return any(group.spec.pinned for group in self.groups)
 
     @property
@@ -133,7 +133,7 @@ class BlockPool:
             self._owners.add_cache(holder)
 
     def holders(self) -> list[BlockHolder]:
-        """The prefix caches over this pool that are alive."""
+        """Return the prefix caches over this pool that are alive."""
         return self._owners.caches()
 
     def return_memory(self) -> None:
@@ -165,8 +165,8 @@ class BlockPool:
     # Tables ---------------------------------------------------------------------------------------------------
 
     def new_table(self, group: int = 0, *, start: int = 0) -> BlockTable:
-        """An empty table, or one whose first ``start`` tokens, pinned ones excepted, are not held (already behind a
-        sliding window). Pinned ones are to be written by :meth:`PoolLayer.write_pinned`."""
+        """Return an empty table, or one whose first ``start`` tokens, pinned ones excepted, are not held (already
+        behind a sliding window). Pinned ones are to be written by :meth:`PoolLayer.write_pinned`."""
         table = BlockTable(group, self.block_size, self.groups[group].spec.pinned)
         table.block_ids.extend([NULL_BLOCK] * (start // self.block_size))
         table.length = table.logical_start = start
@@ -177,7 +177,8 @@ class BlockPool:
         return table
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """A second table over the same blocks: references, no bytes. Whoever writes to a shared block copies it."""
+        """Return a second table over the same blocks: references, no bytes. Whoever writes to a shared block copies
+        it."""
         self._owners.check(table)
         with self._lock:
             # Known to the pool before it holds anything: if something fails here, its blocks come back.
@@ -360,7 +361,7 @@ class BlockPool:
     # Of one layer, see PoolLayer.
 
     def layer(self, layer: int) -> PoolLayer:
-        """A model layer's keys and values."""
+        """Return a model layer's keys and values."""
         return self._layers[layer]
 
     def group_of(self, layer: int) -> int:

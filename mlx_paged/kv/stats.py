@@ -93,7 +93,7 @@ def count(
     shrinks: int = 0,
     drafts: tuple[int, int] = (0, 0),
 ) -> PagedCacheStats:
-    """The statistics of a pool's groups."""
+    """Return the statistics of a pool's groups."""
     allocators = [group.allocator for group in groups]
     return PagedCacheStats(
         block_size=block_size,

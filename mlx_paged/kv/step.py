@@ -36,7 +36,7 @@ class DeviceTables:
         self._starts: mx.array | None = None
 
     def of(self, tables: Sequence[BlockTable], shape: tuple[int, int] | None = None) -> mx.array:
-        """The array, of ``shape`` if that is larger; entries past a row's end are of no meaning."""
+        """Return the array, of ``shape`` if that is larger; entries past a row's end are of no meaning."""
         uids = [table.uid for table in tables]
         versions = [table.version for table in tables]
         shape = shape or (len(tables), table_width(tables))
@@ -53,7 +53,7 @@ class DeviceTables:
         return self._device
 
     def starts(self, shape: tuple[int, ...]) -> mx.array:
-        """Where what is visible begins without a window: zeros, int32."""
+        """Starts without a window: zeros, int32."""
         if self._starts is None or self._starts.shape != shape:
             self._starts = mx.array(np.zeros(shape, np.int32))  # in memory already, not to be computed
         return self._starts
@@ -164,7 +164,7 @@ class Step:
     def visible(
         self, tables: Sequence[BlockTable], window: Window | None, shape: tuple[int, int] | None = None
     ) -> ThreeArrays:
-        """What each new token sees: block tables ``[B, max_blocks]``, and as int32 ``[B, num_tokens]`` the end
+        """Return what each new token sees: block tables ``[B, max_blocks]``, and as int32 ``[B, num_tokens]`` the end
         (exclusive: its own position + 1) and the start of its visible positions. With ``shape``, block tables of that
         shape. Padding sees nothing, and neither do the rows that the shape adds."""
         known = self._visible.get((window, shape))
@@ -189,7 +189,8 @@ def table_width(tables: Sequence[BlockTable]) -> int:
 
 
 def rounded_up(count: int, least: int) -> int:
-    """A little more, so that shapes change seldom: a multiple of ``least`` or of an eighth of the next power of two."""
+    """Return a little more, so that shapes change seldom: a multiple of ``least`` or of an eighth of the next power of
+    two."""
     unit = max(least, 1 << max(0, (count - 1).bit_length() - 3))
     return -(-count // unit) * unit
 
@@ -202,7 +203,7 @@ def padded(rows: np.ndarray, num_rows: int | None) -> np.ndarray:
 
 
 def step_key(tables: Sequence[BlockTable], num_tokens: int, counts: Sequence[int] | None = None) -> tuple[int, ...]:
-    """What identifies a step within an epoch."""
+    """Return what identifies a step within an epoch."""
     return (num_tokens, *[table.uid for table in tables], *(counts or ()))
 
 
@@ -272,7 +273,7 @@ class PackedStep:
         return found
 
     def block_tables(self, tables: Sequence[BlockTable]) -> mx.array:
-        """The tables on the device, int32 ``[B, max_blocks]``, by absolute position."""
+        """Return the tables on the device, int32 ``[B, max_blocks]``, by absolute position."""
         return self._device_tables.of(tables)
 
     def offsets(self, tables: Sequence[BlockTable], num_rows: int | None = None) -> mx.array:
@@ -287,18 +288,19 @@ class PackedStep:
         return np.concatenate(spans)
 
     def all_blocks(self, tables: Sequence[BlockTable]) -> mx.array:
-        """The ids of all blocks of the tables, one table's after the other's; int32."""
+        """Return the ids of all blocks of the tables, one table's after the other's; int32."""
         if self._all_blocks is None:
             self._all_blocks = mx.array([block_id for table in tables for block_id in table.block_ids], mx.int32)
         return self._all_blocks
 
     @staticmethod
     def num_slots(tables: Sequence[BlockTable]) -> int:
-        """Of all their blocks."""
+        """Number of slots of all their blocks."""
         return sum(len(table.block_ids) for table in tables) * tables[0].block_size
 
     def gathered_tables(self, tables: Sequence[BlockTable]) -> mx.array:
-        """Where each table's blocks are among :meth:`all_blocks`, int32 ``[B, max_blocks]``, by absolute position."""
+        """Return where each table's blocks are among :meth:`all_blocks`, int32 ``[B, max_blocks]``, by absolute
+        position."""
         if self._gathered_tables is None:
             found = np.zeros((len(tables), table_width(tables)), np.int32)
             first = 0
@@ -312,8 +314,8 @@ class PackedStep:
     def visible(
         self, tables: Sequence[BlockTable], window: Window | None, shape: tuple[int, int] | None = None
     ) -> ThreeArrays:
-        """What each token sees, as a row of a decode step: block tables ``[T, max_blocks]``, that of a sequence for
-        each of its tokens, and as int32 ``[T, 1]`` the end and the start of its visible positions. With ``shape``,
+        """Return what each token sees, as a row of a decode step: block tables ``[T, max_blocks]``, that of a sequence
+        for each of its tokens, and as int32 ``[T, 1]`` the end and the start of its visible positions. With ``shape``,
         block tables of that shape; the rows that it adds see nothing."""
         known = self._visible.get((window, shape))
         if known is None:
@@ -327,7 +329,7 @@ class PackedStep:
         return known
 
     def part(self, tables: Sequence[BlockTable], index: int) -> Step:
-        """The step of one table alone, for attention sequence by sequence."""
+        """Return the step of one table alone, for attention sequence by sequence."""
         step = self._parts.get(index)
         if step is None:
             table, count = tables[index], self.counts[index]
@@ -340,10 +342,10 @@ class PackedStep:
 
     @staticmethod
     def join(parts: Sequence[mx.array]) -> mx.array:
-        """What :meth:`split` gave, together again."""
+        """Return what :meth:`split` gave, together again."""
         return mx.concatenate([part.swapaxes(0, 2) for part in parts])
 
 
 def packed_key(tables: Sequence[BlockTable], counts: Sequence[int]) -> tuple[int, ...]:
-    """What identifies a packed step within an epoch."""
+    """Return what identifies a packed step within an epoch."""
     return (*[table.uid for table in tables], *counts)

@@ -105,7 +105,7 @@ class Turn:
             self._lock.release()
 
     def glance(self, read: Callable[[bool], R]) -> R:
-        """What ``read`` returns, without waiting for a turn. It may be called several times, and only reads.
+        """Return what ``read`` returns, without waiting for a turn. It may be called several times, and only reads.
 
         A thread has its turn while it computes, for seconds where that is a long prompt on a CPU. So who only wants to
         look takes the lock if it is free soon; otherwise figures are those of the moment, and seldom of two.
@@ -130,7 +130,7 @@ class Turn:
 
     @property
     def is_pending(self) -> bool:
-        """Whether some thread's work here may still be lazy."""
+        """Return whether some thread's work here may still be lazy."""
         return self._depth > 0 or self._pending != 0
 
     def compute(self, *, wait: bool) -> None:
@@ -187,7 +187,8 @@ S = TypeVar("S", bound=_HasPool)
 
 
 def in_turn(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A method that works on ``self.pool``, as a turn; part of the turn that the thread is in, if it is in one."""
+    """Return a method that works on ``self.pool``, as a turn; part of the turn that the thread is in, if it is in
+    one."""
 
     @functools.wraps(method)
     def whole(self: S, *args: P.args, **kwargs: P.kwargs) -> R:

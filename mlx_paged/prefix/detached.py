@@ -42,7 +42,7 @@ class DetachedPrefix:
         return self._tables
 
     def longest(self, length: int) -> int:
-        """The most tokens, at most ``length``, that every group can still be cut to; 0 if there is no such cut.
+        """Return the most tokens, at most ``length``, that every group can still be cut to; 0 if there is no such cut.
 
         Behind a sliding window that has moved on, only the end itself and a little before it can be served.
         """
@@ -94,7 +94,7 @@ class DetachedPrefix:
 
 
 def sequence_over(pool: BlockPool, tables: Sequence[BlockTable]) -> SequenceTables:
-    """A sequence on these tables, which become its own; every layer is at their end."""
+    """Return a sequence on these tables, which become its own; every layer is at their end."""
     sequence = SequenceTables(pool)
     sequence.tables = list(tables)
     return sequence
@@ -112,7 +112,7 @@ def detach(sequence: SequenceTables) -> DetachedPrefix:
 
 
 def adopt(detached: DetachedPrefix, length: int | None = None) -> SequenceTables:
-    """A new sequence that goes on from a parked one, every layer at its end; no copy, any number of times.
+    """Return a new sequence that goes on from a parked one, every layer at its end; no copy, any number of times.
 
     Args:
         detached: what :func:`detach` gave.
@@ -126,7 +126,7 @@ def adopt(detached: DetachedPrefix, length: int | None = None) -> SequenceTables
 
 
 def adopt_longest(tree: RadixTree, tokens: Sequence[int], salt: Hashable = None) -> SequenceTables | None:
-    """A new sequence on the longest prefix of ``tokens`` the tree can serve, or None if it has none.
+    """Return a new sequence on the longest prefix of ``tokens`` the tree can serve, or None if it has none.
 
     At least the last token is left to compute: go on with ``tokens[sequence.tables[0].length:]``.
     """

@@ -29,7 +29,7 @@ OWN_FOLDER = Path(__file__).parents[1]
 
 
 def model_identity(model: nn.Module, config: Any = None) -> str:
-    """A hash of all that a model's keys and values depend on, tokens apart.
+    """Return a hash of all that a model's keys and values depend on, tokens apart.
 
     Of every array: where it is in the model, dtype, shape and bytes. Of every module: its class and its plain
     attributes, such as a norm's ``eps``, an adapter's ``scale`` and the arguments the model was built from. Of the
@@ -52,7 +52,7 @@ def model_identity(model: nn.Module, config: Any = None) -> str:
 
 
 def digest_of(parts: Iterable[str]) -> str:
-    """A hash of texts in order, 64 hex digits; where one ends and the next begins counts."""
+    """Return a hash of texts in order, 64 hex digits; where one ends and the next begins counts."""
     digest = hashlib.sha256()
     for part in parts:
         raw = part.encode("utf-8", "surrogatepass")
@@ -96,7 +96,7 @@ def _sha256(piece: memoryview) -> str:
 
 
 def _pieces(x: mx.array) -> Iterator[memoryview]:
-    """The array's bytes, row by row."""
+    """Yield the array's bytes, row by row."""
     raw = x.reshape(-1).view(mx.uint8)
     if _host_reads_arrays():
         mx.eval(raw)

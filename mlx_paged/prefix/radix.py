@@ -93,8 +93,8 @@ class RadixTree:
     # Looking up -----------------------------------------------------------------------------------------------
 
     def match(self, tokens: Sequence[int], salt: Hashable = None) -> MatchResult:
-        """The longest prefix of ``tokens`` under ``salt`` that every group can serve, and never all of them: the last
-        token is left to compute. Marks its path as used; takes no reference, so see :meth:`adopt` or :meth:`lock`.
+        """Return the longest prefix of ``tokens`` under ``salt`` that every group can serve, and never all of them: the
+        last token is left to compute. Marks its path as used; takes no reference, so see :meth:`adopt` or :meth:`lock`.
 
         Args:
             tokens: whose beginning is looked for.
@@ -131,7 +131,7 @@ class RadixTree:
             ]
 
     def _root(self, salt: Hashable) -> RadixNode:
-        """The salt's root; if it has none yet, one that the tree does not know."""
+        """Return the salt's root; if it has none yet, one that the tree does not know."""
         root = self._roots.get(salt)
         if root is not None:
             return root
@@ -140,7 +140,7 @@ class RadixTree:
         return root
 
     def _walk(self, tokens: Sequence[int], salt: Hashable) -> tuple[list[RadixNode], int]:
-        """The nodes that ``tokens[:-1]`` runs through, and how many tokens agree."""
+        """Return the nodes that ``tokens[:-1]`` runs through, and how many tokens agree."""
         node, position, limit = self._roots.get(salt), 0, len(tokens) - 1
         path: list[RadixNode] = []
         while node is not None and position < limit:
@@ -316,7 +316,7 @@ class RadixTree:
         return freed
 
     def _notify(self, node: RadixNode) -> None:
-        """To be called before blocks of the node are evicted."""
+        """Tell who watches, before blocks of the node are evicted."""
         if self.on_evict is not None:
             self.on_evict(self.salt_of(node), node)
 
@@ -385,7 +385,7 @@ class RadixTree:
         return [list(self._held.counts[group].elements())]
 
     def renumber(self, group: int, moves: Mapping[int, int]) -> None:
-        """For the pool, which has moved blocks: they have other ids now."""
+        """Take the new ids of blocks that the pool has moved."""
         with self.pool.lock:
             for node in self.nodes():
                 node.blocks[group][:] = [moves.get(b, b) for b in node.blocks[group]]
@@ -435,7 +435,7 @@ def _add_leaf(held: HeldBlocks, parent: RadixNode, tokens: tuple[int, ...], tabl
 
 
 def _replace_tail(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable]) -> int:
-    """Where the node's partial tail block is its alone, hold the longer one of the tables in its place: one block
+    """If the node alone holds its partial tail block, hold the longer one of the tables in its place: one block
     then serves both this prefix and the one about to go on from it."""
     index, offset = divmod(node.end, held.block_size)
     if not offset:
@@ -458,7 +458,8 @@ def _replace_tail(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable
 
 
 def _improves(held: HeldBlocks, node: RadixNode, tables: Sequence[BlockTable], end: int) -> bool:
-    """Whether the tables hold keys of the node's tokens before ``end`` that the node's blocks do not hold any more."""
+    """Return whether the tables hold keys of the node's tokens before ``end`` that the node's blocks do not hold any
+    more."""
     floor = node.start // held.block_size * held.block_size
     return any(max(t.logical_start, floor) < min(node.valid_from[t.group], end) for t in tables)
 
@@ -530,8 +531,8 @@ def _shortest_tail(held: HeldBlocks, leaf: RadixNode, group: int, num_blocks: in
 
 
 def table_over(pool: BlockPool, group: int, block_ids: Sequence[int], length: int) -> BlockTable:
-    """A table over blocks that others hold too, with a reference of its own on each, as a prefill cut at ``length``
-    would have left it.
+    """Return a table over blocks that others hold too, with a reference of its own on each, as a prefill cut at
+    ``length`` would have left it.
 
     Args:
         pool: the blocks' pool.

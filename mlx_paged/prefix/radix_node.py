@@ -62,7 +62,7 @@ class HeldBlocks:
         return freed
 
     def num_unshared(self, group: int, block_ids: Iterable[int]) -> int:
-        """How many of these blocks would be free with one reference less."""
+        """Return how many of these blocks would be free with one reference less."""
         refcount = self.pool.groups[group].allocator.refcount
         return sum(b != NULL_BLOCK and refcount(b) == 1 for b in block_ids)
 
@@ -160,11 +160,11 @@ class RadixNode:
 
     @property
     def is_attached(self) -> bool:
-        """Whether the node hangs on its parent: it is not a root, and was not removed."""
+        """Return whether the node hangs on its parent: it is not a root, and was not removed."""
         return self.parent is not None and self.parent.children.get(self.tokens[0]) is self
 
     def path(self) -> list[RadixNode]:
-        """The nodes from below the root down to this one."""
+        """Return the nodes from below the root down to this one."""
         nodes: list[RadixNode] = []
         node: RadixNode | None = self
         while node is not None and node.parent is not None:
@@ -173,7 +173,7 @@ class RadixNode:
         return nodes[::-1]
 
     def prefix(self) -> tuple[int, ...]:
-        """All tokens from position 0 to the node's end."""
+        """Return all tokens from position 0 to the node's end."""
         return tuple(token for node in self.path() for token in node.tokens)
 
     def descendants(self) -> Iterator[RadixNode]:
@@ -221,7 +221,7 @@ class RadixNode:
         return tails
 
     def common_length(self, tokens: Sequence[int], position: int, limit: int) -> int:
-        """How many of the node's tokens equal ``tokens[position:limit]``."""
+        """Return how many of the node's tokens equal ``tokens[position:limit]``."""
         count = min(len(self.tokens), limit - position)
         if tuple(tokens[position : position + count]) == self.tokens[:count]:
             return count
@@ -232,7 +232,7 @@ class RadixNode:
 
 
 def part_nodes(roots: Mapping[Hashable, RadixNode]) -> None:
-    """Of a tree that nobody has any more: let the nodes go, which know each other."""
+    """Break parent and child cycles, so that an abandoned tree is freed without the garbage collector."""
     for root in roots.values():
         for node in list(root.descendants()):
             node.children.clear()
@@ -244,7 +244,8 @@ Windows = Sequence[Window | None]
 
 
 def servable_length(path: Sequence[RadixNode], limit: int, windows: Windows, block_size: int) -> int:
-    """The longest prefix of the path, up to ``limit`` tokens, of which every group holds what the next token needs."""
+    """Return the longest prefix of the path, up to ``limit`` tokens, of which every group holds what the next token
+    needs."""
     length = limit
     while True:
         shortest = min(_servable_by(group, path, length, window, block_size) for group, window in enumerate(windows))
@@ -272,7 +273,7 @@ def _servable_by(group: int, path: Sequence[RadixNode], limit: int, window: Wind
 
 
 def _needed_from(window: Window | None, length: int) -> int:
-    """Of a prefix of so many tokens, the first one that the next token sees."""
+    """Return the first token of a prefix of so many tokens that the next token sees."""
     return 0 if window is None else window.first_seen(length)
 
 

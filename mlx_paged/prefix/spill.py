@@ -307,7 +307,7 @@ class SpillStore:
     def _servable(
         self, blocks: list[SpilledBlock], base: int, length: int, windows: Sequence[Window | None]
     ) -> tuple[list[SpilledBlock], int]:
-        """As :func:`_servable_end` on every rank: the end, and the blocks before it."""
+        """Like :func:`_servable_end`, agreed on by every rank: the end, and the blocks before it."""
         while True:
             end = _servable_end(blocks, base, length, windows)
             ends = self.everywhere(end)
@@ -381,7 +381,7 @@ class SpillStore:
         return found
 
     def _load(self, pool: BlockPool, block: SpilledBlock) -> dict[str, mx.array] | None:
-        """The file's arrays; None if it is not what was written, and it is gone then."""
+        """Return the file's arrays; None if it is not what was written, and it is gone then."""
         whole = self._order[block.path]  # not cut to the tokens that agree
         try:
             return self.folder.load(whole, [group.spec.layers for group in pool.groups])
@@ -429,14 +429,14 @@ def _geometry_of(pool: BlockPool) -> tuple[BlockGeometry, ...]:
 
 
 def _is_like(a: Sequence[BlockGeometry], b: Sequence[BlockGeometry]) -> bool:
-    """Whether two geometries are the same as far as both are known."""
+    """Return whether two geometries are the same as far as both are known."""
     return len(a) == len(b) and all(
         mine is None or theirs is None or mine == theirs for mine, theirs in zip(a, b, strict=True)
     )
 
 
 def _root(identity: str, pool: BlockPool) -> str:
-    """The chain of a pool's first blocks under an identity."""
+    """Return the chain of a pool's first blocks under an identity."""
     specs = [group.spec for group in pool.groups]
     groups = [(spec.layers, spec.window if spec.stride == 1 else spec.sees, spec.pinned) for spec in specs]
     pages = "" if pool.page_format is None else f" {tuple(pool.page_format)}"
@@ -448,7 +448,7 @@ def _next_chain(chain: str, tokens: tuple[int, ...]) -> str:
 
 
 def _chains(root: str, block_size: int, tokens: tuple[int, ...]) -> list[str]:
-    """The places of the blocks that ``tokens``, whole blocks, lead to: one more than there are blocks."""
+    """Return the places of the blocks that ``tokens``, whole blocks, lead to: one more than there are blocks."""
     chains = [root]
     for low in range(0, len(tokens), block_size):
         chains.append(_next_chain(chains[-1], tokens[low : low + block_size]))
@@ -460,14 +460,14 @@ def _agreement(a: tuple[int, ...], b: tuple[int, ...]) -> int:
 
 
 def _covers(block: SpilledBlock, tokens: tuple[int, ...], starts: tuple[int, ...]) -> bool:
-    """Whether the block holds all that another one, with these tokens and starts, does."""
+    """Return whether the block holds all that another one, with these tokens and starts, does."""
     if block.tokens[: len(tokens)] != tokens:
         return False
     return all(mine <= other or other >= len(tokens) for mine, other in zip(block.starts, starts, strict=True))
 
 
 def _until(blocks: Sequence[SpilledBlock], base: int, end: int) -> list[SpilledBlock]:
-    """What the blocks, from position ``base`` on, hold of the tokens before ``end``."""
+    """Return what the blocks, from position ``base`` on, hold of the tokens before ``end``."""
     found: list[SpilledBlock] = []
     for block in blocks:
         if base >= end:
@@ -478,7 +478,7 @@ def _until(blocks: Sequence[SpilledBlock], base: int, end: int) -> list[SpilledB
 
 
 def _servable_end(blocks: Sequence[SpilledBlock], base: int, length: int, windows: Sequence[Window | None]) -> int:
-    """The longest prefix that the blocks, from position ``base`` on, make servable together with the ``length``
+    """Return the longest prefix that the blocks, from position ``base`` on, make servable together with the ``length``
     tokens that every group can serve already."""
     best, position = length, base
     run_starts = [0] * len(windows)  # what is before `length` is there as far as any window needs it

@@ -98,7 +98,8 @@ class SpillFolder:
         warnings.warn(f"mlx_paged: {text}", SpillWarning, stacklevel=5)
 
     def blocks(self) -> list[SpilledBlock]:
-        """What is there, used least recently first. Files that another process has not finished are left alone."""
+        """Return what is there, used least recently first. Files that another process has not finished are left
+        alone."""
         found: list[tuple[int, SpilledBlock]] = []
         for name in os.listdir(self.path):
             if not name.endswith(".safetensors"):
@@ -117,7 +118,7 @@ class SpillFolder:
         return [block for _, block in sorted(found, key=lambda item: (item[0], item[1].path.name))]
 
     def _read_header(self, path: Path) -> tuple[int, SpilledBlock]:
-        """When the file was written, and what it is. Makes it private if it is not."""
+        """Return when the file was written, and what it is. Makes it private if it is not."""
         # Neither following a link nor waiting for whoever writes to a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
@@ -165,8 +166,8 @@ class SpillFolder:
         return SpilledBlock(path, tokens, starts, geometry, len(data))
 
     def load(self, block: SpilledBlock, layers: list[tuple[int, ...]]) -> dict[str, mx.array]:
-        """The block's keys and values: ``k<layer>`` and ``v<layer>``, each ``[1, heads, tokens - start, head_dim]``; of
-        quantised pages rows of so many words (uint32).
+        """Return the block's keys and values: ``k<layer>`` and ``v<layer>``, each ``[1, heads, tokens - start,
+        head_dim]``; of quantised pages rows of so many words (uint32).
 
         Args:
             block: of :meth:`blocks` or :meth:`write`.
@@ -228,7 +229,7 @@ def _digest(data: bytes | memoryview) -> str:
 
 
 def described(geometry: Geometry | None) -> BlockGeometry:
-    """A geometry as a file says it."""
+    """Return a geometry as a file says it."""
     if geometry is None:
         return None
     page_format = None if geometry.format is None else tuple(geometry.format)
@@ -236,7 +237,7 @@ def described(geometry: Geometry | None) -> BlockGeometry:
 
 
 def geometry_of(described: BlockGeometry) -> Geometry:
-    """The geometry that a file says. Raises an error (whatever) if it says none that there can be."""
+    """Return the geometry that a file says. Raises an error (whatever) if it says none that there can be."""
     if described is None:
         raise ValueError("it does not say what its keys are")
     heads, k_dim, v_dim, dtype, page_format = described

@@ -33,7 +33,7 @@ class PrefixStore(Protocol):
         ...
 
     def held(self, tokens: Sequence[int], salt: Hashable = None) -> int:
-        """How many tokens :meth:`adopt` would give at present."""
+        """Return how many tokens :meth:`adopt` would give at present."""
         ...
 
     def held_alone(self, tokens: Sequence[int], salt: Hashable = None) -> Sequence[int]:

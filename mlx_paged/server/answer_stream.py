@@ -134,7 +134,7 @@ class AnswerStream:
         return items
 
     def close(self) -> None:
-        """Nothing more is wanted."""
+        """Say that nothing more is wanted."""
         self.is_wanted = False
         self._items.clear()
 

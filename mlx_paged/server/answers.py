@@ -184,7 +184,7 @@ class Answers:
 
     @property
     def have_begun(self) -> bool:
-        """Whether all have, so that it is known how much of their prompts was cached."""
+        """Return whether all have, so that it is known how much of their prompts was cached."""
         return all(answer.num_cached is not None for answer in self._answers)
 
     def take(self, item: Any) -> Piece | None:

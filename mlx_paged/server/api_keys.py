@@ -32,7 +32,7 @@ class ApiKeys:
 
     @classmethod
     def from_options(cls, given: Sequence[str] | None, variable: str | None) -> ApiKeys:
-        """Of the command line's keys, or else of the variable's, which are separated by commas."""
+        """Make it from the command line's keys, or else from the variable's, which are separated by commas."""
         if given is not None:
             return cls(given)
         return cls() if variable is None else cls(variable.split(","), VARIABLE)
@@ -50,7 +50,7 @@ class ApiKeys:
         return f"ApiKeys({len(self.keys)})"  # never the keys: configurations are logged
 
     def find(self, authorization: str) -> str | None:
-        """The key that an ``Authorization`` header carries, or None if it is none of these."""
+        """Return the key that an ``Authorization`` header carries, or None if it is none of these."""
         scheme, _, given = authorization.partition(" ")
         # As bytes: headers are read as Latin-1, whatever they are, and compare_digest takes no other text than ASCII.
         raw = given.strip().encode("latin-1", "replace")
@@ -61,7 +61,7 @@ class ApiKeys:
         return found
 
     def salt(self, key: str | None, cache_salt: str | None) -> str | None:
-        """What keeps a request's prefixes apart from those of others; None: they are everybody's.
+        """Return what keeps a request's prefixes apart from those of others; None: they are everybody's.
 
         Args:
             key: the request's; its holder is told apart from others only if there are several keys.

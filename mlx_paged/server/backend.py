@@ -82,7 +82,7 @@ class Models(Protocol):
 
     @property
     def texts(self) -> ModelTexts | None:
-        """Of the present model; None: there is none yet. By any thread."""
+        """Texts of the present model; None before the first is loaded. Any thread may read it."""
         ...
 
     @property
@@ -92,7 +92,7 @@ class Models(Protocol):
     def load_default(self) -> None: ...
     def load(self, key: ModelKey, make_way: Callable[[], None]) -> None: ...
     def batches(self, request: ServerRequest) -> bool:
-        """Whether a request can be computed with others."""
+        """Return whether a request can be computed with others."""
         ...
 
     def batch(self, stream: mx.Stream) -> Any:

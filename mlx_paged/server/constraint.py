@@ -30,7 +30,7 @@ class Constraint(NamedTuple):
 
 
 def constraint_of(body: Mapping[str, Any], *, chat: bool) -> Constraint | None:
-    """What a request's parameters say of its answer; None: nothing.
+    """Return what a request's parameters say of its answer; None: nothing.
 
     Args:
         body: the parameters that are not null.

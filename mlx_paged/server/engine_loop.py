@@ -178,7 +178,7 @@ class EngineLoop:
     # The loop -------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until the server ends. Raises whatever ends it otherwise."""
+        """Run until the server ends. Raises whatever ends it otherwise."""
         self.stream = mx.default_stream(mx.default_device())
         while not self.is_stopping():
             self.guarded_turn()
@@ -208,7 +208,7 @@ class EngineLoop:
 
     @property
     def is_busy(self) -> bool:
-        """Whether somebody waits for an answer, as far as is known here."""
+        """Return whether somebody waits for an answer, as far as is known here."""
         return bool(self.pending or self.rows or self.scoring or self.alone is not None)
 
     def take_requests(self) -> None:
@@ -399,7 +399,7 @@ class EngineLoop:
         return said
 
     def _note_start(self, row: Row) -> None:
-        """Something of a row has been computed."""
+        """Count a row's start once something of it has been computed."""
         if not row.has_started:
             row.has_started = True
             self.stats.count_start(time.monotonic() - row.request.asked_at)
@@ -481,7 +481,7 @@ class EngineLoop:
             batch.close()
 
     def refuse_all(self) -> None:
-        """The server ends in order."""
+        """End in order."""
         refusal = unavailable(CLOSING)
         self.alone = None
         self.close_batch(refusal)
@@ -489,7 +489,7 @@ class EngineLoop:
             self.fail(work, refusal)
 
     def wreck(self) -> None:
-        """After :meth:`run` has failed: let go of everything. Nothing is kept of what was being computed, since nobody
+        """Let go of everything after :meth:`run` has failed. Nothing is kept of what was being computed, since nobody
         knows how far that has come."""
         batch, self.batch = self.batch, None
         self.pending.clear()

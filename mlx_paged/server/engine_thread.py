@@ -211,7 +211,7 @@ class EngineThread:
         return False
 
     def _end(self, loop: EngineLoop) -> None:
-        """The server ends in order."""
+        """End in order."""
         self.watchdog.stop()
         loop.refuse_all()
         loop.outbox.flush()

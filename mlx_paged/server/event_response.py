@@ -41,7 +41,7 @@ class Client:
         self.stream.fail(ClientGone())
 
     def close(self) -> None:
-        """Nothing more is wanted."""
+        """Say that nothing more is wanted."""
         self._watch.cancel()
         self.stream.close()
 

@@ -51,7 +51,7 @@ class RankedLoop(EngineLoop):
         self._waiting: list[Work] = []  # on rank 0, for the next message
 
     def run(self) -> None:
-        """Until rank 0 says that all end. Raises what ends only this rank."""
+        """Run until rank 0 says that all end. Raises what ends only this rank."""
         self.stream = mx.default_stream(mx.default_device())
         while True:
             news = self._collected() if self.ranks.rank == 0 else None

@@ -105,7 +105,7 @@ class Service:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """How tokens are chosen for requests that do not say."""
+        """Return how tokens are chosen for requests that do not say."""
         args = self.cli_args
         return {"temperature": args.temp, "top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p}
 
@@ -208,7 +208,7 @@ class Service:
     # Ending ---------------------------------------------------------------------------------------------------
 
     def _on_start_error(self, error: Exception) -> None:
-        """In the engine's thread: the server's own model cannot be served."""
+        """Note, in the engine's thread, that the server's own model cannot be served."""
         if self.ranks is not None:
             self.ranks.fail(error)
         fail_start(error)
@@ -217,7 +217,7 @@ class Service:
             self._loop.call_soon_threadsafe(self._end)
 
     def _on_signal(self, number: int) -> None:
-        """In the event loop."""
+        """Handle a signal, in the event loop."""
         name, seconds = signal.Signals(number).name, self.config.drain_timeout
         runs = self.engine.state in ("ok", "degraded") and seconds > 0
         if number == signal.SIGINT or self.is_draining or not runs:
@@ -250,7 +250,7 @@ class Service:
             self._server.should_exit = True
 
     def give_up(self, why: str) -> None:
-        """The process ends because of another rank. By any thread."""
+        """End the process because of another rank. By any thread."""
         self.engine.is_dead = True
         self.engine.fail_all(f"the server ends: {why}")
         until = time.monotonic() + LAST_SECONDS

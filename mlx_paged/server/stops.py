@@ -33,7 +33,7 @@ class StopList:
         return None
 
     def may_begin_with(self, text: str) -> bool:
-        """Whether a string that is longer than ``text`` begins with it."""
+        """Return whether a string that is longer than ``text`` begins with it."""
         place = bisect_right(self.strings, text)
         return place < len(self.strings) and self.strings[place].startswith(text)
 
@@ -121,8 +121,8 @@ class StoppedTokens:
         return self._scanner.found is not None and self._is_decided()
 
     def _is_decided(self) -> bool:
-        """Whether the whole text is cut where it is by what comes next, too: a stop string that begins before the first
-        one may still become whole, if the streamed text lacks what it begins with."""
+        """Return whether the whole text is cut where it is by what comes next, too: a stop string that begins before
+        the first one may still become whole, if the streamed text lacks what it begins with."""
         text: str = self._tokenizer.decode(self.tokens).rstrip("\ufffd")  # without a character that is not complete
         first = first_stop(text, self._stops) or 0
         return not any(

@@ -54,7 +54,8 @@ class ToolFormat(NamedTuple):
 
 
 def tools_of(body: Mapping[str, Any], *, always: bool = False) -> Tools | None:
-    """The calls that a request asks for, or of which it wants the arguments to be right; None: it leaves them free.
+    """Return the calls that a request asks for, or of which it wants the arguments to be right; None: it leaves them
+    free.
 
     Args:
         body: of the request; ``tools`` is a list of objects.
@@ -109,7 +110,7 @@ def _tool(index: int, tool: Mapping[str, Any], *, checked: bool) -> Tool:
 
 
 def calls(tools: Tools, form: ToolFormat, *, answer: Any = None, is_triggered: bool = False) -> GrammarSource:
-    """A grammar of the calls.
+    """Return a grammar of the calls.
 
     Args:
         tools: what may be called.

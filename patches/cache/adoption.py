@@ -20,7 +20,7 @@ from .prompt_cache import CacheFactory, factory_of
 
 
 def adopt_prompt_cache(model: Any, cache: list[Any], factory: CacheFactory | None = None) -> list[Any]:
-    """A paged prompt cache of the model with the contents of mlx-lm's own one (as loaded from a file).
+    """Return a paged prompt cache of the model with the contents of mlx-lm's own one (as loaded from a file).
 
     Args:
         model: the model the cache was computed with.
@@ -88,7 +88,7 @@ def adopt_prompt_cache(model: Any, cache: list[Any], factory: CacheFactory | Non
 
 
 def check_given(model: Any, given: list[Any], fresh: Sequence[Any], factory: CacheFactory) -> list[Any]:
-    """A cache handed in with a request, as one of the engine's: mlx-lm's own is copied into the pool.
+    """Return a cache handed in with a request, as one of the engine's: mlx-lm's own is copied into the pool.
 
     Raises:
         PromptCacheError: it has not one cache of the right kind for each layer, or belongs to another model.

@@ -42,17 +42,17 @@ class PagedLayerCache(PagedKVCache):
 
     @property
     def max_size(self) -> int:
-        """As of a ``RotatingKVCache``. Raises AttributeError without a sliding window."""
+        """Like ``RotatingKVCache``'s. Raises AttributeError without a sliding window."""
         return self._if(RotatingKVCache, "max_size", self.window)
 
     @property
     def keep(self) -> int:
-        """As of a ``RotatingKVCache``. Raises AttributeError without a sliding window."""
+        """Like ``RotatingKVCache``'s. Raises AttributeError without a sliding window."""
         return self._if(RotatingKVCache, "keep", self.pinned)
 
     @property
     def chunk_size(self) -> int:
-        """As of a ``ChunkedKVCache``. Raises AttributeError without chunks."""
+        """Like ``ChunkedKVCache``'s. Raises AttributeError without chunks."""
         return self._if(ChunkedKVCache, "chunk_size", self.window)
 
     @property
@@ -61,7 +61,7 @@ class PagedLayerCache(PagedKVCache):
         return self._if(ChunkedKVCache, "start_position", self._kv.spec.first_kept(self.offset))
 
     def maybe_trim_front(self) -> None:
-        """As of a ``ChunkedKVCache``: what the next token does not see goes when that is written."""
+        """Like ``ChunkedKVCache``'s: what the next token does not see goes when that is written."""
 
     def _if(self, kind: type, name: str, value: int | None) -> int:
         if self._stands_for is not kind or value is None:
@@ -71,15 +71,15 @@ class PagedLayerCache(PagedKVCache):
 
     @property
     def has_stock_form(self) -> bool:
-        """Whether mlx-lm has a cache that holds the same bytes: of quantised ones neither with a window, nor with keys
-        of other bits than values, nor rotated."""
+        """Return whether mlx-lm has a cache that holds the same bytes: of quantised ones neither with a window, nor
+        with keys of other bits than values, nor rotated."""
         held = self._kv.group.geometry
         if held is None or held.format is None:
             return True
         return self.window is None and held.format.k_bits == held.format.v_bits and not held.format.rotate
 
     def to_stock(self) -> KVCache | RotatingKVCache | ChunkedKVCache | QuantizedKVCache:
-        """The same tokens in mlx-lm's own cache, bit for bit and in the same order (a copy); dequantised unless
+        """Return the same tokens in mlx-lm's own cache, bit for bit and in the same order (a copy); dequantised unless
         :attr:`has_stock_form`."""
         if self._kv.is_quantized and self.has_stock_form and not self.empty():
             return self._to_stock_quantized()
@@ -141,8 +141,8 @@ class PagedLayerCache(PagedKVCache):
         self.load(keys, values, stock.offset, stored=True)
 
     def takes(self, batch: int) -> bool:
-        """Whether the paged path can take ``batch`` rows. A paged cache holds one sequence: an empty one that meets
-        several rows turns into mlx-lm's own cache, in place, and is one from then on."""
+        """Return whether the paged path can take ``batch`` rows. A paged cache holds one sequence: an empty one that
+        meets several rows turns into mlx-lm's own cache, in place, and is one from then on."""
         if batch == 1 or not self.empty():
             return True  # a mismatch raises GeometryError when the keys are written
         warn_once("several sequences in one cache are not paged: mlx-lm's own cache is used")
@@ -152,7 +152,8 @@ class PagedLayerCache(PagedKVCache):
         return False
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
-        """The cache itself, if its pages are of that many bits; else mlx-lm's quantised cache, which is not paged.
+        """Return the cache itself, if its pages are of that many bits; else mlx-lm's quantised cache, which is not
+        paged.
 
         Raises:
             PromptCacheError: the pages are quantised otherwise.
@@ -169,7 +170,7 @@ class PagedLayerCache(PagedKVCache):
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> PagedBatchKVCache:
-        """A batch of forks of these caches."""
+        """Return a batch of forks of these caches."""
         return PagedBatchKVCache.merge(caches)
 
 
@@ -179,7 +180,8 @@ def mask_rows(value: bool) -> None:
 
 
 class SeamLayerCache(PagedLayerCache):
-    """Of a model without an adapter: its attention calls ``update_and_fetch`` and then mlx-lm's attention function."""
+    """Cache of a layer without an adapter: its attention calls ``update_and_fetch`` and then mlx-lm's attention
+    function."""
 
     masks_rows = True
 

@@ -114,7 +114,8 @@ def probing_pass(model: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.arra
 
 
 def probe_layers(model: Any, caches: Sequence[Any], candidates: Sequence[int]) -> dict[int, Probed]:
-    """What each of some layers does with its cache, by a pass of two tokens; a layer not in the result does nothing.
+    """Return what each of some layers does with its cache, by a pass of two tokens; a layer not in the result does
+    nothing.
 
     Args:
         caches: mlx-lm's own, empty; used up.
@@ -190,7 +191,7 @@ MAX_LAYOUTS = 8
 
 
 def layout_for(model: Any, stock: Sequence[Any], spare: Sequence[Any], adapted: bool) -> PagedLayout:
-    """The model's layout; made at the first call, by a forward pass that is built and dropped, and kept.
+    """Return the model's layout; made at the first call, by a forward pass that is built and dropped, and kept.
 
     Args:
         stock: mlx-lm's own caches, one per layer, and the parts of composite ones by themselves.
@@ -229,14 +230,15 @@ def why_one_by_one(model: Any, fresh: Sequence[Any]) -> str | None:
 
 
 def takes_rows(model: Any) -> bool:
-    """Whether an adapter of the model's body computes rows of different lengths, whatever upstream's code does."""
+    """Return whether an adapter of the model's body computes rows of different lengths, whatever upstream's code
+    does."""
     return bool(getattr(type(getattr(model, "model", None)).__call__, "takes_rows", False))
 
 
 def reads_blocks_only(model: Any) -> bool:
-    """Whether the model's attention does nothing with keys and values but hand them to an attention function that is
-    replaced here: of a model with adapters, or one of mlx-lm's that was seen to do so in a probe. Or it computes with
-    latents, and every layer that does so has an adapter."""
+    """Return whether the model's attention does nothing with keys and values but hand them to an attention function
+    that is replaced here: of a model with adapters, or one of mlx-lm's that was seen to do so in a probe. Or it
+    computes with latents, and every layer that does so has an adapter."""
     layout = layout_of(model)
     if layout is None or not layout.groups:
         return False
@@ -249,13 +251,13 @@ def reads_blocks_only(model: Any) -> bool:
 
 
 def layout_of(model: Any) -> PagedLayout | None:
-    """The layout made for the model last, or None if there is none yet."""
+    """Return the layout made for the model last, or None if there is none yet."""
     layouts = _layouts.get(model)
     return None if layouts is None else next(reversed(layouts.values()), None)
 
 
 def name_of(model: Any) -> str:
-    """The model's type, for messages."""
+    """Return the model's type, for messages."""
     return str(getattr(model, "model_type", type(model).__module__))
 
 
@@ -266,7 +268,8 @@ def forget_layouts() -> None:
 
 
 def can_be_paged(cache: Any) -> bool:
-    """Whether a stock cache is one that blocks can stand in for; with chunks, only where an adapter makes the masks."""
+    """Return whether a stock cache is one that blocks can stand in for; with chunks, only where an adapter makes the
+    masks."""
     # A cache with no room beyond what it keeps drops new tokens in mlx-lm.
     if type(cache) is RotatingKVCache:
         return bool(0 <= cache.keep < cache.max_size)
@@ -279,7 +282,7 @@ def pinned_in(cache: Any) -> int:
 
 
 def window_of(cache: Any) -> Window | None:
-    """What a token sees in a cache that can be paged."""
+    """Return what a token sees in a cache that can be paged."""
     if isinstance(cache, ChunkedKVCache):
         return Window(int(cache.chunk_size), int(cache.chunk_size))
     return Window(int(cache.max_size)) if isinstance(cache, RotatingKVCache) else None

@@ -71,9 +71,9 @@ class PagedPromptCache:
         self._identities: weakref.WeakKeyDictionary[BlockPool, str] = weakref.WeakKeyDictionary()
 
     def tree_of(self, pool: BlockPool) -> RadixTree:
-        """The pool's tree, for whoever else shares prefixes of it. Salts are ``(model, number)``: the key the caches
-        were inserted under, and 0 for a model's own caches (1 for its draft model's); and :class:`Salted` ones of
-        these."""
+        """Return the pool's tree, for whoever else shares prefixes of it. Salts are ``(model, number)``: the key the
+        caches were inserted under, and 0 for a model's own caches (1 for its draft model's); and :class:`Salted` ones
+        of these."""
         tree = self._trees.get(pool)
         if tree is None:
             tree = self._trees[pool] = RadixTree(
@@ -82,15 +82,15 @@ class PagedPromptCache:
         return tree
 
     def shared_prefixes(self, model: Hashable, pool: BlockPool) -> SharedPrefixes:
-        """The prefixes of a model's own caches as the store of a batch. What a batch leaves there is bounded by the
-        pool's budget and the time to live; the next :meth:`insert_cache` or :meth:`trim_to` counts it too."""
+        """Return the prefixes of a model's own caches as the store of a batch. What a batch leaves there is bounded by
+        the pool's budget and the time to live; the next :meth:`insert_cache` or :meth:`trim_to` counts it too."""
         restore = None if self.spill is None else partial(self._restore, model)
         self._note_identity(model, [pool])
         return SharedPrefixes(self.tree_of(pool), (model, 0), restore)
 
     @contextmanager
     def salted(self, salt: Hashable) -> Iterator[None]:
-        """For the time of a ``with`` block, what is fetched and inserted is that of requests with this salt alone."""
+        """Within a ``with`` block, fetch and insert prefixes of requests with this salt alone."""
         before, self._salt = self._salt, salt
         try:
             yield
@@ -124,7 +124,7 @@ class PagedPromptCache:
         self._salt = None  # of whoever was at it
 
     def tidy(self, is_wanted: Callable[[], bool] = lambda: False) -> None:
-        """For idle moments: give up what has expired, and write what is not on disk yet, so that it outlives a crash.
+        """In idle moments, drop what has expired, and write what is not on disk yet, so that it outlives a crash.
 
         Args:
             is_wanted: asked between prefixes; once it is true, the rest is left for another time. Prefixes are taken
@@ -150,7 +150,8 @@ class PagedPromptCache:
     # mlx-lm's interface ---------------------------------------------------------------------------------------
 
     def fetch_nearest_cache(self, model: Hashable, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
-        """A cache with the longest known prefix of ``tokens``, the caller's to go on with, and the tokens it lacks."""
+        """Return a cache with the longest known prefix of ``tokens``, the caller's to go on with, and the tokens it
+        lacks."""
         pools = self._pools(model)
         length = self._common_length(model, pools, tokens)
         if not length:
@@ -219,7 +220,7 @@ class PagedPromptCache:
         return found
 
     def figures(self) -> dict[str, Any]:
-        """What ``/v1/cache/stats`` says of it."""
+        """Return what ``/v1/cache/stats`` says of it."""
         return {
             "entries": len(self),
             "bytes": self.nbytes,
@@ -254,7 +255,7 @@ class PagedPromptCache:
         return pools
 
     def _key(self, model: Hashable, number: int) -> Hashable:
-        """The tree's salt for what is fetched and inserted now."""
+        """Return the tree's salt for what is fetched and inserted now."""
         return salted((model, number), self._salt)
 
     def _restore(self, model: Hashable, tokens: Sequence[int], salt: Hashable = None) -> None:
@@ -272,7 +273,7 @@ class PagedPromptCache:
                 return  # what is in the tree has to do
 
     def _common_length(self, model: Hashable, pools: list[tuple[BlockPool, _Kinds]], tokens: list[int]) -> int:
-        """The longest prefix that all of a model's pools can serve."""
+        """Return the longest prefix that all of a model's pools can serve."""
         self._restore(model, tokens, self._salt)
         length = len(tokens) - 1 if pools else 0
         while length > 0:
@@ -342,7 +343,7 @@ class PagedPromptCache:
         return node.label if isinstance(node.label, str) and node.label in self._kinds else self._kinds[0]
 
     def _counts(self, tree: RadixTree, node: RadixNode) -> bool:
-        """Whether the node is an entry; a draft model's prefixes belong to its target's entries."""
+        """Return whether the node is an entry; a draft model's prefixes belong to its target's entries."""
         salt: Any = tree.salt_of(node)
         key: Any = salt.base if isinstance(salt, Salted) else salt
         return not node.children and key[1] == 0
@@ -365,7 +366,7 @@ PromptStore: TypeAlias = PagedPromptCache | LRUPromptCache
 
 
 def salted_store(store: PromptStore, salt: Hashable) -> AbstractContextManager[None]:
-    """For the time of a ``with`` block, the prefixes of requests with this salt alone."""
+    """Limit a ``with`` block to the prefixes of requests with this salt."""
     return store.salted(salt) if isinstance(store, PagedPromptCache) else nullcontext()
 
 
@@ -374,13 +375,13 @@ def _num_nodes(tree: RadixTree, _: bool) -> int:
 
 
 def _on_disk(identity: str, number: int, salt: Hashable) -> str:
-    """What a model's prefixes are found under on disk; those of requests with a salt apart from the others."""
+    """Return what a model's prefixes are found under on disk; those of requests with a salt apart from the others."""
     return f"{identity}/{number}" if salt is None else f"{identity}/{number}/{salt}"
 
 
 def _sequences(caches: Sequence[Any]) -> list[SequenceTables]:
-    """The sequences that a prompt cache is made of, or none unless every layer of each is there, paged, and can be
-    shared by prefix."""
+    """Return the sequences that a prompt cache is made of, or none unless every layer of each is there, paged, and can
+    be shared by prefix."""
     if not caches or not all(isinstance(cache, PagedLayerCache) and not cache.pool.pins_tokens for cache in caches):
         return []
     sequences: list[SequenceTables] = []

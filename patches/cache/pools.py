@@ -30,7 +30,7 @@ _lock = threading.RLock()
 
 
 class _Pools:
-    """Of one model.
+    """Pools of one model.
 
     Attributes:
         latest: the pool that its latest prompt cache lies in, and what that was made for.
@@ -48,7 +48,7 @@ _pools: ByModel[_Pools] = ByModel()
 
 
 def pool_for(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dtype | None = None) -> BlockPool:
-    """The model's pool; a new one if there is none yet for these groups and this configuration.
+    """Return the model's pool; a new one if there is none yet for these groups and this configuration.
 
     Args:
         dtype: of the keys, where it is not what it was when the layout or the present pool was made. The pool for it is
@@ -94,13 +94,15 @@ def _new_pool(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dt
 
 
 def known_pool(model: Any) -> BlockPool | None:
-    """The block pool that the model's latest prompt cache lies in, or None if there is none yet. Makes nothing."""
+    """Return the block pool that the model's latest prompt cache lies in, or None if there is none yet. Makes
+    nothing."""
     pools = _pools.get(model)
     return None if pools is None or pools.latest is None else pools.latest[2]
 
 
 def pool_of(model: Any) -> BlockPool | None:
-    """The block pool of a model: where its latest prompt cache lies, or if it had none yet, where its next one will.
+    """Return the block pool of a model: where its latest prompt cache lies, or if it had none yet, where its next one
+    will.
 
     Example:
         >>> model, tokenizer = mlx_lm.load("path/to/model")

@@ -58,7 +58,7 @@ class CacheFactory:
             self._elsewhere = elsewhere
 
     def __call__(self) -> list[Any]:
-        """A fresh prompt cache."""
+        """Return a fresh prompt cache."""
         caches = self._stock()
         if self.pool is None or self._layout is None:
             return caches
@@ -75,14 +75,14 @@ class CacheFactory:
 
 
 def is_patched() -> bool:
-    """Whether prompt caches are paged at present."""
+    """Return whether prompt caches are paged at present."""
     return hasattr(make_prompt_cache, "factory")
 
 
 def factory_of(
     model: Any, max_kv_size: int | None, change: Callable[[PagedConfig], PagedConfig] | None = None
 ) -> CacheFactory:
-    """What makes the model's prompt caches, as it is configured now, or after a ``change`` to that."""
+    """Return what makes the model's prompt caches, as it is configured now, or after a ``change`` to that."""
     make = make_prompt_cache  # by name, so that where there is none this module cannot be imported
     if hasattr(make, "factory"):
         factory: CacheFactory = make.factory(model, max_kv_size, change)

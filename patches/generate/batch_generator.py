@@ -203,27 +203,28 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
 
     @property
     def preemptions(self) -> int:
-        """How often a request had to make room."""
+        """Return how often a request had to make room."""
         return 0 if self._engine is None else self._engine.scheduler.preemptions
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether requests find their own prefixes (``prefixes``), so that they need not come with a cache."""
+        """Return whether requests find their own prefixes (``prefixes``), so that they need not come with a cache."""
         return self._engine is not None and self._engine.sharing is not None
 
     @property
     def seeds_rows(self) -> bool:
-        """Whether requests can have seeds of their own (``RequestOptions.seed``)."""
+        """Return whether requests can have seeds of their own (``RequestOptions.seed``)."""
         return self._engine is not None and known_samplers.is_known()
 
     @property
     def has_windows(self) -> bool:
-        """Whether prefixes are only found at the ends of segments and chunks, where a window or a state was kept."""
+        """Return whether prefixes are only found at the ends of segments and chunks, where a window or a state was
+        kept."""
         return self._engine is not None and self._engine.sharing is not None and self._engine.sharing.has_windows
 
     @property
     def counts_prompt_tokens(self) -> bool:
-        """Whether ``computed_prompt_tokens`` counts."""
+        """Return whether ``computed_prompt_tokens`` counts."""
         return self._engine is not None
 
     @property
@@ -239,7 +240,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
 
     @property
     def admits(self) -> bool:
-        """Whether requests that wait may start beside those that run."""
+        """Return whether requests that wait may start beside those that run."""
         return self._engine is None or self._engine.scheduler.admits
 
     @admits.setter
@@ -256,7 +257,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             return self._engine.scheduler.preempt_youngest()
 
     def abandon(self) -> None:
-        """After a call has failed half-way: let go of all requests. Nothing of them is kept."""
+        """Let go of all requests after a call has failed half-way. Nothing of them is kept."""
         self._engine = None
 
     @property
@@ -266,7 +267,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         return len(self._unprocessed_sequences) if engine is None else len(engine.scheduler.waiting)
 
     def progress(self) -> list[dict[str, Any]]:
-        """How far each unfinished request is. May be called by any thread, and is only about right then."""
+        """Return how far each unfinished request is. May be called by any thread, and is only about right then."""
         engine = self._engine
         return [] if engine is None else [request_progress(request) for request in list(engine.requests.values())]
 
@@ -299,18 +300,19 @@ def with_grammars(processors: Sequence[Any], options: Sequence[RequestOptions]) 
 
 
 def is_batched_here(fresh: Sequence[Any]) -> bool:
-    """Whether the batch runs in this package's engine: always but for plain caches alone, which stay with mlx-lm. Its
-    padded prefill corrupts states in models that do not mask it, and its batches forget which tokens are kept."""
+    """Return whether the batch runs in this package's engine: always but for plain caches alone, which stay with
+    mlx-lm. Its padded prefill corrupts states in models that do not mask it, and its batches forget which tokens are
+    kept."""
     return not all(type(cache) is KVCache for cache in fresh)
 
 
 def seeds_rows(model: Any) -> bool:
-    """Whether requests in batches of the model can have seeds of their own (``RequestOptions.seed``)."""
+    """Return whether requests in batches of the model can have seeds of their own (``RequestOptions.seed``)."""
     return known_samplers.is_known() and is_batched_here(factory_of(model, None)())
 
 
 def decode_batch(model: Any, fresh: Sequence[Any]) -> DecodeBatch:
-    """A batch for rows of the model: in one call where its attention allows it, else one row after the other."""
+    """Return a batch for rows of the model: in one call where its attention allows it, else one row after the other."""
     kept = next((cache for cache in leaves(fresh) if not isinstance(cache, PagedKVCache) and pinned_in(cache)), None)
     if kept is not None:
         why: str | None = f"{type(kept).__name__} forgets in a batch which tokens it keeps (max_kv_size)"
@@ -324,7 +326,7 @@ def decode_batch(model: Any, fresh: Sequence[Any]) -> DecodeBatch:
 
 
 def adapt(original: type) -> type:
-    """The replacement of ``BatchGenerator``."""
+    """Return the replacement of ``BatchGenerator``."""
     assert original is BatchGenerator
     return PagedBatchGenerator
 

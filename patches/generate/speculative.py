@@ -41,7 +41,7 @@ def _is_chunked(cache: Any) -> bool:
 
 
 def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """The replacement of ``speculative_generate_step``."""
+    """Yield the replacement of ``speculative_generate_step``."""
     original = steps.adapt(original)
 
     def speculative_generate_step(

@@ -17,7 +17,7 @@ from ..cache import prompt_cache as kv_bits
 
 
 def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """The replacement of ``generate_step``: each token is a step of its own, whoever asks for it."""
+    """Yield the replacement of ``generate_step``: each token is a step of its own, whoever asks for it."""
 
     @functools.wraps(original)
     def generate_step(*args: Any, **kwargs: Any) -> Iterator[Any]:

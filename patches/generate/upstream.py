@@ -37,7 +37,7 @@ _METHODS = ("top_p", "min_p", "min_tokens_to_keep", "xtc_probability", "xtc_thre
 
 @lru_cache(maxsize=1)
 def is_known() -> bool:
-    """Whether samplers and processors of the installed mlx-lm are recognised."""
+    """Return whether samplers and processors of the installed mlx-lm are recognised."""
     try:
         return all(fingerprint(getattr(sample_utils, name)) == known for name, known in KNOWN.items())
     except (AttributeError, OSError, TypeError):
@@ -45,7 +45,8 @@ def is_known() -> bool:
 
 
 def known_sampler(sampler: Callable[..., mx.array]) -> Mapping[str, Any] | None:
-    """The arguments of ``SamplingParams`` that ``make_sampler`` has made a sampler of; None: it is not one of those."""
+    """Return the arguments of ``SamplingParams`` that ``make_sampler`` has made a sampler of; None: it is not one of
+    those."""
     if not is_known():
         return None
     if sampler is sample_utils.greedy_sampler:
@@ -60,8 +61,8 @@ def known_sampler(sampler: Callable[..., mx.array]) -> Mapping[str, Any] | None:
 
 
 def known_processors(processors: Sequence[Callable[..., mx.array]]) -> Mapping[str, Any] | None:
-    """The arguments of ``SamplingParams`` that ``make_logits_processors`` has made a request's processors of; None: it
-    has not, or they are not in its order."""
+    """Return the arguments of ``SamplingParams`` that ``make_logits_processors`` has made a request's processors of;
+    None: it has not, or they are not in its order."""
     if not is_known():
         return None
     fields: dict[str, Any] = {}
@@ -94,7 +95,7 @@ def _penalty(processor: Any, name: str) -> dict[str, Any] | None:
 
 
 def _cells(function: Any, maker: str, name: str) -> dict[str, Any] | None:
-    """What a function holds of the one that made it, by name; None: that one has not made it."""
+    """Return what a function holds of the one that made it, by name; None: that one has not made it."""
     if not isinstance(function, FunctionType) or not any(function.__code__ is code for code in _codes(maker, name)):
         return None
     cells = function.__closure__ or ()
@@ -103,7 +104,7 @@ def _cells(function: Any, maker: str, name: str) -> dict[str, Any] | None:
 
 @lru_cache
 def _codes(maker: str, name: str) -> tuple[CodeType, ...]:
-    """The code of the functions of this name that one of mlx-lm's defines."""
+    """Return the code of the functions of this name that one of mlx-lm's defines."""
     constants = getattr(sample_utils, maker).__code__.co_consts
     return tuple(code for code in constants if isinstance(code, CodeType) and code.co_name == name)
 

@@ -124,12 +124,12 @@ def _refusing(param: str) -> Iterator[None]:
 
 
 def inner_of(tokenizer: Any) -> Any:
-    """The tokenizer of transformers in mlx-lm's wrapper."""
+    """Return the tokenizer of transformers in mlx-lm's wrapper."""
     return getattr(tokenizer, "_tokenizer", tokenizer)
 
 
 def tool_format(tokenizer: Any) -> ToolFormat | None:
-    """How a model writes tool calls, if a grammar can say it."""
+    """Return how a model writes tool calls, if a grammar can say it."""
     if getattr(tokenizer.tool_parser, "__module__", None) != JSON_TOOLS:
         return None
     (start, trigger), (end, _) = (
@@ -143,12 +143,12 @@ def tool_format(tokenizer: Any) -> ToolFormat | None:
 
 
 def _marker(text: str, tokens: tuple[int, ...]) -> tuple[str, int | None]:
-    """As a term of a Lark grammar, and the token that it is, if it is one."""
+    """Return it as a term of a Lark grammar, and the token that it is, if it is one."""
     return (f"<[{tokens[0]}]>", tokens[0]) if len(tokens) == 1 else (f'"{text}"', None)
 
 
 def reasons_first(tokenizer: Any, prompt: list[int]) -> bool:
-    """Whether the prompt ends in reasoning that the answer has to end, as mlx-lm's server finds out."""
+    """Return whether the prompt ends in reasoning that the answer has to end, as mlx-lm's server finds out."""
     if not tokenizer.has_thinking:
         return False
     if tokenizer.response_initial_state:
@@ -157,5 +157,5 @@ def reasons_first(tokenizer: Any, prompt: list[int]) -> bool:
 
 
 def behind_reasoning(grammar: CompiledGrammar, tokenizer: Any) -> CompiledGrammar:
-    """The grammar of an answer that begins with reasoning, which is free."""
+    """Return the grammar of an answer that begins with reasoning, which is free."""
     return grammar.begins_after(tokenizer.think_end_tokens)

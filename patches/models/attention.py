@@ -56,7 +56,7 @@ def paged_call(
 
 
 def takes(cache: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCache | PackedKVCache | StepLayer]:
-    """Whether the paged path serves ``batch`` rows with this cache."""
+    """Return whether the paged path serves ``batch`` rows with this cache."""
     if isinstance(cache, PagedLayerCache):
         return cache.takes(batch)
     return isinstance(cache, PagedBatchKVCache | PackedKVCache | StepLayer)

@@ -23,7 +23,7 @@ _steps: weakref.WeakKeyDictionary[BlockPool, CompiledStep] = weakref.WeakKeyDict
 
 
 def adapt(original: ModelCall) -> ModelCall:
-    """From a model class's ``__call__`` to one that takes decode steps by :class:`CompiledStep` where it can: calls
+    """Replace a model class's ``__call__`` by one that takes decode steps by :class:`CompiledStep` where it can: calls
     with one token per row and a ``cache``, and nothing else."""
     names = list(inspect.signature(original).parameters)[2:]
 
@@ -50,14 +50,14 @@ def adapt(original: ModelCall) -> ModelCall:
 
 
 def is_upstreams(call: ModelCall) -> bool:
-    """Whether a model class's ``__call__`` is as mlx-lm wrote it: what others put in its place may do things by the way
-    that a trace would do once only."""
+    """Return whether a model class's ``__call__`` is as mlx-lm wrote it: what others put in its place may do things by
+    the way that a trace would do once only."""
     module: str = getattr(call, "__globals__", {}).get("__name__", "")
     return module.startswith("mlx_lm.models.")
 
 
 def step_of(pool: BlockPool, original: ModelCall) -> CompiledStep:
-    """The pool's compiled step."""
+    """Return the pool's compiled step."""
     step = _steps.get(pool)
     if step is None:
         step = _steps[pool] = CompiledStep(pool, original)

@@ -23,7 +23,7 @@ adapt = paged_call(project)
 
 
 def adapt_mlp(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """From upstream's ``MLP.__call__`` to one that multiplies for gate and up together where a kernel does."""
+    """Replace upstream's ``MLP.__call__`` by one that multiplies for gate and up together where a kernel does."""
 
     def __call__(self: Any, x: mx.array) -> mx.array:
         gate, up = projected((self.gate_proj, self.up_proj), x)

@@ -51,7 +51,7 @@ class Projected(NamedTuple):
 
 
 def project(self: Any, x: mx.array, offset: Any) -> Projected:
-    """Of x ``[B, 1, hidden]``, in the operations of mlx-lm's modules."""
+    """Project x ``[B, 1, hidden]`` by the operations of mlx-lm's modules."""
     batch, heads = x.shape[0], _heads_of(self)
     if getattr(self, "q_lora_rank", None) is None:
         q = self.q_proj(x)
@@ -72,18 +72,18 @@ def project(self: Any, x: mx.array, offset: Any) -> Projected:
 
 
 def finish(self: Any, out: mx.array, x: mx.array) -> mx.array:
-    """From heads ``[B, n_heads, 1, v_head_dim]`` to ``[B, 1, hidden]``."""
+    """Turn heads ``[B, n_heads, 1, v_head_dim]`` to ``[B, 1, hidden]``."""
     return (self.dense if "dense" in self else self.o_proj)(out.reshape(x.shape[0], 1, -1))
 
 
 def finish_gated(self: Any, out: mx.array, x: mx.array) -> mx.array:
-    """As :func:`finish`, where values of heads may be gated (Kimi K3)."""
+    """Like :func:`finish`, where values of heads may be gated (Kimi K3)."""
     out = out.reshape(x.shape[0], 1, -1)
     return self.o_proj(out * mx.sigmoid(self.g_proj(x)) if self.use_gate else out)
 
 
 def finish_heads_gated(self: Any, out: mx.array, x: mx.array) -> mx.array:
-    """As :func:`finish`, where heads are gated (Bailing V3)."""
+    """Like :func:`finish`, where heads are gated (Bailing V3)."""
     gate = mx.sigmoid(self.g_proj(x).astype(mx.float32)).astype(out.dtype)
     return self.dense((out.reshape(*gate.shape, -1) * gate[..., None]).reshape(x.shape[0], 1, -1))
 
@@ -113,7 +113,7 @@ adapt_heads_gated = latent_call(finish_heads_gated)
 
 
 def adapt_scaled(original: AttentionCall) -> AttentionCall:
-    """The adapter of Mistral 4, whose queries are scaled by their positions."""
+    """Return the adapter of Mistral 4, whose queries are scaled by their positions."""
 
     def __call__(
         self: Any, x: mx.array, attn_scale: mx.array, mask: mx.array | str | None = None, cache: Any | None = None
@@ -128,7 +128,7 @@ def adapt_scaled(original: AttentionCall) -> AttentionCall:
 
 
 def attends_latents(module: Any) -> bool:
-    """Whether a module's attention is replaced by an adapter of this file."""
+    """Return whether a module's attention is replaced by an adapter of this file."""
     return getattr(type(module).__call__, "attends_latents", False)
 
 
@@ -146,7 +146,7 @@ def _attention(
     finish: Finish,
     apart: Callable[..., mx.array],
 ) -> mx.array:
-    """By whatever kernel there is for it, or mlx-lm's code.
+    """Attend by whatever kernel there is for it, or mlx-lm's code.
 
     Args:
         scales: of the queries, by their positions: ``[L, 1]``, or ``[B, 1, L, 1]`` where rows have their own.
@@ -205,19 +205,19 @@ def _absorbed(self: Any, made: Projected, mask: mx.array | str | None, cache: An
 
 
 def _absorbed_few(self: Any, made: Projected, mask: mx.array | str | None, cache: PagedLayerCache) -> mx.array:
-    """The same of a few tokens of one sequence, ``[n, n_heads, 1, v_head_dim]``."""
+    """Like :func:`_absorbed`, for a few tokens of one sequence, ``[n, n_heads, 1, v_head_dim]``."""
     queries, latent, rotated = (x.swapaxes(0, 2) for x in (_absorbed_queries(self, made), made.latent, made.rotated))
     out = cache.attend(queries, latent, rotated, AttentionParams(self.scale, mask, latent=True))
     return _by_head(self.unembed_out, out.swapaxes(0, 2))
 
 
 def _absorbed_queries(self: Any, made: Projected) -> mx.array:
-    """As long as a latent and its rotated part, ``[B, n_heads, 1, rank + rope]``."""
+    """Return queries as long as a latent and its rotated part, ``[B, n_heads, 1, rank + rope]``."""
     return mx.concatenate([_by_head(self.embed_q, made.nope), made.rope], axis=-1)
 
 
 def _by_head(layer: Any, x: mx.array) -> mx.array:
-    """What a layer of a matrix for each head makes of x ``[B, n_heads, 1, dim]``."""
+    """Return what a layer of a matrix for each head makes of x ``[B, n_heads, 1, dim]``."""
     if x.shape[0] < LEAST_BY_HEAD:
         return layer(x)
     return layer(x.swapaxes(0, 2)).swapaxes(0, 2)
@@ -234,7 +234,7 @@ def _expanded(self: Any, made: Projected, cache: PackedKVCache | PagedLayerCache
 
 
 def _of_heads(layer: Any, x: mx.array, heads: slice, transpose: bool) -> mx.array:
-    """What mlx-lm's layer of a matrix for each head makes of x ``[1, 1, n, dim]`` for some heads."""
+    """Return what mlx-lm's layer of a matrix for each head makes of x ``[1, 1, n, dim]`` for some heads."""
     weight = layer["weight"][heads]
     if not isinstance(layer, QuantizedMultiLinear):
         return x @ (weight.swapaxes(-1, -2) if transpose else weight)
@@ -262,7 +262,7 @@ def _latent_heads(self: Any) -> LatentHeads:
 
 
 def _serves(cache: Any, module: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCache | StepLayer]:
-    """Whether a kernel attends over this cache's latents, for one new token of each of so many rows."""
+    """Return whether a kernel attends over this cache's latents, for one new token of each of so many rows."""
     if not isinstance(cache, PagedLayerCache | PagedBatchKVCache | StepLayer) or not takes(cache, batch):
         return False
     if isinstance(cache, StepLayer):
@@ -273,7 +273,7 @@ def _serves(cache: Any, module: Any, batch: int) -> TypeGuard[PagedLayerCache | 
 
 
 def _is_causal(cache: Any, x: mx.array, mask: mx.array | str | None) -> TypeGuard[PagedLayerCache]:
-    """Whether these are several new tokens of a sequence, under the mask that its cache makes for them."""
+    """Return whether these are several new tokens of a sequence, under the mask that its cache makes for them."""
     if not isinstance(cache, PagedLayerCache) or x.shape[0] != 1 or mask is None:
         return False
     return isinstance(mask, str) or cache.sequence.window_of(mask) == Window(cache.offset + x.shape[1])

@@ -14,7 +14,7 @@ from .attention import AttentionCall, heads_last, takes
 
 
 def adapt(original: AttentionCall) -> AttentionCall:
-    """From upstream's ``Attention.__call__`` to one that takes the paged path for a paged cache."""
+    """Replace upstream's ``Attention.__call__`` by one that takes the paged path for a paged cache."""
 
     def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
         if not takes(cache, x.shape[0]):
@@ -43,8 +43,8 @@ def _temperatures(self: Any, offset: int | mx.array, num_tokens: int) -> mx.arra
 
 
 def adapt_model(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """From upstream's ``LlamaModel.__call__``, which masks chunks by what it knows of mlx-lm's cache, to one that has
-    each paged cache make its mask, of one sequence or of many."""
+    """Replace upstream's ``LlamaModel.__call__``, which masks chunks by what it knows of mlx-lm's cache, by one that
+    has each paged cache make its mask, of one sequence or of many."""
 
     def __call__(self: Any, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
         # Not a generator: an empty cache that meets several rows turns into mlx-lm's own, and all must.

@@ -20,8 +20,8 @@ from .attention import AttentionCall, heads_last
 
 
 def adapt(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """From ``mlx_lm.models.base.scaled_dot_product_attention`` to one that attends over blocks if it is given the very
-    keys and values that a paged cache has just fetched, and does what it did with any others."""
+    """Replace ``mlx_lm.models.base.scaled_dot_product_attention`` by one that attends over blocks if it is given the
+    very keys and values that a paged cache has just fetched, and does what it did with any others."""
 
     def scaled_dot_product_attention(
         queries: mx.array,
@@ -95,7 +95,7 @@ def adapt_phi(original: AttentionCall) -> AttentionCall:
 
 
 def adapt_phixtral(original: AttentionCall) -> AttentionCall:
-    """As :func:`adapt_phi`, with one projection for all."""
+    """Like :func:`adapt_phi`, with one projection for all."""
 
     def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
         if not _is_paged(cache):
@@ -204,7 +204,7 @@ def _rotated_attention(
     scale: float,
     mask: mx.array | str | None,
 ) -> mx.array:
-    """What all models do next that have nothing else in mind."""
+    """Return what all models do next that have nothing else in mind."""
     offset = cache.offset
     queries, keys = rope(queries, offset=offset), rope(keys, offset=offset)
     keys, values = cache.update_and_fetch(keys, values)
@@ -214,6 +214,6 @@ def _rotated_attention(
 
 
 def _heads_exchanged(x: mx.array, outer: int, inner: int) -> mx.array:
-    """Of ``[B, outer * inner, L, head_dim]``, heads as ``[inner, outer]``."""
+    """Return ``[B, outer * inner, L, head_dim]`` with heads as ``[inner, outer]``."""
     batch, heads, length, _ = x.shape
     return x.reshape(batch, outer, inner, length, -1).swapaxes(1, 2).reshape(batch, heads, length, -1)

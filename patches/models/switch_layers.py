@@ -11,7 +11,7 @@ from ...kernels.products import quantized_matmul
 
 
 def adapt(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """From ``QuantizedSwitchLinear.__call__`` to its replacement."""
+    """Make the replacement of ``QuantizedSwitchLinear.__call__``."""
 
     def __call__(self: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         product = quantized_matmul.sorted_experts_product(self, x, indices) if sorted_indices else None

@@ -17,7 +17,7 @@ ModuleCall = Callable[..., mx.array]
 
 
 def adapt_mlp(original: ModuleCall) -> ModuleCall:
-    """From upstream's ``MLP.__call__`` to its replacement; on it, ``before_output`` is what it does before
+    """Make the replacement of upstream's ``MLP.__call__``; on it, ``before_output`` is what it does before
     ``down_proj``."""
 
     def activated(self: Any, x: mx.array) -> mx.array:
@@ -36,8 +36,8 @@ def adapt_mlp(original: ModuleCall) -> ModuleCall:
 
 
 def adapt(original: ModuleCall) -> ModuleCall:
-    """From upstream's ``TransformerBlock.__call__`` to one whose output layers add the residual, while a step is traced
-    and if attention and MLP are the adapted ones."""
+    """Replace upstream's ``TransformerBlock.__call__`` by one whose output layers add the residual, while a step is
+    traced and if attention and MLP are the adapted ones."""
 
     def __call__(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any | None = None) -> mx.array:
         attention, mlp = self.self_attn, self.mlp

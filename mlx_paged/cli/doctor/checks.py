@@ -18,7 +18,7 @@ Finding = tuple[bool, Any]  # whether it passed or could not be run, and what th
 
 
 def threads(config: PagedConfig) -> Finding:
-    """How many threads Metal allows in a group of each kernel; fails where it allows fewer than a kernel has."""
+    """Return how many threads Metal allows in a group of each kernel; fails where it allows fewer than a kernel has."""
     if backend() != "metal":
         return True, {"not run": "only Metal has such a limit, and only MLX's errors there name it"}
     outcome = run_program("mlx_paged.cli.doctor.threads", str(config.block_size))

@@ -64,7 +64,8 @@ def _system() -> str:
 
 
 def _pages(page_format: PageFormat) -> str:
-    """What heads of popular sizes take in pages of this format, against 16 bits; or why they are not quantised."""
+    """Return what heads of popular sizes take in pages of this format, against 16 bits; or why they are not
+    quantised."""
     parts = []
     for dim in (64, 96, 128, 256):
         dense = Geometry(1, dim, dim, mx.bfloat16)
@@ -75,7 +76,7 @@ def _pages(page_format: PageFormat) -> str:
 
 
 def _memory(info: Mapping[str, Any]) -> str:
-    """Of the machine, and what Metal recommends a process to use, in GiB."""
+    """Return the machine's memory, and what Metal recommends a process to use, in GiB."""
     total = info.get("memory_size") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     text = f"{total / 2**30:.0f} GiB"
     if "max_recommended_working_set_size" in info:

@@ -54,7 +54,7 @@ class Shape(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Of a model: ``head_dim``, query heads for each KV head, and what is done to the scores."""
+    """Attention of a model: ``head_dim``, query heads for each KV head, and what is done to the scores."""
 
     head_dim: int
     gqa: int
@@ -86,7 +86,7 @@ COMMON = Attention(128, 4)
 
 
 def popular_shapes(block_size: int) -> Iterator[Shape]:
-    """The shapes of popular models."""
+    """Yield the shapes of popular models."""
     for attention in POPULAR:
         yield Shape(POPULAR_DTYPE, attention.head_dim, attention.gqa, block_size, attention.softcap, attention.sinks)
     for dtype in DTYPES:
@@ -126,7 +126,7 @@ class Checked(NamedTuple):
     dense: Callable[[], float | None] | None = None
 
     def timed(self) -> Row:
-        """The row with its times. Nothing else should run on the machine meanwhile."""
+        """Return the row with its times. Nothing else should run on the machine meanwhile."""
         return self.row._replace(seconds=self.launch and self.launch(), dense=self.dense and self.dense())
 
 
@@ -146,11 +146,11 @@ class ShapeJob(NamedTuple):
 
     @property
     def pool(self) -> tuple[Any, ...]:
-        """Of what jobs with the same kernels for their pool have in common."""
+        """Key of what jobs with the same kernels for their pool have in common."""
         return str(self.shape.dtype), self.shape.head_dim, self.shape.block_size
 
     def variants(self) -> tuple[Variant, ...]:
-        """The kernels for the shape, the one that attention takes first."""
+        """Return the kernels for the shape, the one that attention takes first."""
         shape = self.shape
         return variants_of(
             shape.dtype, shape.head_dim, shape.head_dim, shape.gqa * _KV_HEADS, _KV_HEADS, shape.block_size,
@@ -158,7 +158,7 @@ class ShapeJob(NamedTuple):
         )  # fmt: skip
 
     def prefill_variants(self) -> tuple[Variant, ...]:
-        """The kernels for the new tokens of prompts; none where there is no kernel for the shape."""
+        """Return the kernels for the new tokens of prompts; none where there is no kernel for the shape."""
         shape = self.shape
         if unsupported_prefill(shape.dtype, shape.head_dim, shape.head_dim, shape.gqa, shape.block_size):
             return ()
@@ -215,7 +215,7 @@ class ProductJob(NamedTuple):
         return None
 
     def run(self, config: PagedConfig) -> Iterator[Checked]:
-        """As :meth:`ShapeJob.run`."""
+        """Like :meth:`ShapeJob.run`."""
         result = narrow_matmul.self_check(*self)
         launch = partial(narrow_matmul.launch_seconds, *self)
         yield _checked(True, str(self), self.body, result, "compiled decode steps", launch)
@@ -225,7 +225,8 @@ Job = ShapeJob | ProductJob
 
 
 def jobs(block_size: int, *, everything: bool) -> list[Job]:
-    """What to run: the shapes of popular models, or all shapes; and products, where there are kernels for them."""
+    """Return what to run: the shapes of popular models, or all shapes; and products, where there are kernels for
+    them."""
     # Those of popular models come first in any case; a shape that is in both is run once.
     shapes = dict.fromkeys([*popular_shapes(block_size), *(all_shapes(block_size) if everything else ())])
     dtypes = () if backend() != "cuda" else narrow_matmul.DTYPES if everything else (POPULAR_DTYPE,)
@@ -274,7 +275,7 @@ def _checked(
     launch: Callable[[], float],
     dense: Callable[[], float | None] | None = None,
 ) -> Checked:
-    """Of a kernel that was checked; one that failed is not timed."""
+    """Time a kernel that was checked; one that failed is not timed."""
     compiled = "no" if math.isnan(result.rms) and not result.ok else "yes"
     if not result.ok:
         return Checked(Row(False, shape, body, compiled, result.rms, None, None, f"{use} FAILED: {result.reason}"))
@@ -290,7 +291,7 @@ POOL_KERNELS = 3  # that the first job with some kind of pool compiles besides i
 
 
 def num_workers(free_bytes: int) -> int:
-    """How many processes compile best here, where a GPU has so much free memory."""
+    """Return how many processes compile best here, where a GPU has so much free memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, MOST_WORKERS, free_bytes // WORKER_BYTES))
 
@@ -340,7 +341,7 @@ class Worker:
         return not self._ended and self.num_checked < len(self.share)
 
     def receive(self) -> Any:
-        """What it says next; None if it has ended."""
+        """Return what it says next; None if it has ended."""
         try:
             return self.connection.recv()
         except (EOFError, OSError):
@@ -376,8 +377,8 @@ class Worker:
 def rows_of_workers(
     part: Sequence[int], block_size: int, config: PagedConfig, everything: bool, num: int, stream: TextIO
 ) -> Iterator[Row]:
-    """The rows of some of the jobs in their order, with a bar on ``stream`` until they come. Jobs whose process died
-    have failed."""
+    """Yield the rows of some of the jobs in their order, with a bar on ``stream`` until they come. Jobs whose process
+    died have failed."""
     listed = jobs(block_size, everything=everything)
     with ExitStack() as stack:
         workers: list[Worker] = []

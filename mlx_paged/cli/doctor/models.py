@@ -15,7 +15,7 @@ VOCAB = 320
 
 
 def demo_folder() -> Path | None:
-    """Where ``scripts/demo_model.py`` puts the demo model, or None if it is not there."""
+    """Return where ``scripts/demo_model.py`` puts the demo model, or None if it is not there."""
     if own := os.environ.get("MLX_PAGED_CACHE"):
         cache = Path(own)
     elif xdg := os.environ.get("XDG_CACHE_HOME"):
@@ -30,7 +30,7 @@ def demo_folder() -> Path | None:
 
 
 def random_llama(dtype: mx.Dtype = mx.float32, **changes: Any) -> Any:
-    """A Llama with random weights, the same each time; ``changes`` are fields of mlx-lm's ``ModelArgs``."""
+    """Return a Llama with random weights, the same each time; ``changes`` are fields of mlx-lm's ``ModelArgs``."""
     mx.random.seed(0)
     shape: dict[str, Any] = {
         "model_type": "llama",

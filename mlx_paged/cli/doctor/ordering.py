@@ -91,7 +91,7 @@ def ordering_stress(seed: int = 0, steps: int = 100) -> dict[str, str]:
 
 
 def difference(expected: dict[str, list[int]], got: dict[str, list[int]]) -> str | None:
-    """Where tokens by request differ first, and in how many requests; None if they do not."""
+    """Return where tokens by request differ first, and in how many requests; None if they do not."""
     wrong = [request for request, tokens in expected.items() if got.get(request) != tokens]
     if not wrong:
         return None

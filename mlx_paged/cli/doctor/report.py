@@ -60,7 +60,7 @@ class Row(NamedTuple):
         )
 
     def as_json(self) -> dict[str, Any]:
-        """With numbers that JSON has: NaN is None, times are in microseconds."""
+        """Return it with numbers that JSON has: NaN is None, times are in microseconds."""
         return {
             "passed": self.passed,
             "shape": " ".join(self.shape.split()),
@@ -110,7 +110,7 @@ class Report:
 
     @property
     def wanted(self) -> bool:
-        """Whether there is a file to write."""
+        """Return whether there is a file to write."""
         return self._path is not None
 
     def begin(self, what: str) -> None:
@@ -134,7 +134,7 @@ class Report:
         self._save()
 
     def summary(self) -> list[str]:
-        """What the file says, in a few lines."""
+        """Return what the file says, in a few lines."""
         data = self._data
         lines = [f"{name}: {value}" for name, value in data["facts"].items()]
         rows = data["kernels"]
@@ -174,7 +174,7 @@ def _times(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _flat(value: Any) -> list[str]:
-    """A line for each entry of a section."""
+    """Return a line for each entry of a section."""
     if isinstance(value, dict):
         return [f"{name}: {', '.join(_flat(entry))}" for name, entry in value.items()]
     if isinstance(value, list):
@@ -183,7 +183,7 @@ def _flat(value: Any) -> list[str]:
 
 
 def _without_home(value: Any) -> Any:
-    """With ``~`` for the user's folder, wherever a message names it."""
+    """Write ``~`` for the user's folder, wherever a message names it."""
     if isinstance(value, dict):
         return {name: _without_home(entry) for name, entry in value.items()}
     if isinstance(value, list):

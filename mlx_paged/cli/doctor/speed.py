@@ -39,7 +39,7 @@ RANDOM: dict[str, Any] = {
 
 
 def load_model() -> tuple[Any, int, str]:
-    """The model, the size of its vocabulary, and what it is, for people."""
+    """Return the model, the size of its vocabulary, and what it is, for people."""
     folder = demo_folder()
     if folder is not None:
         from mlx_lm.utils import load_model as load
@@ -53,7 +53,7 @@ def load_model() -> tuple[Any, int, str]:
 
 
 def tokens_per_second(model: Any, prompt: mx.array, count: int) -> tuple[float, list[int]]:
-    """Of greedy decoding after a prompt, without the first token; and the tokens."""
+    """Return the rate of greedy decoding after a prompt, without the first token; and the tokens."""
     step = importlib.import_module("mlx_lm.generate").generate_step  # looked up now: patches replace it
     tokens: list[int] = []
     begin = 0.0

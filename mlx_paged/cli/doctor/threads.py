@@ -31,7 +31,7 @@ _ROWS, _WIDTH = 9, 16
 
 
 def allowed_threads(message: str) -> int | None:
-    """The limit that MLX's error for a thread group that is too large names, or None in another text."""
+    """Return the limit that MLX's error for a thread group that is too large names, or None in another text."""
     found = re.search(r"maximum allowed threads per threadgroup \((\d+)\)", message)
     return int(found[1]) if found else None
 

@@ -179,7 +179,8 @@ class Checker:
         return ""
 
     def _is_kept(self, number: float) -> bool:
-        """Whether llguidance takes a number for itself: of some with 16 digits and more it takes the neighbour."""
+        """Return whether llguidance takes a number for itself: of some with 16 digits and more it takes the
+        neighbour."""
         fault, matcher = self.matcher("json", json.dumps({"const": number}))
         if fault:
             return False
@@ -282,7 +283,7 @@ def numbers(schema: Any) -> Iterator[tuple[str, int | float, bool]]:
 
 
 def is_long(number: float) -> bool:
-    """Whether a parser that reckons in doubles may read the number as its neighbour."""
+    """Return whether a parser that reckons in doubles may read the number as its neighbour."""
     if isinstance(number, int):
         return abs(number) > LARGEST_INTEGER
     _, digits, power = Decimal(repr(number)).normalize().as_tuple()

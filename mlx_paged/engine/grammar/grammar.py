@@ -92,7 +92,7 @@ class Grammar:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing but the end may follow."""
+        """Return whether nothing but the end may follow."""
         return self.part is Part.ENDED or (self.part is Part.WITHIN and self._matcher.is_stopped())
 
     def accept(self, token: int) -> None:

@@ -84,7 +84,7 @@ class Agreement:
 
 
 def _blocks_of_last(table: BlockTable, num_tokens: int) -> Sequence[int]:
-    """The blocks that the last tokens of a table may be in."""
+    """Return the blocks that the last tokens of a table may be in."""
     return table.block_ids[max(0, table.length - num_tokens) // table.block_size :]
 
 
@@ -111,7 +111,7 @@ def _first_of(module: nn.Module, *names: str) -> int | None:
 
 
 def agreed_budget(ranks: Ranks, num_bytes: int, options: str) -> int:
-    """The least of all ranks' budgets for their pools, each of its own part of the heads.
+    """Return the least of all ranks' budgets for their pools, each of its own part of the heads.
 
     Args:
         num_bytes: this rank's.
@@ -128,7 +128,7 @@ def agreed_budget(ranks: Ranks, num_bytes: int, options: str) -> int:
 
 
 def agreed_storage(ranks: Ranks, choose: ChooseStorage) -> ChooseStorage:
-    """How pools choose their storage where all ranks have the same: in place if that works on each of them.
+    """Return how pools choose their storage where all ranks have the same: in place if that works on each of them.
 
     Args:
         choose: how this rank would.

@@ -23,8 +23,8 @@ from .watch import DATA, FAULT, GRACE_SECONDS, LEAVE, Peer, Watch
 
 
 def checkpoint(pool: BlockPool) -> Callable[[], None]:
-    """A function that undoes the writes built after this. It is to be dropped before anything is computed: it keeps
-    buffers that are to be written in place. Tables and lengths are their owner's to put back."""
+    """Return a function that undoes the writes built after this. It is to be dropped before anything is computed: it
+    keeps buffers that are to be written in place. Tables and lengths are their owner's to put back."""
     states = [(group, [storage.checkpoint() for storage in group.storages]) for group in pool.groups]
 
     def go_back() -> None:
@@ -62,7 +62,7 @@ class StepRecord:
         self._last.append((self.count, f"{what}{remark and f' ({remark})'}", listed))
 
     def describe(self) -> str:
-        """The last entries."""
+        """Return the last entries."""
         return " | ".join(
             f"{count}. {what}: " + ", ".join(f"{name} {_short(each)}" for name, each in listed.items())
             for count, what, listed in self._last
@@ -119,7 +119,7 @@ class Ranks:
 
     @property
     def is_compared(self) -> bool:
-        """Whether all that was decided so far was compared with rank 0's."""
+        """Return whether all that was decided so far was compared with rank 0's."""
         return self._compared == self.record.count
 
     def broadcast(self, value: T | None = None) -> T:
@@ -139,7 +139,7 @@ class Ranks:
         return self._received(head, self._peers[0])  # type: ignore[no-any-return]
 
     def exchange(self, value: T) -> list[T]:
-        """The values of all ranks, by rank. Waits for all of them.
+        """Return the values of all ranks, by rank. Waits for all of them.
 
         Raises:
             RankError: one has ended.
@@ -160,12 +160,12 @@ class Ranks:
         return self._received(head, self._peers[0])  # type: ignore[no-any-return]
 
     def all_min(self, value: int) -> int:
-        """The least of all ranks' values."""
+        """Return the least of all ranks' values."""
         return min(self.exchange(value))
 
     def are_of_one_kind(self) -> bool:
-        """Whether all ranks compute the same bits from the same bits: on devices of one name, with one MLX. Asked for
-        the first time by all of them together."""
+        """Return whether all ranks compute the same bits from the same bits: on devices of one name, with one MLX.
+        Asked for the first time by all of them together."""
         kinds = self.exchange(f"{mx.device_info().get('device_name')}, MLX {importlib.metadata.version('mlx')}")
         return all(kind == kinds[0] for kind in kinds)
 
@@ -177,7 +177,7 @@ class Ranks:
         return mx.distributed.all_sum(mine, group=self.group)
 
     def agreeing(self, model: Callable[..., Any]) -> Callable[..., Any]:
-        """The model, whose calls fail on all ranks if they fail on one.
+        """Return the model, whose calls fail on all ranks if they fail on one.
 
         MLX is lazy: when a call returns nothing has been computed, so no rank is in a reduction where the one that
         failed will not come, and what it has built of writes to blocks is undone. What raises later, while it is

@@ -28,7 +28,7 @@ _LOOPBACK = ("127.", "::1", "localhost")
 
 
 def meet(group: Any, timeout: float) -> list[Peer]:
-    """The other ranks: all of them for rank 0, rank 0 for the others. A collective call.
+    """Return the other ranks: all of them for rank 0, rank 0 for the others. A collective call.
 
     Args:
         group: of MLX.
@@ -51,7 +51,7 @@ def meet(group: Any, timeout: float) -> list[Peer]:
 
 
 def _own_hosts() -> list[str]:
-    """Where others may reach this process, as the launcher has told it; else the machine's own names."""
+    """Return where others may reach this process, as the launcher has told it; else the machine's own names."""
     hosts: list[str] = []
     with suppress(KeyError, OSError, ValueError, IndexError, TypeError):
         listed = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text())

@@ -32,7 +32,7 @@ def send_frame(connection: socket.socket, kind: bytes, value: Any) -> int:
 
 
 def read_frame(connection: socket.socket) -> tuple[bytes, Any]:
-    """The next frame. Raises OSError, or ValueError for what is none; EOFError at the end."""
+    """Return the next frame. Raises OSError, or ValueError for what is none; EOFError at the end."""
     length, kind = _HEAD.unpack(read_bytes(connection, _HEAD.size))
     if length > MOST_BYTES:
         raise ValueError(f"a frame of {length} bytes")
@@ -118,7 +118,7 @@ class Peer:
             self.bytes_sent += size
 
     def receive(self) -> Any:
-        """The next value that the other has sent, waiting for it. Raises RankError: it has left."""
+        """Return the next value that the other has sent, waiting for it. Raises RankError: it has left."""
         value = self._inbox.get()
         if value is None:
             self._inbox.put(None)

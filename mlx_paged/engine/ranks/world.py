@@ -43,7 +43,7 @@ def parse_timeout(text: str | float) -> float:
 
 
 def connect(group: Any, timeout: float | None = None) -> Ranks:
-    """The connection of this process to the other ranks of a group; made at the first call, by all of them.
+    """Return the connection of this process to the other ranks of a group; made at the first call, by all of them.
 
     Args:
         group: of MLX, of more than one rank.
@@ -62,7 +62,7 @@ def connect(group: Any, timeout: float | None = None) -> Ranks:
 
 
 def group_of(model: Any) -> Any | None:
-    """The group that a model is sharded over; None: all of it is here, or its layers are in several places.
+    """Return the group that a model is sharded over; None: all of it is here, or its layers are in several places.
 
     A process may be one of several and compute a model of its own, as in an evaluation: the layers tell.
     """
@@ -73,13 +73,14 @@ def group_of(model: Any) -> Any | None:
 
 
 def ranks_of(model: Any) -> Ranks | None:
-    """The ranks that a model is sharded over; None if all of it is here. A collective call where it is sharded."""
+    """Return the ranks that a model is sharded over; None if all of it is here. A collective call where it is
+    sharded."""
     group = group_of(model)
     return None if group is None else connect(group)
 
 
 def has_same_logits(model: Any) -> bool:
-    """Whether each rank of a sharded model has the same bits of logits: they are gathered from all."""
+    """Return whether each rank of a sharded model has the same bits of logits: they are gathered from all."""
     return isinstance(model, nn.Module) and any(getattr(module, "is_gathered", False) for module in model.modules())
 
 

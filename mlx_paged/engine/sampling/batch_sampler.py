@@ -90,13 +90,13 @@ def exponential(x: mx.array) -> mx.array:
 
 
 def bits_of(dtype: mx.Dtype) -> int:
-    """How many leading bits of a float32 tell values of a dtype apart."""
+    """Return how many leading bits of a float32 tell values of a dtype apart."""
     return _BITS.get(dtype, 32)
 
 
 def largest_above(x: mx.array, weights: mx.array | None, target: mx.array, bits: int = 32) -> mx.array:
-    """The largest value t of each row of x such that what is not less than t weighs ``target`` or more: with weights of
-    1 and a target of k, the k-th largest value.
+    """Return the largest value t of each row of x such that what is not less than t weighs ``target`` or more: with
+    weights of 1 and a target of k, the k-th largest value.
 
     Args:
         x: ``[R, n]`` float32.
@@ -124,8 +124,8 @@ def _float_of(key: mx.array) -> mx.array:
 
 
 def largest(x: mx.array, count: mx.array, bits: int, among: mx.array | None = None) -> mx.array:
-    """Which values of each row of x ``[R, n]`` are its ``count`` ``[R, 1]`` largest ``among`` some (``[R, n]``, all if
-    None); of equal ones the first. All of them, if there are not so many."""
+    """Return which values of each row of x ``[R, n]`` are its ``count`` ``[R, 1]`` largest ``among`` some (``[R, n]``,
+    all if None); of equal ones the first. All of them, if there are not so many."""
     least = largest_above(x, among, count, bits)
     above, equal = x > least, x == least
     if among is not None:
@@ -135,8 +135,8 @@ def largest(x: mx.array, count: mx.array, bits: int, among: mx.array | None = No
 
 
 def kept_words(logits: mx.array, rows: RowParameters, drawn: mx.array) -> mx.array | None:
-    """Which words are left after top-p, min-p, XTC and top-k, in mlx-lm's order. All are asked of the logits as they
-    are, not as the temperature changes them.
+    """Return which words are left after top-p, min-p, XTC and top-k, in mlx-lm's order. All are asked of the logits as
+    they are, not as the temperature changes them.
 
     Args:
         logits: ``[R, vocab]``; their probabilities, which XTC and top-p need, are computed in float32.
@@ -199,8 +199,8 @@ def uniforms(rows: RowParameters, positions: mx.array) -> mx.array:
 def draw(
     logits: mx.array, kept: mx.array | None, temperature: mx.array, numbers: mx.array, *, keeps_top: bool
 ) -> mx.array:
-    """A word of each row with probabilities ``softmax(logits / temperature)`` among those kept. First a block of words
-    is drawn and then one of it: sums stay short, so that float32 loses nothing of words that are unlikely.
+    """Return a word of each row with probabilities ``softmax(logits / temperature)`` among those kept. First a block of
+    words is drawn and then one of it: sums stay short, so that float32 loses nothing of words that are unlikely.
 
     Args:
         logits: ``[R, vocab]``.
@@ -227,7 +227,7 @@ def draw(
 
 
 def _place(weights: mx.array, numbers: mx.array) -> mx.array:
-    """Which of the weights ``[R, n]`` the numbers ``[R, 1]`` fall on, ``[R, 1]``; never on a weight of 0."""
+    """Return which of the weights ``[R, n]`` the numbers ``[R, 1]`` fall on, ``[R, 1]``; never on a weight of 0."""
     ends = mx.where(weights > 0, mx.cumsum(weights, axis=-1), 0)  # a parallel sum need not ascend to the last bit
     return mx.argmax((ends > numbers * ends.max(axis=-1, keepdims=True)).astype(mx.int32), axis=-1, keepdims=True)
 
@@ -266,7 +266,7 @@ class KernelRows:
             self._xtc = RowParameters([row if _uses_xtc(row) else SamplingParams() for row in rows], vocab_size)
 
     def draw(self, logits: mx.array, positions: mx.array) -> mx.array:
-        """A token of each row, ``[R]`` uint32.
+        """Return a token of each row, ``[R]`` uint32.
 
         Args:
             logits: ``[R, vocab]``.
@@ -374,7 +374,7 @@ class BatchSampler:
 
     @property
     def only_compares(self) -> bool:
-        """Whether tokens are chosen from the logits as they are, by comparing them."""
+        """Return whether tokens are chosen from the logits as they are, by comparing them."""
         return not (self._draws or self._penalised or self._biased)
 
     # Steps ----------------------------------------------------------------------------------------------------
@@ -405,8 +405,8 @@ class BatchSampler:
         self._counted = None
 
     def _positions_of(self, of: tuple[int, ...], ahead: Sequence[int] | None) -> mx.array:
-        """Of the tokens of a step, ``[T]``. From step to step they are counted on the device: an array from the host
-        takes a GPU some 0.3 ms to get at."""
+        """Return the positions of a step's tokens, ``[T]``. From step to step they are counted on the device: an array
+        from the host takes a GPU some 0.3 ms to get at."""
         begun = self._num_steps - 1
         if ahead is None and self._counted is not None and self._counted[:2] == (of, begun - 1):
             positions = self._counted[2] + _one()
@@ -420,7 +420,7 @@ class BatchSampler:
     def sample(
         self, logits: mx.array, rows: Sequence[int] | None = None, ahead: Sequence[int] | None = None
     ) -> mx.array:
-        """The tokens of the step, ``[T]`` uint32.
+        """Return the tokens of the step, ``[T]`` uint32.
 
         Args:
             logits: ``[T, vocab]``, with the penalties.

@@ -18,7 +18,7 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Of one request; the words, the order and the meaning are those of mlx-lm's ``make_sampler`` and
+    """Sampling parameters of one request; names, order and meaning are those of mlx-lm's ``make_sampler`` and
     ``make_logits_processors``. The defaults are greedy.
 
     Args:
@@ -79,8 +79,8 @@ class SamplingParams:
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are drawn at random. At a temperature below :data:`LEAST_TEMPERATURE` only the largest logit
-        has a probability above 0."""
+        """Return whether tokens are drawn at random. At a temperature below :data:`LEAST_TEMPERATURE` only the largest
+        logit has a probability above 0."""
         return self.temperature >= LEAST_TEMPERATURE
 
     @property

@@ -132,7 +132,7 @@ class Penalties:
         return changed
 
     def _places_of(self, rows: tuple[int, ...], count: int) -> mx.array:
-        """Which of these rows each of the logits is of, or -1; the last answer is kept."""
+        """Return which of these rows each of the logits is of, or -1; the last answer is kept."""
         if self._placed is None or self._placed[:2] != (rows, count):
             places = np.full(count, -1, np.int32)
             places[list(rows)] = np.arange(len(rows))
@@ -180,7 +180,7 @@ class Penalties:
 
 @functools.cache
 def _last() -> mx.array:
-    """Which of the counts says that an entry is its word's last, ``[4, 1, 1]``."""
+    """Return which of the counts says that an entry is its word's last, ``[4, 1, 1]``."""
     last = mx.array([False, False, False, True])[:, None, None]
     mx.eval(last)
     return last
@@ -188,7 +188,7 @@ def _last() -> mx.array:
 
 @functools.cache
 def _step() -> mx.array:
-    """What a token adds to a row's spans."""
+    """Return what a token adds to a row's spans."""
     step = mx.array([1, *[0] * (WIDTH - 1)], mx.int32)
     mx.eval(step)
     return step

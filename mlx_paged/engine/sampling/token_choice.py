@@ -120,7 +120,7 @@ class TokenChoice:
         self._all_together = not any(row.sampler is not None or row.processors for row in self._rows)
 
     def samples(self, request: Request) -> bool:
-        """Whether the request's sampler is one that the rows have together."""
+        """Return whether the request's sampler is one that the rows have together."""
         return (
             request.options.sampling is not None
             or self._usable(self.upstream.known_sampler(request.sampler)) is not None
@@ -128,13 +128,13 @@ class TokenChoice:
 
     @property
     def only_compares(self) -> bool:
-        """Whether the rows' tokens are chosen by comparing logits, and nothing of a caller's is asked."""
+        """Return whether the rows' tokens are chosen by comparing logits, and nothing of a caller's is asked."""
         return self._all_together and self.sampler.only_compares
 
     # Steps ----------------------------------------------------------------------------------------------------
 
     def choose(self, logits: mx.array, inputs: mx.array, places: Places | None = None) -> Choice:
-        """The next token of each row.
+        """Return the next token of each row.
 
         Args:
             logits: of the step, ``[B, vocab]``, or ``[T, vocab]`` with ``places``.
@@ -192,7 +192,7 @@ class TokenChoice:
         step: StepLogits,
         broken: dict[int, Exception],
     ) -> mx.array:
-        """A token from each of the logits: together, but for one call of each sampler of rows' own."""
+        """Return a token from each of the logits: together, but for one call of each sampler of rows' own."""
         groups: dict[int, tuple[Sampler | None, list[int]]] = {}
         for index, row in enumerate(rows):
             groups.setdefault(id(row.sampler), (row.sampler, []))[1].append(index)

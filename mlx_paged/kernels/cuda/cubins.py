@@ -31,7 +31,7 @@ _CANDIDATES = 32  # earlier places that are tried
 
 
 def fat_binary(cubin: bytes, architecture: str) -> bytes:
-    """The container with one compressed image, for an architecture like "sm_90" or "sm_90a".
+    """Return the container with one compressed image, for an architecture like "sm_90" or "sm_90a".
 
     Raises:
         ValueError: the architecture has no number.
@@ -78,7 +78,7 @@ def lz4_block(data: bytes) -> bytes:
 
 
 class _Places:
-    """Where four bytes have been before. Places are asked for in order; those between are noted by themselves."""
+    """Match finder of LZ4; query it with increasing positions."""
 
     def __init__(self, data: bytes) -> None:
         self.end = len(data) - _LAST_MATCH
@@ -173,7 +173,7 @@ class CubinFolder:
             raise PermissionError(f"others could write to {path}")
 
     def read(self, key: str) -> bytes | None:
-        """What was written for a key, or None."""
+        """Return what was written for a key, or None."""
         try:
             data = (self.path / f"{key}.cubin").read_bytes()
         except OSError:
@@ -234,7 +234,7 @@ class Cubins:
         return future
 
     def get(self, source: Source) -> bytes | None:
-        """The machine code of a text, or None if it does not compile."""
+        """Return the machine code of a text, or None if it does not compile."""
         return self.start(source).result()
 
     def _architecture_of(self, text: str) -> str:
@@ -263,7 +263,8 @@ class Cubins:
 
 @lru_cache(maxsize=1)
 def cubins() -> Cubins | None:
-    """Of MLX's GPU; None where MLX has to compile: there is no compiler, or MLX does not launch what is compiled."""
+    """Return the compiler of MLX's GPU; None where MLX has to compile: there is no compiler, or MLX does not launch
+    what is compiled."""
     compiler = nvrtc()
     architecture = str(mx.device_info().get("architecture"))
     if compiler is None or not architecture.startswith("sm_") or not hasattr(mx.fast, "precompiled_cuda_kernel"):
@@ -277,7 +278,7 @@ def cubins() -> Cubins | None:
 
 
 def _computes(made: Cubins) -> bool:
-    """Whether what is compiled computes."""
+    """Return whether what is compiled computes."""
     cubin = made.get(_SUM)
     if cubin is None:
         return False
@@ -292,8 +293,8 @@ def _computes(made: Cubins) -> bool:
 
 
 def folder_path() -> Path:
-    """Where machine code is kept: in MLX_PTX_CACHE_DIR, where MLX keeps its own if that is set, or the user's cache.
-    Raises RuntimeError if the user has no home."""
+    """Return where machine code is kept: in MLX_PTX_CACHE_DIR, where MLX keeps its own if that is set, or the user's
+    cache. Raises RuntimeError if the user has no home."""
     own = os.environ.get("MLX_PTX_CACHE_DIR")
     cache = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "mlx_paged" / "kernels"

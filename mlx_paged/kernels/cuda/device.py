@@ -28,7 +28,7 @@ class CudaLimits(NamedTuple):
     shared_of_multiprocessor: int
 
     def groups_together(self, shared: int) -> int:
-        """How many thread groups with ``shared`` bytes each fit one multiprocessor; 0: not even one."""
+        """Return how many thread groups with ``shared`` bytes each fit one multiprocessor; 0: not even one."""
         if shared > self.shared_of_group:
             return 0
         return self.shared_of_multiprocessor // (shared + _RESERVED)

@@ -63,7 +63,7 @@ def source_of(
     constants: Mapping[str, Any],
     type_of: Mapping[Any, str],
 ) -> Source | None:
-    """The text of a kernel, or None if it has inputs that are not known here.
+    """Return the text of a kernel, or None if it has inputs that are not known here.
 
     Args:
         body: its name.
@@ -143,8 +143,8 @@ class CompiledKernel:
         )(list(inputs))
 
     def prepared(self, **options: Any) -> Callable[[list[mx.array]], list[mx.array]]:
-        """The call with these keyword arguments, to be given inputs of the same shapes each time: what follows from
-        the shapes is computed once."""
+        """Return the call with these keyword arguments, to be given inputs of the same shapes each time: what follows
+        from the shapes is computed once."""
         name, _, types, axes, tokens_first, shared = self.source
         options = {
             **{"name": name, "compiled_source": self._cubin, "shared_memory": shared, "ensure_row_contiguous": True},

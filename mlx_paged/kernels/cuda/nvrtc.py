@@ -32,7 +32,7 @@ class Nvrtc:
         self.version = f"{major.value}.{minor.value}"
 
     def compile(self, text: str, architecture: str) -> bytes:
-        """The machine code (cubin) of a text for an architecture like "sm_90". Raises CompileError."""
+        """Return the machine code (cubin) of a text for an architecture like "sm_90". Raises CompileError."""
         library, program = self._library, ctypes.c_void_p()
         arguments = [f"--gpu-architecture={architecture}".encode(), *(option.encode() for option in OPTIONS)]
         self._check(library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None))
@@ -61,7 +61,7 @@ class Nvrtc:
 
 @lru_cache(maxsize=1)
 def nvrtc() -> Nvrtc | None:
-    """The one that is loaded, else one that the system finds; None if there is none that can be used."""
+    """Return the one that is loaded, else one that the system finds; None if there is none that can be used."""
     for mode in (getattr(os, "RTLD_NOLOAD", 0) | os.RTLD_NOW, os.RTLD_NOW):
         for name in _NAMES:
             try:

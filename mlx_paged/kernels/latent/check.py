@@ -22,8 +22,8 @@ _TABLE_WIDTH = 16  # block tables are as wide as a multiple of it
 
 
 def checked_latent(variant: Variant) -> SelfCheck:
-    """The remembered result of :func:`self_check_latent`, as :func:`..check.checked` has it for other pages: the first
-    call compiles and runs the variant, and a failure warns and switches it off for this process."""
+    """Return the remembered result of :func:`self_check_latent`, as :func:`..check.checked` has it for other pages: the
+    first call compiles and runs the variant, and a failure warns and switches it off for this process."""
     return checked(variant, self_check_latent, latent_texts_of(variant))
 
 
@@ -154,8 +154,8 @@ _HEADS = 2
 
 
 def checked_prompts(variant: Variant) -> SelfCheck:
-    """The remembered result of :func:`self_check_prompts`, as :func:`..check.checked` has it for decoding: the first
-    call compiles and runs the variant, and a failure warns and switches it off for this process."""
+    """Return the remembered result of :func:`self_check_prompts`, as :func:`..check.checked` has it for decoding: the
+    first call compiles and runs the variant, and a failure warns and switches it off for this process."""
     constants = prompt_constants_of(variant, prompt_shape_for(variant.head_dim, variant.value_dim))
     return checked(variant, self_check_prompts, [(variant.body, constants)])
 

@@ -29,7 +29,7 @@ _NO_WINDOW = 1 << 30
 
 @lru_cache(maxsize=64)
 def prompt_shape_for(head_dim: int, value_dim: int) -> PrefillShape:
-    """How the kernel is cut for keys and values of these sizes, rotated part included."""
+    """Return how the kernel is cut for keys and values of these sizes, rotated part included."""
     # The fastest of six each, measured for 192/128 and 256/256 on an NVIDIA H200 (docs/adr/0033).
     return PrefillShape(4, 2 if head_dim <= 192 and value_dim <= 128 else 1, 32, 1, True, 2)
 
@@ -43,7 +43,7 @@ def unsupported_prompts(dtype: mx.Dtype, head_dim: int, value_dim: int, rope: in
 
 @lru_cache(maxsize=64)
 def prompt_variant_of(dtype: mx.Dtype, head_dim: int, value_dim: int, rope: int, block_size: int) -> Variant | None:
-    """The kernel instance for a geometry; None where MLX has no CUDA, or the GPU too little shared
+    """Return the kernel instance for a geometry; None where MLX has no CUDA, or the GPU too little shared
     memory.
 
     Raises:
@@ -105,8 +105,8 @@ def prepare_prompts(
     scale: float,
     launch_shape: PrefillShape | None = None,
 ) -> PromptLaunch:
-    """What attends for the new tokens of B sequences. Token i of sequence s has position ``lengths[s] - counts[s] + i``
-    and sees those up to its own.
+    """Return what attends for the new tokens of B sequences. Token i of sequence s has position ``lengths[s] -
+    counts[s] + i`` and sees those up to its own.
 
     Args:
         tables: blocks of slots by absolute position, int32 ``[B, max_blocks]``.

@@ -40,8 +40,8 @@ def latent_variants_of(
     sinks: bool = False,
     pages: PageShape | None = None,
 ) -> tuple[Variant, ...]:
-    """The kernel instances for a geometry, fastest first; empty where MLX has no GPU. A variant's head_dim is rank +
-    rope, its value_dim is rank, and its gqa the query heads that a thread group takes.
+    """Return the kernel instances for a geometry, fastest first; empty where MLX has no GPU. A variant's head_dim is
+    rank + rope, its value_dim is rank, and its gqa the query heads that a thread group takes.
 
     Raises:
         ValueError: no kernel covers it.

@@ -67,10 +67,10 @@ class Inference:
 
 
 def is_inference() -> bool:
-    """Whether kernels may stand in for layers here."""
+    """Return whether kernels may stand in for layers here."""
     return _thread.inference is not None and _thread.inference.allowed
 
 
 def pace() -> Pace | None:
-    """What bounds dequantised weights here; None where none may be dequantised."""
+    """Return what bounds dequantised weights here; None where none may be dequantised."""
     return None if _thread.inference is None else _thread.inference.pace

@@ -39,7 +39,7 @@ class PackedWeight(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any) -> PackedWeight | None:
-        """The weight of a ``QuantizedLinear`` or ``QuantizedEmbedding``; None if it is packed in another way."""
+        """Return the weight of a ``QuantizedLinear`` or ``QuantizedEmbedding``; None if it is packed in another way."""
         words, scales, biases = layer["weight"], layer["scales"], layer.get("biases")
         if layer.mode != "affine" or layer.bits not in BITS or layer.group_size not in GROUP_SIZES or biases is None:
             return None
@@ -121,12 +121,12 @@ class TileCheck(NamedTuple):
 
 
 def is_available() -> bool:
-    """Whether there is a GPU that this is for."""
+    """Return whether there is a GPU that this is for."""
     return backend() == "cuda" and mx.default_device() == mx.Device(mx.gpu)
 
 
 def covers(x: mx.array, weights: Sequence[Matrix], bias: mx.array | None = None) -> bool:
-    """Whether :func:`products` multiplies these here: shapes, dtypes, a GPU with CUDA, and a kernel that works.
+    """Return whether :func:`products` multiplies these here: shapes, dtypes, a GPU with CUDA, and a kernel that works.
 
     The first call for a dtype, a tile and a body compiles and checks the kernel.
     """
@@ -156,7 +156,7 @@ def products(
 
 
 def covers_sum(x: mx.array, weight: Matrix, residual: mx.array) -> bool:
-    """As :func:`covers`, for :func:`product_sum`."""
+    """Like :func:`covers`, for :func:`product_sum`."""
     fits = residual.shape[-1] == weight.shape[0] and residual.dtype == x.dtype
     return fits and _covers(ADDED, x, _num_rows(residual), [weight])
 
@@ -173,7 +173,7 @@ def product_sum(x: mx.array, weight: Matrix, residual: mx.array) -> mx.array:
 
 
 def covers_gated(x: mx.array, gate: Matrix, up: Matrix) -> bool:
-    """As :func:`covers`, for :func:`gated_product`."""
+    """Like :func:`covers`, for :func:`gated_product`."""
     return gate.shape == up.shape and _covers(GATED, x, _num_rows(x), [gate, up])
 
 
@@ -201,7 +201,7 @@ def _covers(body: str, x: mx.array, num_rows: int, weights: Sequence[Matrix]) ->
 
 
 def _form_of(weight: Matrix) -> tuple[int, int]:
-    """How a matrix is quantised: bits, and groups of a row; (0, 0) if it is not."""
+    """Return how a matrix is quantised: bits, and groups of a row; (0, 0) if it is not."""
     return (weight.bits, weight.scales.shape[1]) if isinstance(weight, PackedWeight) else (0, 0)
 
 
@@ -222,7 +222,8 @@ def _body_of(weights: Sequence[Matrix], bias: mx.array | None) -> str:
 
 
 def text_of(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int = 0) -> Text:
-    """The text for an x of so many dimensions, and for matrices of so many bits a value, if they are quantised."""
+    """Return the text for an x of so many dimensions, and for matrices of so many bits a value, if they are
+    quantised."""
     matrices = 2 if body == GATED else 1  # that a column is made from
     unroll = max(1, 8 // (bits * matrices)) if bits else tile.unroll // matrices
     constants = (
@@ -270,8 +271,8 @@ def _launch(
 
 @lru_cache(maxsize=256)
 def works(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int) -> bool:
-    """Whether the kernel can be used on this machine for an x of so many dimensions and matrices of so many bits, which
-    are another text each. A kernel that fails its self-check or does not compile warns once, and is not."""
+    """Return whether the kernel can be used on this machine for an x of so many dimensions and matrices of so many
+    bits, which are another text each. A kernel that fails its self-check or does not compile warns once, and is not."""
     if dtype not in DTYPES or not is_available():
         return False
     if num_dims == CHECKED_DIMS:
@@ -322,7 +323,7 @@ def launch_seconds(body: str, dtype: mx.Dtype, tile: Tile, bits: int = 0) -> flo
 
 
 def _packed(weight: mx.array, bits: int, group_size: int) -> Matrix:
-    """The matrix, quantised if bits are given."""
+    """Return the matrix, quantised if bits are given."""
     return PackedWeight(*mx.quantize(weight, group_size, bits), bits) if bits else weight
 
 

@@ -61,7 +61,7 @@ def product(layer: nn.Module, x: mx.array) -> mx.array | None:
 
 
 def sorted_experts_product(layer: Any, x: mx.array, indices: mx.array) -> mx.array | None:
-    """The product of each row with the weight of its expert.
+    """Return the product of each row with the weight of its expert.
 
     Args:
         layer: a ``QuantizedSwitchLinear``, with a weight ``[num_experts, width, depth]``.
@@ -82,7 +82,7 @@ def sorted_experts_product(layer: Any, x: mx.array, indices: mx.array) -> mx.arr
 
 
 def _dequantized(layer: nn.Module, x: mx.array, size: int) -> mx.array | None:
-    """A layer's weight of so many values in x's dtype, for one product with x; None if it is not to be had."""
+    """Return a layer's weight of so many values in x's dtype, for one product with x; None if it is not to be had."""
     scales, biases = layer["scales"], layer.get("biases")
     num_bytes = size * x.dtype.size
     pace = inference.pace()

@@ -19,11 +19,11 @@ class Window(NamedTuple):
     stride: int = 1
 
     def first_seen(self, position: int) -> int:
-        """Of a token at this position, the first one that it sees."""
+        """Return the first position that a token at this one sees."""
         return max(0, -((self.size - 1 - position) // self.stride) * self.stride)
 
     def first_seen_by(self, positions: np.ndarray) -> np.ndarray:
-        """The same of each of several tokens."""
+        """Like :meth:`first_seen`, for each of several tokens."""
         return np.maximum(-((self.size - 1 - positions) // self.stride) * self.stride, 0)
 
 
@@ -72,5 +72,5 @@ class AttentionParams(NamedTuple):
     latent: bool = False
 
     def heads(self, num_q_heads: int) -> QueryHeads:
-        """For the choice of a kernel."""
+        """Return the query heads, for the choice of a kernel."""
         return QueryHeads(num_q_heads, self.softcap is not None, self.sinks is not None, self.latent)

@@ -36,7 +36,7 @@ class PageFormat(NamedTuple):
 
     @classmethod
     def of(cls, bits: int | tuple[int, int], group_size: int = DEFAULT_GROUP_SIZE, rotate: bool = False) -> PageFormat:
-        """The format of 8 or 4 bits, or of (8, 4) for keys and values. Raises ConfigError for any other."""
+        """Return the format of 8 or 4 bits, or of (8, 4) for keys and values. Raises ConfigError for any other."""
         pair = bits if isinstance(bits, tuple) else (bits, bits)
         if pair not in PAIRS:
             raise ConfigError(f"pages are of {BITS[0]} or {BITS[1]} bits, or of (8, 4) for keys and values, not {bits}")
@@ -78,7 +78,7 @@ class Geometry(NamedTuple):
         return cls(k.shape[1], k.shape[3], v.shape[3], k.dtype)
 
     def in_format(self, wanted: PageFormat | None, why: str | None) -> tuple[Geometry, str | None]:
-        """With the format that pages hold such keys and values in; and where that is not the one wanted, why.
+        """Return it with the format that pages hold such keys and values in; and where that is not the one wanted, why.
 
         Args:
             wanted: format; None: keys and values as they are.
@@ -145,8 +145,8 @@ class Storage(Protocol):
         """:meth:`write` of what :meth:`read_stored` gave, here or in another storage of the same geometry."""
 
     def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
-        """What the blocks hold of the positions of :meth:`read_visible`, by position, as they hold it (lazy copies):
-        of quantised pages rows ``[1, n_kv_heads, n, num_words]`` (uint32), else keys and values."""
+        """Return what the blocks hold of the positions of :meth:`read_visible`, by position, as they hold it (lazy
+        copies): of quantised pages rows ``[1, n_kv_heads, n, num_words]`` (uint32), else keys and values."""
 
     def read_visible(self, table: BlockTable, *, rotation: int, copy: bool = True) -> tuple[mx.array, mx.array]:
         """K ``[1, n_kv_heads, n, k_head_dim]`` and V of positions ``logical_start .. length - 1``, after those of
@@ -169,7 +169,7 @@ class Storage(Protocol):
         *,
         append: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
-        """The fused kernel over this layer's blocks.
+        """Return the fused kernel over this layer's blocks.
 
         Args:
             q: ``[B, n_q_heads, q_len, head_dim]``: the step's positions.
@@ -186,7 +186,7 @@ class Storage(Protocol):
         """
 
     def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: PackedStep, params: AttentionParams) -> mx.array:
-        """The fused kernel over this layer's blocks, for the tokens of a packed step, which are written.
+        """Return the fused kernel over this layer's blocks, for the tokens of a packed step, which are written.
 
         Args:
             q: ``[T, n_q_heads, 1, head_dim]``.
@@ -201,7 +201,7 @@ class Storage(Protocol):
         """
 
     def read_packed(self, tables: Sequence[BlockTable], step: PackedStep) -> tuple[mx.array, mx.array]:
-        """All blocks of a packed step's tables, one table's after the other's, as
+        """Return all blocks of a packed step's tables, one table's after the other's, as
         :meth:`PackedStep.gathered_tables` counts them: K ``[1, n_kv_heads, slots, k_head_dim]`` and V (lazy copies).
         Slots that hold no token hold anything. Only of blocks in place."""
 
@@ -217,10 +217,10 @@ class Storage(Protocol):
         it fails, the blocks that were there and are to be there hold what they held."""
 
     def after_writes(self, *arrays: mx.array) -> list[mx.array]:
-        """The arrays, ready only when every write so far is."""
+        """Return the arrays, ready only when every write so far is."""
 
     def fence(self) -> mx.array:
-        """A small array that is ready when every write so far is; does not keep the blocks' buffers."""
+        """Return a small array that is ready when every write so far is; does not keep the blocks' buffers."""
 
     def latest(self) -> list[mx.array]:
         """Arrays to compute for every write so far to be done; not to be kept."""
@@ -229,7 +229,7 @@ class Storage(Protocol):
         """After :meth:`latest` could not be computed: go on without the writes since it could."""
 
     def checkpoint(self) -> Any:
-        """What :meth:`go_back` takes. Not to be kept while anything is computed: it keeps buffers."""
+        """Return what :meth:`go_back` takes. Not to be kept while anything is computed: it keeps buffers."""
 
     def go_back(self, checkpoint: Any) -> None:
         """Forget what was built since the checkpoint, none of which has been computed. Does nothing if there are more

@@ -88,7 +88,8 @@ def latent_prefill_unsupported_reason(geometry: Geometry, block_size: int, heads
 
 
 def storage_choice(use_kernel: bool | None) -> ChooseStorage:
-    """How a pool chooses its storage: True demands the kernel, False forbids it, None takes it where it works."""
+    """Return how a pool chooses its storage: True demands the kernel, False forbids it, None takes it where it
+    works."""
 
     def choose(geometry: Geometry, block_size: int, heads: QueryHeads | None, pinned: int) -> StorageChoice:
         if use_kernel is False:

@@ -102,7 +102,7 @@ class FunctionalStorage(GatheredStorage):
         self._values[:, block_ids, offsets] = v[:, :, 0].transpose(1, 0, 2)
 
     def read_visible(self, table: BlockTable, *, rotation: int, copy: bool = True) -> tuple[mx.array, mx.array]:
-        """In place where the blocks are consecutive and a view will do, else gathered; the table keeps the device
+        """Read in place where the blocks are consecutive and a view will do, else gathered; the table keeps the device
         indices, so that all layers of a step share them."""
         if rotation or table.num_head:
             return self.gather_slots(_rotated_index(table, self, rotation))
@@ -203,7 +203,7 @@ class FunctionalStorage(GatheredStorage):
             raise
 
     def after_writes(self, *arrays: mx.array) -> list[mx.array]:
-        """The arrays, ready only when every write so far is."""
+        """Return the arrays, ready only when every write so far is."""
         return mx.depends(list(arrays), [self._keys, self._values])
 
     def fence(self) -> mx.array:

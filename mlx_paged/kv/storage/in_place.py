@@ -20,7 +20,7 @@ from .base import Geometry
 
 
 def split_queries(q: mx.array) -> mx.array:
-    """From ``[B, n_q_heads, q_len, head_dim]`` to ``[B * parts, n_q_heads, 8, head_dim]``, zeros at the end."""
+    """Split ``[B, n_q_heads, q_len, head_dim]`` into ``[B * parts, n_q_heads, 8, head_dim]``, zeros at the end."""
     batch, heads, q_len, dim = q.shape
     parts = -(-q_len // MAX_QUERY_LENGTH)
     q = _padded(q, 2)
@@ -30,7 +30,7 @@ def split_queries(q: mx.array) -> mx.array:
 
 
 def join_queries(out: mx.array, q_len: int) -> mx.array:
-    """From the kernel's result for :func:`split_queries` to ``[B, n_q_heads, q_len, v_head_dim]``."""
+    """Join the kernel's result for :func:`split_queries` to ``[B, n_q_heads, q_len, v_head_dim]``."""
     parts = -(-q_len // MAX_QUERY_LENGTH)
     _, heads, _, dim = out.shape
     out = out.reshape(-1, parts, heads, MAX_QUERY_LENGTH, dim).swapaxes(1, 2)
@@ -38,7 +38,7 @@ def join_queries(out: mx.array, q_len: int) -> mx.array:
 
 
 def split_visible(visible: tuple[mx.array, mx.array, mx.array]) -> tuple[mx.array, mx.array, mx.array]:
-    """What :func:`split_queries`' rows see, of :meth:`.step.Step.visible`; its padding sees nothing."""
+    """Return what :func:`split_queries`' rows see, of :meth:`.step.Step.visible`; its padding sees nothing."""
     tables, ends, starts = visible
     parts = -(-ends.shape[1] // MAX_QUERY_LENGTH)
     ends, starts = (_padded(x, 1).reshape(-1, MAX_QUERY_LENGTH) for x in (ends, starts))
@@ -51,7 +51,7 @@ def _padded(x: mx.array, axis: int) -> mx.array:
 
 
 def pages_of(geometry: Geometry) -> PageShape | None:
-    """The pages that kernels keep keys and values of a geometry in; None: blocks of them as they are."""
+    """Return the pages that kernels keep keys and values of a geometry in; None: blocks of them as they are."""
     return None if geometry.rows is None else PageShape(*geometry.rows)
 
 
@@ -102,7 +102,7 @@ class InPlaceStorage:
         self.__fence = launch(self.__keys, self.__values, self.__fence, k, v)
 
     def _count(self, num_tokens: int) -> None:
-        """Before a write of so many tokens."""
+        """Count a write of so many tokens that comes."""
         if self.pages is not None:
             self.num_quantized += num_tokens
             self._last_write = self.__fence, num_tokens
@@ -216,7 +216,7 @@ class InPlaceStorage:
 
     @staticmethod
     def _range_of(table: BlockTable) -> tuple[mx.array, int, int]:
-        """The ids of the blocks of what is visible, its start in them, and its length."""
+        """Return the ids of the blocks of what is visible, its start in them, and its length."""
         size = table.block_size
         first, last = table.logical_start // size, -(-table.length // size)
         key = "ids", first, last
@@ -298,7 +298,7 @@ def _size_of(window: Window | None) -> int | None:
 
 
 def _resized(blocks: mx.array, num_blocks: int) -> mx.array:
-    """A copy with more blocks, of zeros, or with only the first ones."""
+    """Return a copy with more blocks, of zeros, or with only the first ones."""
     missing = num_blocks - blocks.shape[0]
     if missing == 0:  # memory ran out between keys and values before
         return blocks
@@ -324,7 +324,7 @@ class TracedBlocks:
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Of keys and values."""
+        """Dtype of keys and values."""
         return self.__keys.dtype if self._pages is None else self._pages.dtype
 
     def decode(
@@ -335,7 +335,7 @@ class TracedBlocks:
         params: AttentionParams,
         slots: mx.array | None = None,
     ) -> mx.array:
-        """As :meth:`InPlaceStorage.decode`, for one token per row. With ``slots`` the tokens are written there first,
+        """Like :meth:`InPlaceStorage.decode`, for one token per row. With ``slots`` the tokens are written there first,
         so that rows of one sequence see those before them. Without ``append`` they have been written."""
         scale, _, window, softcap, sinks, latent = params
         launch = kernels.prepare_decode(

@@ -16,12 +16,12 @@ from .functional import FunctionalStorage, GatheredStorage
 
 
 def functional_form(geometry: Geometry) -> Callable[[Geometry, int, int], Storage]:
-    """The form that works everywhere."""
+    """Return the form that works everywhere."""
     return FunctionalStorage if geometry.format is None else QuantizedStorage
 
 
 def functional_storage(geometry: Geometry, block_size: int, heads: QueryHeads | None, pinned: int) -> StorageChoice:
-    """The choice that works everywhere."""
+    """Return the choice that works everywhere."""
     return StorageChoice(functional_form(geometry), "the pool was made without kernels")
 
 

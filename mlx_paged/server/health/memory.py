@@ -55,7 +55,8 @@ class MemoryReading(NamedTuple):
 
 
 def read_memory() -> MemoryReading | None:
-    """Of the default device, now. Some files or a call: for a few times a second, not for every step.
+    """Read the default device's memory now. Costs some files or a call: use it a few times a second, not for every
+    step.
 
     Metal: what MLX holds, of the recommended working set. CUDA: what of the device's memory is not free. CPU: the
     control group's limit or the machine's memory, whichever is nearer. None: the system does not say.
@@ -72,12 +73,12 @@ def read_memory() -> MemoryReading | None:
 
 
 def nearest(readings: list[MemoryReading]) -> MemoryReading | None:
-    """The one of which the largest share is used."""
+    """Return the one of which the largest share is used."""
     return max(readings, key=lambda reading: reading.share, default=None)
 
 
 def system_readings(meminfo: Path = Path("/proc/meminfo")) -> Iterator[MemoryReading]:
-    """The machine's memory, and what of it is not available."""
+    """Yield the machine's memory, and what of it is not available."""
     lines = _read(meminfo).splitlines()
     values = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
     try:
@@ -91,7 +92,8 @@ def system_readings(meminfo: Path = Path("/proc/meminfo")) -> Iterator[MemoryRea
 def control_group_readings(
     groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[MemoryReading]:
-    """Of this process's control groups that have a limit, the inner ones and those around them, of both versions."""
+    """Return readings of this process's control groups that have a limit, the inner ones and those around them, of both
+    versions."""
     for line in _read(groups).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -102,7 +104,8 @@ def control_group_readings(
 
 
 def _readings_up(mount: Path, path: str, limit_name: str, used_name: str, prefix: str) -> Iterator[MemoryReading]:
-    """In a container the path is often the host's, and not to be found: then its root is the group."""
+    """Yield readings up the path. In a container the path is often the host's, and not to be found: then its root is
+    the group."""
     inner = mount / path.strip("/")
     folder = inner if inner.is_dir() else mount
     while True:
@@ -187,7 +190,7 @@ class MemoryWatch:
         self._next = clock()
 
     def look(self) -> Measures | None:
-        """To be asked as often as one likes: None until it is time for another reading."""
+        """Return what is to be done, or None until it is time for another reading; may be called often."""
         now = self._clock()
         if not self.watermark or now < self._next:
             return None
@@ -207,7 +210,7 @@ class MemoryWatch:
         return Measures(self.pressure, excess)
 
     def as_dict(self) -> dict[str, Any] | None:
-        """For ``/health``: None where nothing is watched or known."""
+        """Return what ``/health`` shows; None where nothing is watched or known."""
         reading = self.last
         if reading is None:
             return None
@@ -221,7 +224,7 @@ class MemoryWatch:
 
 
 class MemoryGuard:
-    """For the thread that computes.
+    """Makes room in memory. Used by the engine's thread.
 
     Args:
         watch: says what is to be done.

@@ -15,7 +15,7 @@ def html() -> bytes:
 
 
 def _hash_of(tag: str) -> str:
-    """What a policy calls the one element of its kind, so that the browser runs no other."""
+    """Return what a policy calls the one element of its kind, so that the browser runs no other."""
     (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), html(), re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"
 

@@ -18,7 +18,7 @@ STATES = {"f": "free", "l": "live", "s": "shared", "c": "cached"}
 
 
 def block_map(pool: BlockPool) -> list[list[tuple[str, int]]]:
-    """For each group, runs of blocks in the same state: ``[("l", 12), ("f", 3), ...]``, in order of their ids."""
+    """Return, per group, runs of blocks in the same state: ``[("l", 12), ("f", 3), ...]``, in order of their ids."""
     return pool.turn.glance(lambda _: [_runs(pool, index) for index in range(len(pool.groups))])
 
 
@@ -93,7 +93,7 @@ def server_report(
 
 
 def _pages_of(group: BlockGroup) -> dict[str, Any]:
-    """How a group's pages hold keys and values; where that is not what was asked for, why."""
+    """Return how a group's pages hold keys and values; where that is not what was asked for, why."""
     geometry = group.geometry
     return {
         "group": group.spec.name,

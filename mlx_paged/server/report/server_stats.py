@@ -36,8 +36,8 @@ class History:
             sums[name] += number
 
     def as_dict(self) -> dict[str, Any]:
-        """For each while, oldest first and the present one left out: prompt and generated tokens a second; seconds to
-        the first token and the share of prompt tokens that was cached, None where nobody came."""
+        """Return, per interval, oldest first, excluding the current one: prompt and generated tokens a second; seconds
+        to the first token and the share of prompt tokens that was cached, None where nobody came."""
         last = int(self._clock() // SECONDS)
         known = dict(self._whiles)
         nothing = dict.fromkeys(FIGURES, 0.0)

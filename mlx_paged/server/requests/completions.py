@@ -191,7 +191,7 @@ class CompletionForm(ChatForm):
 
 
 def _likeliest(token: Token) -> dict[str, float] | None:
-    """By text, the token itself among them, as in OpenAI's; None at the first token of a prompt."""
+    """Return them by text, the token itself among them, as in OpenAI's; None at the first token of a prompt."""
     if token.logprob is None:
         return None
     likeliest: dict[str, float] = {}

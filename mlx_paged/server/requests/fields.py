@@ -29,12 +29,12 @@ MOST_NOTED = 1000  # names of unknown parameters in the log
 
 
 def no_effect(kind: Any, why: str) -> Any:
-    """A parameter that is taken and changes nothing, by what it means."""
+    """Return a parameter that is taken and changes nothing, by what it means."""
     return Annotated[kind | None, Field(description=why, json_schema_extra={SUPPORT: NO_EFFECT})]
 
 
 def refused(why: str, *neutral: Any) -> Any:
-    """A parameter that is known and cannot be served; neutral values ask for nothing."""
+    """Return a parameter that is known and cannot be served; neutral values ask for nothing."""
 
     def check(value: Any) -> Any:
         if value is not None and value not in neutral:
@@ -67,7 +67,7 @@ class ModelParameters(Body):
 
 
 def _check_repetition(value: float) -> float:
-    """A smaller divisor makes logits infinite."""
+    """Return a smaller divisor makes logits infinite."""
     if 0 < value < LEAST_REPETITION_PENALTY:
         raise ValueError(f"must be 0 or at least {LEAST_REPETITION_PENALTY}")
     return value

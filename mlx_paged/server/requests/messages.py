@@ -337,7 +337,7 @@ class MessageForm:
         return self._event("content_block_delta", index=self._num_blocks - 1, delta={"type": kind, **values})
 
     def _to(self, kind: str, block: dict[str, Any]) -> list[Event]:
-        """The events that lead to a block of a type, if it is not the one that is being said."""
+        """Return the events that lead to a block of a type, if it is not the one that is being said."""
         if self._open == kind:
             return []
         events = self._close()
