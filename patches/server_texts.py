@@ -26,6 +26,7 @@ from ..server.backend import PromptLimits, TextParts
 from ..server.constraint import Constraint
 from ..server.errors import RequestRefused, invalid
 from ..server.request import ChatInput, Input, Prompt, ServerRequest
+from ..server.requests.agents import folded_systems
 from .grammar.tokenizer_grammars import TokenizerGrammars
 from .harmony import HARMONY_CALL, HARMONY_TOKENS, HarmonyParts, harmony_call
 
@@ -96,6 +97,8 @@ class LoadedTexts:
         else:
             # A copy: mlx-lm writes into messages.
             messages = copy.deepcopy(given.messages)
+            if any(message["role"] == "system" for message in messages[1:]) and not self._takes_systems:
+                messages = folded_systems(messages)
             if any(upstream._image_parts(messages)) and self._processor is None:
                 raise invalid("this model takes text only", "messages")
             request = upstream.CompletionRequest("chat", "", messages, given.tools, given.role_mapping)
@@ -116,6 +119,20 @@ class LoadedTexts:
         if found[-1] is not None:
             mx.eval(found[-1].pixel_values)  # arrays cross threads evaluated
         return Prompt(*found)
+
+    @functools.cached_property
+    def _takes_systems(self) -> bool:
+        """Return whether the chat template has system messages where they stand; others refuse or move them."""
+        if not self.tokenizer.has_chat_template:
+            return True
+        roles = ("system", "system", "user", "assistant", "system", "user")
+        probe = [{"role": role, "content": f"mark-{number}."} for number, role in enumerate(roles)]
+        try:
+            text = self.tokenizer.apply_chat_template(probe, tokenize=False, add_generation_prompt=True)
+        except Exception:  # templates raise what they like
+            return False
+        places = [str(text).find(each["content"]) for each in probe]
+        return places == sorted(places) and places[0] >= 0
 
     def compile(
         self, constraint: Constraint, *, is_cancelled: Callable[[], bool] = lambda: False, is_checked: bool = False

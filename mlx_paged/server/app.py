@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -21,10 +22,11 @@ from .http import LOCAL_ORIGINS, Access, Body, Gate, RequestLog, json_response
 from .report import cache_page
 from .report.metrics import CONTENT_TYPE
 from .request import ServerRequest
-from .requests.endpoints import COUNT_TOKENS, DETOKENIZE, ENDPOINTS, TOKENIZE, Endpoint, description
+from .requests.endpoints import COUNT_TOKENS, DETOKENIZE, ENDPOINTS, RESPONSES, TOKENIZE, Endpoint, description
 from .requests.fields import parsed
 from .requests.messages import message_request
 from .requests.pieces import Head, Piece
+from .requests.responses import ResponseForm
 from .requests.tokenize import tokenize_input
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ def make_app(service: Service) -> Any:
     routes = [Route(path, app.asked(each), methods=["POST"]) for each in ENDPOINTS.values() for path in _paths(each)]
     for path, page in app.pages().items():
         routes.append(Route(path, page, methods=["GET"]))
+    routes.append(Route("/v1/responses/{name}", app.response, methods=["GET", "DELETE"]))
     router = Router(routes, redirect_slashes=False, default=_nothing_here)
     origins = service.cli_args.allowed_origins
     access = Access(service.cli_args.host, origins, has_keys=bool(service.config.api_keys))
@@ -80,6 +83,7 @@ class App:
                 body, ignored = parse() if len(raw) < SMALL_JSON else await service.prompts.run(parse, size=len(raw))
                 _log(http).model = body.model or service.names.default
                 headers = {"x-ignored-parameters": _header(ignored)} if ignored else {}
+                keep = service.responses.open(body, key, len(raw)) if endpoint is RESPONSES else None
                 if endpoint.request is None:
                     return json_response(await self._tokens(endpoint, body), headers=headers)
                 client = Client(http.receive)
@@ -88,7 +92,7 @@ class App:
                 except BaseException:
                     client.close()
                     raise
-            return await self._generated(endpoint, body, request, texts, http, headers, client)
+            return await self._generated(endpoint, body, request, texts, http, headers, client, keep)
 
         return answer
 
@@ -118,12 +122,15 @@ class App:
         http: Request,
         headers: dict[str, str],
         client: Client,
+        keep: Callable[[dict[str, Any]], None] | None,
     ) -> Response:
         service, log = self._service, _log(http)
         stream, answers = client.stream, Answers(request, texts)
         head = Head(uuid.uuid4().hex, body.model or "default_model", int(time.time()), service.fingerprint)
         assert endpoint.form is not None
         form = endpoint.form(head, body)
+        if isinstance(form, ResponseForm):
+            form.keep = keep
         pieces: dict[int, list[Piece]] = {}
         try:
             work = service.engine.generate(request, stream, texts)
@@ -219,6 +226,11 @@ class App:
         if found is None:
             raise self._service.names.unknown(name)
         return json_response(found)
+
+    async def response(self, http: Request) -> Response:
+        key, name = self._check_key(http), http.path_params["name"]
+        kept = self._service.responses
+        return json_response((kept.delete if http.method == "DELETE" else kept.get)(key, name))
 
     def _figures(self) -> dict[str, Any]:
         texts = self._service.engine.models.texts

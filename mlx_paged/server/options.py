@@ -28,6 +28,7 @@ class ServerConfig:
         api_keys: what a client must send as its bearer token, if anything.
         served_model_names: other names of the model.
         allow_chat_template_override: whether a request may bring its own chat template.
+        response_store: whether answers of Responses are kept for later ones.
         strict_parameters: whether parameters that are not known are refused, and not ignored.
         model_dir: folder of models that clients may ask for by their folders' names.
         allow_any_model: whether clients may have any model loaded, with adapters and draft models.
@@ -44,6 +45,7 @@ class ServerConfig:
     api_keys: ApiKeys = field(default_factory=ApiKeys)
     served_model_names: tuple[str, ...] = ()
     allow_chat_template_override: bool = False
+    response_store: bool = True
     strict_parameters: bool = False
     model_dir: Path | None = None
     allow_any_model: bool = False
@@ -92,6 +94,12 @@ class ServerConfig:
             action="store_true",
             help="Refuse parameters that this server does not know (400); without it they are ignored, logged once and "
             "named in the answer's header x-ignored-parameters",
+        )
+        group.add_argument(
+            "--no-response-store",
+            action="store_true",
+            help="Keep no answers of Responses; without it those that clients do not say store: false of are kept in "
+            "memory, 64 MiB of them",
         )
         group.add_argument("--ignore-unknown-parameters", action="store_true", help="Without effect: it is the default")
         group.add_argument(
@@ -161,6 +169,7 @@ class ServerConfig:
             api_keys=ApiKeys.from_options(args.api_key, os.environ.get(VARIABLE)),
             served_model_names=names,
             allow_chat_template_override=args.allow_chat_template_override,
+            response_store=not args.no_response_store,
             strict_parameters=args.strict_parameters,
             model_dir=args.model_dir,
             allow_any_model=args.allow_any_model,

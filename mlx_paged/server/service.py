@@ -41,6 +41,7 @@ from .report.metrics import Metrics
 from .report.server_report import server_report
 from .report.server_stats import ServerStats
 from .request import ChatInput, ModelKey, ServerRequest
+from .requests.kept import MAX_KEPT_BYTES, KeptResponses
 
 if TYPE_CHECKING:
     from .backend import Models
@@ -84,6 +85,7 @@ class Service:
             default_tokens=cli_args.max_tokens,
         )
         self.bodies = BodyBudget()
+        self.responses = KeptResponses(MAX_KEPT_BYTES if config.response_store else 0)
         self.num_answering = 0
         self.is_draining = False
         watch = MemoryWatch(config.memory_watermark)

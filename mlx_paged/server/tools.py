@@ -66,36 +66,48 @@ def tools_of(body: Mapping[str, Any], *, always: bool = False) -> Tools | None:
     """
     choice, parallel = body.get("tool_choice", "auto"), body.get("parallel_tool_calls", True)
     name = "tool_choice"
-    named: str | None = None
-    if isinstance(choice, dict):
-        function = choice.get("function")
-        if (
-            choice.get("type") != "function"
-            or not isinstance(function, dict)
-            or not isinstance(function.get("name"), str)
-        ):
-            raise invalid(f"{name} must name a function: type function, and function with a name", name)
-        named = function["name"]
+    allowed: list[str] | None = None  # names
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        given = choice.get("allowed_tools")
+        if not isinstance(given, dict) or not isinstance(given.get("tools"), list):
+            raise invalid(f"{name}.allowed_tools must be an object with a mode and tools", name)
+        choice, allowed = given.get("mode"), [_named(tool) for tool in given["tools"]]
+        if choice not in ("auto", "required"):
+            raise invalid(f"{name}.allowed_tools.mode must be auto or required", name)
+    elif isinstance(choice, dict):
+        choice, parallel, allowed = "required", False, [_named(choice)]
     elif choice not in ("none", "auto", "required"):
         raise invalid(f"{name} must be none, auto, required, or an object that names a function", name)
     given = body.get("tools") or []
+    required = choice == "required"
     if choice == "none" or not given:
-        if named is not None or choice == "required":
+        if required:
             raise invalid(f"{name} asks for a call, and there are no tools", name)
         return None
     strict = [isinstance(f := tool.get("function"), dict) and f.get("strict") is True for tool in given]
-    required = named is not None or choice == "required"
-    if not (required or any(strict) or always):
+    if not (required or any(strict) or always or allowed is not None):
         return None
     tools = [
         _tool(index, tool, checked=required or is_strict)
         for index, (tool, is_strict) in enumerate(zip(given, strict, strict=True))
     ]
-    if named is not None:
-        tools = [tool for tool in tools if tool.name == named][:1]
+    if allowed is not None:
+        by_name = {tool.name: tool for tool in reversed(tools)}
+        for each in allowed:
+            if each not in by_name:
+                raise invalid(f"{name}: there is no tool {each!r}", name)
+        tools = [by_name[each] for each in dict.fromkeys(allowed)]
         if not tools:
-            raise invalid(f"{name}: there is no tool {named!r}", name)
-    return Tools(tools, required, parallel and named is None, any(strict))
+            raise invalid(f"{name}.allowed_tools.tools must not be empty", name)
+    return Tools(tools, required, parallel, any(strict))
+
+
+def _named(given: Any) -> str:
+    """Return the name of the function that an object names."""
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or given.get("type") != "function" or not isinstance(function.get("name"), str):
+        raise invalid("tool_choice must name a function: type function, and function with a name", "tool_choice")
+    return str(function["name"])
 
 
 def _tool(index: int, tool: Mapping[str, Any], *, checked: bool) -> Tool:

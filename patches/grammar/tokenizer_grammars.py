@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -66,9 +67,12 @@ class TokenizerGrammars:
             return self._of_tools(constraint, tools)
         return None if constraint.answer is None else _Wanted(constraint.answer, constraint.param)
 
-    def _of_tools(self, constraint: Constraint, tools: Tools) -> _Wanted:
+    def _of_tools(self, constraint: Constraint, tools: Tools) -> _Wanted | None:
         form = tool_format(self._tokenizer)
         what = "tool_choice" if tools.required else "tools"
+        if not tools.required and constraint.answer is None and (form is None or form.trigger is None):
+            logging.warning("tools: strict: this model's tool calls cannot be constrained and are left as they are")
+            return None
         if form is None:
             raise invalid(
                 f"{what}: this model writes tool calls in a form that cannot be constrained"
@@ -84,8 +88,6 @@ class TokenizerGrammars:
                 raise invalid(f"{constraint.param}: only JSON can be asked for beside tools", "structured_outputs")
             parts.append((constraint.answer, constraint.param))
             return _Wanted(calls(tools, form, answer=constraint.schema), constraint.param, parts=parts)
-        if form.trigger is None:
-            raise invalid(f"{what}: strict: no token of this model begins a call, which could be watched for", what)
         return _Wanted(calls(tools, form, is_triggered=True), what, form.trigger, parts)
 
 

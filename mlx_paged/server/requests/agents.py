@@ -1,11 +1,11 @@
-"""What coding agents send that models cannot be given as it is: lines that change from turn to turn, tools that a
-server of the client's own vendor runs, and parts of results that are no text."""
+"""What coding agents send that models cannot be given as it is: lines that change from turn to turn, system messages
+within a chat, tools that a server of the client's own vendor runs, and parts of results that are no text."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 # Text at the beginning of a block that changes with each request and means nothing to a model: behind it no prefix
 # would be found again.
@@ -59,49 +59,135 @@ def result_text(parts: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(texts)
 
 
+def folded_systems(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a chat whose only system message is the first, for templates that refuse others: those at the front are
+    joined, and each later one is a part of the message after it, or of the one before if no user's follows."""
+    folded: list[dict[str, Any]] = []
+    held = ""  # text that waits for the next user's message
+    for message in messages:
+        message, role = dict(message), message.get("role")
+        if role == "system":
+            text = _text_of(message.get("content"))
+            if not folded:
+                folded.append(message)
+            elif len(folded) == 1 and folded[0].get("role") == "system" and not held:
+                folded[0]["content"] = f"{_text_of(folded[0].get('content'))}\n\n{text}"
+            else:
+                held += f"<system>\n{text}\n</system>\n\n"
+            continue
+        if held and role == "user":
+            message["content"] = _joined(held, message.get("content"))
+        elif held:
+            _put_behind(folded, held)
+        held = ""
+        folded.append(message)
+    if held:
+        _put_behind(folded, held)
+    return folded
+
+
+def _put_behind(messages: list[dict[str, Any]], text: str) -> None:
+    """Add text for the model to the last message, or as a user's if that is an assistant's."""
+    last = messages[-1]
+    if last.get("role") in ("user", "tool"):
+        last["content"] = _joined(last.get("content"), "\n\n" + text.rstrip())
+    else:
+        messages.append({"role": "user", "content": text.rstrip()})
+
+
+def _text_of(content: Any) -> str:
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return str(content or "")
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Return two contents of messages as one."""
+    if isinstance(first, list) or isinstance(second, list):
+        both = (
+            [{"type": "text", "text": each}] if isinstance(each, str) else list(each or ()) for each in (first, second)
+        )
+        return [part for parts in both for part in parts]
+    return f"{first or ''}{second or ''}"
+
+
 # Tools of Responses -----------------------------------------------------------------------------------------------
 
 INPUT = "input"  # the one argument of a custom tool's function
 
 
-def functions_of(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tools that a model can call, as functions: those of namespaces by themselves, and custom ones, whose
-    input is free text, with one argument."""
-    functions: list[dict[str, Any]] = []
+class CallableTool(NamedTuple):
+    """A tool that a model can call as a function.
+
+    Attributes:
+        function: as chats have it, under a name that no other tool has.
+        name, namespace: as the client has them.
+        is_custom: its input is free text, which is the function's one argument.
+    """
+
+    function: dict[str, Any]
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+
+def function_name(name: Any, namespace: Any) -> str:
+    """Return what a model calls a tool of a namespace, which may have the name of another's."""
+    if not namespace:
+        return str(name)
+    return f"{namespace}{'' if str(namespace).endswith('__') else '__'}{name}"
+
+
+def callable_tools(tools: Sequence[Mapping[str, Any]], namespace: str | None = None) -> list[CallableTool]:
+    """Return the tools that a model can call, those of namespaces among them.
+
+    Raises:
+        ValueError: one has no name, or that of another.
+    """
+    found: list[CallableTool] = []
     for tool in tools:
-        kind = tool.get("type")
-        if kind == "function":
-            named = {
-                key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None
-            }
-            functions.append({"type": "function", "function": named})
-        elif kind == "custom":
-            functions.append({"type": "function", "function": _custom(tool)})
-        elif kind == "namespace":
-            functions += functions_of([each for each in tool.get("tools") or () if isinstance(each, Mapping)])
-    return functions
+        kind, name = tool.get("type"), tool.get("name")
+        if kind not in ("function", "custom", "namespace"):
+            continue
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"a tool of type {kind} has a name")
+        if kind == "namespace":
+            found += callable_tools([each for each in tool.get("tools") or () if isinstance(each, Mapping)], name)
+            continue
+        function = _custom(tool) if kind == "custom" else {k: tool[k] for k in _TOLD if tool.get(k) is not None}
+        function = {"name": function_name(name, namespace), **function}
+        found.append(CallableTool({"type": "function", "function": function}, name, namespace, kind == "custom"))
+    names = [each.function["function"]["name"] for each in found]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two tools have the name {max(names, key=names.count)!r}")
+    return found
+
+
+_TOLD = ("description", "parameters", "strict")
 
 
 def _custom(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the function of a custom tool. Its regular expression holds for the argument; a Lark grammar cannot, in
+    the JSON that the argument is written in, and is described."""
     form = tool.get("format")
     text = str(tool.get("description") or "")
+    argument: dict[str, Any] = {"type": "string", "description": "the tool's input, as it is"}
+    strict = {}
     if isinstance(form, Mapping) and isinstance(form.get("definition"), str):
         text += f"\nThe input follows this {form.get('syntax', '')} grammar:\n{form['definition']}"
-    argument = {"type": "string", "description": "the tool's input, as it is"}
+        if form.get("syntax") == "regex":
+            argument["pattern"], strict = f"^(?:{form['definition']})$", {"strict": True}
     parameters = {"type": "object", "properties": {INPUT: argument}, "required": [INPUT], "additionalProperties": False}
-    return {"name": tool.get("name"), "description": text.strip(), "parameters": parameters}
+    return {"description": text.strip(), "parameters": parameters, **strict}
 
 
-def custom_names(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """Return the names of custom tools, whose calls are told as such."""
-    names = {str(tool.get("name")) for tool in tools if tool.get("type") == "custom"}
+def ignored_of(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the types of tools that nobody here can run, and ``format.grammar`` where one is only described."""
+    names = set()
     for tool in tools:
-        if tool.get("type") == "namespace":
-            names |= custom_names([each for each in tool.get("tools") or () if isinstance(each, Mapping)])
-    return frozenset(names)
-
-
-def left_out(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the types of tools that nobody here can run."""
-    kinds = [str(tool.get("type"))[:80] for tool in tools]
-    return sorted({kind for kind in kinds if kind not in ("function", "custom", "namespace")})
+        kind, form = str(tool.get("type"))[:80], tool.get("format")
+        if kind not in ("function", "custom", "namespace"):
+            names.add(kind)
+        elif kind == "custom" and isinstance(form, Mapping) and form.get("syntax") == "lark":
+            names.add("format.grammar")
+    return sorted(names)

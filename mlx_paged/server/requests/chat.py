@@ -62,8 +62,39 @@ Messages = Annotated[
 ]
 
 
+class Thinking(Body):
+    """Anthropic's parameter of that name, which others took over for chats."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: Any = None
+
+
 class TemplateParameters(Body):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables that the chat template reads")
+    thinking: Thinking | None = Field(
+        None, description="`enable_thinking` of the chat template, which `adaptive` leaves as it is"
+    )
+
+
+def template_kwargs(body: TemplateParameters, effort: str | None, thinks: bool | None = None) -> dict[str, Any]:
+    """Return the variables of the chat template.
+
+    Args:
+        body: of the request.
+        effort: of reasoning; ``none`` is to think not at all.
+        thinks: whether to; None: as ``thinking`` or the template says.
+    """
+    kwargs: dict[str, Any] = {}
+    if thinks is None and body.thinking is not None and body.thinking.type != "adaptive":
+        thinks = body.thinking.type == "enabled"
+    if effort == "none":
+        thinks = False if thinks is None else thinks
+    elif effort is not None:
+        kwargs["reasoning_effort"] = effort
+    if thinks is not None:
+        kwargs["enable_thinking"] = thinks
+    return kwargs | (body.chat_template_kwargs or {})
 
 
 class ChatBody(RecordParameters, TemplateParameters, SamplingParameters, ModelParameters):
@@ -82,7 +113,7 @@ class ChatBody(RecordParameters, TemplateParameters, SamplingParameters, ModelPa
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = Field(None, description="`false`: only the first call is told")
-    reasoning_effort: str | None = Field(None, description="of the chat template; without effect where it is not read")
+    reasoning_effort: str | None = Field(None, description="of the chat template; `none`: it does not think")
     enable_thinking: bool | None = Field(None, description="of the chat template; without effect where it is not read")
     role_mapping: dict[str, Any] | None = Field(None, description="of mlx-lm, for models without a chat template")
     continue_final_message: bool | None = Field(None, description="the last message, an assistant's, goes on")
@@ -139,11 +170,7 @@ def chat_request(body: ChatBody, defaults: Mapping[str, Any]) -> ServerRequest:
     Raises:
         RequestRefused: 400, naming the parameter.
     """
-    kwargs = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-    if body.enable_thinking is not None:
-        kwargs.setdefault("enable_thinking", body.enable_thinking)
+    kwargs = template_kwargs(body, body.reasoning_effort, body.enable_thinking)
     if body.continue_final_message and body.messages[-1]["role"] != "assistant":
         raise invalid("continue_final_message needs an assistant's message at the end", "continue_final_message")
     messages = [{**m, "role": "system"} if m["role"] == "developer" else dict(m) for m in body.messages]

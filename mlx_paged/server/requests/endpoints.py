@@ -80,7 +80,7 @@ COMPLETIONS = Endpoint(
 )
 RESPONSES = Endpoint(
     "/v1/responses",
-    "An answer in the form of OpenAI's Responses, of which nothing is kept",
+    "An answer in the form of OpenAI's Responses",
     ResponseBody,
     response_request,
     ResponseForm,

@@ -12,7 +12,7 @@ from ..constraint import constraint_of
 from ..errors import RequestRefused, invalid
 from ..request import ChatInput, ServerRequest
 from .agents import result_text, without_volatile
-from .chat import TemplateParameters, engine_options, stop_list
+from .chat import TemplateParameters, engine_options, stop_list, template_kwargs
 from .fields import Body, ModelParameters, SamplingParameters, Tokens, check_stops, no_effect, refused
 from .pieces import Echo, Event, Head, Piece, Usage
 
@@ -60,12 +60,6 @@ class ToolChoice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Body):
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
-    display: Any = None
-
-
 class OutputConfig(Body):
     format: dict[str, Any] | None = None
     effort: str | None = None
@@ -89,9 +83,6 @@ class CountBody(TemplateParameters, SamplingParameters, ModelParameters):
         None, description="of type `custom`; others, which a server of Anthropic's runs, are left out"
     )
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = Field(
-        None, description="`enable_thinking` of the chat template; `max_tokens` alone bounds it, not `budget_tokens`"
-    )
     output_config: OutputConfig | None = Field(
         None, description="`format`: `json_schema`; `effort`, as `reasoning_effort` of chats"
     )
@@ -131,21 +122,16 @@ def message_request(body: CountBody, defaults: Mapping[str, Any]) -> ServerReque
         fields |= _tool_choice(body.tool_choice)
     if body.structured_outputs is not None:
         fields["structured_outputs"] = body.structured_outputs
-    kwargs: dict[str, Any] = {}
-    if body.thinking is not None:
-        kwargs["enable_thinking"] = body.thinking.type != "disabled"
-    if (config := body.output_config) is not None:
-        if config.format is not None:
-            fields["response_format"] = _format(config.format)
-        if config.effort is not None:
-            kwargs["reasoning_effort"] = config.effort
+    config = body.output_config or OutputConfig()
+    if config.format is not None:
+        fields["response_format"] = _format(config.format)
     no_tools = fields.get("tool_choice") == "none"
     return ServerRequest(
         inputs=[
             ChatInput(
                 messages,
                 (None if no_tools else tools) or None,
-                kwargs | (body.chat_template_kwargs or {}),
+                template_kwargs(body, config.effort),
                 continues=messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
             )
         ],

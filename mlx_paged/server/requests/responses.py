@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from ..constraint import constraint_of
 from ..errors import RequestRefused, invalid
 from ..request import ChatInput, ServerRequest
-from .agents import INPUT, custom_names, functions_of, left_out, result_text
-from .chat import TemplateParameters, engine_options
+from .agents import INPUT, callable_tools, function_name, ignored_of, result_text
+from .chat import TemplateParameters, engine_options, template_kwargs
 from .fields import (
     Body,
     ModelParameters,
@@ -25,9 +25,19 @@ from .fields import (
 )
 from .pieces import Echo, Event, Head, Piece, Usage, content_logprobs
 
+ITEMS = (
+    *("message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
+    *("local_shell_call", "local_shell_call_output", "item_reference"),
+)
 TEXTS = ("input_text", "output_text", "text")
 LOGPROBS = "message.output_text.logprobs"
-INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
+# Of reasoning that is not encrypted, and of tools that OpenAI runs, there is nothing to tell.
+INCLUDED = (
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    *("web_search_call.results", "web_search_call.action.sources", "file_search_call.results"),
+    *("code_interpreter_call.outputs", "computer_call_output.output.image_url", "message.input_image.image_url"),
+)
 
 
 class ResponseTool(Body):
@@ -41,14 +51,8 @@ class ResponseTool(Body):
     format: Any = None
     tools: list[dict[str, Any]] | None = None
 
-    @model_validator(mode="after")
-    def _has_name(self) -> ResponseTool:
-        if self.type in ("function", "custom") and not self.name:
-            raise ValueError("a function has a name")
-        return self
-
     def unused(self) -> list[str]:
-        return left_out([{"type": self.type}, *(self.tools or ())])
+        return ignored_of([{"type": self.type, "format": self.format}, *(self.tools or ())])
 
 
 class TextOptions(Body):
@@ -67,6 +71,11 @@ def _not_empty(value: Any) -> Any:
     return value
 
 
+def _check_tools(tools: list[ResponseTool]) -> list[ResponseTool]:
+    callable_tools([tool.model_dump() for tool in tools])
+    return tools
+
+
 class ResponseBody(RecordParameters, TemplateParameters, SamplingParameters, ModelParameters):
     """The body of ``/v1/responses``."""
 
@@ -74,29 +83,33 @@ class ResponseBody(RecordParameters, TemplateParameters, SamplingParameters, Mod
         description="messages, function calls, their outputs, reasoning"
     )
     instructions: str | None = Field(None, description="a system message before all others")
+    previous_response_id: str | None = Field(None, description="its conversation goes on; 404 if it is not kept")
+    store: bool | None = Field(
+        None,
+        description="`false`: the answer is not kept for `previous_response_id` and `GET`; see `--no-response-store`",
+    )
     max_output_tokens: Tokens | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(None, description="without effect")
     text: TextOptions | None = Field(None, description="`format`: `text`, `json_object`, `json_schema`")
-    tools: list[ResponseTool] | None = Field(
+    tools: Annotated[list[ResponseTool], AfterValidator(_check_tools)] | None = Field(
         None, description="of type `function`, `custom` or `namespace`; others, which OpenAI runs, are left out"
     )
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = Field(None, description="`false`: only the first call is told")
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(None, description="with `include`")
     include: list[str] | None = Field(
-        None, description=f"`{LOGPROBS}`; `reasoning.encrypted_content` has no effect: reasoning is not encrypted"
+        None, description=f"`{LOGPROBS}`; what else OpenAI knows has no effect: reasoning is not encrypted"
     )
     reasoning: ReasoningOptions | None = Field(
         None, description="`effort`, as `reasoning_effort` of chats; `summary` has no effect: reasoning is given whole"
     )
     background: no_effect(Literal[False], "`true` is refused") = None  # type: ignore[valid-type]
     truncation: no_effect(Literal["disabled", "auto"], "too long a prompt is refused") = None  # type: ignore[valid-type]
-    conversation: refused("nothing is kept") = None  # type: ignore[valid-type]
-    previous_response_id: refused("nothing is kept: send what was said before") = None  # type: ignore[valid-type]
+    max_tool_calls: no_effect(int, "there are no built-in tools") = None  # type: ignore[valid-type]
+    conversation: refused("use previous_response_id") = None  # type: ignore[valid-type]
     prompt: refused("there are no stored prompts") = None  # type: ignore[valid-type]
-    max_tool_calls: refused("there are no built-in tools") = None  # type: ignore[valid-type]
-    context_management: refused("nothing is kept", []) = None  # type: ignore[valid-type]
+    context_management: refused("messages are read as they come", []) = None  # type: ignore[valid-type]
     moderation: refused("there is no such service") = None  # type: ignore[valid-type]
     background_options: refused("answers are given at once") = None  # type: ignore[valid-type]
     access_programs: refused("there is no such service") = None  # type: ignore[valid-type]
@@ -121,15 +134,13 @@ def response_request(body: ResponseBody, defaults: Mapping[str, Any]) -> ServerR
         raise invalid("input holds no message", "input")
     for name in body.include or ():
         if name not in INCLUDED:
-            raise invalid(f"include: {name!r} is not supported", "include")
+            raise invalid(f"include: {name[:80]!r} is not supported; it may hold {', '.join(INCLUDED)}", "include")
     tells = LOGPROBS in (body.include or ())
     if body.top_logprobs and not tells:
         raise invalid(f"top_logprobs needs {LOGPROBS} in include", "top_logprobs")
-    tools = functions_of([tool.model_dump() for tool in body.tools or ()])
-    choice, tools = _tool_choice(body.tool_choice, tools)
-    kwargs = dict(body.chat_template_kwargs or {})
-    if body.reasoning is not None and body.reasoning.effort is not None:
-        kwargs.setdefault("reasoning_effort", body.reasoning.effort)
+    tools = [tool.function for tool in callable_tools([tool.model_dump() for tool in body.tools or ()])]
+    choice = _tool_choice(body.tool_choice)
+    kwargs = template_kwargs(body, body.reasoning.effort if body.reasoning else None)
     fields = {
         "tools": tools,
         "tool_choice": choice,
@@ -163,15 +174,16 @@ def _add(messages: list[dict[str, Any]], where: str, item: Mapping[str, Any]) ->
     elif kind == "function_call":
         if last is None:
             messages.append(last := {"role": "assistant", "content": ""})
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        if not all(isinstance(value, str) for value in function.values()):
+        if not isinstance(item.get("name"), str) or not isinstance(item.get("arguments"), str):
             raise invalid(f"{where} must have a name and arguments, which are strings", "input")
+        function = {"name": function_name(item["name"], item.get("namespace")), "arguments": item["arguments"]}
         last.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
     elif kind in ("custom_tool_call", "local_shell_call"):
         if last is None:
             messages.append(last := {"role": "assistant", "content": ""})
         given = {INPUT: str(item.get("input", ""))} if kind == "custom_tool_call" else item.get("action")
-        function = {"name": str(item.get("name") or "local_shell"), "arguments": json.dumps(given, ensure_ascii=False)}
+        name = function_name(item.get("name") or "local_shell", item.get("namespace"))
+        function = {"name": name, "arguments": json.dumps(given, ensure_ascii=False)}
         last.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
     elif kind in ("function_call_output", "custom_tool_call_output", "local_shell_call_output"):
         output = item.get("output")
@@ -185,7 +197,7 @@ def _add(messages: list[dict[str, Any]], where: str, item: Mapping[str, Any]) ->
         text = "".join(str(part.get("text", "")) for part in parts)
         messages.append({"role": "assistant", "content": "", "reasoning_content": text})
     else:
-        raise invalid(f"{where}: items of type {str(kind)[:80]!r} are not supported", "input")
+        raise invalid(f"{where}.type must be one of {', '.join(ITEMS)}, got {str(kind)[:80]!r}", "input")
 
 
 def _content(where: str, given: Any) -> Any:
@@ -207,18 +219,23 @@ def _content(where: str, given: Any) -> Any:
     return parts
 
 
-def _tool_choice(given: Any, tools: list[dict[str, Any]]) -> tuple[Any, list[dict[str, Any]]]:
-    """Return how a tool is chosen, and the tools that may be."""
+def _tool_choice(given: Any) -> Any:
+    """Return how a tool is chosen, as chats have it."""
     if given is None or isinstance(given, str):
-        return given, tools
-    kind, name = given.get("type"), given.get("name")
-    if kind == "allowed_tools" and given.get("mode") in ("auto", "required"):
-        names = {each.get("name") for each in given.get("tools") or () if isinstance(each, dict)}
-        return given["mode"], [tool for tool in tools if tool["function"]["name"] in names]
-    if kind not in ("function", "custom") or not isinstance(name, str):
+        return given
+    if given.get("type") == "allowed_tools":
+        allowed = given.get("tools")
+        tools = [_chosen(each) for each in allowed] if isinstance(allowed, list) else allowed
+        return {"type": "allowed_tools", "allowed_tools": {"mode": given.get("mode"), "tools": tools}}
+    return _chosen(given)
+
+
+def _chosen(given: Any) -> dict[str, Any]:
+    named = isinstance(given, dict) and isinstance(given.get("name"), str)
+    if not named or given.get("type") not in ("function", "custom"):
         what = "none, auto, required, allowed_tools, or of type function or custom, with a name"
         raise invalid(f"tool_choice must be {what}", "tool_choice")
-    return {"type": "function", "function": {"name": name}}, tools
+    return {"type": "function", "function": {"name": function_name(given["name"], given.get("namespace"))}}
 
 
 def _format(text: TextOptions | None) -> dict[str, Any] | None:
@@ -241,6 +258,7 @@ TOLD: dict[str, Any] = {
     "max_output_tokens": None,
     "metadata": {},
     "parallel_tool_calls": True,
+    "previous_response_id": None,
     "reasoning": None,
     "temperature": None,
     "text": {"format": {"type": "text"}},
@@ -264,8 +282,10 @@ class ResponseForm:
     def __init__(self, head: Head, body: ResponseBody) -> None:
         self._head = head
         given = body.model_dump(include=set(TOLD), exclude_none=True)
-        self._custom = custom_names([tool.model_dump() for tool in body.tools or ()])
+        tools = callable_tools([tool.model_dump() for tool in body.tools or ()])
+        self._tools = {tool.function["function"]["name"]: tool for tool in tools}
         self._told = {name: given.get(name, default) for name, default in TOLD.items()}
+        self.keep: Callable[[dict[str, Any]], None] | None = None  # takes the response at its end
         self._items: list[dict[str, Any]] = []  # those that are complete
         self._open: list[Piece] = []  # what is being said: pieces of reasoning, or of text
         self._last = Piece()
@@ -306,7 +326,7 @@ class ResponseForm:
 
     def end(self, usage: Usage) -> list[Event]:
         events = self._close()
-        response = self._response(_status(self._last), self._items, usage)
+        response = self._whole(self._last, usage)
         return [*events, self._event(f"response.{response['status']}", response=response)]
 
     def failed(self, refusal: RequestRefused) -> list[Event]:
@@ -372,7 +392,13 @@ class ResponseForm:
             self._items.append(self._item(Piece(text=answer.text, tokens=answer.tokens), "completed"))
         for call in answer.calls:
             self._items.append(self._call(call))
-        return self._response(_status(answer), self._items, usage)
+        return self._whole(answer, usage)
+
+    def _whole(self, answer: Piece, usage: Usage) -> dict[str, Any]:
+        response = self._response("incomplete" if answer.finish == "length" else "completed", self._items, usage)
+        if self.keep is not None:
+            self.keep(response)
+        return response
 
     def _item(self, said: Piece, status: str) -> dict[str, Any]:
         number = len(self._items)
@@ -395,26 +421,21 @@ class ResponseForm:
         }
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        name = call["function"]["name"]
-        if name in self._custom:
-            given = json.loads(call["function"]["arguments"])
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        tool = self._tools.get(name)
+        kind, place = "function_call", f"{self._head.id}_{len(self._items)}"
+        told = {"id": f"fc_{place}", "arguments": arguments}
+        if tool is not None and tool.is_custom:
+            given = json.loads(arguments)
             text = given.get(INPUT) if isinstance(given, dict) else None
-            return {
-                "id": f"ctc_{self._head.id}_{len(self._items)}",
-                "type": "custom_tool_call",
-                "call_id": call["id"],
-                "name": name,
-                "input": text if isinstance(text, str) else call["function"]["arguments"],
-                "status": "completed",
-            }
-        return {
-            "id": f"fc_{self._head.id}_{len(self._items)}",
-            "type": "function_call",
-            "call_id": call["id"],
-            "name": name,
-            "arguments": call["function"]["arguments"],
-            "status": "completed",
-        }
+            kind, told = (
+                "custom_tool_call",
+                {"id": f"ctc_{place}", "input": text if isinstance(text, str) else arguments},
+            )
+        if tool is not None and tool.namespace is not None:
+            told["namespace"] = tool.namespace
+        name = name if tool is None else tool.name
+        return {**told, "type": kind, "call_id": call["id"], "name": name, "status": "completed"}
 
     def _response(self, status: str, items: list[dict[str, Any]], usage: Usage | None) -> dict[str, Any]:
         head = self._head
@@ -427,8 +448,7 @@ class ResponseForm:
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": list(items),
-            "previous_response_id": None,
-            "store": False,
+            "store": self.keep is not None,
             **self._told,
             "usage": None
             if usage is None
@@ -440,10 +460,6 @@ class ResponseForm:
                 "total_tokens": usage.prompt + usage.completion,
             },
         }
-
-
-def _status(answer: Piece) -> str:
-    return "incomplete" if answer.finish == "length" else "completed"
 
 
 def _logprobs(piece: Piece) -> list[dict[str, Any]]:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import mlx_lm.utils
 import pytest
 
-from tests.server.api.samples import WHITE
+from mlx_paged.patches.server_texts import LoadedTexts
+from mlx_paged.server.backend import PromptLimits
+from mlx_paged.server.errors import RequestRefused
+from mlx_paged.server.request import ChatInput
+from mlx_paged.server.requests.kept import KeptResponses
+from mlx_paged.server.requests.responses import ResponseBody
+from tests.server.api.samples import HI, OF_CHAT, SCHEMA, WHITE
 from tests.support.processes.server_process import Answer, ServerProcess
 
 if TYPE_CHECKING:
@@ -170,8 +180,12 @@ CODEX: dict[str, Any] = {
 def test_codex_is_served(server: ServerProcess) -> None:
     answer = ask(server, CODEX, "/v1/responses")
     assert {"tools.web_search", "client_metadata"} <= set(answer.headers["x-ignored-parameters"].split(", "))
-    unnamed = {**CODEX, "tools": [{"type": "function", "parameters": {}}]}
-    assert server.post("/v1/responses", unnamed).status == 400
+    for tools in ([{"type": "function", "parameters": {}}], [SHELL, {**SHELL, "strict": True}]):
+        assert server.post("/v1/responses", {**CODEX, "tools": tools}).status == 400
+    for name, words in (("input", [{"type": "nothing"}]), ("include", ["nothing"])):
+        refused = server.post("/v1/responses", {**CODEX, name: words})
+        assert refused.status == 400 and refused.json["error"]["param"] == name
+        assert "local_shell_call" in str(refused.json) or "message.output_text.logprobs" in str(refused.json)
 
 
 def test_a_custom_tools_call_is_told_as_one(client: openai.OpenAI) -> None:
@@ -191,3 +205,170 @@ def test_a_custom_tools_call_is_told_as_one(client: openai.OpenAI) -> None:
     (item,) = events[-1].response.output
     assert deltas == done.input == item.input == call.input
     assert json.loads(events[-1].response.to_json())["status"] == "completed"
+
+
+def test_the_regular_expression_of_a_custom_tool_holds_and_a_grammar_is_named(server: ServerProcess) -> None:
+    form = {"type": "grammar", "syntax": "regex", "definition": "[ab]{3}"}
+    body = {**CODEX, "input": "Hi.", "max_output_tokens": 90, "tools": [{**PATCH, "format": form}]}
+    answer = ask(server, {**body, "tool_choice": "required", "logit_bias": WHITE}, "/v1/responses")
+    (call,) = answer.json["output"]
+    assert call["type"] == "custom_tool_call" and len(call["input"]) == 3 and set(call["input"]) <= {"a", "b"}
+    assert "format" not in answer.headers["x-ignored-parameters"]
+    body["tools"] = [{**PATCH, "format": {**form, "syntax": "lark", "definition": "start: /[ab]+/"}}]
+    answer = ask(server, {**body, "max_output_tokens": 2}, "/v1/responses")
+    assert "tools.format.grammar" in answer.headers["x-ignored-parameters"].split(", ")
+
+
+def test_tools_of_two_namespaces_may_have_one_name(server: ServerProcess) -> None:
+    spaces = [
+        {"type": "namespace", "name": name, "tools": [{**SHELL, "name": "look", "parameters": SCHEMA}]}
+        for name in ("mcp__here__", "there")
+    ]
+    for space, called in zip(spaces, ("mcp__here__look", "there__look"), strict=True):
+        chosen = {"type": "function", "name": "look", "namespace": space["name"]}
+        body = {**CODEX, "max_output_tokens": 90, "tools": spaces, "tool_choice": chosen, "logit_bias": WHITE}
+        answer = ask(server, body, "/v1/responses")
+        (call,) = answer.json["output"]
+        assert (call["name"], call["namespace"]) == ("look", space["name"])
+        again = {**body, "input": [*CODEX["input"], call], "tool_choice": "none", "max_output_tokens": 2}
+        spelt = {**call, "name": called, "namespace": None}
+        counts = [
+            ask(server, {**again, "input": [*CODEX["input"], each]}, "/v1/responses").json["usage"]["input_tokens"]
+            for each in (call, spelt)
+        ]
+        assert counts[0] == counts[1]
+    assert server.post("/v1/responses", {**CODEX, "tools": [spaces[1], spaces[1]]}).status == 400
+
+
+# Kept responses -----------------------------------------------------------------------------------------------------
+
+
+def test_a_response_follows_one_that_is_kept(client: openai.OpenAI, server: ServerProcess) -> None:
+    first = client.responses.create(model="default_model", input="Hi.", max_output_tokens=4, instructions="Rhyme.")
+    assert first.store is True and client.responses.retrieve(first.id) == first
+    with client.responses.stream(model="default_model", input="And?", previous_response_id=first.id) as stream:
+        second = list(stream)[-1].response
+    third = client.responses.create(model="default_model", input="So?", previous_response_id=second.id, store=False)
+    said: list[Any] = [{"role": "user", "content": "Hi."}, *(item.to_dict() for item in first.output)]
+    said += [{"role": "user", "content": "And?"}, *(item.to_dict() for item in second.output)]
+    whole = client.responses.create(model="default_model", input=[*said, {"role": "user", "content": "So?"}])
+    assert (third.usage.input_tokens, third.output_text) == (whole.usage.input_tokens, whole.output_text)
+    assert third.previous_response_id == second.id and third.store is False
+    named = [*said[:1], {"type": "item_reference", "id": first.output[0].id}, *said[2:]]
+    named.append({"role": "user", "content": "So?"})
+    assert client.responses.create(model="default_model", input=named).usage.input_tokens == whole.usage.input_tokens
+    client.responses.delete(first.id)
+    assert client.responses.create(model="default_model", input="So?", previous_response_id=second.id).output_text
+    unknown = {"input": "Hi.", "previous_response_id": first.id}
+    refused = server.post("/v1/responses", unknown)
+    assert refused.status == 404 and refused.json["error"]["param"] == "previous_response_id"
+    for name in (first.id, third.id, "resp_x"):
+        assert server.get(f"/v1/responses/{name}").status == 404
+
+
+def response(name: str, text: str) -> dict[str, Any]:
+    return {"id": name, "output": [{"id": f"msg_{name}", "type": "message", "role": "assistant", "content": text}]}
+
+
+def opened(kept: KeptResponses, key: str | None = None, **values: Any) -> Any:
+    return kept.open(ResponseBody.model_validate({"input": "Hi.", **values}), key, 100)
+
+
+def test_kept_responses_are_bounded_and_their_owners() -> None:
+    kept = KeptResponses(3000)
+    for number in range(5):
+        opened(kept, "a")(response(f"r{number}", "x" * 700))
+    assert kept.get("a", "r4") and kept.get("a", "r3")
+    for key, name in (("a", "r0"), ("b", "r4"), (None, "r4")):
+        with pytest.raises(RequestRefused) as caught:
+            kept.get(key, name)
+        assert caught.value.status == 404
+    opened(kept, "a")(response("large", "x" * 4000))
+    with pytest.raises(RequestRefused):
+        kept.get("a", "large")
+    off = KeptResponses(0)
+    assert opened(off) is None
+    with pytest.raises(RequestRefused, match="--no-response-store"):
+        opened(off, store=True)
+
+
+# What agents say of thinking, tools and the system ------------------------------------------------------------------
+
+
+def test_thinking_is_as_the_client_says(server: ServerProcess) -> None:
+    """The server's own flag is not to think."""
+
+    def count(path: str = "/v1/chat/completions", **values: Any) -> int:
+        body = {"messages": HI, "input": "Hi.", "max_tokens": 1, **values}
+        usage = ask(server, {k: v for k, v in body.items() if path[4:6] == "re" or k != "input"}, path).json["usage"]
+        return int(usage.get("prompt_tokens", usage.get("input_tokens", 0)) + usage.get("cache_read_input_tokens", 0))
+
+    off, on = count(), count(enable_thinking=True)
+    assert off < on
+    assert count(thinking={"type": "enabled"}) == on
+    for values in (
+        {"reasoning_effort": "none"},
+        {"thinking": {"type": "adaptive"}},
+        {"thinking": {"type": "disabled"}},
+    ):
+        assert count(**values) == off
+    assert count("/v1/messages", thinking={"type": "adaptive"}) == off
+    assert count("/v1/messages", thinking={"type": "enabled"}) == on
+    assert count("/v1/responses", reasoning={"effort": "none"}) == off
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"functions": [], "function_call": "none"},
+        {"stream_options": {"include_usage": True}},
+        {"tools": [], "tool_choice": "auto"},
+        {
+            "tools": [OF_CHAT],
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [OF_CHAT]}},
+        },
+        {"audio": None, "parallel_tool_calls": True, "n": 1, "logit_bias": {}, "stop": None},
+    ],
+)
+def test_what_asks_for_nothing_is_taken(server: ServerProcess, values: dict[str, Any]) -> None:
+    ask(server, {"messages": HI, "max_tokens": 1, **values}, "/v1/chat/completions")
+
+
+LATER: list[dict[str, Any]] = [
+    {"role": "system", "content": "One."},
+    {"role": "system", "content": "Two."},
+    {"role": "user", "content": "Three."},
+    {"role": "assistant", "content": "Four."},
+    {"role": "system", "content": "Five."},
+    {"role": "user", "content": [{"type": "text", "text": "Six."}]},
+    {"role": "assistant", "content": "Seven."},
+    {"role": "tool", "content": "Eight."},
+    {"role": "system", "content": "Nine."},
+]
+IN_PLACE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+FIRST_ONLY = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+FRONT = (
+    "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+    "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+REFUSES = IN_PLACE.replace("{% for m in messages %}", FIRST_ONLY + "{{ raise_exception('no') }}{% endif %}")
+DROPS = IN_PLACE.replace("{% for m in messages %}", FIRST_ONLY + "{% else %}").replace(
+    "{% endfor", "{% endif %}{% endfor"
+)
+
+
+@pytest.mark.parametrize("template", [IN_PLACE, REFUSES, DROPS, FRONT])
+def test_later_system_messages_stay_where_they_are(template: str, folder: Path) -> None:
+    tokenizer = mlx_lm.utils.load_tokenizer(folder)
+    tokenizer._tokenizer.chat_template = template
+    texts = LoadedTexts(SimpleNamespace(key=None, tokenizer=tokenizer, model=None, config={}), {}, None)
+    turns = []
+    for end in (3, 6, 9):
+        prompt = texts.make_prompt(ChatInput(copy.deepcopy(LATER[:end])), PromptLimits())
+        turns.append(texts.decode(prompt.tokens))
+    for word in ("One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine"):
+        assert turns[-1].count(word) == 1
+    places = [turns[-1].find(word) for word in ("One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine")]
+    assert places == sorted(places)
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(turns))
+    assert ("<system>\nFive.\n</system>" in turns[-1]) is (template is not IN_PLACE)

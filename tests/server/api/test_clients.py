@@ -47,7 +47,7 @@ USED: dict[str, dict[str, Any]] = {  # values of what is supported or has no eff
         **{"continue_final_message": False, "add_generation_prompt": True, "enable_thinking": False},
         **{"parallel_tool_calls": False, "reasoning_effort": "low", "modalities": ["text"], "verbosity": "medium"},
         **{"prediction": {"type": "content", "content": "x"}, "stream_options": {"include_usage": True}},
-        "messages": HI,
+        **{"messages": HI, "thinking": {"type": "adaptive"}},
     },
     "/v1/completions": {
         **SAMPLING,
@@ -62,7 +62,7 @@ USED: dict[str, dict[str, Any]] = {  # values of what is supported or has no eff
         **{"instructions": "Rhyme.", "max_output_tokens": 2, "text": {"format": {"type": "text"}}, "tools": []},
         **{"tool_choice": "auto", "parallel_tool_calls": True, "top_logprobs": 0, "reasoning": {"effort": "low"}},
         **{"include": ["message.output_text.logprobs"], "background": False, "truncation": "disabled", "input": "Hi."},
-        "stream_options": {"include_obfuscation": False},
+        **{"stream_options": {"include_obfuscation": False}, "thinking": {"type": "disabled"}, "max_tool_calls": 3},
     },
     "/v1/messages": {
         **SAMPLING,
@@ -75,8 +75,8 @@ USED: dict[str, dict[str, Any]] = {  # values of what is supported or has no eff
     },
 }
 OF_HEADERS = {"user_profile_id", "workspace_id"}  # which is what the client makes of them
-# With a folder only; see test_server_access and test_server_stops.
-MODELS_OF_DISK = {"adapters", "draft_model", "num_draft_tokens"}
+# With a folder or an earlier answer only; see test_server_access, test_server_stops and test_agents.
+TESTED_ELSEWHERE = {"adapters", "draft_model", "num_draft_tokens", "previous_response_id"}
 
 
 def ask(client: openai.OpenAI, claude: anthropic.Anthropic, path: str, **options: Any) -> Any:
@@ -121,7 +121,7 @@ def test_every_parameter_is_taken_or_refused_by_name(
     table = ENDPOINTS[path].body.model_fields
     assert official(path) - {"stream"} <= set(table)
     refused = {name for name in table if is_refused(ENDPOINTS[path].body, name)}
-    assert set(USED[path]) == set(table) - refused - MODELS_OF_DISK
+    assert set(USED[path]) == set(table) - refused - TESTED_ELSEWHERE
 
     def used(name: str) -> Any:
         if name not in table:

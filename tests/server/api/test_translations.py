@@ -70,7 +70,12 @@ def test_responses_call_tools_and_reason(client: openai.OpenAI) -> None:
     for wrong in ([{"type": "image_generation_call"}], [{"type": "message", "role": "x", "content": "y"}]):
         with pytest.raises(BadRequestError, match="input"):
             client.responses.create(model="default_model", input=wrong)
-    for name, value in (("store", True), ("background", True), ("include", ["x"]), ("tools", [{"type": "function"}])):
+    for name, value in (
+        ("conversation", "c"),
+        ("background", True),
+        ("include", ["x"]),
+        ("tools", [{"type": "function"}]),
+    ):
         with pytest.raises(BadRequestError, match=name):
             client.responses.create(**{"model": "default_model", "input": "Hi.", name: value})
 
