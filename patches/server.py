@@ -39,7 +39,7 @@ from ..server.request import ModelKey, Prompt, ServerRequest
 from .cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
 from .cache.pools import forget_pool, known_pool, pool_of, probe_geometry
 from .generate.batch_generator import PagedBatchGenerator, is_batched_here
-from .grammar.tokenizer_grammars import behind_reasoning
+from .grammar.tokenizer_grammars import behind_reasoning, with_thinking_budget
 from .registry import fingerprint
 from .server_texts import LoadedTexts
 from .sharded import sharded_load
@@ -534,10 +534,15 @@ def _without(segments: list[list[int]], types: list[str], num_cached: int) -> tu
 
 
 def _grammar_of(request: ServerRequest, prompt: Prompt, tokenizer: Any) -> Any:
-    """Return the grammar after the reasoning that the prompt has begun, if it has."""
-    if request.grammar is None or prompt.initial_state != "reasoning" or not tokenizer.has_thinking:
-        return request.grammar
-    return behind_reasoning(request.grammar, tokenizer)
+    """Return the grammar after the reasoning that the prompt has begun, if it has, with the budget of reasoning."""
+    grammar, reasons = request.grammar, prompt.initial_state == "reasoning"
+    if not tokenizer.has_thinking:
+        return grammar
+    if grammar is not None and reasons:
+        grammar = behind_reasoning(grammar, tokenizer)
+    if request.thinking_budget is None:
+        return grammar
+    return with_thinking_budget(grammar, tokenizer, request.thinking_budget, is_open=reasons)
 
 
 def sampler_of(params: SamplingParams) -> Callable[[mx.array], mx.array]:

@@ -32,6 +32,8 @@ from .harmony import HARMONY_CALL, HARMONY_TOKENS, HarmonyParts, harmony_call
 
 TEMPLATE = "<template>"  # what Jinja calls the code of a template
 PIECE = 1 << 17  # characters of a long text that are counted at a time
+EFFORT = "reasoning_effort"
+THINKING_BUDGETS = {"minimal": 256, "low": 1024, "medium": 8192}  # tokens, where the chat template reads no effort
 THINKING = "enable_thinking"  # mlx-lm's wrapper of tokenizers renames it for templates that call it otherwise
 # Arguments of apply_chat_template that templates read as variables, too, and that mlx-lm does not give itself.
 VARIABLES_AMONG_ARGUMENTS = frozenset({"documents"})
@@ -147,6 +149,12 @@ class LoadedTexts:
         special: tuple[int, ...] = ()
         if params.uses_xtc:
             special = (*self.tokenizer.encode("\n"), *self.tokenizer.eos_token_ids)
+        if request.thinking_budget is None and self.tokenizer.has_chat_template:
+            efforts = (each.template_kwargs.get(EFFORT) for each in request.inputs if isinstance(each, ChatInput))
+            if (effort := next(efforts, None)) is not None and EFFORT not in _read_by(
+                self.tokenizer, None, request.tools
+            ):
+                request.thinking_budget = THINKING_BUDGETS.get(str(effort))
         request.sampling = replace(params, top_k=min(params.top_k, vocab - 1), xtc_special_tokens=special)
 
     def parts(self, initial_state: str, *, has_calls: bool) -> TextParts:

@@ -92,6 +92,7 @@ class ServerRequest:
         grammar: the same for this model's tokens.
         salt: only requests with the same one share prefixes.
         prompt_lookup: most tokens proposed in a step; None: as configured.
+        thinking_budget: tokens of reasoning after which its end is forced; None: it has no bound.
         num_draft_tokens: with a draft model.
         priority: less is earlier.
         prompts: made of the inputs.
@@ -116,6 +117,7 @@ class ServerRequest:
     grammar: CompiledGrammar | None = None
     salt: str | None = None
     prompt_lookup: int | None = None
+    thinking_budget: int | None = None
     num_draft_tokens: int | None = None
     priority: int = 0
     prompts: list[Prompt] = field(default_factory=list)
@@ -176,7 +178,7 @@ class ServerRequest:
         )
 
 
-_PLAIN = ("max_tokens", "n", "best_of", "top_logprobs", "salt", "prompt_lookup", "priority")
+_PLAIN = ("max_tokens", "n", "best_of", "top_logprobs", "salt", "prompt_lookup", "priority", "thinking_budget")
 
 
 def _constraint(told: list[Any] | None) -> Constraint | None:

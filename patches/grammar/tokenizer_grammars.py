@@ -6,10 +6,11 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ...engine.grammar.compiler import GrammarCompiler, GrammarSource
-from ...engine.grammar.grammar import CompiledGrammar
+from ...engine.grammar.grammar import CompiledGrammar, ThinkingBudget
 from ...engine.grammar.trial import IsCancelled
 from ...errors import GrammarAbandoned, GrammarError
 from ...server.constraint import Constraint
@@ -156,6 +157,15 @@ def reasons_first(tokenizer: Any, prompt: list[int]) -> bool:
     if tokenizer.response_initial_state:
         return bool(tokenizer.response_initial_state == "reasoning")
     return bool(tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt))
+
+
+def with_thinking_budget(
+    grammar: CompiledGrammar | None, tokenizer: Any, num_tokens: int, *, is_open: bool
+) -> CompiledGrammar:
+    """Return a grammar that also ends reasoning after ``num_tokens``; ``is_open``: the prompt ends in it."""
+    free = CompiledGrammar(None, 0, sorted(tokenizer.eos_token_ids))
+    begin, end = (tuple(tokens) for tokens in (tokenizer.think_start_tokens, tokenizer.think_end_tokens))
+    return replace(grammar or free, thinking=ThinkingBudget(num_tokens, begin, end, is_open))
 
 
 def behind_reasoning(grammar: CompiledGrammar, tokenizer: Any) -> CompiledGrammar:

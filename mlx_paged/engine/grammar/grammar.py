@@ -1,4 +1,4 @@
-"""Compiled grammars, the state of one answer in its grammar, and masks of logits."""
+"""Compiled grammars, budgets of reasoning, the state of one answer in them, and masks of logits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -25,17 +25,33 @@ SECONDS_PER_TOKEN = 0.005
 MAX_EXCESS_SECONDS = 0.2
 
 
+class ThinkingBudget(NamedTuple):
+    """A bound of an answer's reasoning, whose end is forced there.
+
+    Attributes:
+        num_tokens: of reasoning, its end not counted.
+        begin, end: tokens that it begins and ends with.
+        is_open: the prompt ends within it.
+    """
+
+    num_tokens: int
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    is_open: bool = False
+
+
 @dataclass(frozen=True)
 class CompiledGrammar:
     """A grammar for one tokenizer's tokens, which any number of answers start from. Never changes.
 
     Attributes:
-        matcher: llguidance's, at the beginning; only copies of it move.
+        matcher: llguidance's, at the beginning; only copies of it move. None: the answer is free.
         num_tokens: size of the tokenizer's vocabulary, and so of a matcher's mask.
         eos_tokens: tokens that end an answer.
         after: the grammar begins behind these tokens, e.g. the end of a model's reasoning; empty: at once.
         trigger: token that begins what the grammar describes, any number of times, within an answer that is free
             otherwise; None: the grammar describes the whole answer.
+        thinking: bound of the reasoning that is free; None: there is none.
     """
 
     matcher: Any = field(repr=False)
@@ -43,6 +59,7 @@ class CompiledGrammar:
     eos_tokens: Sequence[int]
     after: tuple[int, ...] = ()
     trigger: int | None = None
+    thinking: ThinkingBudget | None = None
 
     def begins_after(self, tokens: Sequence[int]) -> CompiledGrammar:
         """Return the grammar for an answer that is free up to these tokens."""
@@ -78,6 +95,8 @@ class Grammar:
     def _begin(self) -> None:
         self.tokens: list[int] = []
         self._matcher: Any = None
+        thinking = self._compiled.thinking
+        self._num_thought = 0 if thinking is not None and thinking.is_open else None  # None: it does not reason now
         if self._compiled.after:
             self.part = Part.BEFORE
         else:
@@ -85,7 +104,7 @@ class Grammar:
 
     def _enter(self) -> None:
         """Begin the grammar's own part of the answer."""
-        if self._compiled.trigger is not None:
+        if self._compiled.trigger is not None or self._compiled.matcher is None:
             self.part = Part.BETWEEN
         else:
             self.part, self._matcher = Part.WITHIN, self._compiled.matcher.deep_copy()
@@ -103,6 +122,8 @@ class Grammar:
         """
         compiled = self._compiled
         self.tokens.append(token)
+        if compiled.thinking is not None and self.part in (Part.BEFORE, Part.BETWEEN):
+            self._count_thought(compiled.thinking)
         if self.part is Part.BEFORE:
             if tuple(self.tokens[-len(compiled.after) :]) == compiled.after:
                 self._enter()
@@ -116,6 +137,24 @@ class Grammar:
                 raise self._failure(f"token {token} is not what the grammar allows")
             elif compiled.trigger is not None and self._matcher.is_stopped():
                 self.part = Part.BETWEEN
+
+    def _count_thought(self, thinking: ThinkingBudget) -> None:
+        if self._num_thought is None:
+            self._num_thought = 0 if self._ends_with(thinking.begin) else None
+        else:
+            self._num_thought = None if self._ends_with(thinking.end) else self._num_thought + 1
+
+    def _ends_with(self, tokens: tuple[int, ...]) -> bool:
+        return tuple(self.tokens[-len(tokens) :]) == tokens
+
+    @property
+    def _forced(self) -> int | None:
+        """Return the token that has to come next because the reasoning has had its budget, if it has."""
+        thinking = self._compiled.thinking
+        if thinking is None or self._num_thought is None or self._num_thought < thinking.num_tokens:
+            return None
+        end = thinking.end
+        return next(end[n] for n in range(len(end) - 1, -1, -1) if n == 0 or self._ends_with(end[:n]))
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Go to the state behind these tokens, which may lack some that were accepted before.
@@ -144,6 +183,10 @@ class Grammar:
             self._fill(out)
             if not out.any():
                 raise GrammarError("the grammar allows none of the model's tokens")
+            return
+        if (token := self._forced) is not None and token // 32 < len(out):
+            out[:] = 0
+            out[token // 32] = np.uint32(1 << token % 32)
             return
         out[:] = 0 if self.part is Part.ENDED else ALL
         if self.part is not Part.BETWEEN:  # an answer does not end before its grammar has begun

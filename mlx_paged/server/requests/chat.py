@@ -15,6 +15,7 @@ from ..stops import StopList
 from .agents import without_volatile_lines
 from .fields import (
     MAX_CHOICES,
+    MAX_TOKENS,
     Body,
     ModelParameters,
     RecordParameters,
@@ -66,15 +67,24 @@ class Thinking(Body):
     """Anthropic's parameter of that name, which others took over for chats."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
+    budget_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     display: Any = None
 
 
 class TemplateParameters(Body):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables that the chat template reads")
     thinking: Thinking | None = Field(
-        None, description="`enable_thinking` of the chat template, which `adaptive` leaves as it is"
+        None, description="`enable_thinking` of the chat template, which `adaptive` leaves as it is; `budget_tokens`"
     )
+    max_thinking_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = Field(
+        None, description="the end of thinking is forced there; wins over `budget_tokens`"
+    )
+
+    @property
+    def thinking_budget(self) -> int | None:
+        if self.max_thinking_tokens is not None or self.thinking is None:
+            return self.max_thinking_tokens
+        return self.thinking.budget_tokens
 
 
 def template_kwargs(body: TemplateParameters, effort: str | None, thinks: bool | None = None) -> dict[str, Any]:
@@ -113,7 +123,9 @@ class ChatBody(RecordParameters, TemplateParameters, SamplingParameters, ModelPa
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = Field(None, description="`false`: only the first call is told")
-    reasoning_effort: str | None = Field(None, description="of the chat template; `none`: it does not think")
+    reasoning_effort: str | None = Field(
+        None, description="of the chat template, or a budget of thinking; `none`: no thinking"
+    )
     enable_thinking: bool | None = Field(None, description="of the chat template; without effect where it is not read")
     role_mapping: dict[str, Any] | None = Field(None, description="of mlx-lm, for models without a chat template")
     continue_final_message: bool | None = Field(None, description="the last message, an assistant's, goes on")
@@ -156,6 +168,7 @@ def engine_options(body: SamplingParameters, defaults: Mapping[str, Any]) -> dic
         "sampling": sampling_of(body, defaults),
         "prompt_lookup": body.prompt_lookup,
         "priority": body.priority or 0,
+        "thinking_budget": getattr(body, "thinking_budget", None),
         "num_draft_tokens": getattr(body, "num_draft_tokens", None),
     }
 

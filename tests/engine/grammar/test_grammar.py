@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_paged.engine.grammar.compiler import GrammarCompiler, GrammarSource, json_in_lark
-from mlx_paged.engine.grammar.grammar import CompiledGrammar, Grammar, GrammarProcessor, Part, masked
+from mlx_paged.engine.grammar.grammar import CompiledGrammar, Grammar, GrammarProcessor, Part, ThinkingBudget, masked
 from mlx_paged.errors import GrammarError
 from tests.support.models.byte_tokenizer import CALL, EOS, EOT, THINK_END, byte_tokenizer
 
@@ -191,3 +192,36 @@ def test_json_of_a_schema_parses() -> None:
             text.append(token)
             grammar.accept(token)
         assert json.loads(text)["a"] in (1, "x")
+
+
+BEGIN, END = (ord("<"), ord("t")), (ord("<"), ord("/"))
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("is_constrained", [True, False])
+def test_reasoning_ends_at_its_budget(is_open: bool, is_constrained: bool) -> None:
+    grammar = replace(compiled("ab"), after=END) if is_constrained else CompiledGrammar(None, 0, [EOS, EOT])
+    budget = ThinkingBudget(2, BEGIN, END, is_open)
+    state = replace(grammar, thinking=budget).start()
+    before = [] if is_open else [*b"x", *BEGIN]
+    for token in [*before, *b"so"]:
+        assert len(allowed(state)) > 200
+        state.accept(token)
+    for token in END:
+        assert allowed(state) == {token}
+        state.accept(token)
+    assert allowed(state) == {ord("a")} if is_constrained else len(allowed(state)) > 200
+    again = replace(grammar, thinking=budget).start()
+    again.follow([*before, *b"s<"])  # what was being written of the end counts
+    assert allowed(again) == {END[1]}
+    again.follow([*before, *b"s"])
+    assert len(allowed(again)) > 200
+
+
+def test_a_budget_of_none_ends_reasoning_at_once_and_short_reasoning_as_it_likes() -> None:
+    none = CompiledGrammar(None, 0, [EOS], thinking=ThinkingBudget(0, BEGIN, END, True)).start()
+    assert allowed(none) == {END[0]}
+    short = CompiledGrammar(None, 0, [EOS], thinking=ThinkingBudget(9, BEGIN, END, True)).start()
+    for token in [*b"a", *END, *b"much more than nine tokens of an answer"]:
+        assert len(allowed(short)) > 200
+        short.accept(token)

@@ -15,7 +15,8 @@ import pytest
 from mlx_paged.patches.server_texts import LoadedTexts
 from mlx_paged.server.backend import PromptLimits
 from mlx_paged.server.errors import RequestRefused
-from mlx_paged.server.request import ChatInput
+from mlx_paged.server.request import ChatInput, ServerRequest
+from mlx_paged.server.requests.chat import ChatBody, chat_request
 from mlx_paged.server.requests.kept import KeptResponses
 from mlx_paged.server.requests.responses import ResponseBody
 from tests.server.api.samples import HI, OF_CHAT, SCHEMA, WHITE
@@ -317,6 +318,31 @@ def test_thinking_is_as_the_client_says(server: ServerProcess) -> None:
     assert count("/v1/responses", reasoning={"effort": "none"}) == off
 
 
+def test_thinking_ends_at_its_budget(server: ServerProcess) -> None:
+    base = {"messages": HI, "max_tokens": 12, "logit_bias": {"3": -100}, "enable_thinking": True}
+
+    def thought(path: str = "/v1/chat/completions", **values: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = ask(server, {**base, **values}, path).json
+        return answer
+
+    budgets = ({"max_thinking_tokens": 5}, {"thinking": {"type": "enabled", "budget_tokens": 5}})
+    free = thought()["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert free == 12
+    for values in budgets:
+        answer = thought(**values)
+        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 5
+        message = answer["choices"][0]["message"]
+        assert message["reasoning"] and message["content"] and "think>" not in str(message)
+    body = {k: v for k, v in base.items() if k != "enable_thinking"}
+    told = ask(server, {**body, "thinking": {"type": "enabled", "budget_tokens": 5}}, "/v1/messages").json
+    assert [block["type"] for block in told["content"]] == ["thinking", "text"]
+    form = {"structured_outputs": {"regex": "[ab]{3}"}}
+    answer = thought(**budgets[0], **form)
+    assert len(answer["choices"][0]["message"]["content"]) == 3
+    text = ask(server, {**base, "stream": True, **budgets[0]}, "/v1/chat/completions").body.decode()
+    assert '"content"' in text and '"reasoning"' in text
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -372,3 +398,16 @@ def test_later_system_messages_stay_where_they_are(template: str, folder: Path) 
     assert places == sorted(places)
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(turns))
     assert ("<system>\nFive.\n</system>" in turns[-1]) is (template is not IN_PLACE)
+
+
+@pytest.mark.parametrize(("reads", "budget"), [("", 1024), ("{{ reasoning_effort }}", None)])
+def test_an_effort_that_a_template_does_not_read_is_a_budget(reads: str, budget: int | None, folder: Path) -> None:
+    tokenizer = mlx_lm.utils.load_tokenizer(folder)
+    tokenizer._tokenizer.chat_template = IN_PLACE + reads
+    texts = LoadedTexts(SimpleNamespace(key=None, tokenizer=tokenizer, model=None, config={}), {}, None)
+    request = chat_request(ChatBody(messages=HI, reasoning_effort="low"), {})
+    texts.completed(request)
+    assert request.thinking_budget == budget
+    told = chat_request(ChatBody(messages=HI, reasoning_effort="low", max_thinking_tokens=7), {})
+    texts.completed(told)
+    assert told.thinking_budget == 7 and ServerRequest.from_description(told.described()).thinking_budget == 7

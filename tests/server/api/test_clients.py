@@ -47,7 +47,7 @@ USED: dict[str, dict[str, Any]] = {  # values of what is supported or has no eff
         **{"continue_final_message": False, "add_generation_prompt": True, "enable_thinking": False},
         **{"parallel_tool_calls": False, "reasoning_effort": "low", "modalities": ["text"], "verbosity": "medium"},
         **{"prediction": {"type": "content", "content": "x"}, "stream_options": {"include_usage": True}},
-        **{"messages": HI, "thinking": {"type": "adaptive"}},
+        **{"messages": HI, "thinking": {"type": "adaptive"}, "max_thinking_tokens": 9},
     },
     "/v1/completions": {
         **SAMPLING,
@@ -63,6 +63,7 @@ USED: dict[str, dict[str, Any]] = {  # values of what is supported or has no eff
         **{"tool_choice": "auto", "parallel_tool_calls": True, "top_logprobs": 0, "reasoning": {"effort": "low"}},
         **{"include": ["message.output_text.logprobs"], "background": False, "truncation": "disabled", "input": "Hi."},
         **{"stream_options": {"include_obfuscation": False}, "thinking": {"type": "disabled"}, "max_tool_calls": 3},
+        "max_thinking_tokens": 9,
     },
     "/v1/messages": {
         **SAMPLING,
@@ -70,7 +71,7 @@ USED: dict[str, dict[str, Any]] = {  # values of what is supported or has no eff
         **{"system": "Rhyme.", "stop_sequences": ["x"], "tools": [OF_MESSAGE], "tool_choice": {"type": "none"}},
         **{"thinking": {"type": "enabled", "budget_tokens": 1024}, "output_config": {"effort": "low"}, "max_tokens": 2},
         **{"metadata": {"user_id": "me"}, "cache_control": {"type": "ephemeral"}, "service_tier": "auto"},
-        **{"betas": ["a-2026"], "context_management": {"edits": []}},
+        **{"betas": ["a-2026"], "context_management": {"edits": []}, "max_thinking_tokens": 9},
         "messages": HI,
     },
 }
