@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -16,6 +17,8 @@ from urllib.parse import urlsplit
 from .backend import PromptLimits
 from .errors import invalid
 from .request import ChatInput, Input, Prompt, ServerRequest
+from .requests.agents import steady_messages
+from .tools import ToolOrders
 
 if TYPE_CHECKING:
     from .backend import ModelTexts
@@ -48,6 +51,7 @@ class PromptMaker:
     ) -> None:
         self.num_waiting = 0
         self._allow_template, self._image_hosts, self._default_tokens = allow_template, image_hosts, default_tokens
+        self._tool_orders = ToolOrders()
         self._small, self._large = (ThreadPoolExecutor(1, thread_name_prefix="prompts") for _ in range(2))
         # Which wait, for grammars that are tried and images that are fetched, and compute little.
         self._waiting = ThreadPoolExecutor(WAITING_THREADS, thread_name_prefix="waiting")
@@ -63,6 +67,8 @@ class PromptMaker:
         """
         texts.completed(request)
         for given in request.inputs:
+            if isinstance(given, ChatInput) and given.tools:
+                given.tools = self._tool_orders.steady(given.tools, request.salt)
             await self.take_images(given, texts)
         if (constraint := request.constraint) is not None:
             request.grammar = await self._waited_for(lambda: texts.compile(constraint, is_cancelled=is_gone))
@@ -84,6 +90,8 @@ class PromptMaker:
         most = None if texts.capacity is None else texts.capacity - 1
         length = texts.context_length
         of_model = length is not None and (most is None or length < most)
+        if isinstance(given, ChatInput):
+            given = replace(given, messages=steady_messages(given.messages))
         limits = PromptLimits(length if of_model else most, PROMPT_SECONDS, self._allow_template, of_model)
         return texts.make_prompt(given, limits)
 

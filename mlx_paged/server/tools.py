@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..engine.grammar.compiler import ANY_OBJECT, GrammarSource, json_in_lark, text_in_lark
 from .errors import invalid
+
+MAX_TOOL_ORDERS = 256  # sets of tools
 
 
 class Tool(NamedTuple):
@@ -51,6 +55,25 @@ class ToolFormat(NamedTuple):
     start: str
     end: str
     trigger: int | None
+
+
+class ToolOrders:
+    """The order in which each set of tools first came: a client that sends them in another finds its prefixes again.
+    Keeps the latest sets."""
+
+    def __init__(self) -> None:
+        self._orders: OrderedDict[tuple[Any, ...], list[bytes]] = OrderedDict()
+
+    def steady(self, tools: list[dict[str, Any]], salt: str | None) -> list[dict[str, Any]]:
+        """Return the tools in the order that they first came in from those who share prefixes."""
+        digests = [hashlib.sha256(json.dumps(tool, sort_keys=True).encode()).digest() for tool in tools]
+        key = (salt, *sorted(digests))
+        order = self._orders.setdefault(key, digests)
+        self._orders.move_to_end(key)
+        if len(self._orders) > MAX_TOOL_ORDERS:
+            self._orders.popitem(last=False)
+        by_digest = dict(zip(digests, tools, strict=True))
+        return [by_digest[digest] for digest in order]
 
 
 def tools_of(body: Mapping[str, Any], *, always: bool = False) -> Tools | None:

@@ -7,42 +7,57 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-# Text at the beginning of a block that changes with each request and means nothing to a model: behind it no prefix
-# would be found again.
-VOLATILE = (
-    re.compile(r"x-anthropic-billing-header:[^\n]*\n?"),  # Claude Code: a version and a checksum
+DROP, TO_THE_SYSTEMS_END, TO_THE_LAST_MESSAGE = "drop", "to the end of the system message", "to the last message"
+_DATE = r"(?im)^[ \t]*(?:today's date|(?:the )?current (?:date|time|datetime|date (?:and|&) time))(?: is)?:?[ \t]"
+# Lines of the system message that change from turn to turn or from day to day, and what becomes of them: behind one
+# that stays where it is, no prefix is found again. The first rule that fits a line counts.
+VOLATILE: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"(?m)^x-anthropic-billing-header:[^\n]*\n?"), DROP),  # Claude Code: a version and a checksum
+    (re.compile(_DATE + r"[^\n]{0,60}\d:\d\d[^\n]{0,40}(?:\n|\Z)"), TO_THE_LAST_MESSAGE),  # Goose: the time
+    (re.compile(_DATE + r"[^\n]{0,60}\d[^\n]{0,40}(?:\n|\Z)"), TO_THE_SYSTEMS_END),  # Claude Code, OpenCode: the day
 )
 
 
-def without_volatile(blocks: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return system blocks without what changes from turn to turn, and without those that hold nothing else."""
-    kept = []
-    for block in blocks:
-        text = block.get("text")
-        for pattern in VOLATILE:
-            if isinstance(text, str) and (found := pattern.match(text)):
-                text = text[found.end() :]
-        if text == block.get("text"):
-            kept.append(block)
-        elif text:
-            kept.append({**block, "text": text})
-    return kept
-
-
-def without_volatile_lines(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages of a chat, its system messages as :func:`without_volatile` has them."""
-    kept = []
-    for message in messages:
-        content = message.get("content")
-        if message.get("role") == "system" and content:
-            blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            rest = without_volatile(blocks)
-            if not rest:
+def steady_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a chat whose leading system messages hold no line that changes, as :data:`VOLATILE` has it."""
+    steady: list[dict[str, Any]] = []
+    lines: dict[str, list[str]] = {DROP: [], TO_THE_SYSTEMS_END: [], TO_THE_LAST_MESSAGE: []}
+    system: dict[str, Any] | None = None  # the last one
+    rest = [dict(message) for message in messages]
+    while rest and rest[0].get("role") == "system":
+        message = rest.pop(0)
+        if message.get("content") != (content := _without_lines(message.get("content"), lines)):
+            message["content"] = content
+            if not content:
                 continue
-            if rest != blocks:
-                message = {**message, "content": rest[0]["text"] if isinstance(content, str) else rest}
-        kept.append(message)
-    return kept
+        steady.append(message)
+        system = message
+    if not steady and not rest:
+        return [dict(message) for message in messages]
+    can_end = bool(rest) and rest[-1].get("role") != "assistant"  # which may go on
+    ends = lines[TO_THE_SYSTEMS_END] + ([] if can_end else lines[TO_THE_LAST_MESSAGE])
+    if ends and system is None:
+        steady.append({"role": "system", "content": "\n".join(ends)})
+    elif ends and system is not None:
+        system["content"] = _joined(system["content"], "\n\n" + "\n".join(ends))
+    if can_end and lines[TO_THE_LAST_MESSAGE]:
+        _put_behind(rest, "<system>\n" + "\n".join(lines[TO_THE_LAST_MESSAGE]) + "\n</system>")
+    return [*steady, *rest]
+
+
+def _without_lines(content: Any, lines: Mapping[str, list[str]]) -> Any:
+    """Return a content without volatile lines, which go into ``lines`` by what becomes of them."""
+    if isinstance(content, list):
+        parts = [
+            {**p, "text": _without_lines(p["text"], lines)} if isinstance(p.get("text"), str) else p for p in content
+        ]
+        return [part for part in parts if part.get("text") != ""]
+    if not isinstance(content, str):
+        return content
+    for pattern, place in VOLATILE:
+        lines[place].extend(found.group().strip() for found in pattern.finditer(content))
+        content = pattern.sub("", content)
+    return content
 
 
 def result_text(parts: Iterable[Mapping[str, Any]]) -> str:

@@ -12,7 +12,6 @@ from ..constraint import constraint_of
 from ..errors import RequestRefused, invalid
 from ..request import ChatInput, ServerRequest
 from ..stops import StopList
-from .agents import without_volatile_lines
 from .fields import (
     MAX_CHOICES,
     MAX_TOKENS,
@@ -187,7 +186,6 @@ def chat_request(body: ChatBody, defaults: Mapping[str, Any]) -> ServerRequest:
     if body.continue_final_message and body.messages[-1]["role"] != "assistant":
         raise invalid("continue_final_message needs an assistant's message at the end", "continue_final_message")
     messages = [{**m, "role": "system"} if m["role"] == "developer" else dict(m) for m in body.messages]
-    messages = without_volatile_lines(messages) or messages
     fields = body.model_dump(include=set(_CONSTRAINING), exclude_none=True)
     n, top = body.n or 1, body.top_logprobs or 0
     return ServerRequest(

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 from ..constraint import constraint_of
 from ..errors import RequestRefused, invalid
 from ..request import ChatInput, ServerRequest
-from .agents import result_text, without_volatile
+from .agents import result_text
 from .chat import TemplateParameters, engine_options, stop_list, template_kwargs
 from .fields import Body, ModelParameters, SamplingParameters, Tokens, check_stops, no_effect, refused
 from .pieces import Echo, Event, Head, Piece, Usage
@@ -161,7 +161,7 @@ def _text(where: str, blocks: Sequence[Mapping[str, Any]]) -> str:
 def _system(given: Any) -> list[dict[str, Any]]:
     if given is None:
         return []
-    text = _text("system", without_volatile(_blocks("system", given)))
+    text = _text("system", _blocks("system", given))
     return [{"role": "system", "content": text}] if text else []
 
 

@@ -16,9 +16,12 @@ from mlx_paged.patches.server_texts import LoadedTexts
 from mlx_paged.server.backend import PromptLimits
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.request import ChatInput, ServerRequest
+from mlx_paged.server.requests.agents import steady_messages
 from mlx_paged.server.requests.chat import ChatBody, chat_request
 from mlx_paged.server.requests.kept import KeptResponses
 from mlx_paged.server.requests.responses import ResponseBody
+from mlx_paged.server.tools import ToolOrders
+from scripts.clients.session_share import shares
 from tests.server.api.samples import HI, OF_CHAT, SCHEMA, WHITE
 from tests.support.processes.server_process import Answer, ServerProcess
 
@@ -411,3 +414,42 @@ def test_an_effort_that_a_template_does_not_read_is_a_budget(reads: str, budget:
     told = chat_request(ChatBody(messages=HI, reasoning_effort="low", max_thinking_tokens=7), {})
     texts.completed(told)
     assert told.thinking_budget == 7 and ServerRequest.from_description(told.described()).thinking_budget == 7
+
+
+# Prefixes that survive ----------------------------------------------------------------------------------------------
+
+
+def test_each_turn_of_a_session_finds_the_ones_before(server: ServerProcess) -> None:
+    found = list(shares(server.url))
+    assert len(found) == 12
+    for tokens, before, cached in found[1:]:  # but for the time at the end of the last message
+        assert before - 60 < cached <= before < tokens
+
+
+def test_lines_that_change_are_moved_or_dropped() -> None:
+    header = "x-anthropic-billing-header: cch=1;\n"
+    env = "<env>\n  Today's date: Mon Nov 23 2026\nThe current time is 2026-11-23 22:01:07\n</env>\n"
+    system = {"role": "system", "content": f"{header}{env}Rules. Today's date: is no line.", "name": "x"}
+    (told, last) = steady_messages([system, *HI])
+    assert told["content"] == "<env>\n</env>\nRules. Today's date: is no line.\n\nToday's date: Mon Nov 23 2026"
+    assert last["content"] == "Hi.\n\n<system>\nThe current time is 2026-11-23 22:01:07\n</system>"
+    later = [*HI, {"role": "assistant", "content": "Yes?"}, system]
+    assert steady_messages(later) == later  # history
+    (alone,) = steady_messages(
+        [{**system, "content": [{"type": "text", "text": header}, {"type": "text", "text": "A"}]}]
+    )
+    assert alone["content"] == [{"type": "text", "text": "A"}]
+    assert steady_messages([{**system, "content": header}, *HI]) == HI
+    plain = [{"role": "system", "content": None}, {"role": "system", "content": "Today's date: unknown"}, *HI]
+    assert steady_messages(plain) == plain
+
+
+def test_tools_have_the_order_that_they_first_came_in() -> None:
+    orders, tools = ToolOrders(), [{"name": name} for name in "abc"]
+    assert orders.steady(tools, None) == tools
+    assert orders.steady(tools[::-1], None) == tools
+    assert orders.steady(tools[::-1], "salt") == tools[::-1]
+    assert orders.steady([tools[1], tools[1], tools[0]], None) == [tools[1], tools[1], tools[0]]
+    for number in range(300):
+        orders.steady([{"name": str(number)}], None)
+    assert orders.steady(tools[::-1], None) == tools[::-1]
