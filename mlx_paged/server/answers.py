@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .answer_stream import Begun, Generated, Scores
+from .loose_calls import LooseParts, loose_calls, names_of
 from .request import ServerRequest
 from .requests.pieces import Echo, Piece, Token, Usage
 
@@ -43,6 +44,9 @@ class Answer:
         self._state = request.prompt_of(index).initial_state
         # Where the answer's text is constrained, it may hold what otherwise would begin a tool call.
         self._parts = texts.parts(self._state, has_calls=constraint is None or constraint.tools is not None)
+        self._names = names_of(request.tools)
+        if self._names and (constraint is None or constraint.answer is None):
+            self._parts = LooseParts(self._parts, self._names)
         self._call = ""
         self._num_calls = 0
         self._text = self._reasoning = ""
@@ -77,9 +81,12 @@ class Answer:
         return self._piece()
 
     def _last(self, said: Generated) -> Piece:
+        is_whole = said.finish == "stop" and said.stop is None
+        if isinstance(self._parts, LooseParts) and not is_whole:
+            self._parts.cut_off()
         self._add(*self._parts.flush())
         if self._state == "tool":
-            self._end_call(is_whole=said.finish == "stop" and said.stop is None)
+            self._end_call(is_whole=is_whole)
         if said.num_shown is not None:
             del self._tokens[max(0, said.num_shown - self._num_told) :]
         piece = self._piece()
@@ -106,7 +113,7 @@ class Answer:
         if self._request.calls_once and self._num_calls:
             return
         try:
-            calls = [openai_call(call) for call in self._texts.parse_calls(text, self._request.tools)]
+            calls = [openai_call(call) for call in self._parsed(text, is_whole=is_whole)]
         except Exception as error:  # parsers raise what they like
             logging.warning("a tool call cannot be read, and is told as text: %s: %.200s", type(error).__name__, error)
             self._text += f"{self._texts.call_start or ''}{text}"
@@ -114,6 +121,16 @@ class Answer:
         for call in calls[: 1 if self._request.calls_once else None]:
             self._calls.append({**call, "index": self._num_calls})
             self._num_calls += 1
+
+    def _parsed(self, text: str, *, is_whole: bool) -> list[dict[str, Any]]:
+        """Return the calls of a text; ``is_whole``: the model has ended it. Raises Exception: it holds none."""
+        parse = lambda given: self._texts.parse_calls(given, self._request.tools)  # noqa: E731
+        try:
+            return parse(text)
+        except Exception:
+            if not is_whole:
+                raise
+            return loose_calls(text, self._names, parse)
 
     def _piece(self) -> Piece:
         piece = Piece(self.index, self._text, self._reasoning, self._calls, self._tokens)

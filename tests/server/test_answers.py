@@ -14,7 +14,7 @@ from mlx_paged.patches.harmony import HarmonyParts, harmony_call
 from mlx_paged.patches.server_texts import LoadedParts
 from mlx_paged.server.answer_stream import Generated
 from mlx_paged.server.answers import Answer
-from mlx_paged.server.request import Prompt, ServerRequest
+from mlx_paged.server.request import ChatInput, Prompt, ServerRequest
 from mlx_paged.server.requests.messages import MessageForm
 from mlx_paged.server.requests.pieces import Head, Piece, Usage
 
@@ -44,11 +44,12 @@ HARMONY_TEXTS = texts_of(HarmonyParts, harmony_call)
 
 def answer_of(text: str, texts: Any = JSON_TEXTS, **options: Any) -> Piece:
     """The text in pieces of three characters, and an end token."""
-    request = ServerRequest([[1]], prompts=[Prompt.of_tokens([1])], **options)
+    finish = options.pop("finish", "stop")
+    request = ServerRequest(options.pop("inputs", [[1]]), prompts=[Prompt.of_tokens([1])], **options)
     answer = Answer(0, request, texts)
     pieces = [answer.take(Generated(0, ord(text[i]), text[i : i + 3], logprob=-0.5)) for i in range(0, len(text), 3)]
     num_tokens = len(pieces)
-    pieces.append(answer.take(Generated(0, 2, "", "stop", logprob=-0.1, num_shown=num_tokens)))
+    pieces.append(answer.take(Generated(0, 2, "", finish, logprob=-0.1, num_shown=num_tokens)))
     return Piece.joined(piece for piece in pieces if piece is not None)
 
 
@@ -133,3 +134,55 @@ def test_channels_of_gpt_oss(text: str, reasoning: str, shown: str, calls: list[
     assert (told.reasoning, told.text) == (reasoning, shown)
     assert [call["function"] for call in told.calls] == [{"name": "clock", "arguments": each} for each in calls]
     assert told.finish == ("tool_calls" if calls else "stop")
+
+
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("look", "go")]
+XML = "<function=look>\n<parameter=path>\na.py\n</parameter>\n<parameter=n>\n3\n</parameter>\n"
+
+
+def call_of(text: str, *, has_tools: bool = True, finish: str = "stop") -> tuple[str, list[tuple[str, Any]]]:
+    """The text beside the calls, and the calls."""
+    inputs = [ChatInput([], TOOLS if has_tools else None)]
+    piece = answer_of(text, inputs=inputs, finish=finish)
+    functions = [call["function"] for call in piece.calls]
+    return piece.text, [(each["name"], json.loads(each["arguments"])) for each in functions]
+
+
+LOOK = ("look", {"path": "a.py", "n": 3})
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "calls"),
+    [
+        (f"I look.\n{XML}</function>", "I look.\n", [LOOK]),
+        (f"{XML}</function>{XML}</function> Done.", " Done.", [LOOK, LOOK]),
+        (XML, "", [LOOK]),
+        ("<function=go></function>", "", [("go", {})]),
+        ('{"name": "look", "arguments": {"path": "a.py", "n": 3}}', "", [LOOK]),
+        ('  { "name" : "go"}', "", [("go", {})]),
+        ('<tool_call>{"name": "look", "arguments": {"path": "a.py", "n": 3}</tool_call>', "", [LOOK]),
+        ("<tool_call>go</tool_call>", "", [("go", {})]),
+        ("<tool_call>\ngo()", "", [("go", {})]),
+        (f"<tool_call>\n{XML}</function></tool_call>", "", [LOOK]),
+        ("<tool_call>fly</tool_call>", "<tool_call>fly", []),
+        ("a <function", "a <function", []),
+        ("<function=fly></function> x", "<function=fly></function> x", []),
+        ('{"name": "fly"}', '{"name": "fly"}', []),
+        ('{"other": 1}', '{"other": 1}', []),
+        ('He said {"name": "go"}', 'He said {"name": "go"}', []),
+    ],
+)
+def test_calls_that_are_not_as_the_parser_expects_arrive(text: str, said: str, calls: list[tuple[str, Any]]) -> None:
+    assert call_of(text) == (said, calls)
+
+
+def test_a_call_that_is_cut_off_is_text() -> None:
+    for text in (XML, '{"name": "go"', "<tool_call>go"):
+        assert call_of(text, finish="length") == (text, [])
+    cut = "<function=look>\n<parameter=path>\na.p"
+    assert call_of(cut) == (cut, [])
+
+
+def test_without_tools_nothing_is_taken_for_a_call() -> None:
+    for text in (f"{XML}</function>", '{"name": "look"}', "<tool_call>go</tool_call>"):
+        assert call_of(text, has_tools=False) == (text.removesuffix("</tool_call>"), [])
