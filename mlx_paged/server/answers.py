@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from .backend import ModelTexts
     from .http import RequestLog
 
+MOST_HEAD = 1000  # characters of a call before its arguments
+
 
 class Answer:
     """One sequence.
@@ -26,6 +29,7 @@ class Answer:
         index: among the answers to the request.
         request: it answers.
         texts: of the model.
+        streams: arguments of calls are told while they are written.
 
     Attributes:
         num_cached: tokens of its prompt that were found cached; None: it has not begun.
@@ -34,7 +38,7 @@ class Answer:
         sum_logprobs: of the tokens, if log-probabilities are wanted.
     """
 
-    def __init__(self, index: int, request: ServerRequest, texts: ModelTexts) -> None:
+    def __init__(self, index: int, request: ServerRequest, texts: ModelTexts, *, streams: bool = False) -> None:
         self.index = index
         self.num_cached: int | None = None
         self.num_tokens = self.num_reasoning = 0
@@ -48,6 +52,7 @@ class Answer:
         if self._names and (constraint is None or constraint.answer is None):
             self._parts = LooseParts(self._parts, self._names)
         self._call = ""
+        self._streams, self._arguments = streams, ArgumentStream()
         self._num_calls = 0
         self._text = self._reasoning = ""
         self._calls: list[dict[str, Any]] = []
@@ -76,7 +81,7 @@ class Answer:
                 self._tokens.append(self._token(said.token, said.logprob, said.top))
         if said.finish is not None:
             return self._last(said)
-        if self._state == "tool" or not (self._text or self._reasoning or self._calls):
+        if not (self._text or self._reasoning or self._calls):
             return None
         return self._piece()
 
@@ -101,6 +106,8 @@ class Answer:
             self._reasoning += text
         elif state == "tool":
             self._call += text
+            if self._streams and not (self._request.calls_once and self._num_calls and not self._arguments.name):
+                self._tell_arguments(self._arguments.feed(text))
         elif state == "normal":
             self._text += text
         self._state = state
@@ -108,6 +115,11 @@ class Answer:
     def _end_call(self, *, is_whole: bool) -> None:
         """A call is at its end. One that cannot be read is text, as the model wrote it."""
         text, self._call = self._call, ""
+        arguments, self._arguments = self._arguments, ArgumentStream()
+        if arguments.name in self._names:
+            if is_whole and arguments.missing:
+                self._go_on_with_call(arguments.missing)
+            return
         if not text and not is_whole:
             return
         if self._request.calls_once and self._num_calls:
@@ -121,6 +133,25 @@ class Answer:
         for call in calls[: 1 if self._request.calls_once else None]:
             self._calls.append({**call, "index": self._num_calls})
             self._num_calls += 1
+
+    def _tell_arguments(self, text: str) -> None:
+        """Tell more of the arguments of the call that is being written; first its name."""
+        arguments = self._arguments
+        if not text or arguments.name not in self._names:
+            return
+        if not arguments.is_told:
+            arguments.is_told = True
+            self._calls.append({**openai_call({"name": arguments.name}), "index": self._num_calls})
+            self._calls[-1]["function"]["arguments"] = text
+            self._num_calls += 1
+        else:
+            self._go_on_with_call(text)
+
+    def _go_on_with_call(self, text: str) -> None:
+        if self._calls:
+            self._calls[-1]["function"]["arguments"] += text
+        else:
+            self._calls.append({"index": self._num_calls - 1, "function": {"arguments": text}})
 
     def _parsed(self, text: str, *, is_whole: bool) -> list[dict[str, Any]]:
         """Return the calls of a text; ``is_whole``: the model has ended it. Raises Exception: it holds none."""
@@ -172,17 +203,74 @@ def openai_call(call: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+class ArgumentStream:
+    """The arguments of a call in JSON or in gpt-oss's form, while the model writes it.
+
+    Attributes:
+        name: of the function; None: it is not known yet, or the call has another form.
+        missing: what closes the arguments; empty within a string, too, which nothing can close.
+        is_told: the name has been told.
+    """
+
+    _HEADS = re.compile(
+        r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+        r"|([^\s<>{}]+)<\|message\|>\s*(?=\{)"
+    )
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.is_told = False
+        self._head = ""
+        self._open: list[str] = []  # closing brackets
+        self._is_string = self._is_escaped = self._is_over = False
+
+    @property
+    def missing(self) -> str:
+        return "" if self._is_string else "".join(reversed(self._open))
+
+    def feed(self, text: str) -> str:
+        """Return more of the arguments."""
+        if self.name is None and len(self._head) < MOST_HEAD:
+            self._head += text
+            if (found := self._HEADS.match(self._head)) is None:
+                return ""
+            self.name = found[1] or found[2]
+            text = self._head[found.end() :]
+        if self.name is None or self._is_over:
+            return ""
+        for place, character in enumerate(text):
+            self._follow(character)
+            if not self._open:
+                self._is_over = True
+                return text[: place + 1]
+        return text
+
+    def _follow(self, character: str) -> None:
+        if self._is_string:
+            if self._is_escaped or character == "\\":
+                self._is_escaped = not self._is_escaped
+            elif character == '"':
+                self._is_string = False
+        elif character == '"':
+            self._is_string = True
+        elif character in "{[":
+            self._open.append("}" if character == "{" else "]")
+        elif character in "}]" and self._open:
+            self._open.pop()
+
+
 class Answers:
     """All answers to one request, from the items of its stream.
 
     Args:
         request: whose prompts are made.
         texts: of the model.
+        streams: the client is told the answers while they are generated.
     """
 
-    def __init__(self, request: ServerRequest, texts: ModelTexts) -> None:
+    def __init__(self, request: ServerRequest, texts: ModelTexts, *, streams: bool = False) -> None:
         self._request, self._texts = request, texts
-        self._answers = [Answer(index, request, texts) for index in range(request.num_answers)]
+        self._answers = [Answer(index, request, texts, streams=streams) for index in range(request.num_answers)]
         self._scores: dict[int, Scores] = {}
         self._num_open = request.num_answers
         self._first_at: float | None = None

@@ -125,7 +125,7 @@ class App:
         keep: Callable[[dict[str, Any]], None] | None,
     ) -> Response:
         service, log = self._service, _log(http)
-        stream, answers = client.stream, Answers(request, texts)
+        stream, answers = client.stream, Answers(request, texts, streams=bool(body.stream))
         head = Head(uuid.uuid4().hex, body.model or "default_model", int(time.time()), service.fingerprint)
         assert endpoint.form is not None
         form = endpoint.form(head, body)

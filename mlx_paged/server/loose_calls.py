@@ -95,7 +95,7 @@ class LooseParts:
         for state, part in self._parts.feed(text):
             if state == "normal":
                 self._held += part
-                found += self._scan()
+                found += [("normal", ""), *self._scan()]  # a call before it is at its end, whatever is held
             else:
                 found += [*self._release(), (state, part)]
         return found

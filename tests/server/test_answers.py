@@ -15,8 +15,10 @@ from mlx_paged.patches.server_texts import LoadedParts
 from mlx_paged.server.answer_stream import Generated
 from mlx_paged.server.answers import Answer
 from mlx_paged.server.request import ChatInput, Prompt, ServerRequest
+from mlx_paged.server.requests.chat import ChatForm
 from mlx_paged.server.requests.messages import MessageForm
 from mlx_paged.server.requests.pieces import Head, Piece, Usage
+from mlx_paged.server.requests.responses import ResponseBody, ResponseForm
 
 MACHINE = {"normal": [("<tool_call>", "tool")], "tool": [("</tool_call>", "normal")]}
 
@@ -164,6 +166,7 @@ LOOK = ("look", {"path": "a.py", "n": 3})
         ("<tool_call>go</tool_call>", "", [("go", {})]),
         ("<tool_call>\ngo()", "", [("go", {})]),
         (f"<tool_call>\n{XML}</function></tool_call>", "", [LOOK]),
+        (2 * '<tool_call>{"name": "go"}</tool_call>', "", [("go", {}), ("go", {})]),
         ("<tool_call>fly</tool_call>", "<tool_call>fly", []),
         ("a <function", "a <function", []),
         ("<function=fly></function> x", "<function=fly></function> x", []),
@@ -186,3 +189,63 @@ def test_a_call_that_is_cut_off_is_text() -> None:
 def test_without_tools_nothing_is_taken_for_a_call() -> None:
     for text in (f"{XML}</function>", '{"name": "look"}', "<tool_call>go</tool_call>"):
         assert call_of(text, has_tools=False) == (text.removesuffix("</tool_call>"), [])
+
+
+def streamed(text: str, form: Any, texts: Any = JSON_TEXTS, *, finish: str = "stop") -> list[Any]:
+    """The events of an answer that comes in pieces of three characters."""
+    request = ServerRequest([ChatInput([], TOOLS)], prompts=[Prompt.of_tokens([1])])
+    answer = Answer(0, request, texts, streams=True)
+    said = [Generated(0, 5, text[i : i + 3]) for i in range(0, len(text), 3)] + [Generated(0, 2, "", finish)]
+    events = form.begin(Usage())
+    for each in said:
+        if (piece := answer.take(each)) is not None:
+            events += form.piece(piece)
+    return [event.data for event in [*events, *form.end(Usage())]]
+
+
+GIVEN = {"path": 'a "}{" \\ b.py', "deep": [{"x": [1]}, None]}
+TWICE = "Now. " + 2 * f"<tool_call>\n{json.dumps({'name': 'look', 'arguments': GIVEN})}\n</tool_call>" + " Done."
+OPEN = '<tool_call>{"name": "go", "arguments": {"a": [{"b": 1'
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [(TWICE, [GIVEN, GIVEN]), (OPEN + "}]}}</tool_call>", [{"a": [{"b": 1}]}]), (OPEN, [{"a": [{"b": 1}]}])],
+)
+def test_arguments_are_told_while_they_are_written(text: str, given: list[Any]) -> None:
+    head = Head("x", "m", 0, "")
+    deltas: dict[int, list[str]] = {}
+    for event in streamed(text, ChatForm(head)):
+        for call in [] if event == "[DONE]" else event["choices"][0]["delta"].get("tool_calls", []):
+            assert ("id" in call) is (call["index"] not in deltas)
+            deltas.setdefault(call["index"], []).append(call["function"]["arguments"])
+    assert [json.loads("".join(each)) for each in deltas.values()] == given and all(len(d) > 3 for d in deltas.values())
+
+    blocks: dict[int, str] = {}
+    for event in streamed(text, MessageForm(head)):
+        if event["type"] == "content_block_start" and event["content_block"]["type"] == "tool_use":
+            blocks[event["index"]] = ""
+        elif event.get("delta", {}).get("type") == "input_json_delta":
+            blocks[event["index"]] += event["delta"]["partial_json"]
+    assert [json.loads(each) for each in blocks.values()] == given
+
+    events = streamed(text, ResponseForm(head, ResponseBody(input="Hi.")))
+    said = "".join(each["delta"] for each in events if each["type"] == "response.function_call_arguments.delta")
+    done = [each for each in events if each["type"] == "response.function_call_arguments.done"]
+    assert said == "".join(each["arguments"] for each in done)
+    assert [json.loads(each["arguments"]) for each in done] == given
+    items = [each["item"] for each in events if each["type"] == "response.output_item.done"]
+    assert events[-1]["response"]["output"] == items
+    assert [each["output_index"] for each in events if each["type"] == "response.output_item.added"] == [
+        *range(len(items))
+    ]
+
+
+def test_channels_tell_arguments_while_they_are_written_and_strangers_do_not() -> None:
+    told = streamed(f"<|channel|>commentary to=functions.go {CALL}", ChatForm(Head("x", "m", 0, "")), HARMONY_TEXTS)
+    calls = [call for event in told[:-1] for call in event["choices"][0]["delta"].get("tool_calls", [])]
+    assert len(calls) > 2 and "".join(call["function"]["arguments"] for call in calls) == UTC
+    cut = streamed(OPEN, ChatForm(Head("x", "m", 0, "")), finish="length")
+    assert cut[-2]["choices"][0]["finish_reason"] == "length"
+    stranger = streamed(OPEN.replace("go", "fly"), ChatForm(Head("x", "m", 0, "")))
+    assert not any("tool_calls" in event["choices"][0]["delta"] for event in stranger[:-1])

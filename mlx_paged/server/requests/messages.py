@@ -260,17 +260,20 @@ class MessageForm:
     def piece(self, piece: Piece) -> list[Event]:
         self._last = piece
         events = []
+        calls = [call for call in piece.calls if "id" in call]
+        for call in piece.calls:
+            if "id" not in call:  # of the call that is being said
+                events.append(self._delta("input_json_delta", partial_json=call["function"]["arguments"]))
         if piece.reasoning:
             events += self._to("thinking", {"thinking": "", "signature": ""})
             events.append(self._delta("thinking_delta", thinking=piece.reasoning))
         if piece.text:
             events += self._to("text", {"text": ""})
             events.append(self._delta("text_delta", text=piece.text))
-        for call in piece.calls:
-            block = _tool_use(call)
-            events += self._close() + self._to("tool_use", {**block, "input": {}})
-            events.append(self._delta("input_json_delta", partial_json=call["function"]["arguments"]))
+        for call in calls:
             events += self._close()
+            events += self._to("tool_use", {"id": call["id"], "name": call["function"]["name"], "input": {}})
+            events.append(self._delta("input_json_delta", partial_json=call["function"]["arguments"]))
         return events
 
     def end(self, usage: Usage) -> list[Event]:

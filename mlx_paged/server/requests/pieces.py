@@ -36,7 +36,8 @@ class Piece:
     Attributes:
         index: of the answer among those to the request.
         text, reasoning: that were written.
-        calls: tool calls, as OpenAI's chats have them, each with its ``index``.
+        calls: tool calls, as OpenAI's chats have them, each with its ``index``; without an ``id``, more of the
+            arguments of one that has begun.
         tokens: with log-probabilities, if they are wanted.
         finish: why the answer ends: ``stop``, ``length`` or ``tool_calls``; None: it goes on.
         stop: the stop string that has ended it.

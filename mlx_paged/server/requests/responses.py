@@ -287,6 +287,7 @@ class ResponseForm:
         self._told = {name: given.get(name, default) for name, default in TOLD.items()}
         self.keep: Callable[[dict[str, Any]], None] | None = None  # takes the response at its end
         self._items: list[dict[str, Any]] = []  # those that are complete
+        self._open_call: dict[str, Any] | None = None  # that is being said
         self._open: list[Piece] = []  # what is being said: pieces of reasoning, or of text
         self._last = Piece()
         self._number = -1
@@ -303,26 +304,47 @@ class ResponseForm:
     def piece(self, piece: Piece) -> list[Event]:
         self._last = piece
         events = []
+        for call in piece.calls:
+            if "id" not in call and self._open_call is not None:
+                events += self._say_arguments(call["function"]["arguments"])
         if piece.reasoning:
             events += self._say(Piece(reasoning=piece.reasoning))
         if piece.text:
             events += self._say(Piece(text=piece.text, tokens=piece.tokens))
         for call in piece.calls:
-            events += self._close()
-            item = self._call(call)
-            events += self._said_call(item)
+            if "id" in call:
+                events += self._close()
+                text = call["function"]["arguments"]
+                self._open_call = {**call, "function": {**call["function"], "arguments": ""}}
+                if not self._is_custom(call):
+                    events.append(self._added({**self._call(self._open_call), "status": "in_progress"}))
+                events += self._say_arguments(text)
         return events
 
-    def _said_call(self, item: dict[str, Any]) -> list[Event]:
-        key, kind = ("input", "custom_tool_call_input") if "input" in item else ("arguments", "function_call_arguments")
-        place, text = {"output_index": len(self._items), "item_id": item["id"]}, item[key]
-        named = {} if key == "input" else {"name": item["name"]}
-        return [
-            self._added({**item, key: "", "status": "in_progress"}),
-            self._event(f"response.{kind}.delta", **place, delta=text),
-            self._event(f"response.{kind}.done", **place, **named, **{key: text}),
-            self._done(item),
-        ]
+    def _is_custom(self, call: Mapping[str, Any]) -> bool:
+        tool = self._tools.get(call["function"]["name"])
+        return tool is not None and tool.is_custom
+
+    def _say_arguments(self, text: str) -> list[Event]:
+        """More of the arguments of the call that is being said; a custom tool's input is told at its end."""
+        assert self._open_call is not None
+        self._open_call["function"]["arguments"] += text
+        if self._is_custom(self._open_call):
+            return []
+        return [self._event("response.function_call_arguments.delta", **self._place_of(self._open_call), delta=text)]
+
+    def _place_of(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        return {"output_index": len(self._items), "item_id": self._call(call)["id"]}
+
+    def _close_call(self, call: Mapping[str, Any]) -> list[Event]:
+        item, place, events = self._call(call), self._place_of(call), []
+        if self._is_custom(call):
+            kind, told = "custom_tool_call_input", {"input": item["input"]}
+            events.append(self._added({**item, "input": "", "status": "in_progress"}))
+            events.append(self._event(f"response.{kind}.delta", **place, delta=item["input"]))
+        else:
+            kind, told = "function_call_arguments", {"name": item["name"], "arguments": item["arguments"]}
+        return [*events, self._event(f"response.{kind}.done", **place, **told), self._done(item)]
 
     def end(self, usage: Usage) -> list[Event]:
         events = self._close()
@@ -347,7 +369,7 @@ class ResponseForm:
 
     def _say(self, piece: Piece) -> list[Event]:
         """More of the reasoning or the text; an item begins where the one before was of another kind."""
-        events = []
+        events = [] if self._open_call is None else self._close()
         kind = "reasoning_text" if piece.reasoning else "output_text"
         if self._open and bool(self._open[0].reasoning) != bool(piece.reasoning):
             events += self._close()
@@ -364,6 +386,9 @@ class ResponseForm:
         return events
 
     def _close(self) -> list[Event]:
+        if self._open_call is not None:
+            call, self._open_call = self._open_call, None
+            return self._close_call(call)
         if not self._open:
             return []
         said, self._open = Piece.joined(self._open), []
@@ -426,11 +451,10 @@ class ResponseForm:
         kind, place = "function_call", f"{self._head.id}_{len(self._items)}"
         told = {"id": f"fc_{place}", "arguments": arguments}
         if tool is not None and tool.is_custom:
-            given = json.loads(arguments)
-            text = given.get(INPUT) if isinstance(given, dict) else None
+            text = _input_of(arguments)
             kind, told = (
                 "custom_tool_call",
-                {"id": f"ctc_{place}", "input": text if isinstance(text, str) else arguments},
+                {"id": f"ctc_{place}", "input": text},
             )
         if tool is not None and tool.namespace is not None:
             told["namespace"] = tool.namespace
@@ -460,6 +484,16 @@ class ResponseForm:
                 "total_tokens": usage.prompt + usage.completion,
             },
         }
+
+
+def _input_of(arguments: str) -> str:
+    """Return the input of a custom tool; of a call that was cut off, what there is."""
+    try:
+        given = json.loads(arguments)
+    except ValueError:
+        return arguments
+    text = given.get(INPUT) if isinstance(given, dict) else None
+    return text if isinstance(text, str) else arguments
 
 
 def _logprobs(piece: Piece) -> list[dict[str, Any]]:
