@@ -72,6 +72,8 @@ class PromptMaker:
             await self.take_images(given, texts)
         if (constraint := request.constraint) is not None:
             request.grammar = await self._waited_for(lambda: texts.compile(constraint, is_cancelled=is_gone))
+            if request.grammar is None:
+                request.constraint = None  # nor do other ranks compile it
         await self.run(lambda: self._complete(request, texts), size=sum(map(_size, request.inputs)))
 
     def _complete(self, request: ServerRequest, texts: ModelTexts) -> None:

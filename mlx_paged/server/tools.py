@@ -45,16 +45,18 @@ class Tools(NamedTuple):
 
 
 class ToolFormat(NamedTuple):
-    """How a model writes a call: ``start``, a JSON object of name and arguments, ``end``.
+    """How a model writes a call: ``start``, a JSON object of name and arguments or Qwen3-Coder's tags, ``end``.
 
     Attributes:
         start, end: as they stand in a Lark grammar.
         trigger: the token that ``start`` is, or None if it is text.
+        is_tagged: the call is tags, one for each argument.
     """
 
     start: str
     end: str
     trigger: int | None
+    is_tagged: bool = False
 
 
 class ToolOrders:
@@ -164,8 +166,43 @@ def calls(tools: Tools, form: ToolFormat, *, answer: Any = None, is_triggered: b
         if answer is not None:
             lines.append(f"answer: {json_in_lark(answer)}")
     lines.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools.callable))))
+    if form.is_tagged:
+        lines.append('free: "<parameter=" KEY ">\\n" text')
+        lines += [r"KEY: /[^<>\s]+/", r"text[lazy]: /(?s:.*)\n<\/parameter>\n/"]
     for index, tool in enumerate(tools.callable):
+        if form.is_tagged:
+            lines += _tagged(index, tool)
+            continue
         begin = text_in_lark('{"name": ' + json.dumps(tool.name, ensure_ascii=False) + ', "arguments": ')
         lines.append(f'call_{index}: {begin} arguments_{index} "}}"')
         lines.append(f"arguments_{index}: {json_in_lark(tool.schema)}")
     return GrammarSource("tools", "\n".join(lines))
+
+
+def _tagged(index: int, tool: Tool) -> list[str]:
+    """Return the lines of a call in Qwen3-Coder's tags, with its arguments in the schema's order."""
+    schema = tool.schema
+    properties = schema.get("properties")
+    terms, lines = [], []
+    for number, (name, given) in enumerate(properties.items() if isinstance(properties, dict) else ()):
+        begin = text_in_lark(f"<parameter={name}>\n")
+        lines.append(f"value_{index}_{number}: {_value(given, schema)}")
+        is_required = name in (schema.get("required") or ())
+        terms.append(f"({begin} value_{index}_{number}){'' if is_required else '?'}")
+    if not terms and schema.get("additionalProperties") is not False:
+        terms.append("free*")
+    begin = text_in_lark(f"<function={tool.name}>\n")
+    return [f'call_{index}: {begin} {" ".join(terms)} "</function>"', *lines]
+
+
+def _value(given: Any, schema: Mapping[str, Any]) -> str:
+    """Return an argument and its end as terms of a Lark grammar: text for strings, JSON for what has another type."""
+    end = text_in_lark("\n</parameter>\n")
+    if not isinstance(given, dict) or not isinstance(given.get("type"), str):
+        return "text"
+    if given["type"] != "string":
+        return f"{json_in_lark({**given, **({'$defs': schema['$defs']} if '$defs' in schema else {})})} {end}"
+    choices = given.get("enum")
+    if isinstance(choices, list) and choices and all(isinstance(each, str) for each in choices):
+        return f"({' | '.join(map(text_in_lark, choices))}) {end}"
+    return "text"

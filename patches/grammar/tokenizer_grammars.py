@@ -14,10 +14,12 @@ from ...engine.grammar.grammar import CompiledGrammar, ThinkingBudget
 from ...engine.grammar.trial import IsCancelled
 from ...errors import GrammarAbandoned, GrammarError
 from ...server.constraint import Constraint
-from ...server.errors import invalid
+from ...server.errors import RequestRefused, invalid
 from ...server.tools import Tool, ToolFormat, Tools, calls
 
 JSON_TOOLS = "mlx_lm.tool_parsers.json_tools"  # the parser of calls that are a JSON object of name and arguments
+
+TAGGED_TOOLS = "mlx_lm.tool_parsers.qwen3_coder"
 
 
 class TokenizerGrammars:
@@ -48,13 +50,19 @@ class TokenizerGrammars:
         wanted = self._wanted(constraint)
         if wanted is None:
             return None
-        for part, param in () if is_checked else wanted.parts:
-            with _refusing(param):
-                self._known_compiler().check(part, is_cancelled=is_cancelled)
-        with _refusing(wanted.param):
-            return self._known_compiler().compile(
-                wanted.source, trigger=wanted.trigger, is_cancelled=is_cancelled, is_checked=is_checked
-            )
+        try:
+            for part, param in () if is_checked else wanted.parts:
+                with _refusing(param):
+                    self._known_compiler().check(part, is_cancelled=is_cancelled)
+            with _refusing(wanted.param):
+                return self._known_compiler().compile(
+                    wanted.source, trigger=wanted.trigger, is_cancelled=is_cancelled, is_checked=is_checked
+                )
+        except RequestRefused as error:
+            if wanted.trigger is None:
+                raise
+            logging.warning("tools: strict does not hold: %.500s", error)  # clients say it of any schema
+            return None
 
     def _known_compiler(self) -> GrammarCompiler:
         with self._lock:
@@ -133,7 +141,8 @@ def inner_of(tokenizer: Any) -> Any:
 
 def tool_format(tokenizer: Any) -> ToolFormat | None:
     """Return how a model writes tool calls, if a grammar can say it."""
-    if getattr(tokenizer.tool_parser, "__module__", None) != JSON_TOOLS:
+    parser = getattr(tokenizer.tool_parser, "__module__", None)
+    if parser not in (JSON_TOOLS, TAGGED_TOOLS):
         return None
     (start, trigger), (end, _) = (
         _marker(text, tokens)
@@ -142,7 +151,7 @@ def tool_format(tokenizer: Any) -> ToolFormat | None:
             (tokenizer.tool_call_end, tokenizer.tool_call_end_tokens),
         )
     )
-    return ToolFormat(start, end, trigger)
+    return ToolFormat(start, end, trigger, parser == TAGGED_TOOLS)
 
 
 def _marker(text: str, tokens: tuple[int, ...]) -> tuple[str, int | None]:

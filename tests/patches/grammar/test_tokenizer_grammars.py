@@ -10,7 +10,7 @@ import jsonschema
 import numpy as np
 import pytest
 from mlx_lm.generate import make_text_state_machine
-from mlx_lm.tool_parsers import json_tools, qwen3_coder
+from mlx_lm.tool_parsers import glm47, json_tools, qwen3_coder
 
 from mlx_paged.engine.grammar import check
 from mlx_paged.engine.grammar.grammar import CompiledGrammar, Grammar, Part
@@ -119,6 +119,65 @@ def test_strict_arguments_are_right_whenever_a_call_is_made() -> None:
     assert state.part is Part.BETWEEN and len(allowed(state)) == 262
 
 
+EDIT = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string"},
+        "line": {"type": "integer", "minimum": 1, "maximum": 99},
+        "mode": {"type": "string", "enum": ["insert", "replace"]},
+        "marks": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["path", "line", "mode"],
+    "additionalProperties": False,
+}
+
+
+def tags(**arguments: str) -> str:
+    given = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in arguments.items())
+    return f"\n<function=edit>\n{given}</function>\n"
+
+
+def test_calls_in_tags_have_the_arguments_of_their_schema() -> None:
+    edit = {"type": "function", "function": {"name": "edit", "strict": True, "parameters": EDIT}}
+    tools = [edit, {"type": "function", "function": {"name": "clock"}}]
+    body = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    grammar = compiled(body, parser=qwen3_coder.parse_tool_call)
+    assert grammar is not None
+
+    def fault(text: str) -> str | None:
+        """Return the text up to the first byte that is not allowed."""
+        state = grammar.start()
+        for place, token in enumerate([CALL, *text.encode(), CALL_END]):
+            if token not in allowed(state):
+                return text[: max(0, place - 1)]
+            state.accept(token)
+        assert state.is_finished
+        return None
+
+    path = "a <b> </parameter \n.py"
+    for given in ({"line": "12", "mode": "insert"}, {"line": "9", "mode": "replace", "marks": "[true, false]"}):
+        text = tags(path=path, **given)
+        assert fault(text) is None
+        call = qwen3_coder.parse_tool_call(text, tools)
+        jsonschema.validate(call["arguments"], EDIT)
+        assert call["arguments"]["path"] == path
+    assert fault("\n<function=clock>\n<parameter=x>\n1\n</parameter>\n</function>\n") is None
+    for wrong in ({"line": "12x", "mode": "insert"}, {"line": "1", "mode": "undo"}, {"mode": "insert"}, {"line": "1"}):
+        assert fault(tags(path=path, **wrong)) is not None
+    assert fault("\n<function=fly>") == "\n<function="
+
+
+def test_strict_holds_for_tags_and_is_logged_for_other_forms(caplog: pytest.LogCaptureFixture) -> None:
+    strict = {"tools": [{"type": "function", "function": {**WEATHER["function"], "strict": True}}]}
+    tagged = compiled(strict, parser=qwen3_coder.parse_tool_call)
+    assert tagged is not None and tagged.trigger == CALL and not caplog.records
+    assert compiled(strict, parser=glm47.parse_tool_call) is None
+    assert "cannot be constrained" in caplog.text
+    bad = {"name": "f", "strict": True, "parameters": {"properties": {"x": {"not": {}}}}}
+    assert compiled({"tools": [{"type": "function", "function": bad}]}) is None
+    assert "tools[0].function.parameters: #/properties/x" in caplog.text
+
+
 def test_json_or_a_call() -> None:
     body = {"tools": [WEATHER], "response_format": {"type": "json_schema", "json_schema": {"schema": CITY}}}
     grammar = compiled(body)
@@ -134,7 +193,7 @@ def test_json_or_a_call() -> None:
 def test_what_cannot_be_kept_is_refused() -> None:
     required = {"tools": [WEATHER], "tool_choice": "required"}
     with pytest.raises(RequestRefused, match="in a form that cannot be constrained") as caught:
-        compiled(required, parser=qwen3_coder.parse_tool_call)
+        compiled(required, parser=glm47.parse_tool_call)
     assert caught.value.status == 400 and caught.value.param == "tool_choice"
     constraint = constraint_of(required, chat=True)
     assert constraint is not None
@@ -176,7 +235,7 @@ def test_a_model_without_tools_makes_no_calls_to_be_strict_about() -> None:
 def test_the_format_of_calls() -> None:
     assert tool_format(byte_tokenizer()) is None
     form = tool_format(byte_tokenizer(calls_tools=True))
-    assert form == (f"<[{CALL}]>", f"<[{CALL_END}]>", CALL)
+    assert form == (f"<[{CALL}]>", f"<[{CALL_END}]>", CALL, False)
 
 
 def test_reasoning_that_the_prompt_begins_is_free() -> None:
