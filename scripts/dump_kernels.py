@@ -1,4 +1,4 @@
-"""Write every Metal text that decoding runs, as MLX generates it, for a compiler that looks at them without a GPU.
+"""Write the Metal texts of decoding and of packs, as MLX generates them, for a compiler that looks at them without a GPU.
 
     python scripts/dump_kernels.py FOLDER          # one .metal file for each text, and mlx_include.txt beside them
     python scripts/dump_kernels.py FOLDER --all    # every dtype, head dimension and ratio (takes long to compile)
@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mlx_paged.cli.doctor.jobs import Shape, all_shapes, popular_shapes
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels import prefill
 from mlx_paged.kernels.launch_shape import DTYPES, Variant, shape_for
 from tests.support.msl.msl_source import mlx_source
 
@@ -105,7 +106,12 @@ def recorded() -> Iterator[Recorder]:
     recorder = Recorder()
 
     def forget() -> None:
-        for function in (kernel_build.build_kernel, kernels.variants_of, kernel_build.kernel_text):
+        for function in (
+            kernel_build.build_kernel,
+            kernels.variants_of,
+            prefill.prefill_variants_of,
+            kernel_build.kernel_text,
+        ):
             function.cache_clear()
 
     forget()
@@ -113,6 +119,8 @@ def recorded() -> Iterator[Recorder]:
         with (
             mock.patch.object(kernel_build, "backend", lambda: "metal"),
             mock.patch.object(kernels, "backend", lambda: "metal"),
+            mock.patch.object(prefill, "backend", lambda: "metal"),
+            mock.patch.object(prefill, "failure_of", lambda text, build: None),
             mock.patch.object(mx.fast, "metal_kernel", recorder),
         ):
             yield recorder
@@ -154,11 +162,32 @@ def launch_all(shape: Shape, cores: int | None = None) -> None:
         fence = kernels.copy_blocks(*pools, fence, ids, ids + rows)
 
 
+def launch_prefill(shape: Shape) -> None:
+    """Launch attention of a pack over a pool of this shape, if a kernel covers it."""
+    if prefill.unsupported_prefill(shape.dtype, shape.head_dim, shape.head_dim, shape.gqa, shape.block_size):
+        return
+    n_kv = 2
+    pools = [mx.zeros((4, n_kv, shape.block_size, shape.head_dim), shape.dtype) for _ in "kv"]
+    launch = prefill.prepare_prefill(
+        *pools,
+        mx.ones((2, 1), mx.int32),
+        [3, 2],
+        [5, 2],
+        n_q_heads=n_kv * shape.gqa,
+        scale=1.0,
+        softcap=10.0 if shape.softcap else None,
+        sinks=shape.sinks,
+    )
+    q = mx.zeros((5, n_kv * shape.gqa, 1, shape.head_dim), shape.dtype)
+    launch(q, *pools, kernels.new_fence(), mx.zeros((q.shape[1],)) if shape.sinks else None)
+
+
 def texts_of(shapes: Sequence[Shape], cores: int | None = None) -> list[Text]:
     """All texts for these shapes, each once; on a GPU of so many cores (None: as many as not known)."""
     with recorded() as recorder:
         for shape in shapes:
             launch_all(shape, cores)
+            launch_prefill(shape)
     return recorder.texts
 
 

@@ -210,7 +210,7 @@ in steps of {chunk}, blocks of {block}. `make test-models` repeats it.
   over the blocks, prompts over keys and values made of them, where there are kernels
   ([ADR 0033](adr/0033-latent-pages.md)); else over gathered arrays.
 - **Batch**: rows decode in one call, or one by one in models that cannot take rows of different lengths.
-- **Packs**: on CUDA, chunks of several prompts go through the model in one call, as rows of one token; else one by one.
+- **Packs**: on a GPU, chunks of several prompts go through the model in one call, as rows of one token; else alone.
 - **Alone**, **batched**, **packed**: RMS of the log-probabilities against stock's run, on a CPU. The tokens are equal.
 - **Compiled**: where all layers are paged and attend in the kernel, decode steps run as one compiled function
   ([ADR 0005](adr/0005-compiled-decode-step.md)), but for {not_compiled}.

@@ -16,7 +16,7 @@ from ..cache.batch_tables import FailedRow
 from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..errors import PoolExhaustedError, RequestFailedError, RequestTooLargeError, without_frames
-from ..kernels.availability import prepares_plans
+from ..kernels.availability import on_metal, packs_prompts
 from ..kv.pool import BlockPool
 from ..prefix.store import PrefixStore
 from ..warn import warn_once
@@ -24,13 +24,13 @@ from .decode_batch import DecodeBatch, Delivery
 from .look_up import WHY_NOT, LookUp
 from .prefill import (
     IN_PLACE_STEP_TOKENS,
-    STEP_TOKENS,
     UPSTREAM_PREFILLING,
     UPSTREAM_STEP_TOKENS,
     Prefill,
     PrefillPace,
     can_pack,
     can_share_calls,
+    most_step_tokens,
 )
 from .ranks.agreement import Agreement
 from .request import Request, sequence_of
@@ -97,7 +97,8 @@ class Engine:
         self.shares_calls = self.in_place and batch.kind == "together" and can_share_calls(fresh)
         self.can_pack = self.all_paged and batch.kind == "together" and can_pack(fresh)
         if packs is None:
-            packs = self.in_place and prepares_plans()
+            # A Mac that finds its kernel wrong packs no more; ranks have to do the same.
+            packs = self.in_place and packs_prompts() and not (on_metal() and batch.ranks is not None)
         self.packs = packs and self.can_pack and reads_blocks_only
         self.sharing: PrefixSharing | Snapshots | None = None
         self.budget: RequestBudget | None = None
@@ -106,7 +107,7 @@ class Engine:
             pool = self.pool if self.all_paged else None
             self.sharing = Snapshots(self.requests) if pool is None else PrefixSharing(prefixes, pool)
         if self.pool is not None:
-            chunk = min(prefill_step_size, STEP_TOKENS) if self.packs else prefill_step_size
+            chunk = min(prefill_step_size, most_step_tokens()) if self.packs else prefill_step_size
             self.budget = RequestBudget(self.pool, chunk=chunk, sharing=self.sharing)
         self.scheduler = self._new_scheduler(prefill_step_size, completion_batch_size, prefill_batch_size)
         self.computed_prompt_tokens = self.num_steps = 0
@@ -128,11 +129,11 @@ class Engine:
     def _new_scheduler(self, step_size: int, most_running: int, most_prefilling: int) -> Scheduler:
         """Return a scheduler whose steps suit the way prompts are computed."""
         pins_tokens = self.pool is not None and self.pool.pins_tokens
-        chunk = min(step_size, STEP_TOKENS) if self.packs else step_size
+        chunk = min(step_size, most_step_tokens()) if self.packs else step_size
         grid = min(step_size, IN_PLACE_STEP_TOKENS) if self.in_place or self.packs else step_size
         token_budget = grid
         if self.packs:  # a step size that somebody has chosen bounds every step
-            token_budget = chunk if chunk < UPSTREAM_STEP_TOKENS else STEP_TOKENS
+            token_budget = chunk if chunk < UPSTREAM_STEP_TOKENS else most_step_tokens()
         chosen_by_none = self.packs and most_prefilling >= UPSTREAM_PREFILLING
         return Scheduler(
             weakref.proxy(self),  # its owner: an engine that is dropped goes at once, with what its requests hold

@@ -13,6 +13,7 @@ from ..cache.composites import leaves, with_leaves
 from ..cache.pack import NotPackableError, Pack
 from ..cache.packed_cache import PackedKVCache
 from ..cache.paged_kv_cache import PagedKVCache
+from ..kernels.availability import on_metal
 from ..warn import warn_once
 from .decode_batch import batch_of
 from .request import Request
@@ -75,6 +76,12 @@ MOST_ALONE = 4096
 UPSTREAM_STEP_TOKENS = 2048
 UPSTREAM_PREFILLING = 8  # the same for prompts that are computed at a time
 
+
+def most_step_tokens() -> int:
+    """Prompt tokens a step with packs: on a Mac as few as without."""
+    return IN_PLACE_STEP_TOKENS if on_metal() else STEP_TOKENS
+
+
 _not_packed: ByModel[str] = ByModel()  # why not, of models that packs turned out to be nothing for
 
 
@@ -116,6 +123,8 @@ class Prefill:
             on_failure: told of the chunks of a model call, and what it raised, before the next call.
         """
         self.wait()
+        if self.packs and on_metal() and _attend_apart(chunks):
+            self.packs = False  # as without a kernel for packs: MLX's attention has no plans to prepare there
         done: set[Request] = set()
         for call in self._calls(chunks):
             try:
@@ -156,6 +165,8 @@ class Prefill:
         if not self.packs or len(call) > 1:
             return self.packs
         request, num_tokens = call[0]
+        if on_metal():  # MLX's attention takes a chunk without a prefix as it is, and for others a copy of the prefix
+            return not request.alone and request.length > 0
         return not request.alone and request.length + num_tokens <= MOST_ALONE
 
     def _reserved(self, call: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]) -> list[Chunk]:
@@ -195,6 +206,12 @@ class Prefill:
                 raise
             return False
         return True
+
+
+def _attend_apart(chunks: Sequence[Chunk]) -> bool:
+    """Return whether a kernel for packs turned out not to serve some layers of these requests."""
+    pools = [request.sequence.pool for request, _ in chunks if request.sequence is not None]
+    return any(why for pool in pools for group in pool.groups for why in group.packs_unsupported.values())
 
 
 def _fences(requests: Sequence[Request]) -> list[mx.array]:

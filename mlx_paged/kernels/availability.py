@@ -16,6 +16,16 @@ def device_unsupported_reason() -> str | None:
     return None
 
 
+def packs_prompts() -> bool:
+    """Return whether there is a kernel for several sequences' new tokens on such a GPU."""
+    return backend() in ("cuda", "metal")
+
+
+def on_metal() -> bool:
+    """Return whether MLX's GPU is Apple's."""
+    return backend() == "metal"
+
+
 def prepares_plans() -> bool:
     """Return whether MLX's attention prepares a plan for each new shape of its arguments, as it does on CUDA."""
     return backend() == "cuda"

@@ -57,6 +57,7 @@ SIGNATURES: dict[str, tuple[list[str], list[str], bool]] = {
     "paged_decode": _DECODE,
     "paged_decode_tensor": _FUSED,
     "paged_prefill_tensor": _PREFILL,
+    "prefill_matrix": _PREFILL,
     "merge_partitions": (["partial", "stats", "ends", "starts", "sinks"], ["out"], False),
     "write_slots": ([*_POOL, "k", "v", "slots"], ["fence_out"], True),
     "gather_blocks": ([*_POOL, "blocks", "span"], ["k_out", "v_out", "fence_out"], False),

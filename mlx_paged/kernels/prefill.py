@@ -1,7 +1,8 @@
-"""Causal attention of prompts' new tokens over block tables, on CUDA: one launch for the chunks of a whole pack.
+"""Causal attention of prompts' new tokens over block tables: one launch for the chunks of a whole pack.
 
 Sequences may have any lengths: what is launched is a list of tiles, each some tokens of one sequence, and nothing is
 prepared or compiled for a length. Keys and values are read where they lie, those of a prefix and of the new tokens.
+The kernels are of CUDA's tensor cores, and of the 8 x 8 matrices of Metal's simdgroups.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from .check import SelfCheck, checked, outcome_of, pool_texts_of, worst_rms
 from .cuda.device import cuda_limits
 from .launch_shape import MAX_TENSOR_HEAD_DIM, Variant, unsupported
 from .quantized import PageShape, new_blocks
-from .trial import LAUNCHES, Text, failure_of, seconds_of
+from .trial import LAUNCHES, MANY, Text, failure_of, seconds_of
 
 BODY = "paged_prefill_tensor"
 QUANTIZED_BODY = "quantized_prefill_tensor"
+MATRIX_BODY = "prefill_matrix"  # Metal
 # Stands for no window: positions are far below.
 _NO_WINDOW = 1 << 30
 _PADDING = 8  # elements that a row in shared memory has more
@@ -59,6 +61,22 @@ class PrefillShape(NamedTuple):
         return 2 * (self.buffers * stage + self.query_shared * self.rows * (head_dim + _PADDING))
 
 
+class MatrixShape(NamedTuple):
+    """How the Metal kernel is cut: simdgroups of a thread group, of 8 rows each, and tokens read at a time."""
+
+    simdgroups: int = 4
+    keys: int = 32
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return 8 * self.simdgroups
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Threadgroup memory of a thread group: queries, scores, weights, a diagonal and values of a block's edge."""
+        return self.rows * (2 * head_dim + 6 * self.keys) + 6 * 64 * self.simdgroups
+
+
 # Of heads up to 64, 128 and more.
 _QUANTIZED_SHAPES = (
     PrefillShape(4, 2, 64, 1, False, 2),
@@ -92,7 +110,8 @@ def prefill_variants_of(
     sinks: bool,
     pages: PageShape | None = None,
 ) -> tuple[Variant, ...]:
-    """Return the kernel instances for a geometry; empty where MLX has no CUDA, or the GPU too little shared memory.
+    """Return the kernel instances for a geometry; empty where MLX has no GPU, where the GPU has too little shared
+    memory, and on Metal for quantised pages.
 
     Raises:
         ValueError: no kernel covers it.
@@ -101,6 +120,8 @@ def prefill_variants_of(
     why = unsupported_prefill(dtype, head_dim, value_dim, gqa, block_size)
     if rest or why:
         raise ValueError(why or f"{n_q_heads} query heads do not divide into {n_kv_heads} kv heads")
+    if backend() == "metal" and pages is None:
+        return (Variant(MATRIX_BODY, "metal", dtype, head_dim, value_dim, gqa, block_size, softcap, sinks),)
     shared = prefill_shape_for(head_dim, value_dim, pages).shared_bytes(head_dim, value_dim)
     if backend() != "cuda" or not cuda_limits().groups_together(shared):
         return ()
@@ -131,8 +152,20 @@ def unsupported_prefill(dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int
     return unsupported(dtype, head_dim, value_dim, gqa, block_size)
 
 
-def prefill_constants_of(variant: Variant, launch_shape: PrefillShape, *, tiles_first: bool = False) -> Constants:
-    """Constants of the body. ``tiles_first``: thread groups take all tiles of a head, then the next head."""
+def shape_of(variant: Variant) -> PrefillShape | MatrixShape:
+    """Return how a variant is cut."""
+    if variant.body == MATRIX_BODY:
+        return MatrixShape()
+    return prefill_shape_for(variant.head_dim, variant.value_dim, variant.pages)
+
+
+def prefill_constants_of(
+    variant: Variant, launch_shape: PrefillShape | MatrixShape, *, tiles_first: bool = False
+) -> Constants:
+    """Constants of the body. ``tiles_first``: on CUDA, thread groups take all tiles of a head, then the next head."""
+    if isinstance(launch_shape, MatrixShape):
+        cut = ("SG", launch_shape.simdgroups), ("KEYS", launch_shape.keys)
+        return (*variant.constants, *cut, ("SOFTCAP", variant.softcap), ("SINKS", variant.sinks))
     shared = launch_shape.shared_bytes(variant.head_dim, variant.value_dim)
     return (
         *variant.constants,
@@ -187,6 +220,8 @@ class PrefillLaunch(NamedTuple):
             ``[T, n_q_heads, 1, value_dim]``, and the next fence. A token's bits depend on no other sequence.
         """
         logits = self.params if sinks is None else sinks.astype(mx.float32)
+        if sinks is not None and logits.size < MANY:  # on Metal, fewer are another text
+            logits = mx.tile(logits, MANY)
         out, fence = self.kernel(
             inputs=[q, k_pool, v_pool, fence, self.tables, self.tiles, self.params, logits], **self.options
         )
@@ -207,7 +242,7 @@ def prepare_prefill(
     window: int | None = None,
     stride: int = 1,
     variant: Variant | None = None,
-    launch_shape: PrefillShape | None = None,
+    launch_shape: PrefillShape | MatrixShape | None = None,
     pages: PageShape | None = None,
 ) -> PrefillLaunch:
     """Return what attends for the new tokens of B sequences over pools of this geometry.
@@ -225,7 +260,7 @@ def prepare_prefill(
 
     Raises:
         ValueError: shapes that the kernel does not cover, or that do not agree.
-        KernelUnavailable: no CUDA, or the variant is off. A text that is needed for the first time in this process is
+        KernelUnavailable: no GPU, or the variant is off. A text that is needed for the first time in this process is
             tried first, alone; if that fails, its variant is off, with a warning.
     """
     dtype, _, block_size, _, value_dim = ops.geometry_of(k_pool, v_pool, pages)
@@ -244,16 +279,21 @@ def prepare_prefill(
     if variant is None:
         variant = choices[0] if choices else None
         if variant is None:
-            raise KernelUnavailable("the prefill kernel needs a GPU with CUDA and enough shared memory")
+            raise KernelUnavailable("there is no prefill kernel for these pages and this GPU")
         if (reason := ops.why_off(variant)) is not None:
             raise KernelUnavailable(reason)
-    own = launch_shape or prefill_shape_for(variant.head_dim, variant.value_dim, variant.pages)
+    own = launch_shape or shape_of(variant)
     constants = prefill_constants_of(variant, own)
     if (failure := failure_of(Text(variant.body, constants), build_kernel)) is not None:
         ops.switch_off(variant, failure)
         warnings.warn(f"mlx_paged: {variant} is off: {failure}", stacklevel=2)
         raise KernelUnavailable(failure)
     tiles = tiles_of(counts, lengths, own.rows // variant.gqa, window)
+    if variant.backend == "metal":  # fewer than 8 elements are another text (docs/adr/0018)
+        if len(tiles) * 4 < MANY:
+            tiles.append([0, 0, 0, 0])
+        if tables.size < MANY:
+            tables = mx.pad(tables, [(0, 0), (0, MANY)])
     seen = _NO_WINDOW if window is None or window >= max(lengths) else window
     threads = 32 * own.simdgroups
     options = {
@@ -274,8 +314,7 @@ _FREE_BLOCKS = 1
 def checked_prefill(variant: Variant) -> SelfCheck:
     """Return the remembered result of :func:`self_check_prefill`, as :func:`.check.checked` has it for decoding: the
     first call compiles and runs the variant, and a failure warns and switches it off for this process."""
-    shape = prefill_shape_for(variant.head_dim, variant.value_dim, variant.pages)
-    texts = [pool_texts_of(variant)[0], (variant.body, prefill_constants_of(variant, shape))]
+    texts = [pool_texts_of(variant)[0], (variant.body, prefill_constants_of(variant, shape_of(variant)))]
     return checked(variant, self_check_prefill, texts)
 
 
@@ -283,7 +322,9 @@ def self_check_prefill(variant: Variant) -> SelfCheck:
     """Run one variant on a seeded pack, without a window and then with one: two launches of one text.
 
     New tokens that fill tiles and do not, after prefixes and without, in permuted blocks; every slot that no token sees
-    is NaN. Fails on a compile error, a non-finite value or an RMS difference of 5e-3 and more from attention in
+    is NaN, and on Metal the output before each launch.
+
+    Fails on a compile error, a non-finite value or an RMS difference of 5e-3 and more from attention in
     float32. Never raises for a failing kernel. Does not switch anything off.
     """
     return SelfCheck(variant, *outcome_of(partial(_difference, variant)))
@@ -292,7 +333,7 @@ def self_check_prefill(variant: Variant) -> SelfCheck:
 def _difference(variant: Variant) -> float:
     """RMS between the variant and float32 attention, of the worst sequence."""
     block, dtype, pages = variant.block_size, variant.dtype, variant.pages
-    launch_shape = prefill_shape_for(variant.head_dim, variant.value_dim, variant.pages)
+    launch_shape = shape_of(variant)
     tile = launch_shape.rows // variant.gqa  # tokens
     counts, prefixes = [1, tile + 3, 2, tile], [block + 5, 0, 90, 64]
     lengths = [count + prefix for count, prefix in zip(counts, prefixes, strict=True)]
@@ -341,6 +382,8 @@ def _difference(variant: Variant) -> float:
             launch_shape=launch_shape,
             pages=pages,
         )
+        if variant.backend == "metal":  # what is not written often holds numbers that do no harm
+            launch = launch._replace(options={**launch.options, "init_value": float("nan")})
         out, fence = launch(q, k_pool, v_pool, fence, sinks)
         errors += squared_errors(out, q, k, v, counts, lengths, scale, softcap, sinks, window)
     return worst_rms(errors)

@@ -213,8 +213,10 @@ def _prefill(known: _Known) -> Scratch:
     heads, dtype, threads = known["G"], known["T"], known["SG"] * 32
     given = {
         **known.pool(),
-        **{"q": mx.zeros((1, heads, 1, known["D"]), dtype), "tables": mx.zeros((1, 1), mx.int32)},
-        **{"tiles": mx.zeros((1, 4), mx.int32), "params": mx.ones((4,)), "sinks": known.sinks(heads)},
+        # As many elements as launches have at least, so that on Metal this is their text.
+        **{"q": mx.zeros((1, heads, 1, known["D"]), dtype), "tables": mx.zeros((1, MANY), mx.int32)},
+        **{"tiles": mx.zeros((2, 4), mx.int32), "params": mx.ones((4,))},
+        "sinks": known.sinks(max(MANY, heads)),
         "rotated": mx.zeros((1, 1, known["BS"], known.constants.get("DR", 1)), dtype),
     }
     return given, _options((threads, 1, 1), threads, ((1, heads, 1, known["DV"]), dtype), _FENCE)
@@ -305,7 +307,7 @@ def _penalise(known: _Known) -> Scratch:
 _SCRATCH: dict[str, Callable[[_Known], Scratch]] = {
     "paged_decode": _decode,
     "paged_decode_tensor": _decode,
-    "paged_prefill_tensor": _prefill,
+    **dict.fromkeys(("paged_prefill_tensor", "prefill_matrix"), _prefill),
     "quantized_decode": _decode,
     "quantized_decode_tensor": _decode,
     "quantized_prefill_tensor": _prefill,

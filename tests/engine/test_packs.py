@@ -190,20 +190,53 @@ def test_which_models_pack(name: str, options: dict[str, Any], packs: bool) -> N
     assert engine.packs == engine.prefill.packs == packs
 
 
-def test_packs_are_taken_where_plans_are_prepared_and_blocks_are_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packs_are_taken_where_there_is_a_kernel_and_blocks_are_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PagedBatchGenerator, "packs", None)
     model = build("llama", head_dim=64)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     assert not generator(model)._engine.packs
-    monkeypatch.setattr(engine_module, "prepares_plans", lambda: True)
+    monkeypatch.setattr(engine_module, "packs_prompts", lambda: True)
     assert not generator(model)._engine.packs
     with fake_kernels():
         mlx_paged.remove_patches()
         mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
         assert generator(model)._engine.packs
-        monkeypatch.setattr(engine_module, "prepares_plans", lambda: False)
+        monkeypatch.setattr(engine_module, "packs_prompts", lambda: False)
         engine = generator(model)._engine
         assert not engine.packs and engine.shares_calls
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_on_a_mac_what_follows_a_prefix_is_packed_if_the_kernel_works(
+    monkeypatch: pytest.MonkeyPatch, calls: list[list[int]], has_kernel: bool
+) -> None:
+    monkeypatch.setattr(engine_module, "on_metal", lambda: True)
+    monkeypatch.setattr(prefill, "on_metal", lambda: True)
+    expected = [solo("qwen3", Spec(length, 8, seed=length), head_dim=64) for length in LENGTHS]
+    model, prompts = model_of("qwen3", head_dim=64), prompts_for(VOCAB)
+    with fake_kernels():
+        if not has_kernel:
+            monkeypatch.setattr(in_place, "prepare_prefill", no_kernel)
+        mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
+        gen = packing(model)
+        first = insert(gen, prompts[-1:], 8)
+        run_all(gen, first)
+        alone = sum(map(sum, calls))
+        if has_kernel:
+            assert calls and alone < len(prompts[-1]), "its first chunk has no prefix"
+        assert all(len(call) == 1 for call in calls)
+        outcomes = insert(gen, prompts, 8)
+        run_all(gen, outcomes)
+        assert gen._engine.prefill.packs == has_kernel
+        assert_alike(outcomes, expected)
+        if not has_kernel:
+            assert len(calls) == 1, "one pack was enough to know"
+
+
+def test_on_a_mac_steps_of_packs_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "on_metal", lambda: True)
+    scheduler = ToyEngine(make_pool(), packs=True, prefill_step_size=2048).engine.scheduler
+    assert (scheduler.grid, scheduler.token_budget, scheduler.chunk) == (512, 512, 512)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def in_kernel(request: pytest.FixtureRequest, kernels: object, monkeypatch: pyte
     """Whether short chunks go through the decode kernel, as where MLX's attention prepares a plan for each shape. None
     are packed, as where there is no kernel for packs."""
     chosen = bool(request.param == "in the kernel")
-    monkeypatch.setattr(engine_module, "prepares_plans", lambda: False)
+    monkeypatch.setattr(engine_module, "packs_prompts", lambda: False)
     monkeypatch.setattr(dispatch, "prepares_plans", lambda: chosen)
     return chosen
 

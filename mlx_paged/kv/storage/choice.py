@@ -60,10 +60,7 @@ def _variant_unsupported_reason(
 
 def prefill_unsupported_reason(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
     """Why the kernel for several sequences' new tokens cannot serve them, or None. Self-checks it at the first call."""
-    why = availability.device_unsupported_reason()
-    if why is not None or not availability.prepares_plans():
-        return why or "there is a kernel for several sequences' new tokens on CUDA only"
-    return _variant_unsupported_reason(
+    return availability.device_unsupported_reason() or _variant_unsupported_reason(
         geometry, block_size, heads, unsupported_prefill, prefill_variants_of, checked_prefill
     )
 

@@ -10,23 +10,35 @@ import numpy as np
 
 from mlx_paged.kernels import prefill
 from tests.support.kernels.quantized_pages import UNSET, dequantized, pages_of, quantized
-from tests.support.msl.harness import tensor_kernel, to_float
+from tests.support.msl.harness import Emulated, tensor_kernel, to_float
 
 
 @contextmanager
-def emulated(edit: Sequence[tuple[str, str]] = (), orders: tuple[int, ...] = (0, 2), checked: bool = True):
-    """Inside, the prefill kernel runs on the emulator as if on CUDA, without trials. ``edit`` plants mutations."""
-    with emulated_launches(prefill, prefill.prefill_variants_of, edit, orders, checked):
+def emulated(
+    edit: Sequence[tuple[str, str]] = (),
+    orders: tuple[int, ...] = (0, 2),
+    checked: bool = True,
+    backend: str = "cuda",
+):
+    """Inside, the prefill kernel runs on the emulator as if on ``backend``, without trials. ``edit``: mutations."""
+    with emulated_launches(prefill, prefill.prefill_variants_of, edit, orders, checked, backend):
         yield
 
 
 @contextmanager
 def emulated_launches(
-    module: Any, variants: Any, edit: Sequence[tuple[str, str]], orders: tuple[int, ...], checked: bool
+    module: Any,
+    variants: Any,
+    edit: Sequence[tuple[str, str]],
+    orders: tuple[int, ...],
+    checked: bool,
+    backend: str = "cuda",
 ):
     """The same of the kernel that a module builds and launches, whose cached choice of variants is ``variants``."""
 
     def build(body, constants):
+        if backend == "metal":
+            return partial(Emulated(edit={body: edit})._portable(body, constants), checked=checked, orders=orders)
         kernel, _ = tensor_kernel(body, constants, edit)
         # What is declared is what the launch asks for; codes of quantised pages have an array of their own besides.
         limit = dict(constants)["SHARED"] + (16 * 1024 if "KBITS" in dict(constants) else 0)
@@ -34,7 +46,7 @@ def emulated_launches(
 
     real = module.build_kernel, module.backend, module.failure_of
     variants.cache_clear()
-    module.build_kernel, module.backend, module.failure_of = build, lambda: "cuda", lambda text, build: None
+    module.build_kernel, module.backend, module.failure_of = build, lambda: backend, lambda text, build: None
     try:
         yield
     finally:

@@ -1,0 +1,329 @@
+# ruff: noqa: E501
+"""prefill_matrix's text on the emulator: against float64, row independence, planted defects, types, and its trial."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged.kernels import build as kernel_build
+from mlx_paged.kernels import check, ops, prefill
+from mlx_paged.kernels.launch_shape import BLOCK_SIZES, HEAD_DIMS, MAX_TENSOR_HEAD_DIM, MAX_THREADGROUP_BYTES, Variant
+from mlx_paged.kernels.prefill import MATRIX_BODY, checked_prefill, prefill_constants_of, self_check_prefill, shape_of
+from mlx_paged.kernels.trial import MANY, Text, launch_alone
+from tests.support.kernels.fake_kernels import fake_kernels
+from tests.support.msl import prefill_harness
+from tests.support.msl.emulator import EmuError
+from tests.support.msl.harness import to_mlx
+from tests.support.msl.prefill_harness import Pack
+
+TOLERANCE = {mx.float16: 2e-3, mx.bfloat16: 2e-2}
+RAGGED = [5, 40, 1, 130], [0, 30, 64, 3]
+VARIANT = Variant(MATRIX_BODY, "metal", mx.bfloat16, 64, 64, 4, 32)
+WRITE_SLOTS = ops.write_slots
+
+CLASSES = {
+    "bf16": {},
+    "f16 128": {"dtype": mx.float16, "head_dim": 128},
+    "window": {"window": 20, "dtype": mx.float16},
+    "window of one": {"window": 1},
+    "window of 45, 128": {"window": 45, "head_dim": 128},
+    "softcap and sinks": {"softcap": 5.0, "sinks": True, "dtype": mx.float16},
+    "chunks": {"window": 20, "stride": 20},
+    "chunks longer than a tile": {"window": 96, "stride": 96, "heads": (16, 1)},
+    "value_dim": {"head_dim": 80, "value_dim": 64},
+    "96": {"head_dim": 96, "window": 33},
+    "gqa 16": {"heads": (16, 1), "head_dim": 128, "window": 100},
+    "gqa 7": {"heads": (7, 1), "head_dim": 112, "dtype": mx.float16},
+    "gqa 1": {"heads": (2, 2), "head_dim": 192, "sinks": True},
+    "256": {"head_dim": 256, "heads": (2, 1), "softcap": 20.0},
+    "block 8": {"block_size": 8, "window": 37},
+    "block 128": {"block_size": 128, "head_dim": 128},
+}
+
+
+def emulated(*edit, **options):
+    return prefill_harness.emulated(edit, backend="metal", **options)
+
+
+def check_pack(pack, orders=(0, 2), **options):
+    with emulated(orders=orders):
+        out, fence = pack.run(**options)
+    np.testing.assert_allclose(out, pack.reference(), atol=TOLERANCE[pack.dtype], rtol=TOLERANCE[pack.dtype])
+    assert fence == 8
+
+
+@pytest.mark.sample(every=3)
+@pytest.mark.parametrize("name", list(CLASSES))
+def test_matches_reference(name):
+    check_pack(Pack(*RAGGED, **CLASSES[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("gqa", [1, 2, 3, 5, 8, 12, 16])
+@pytest.mark.parametrize("head_dim", [dim for dim in HEAD_DIMS if dim <= MAX_TENSOR_HEAD_DIM])
+def test_sweep(head_dim, gqa, dtype):
+    for n, block_size in enumerate(BLOCK_SIZES):
+        options = {"head_dim": head_dim, "heads": (gqa, 1), "block_size": block_size, "dtype": dtype}
+        check_pack(Pack([3, 70], [99, 0], window=(None, 33)[n % 2], sinks=n % 3 == 0, **options), orders=(0,))
+
+
+@pytest.mark.sample(every=2)
+@pytest.mark.parametrize("options", [{}, {"window": 50, "sinks": True, "head_dim": 128}])
+def test_bits_do_not_depend_on_the_pack(options):
+    pack = Pack([90, 1, 33], [10, 200, 64], dtype=mx.float16, **options)
+    with emulated(checked=False, orders=(0,)):
+        together, _ = pack.run()
+        first = 0
+        for s, count in enumerate(pack.counts):
+            alone, _ = pack.alone(s).run()
+            assert alone.tobytes() == together[first : first + count].tobytes()
+            first += count
+
+
+def test_a_launch_is_one_text():
+    """Inputs of less than 8 elements would be in another address space, which is another text."""
+    for sinks in (False, True):
+        pack = Pack([1], [0], heads=(2, 2), sinks=sinks)
+        with emulated(orders=(0,)):
+            launch = pack.prepare()
+            kernel = launch.kernel
+            spy = mock.Mock(side_effect=kernel)
+            launch = launch._replace(kernel=spy)
+            launch(pack.q, pack.k_pool, pack.v_pool, mx.array([7], mx.uint32), pack.sinks)
+        sizes = {
+            name: x.size
+            for name, x in zip(kernel_build.SIGNATURES[MATRIX_BODY][0], spy.call_args.kwargs["inputs"], strict=True)
+        }
+        assert sizes["fence"] == 1 and sizes["params"] == 4 and (not sinks or sizes["sinks"] >= MANY)
+        assert all(sizes[name] >= MANY for name in ("q", "k_pool", "v_pool", "tables", "tiles"))
+        check_pack(pack, orders=(0,))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_trial_launches_the_text_and_nothing_is_seen(sinks):
+    variant = VARIANT._replace(value_dim=80, sinks=sinks)
+    with emulated():
+        text = Text(MATRIX_BODY, prefill_constants_of(variant, shape_of(variant)))
+        with pytest.raises(EmuError, match=r"output out: .* never written"):
+            launch_alone(text, prefill.build_kernel)
+
+
+def test_threadgroup_memory_is_what_the_text_declares():
+    for head_dim in HEAD_DIMS:
+        if head_dim <= MAX_TENSOR_HEAD_DIM:
+            pack = Pack([3], [0], head_dim=head_dim)
+            with emulated(checked=False, orders=(0,)):
+                launch = pack.prepare()
+                launch(pack.q, pack.k_pool, pack.v_pool, mx.array([7], mx.uint32))
+            cut = shape_of(VARIANT)
+            assert launch.kernel.func.stats["tg_bytes"] == cut.shared_bytes(head_dim) <= MAX_THREADGROUP_BYTES
+
+
+def test_quantised_pages_have_no_kernel_on_metal():
+    with emulated():
+        pages = object()
+        assert prefill.prefill_variants_of(mx.bfloat16, 64, 64, 8, 2, 32, False, False)
+        with mock.patch.object(prefill, "cuda_limits", mock.Mock()), mock.patch.object(prefill, "prefill_shape_for"):
+            assert prefill.prefill_variants_of(mx.bfloat16, 64, 64, 8, 2, 32, False, False, pages) == ()
+
+
+BARRIER = "simdgroup_barrier(mem_flags::mem_threadgroup);"
+CAUGHT = {  # old, new, what the emulator says
+    "no barriers": (BARRIER, "", "race"),
+    "barrier without memory": (BARRIER, "simdgroup_barrier(mem_flags::mem_none);", "race"),
+    "block past the context": ("(hi - 1) / 8 * 8);", "(hi + 200) / 8 * 8);", "out-of-bounds|wild"),
+    "block before the window": ("lo / 8 * 8), (hi", "0), (hi", "out-of-bounds|wild"),
+    "values past the context": ("&& token < hi) {", ") {", "out-of-bounds|wild"),
+    "fence not passed on": ("fence_out[0] = fence[0] + 1u;", "", "never written"),
+    "rows past the last token": ("if (first_line + row < n_tokens * G) {", "{", "race|out-of-bounds"),
+    "half a row": ("if (at < DV)", "if (at < DV / 2)", "never written"),
+    "two heads, one line": ("* G + (first_line + row) % G;", "* G;", "race|never written"),
+    "matrices in a branch": ("if (whole) {", "if (whole && lane < 9) {", "divergence"),
+}  # fmt: skip
+
+
+@pytest.mark.sample(every=4)
+@pytest.mark.parametrize("name", list(CAUGHT))
+def test_emulator_catches(name):
+    old, new, want = CAUGHT[name]
+    pack = Pack([30, 90], [80, 40], window=37, block_size=8, heads=(3, 1))
+    with emulated((old, new)), pytest.raises(EmuError, match=want):
+        pack.run()
+
+
+WRONG = {  # the numbers come out wrong
+    "fence input dropped": ("fence[0] + 1u", "1u"),
+    "wrong kv head of keys": ("k_pool + static_cast<int64_t>(kv_head)", "k_pool + static_cast<int64_t>(0)"),
+    "wrong kv head of values": ("v_pool + static_cast<int64_t>(kv_head)", "v_pool + static_cast<int64_t>(0)"),
+    "a token sees the next": ("token > own ||", "token > own + 1 ||"),
+    "a token does not see itself": ("token > own ||", "token >= own ||"),
+    "window one longer": ("token < from)", "token < from - 1)"),
+    "keys not transposed": ("ulong2(0), true)", "ulong2(0), false)"),
+    "keys of another slot": ("+ token % BS * D;", "+ token % 8 * D;"),
+    "values of another slot": ("+ token % BS * DV;", "+ token % 8 * DV;"),
+    "dead slots are read": ("const bool live = token + row >= lo && token + row < hi;", "const bool live = true;"),
+    "edges taken for whole": ("const bool whole = token >= lo && token + 8 <= hi;", "const bool whole = true;"),
+    "eight values left out": ("if (token + 8 > lo && token < hi) {", "if (token > lo && token < hi) {"),
+    "skip the rescale": ("if (simd_any(shrink != 1.0f)) {", "if (false) {"),
+    "rescale by the other side": ("simdgroup_multiply(scaled, shrinks, acc[v])", "simdgroup_multiply(scaled, acc[v], shrinks)"),
+    "skip the rescale of the sum": ("metal::fma(l, shrink, sum)", "l + sum"),
+    "diagonal not cleared": ("diagonal[lane * 2] = 0.0f;", "diagonal[lane * 2] = 1.0f;"),
+    "maximum of half a row": ("top = metal::max(top, simd_shuffle_xor(top, 2));", ""),
+    "sum of half a row": ("l += simd_shuffle_xor(l, 2);", ""),
+    "nothing seen yet": ("top == NOTHING ? 0.0f : top * gain", "top * gain"),
+    "weights of other tokens": ("simdgroup_load(weight, own_weights + j * 8, KEYS)", "simdgroup_load(weight, own_weights, KEYS)"),
+    "queries of another row": ("own_queries[row * D + i + j]", "own_queries[(7 - row) * D + i + j]"),
+    "softcap left out": ("} else if (SOFTCAP) {", "} else if (false) {"),
+    "sink of another head": ("sinks[kv_head * G + (first_line + row) % G]", "sinks[kv_head * G]"),
+    "sink not weighed": ("divide(weight, metal::fma(", "divide(1.0f, metal::fma("),
+    "another table": ("static_cast<int64_t>(tile[0])", "static_cast<int64_t>(0)"),
+    "another first token": ("(metal::max(low - window", "(metal::max(low + 30 - window"),
+}  # fmt: skip
+
+
+@pytest.mark.sample(every=8)
+@pytest.mark.parametrize("name", list(WRONG))
+def test_wrong_numbers_are_seen(name):
+    for pack in (
+        Pack([30, 70], [50, 40], window=37, block_size=8, softcap=3.0, sinks=True, dtype=mx.float16),
+        Pack([50, 30], [64, 150], block_size=128, dtype=mx.float16, sinks=True, heads=(6, 2)),
+        Pack([40], [130], window=10, dtype=mx.float16),
+    ):
+        pack.scale = 0.5  # scores that differ much
+        if pack.softcap:
+            pack.sinks = pack.sinks + pack.softcap  # larger than some scores
+        try:
+            with emulated(WRONG[name], orders=(0,)):
+                out, fence = pack.run()
+        except EmuError:
+            return
+        if fence != 8 or not np.allclose(out, pack.reference(), atol=4e-3):
+            return
+    pytest.fail("no number was wrong")
+
+
+# The self-check, over the text on the emulator.
+
+
+@pytest.fixture
+def planted() -> Iterator[Callable[[tuple[str, str]], None]]:
+    """The kernel runs on the emulator, as on a Mac, and writes are stand-ins; the fixture's value plants a mutation."""
+    edits: list[tuple[str, str]] = []
+    with fake_kernels() as fake, prefill_harness.emulated(edits, orders=(0,), checked=False, backend="metal"):
+        build, launched = prefill.build_kernel, prefill.PrefillLaunch.__call__
+        fake.calls["paged_prefill"] = 0
+
+        def follow(launch, q, *pools_and_fence):
+            out, _ = launched(launch, q, *pools_and_fence)
+            return out, fake._pass("paged_prefill", *pools_and_fence[:3])
+
+        def build_arrays(body, constants):
+            kernel = build(body, constants)
+
+            def launch(**options):
+                assert np.isnan(options["init_value"])
+                return [to_mlx(out) for out in kernel(strict=False, **options)]  # fast functions take NaN
+
+            return launch
+
+        with (
+            mock.patch.object(ops, "write_slots", WRITE_SLOTS),
+            mock.patch.object(prefill, "build_kernel", build_arrays),
+            mock.patch.object(prefill.PrefillLaunch, "__call__", follow),
+            mock.patch.dict(check._results, clear=True),
+            mock.patch.dict(ops._switched_off, clear=True),
+        ):
+            yield edits.append
+
+
+@pytest.mark.sample(every=2)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"head_dim": 128, "value_dim": 128, "dtype": mx.float16},
+        {"softcap": True, "sinks": True, "dtype": mx.float16},
+        {"gqa": 3, "head_dim": 80, "block_size": 8},
+    ],
+)
+def test_the_self_check_passes(planted, change):
+    result = self_check_prefill(VARIANT._replace(**change))
+    assert result.ok and result.rms < 2e-3, result.reason
+
+
+@pytest.mark.sample(every=4)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        WRONG["a token sees the next"],
+        WRONG["window one longer"],
+        WRONG["dead slots are read"],
+        WRONG["edges taken for whole"],
+        WRONG["keys not transposed"],
+        WRONG["rescale by the other side"],
+        WRONG["skip the rescale of the sum"],
+        WRONG["values of another slot"],
+        WRONG["wrong kv head of keys"],
+        ("if (at < DV)", "if (at < DV - 1)"),  # what is not written stays NaN
+    ],
+)
+def test_the_self_check_finds_planted_defects(planted, old, new):
+    planted((old, new))
+    assert not self_check_prefill(VARIANT).ok
+
+
+def test_a_failed_self_check_switches_the_kernel_off(planted):
+    planted(WRONG["a token sees the next"])
+    with pytest.warns(UserWarning, match="failed its self-check"):
+        assert not checked_prefill(VARIANT).ok
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not checked_prefill(VARIANT).ok
+    pools = [mx.zeros((3, 1, 32, 64), mx.bfloat16)] * 2
+    with pytest.raises(prefill.KernelUnavailable, match=r"is not below|not finite"):
+        prefill.prepare_prefill(*pools, mx.array([[1]], mx.int32), [3], [3], n_q_heads=4, scale=1.0)
+
+
+# Types.
+
+checker = pytest.importorskip("tests.support.msl.checker")
+
+
+def problems(dtype, edit=None, head_dim=128, extras=True):
+    variant = VARIANT._replace(dtype=dtype, head_dim=head_dim, value_dim=head_dim, softcap=extras, sinks=extras)
+    header, source = kernel_build.kernel_source(MATRIX_BODY, "metal", prefill_constants_of(variant, shape_of(variant)))
+    if edit:
+        assert edit[0] in source
+        source = source.replace(*edit)
+    name = str(dtype).split(".")[-1]
+    inputs = [(4, 9999, name), (4, 99999, name), (4, 99999, name), (1, 1, "uint32"), (2, 99, "int32"), (2, 8, "int32")]
+    inputs += [(1, 4, "float32"), (1, 8 if extras else 4, "float32")]
+    names, outs, _ = kernel_build.SIGNATURES[MATRIX_BODY]
+    return checker.check_kernel(names, outs, source, header, [(inputs, [name, "uint32"], [])])
+
+
+@pytest.mark.sample(every=3)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("head_dim", [dim for dim in HEAD_DIMS if dim <= MAX_TENSOR_HEAD_DIM])
+def test_types_are_clean(head_dim, dtype):
+    assert problems(dtype, head_dim=head_dim) == []
+    assert problems(dtype, head_dim=head_dim, extras=False) == []
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("threadgroup T* const edge", "device T* const edge"),
+        ("simdgroup_load(query, own_queries", "simdgroup_load(query, own_scores"),
+        ("simdgroup_matrix<float, 8, 8>", "simdgroup_matrix<float, 8, 16>"),
+        ("const int64_t line", "const int line"),
+        ("own_weights[row * KEYS + part * PART + i] = static_cast<T>(weight)", "own_weights[row * KEYS + part * PART + i] = weight"),
+    ],
+)  # fmt: skip
+def test_the_checker_finds_wrong_types(edit):
+    assert problems(mx.bfloat16, edit)
