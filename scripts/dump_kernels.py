@@ -1,4 +1,4 @@
-"""Write the Metal texts of decoding and of packs, as MLX generates them, for a compiler that looks at them without a GPU.
+"""Write the Metal texts of decoding and of packs, as MLX generates them, for a compiler that needs no GPU.
 
     python scripts/dump_kernels.py FOLDER          # one .metal file for each text, and mlx_include.txt beside them
     python scripts/dump_kernels.py FOLDER --all    # every dtype, head dimension and ratio (takes long to compile)
