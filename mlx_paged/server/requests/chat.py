@@ -186,6 +186,9 @@ def chat_request(body: ChatBody, defaults: Mapping[str, Any]) -> ServerRequest:
     if body.continue_final_message and body.messages[-1]["role"] != "assistant":
         raise invalid("continue_final_message needs an assistant's message at the end", "continue_final_message")
     messages = [{**m, "role": "system"} if m["role"] == "developer" else dict(m) for m in body.messages]
+    for message in messages:  # told as `reasoning`, and read by chat templates as `reasoning_content`
+        if isinstance(message.get("reasoning"), str):
+            message.setdefault("reasoning_content", message["reasoning"])
     fields = body.model_dump(include=set(_CONSTRAINING), exclude_none=True)
     n, top = body.n or 1, body.top_logprobs or 0
     return ServerRequest(

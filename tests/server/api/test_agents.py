@@ -453,3 +453,11 @@ def test_tools_have_the_order_that_they_first_came_in() -> None:
     for number in range(300):
         orders.steady([{"name": str(number)}], None)
     assert orders.steady(tools[::-1], None) == tools[::-1]
+
+
+def test_reasoning_that_a_chat_sends_back_is_the_templates() -> None:
+    said = {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}
+    history = [*HI, said, {**said, "reasoning_content": "Mine."}, *HI]
+    (given,) = chat_request(ChatBody(messages=history), {}).inputs
+    assert isinstance(given, ChatInput)
+    assert [message.get("reasoning_content") for message in given.messages] == [None, "Hm.", "Mine.", None]
