@@ -29,6 +29,7 @@ from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import prefill
 from mlx_paged.kernels.launch_shape import DTYPES, Variant, shape_for
+from mlx_paged.kernels.quantized import PageShape, QuantizedRows, new_blocks
 from tests.support.msl.msl_source import mlx_source
 
 PREAMBLE = '#include "mlx/backend/metal/kernels/utils.h"\n'  # MLX puts its text before every kernel
@@ -166,8 +167,22 @@ def launch_prefill(shape: Shape) -> None:
     """Launch attention of a pack over a pool of this shape, if a kernel covers it."""
     if prefill.unsupported_prefill(shape.dtype, shape.head_dim, shape.head_dim, shape.gqa, shape.block_size):
         return
-    n_kv = 2
-    pools = [mx.zeros((4, n_kv, shape.block_size, shape.head_dim), shape.dtype) for _ in "kv"]
+    for pages in (None, *quantized_pages(shape)):
+        launch_pack(shape, pages)
+
+
+def quantized_pages(shape: Shape) -> list[PageShape]:
+    """Return forms of quantised pages for a pool of this shape."""
+    if shape.head_dim % 32:
+        return []
+    rows = {bits: QuantizedRows(shape.head_dim, bits, 32, shape.dtype) for bits in (8, 4)}
+    return [PageShape(rows[8], rows[8]), PageShape(rows[4], rows[4]), PageShape(rows[8], rows[4])]
+
+
+def launch_pack(shape: Shape, pages: PageShape | None) -> None:
+    """Launch attention of a pack of two sequences."""
+    n_kv, dims = 2, (shape.head_dim, shape.head_dim)
+    pools = new_blocks(4, n_kv, shape.block_size, dims, shape.dtype, pages)
     launch = prefill.prepare_prefill(
         *pools,
         mx.ones((2, 1), mx.int32),
@@ -177,6 +192,7 @@ def launch_prefill(shape: Shape) -> None:
         scale=1.0,
         softcap=10.0 if shape.softcap else None,
         sinks=shape.sinks,
+        pages=pages,
     )
     q = mx.zeros((5, n_kv * shape.gqa, 1, shape.head_dim), shape.dtype)
     launch(q, *pools, kernels.new_fence(), mx.zeros((q.shape[1],)) if shape.sinks else None)

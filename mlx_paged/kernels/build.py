@@ -58,6 +58,7 @@ SIGNATURES: dict[str, tuple[list[str], list[str], bool]] = {
     "paged_decode_tensor": _FUSED,
     "paged_prefill_tensor": _PREFILL,
     "prefill_matrix": _PREFILL,
+    "quantized_prefill_matrix": _PREFILL,
     "merge_partitions": (["partial", "stats", "ends", "starts", "sinks"], ["out"], False),
     "write_slots": ([*_POOL, "k", "v", "slots"], ["fence_out"], True),
     "gather_blocks": ([*_POOL, "blocks", "span"], ["k_out", "v_out", "fence_out"], False),
@@ -155,6 +156,13 @@ _PARTS = {
         "quantized/quantized", "quantized/quantized_scores", "quantized/quantized_values"
     ),
     "latent_decode": _decode_parts("latent/latent", "decode/scores", "decode/values"),
+    **{
+        body: tuple(
+            f"prefill_matrix/{part}"
+            for part in (f"{pages}_pages", "begin", f"{pages}_keys", "softmax", f"{pages}_values", "end")
+        )
+        for body, pages in (("prefill_matrix", "dense"), ("quantized_prefill_matrix", "quantized"))
+    },
     **{body: (f"quantized/{body}",) for body in ("quantized_write", "quantized_gather", "write_rows", "gather_rows")},
 }
 # Bodies that cut what a row sees into partitions.
@@ -222,7 +230,8 @@ def _functions_of(body: str, suffix: str) -> tuple[str, ...]:
     """Files of functions that a portable body needs beyond the prelude."""
     pages = (f"quantized/codes.{suffix}", "quantized/groups.metal") if body.startswith("quantized") else ()
     partitions = ("decode/partitions.metal",) if body in _PARTITIONED else ()
-    return (*pages, *partitions)
+    staged = ("prefill_matrix/stage.metal",) if body == "quantized_prefill_matrix" else ()
+    return (*pages, *partitions, *staged)
 
 
 def _condense(text: str) -> str:

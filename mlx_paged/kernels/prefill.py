@@ -25,7 +25,9 @@ from .trial import LAUNCHES, MANY, Text, failure_of, seconds_of
 
 BODY = "paged_prefill_tensor"
 QUANTIZED_BODY = "quantized_prefill_tensor"
-MATRIX_BODY = "prefill_matrix"  # Metal
+# Metal
+MATRIX_BODY = "prefill_matrix"
+QUANTIZED_MATRIX_BODY = "quantized_prefill_matrix"
 # Stands for no window: positions are far below.
 _NO_WINDOW = 1 << 30
 _PADDING = 8  # elements that a row in shared memory has more
@@ -62,7 +64,7 @@ class PrefillShape(NamedTuple):
 
 
 class MatrixShape(NamedTuple):
-    """How the Metal kernel is cut: simdgroups of a thread group, of 8 rows each, and tokens read at a time."""
+    """How the Metal kernels are cut: simdgroups of a thread group, of 8 rows each, and tokens read at a time."""
 
     simdgroups: int = 4
     keys: int = 32
@@ -72,9 +74,11 @@ class MatrixShape(NamedTuple):
         """Rows of a tile."""
         return 8 * self.simdgroups
 
-    def shared_bytes(self, head_dim: int) -> int:
-        """Threadgroup memory of a thread group: queries, scores, weights, a diagonal and values of a block's edge."""
-        return self.rows * (2 * head_dim + 6 * self.keys) + 6 * 64 * self.simdgroups
+    def shared_bytes(self, head_dim: int, value_dim: int, pages: PageShape | None = None) -> int:
+        """Threadgroup memory of a thread group: queries, scores, weights and a diagonal; values of a block's edge, or
+        what is dequantised."""
+        staged = 64 * self.simdgroups if pages is None else self.keys * max(head_dim, value_dim)
+        return self.rows * (2 * head_dim + 6 * self.keys) + 4 * 64 * self.simdgroups + 2 * staged
 
 
 # Of heads up to 64, 128 and more.
@@ -111,7 +115,7 @@ def prefill_variants_of(
     pages: PageShape | None = None,
 ) -> tuple[Variant, ...]:
     """Return the kernel instances for a geometry; empty where MLX has no GPU, where the GPU has too little shared
-    memory, and on Metal for quantised pages.
+    memory.
 
     Raises:
         ValueError: no kernel covers it.
@@ -120,8 +124,9 @@ def prefill_variants_of(
     why = unsupported_prefill(dtype, head_dim, value_dim, gqa, block_size)
     if rest or why:
         raise ValueError(why or f"{n_q_heads} query heads do not divide into {n_kv_heads} kv heads")
-    if backend() == "metal" and pages is None:
-        return (Variant(MATRIX_BODY, "metal", dtype, head_dim, value_dim, gqa, block_size, softcap, sinks),)
+    if backend() == "metal":
+        body = MATRIX_BODY if pages is None else QUANTIZED_MATRIX_BODY
+        return (Variant(body, "metal", dtype, head_dim, value_dim, gqa, block_size, softcap, sinks, pages),)
     shared = prefill_shape_for(head_dim, value_dim, pages).shared_bytes(head_dim, value_dim)
     if backend() != "cuda" or not cuda_limits().groups_together(shared):
         return ()
@@ -156,6 +161,8 @@ def shape_of(variant: Variant) -> PrefillShape | MatrixShape:
     """Return how a variant is cut."""
     if variant.body == MATRIX_BODY:
         return MatrixShape()
+    if variant.body == QUANTIZED_MATRIX_BODY:  # of wider heads as much as threadgroup memory holds
+        return MatrixShape(keys=32 if max(variant.head_dim, variant.value_dim) <= 128 else 16)
     return prefill_shape_for(variant.head_dim, variant.value_dim, variant.pages)
 
 
@@ -165,7 +172,8 @@ def prefill_constants_of(
     """Constants of the body. ``tiles_first``: on CUDA, thread groups take all tiles of a head, then the next head."""
     if isinstance(launch_shape, MatrixShape):
         cut = ("SG", launch_shape.simdgroups), ("KEYS", launch_shape.keys)
-        return (*variant.constants, *cut, ("SOFTCAP", variant.softcap), ("SINKS", variant.sinks))
+        pages = () if variant.pages is None else variant.pages.constants
+        return (*variant.constants, *cut, ("SOFTCAP", variant.softcap), ("SINKS", variant.sinks), *pages)
     shared = launch_shape.shared_bytes(variant.head_dim, variant.value_dim)
     return (
         *variant.constants,

@@ -307,7 +307,7 @@ def _penalise(known: _Known) -> Scratch:
 _SCRATCH: dict[str, Callable[[_Known], Scratch]] = {
     "paged_decode": _decode,
     "paged_decode_tensor": _decode,
-    **dict.fromkeys(("paged_prefill_tensor", "prefill_matrix"), _prefill),
+    **dict.fromkeys(("paged_prefill_tensor", "prefill_matrix", "quantized_prefill_matrix"), _prefill),
     "quantized_decode": _decode,
     "quantized_decode_tensor": _decode,
     "quantized_prefill_tensor": _prefill,

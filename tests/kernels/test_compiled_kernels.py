@@ -22,7 +22,14 @@ from mlx_paged.kernels.decode_spec import pool_constants_of
 from mlx_paged.kernels.latent import prompts
 from mlx_paged.kernels.latent.check import latent_texts_of
 from mlx_paged.kernels.launch_shape import Variant
-from mlx_paged.kernels.prefill import BODY, MATRIX_BODY, QUANTIZED_BODY, prefill_constants_of, prefill_shape_for
+from mlx_paged.kernels.prefill import (
+    BODY,
+    MATRIX_BODY,
+    QUANTIZED_BODY,
+    QUANTIZED_MATRIX_BODY,
+    prefill_constants_of,
+    prefill_shape_for,
+)
 from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.trial import Text, launch_alone
 from tests.support.kernels.quantized_pages import page_shape
@@ -107,7 +114,7 @@ def texts() -> list[tuple[str, Constants]]:
     listed = _texts_of(TENSOR) + _texts_of(PLAIN) + quantized + [PREFILL, QUANTIZED_PREFILL, PROMPTS]
     listed += [(text.body, text.constants) for text in products + layers]
     listed += latent_texts_of(LATENT) + latent_texts_of(LATENT_TENSOR)
-    assert {body for body, _ in listed} >= set(SIGNATURES) - {MATRIX_BODY}  # Metal only
+    assert {body for body, _ in listed} >= set(SIGNATURES) - {MATRIX_BODY, QUANTIZED_MATRIX_BODY}  # Metal only
     return listed
 
 

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""prefill_matrix's text on the emulator: against float64, row independence, planted defects, types, and its trial."""
+"""prefill_matrix's texts, dense and quantised, on the emulator: against float64, row independence, planted defects, types, and its trial."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,9 +12,17 @@ import pytest
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import check, ops, prefill
 from mlx_paged.kernels.launch_shape import BLOCK_SIZES, HEAD_DIMS, MAX_TENSOR_HEAD_DIM, MAX_THREADGROUP_BYTES, Variant
-from mlx_paged.kernels.prefill import MATRIX_BODY, checked_prefill, prefill_constants_of, self_check_prefill, shape_of
+from mlx_paged.kernels.prefill import (
+    MATRIX_BODY,
+    QUANTIZED_MATRIX_BODY,
+    checked_prefill,
+    prefill_constants_of,
+    self_check_prefill,
+    shape_of,
+)
 from mlx_paged.kernels.trial import MANY, Text, launch_alone
 from tests.support.kernels.fake_kernels import fake_kernels
+from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl import prefill_harness
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import to_mlx
@@ -45,6 +53,11 @@ CLASSES = {
 }
 
 
+def pack_of(counts, prefixes, bits=(8, 8), group_size=64, *, head_dim=64, value_dim=0, dtype=mx.float16, **options):
+    pages = page_shape(head_dim, bits, group_size, dtype, value_dim)
+    return Pack(counts, prefixes, head_dim=head_dim, value_dim=value_dim or None, dtype=dtype, pages=pages, **options)
+
+
 def emulated(*edit, **options):
     return prefill_harness.emulated(edit, backend="metal", **options)
 
@@ -52,7 +65,8 @@ def emulated(*edit, **options):
 def check_pack(pack, orders=(0, 2), **options):
     with emulated(orders=orders):
         out, fence = pack.run(**options)
-    np.testing.assert_allclose(out, pack.reference(), atol=TOLERANCE[pack.dtype], rtol=TOLERANCE[pack.dtype])
+    tolerance = TOLERANCE[pack.dtype] * (2 if pack.pages else 1)  # values are rounded once they are dequantised
+    np.testing.assert_allclose(out, pack.reference(), atol=tolerance, rtol=tolerance)
     assert fence == 8
 
 
@@ -114,22 +128,60 @@ def test_a_trial_launches_the_text_and_nothing_is_seen(sinks):
 
 
 def test_threadgroup_memory_is_what_the_text_declares():
-    for head_dim in HEAD_DIMS:
-        if head_dim <= MAX_TENSOR_HEAD_DIM:
-            pack = Pack([3], [0], head_dim=head_dim)
+    for head_dim in (64, 128, 192, 256):
+        for pack in (Pack([3], [0], head_dim=head_dim), pack_of([3], [0], head_dim=head_dim)):
             with emulated(checked=False, orders=(0,)):
                 launch = pack.prepare()
                 launch(pack.q, pack.k_pool, pack.v_pool, mx.array([7], mx.uint32))
-            cut = shape_of(VARIANT)
-            assert launch.kernel.func.stats["tg_bytes"] == cut.shared_bytes(head_dim) <= MAX_THREADGROUP_BYTES
+                (variant,) = prefill.prefill_variants(pack.k_pool, pack.v_pool, pack.n_q, pages=pack.pages)
+            size = shape_of(variant).shared_bytes(head_dim, head_dim, pack.pages)
+            assert launch.kernel.func.stats["tg_bytes"] == size <= MAX_THREADGROUP_BYTES
 
 
-def test_quantised_pages_have_no_kernel_on_metal():
-    with emulated():
-        pages = object()
-        assert prefill.prefill_variants_of(mx.bfloat16, 64, 64, 8, 2, 32, False, False)
-        with mock.patch.object(prefill, "cuda_limits", mock.Mock()), mock.patch.object(prefill, "prefill_shape_for"):
-            assert prefill.prefill_variants_of(mx.bfloat16, 64, 64, 8, 2, 32, False, False, pages) == ()
+QUANTIZED = {
+    "8 bits bf16": {"dtype": mx.bfloat16},
+    "4 bits bf16": {"bits": (4, 4), "dtype": mx.bfloat16},
+    "f16 extras": {"bits": (8, 4), "softcap": 5.0, "sinks": True},
+    "window": {"bits": (4, 8), "window": 20, "sinks": True},
+    "window of one": {"window": 1},
+    "value_dim": {"bits": (4, 8), "group_size": 32, "head_dim": 96, "value_dim": 64},
+    "gqa 16": {"dtype": mx.bfloat16, "heads": (16, 1), "head_dim": 128, "window": 100},
+    "gqa 7": {"bits": (4, 4), "group_size": 128, "heads": (7, 1), "head_dim": 128},
+    "256": {"group_size": 32, "head_dim": 256, "heads": (2, 1), "block_size": 32, "softcap": 20.0},
+    "block 8": {"bits": (8, 4), "block_size": 8},
+}
+
+
+@pytest.mark.sample(every=3)
+@pytest.mark.parametrize("name", list(QUANTIZED))
+def test_quantised_pages_match_reference(name):
+    check_pack(pack_of(*RAGGED, **QUANTIZED[name]))
+
+
+VALUES = "  for (int i = own_group * 32 + lane; i < KEYS * (DV / 8);"
+QUANTIZED_WRONG = {
+    "no barriers": ("threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
+    "values over keys that are read": ("  threadgroup_barrier(mem_flags::mem_threadgroup);\n" + VALUES, VALUES),
+    "dead slots are read": ("lo), hi - 1);", "0), 1 << 30);"),
+    "another slot": ("position % BS, i", "0, i"),
+    "another head": ("* n_kv + kv_head;\n    stage_codes", "* n_kv;\n    stage_codes"),
+    "scale of another group": ("factors[at * 8 / GS]", "factors[0]"),
+    "bias of another group": ("factors[GROUPS + at * 8 / GS]", "factors[GROUPS]"),
+    "codes of another place": ("j * BITS % 32", "0"),
+    "what one simdgroup sees": ("const int low = TOGETHER ? origin : ", "const int low = "),
+}  # fmt: skip
+
+
+@pytest.mark.sample(every=3)
+@pytest.mark.parametrize("name", list(QUANTIZED_WRONG))
+def test_planted_defects_over_quantised_pages_are_seen(name):
+    pack = pack_of([30, 50], [80, 40], bits=(8, 4), group_size=32, window=37, block_size=16)
+    try:
+        with emulated(QUANTIZED_WRONG[name], orders=(0, 2)):
+            out, _ = pack.run()
+    except EmuError:
+        return
+    assert not np.allclose(out, pack.reference(), atol=4e-3)
 
 
 BARRIER = "simdgroup_barrier(mem_flags::mem_threadgroup);"
@@ -249,11 +301,13 @@ def planted() -> Iterator[Callable[[tuple[str, str]], None]]:
         {"head_dim": 128, "value_dim": 128, "dtype": mx.float16},
         {"softcap": True, "sinks": True, "dtype": mx.float16},
         {"gqa": 3, "head_dim": 80, "block_size": 8},
+        {"body": QUANTIZED_MATRIX_BODY, "pages": page_shape(64, (8, 4), 32, mx.bfloat16)},
     ],
 )
 def test_the_self_check_passes(planted, change):
     result = self_check_prefill(VARIANT._replace(**change))
-    assert result.ok and result.rms < 2e-3, result.reason
+    # MLX dequantises with other roundings on the CPU than on Metal.
+    assert result.ok and result.rms < (4e-3 if "pages" in change else 2e-3), result.reason
 
 
 @pytest.mark.sample(every=4)
@@ -294,14 +348,17 @@ def test_a_failed_self_check_switches_the_kernel_off(planted):
 checker = pytest.importorskip("tests.support.msl.checker")
 
 
-def problems(dtype, edit=None, head_dim=128, extras=True):
+def problems(dtype, edit=None, head_dim=128, extras=True, pages=None):
     variant = VARIANT._replace(dtype=dtype, head_dim=head_dim, value_dim=head_dim, softcap=extras, sinks=extras)
-    header, source = kernel_build.kernel_source(MATRIX_BODY, "metal", prefill_constants_of(variant, shape_of(variant)))
+    if pages is not None:
+        variant = variant._replace(body=QUANTIZED_MATRIX_BODY, pages=pages)
+    header, source = kernel_build.kernel_source(variant.body, "metal", prefill_constants_of(variant, shape_of(variant)))
     if edit:
         assert edit[0] in source
         source = source.replace(*edit)
     name = str(dtype).split(".")[-1]
-    inputs = [(4, 9999, name), (4, 99999, name), (4, 99999, name), (1, 1, "uint32"), (2, 99, "int32"), (2, 8, "int32")]
+    pool = (4, 99999, name if pages is None else "uint32")
+    inputs = [(4, 9999, name), pool, pool, (1, 1, "uint32"), (2, 99, "int32"), (2, 8, "int32")]
     inputs += [(1, 4, "float32"), (1, 8 if extras else 4, "float32")]
     names, outs, _ = kernel_build.SIGNATURES[MATRIX_BODY]
     return checker.check_kernel(names, outs, source, header, [(inputs, [name, "uint32"], [])])
@@ -313,6 +370,8 @@ def problems(dtype, edit=None, head_dim=128, extras=True):
 def test_types_are_clean(head_dim, dtype):
     assert problems(dtype, head_dim=head_dim) == []
     assert problems(dtype, head_dim=head_dim, extras=False) == []
+    if head_dim % 32 == 0:
+        assert problems(dtype, head_dim=head_dim, pages=page_shape(head_dim, (8, 4), 32, dtype)) == []
 
 
 @pytest.mark.parametrize(
