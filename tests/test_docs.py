@@ -94,3 +94,10 @@ def test_a_decision_has_a_status_a_date_and_a_line_in_the_index(page: Path) -> N
 
 def test_the_map_can_be_read_at_a_sitting() -> None:
     assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= 300
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
+def test_a_decision_is_one_page_and_names_files_that_are_there(page: Path) -> None:
+    text = page.read_text()
+    assert len(text.splitlines()) <= 60 and "**Decision" in text.replace("## Decision", "**Decision")
+    assert not sorted(name for name in re.findall(r"`((?:[\w-]+/)+[\w-]+\.\w+)`", text) if resolved(name) is None)
