@@ -22,9 +22,7 @@ COMMANDS = {
     "prefix": "requests that share a prefix, against the stock server's prompt cache",
     "kernel": "the kernels by themselves, on a GPU",
     "lookup": "prompt look-up, where answers repeat their prompts and where they do not",
-    "grammar": "what grammars cost a batch",
     "ranks": "two ranks of one machine, and one",
-    "host": "what Python takes to build a decode step's graph",
     "engine": "what a step of the engine takes of the host, by rows, by who waits, by what is cached",
 }
 

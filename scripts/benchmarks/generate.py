@@ -46,7 +46,6 @@ from .report import (
 )
 
 SKIPPED_STEPS = 2
-COMPARED_LOGPROBS = 4
 FILL_CHUNK = 2048
 PANELS: tuple[Panel, ...] = (("decode, ms/token", lambda r: r["decode_ms_per_token"]["median"]),)
 PREFILL_PANEL: Panel = ("prefill, tokens/s", lambda r: r["prefill_tokens_per_s"]["median"])
@@ -71,7 +70,6 @@ class Sample:
     decode_ms: float
     peak_bytes: int
     tokens: list[int]
-    logprobs: list[mx.array]
     dispatch: dict[str, Any] | None
 
 
@@ -87,11 +85,7 @@ class Generation:
         """Results of every side, stock first."""
         mx.random.seed(SEED + context)
         prompt = mx.random.randint(0, self.vocab, (context,), dtype=mx.int32)
-        template = None
-        if self.args.synthetic_context:
-            template = self._random_cache(context)
-        elif self.args.no_prefill:
-            template = self._computed_cache(prompt)
+        template = self._random_cache(context) if self.args.synthetic_context else None
         if template is not None:
             prompt = prompt[-1:]
         mx.eval(prompt)
@@ -119,15 +113,6 @@ class Generation:
                     for x in (shape.keys, shape.values)
                 ]
                 layer.update_and_fetch(*pair)
-            mx.eval([layer.state for layer in cache])
-        return cache
-
-    def _computed_cache(self, prompt: mx.array) -> list[Any]:
-        """mlx-lm's own caches after the prompt."""
-        cache = stock_cache.make_prompt_cache(self.model)
-        step = self.args.prefill_step_size
-        for begin in range(0, prompt.size, step):
-            self.model(prompt[None, begin : begin + step], cache=cache)
             mx.eval([layer.state for layer in cache])
         return cache
 
@@ -176,13 +161,11 @@ class Generation:
             prompt_cache=cache,
             prefill_step_size=self.args.prefill_step_size,
         )
-        tokens, times, logprobs, prefill_dispatch = [], [], [], None
+        tokens, times, prefill_dispatch = [], [], None
         begin = time.perf_counter()
-        for token, step_logprobs in steps:
+        for token, _ in steps:
             times.append(time.perf_counter())
             tokens.append(token)
-            if len(logprobs) < COMPARED_LOGPROBS:
-                logprobs.append(step_logprobs)
             if prefill_dispatch is None:
                 prefill_dispatch = dispatch_counts()
                 mlx_paged.reset_dispatch_counts()
@@ -193,7 +176,6 @@ class Generation:
             decode_ms=1e3 * (last - first) / decode_tokens,
             peak_bytes=mx.get_peak_memory(),
             tokens=tokens,
-            logprobs=logprobs,
             dispatch=_check_dispatch(side, len(cache) * decode_tokens, prefill_dispatch or {}),
         )
 
@@ -204,7 +186,7 @@ class Generation:
         prefill = [s.prefill_s for s in samples if s.prefill_s is not None]
         stock_prefill = [s.prefill_s for s in stock if s.prefill_s is not None]
         paged = side.block_size is not None
-        different, logprob = _compare(samples, stock[0])
+        different = _first_difference(samples, stock[0])
         return {
             "context": context,
             "side": side.name,
@@ -217,7 +199,6 @@ class Generation:
             "peak_bytes": max(s.peak_bytes for s in samples),
             "same_tokens": different is None,
             "first_different_token": different,
-            "max_logprob_difference": logprob,
             "distinct_tokens": len(set(samples[0].tokens)),
             "dispatch": samples[-1].dispatch,
         }
@@ -235,18 +216,10 @@ def _check_dispatch(side: Side, least: int, prefill: dict[str, int]) -> dict[str
     return {"last": {"path": last.path, "reason": last.reason}, "first_token": prefill, "decode": counts}
 
 
-def _compare(samples: Sequence[Sample], reference: Sample) -> tuple[int | None, float]:
-    """Index of the first token that differs (None: none does), and how far log-probabilities differ up to there."""
-    first, largest = None, 0.0
-    for sample in samples:
-        pairs = enumerate(zip(sample.tokens, reference.tokens, strict=True))
-        different = next((i for i, (a, b) in pairs if a != b), None)
-        if different is not None:
-            first = different if first is None else min(first, different)
-        comparable = COMPARED_LOGPROBS if different is None else different + 1
-        for a, b in list(zip(sample.logprobs, reference.logprobs, strict=True))[:comparable]:
-            largest = max(largest, float(mx.max(mx.abs(a.astype(mx.float32) - b.astype(mx.float32))).item()))
-    return first, largest
+def _first_difference(samples: Sequence[Sample], reference: Sample) -> int | None:
+    """Return the index of the first token that differs in any sample."""
+    pairs = (enumerate(zip(sample.tokens, reference.tokens, strict=True)) for sample in samples)
+    return min((i for each in pairs for i, (a, b) in each if a != b), default=None)
 
 
 def print_results(results: Sequence[dict[str, Any]]) -> None:
@@ -273,9 +246,8 @@ def print_results(results: Sequence[dict[str, Any]]) -> None:
     print(f"\nPaged decode ran through: {'; '.join(sorted(paths))}")
     paged = [r for r in results if r["block_size"] is not None]
     differing = [f"{r['side']} at {r['context']}" for r in paged if not r["same_tokens"]]
-    largest = max((r["max_logprob_difference"] for r in paged), default=0.0)
     verdict = "the same on both sides" if not differing else "DIFFERENT: " + ", ".join(differing)
-    print(f"Greedy tokens: {verdict}. Largest difference of a log-probability: {largest:.2g}.")
+    print(f"Greedy tokens: {verdict}.")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -287,7 +259,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--decode-tokens", type=positive, default=32, help="counted steps of a sample (default 32)")
     add("--repeats", type=positive, default=5, help="samples per side (default 5)")
     add("--prefill-step-size", type=positive, default=2048, help="as in mlx-lm (default 2048)")
-    add("--no-prefill", action="store_true", help="decode only: compute each prompt once, with mlx-lm, for all samples")
     add("--synthetic-context", action="store_true", help="decode only: fill the caches with random keys and values")
     add_out_argument(parser)
 

