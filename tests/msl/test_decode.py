@@ -1,19 +1,24 @@
 # ruff: noqa: E501
-"""paged_decode and merge_partitions on the emulator: against float64, bit invariance, and planted defects."""
+"""paged_decode, quantized_decode and merge_partitions on the emulator, one set of tests over dense and quantised pages:
+against float64 over what the pages hold, bit invariance, and planted defects."""
+
+import itertools
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.launch_shape import HEAD_DIMS, MAX_THREADGROUP_BYTES, shape_for
+from mlx_paged.kernels.launch_shape import HEAD_DIMS, MAX_THREADGROUP_BYTES, Variant, shape_for
+from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import Case, emulated, to_float
-from tests.support.samples import each_pair
 
-TOLERANCE = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 2e-2}
+TOLERANCE = {mx.float32: 3e-6, mx.float16: 2e-3, mx.bfloat16: 2e-2}
 RAGGED = [1, 15, 16, 17, 150, 5, 6, 7, 33]  # 9 rows: inputs of 8 and more elements are in device memory
 FEW = [17, 140]  # 2 rows: small inputs are in constant memory
+SLOW = pytest.mark.slow
+DENSE, PAGES = None, (8, 4)
+BOTH = pytest.mark.parametrize("bits", [DENSE, PAGES], ids=["dense", "quantised"])
 
 CLASSES = {
     "f32": {},
@@ -25,70 +30,115 @@ CLASSES = {
     "gqa 1": {"heads": (2, 2), "head_dim": 192},
     "block 8": {"block_size": 8, "dtype": mx.bfloat16},
     "block 128": {"block_size": 128},
-}
+    "8 bits f32": {"bits": (8, 8)},
+    "4 bits bf16": {"bits": (4, 4), "dtype": mx.bfloat16, "group_size": 64},
+    "8/4 f16 extras q_len 3": {"bits": PAGES, "dtype": mx.float16, "q_len": 3, "softcap": 5.0, "sinks": True},
+    "8/4 value_dim": {"bits": PAGES, "head_dim": 96, "value_dim": 64, "dtype": mx.bfloat16},
+    "8/4 gqa 16, one group": {"bits": PAGES, "heads": (16, 1), "head_dim": 128, "dtype": mx.bfloat16, "group_size": 128},
+    "4 bits gqa 7": {"heads": (7, 1), "head_dim": 96, "dtype": mx.float16, "bits": (4, 4)},
+    "8/4 gqa 1": {"bits": PAGES, "heads": (2, 2), "head_dim": 192, "group_size": 64},
+    "8 bits block 8": {"block_size": 8, "dtype": mx.bfloat16, "bits": (8, 8)},
+    "4 bits block 128": {"block_size": 128, "bits": (4, 4)},
+}  # fmt: skip
+
+
+def case_of(contexts, bits=DENSE, group_size=32, **options):
+    dtype, head_dim = options.get("dtype", mx.float32), options.get("head_dim", 64)
+    pages = bits and page_shape(head_dim, bits, group_size, dtype, options.get("value_dim") or 0)
+    return Case(contexts, pages=pages, **options)
+
+
+def body_of(case):
+    return "paged_decode" if case.pages is None else "quantized_decode"
 
 
 def check(case, launch_shape=None, backend="metal", **options):
     with emulated(backend, **options) as fake:
-        launch_shape = launch_shape or shape_for(case.variant())
-        out, fence = case.run(launch_shape=launch_shape)
+        out, fence = case.run(launch_shape=launch_shape or shape_for(case.variant()))
     np.testing.assert_allclose(out, case.reference(), atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
-    assert int(np.asarray(fence)[0]) == 8
-    return out, fake
+    assert int(np.asarray(fence)[0]) == 8 and {body for body, _ in fake.calls} <= {body_of(case), "merge_partitions"}
+    return out
 
 
-@pytest.mark.sample(every=6, keep="extras")
-@pytest.mark.parametrize(("name", "contexts", "backend"), each_pair(list(CLASSES), [RAGGED, FEW], ["metal", "cuda"]))
+def pools_of(case):
+    return to_float(case.k_pool), to_float(case.v_pool)
+
+
+def is_written(fake, full):
+    """Whether the pools are these after a launch."""
+    pools = zip(("k_pool", "v_pool"), full, strict=True)
+    return all(np.array_equal(to_float(fake.written[name]), x, equal_nan=True) for name, x in pools)
+
+
+QUICK = [("f16 extras q_len 3", RAGGED, "metal"), ("bf16", FEW, "cuda"), ("block 8", RAGGED, "metal")]
+QUICK += [("8/4 f16 extras q_len 3", RAGGED, "metal"), ("4 bits bf16", FEW, "cuda"), ("8/4 gqa 1", RAGGED, "metal")]
+MATCHES = list(itertools.product(CLASSES, [RAGGED, FEW], ["metal", "cuda"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "contexts", "backend"), [pytest.param(*case, marks=() if case in QUICK else SLOW) for case in MATCHES]
+)
 def test_matches_reference(name, contexts, backend):
-    check(Case(contexts, **CLASSES[name]), backend=backend)
+    check(case_of(contexts, **CLASSES[name]), backend=backend)
 
 
-@pytest.mark.sample(every=4)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_every_head_dim(head_dim):
-    check(Case([33, 3], head_dim=head_dim, heads=(4, 2), dtype=mx.bfloat16), orders=(0, 2))
+@pytest.mark.parametrize("bits", [DENSE, pytest.param((8, 8), marks=SLOW), (4, 4)])
+@pytest.mark.parametrize("head_dim", [dim if dim in (64, 256) else pytest.param(dim, marks=SLOW) for dim in HEAD_DIMS])
+def test_every_head_dim(head_dim, bits):
+    if bits is None or head_dim % 32 == 0:
+        check(case_of([33, 3], bits, head_dim=head_dim, heads=(4, 2), dtype=mx.bfloat16), orders=(0, 2))
+
+
+SWEPT = [(dim, 32, DENSE) for dim in HEAD_DIMS]
+SWEPT += [
+    (*form, bits)
+    for form in [(64, 64), (96, 32), (128, 128), (256, 64), (512, 128)]
+    for bits in [(8, 8), (4, 4), PAGES]
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("gqa", [1, 2, 3, 5, 8, 12, 16])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_sweep(head_dim, gqa, dtype):
-    check(Case([130, 1, 31], head_dim=head_dim, heads=(gqa, 1), block_size=32, dtype=dtype), orders=(0, 1))
+@pytest.mark.parametrize(("head_dim", "group_size", "bits"), SWEPT)
+def test_sweep(head_dim, group_size, bits, gqa, dtype):
+    options = {"head_dim": head_dim, "heads": (gqa, 1), "block_size": 32, "dtype": dtype}
+    check(case_of([130, 1, 31], bits, group_size, **options), orders=(0, 1))
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("starts", [[0, 1, 8, 60], [3, 14, 15, 149]])
-def test_window(starts):
+@BOTH
+@pytest.mark.parametrize("starts", [[0, 1, 8, 60], pytest.param([3, 14, 15, 149], marks=SLOW)])
+def test_window(starts, bits):
     # Tables are wild outside the window and stale slots are NaN: reading either would be seen.
-    check(Case([5, 15, 16, 150], starts=starts, sinks=True))
+    check(case_of([5, 15, 16, 150], bits, starts=starts, sinks=True))
 
 
-@pytest.mark.sample(every=2)
+@BOTH
 @pytest.mark.parametrize("sinks", [False, True])
-def test_rows_that_see_nothing_are_zero(sinks):
+def test_rows_that_see_nothing_are_zero(sinks, bits):
     for max_blocks in (2, 20):
-        case = Case([4, 20], max_blocks=max_blocks, sinks=sinks)
+        case = case_of([4, 20], bits, max_blocks=max_blocks, sinks=sinks)
         case.ends[0] = 0
         with emulated():
             out, _ = case.run()
         assert not out[0].any()
-        np.testing.assert_allclose(out, case.reference(), atol=2e-6)
+        np.testing.assert_allclose(out, case.reference(), atol=3e-6)
 
 
-def test_partition_tiers():
+@BOTH
+def test_partition_tiers(bits):
     # Partitions of 64, 128 and 256 tokens in one launch, misaligned starts.
-    case = Case([100, 200, 300, 330], starts=[1, 63, 20, 300])
+    case = case_of([100, 200, 300, 330], bits, starts=[1, 63, 20, 300])
     with emulated():
         launch_shape = shape_for(case.variant())._replace(partition=64, span=1)
     check(case, launch_shape=launch_shape)
 
 
-@pytest.mark.sample(every=2)
+@BOTH
 @pytest.mark.parametrize("sinks", [False, True])
-def test_bits_do_not_depend_on_batchmates(sinks):
+def test_bits_do_not_depend_on_batchmates(sinks, bits):
     # Alone, row 0 takes the single-partition variant; beside a long row it goes through merge_partitions.
-    case = Case([100, 700], sinks=sinks, dtype=mx.float32)
+    case = case_of([100, 700], bits, sinks=sinks)
     with emulated(checked=False, orders=(0,)):
         together, _ = case.run()
         case.q, case.ends, case.starts = case.q[:1], case.ends[:1], case.starts[:1]
@@ -98,7 +148,7 @@ def test_bits_do_not_depend_on_batchmates(sinks):
 
 
 def test_max_visible_changes_nothing():
-    case = Case([700, 650], starts=[600, 590])
+    case = case_of([700, 650], starts=[600, 590])
     with emulated(checked=False, orders=(0,)) as fake:
         wide, _ = case.run()
         narrow, _ = case.run(max_visible=100)
@@ -106,25 +156,27 @@ def test_max_visible_changes_nothing():
     assert grids[1] < grids[0] and wide.tobytes() == narrow.tobytes()
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("bits", [DENSE, PAGES, pytest.param((8, 8), marks=SLOW), pytest.param((4, 4), marks=SLOW)])
 @pytest.mark.parametrize("contexts", [[1, 16, 17, 150, 300], [64, 65]])
-def test_append_writes_the_newest_token_and_attends_to_it(contexts, dtype):
-    # Its slot holds NaN: reading it from the pool would be seen. 300 tokens: several partitions.
-    case = Case(contexts, dtype=dtype, head_dim=80, value_dim=64, heads=(4, 2))
-    reference, full = case.reference(), (to_float(case.k_pool), to_float(case.v_pool))
+def test_append_writes_the_newest_token_and_attends_to_it(contexts, bits, dtype):
+    # Its slot holds NaN: reading it before it is written would be seen. 300 tokens: several partitions.
+    case = case_of(contexts, bits, dtype=dtype, head_dim=128 if bits else 80, value_dim=64, heads=(4, 2))
+    reference, full = case.reference(), pools_of(case)
+    with emulated(checked=False, orders=(0,)):
+        before, _ = case.run()
     append = case.take_out_newest()
     with emulated() as fake:
         out, _ = case.run(append=append)
     np.testing.assert_allclose(out, reference, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    for name, expected in zip(("k_pool", "v_pool"), full, strict=True):
-        np.testing.assert_array_equal(to_float(fake.written[name]), expected)
+    assert out.tobytes() == before.tobytes() and is_written(fake, full)
 
 
+@BOTH
 @pytest.mark.parametrize("backend", ["metal", "cuda"])
-def test_rows_of_padding_append_nothing(backend):
-    case = Case([5, 150], dtype=mx.float32)
-    full = to_float(case.k_pool), to_float(case.v_pool)
+def test_rows_of_padding_append_nothing(backend, bits):
+    case = case_of([5, 150], bits)
+    full = pools_of(case)
     append = case.take_out_newest()
     with emulated(backend=backend):
         alone, _ = case.run(append=append)
@@ -134,123 +186,88 @@ def test_rows_of_padding_append_nothing(backend):
     )
     with emulated(backend=backend) as fake:
         out, _ = case.run(append=append)
-    assert out[:2].tobytes() == alone.tobytes() and not out[2:].any()
-    for name, expected in zip(("k_pool", "v_pool"), full, strict=True):
-        np.testing.assert_array_equal(to_float(fake.written[name]), expected)
+    assert out[:2].tobytes() == alone.tobytes() and not out[2:].any() and is_written(fake, full)
 
 
-def test_append_changes_no_bit():
-    case = Case([5, 150, 300], starts=[0, 3, 100], dtype=mx.float32)
-    with emulated(checked=False, orders=(0,)):
-        before, _ = case.run()
-        after, _ = case.run(append=case.take_out_newest())
-    assert before.tobytes() == after.tobytes()
+def test_newest_tokens_are_written_before_where_bits_differ():
+    case = case_of([5, 40, 1], PAGES)
+    append = case.take_out_newest()
+    case.ends[2] = 0  # padding
+    # What the emulator writes is a copy: there, the slots stay as they were.
+    case.k_pool, case.v_pool = (mx.zeros_like(x) for x in (case.k_pool, case.v_pool))
+    with emulated(exact=False) as fake:
+        case.run(append=append)
+    (write, written), (decode, call), *_ = fake.calls
+    assert (write, decode) == ("write_rows", "quantized_decode") and call["inputs"][9].tolist()[2] == 0.0
+    expected = [case.tables[0, 0] * 16 + 4, case.tables[1, 2] * 16 + 7, -1]
+    assert written["inputs"][5].tolist() == expected
 
 
-def test_append_refuses_rows_that_do_not_fit():
-    case = Case([5, 6])
+@BOTH
+def test_append_refuses_rows_that_do_not_fit(bits):
+    case = case_of([5, 6], bits)
     k, v = case.take_out_newest()
     with emulated():
         for bad in ((k[:1], v), (k, v[..., :32]), (k.astype(mx.float16), v)):
             with pytest.raises(ValueError, match="cannot append"):
                 case.run(append=bad)
-        case = Case([5, 6], q_len=2)
+        if bits:
+            case.q = case.q.astype(mx.float16)
+            with pytest.raises(ValueError, match="do not fit a pool"):
+                case.run()
+            return
+        case = case_of([5, 6], q_len=2)
         with pytest.raises(ValueError, match="cannot append"):
             case.run(append=(k, v))
 
 
 def test_threadgroup_memory_is_bounded():
-    for dtype in TOLERANCE:
-        for head_dim in HEAD_DIMS:
-            for gqa in range(1, 17):
-                for backend in ("metal", "cuda"):
-                    for body in ("paged_decode", "paged_decode_tensor"):
-                        variant = kernels.Variant(body, backend, dtype, head_dim, head_dim, gqa, 32)
-                        assert shape_for(variant).threadgroup_bytes(gqa, head_dim) <= MAX_THREADGROUP_BYTES
+    bodies = [
+        ("paged_decode", DENSE),
+        ("paged_decode_tensor", DENSE),
+        ("quantized_decode", (8, 8)),
+        ("quantized_decode", (4, 4)),
+    ]
+    for dtype, head_dim, (body, bits), gqa in itertools.product(TOLERANCE, HEAD_DIMS, bodies, range(1, 17)):
+        if bits and head_dim % 32:
+            continue
+        pages = bits and page_shape(head_dim, bits, 32, dtype)
+        for backend in ("metal", "cuda"):
+            shape = shape_for(Variant(body, backend, dtype, head_dim, head_dim, gqa, 32, pages=pages))
+            assert shape.threadgroup_bytes(gqa, head_dim) <= MAX_THREADGROUP_BYTES
+            assert not bits or shape.vec == 8
 
+
+# Planted defects ----------------------------------------------------------------------------------------------------
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
-APPEND_DEFECTS = {  # old, new: seen in the result or in the pool
-    "reads the slot, not the new row": ("position == fresh ? k_new", "position == -1 ? k_new"),
-    "writes to the wrong slot": ("* BS + fresh % BS;", "* BS + (fresh + 1) % BS;"),
-    "writes half a row": ("dim < DV; dim += SG * 32", "dim < DV / 2; dim += SG * 32"),
-    "one row for all": (
-        "fresh_row = static_cast<int64_t>(row) * n_kv + kv_head",
-        "fresh_row = static_cast<int64_t>(kv_head)",
-    ),
-    "never stores": ("if (fresh >= lo && fresh < hi) {", "if (fresh < -1) {"),
-}
-
-
-@pytest.mark.sample(every=4)
-@pytest.mark.parametrize("name", list(APPEND_DEFECTS))
-def test_planted_append_defects_are_caught(name):
-    case = Case([17, 150], head_dim=64)
-    reference, full = case.reference(), (to_float(case.k_pool), to_float(case.v_pool))
-    append = case.take_out_newest()
-    try:
-        with emulated(edit={"paged_decode": [APPEND_DEFECTS[name]]}) as fake:
-            out, _ = case.run(append=append)
-    except EmuError:
-        return
-    same = all(
-        np.array_equal(to_float(fake.written[n]), x, equal_nan=True)
-        for n, x in zip(("k_pool", "v_pool"), full, strict=True)
-    )
-    assert not same or not np.allclose(out, reference, atol=1e-3)
-
-
+APPEND_DEFECTS = {  # body, old, new: seen in the result or in the pool
+    "reads the slot, not the new row": ("paged_decode", "position == fresh ? k_new", "position == -1 ? k_new"),
+    "writes to the wrong slot": ("paged_decode", "* BS + fresh % BS;", "* BS + (fresh + 1) % BS;"),
+    "writes half a row": ("paged_decode", "dim < DV; dim += SG * 32", "dim < DV / 2; dim += SG * 32"),
+    "one row for all": ("paged_decode", "fresh_row = static_cast<int64_t>(row) * n_kv + kv_head", "fresh_row = static_cast<int64_t>(kv_head)"),
+    "never stores": ("paged_decode", "if (fresh >= lo && fresh < hi) {", "if (fresh < -1) {"),
+    "quantised: attended to before it is written": ("quantized_decode", "threadgroup_barrier(mem_flags::mem_device);", ""),
+    "quantised: barrier of other memory": ("quantized_decode", "threadgroup_barrier(mem_flags::mem_device);", "threadgroup_barrier(mem_flags::mem_threadgroup);"),
+    "quantised: writes to the wrong slot": ("quantized_decode", "const int offset = fresh % BS;", "const int offset = (fresh + 1) % BS;"),
+    "quantised: keys alone": ("quantized_decode", "task < K_GROUPS + V_GROUPS", "task < K_GROUPS"),
+    "quantised: one row for all": ("quantized_decode", "fresh_row = static_cast<int64_t>(row) * n_kv + kv_head", "fresh_row = static_cast<int64_t>(kv_head)"),
+    "quantised: never stores": ("quantized_decode", "if (fresh >= lo && fresh < hi) {", "if (fresh < -1) {"),
+    "quantised: rounded scale": ("quantized_decode", "(x[i] - affine.bias) / affine.scale", "(x[i] - affine.bias) / (affine.scale * 1.01f)"),
+}  # fmt: skip
 CAUGHT = {  # body, old, new: the emulator itself objects
     "drop the barriers": ("paged_decode", BARRIER, "", "race: load"),
-    "barrier without memory": ("paged_decode", BARRIER, "threadgroup_barrier(mem_flags::mem_none);", "race: load"),
+    "barrier without memory": ("paged_decode", "threadgroup_barrier(mem_flags::mem_threadgroup);", "threadgroup_barrier(mem_flags::mem_none);", "race: load"),
     "block past the context": ("paged_decode", "(hi - 1) / BS)];", "(hi - 1) / BS + 1)];", "wild load|out-of-bounds"),
-    "block before the window": (
-        "paged_decode",
-        "metal::max(chunk * CHUNK / BS + i, lo / BS)",
-        "chunk * CHUNK / BS + i",
-        "wild load|out-of-",
-    ),
-    "block ahead past the context": (
-        "paged_decode",
-        "(table, chunk + STRIPES, lo, hi, blocks)",
-        "(table, chunk + STRIPES, lo, hi + BS, blocks)",
-        "wild load|out-of-",
-    ),
-    "two heads, one line": (
-        "paged_decode",
-        "const int64_t line = line0 + head * q_len;",
-        "const int64_t line = line0;",
-        "race",
-    ),
-    "unwritten output": (
-        "paged_decode",
-        "item < HS * HR * DV; item += SG * 32",
-        "item < HS * HR * DV - 1; item += SG * 32",
-        "never written",
-    ),
+    "block before the window": ("paged_decode", "metal::max(chunk * CHUNK / BS + i, lo / BS)", "chunk * CHUNK / BS + i", "wild load|out-of-"),
+    "block ahead past the context": ("paged_decode", "(table, chunk + STRIPES, lo, hi, blocks)", "(table, chunk + STRIPES, lo, hi + BS, blocks)", "wild load|out-of-"),
+    "two heads, one line": ("paged_decode", "const int64_t line = line0 + head * q_len;", "const int64_t line = line0;", "race"),
+    "unwritten output": ("paged_decode", "item < HS * HR * DV; item += SG * 32", "item < HS * HR * DV - 1; item += SG * 32", "never written"),
     "fence not passed on": ("paged_decode", "fence_out[0] = fence[0] + 1u;", "", "never written"),
-    "shuffle in a branch": (
-        "merge_partitions",
-        "top = simd_max(top);",
-        "if (lane < 16) { top = simd_max(top); }",
-        "divergence",
-    ),
+    "shuffle in a branch": ("merge_partitions", "top = simd_max(top);", "if (lane < 16) { top = simd_max(top); }", "divergence"),
     "merge writes out of range": ("merge_partitions", "if (dim < DV) {", "{", "out-of-bounds|race"),
-}
-
-
-@pytest.mark.sample(every=5)
-@pytest.mark.parametrize("name", list(CAUGHT))
-def test_emulator_catches(name):
-    body, old, new, want = CAUGHT[name]
-    single = Case([36, 90], starts=[28, 50], block_size=8)  # chunks of two blocks, half of them dead
-    split = Case([40, 300], starts=[20, 50], head_dim=80)
-    case = split if body == "merge_partitions" else single
-    with emulated(edit={body: [(old, new)]}), pytest.raises(EmuError, match=want):
-        case.run()
-
-
-WRONG = {  # body, old, new: the numbers come out wrong
+}  # fmt: skip
+WRONG = {  # body, old, new: the numbers come out wrong, or the emulator objects
     "fence input dropped": ("paged_decode", "fence[0] + 1u", "1u"),
     "wrong kv head": ("paged_decode", "blocks[u * TPS / BS]) * n_kv + kv_head)", "blocks[u * TPS / BS]) * n_kv + 0 * kv_head)"),
     "swapped query heads": ("paged_decode", "q[(line0 + (head0 + h) * q_len)", "q[(line0 + (G - 1 - head0 - h) * q_len)"),
@@ -268,18 +285,70 @@ WRONG = {  # body, old, new: the numbers come out wrong
     "partitions not weighted": ("merge_partitions", "o[d] = metal::fma(ahead[i * ND + d], w, o[d]);", "o[d] += ahead[i * ND + d];"),
     "partition sizes disagree": ("merge_partitions", "int size = PART;", "int size = 2 * PART;"),
     "row of another query": ("merge_partitions", "+ line % q_len;", ";"),
+    "quantised: wrong kv head": ("quantized_decode", "static_cast<int64_t>(blocks[u * TPS / BS]) * n_kv + kv_head;", "static_cast<int64_t>(blocks[u * TPS / BS]) * n_kv;"),
+    "quantised: scale of another group": ("quantized_decode", "key_factors[dim / GS]", "key_factors[0]"),
+    "quantised: bias of another group": ("quantized_decode", "key_factors[K_GROUPS + dim / GS]", "key_factors[K_GROUPS]"),
+    "quantised: value scale of another group": ("quantized_decode", "value_factors[dim / GS]", "value_factors[0]"),
+    "quantised: value bias of another group": ("quantized_decode", "value_factors[V_GROUPS + dim / GS]", "value_factors[V_GROUPS]"),
+    "quantised: factors of another token": ("quantized_decode", "inside * 2 * K_GROUPS", "inside * K_GROUPS"),
+    "quantised: factors of the codes' plane": ("quantized_decode", "key_page + BS * K_CODES", "key_page"),
+    "quantised: key bias dropped": ("quantized_decode", "metal::fma(bias, query_sum[h * NK + i], score[u * HP + h])", "score[u * HP + h]"),
+    "quantised: value bias dropped": ("quantized_decode", "metal::fma(p[h], bias, base[h * NV + i])", "base[h * NV + i]"),
+    "quantised: biases not rescaled": ("quantized_decode", "base[h * NV + i] *= factor;", ""),
+    "quantised: accumulators not rescaled": ("quantized_decode", "acc[h * NV * VEC + i] *= factor;", ""),
+    "quantised: places of keys kept": ("quantized_decode", "1.0f / static_cast<float>(1 << PLACE(j * KBITS))", "1.0f"),
+    "quantised: places of values kept": ("quantized_decode", "1.0f / static_cast<float>(1 << PLACE(i % VEC * VBITS))", "1.0f"),
+    "quantised: high half of a word lost": ("quantized_decode", "word >> (bit / 16 * 16)", "word"),
+    "quantised: offset kept": ("quantized_decode", " - 8388608.0f", ""),
+    "quantised: codes of another packet": ("quantized_decode", "dim / VEC * KW", "dim / VEC"),
+    "quantised: value codes of the first packet": ("quantized_decode", "dim / VEC * VW", "0"),
+    "quantised: stale tokens multiplied": ("quantized_decode", "metal::min(metal::max(token + step_token, lo), hi - 1) % BS", "(token + step_token) % BS"),
+    "quantised: block not read ahead": ("quantized_decode", "(table, chunk + STRIPES, lo", "(table, chunk, lo"),
 }  # fmt: skip
+QUICK_DEFECTS = (
+    "writes to the wrong slot", "quantised: writes to the wrong slot", "drop the barriers", "merge writes out of range",
+    "skip the rescale", "partitions not weighted", "quantised: scale of another group",
+)  # fmt: skip
 
 
-@pytest.mark.sample(every=12)
-@pytest.mark.parametrize("name", list(WRONG))
+def some(defects):
+    return [pytest.param(name, marks=() if name in QUICK_DEFECTS else SLOW) for name in defects]
+
+
+@pytest.mark.parametrize("name", some(APPEND_DEFECTS))
+def test_planted_append_defects_are_caught(name):
+    body, *edit = APPEND_DEFECTS[name]
+    case = case_of([17, 150], PAGES if body.startswith("quantized") else DENSE)
+    reference, full = case.reference(), pools_of(case)
+    append = case.take_out_newest()
+    try:
+        with emulated(edit={body: [edit]}) as fake:
+            out, _ = case.run(append=append)
+    except EmuError:
+        return
+    assert not is_written(fake, full) or not np.allclose(out, reference, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", some(CAUGHT))
+def test_emulator_catches(name):
+    body, old, new, want = CAUGHT[name]
+    single = case_of([36, 90], starts=[28, 50], block_size=8)  # chunks of two blocks, half of them dead
+    split = case_of([40, 300], starts=[20, 50], head_dim=80)
+    case = split if body == "merge_partitions" else single
+    with emulated(edit={body: [(old, new)]}), pytest.raises(EmuError, match=want):
+        case.run()
+
+
+@pytest.mark.parametrize("name", some(WRONG))
 def test_wrong_numbers_are_seen(name):
     body, old, new = WRONG[name]
-    case = Case([129, 300], starts=[10, 0], heads=(4, 2), q_len=2, sinks=True)
+    form = (PAGES, 32) if body.startswith("quantized") else (DENSE,)
+    case = case_of(
+        [129, 300], *form, starts=[10, 0], heads=(4, 2), q_len=2, sinks=True, head_dim=128 if len(form) > 1 else 64
+    )
     try:
         with emulated(edit={body: [(old, new)]}):
             out, fence = case.run()
     except EmuError:
         return
-    same = np.allclose(out, case.reference(), atol=1e-4)
-    assert not same or int(np.asarray(fence)[0]) != 8
+    assert not np.allclose(out, case.reference(), atol=1e-4) or int(np.asarray(fence)[0]) != 8

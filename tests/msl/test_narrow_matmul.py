@@ -1,4 +1,6 @@
-"""narrow_matmul's text on the emulator: the CUDA body, with the tensor cores' fragments as PTX describes them."""
+# ruff: noqa: E501
+"""narrow_matmul's and narrow_quantized's texts on the emulator, with the tensor cores' fragments as PTX describes them:
+one set of tests over matrices as they are (form None) and over quantised ones (bits, group size)."""
 
 from functools import partial
 
@@ -7,11 +9,16 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels.products import narrow_matmul
+from mlx_paged.kernels.products.narrow_matmul import ADDED, BIASED, DTYPES, GATED, GROUPED, PLAIN, TILES, PackedWeight
+from mlx_paged.kernels.trial import launch_alone
+from tests.support.msl import registers
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import tensor_kernel, to_float
 
-TILES = narrow_matmul.TILES
 SHARED_MEMORY = 48 << 10  # what CUDA gives without asking
+FORMS = [(4, 32), (4, 64), (4, 128), (8, 32), (8, 64), (8, 128)]
+SLOW = pytest.mark.slow
+NO_COMPILER = pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
 
 
 @pytest.fixture
@@ -29,159 +36,236 @@ def emulated(monkeypatch):
     assert planted == set(edits)
 
 
-def factors(num_rows, width, depth, dtype, seed=0):
-    rng = np.random.default_rng(seed)
-    x, w, bias = (
-        mx.array(rng.standard_normal(shape).astype(np.float32) * scale).astype(dtype)
-        for shape, scale in (((num_rows, depth), 1), ((width, depth), depth**-0.5), ((width,), 1))
-    )
-    return x, w, bias
+def noise(shape, dtype, seed, scale=1.0):
+    values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32) * scale
+    return mx.array(values).astype(dtype)
+
+
+def weight(width, depth, form, dtype, seed=0, scale=1.0):
+    values = noise((width, depth), dtype, seed + 7, scale * depth**-0.5)
+    return values if form is None else PackedWeight(*mx.quantize(values, form[1], form[0]), form[0])
+
+
+def rows(num_rows, depth, dtype):
+    return noise((num_rows, depth), dtype, 1)
+
+
+def values_of(w, dtype):
+    """What a matrix stands for, rounded once; a packed one is unpacked by NumPy."""
+    if isinstance(w, mx.array):
+        return to_float(w).astype(np.float64)
+    words, scales, biases = np.array(w.words), to_float(w.scales), to_float(w.biases)
+    shifts = np.arange(32 // w.bits, dtype=np.uint32) * w.bits
+    q = (words[..., None] >> shifts & (1 << w.bits) - 1).reshape(w.shape).astype(np.float64)
+    by, plus = (np.repeat(x, w.shape[1] // x.shape[1], 1) for x in (scales, biases))
+    return to_float(mx.array((q * by + plus).astype(np.float32)).astype(dtype)).astype(np.float64)
 
 
 def run(x, w, bias, tile):
-    body = narrow_matmul.PLAIN if bias is None else narrow_matmul.BIASED
+    body = PLAIN if bias is None else BIASED
     (out,) = narrow_matmul._launch(body, x[:, None], [w], bias, tile, [(x.shape[0], 1, w.shape[0])])
     assert out.shape == (x.shape[0], 1, w.shape[0])
     return to_float(out)[:, 0]
 
 
-def expected(x, w, bias):
-    product = to_float(x).astype(np.float64) @ to_float(w).astype(np.float64).T
-    return product if bias is None else product + to_float(bias)
+def check(x, w, bias, tile):
+    product = to_float(x).astype(np.float64) @ values_of(w, x.dtype).T
+    want = product if bias is None else product + to_float(bias)
+    precision = 2.0 ** -(8 if x.dtype == mx.bfloat16 else 11)
+    np.testing.assert_allclose(run(x, w, bias, tile), want, rtol=precision, atol=precision)
 
 
-def close(got, want, dtype):
-    digits = 8 if dtype == mx.bfloat16 else 11
-    np.testing.assert_allclose(got, want, rtol=2.0**-digits, atol=2.0**-digits)
+def test_the_reference_is_what_mlx_dequantizes():
+    for form in FORMS:
+        w = weight(5, 256, form, mx.float16)
+        want = mx.dequantize(*w.arrays, form[1], form[0])
+        np.testing.assert_allclose(values_of(w, mx.float16), to_float(want), rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("dtype", narrow_matmul.DTYPES)
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize(("num_rows", "width", "depth"), [(1, 40, 8), (13, 33, 72), (37, 70, 1096)])
-def test_products(emulated, dtype, tile, num_rows, width, depth):
-    x, w, bias = factors(num_rows, width, depth, dtype)
-    close(run(x, w, None, tile), expected(x, w, None), dtype)
-    close(run(x, w, bias, tile), expected(x, w, bias), dtype)
+PRODUCTS = [(None, dtype, tile) for dtype in DTYPES for tile in TILES]
+PRODUCTS += [(form, *pair) for form in FORMS for pair in zip(DTYPES, TILES, strict=True)]
+CHEAP = [(None, DTYPES[0], TILES[0]), (None, DTYPES[1], TILES[1]), ((4, 32), DTYPES[0], TILES[0])]
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("tile", TILES)
-def test_a_row_does_not_depend_on_the_others(emulated, tile):
-    # float16, which shows more of the sums, and enough of them that another order of adding would be seen.
-    x, w, _ = factors(37, 130, 1096, mx.float16)
-    whole = run(x, w, None, TILES[0])
-    assert np.array_equal(run(x, w, None, tile), whole)
-    for rows in ([3, 4], [36, 0, 12]):
-        assert np.array_equal(run(x[mx.array(rows)], w, None, tile), whole[rows])
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("widths", [(40, 33, 70), (5, 64), (32, 16, 1)])
-def test_several_matrices(emulated, tile, widths):
-    x, _, _ = factors(18, 1, 264, mx.bfloat16)
-    weights = [factors(1, width, 264, mx.bfloat16, seed=width)[1] for width in widths]
-    shapes = [(18, width) for width in widths]
-    outs = narrow_matmul._launch(narrow_matmul.GROUPED, x, weights, None, tile, shapes)
-    assert len(outs) == len(widths)
-    for out, w in zip(outs, weights, strict=True):
-        assert np.array_equal(to_float(out), run(x, w, None, tile))
-
-
-def test_values_at_any_address(emulated):
-    emulated("is_aligned(x) && is_aligned(matrix) && is_aligned(partner)", "false")
-    x, w, _ = factors(9, 20, 264, mx.float16)
-    close(run(x, w, None, TILES[0]), expected(x, w, None), mx.float16)
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("dtype", narrow_matmul.DTYPES)
-@pytest.mark.parametrize("tile", TILES)
-def test_a_residual_is_added_to_the_rounded_product(emulated, dtype, tile):
-    x, w, _ = factors(37, 70, 1096, dtype)
-    residual = mx.array(np.random.default_rng(1).standard_normal((37, 1, 70))).astype(dtype)
-    heads = x.reshape(37, 8, 1, 137)  # in any shape
-    (out,) = narrow_matmul._launch(narrow_matmul.ADDED, heads, [w], residual, tile, [residual.shape])
-    product = mx.array(run(x, w, None, tile)[:, None]).astype(dtype)
-    assert np.array_equal(to_float(out), to_float(residual + product))
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("dtype", narrow_matmul.DTYPES)
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize(("num_rows", "width", "depth"), [(1, 5, 8), (37, 70, 1096)])
-def test_a_gate_is_rounded_where_mlx_rounds(emulated, dtype, tile, num_rows, width, depth):
-    x, w, _ = factors(num_rows, width, depth, dtype)
-    up = factors(1, width, depth, dtype, seed=1)[1]
-    w = w * 4  # gates of -12 to 12
-    (out,) = narrow_matmul._launch(narrow_matmul.GATED, x[:, None], [w, up], None, tile, [(num_rows, 1, width)])
-    gate = mx.array(run(x, w, None, tile)).astype(dtype)
-    one = mx.array(1, dtype)
-    tail = one / (one + mx.exp(mx.abs(gate).astype(mx.float32)).astype(dtype))
-    sigmoid = mx.where(gate < 0, tail, one - tail)
-    expected = gate * sigmoid * mx.array(run(x, up, None, tile)).astype(dtype)
-    assert np.array_equal(to_float(out)[:, 0], to_float(expected))
-    silu = to_float(gate) / (1 + np.exp(-to_float(gate).astype(np.float64)))
-    np.testing.assert_allclose(to_float(out)[:, 0], silu * run(x, up, None, tile), rtol=2e-2, atol=2e-2)
-
-
-MUTATIONS = {
-    "a share twice": ("k += (SG - 1) * SHARE", "k += (SG - 2) * SHARE"),
-    "a warp's sum left out": ("s < SG", "s < SG - 1"),
-    "fragments exchanged": ("low.x, high.x, low.y, high.y", "low.x, low.y, high.x, high.y"),
-    "past the end of the rows": ("!live ? make_uint4(0, 0, 0, 0) : aligned ? stream_load", "aligned ? stream_load"),
-    "no barrier": ("threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
-    "bias left out": ("sum + static_cast<float>(bias[column])", "sum"),
-    "columns exchanged": ("c * 2 + e % 2", "c * 2 + 1 - e % 2"),
-    "past the last column": ("row < n_rows && column < width", "row < n_rows"),
-}
-
-
-def test_another_order_of_adding_is_seen(emulated):
-    emulated("SHARE = 128", "SHARE = 64 * MT")
-    with pytest.raises(AssertionError):
-        test_a_row_does_not_depend_on_the_others(emulated, TILES[1])
-
-
-def test_mutations_of_several_matrices_are_found(emulated):
-    emulated("which == 1 ? tiles0", "which == 1 ? tiles1")
-    with pytest.raises((EmuError, AssertionError)):
-        test_several_matrices(emulated, TILES[0], (40, 70, 33))
-
-
-def check_gate(emulated):
-    test_a_gate_is_rounded_where_mlx_rounds(emulated, mx.bfloat16, TILES[1], 37, 70, 1096)
-
-
-def check_residual(emulated):
-    test_a_residual_is_added_to_the_rounded_product(emulated, mx.bfloat16, TILES[1])
-
-
-@pytest.mark.sample(every=5)
 @pytest.mark.parametrize(
-    ("check", "edit"),
-    [
-        (check_gate, ("i < HALVES ? matrix : partner", "matrix")),
-        (check_gate, ("i % HALVES * 8", "i * 8")),
-        (check_gate, ("s / SG * COLUMNS", "0")),
-        (check_gate, ("gate < 0.0f ? tail", "gate > 0.0f ? tail")),
-        (check_gate, ("rounded(gate * sigmoid)", "(gate * sigmoid)")),
-        (check_residual, ("before + ", "")),
-        (check_residual, ("(row) * width + column]);", "(row) * width + row]);")),
-        (check_residual, ("static_cast<float>(static_cast<T>(sum))", "sum")),
-    ],
+    ("form", "dtype", "tile"), [pytest.param(*case, marks=() if case in CHEAP else SLOW) for case in PRODUCTS]
 )
-def test_mutations_of_what_follows_a_product_are_found(emulated, check, edit):
+def test_products(emulated, form, dtype, tile):
+    group = 72 if form is None else form[1]
+    for num_rows, width, depth in ((1, 40, group), (13, 33, group), (37, 70, 1024 + group)):
+        x, w = rows(num_rows, depth, dtype), weight(width, depth, form, dtype)
+        check(x, w, None, tile)
+        check(x, w, noise((width,), dtype, 2), tile)
+
+
+@pytest.mark.parametrize("form", [None, pytest.param((4, 32), marks=SLOW), pytest.param((8, 32), marks=SLOW)])
+def test_a_row_depends_neither_on_others_nor_on_the_tile(emulated, form):
+    # float16, which shows more of the sums, and enough of them that another order of adding would be seen.
+    depth = 1096 if form is None else 2208
+    x, w = rows(37, depth, mx.float16), weight(40, depth, form, mx.float16)
+    whole = run(x, w, None, TILES[0])
+    for tile in TILES:
+        for some in ([3, 4], [36, 0, 12], list(range(37))):
+            assert np.array_equal(run(x[mx.array(some)], w, None, tile), whole[some])
+
+
+@pytest.mark.parametrize("widths", [(40, 33, 70), (5, 64), pytest.param((32, 16, 1), marks=SLOW)])
+@pytest.mark.parametrize("form", [None, (4, 64)])
+def test_several_matrices(emulated, form, widths, tiles=TILES):
+    x = rows(18, 264 if form is None else 256, mx.bfloat16)
+    weights = [weight(width, x.shape[1], form, mx.bfloat16, seed=width) for width in widths]
+    for tile in tiles:
+        outs = narrow_matmul._launch(GROUPED, x, weights, None, tile, [(18, width) for width in widths])
+        assert len(outs) == len(widths)
+        for out, w in zip(outs, weights, strict=True):
+            assert np.array_equal(to_float(out), run(x, w, None, tile))
+
+
+@pytest.mark.parametrize("form", [None, (8, 32)])
+def test_values_at_any_address(emulated, form):
+    if form is None:
+        emulated("is_aligned(x) && is_aligned(matrix) && is_aligned(partner)", "false")
+    else:
+        emulated("is_aligned(matrix) && is_aligned(partner)", "false")
+        emulated("is_aligned(x)", "false")
+    depth = 264 if form is None else 256
+    check(rows(9, depth, mx.float16), weight(20, depth, form, mx.float16), None, TILES[0])
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"), [(None, mx.bfloat16), (None, mx.float16), ((4, 64), mx.float16), ((8, 64), mx.bfloat16)]
+)
+def test_a_residual_is_added_to_the_rounded_product(emulated, form, dtype, tiles=TILES):
+    depth = 1096 if form is None else 1024
+    x, w = rows(37, depth, dtype), weight(70, depth, form, dtype)
+    residual = noise((37, 1, 70), dtype, 3)
+    heads = x.reshape(37, 8, 1, depth // 8)  # in any shape
+    for tile in tiles:
+        (out,) = narrow_matmul._launch(ADDED, heads, [w], residual, tile, [residual.shape])
+        product = mx.array(run(x, w, None, tile)[:, None]).astype(dtype)
+        assert np.array_equal(to_float(out), to_float(residual + product))
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"), [(None, mx.bfloat16), (None, mx.float16), ((4, 64), mx.bfloat16), ((8, 64), mx.bfloat16)]
+)
+def test_a_gate_is_rounded_where_mlx_rounds(emulated, form, dtype, tiles=TILES):
+    for num_rows, width, depth in ((1, 5, 64), (37, 70, 1096 if form is None else 1088)):
+        x = rows(num_rows, depth, dtype)
+        gate_w, up = (weight(width, depth, form, dtype, seed, 4) for seed in (0, 1))  # gates of -12 to 12
+        for tile in tiles:
+            (out,) = narrow_matmul._launch(GATED, x[:, None], [gate_w, up], None, tile, [(num_rows, 1, width)])
+            gate, one = mx.array(run(x, gate_w, None, tile)).astype(dtype), mx.array(1, dtype)
+            tail = one / (one + mx.exp(mx.abs(gate).astype(mx.float32)).astype(dtype))
+            sigmoid = mx.where(gate < 0, tail, one - tail)
+            want = gate * sigmoid * mx.array(run(x, up, None, tile)).astype(dtype)
+            assert np.array_equal(to_float(out)[:, 0], to_float(want))
+            silu = to_float(gate) / (1 + np.exp(-to_float(gate).astype(np.float64)))
+            np.testing.assert_allclose(to_float(gate * sigmoid), silu, rtol=2e-2, atol=2e-2)
+
+
+# Planted mutations: (old, new), and which check finds each. ---------------------------------------------------------
+
+
+def check_product(emulated, form):
+    depths = (1096,) if form is None else (1088, 1152)
+    for depth, group in zip(depths, (64, 128), strict=False):
+        own = None if form is None else (4, group)
+        x, w = rows(13, depth, mx.bfloat16), weight(40, depth, own, mx.bfloat16)
+        check(x, w, noise((40,), mx.bfloat16, 2), TILES[1])
+
+
+def check_order(emulated, form):
+    test_a_row_depends_neither_on_others_nor_on_the_tile(emulated, form)
+
+
+def check_grouped(emulated, form):
+    test_several_matrices(emulated, form, (40, 70, 33), TILES[:1])
+
+
+def check_gate(emulated, form):
+    test_a_gate_is_rounded_where_mlx_rounds(emulated, form, mx.bfloat16, TILES[1:2])
+
+
+def check_residual(emulated, form):
+    test_a_residual_is_added_to_the_rounded_product(emulated, form, mx.bfloat16, TILES[1:2])
+
+
+PACKED = (4, 64)
+MUTATIONS = {
+    "a share twice": (None, check_product, "k += (SG - 1) * SHARE", "k += (SG - 2) * SHARE"),
+    "a warp's sum left out": (None, check_product, "s < SG", "s < SG - 1"),
+    "fragments exchanged": (None, check_product, "low.x, high.x, low.y, high.y", "low.x, low.y, high.x, high.y"),
+    "past the end of rows": (None, check_product, "!live ? make_uint4(0, 0, 0, 0) : aligned ? stream_load", "aligned ? stream_load"),
+    "no barrier": (None, check_product, "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
+    "bias left out": (None, check_product, "sum + static_cast<float>(bias[column])", "sum"),
+    "columns exchanged": (None, check_product, "c * 2 + e % 2", "c * 2 + 1 - e % 2"),
+    "past the last column": (None, check_product, "row < n_rows && column < width", "row < n_rows"),
+    "another order of adding": (None, check_order, "SHARE = 128", "SHARE = 64 * MT"),
+    "tiles of another matrix": (None, check_grouped, "which == 1 ? tiles0", "which == 1 ? tiles1"),
+    "the gate for both": (None, check_gate, "i < HALVES ? matrix : partner", "matrix"),
+    "rows of one half": (None, check_gate, "i % HALVES * 8", "i * 8"),
+    "sums of one half": (None, check_gate, "s / SG * COLUMNS", "0"),
+    "the other tail": (None, check_gate, "gate < 0.0f ? tail", "gate > 0.0f ? tail"),
+    "not rounded": (None, check_gate, "rounded(gate * sigmoid)", "(gate * sigmoid)"),
+    "residual left out": (None, check_residual, "before + ", ""),
+    "residual of another column": (None, check_residual, "(row) * width + column]);", "(row) * width + row]);"),
+    "product not rounded": (None, check_residual, "static_cast<float>(static_cast<T>(sum))", "sum"),
+    "packed: a share twice": (PACKED, check_product, "u * SG * SHARE", "u * SHARE"),
+    "packed: the next group's scale": (PACKED, check_product, "row * groups + (at >> shift)", "row * groups + (at >> shift) + 1"),
+    "packed: another size of groups": (PACKED, check_product, "depth == groups * 64 ? 6 : 7", "depth == groups * 64 ? 7 : 6"),
+    "packed: the bits above": (PACKED, check_product, " & MASK << place", " & (MASK << BITS | MASK) << place"),
+    "packed: the power left in": (PACKED, check_product, "by * (1.0f / (1 << place))", "by"),
+    "packed: the next value": (PACKED, check_product, "const int bit = (e + i) * BITS", "const int bit = (e + 1 - i) * BITS"),
+    "packed: past the end of rows": (PACKED, check_product, "b[j] = !live ? make_uint4(0, 0, 0, 0) : ", "b[j] = "),
+    "packed: fragments exchanged": (PACKED, check_product, "a[0][0], a[0][1], a[1][0], a[1][1]", "a[0][0], a[1][0], a[0][1], a[1][1]"),
+    "packed: the other row's values": (PACKED, check_product, "values(packed[u][i][h % 2]", "values(packed[u][i][0]"),
+    "packed: past the last column": (PACKED, check_product, "row < n_rows && column < width", "row < n_rows"),
+    "packed: no barrier": (PACKED, check_product, "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
+    "packed: one matrix's scales": (PACKED, check_gate, "partner_scales = scales1", "partner_scales = scales"),
+    "packed: one matrix's biases": (PACKED, check_gate, "partner_biases = biases1", "partner_biases = biases"),
+    "packed: scales of another": (PACKED, check_grouped, "which == 0 ? scales : which == 1 ? scales1 : scales2", "which == 0 ? scales : scales1"),
+    "packed: biases of another": (PACKED, check_grouped, "which == 0 ? biases : which == 1 ? biases1 : biases2", "which == 0 ? biases : biases1"),
+}  # fmt: skip
+QUICK = ("a share twice", "tiles of another matrix", "the gate for both", "residual left out", "packed: a share twice")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else SLOW) for name in MUTATIONS])
+def test_planted_mutations_are_found(emulated, name):
+    form, find, *edit = MUTATIONS[name]
     emulated(*edit)
     with pytest.raises((EmuError, AssertionError)):
-        check(emulated)
+        find(emulated, form)
 
 
-@pytest.mark.sample(every=5)
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_mutations_are_found(emulated, name):
-    emulated(*MUTATIONS[name])
-    x, w, bias = factors(13, 40, 1096, mx.bfloat16)
-    with pytest.raises((EmuError, AssertionError)):
-        close(run(x, w, bias, TILES[1]), expected(x, w, bias), mx.bfloat16)
+@pytest.mark.parametrize("body", [PLAIN, *(pytest.param(b, marks=SLOW) for b in narrow_matmul.BODIES if b != PLAIN)])
+def test_a_trial_reads_nothing_astray(emulated, body):
+    for bits in (4, 8):
+        for num_dims in (1, 2, 4):
+            text = narrow_matmul.text_of(body, mx.bfloat16, TILES[0], num_dims, bits)
+            outs = launch_alone(text, lambda *kernel: partial(narrow_matmul.build_kernel(*kernel), sparse=()))
+            assert all(not to_float(out).any() for out in outs)
+
+
+@pytest.mark.parametrize("body", [PLAIN, *(pytest.param(b, marks=SLOW) for b in narrow_matmul.BODIES if b != PLAIN)])
+def test_the_self_check_passes_and_finds_a_mutation(emulated, body, monkeypatch):
+    build = narrow_matmul.build_kernel
+
+    def arrays_of(body, constants):
+        kernel = build(body, constants)
+        return lambda **call: [mx.array(to_float(out)).astype(mx.bfloat16) for out in kernel(**call, orders=(0,))]
+
+    monkeypatch.setattr(narrow_matmul, "build_kernel", arrays_of)
+    result = narrow_matmul.self_check(body, mx.bfloat16, TILES[0], 4)
+    assert result.ok, result.reason
+    emulated("depth == groups * 64 ? 6 : 7", "7")
+    assert not narrow_matmul.self_check(body, mx.bfloat16, TILES[0], 4).ok
+
+
+@NO_COMPILER
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=SLOW)])
+@pytest.mark.parametrize("body", [GATED, GROUPED])
+def test_the_largest_tile_does_not_spill(body, bits):
+    text = narrow_matmul.text_of(body, mx.bfloat16, narrow_matmul.LARGE, 3, bits)
+    found = registers.registers_of(text.body, text.constants)
+    assert (found.stored, found.loaded) == (0, 0) and found.used <= 128, found
