@@ -24,6 +24,10 @@ class ByModel(Generic[T]):
         entries[key] = (weakref.ref(model, lambda _: entries.pop(key, None)), value)
         return value
 
+    def forget(self, model: Any) -> None:
+        """Drop the model's value, if there is one."""
+        self._entries.pop(id(model), None)
+
     def clear(self) -> None:
         self._entries.clear()
 

@@ -34,6 +34,7 @@ OTHER_VARIABLES = (
 MIN_BLOCK_SIZE = 8
 AUTO_SHARE = 0.8
 MAX_PROMPT_LOOKUP = 64
+LEAST_STATE_INTERVAL = 32  # a state costs as much as many tokens
 QUANTIZED_KV_START = 5000  # mlx-lm's default
 STOCK_BITS = (2, 3, 5, 6)  # of quantised caches that MLX has beside those of 8 and 4
 STOCK_QUANTISES = (
@@ -129,6 +130,16 @@ def parse_prompt_lookup(value: str | int) -> int:
     text = str(value).strip()
     if isinstance(value, bool) or not text.isdecimal() or int(text) > MAX_PROMPT_LOOKUP:
         raise ConfigError(f"prompt_lookup must be a whole number from 0 to {MAX_PROMPT_LOOKUP}, not {value!r}")
+    return int(text)
+
+
+def parse_state_interval(value: str | int | None) -> int | None:
+    """Tokens between checkpoints: 0 for none, 32 or more; None from ``auto``. Raises ConfigError."""
+    text = str(value).strip().lower()
+    if value is None or text == "auto":
+        return None
+    if isinstance(value, bool) or not text.isdecimal() or 0 < int(text) < LEAST_STATE_INTERVAL:
+        raise ConfigError(f"state_interval must be auto, 0, or at least {LEAST_STATE_INTERVAL} tokens, not {value!r}")
     return int(text)
 
 
@@ -274,6 +285,17 @@ class PagedConfig:
         "the answer had before, which is faster where an answer repeats its prompt; what is generated does not change",
         "TOKENS",
         section="look-up",
+    )
+
+    state_interval: Option[int | str | None, int | None] = Option(
+        None,
+        parse_state_interval,
+        "Models that keep states beside keys and values (Mamba, linear attention, convolutions): keep a checkpoint of "
+        "them in the prefix cache every so many tokens of a prompt, beside those at the ends of messages, prompts and "
+        "answers; 0 keeps only these. auto is 64 to 4096 by the size of the states, 16 KiB a token or less",
+        "TOKENS",
+        default_text="auto",
+        section="checkpoints",
     )
 
     @classmethod

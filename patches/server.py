@@ -30,14 +30,14 @@ from ..kv.pool import BlockPool
 from ..model_folder import check_model_folder, check_weight_files, explain_load_errors
 from ..prefix.identity import identity_of, noting_configs
 from ..prefix.spill import SpillStore
-from ..prefix.store import NoPrefixStore, PrefixStore
+from ..prefix.store import PrefixStore
 from ..server.capacity import announce, capacity, check_capacity
 from ..server.engine_loop import check_pool
 from ..server.errors import not_found
 from ..server.options import ServerConfig
 from ..server.request import ModelKey, Prompt, ServerRequest
 from .cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
-from .cache.pools import forget_pool, known_pool, pool_of, probe_geometry
+from .cache.pools import forget_pool, known_pool, pool_of, prefix_pool_of, probe_geometry
 from .generate.batch_generator import PagedBatchGenerator, is_batched_here
 from .grammar.tokenizer_grammars import behind_reasoning, with_thinking_budget
 from .registry import fingerprint
@@ -397,10 +397,10 @@ class LoadedBatch:
     def __init__(self, models: LoadedModels, weights: Weights, stream: mx.Stream) -> None:
         self._models, self._weights = models, weights
         self._rows: dict[int, tuple[ServerRequest, list[str]]] = {}  # with the types of segments to come
-        cache, pool = models.prompt_cache, pool_of(weights.model)
+        cache = models.prompt_cache
         prefixes: PrefixStore | None = None
         if isinstance(cache, PagedPromptCache):
-            prefixes = NoPrefixStore() if pool is None else cache.shared_prefixes(weights.key, pool)
+            prefixes = cache.shared_prefixes(weights.key, prefix_pool_of(weights.model))
         args = models.cli_args
         self._generator = PagedBatchGenerator(
             weights.model,

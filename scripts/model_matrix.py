@@ -48,7 +48,7 @@ class Row(NamedTuple):
         packs: whether chunks of several prompts go through the model as one pack.
         single, batched, packed: RMS of the log-probabilities against stock's single run, alone, in a batch, and in one
             whose prompts are packed; None if tokens differ.
-        sharing: whether requests share prefixes: to the token, at the ends of chunks, or not.
+        sharing: whether requests share prefixes: to the token, at checkpoints, or not.
         reasons: what is not paged and why.
     """
 
@@ -215,7 +215,8 @@ in steps of {chunk}, blocks of {block}. `make test-models` repeats it.
 - **Alone**, **batched**, **packed**: RMS of the log-probabilities against stock's run, on a CPU. The tokens are equal.
 - **Compiled**: where all layers are paged and attend in the kernel, decode steps run as one compiled function
   ([ADR 0005](adr/0005-compiled-decode-step.md)), but for {not_compiled}.
-- **Prefixes**: whether requests share what they have in common: to the token, or with states, at ends of chunks.
+- **Prefixes**: whether requests share what they have in common: to the token, or with states, at
+  [checkpoints](reference.md#checkpoints).
 
 With `kv_bits` ([ADR 0026](adr/0026-quantised-pages.md)), by kind of layer:
 

@@ -210,7 +210,7 @@ def test_wrong_flags_end_with_a_usage_message(
 
 def test_the_reference_has_the_row_of_every_option() -> None:
     table = (Path(__file__).parents[1] / "docs" / "reference.md").read_text().splitlines()
-    assert len(PagedConfig.options()) == 7
+    assert len(PagedConfig.options()) == 8
     assert [option.reference for option in PagedConfig.options()] == [
         line for line in table if any(line.startswith(f"| `{option.flag}") for option in PagedConfig.options())
     ]

@@ -18,8 +18,9 @@ from ..cache.paged_kv_cache import PagedKVCache
 from ..errors import PoolExhaustedError, RequestFailedError, RequestTooLargeError, without_frames
 from ..kernels.availability import on_metal, packs_prompts
 from ..kv.pool import BlockPool
-from ..prefix.store import PrefixStore
+from ..prefix.store import CheckpointStore, PrefixStore
 from ..warn import warn_once
+from .checkpoint_sharing import CheckpointSharing
 from .decode_batch import DecodeBatch, Delivery
 from .look_up import WHY_NOT, LookUp
 from .prefill import (
@@ -36,7 +37,7 @@ from .ranks.agreement import Agreement
 from .request import Request, sequence_of
 from .request_budget import RequestBudget
 from .scheduler import Chunk, Growth, Scheduler
-from .sharing import PrefixSharing, Snapshots
+from .sharing import PrefixSharing
 from .upstream import TokenResponse
 
 CLEAR_AFTER_PREFILLS = 8  # steps with prompts, of different sizes, between clearings of MLX's buffer cache
@@ -65,6 +66,7 @@ class Engine:
         packs: chunks of several prompts go through the model as packs, if its caches allow it; None: where blocks are
             written in place and MLX's attention prepares plans.
         reads_blocks_only: the model's attention hands keys and values to attention functions, and does nothing else.
+        state_interval: see :class:`CheckpointSharing`.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Engine:
         factory: Callable[[], list[Any]],
         packs: bool | None = None,
         reads_blocks_only: bool = True,
+        state_interval: int | None = None,
     ) -> None:
         self.batch, self.counters = batch, counters
         self.requests: dict[int, Request] = {}
@@ -100,12 +103,14 @@ class Engine:
             # A Mac that finds its kernel wrong packs no more; ranks have to do the same.
             packs = self.in_place and packs_prompts() and not (on_metal() and batch.ranks is not None)
         self.packs = packs and self.can_pack and reads_blocks_only
-        self.sharing: PrefixSharing | Snapshots | None = None
+        self.sharing: PrefixSharing | CheckpointSharing | None = None
         self.budget: RequestBudget | None = None
         pins_tokens = self.pool is not None and self.pool.pins_tokens
         if prefixes is not None and not pins_tokens:
-            pool = self.pool if self.all_paged else None
-            self.sharing = Snapshots(self.requests) if pool is None else PrefixSharing(prefixes, pool)
+            if self.all_paged and self.pool is not None:
+                self.sharing = PrefixSharing(prefixes, self.pool)
+            elif isinstance(prefixes, CheckpointStore):
+                self.sharing = CheckpointSharing(prefixes, self.requests, state_interval)
         if self.pool is not None:
             chunk = min(prefill_step_size, most_step_tokens()) if self.packs else prefill_step_size
             self.budget = RequestBudget(self.pool, chunk=chunk, sharing=self.sharing)

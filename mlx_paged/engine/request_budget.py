@@ -9,9 +9,10 @@ from itertools import islice
 from ..kv.block_table import BlockTable
 from ..kv.budget import Append, PoolBudget
 from ..kv.pool import BlockPool
+from .checkpoint_sharing import CheckpointSharing
 from .request import Request
 from .scheduler import Growth, ScheduledStep
-from .sharing import PrefixSharing, Snapshots
+from .sharing import PrefixSharing
 
 # Tokens to be generated that the pool grows for at once (docs/adr/0001).
 GENERATED_AHEAD = 512
@@ -31,7 +32,7 @@ class RequestBudget:
         pool: BlockPool,
         *,
         chunk: int,
-        sharing: PrefixSharing | Snapshots | None = None,
+        sharing: PrefixSharing | CheckpointSharing | None = None,
     ) -> None:
         self.budget = PoolBudget(pool, chunk=chunk)
         self._block_size = pool.block_size

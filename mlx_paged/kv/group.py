@@ -97,8 +97,8 @@ def check_layout(groups: Sequence[LayerGroup], block_size: int) -> None:
             f"block size must be a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}, not {block_size}"
         )
     layers = [layer for group in groups for layer in group.layers]
-    if not layers or len(set(layers)) != len(layers):
-        raise ConfigError("each layer must belong to exactly one group, and there must be at least one layer")
+    if len(set(layers)) != len(layers) or not all(group.layers for group in groups):
+        raise ConfigError("each layer must belong to exactly one group, and each group must have a layer")
     if any(group.window is not None and group.window < 1 for group in groups):
         raise ConfigError("a window must be at least one token")
     if any(group.stride != 1 and group.stride != group.window for group in groups):

@@ -11,6 +11,7 @@ import mlx.core as mx
 from ..errors import ConfigError, PoolExhaustedError
 from .group import BlockGroup
 from .owners import BlockOwners
+from .states import StateSlots
 from .storage.attention_params import QueryHeads
 from .storage.base import Geometry
 from .turn import Turn
@@ -20,6 +21,8 @@ from .turn import Turn
 WORTH_MOVING = 8
 # A full pool evicts 1/512 of its blocks at a time, as in-place tensors grow: the search costs more than the freeing.
 EVICTED_SHARE = 512
+# Free blocks become room for states 1/32 of the budget at a time.
+STATES_TAKEN_SHARE = 32
 
 
 class PoolMemory:
@@ -47,17 +50,19 @@ class PoolMemory:
         self.shrinks = 0  # how often a group's tensors were made smaller
         self.spare: int | None = None  # bytes to grow by beyond what is needed at once; None: what the budget allows
         self.owners = owners
+        self.states = StateSlots()
         self.turn = turn
 
     @property
     def unheld_bytes(self) -> int:
         """Bytes of the budget that no held block takes: any group can have them."""
-        return self.budget - sum(g.bytes_per_block * (g.allocator.num_live + 1) for g in self.groups)
+        blocks = sum(g.bytes_per_block * (g.allocator.num_live + 1) for g in self.groups)
+        return self.budget - self.states.nbytes - blocks
 
     @property
     def unreserved_bytes(self) -> int:
-        """Bytes of the budget that no tensor takes."""
-        return self.budget - sum(group.bytes_reserved for group in self.groups)
+        """Bytes of the budget that no tensor and no state takes."""
+        return self.budget - self.states.nbytes - sum(group.bytes_reserved for group in self.groups)
 
     @property
     def _ahead_bytes(self) -> int:
@@ -65,7 +70,9 @@ class PoolMemory:
         return self.unreserved_bytes if self.spare is None else min(self.unreserved_bytes, self.spare)
 
     def can_reclaim(self, num_bytes: int) -> bool:
-        """Return whether prefix caches could free blocks of so many bytes. Stops counting as soon as it is known."""
+        """Return whether prefix caches could free blocks and states of so many bytes. Stops counting as soon as it is
+        known."""
+        num_bytes -= self.owners.state_nbytes
         for index, group in enumerate(self.groups):
             if num_bytes > 0 and group.bytes_per_block:
                 enough = -(-num_bytes // group.bytes_per_block)
@@ -74,8 +81,10 @@ class PoolMemory:
 
     @property
     def reclaimable_bytes(self) -> int:
-        """Bytes of held blocks that prefix caches could free."""
-        return sum(self.owners.reclaimable(i) * group.bytes_per_block for i, group in enumerate(self.groups))
+        """Bytes of held blocks and states that prefix caches could free."""
+        return self.owners.state_nbytes + sum(
+            self.owners.reclaimable(i) * group.bytes_per_block for i, group in enumerate(self.groups)
+        )
 
     # Growing --------------------------------------------------------------------------------------------------
 
@@ -171,9 +180,10 @@ class PoolMemory:
 
         enough = max(1, -(-short() // group.bytes_per_block))
         cached, elsewhere = self.owners.reclaimable(own, enough) * group.bytes_per_block, 0
+        in_states = self.owners.state_nbytes
         if short() > spare() + cached:
             elsewhere = sum(self.owners.reclaimable(i) * self.groups[i].bytes_per_block for i in others)
-            if short() > spare() + cached + elsewhere:
+            if short() > spare() + cached + elsewhere + in_states:
                 raise too_few()
         if spare() * WORTH_MOVING >= self.budget - self.unreserved_bytes:
             self._take(others, max(short(), min(step - self.unreserved_bytes, spare() // 2)), kept)
@@ -181,6 +191,8 @@ class PoolMemory:
             # Some more than is missing: the next steps find them free.
             num_blocks = -(-short() // group.bytes_per_block)
             self.owners.evict(own, max(num_blocks, group.allocator.num_blocks // EVICTED_SHARE))
+        if short() > 0 and in_states:
+            self.owners.evict_states(short())
         if short() > 0:
             wanted = max(short(), min(step - self.unreserved_bytes, (spare() + elsewhere) // 2))
             for index in others:
@@ -189,6 +201,26 @@ class PoolMemory:
             self._take(others, wanted, kept)
         if short() > 0:  # caches freed less than they said
             raise too_few()
+
+    def make_room_for_state(self, num_bytes: int) -> bool:
+        """Have so many bytes unreserved for a state: at the cost of free blocks, then of cached ones. For the thread
+        that computes, between steps. Returns whether there is room."""
+        with self.turn:
+            self.owners.collect()
+            if num_bytes <= self.unreserved_bytes:
+                return True
+            everything = range(len(self.groups))
+            missing = num_bytes - self.unheld_bytes
+            for index in everything:
+                if missing > 0 and self.groups[index].bytes_per_block:
+                    wanted = -(-missing // self.groups[index].bytes_per_block)
+                    self.owners.evict(index, min(wanted, self.owners.reclaimable(index, wanted)))
+                    missing = num_bytes - self.unheld_bytes
+            short = num_bytes - self.unreserved_bytes
+            if missing <= 0 < short:
+                # Tensors are copied for it, so some more than is missing.
+                self._take(everything, max(short, self.budget // STATES_TAKEN_SHARE), [0] * len(self.groups))
+            return num_bytes <= self.unreserved_bytes
 
     def exhausted(self, blocks: int, num_bytes: int, apart: int = 0) -> PoolExhaustedError:
         """Return the error for so many blocks that do not fit; ``apart``: bytes reserved that are not counted here."""
@@ -235,6 +267,7 @@ class PoolMemory:
             reclaimable = self.reclaimable_bytes
             if missing > 0 and reclaimable:
                 share = min(1.0, missing / reclaimable)
+                self.owners.evict_states(math.ceil(self.owners.state_nbytes * share))
                 for index in range(len(self.groups)):
                     self.owners.evict(index, math.ceil(self.owners.reclaimable(index) * share))
             if self.unheld_bytes > self.unreserved_bytes:

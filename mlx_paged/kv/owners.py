@@ -37,6 +37,15 @@ class BlockHolder(Protocol):
         """Drop references so that ``num_blocks`` blocks of the group become free. Returns how many did."""
         ...
 
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of the states it holds, which :meth:`evict_states` could free."""
+        ...
+
+    def evict_states(self, num_bytes: int) -> int:
+        """Drop states of at least ``num_bytes`` bytes. Returns how many bytes were freed."""
+        ...
+
     def renumber(self, group: int, moves: Mapping[int, int]) -> None:
         """Blocks of the group have other ids now; the references to them stay the same."""
         ...
@@ -117,6 +126,17 @@ class BlockOwners:
                 break
             count += cache.reclaimable(group, None if enough is None else enough - count)
         return count
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of the states that prefix caches hold."""
+        return sum(cache.state_nbytes for cache in self.caches())
+
+    def evict_states(self, num_bytes: int) -> None:
+        """Have the prefix caches drop states of ``num_bytes`` bytes, or as many as they can."""
+        for cache in self.caches():
+            if num_bytes > 0:
+                num_bytes -= cache.evict_states(num_bytes)
 
     def evict(self, group: int, num_blocks: int) -> None:
         """Have the prefix caches free ``num_blocks`` blocks, or as many as they can."""

@@ -32,7 +32,7 @@ class BlockPool:
     :meth:`write_prefill` or :meth:`write_decode` for each layer, which write the positions reserved last.
 
     Args:
-        groups: the groups of layers. Each layer index belongs to exactly one group.
+        groups: the groups of layers. Each layer index belongs to exactly one group. None: the pool holds states alone.
         block_size: tokens per block, a power of two from 4 to 128.
         memory_budget: most bytes the tensors of all groups may take.
         choose_storage: the form of a group's storage, asked once, at its first keys and values.
@@ -408,7 +408,10 @@ class BlockPool:
                 self.collect()
             of_batches = self.preemptions, self.memory.shrinks, (self.drafted, self.accepted)
             holders = self.holders()
-            return count(self.groups, self.block_size, self.memory_budget, self._cow_forks, holders, *of_batches)
+            states = self.memory.states.nbytes, sum(holder.state_nbytes for holder in holders)
+            return count(
+                self.groups, self.block_size, self.memory_budget, self._cow_forks, holders, *of_batches, states
+            )
 
         return self.turn.glance(read)
 
@@ -420,3 +423,4 @@ class BlockPool:
             for index, group in enumerate(self.groups):
                 held = [ids for holder in self.holders() for ids in holder.held(index)]
                 check_group(group, [table for table in tables if table.group == index], held)
+            self.memory.states.check_integrity(self._owners.state_nbytes)

@@ -26,7 +26,7 @@ class PagedCacheStats:
         shared_blocks: blocks with more than one reference.
         bytes_reserved: bytes of the pool's tensors.
         bytes_in_use: bytes of the live blocks.
-        budget_bytes: the most the tensors may take.
+        budget_bytes: the most that tensors and states may take.
         cow_forks: blocks copied because a sequence wrote to a shared one.
         cached_blocks: live blocks that only a prefix cache holds.
         evictions: blocks that prefix caches have freed, to make room, by age or by a limit.
@@ -41,6 +41,8 @@ class PagedCacheStats:
         bytes_per_token: of K and V of one token in all layers; 0 before the first write.
         drafted_tokens: tokens that were proposed because a prompt or an answer had them before, and verified.
         accepted_tokens: those of them that the model would have chosen.
+        state_bytes: bytes of states beside keys and values that count in the budget: of checkpoints and of requests.
+        checkpoint_bytes: those of them that a prefix cache holds.
     """
 
     block_size: int
@@ -65,6 +67,8 @@ class PagedCacheStats:
     bytes_per_token: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    state_bytes: int = 0
+    checkpoint_bytes: int = 0
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
@@ -92,6 +96,7 @@ def count(
     preemptions: int = 0,
     shrinks: int = 0,
     drafts: tuple[int, int] = (0, 0),
+    states: tuple[int, int] = (0, 0),
 ) -> PagedCacheStats:
     """Return the statistics of a pool's groups."""
     allocators = [group.allocator for group in groups]
@@ -118,6 +123,8 @@ def count(
         bytes_per_token=sum(g.bytes_per_block for g in groups) // block_size,
         drafted_tokens=drafts[0],
         accepted_tokens=drafts[1],
+        state_bytes=states[0],
+        checkpoint_bytes=states[1],
     )
 
 

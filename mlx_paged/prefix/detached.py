@@ -4,6 +4,7 @@ SequenceTables in and out: park one and go on from it, or find one in a RadixTre
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 from ..cache.sequence import SequenceTables
 from ..errors import BlockStateError, TrimError
@@ -195,3 +196,29 @@ class SharedPrefixes:
         length = min(len(tokens), *(table.length for table in tables))
         if length:
             self.tree.insert(tokens[:length], tables, salted(self.salt, salt), label="assistant")
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.tree.pool
+
+    def adopt_checkpoint(
+        self, tokens: Sequence[int], salt: Hashable = None
+    ) -> tuple[int, list[BlockTable], list[Any] | None]:
+        if self.restore is not None:
+            self.restore(tokens, salt)
+        return self.tree.adopt_checkpoint(tokens, salted(self.salt, salt))
+
+    def held_checkpoint(self, tokens: Sequence[int], salt: Hashable = None) -> tuple[int, Sequence[int]]:
+        return self.tree.held_checkpoint(tokens, salted(self.salt, salt))
+
+    def known_length(self, tokens: Sequence[int], salt: Hashable = None) -> int:
+        return self.tree.known_length(tokens, salted(self.salt, salt))
+
+    def donate_checkpoint(
+        self,
+        tokens: Sequence[int],
+        tables: Sequence[BlockTable],
+        states: Callable[[], tuple[int, list[Any]]],
+        salt: Hashable = None,
+    ) -> bool:
+        return self.tree.insert_checkpoint(tokens, tables, states, salted(self.salt, salt), label="assistant")

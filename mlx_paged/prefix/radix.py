@@ -7,13 +7,14 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import BlockStateError, ConfigError
 from ..kv.allocator import NULL_BLOCK
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
 from ..kv.storage.attention_params import Window
+from .checkpoints import MOST_SHARE, Checkpoints
 from .radix_node import HeldBlocks, RadixNode, check_tree, part_nodes, path_blocks, servable_length
 
 LOOKED_AT = 64  # nodes copied at a time from an order that changes meanwhile
@@ -78,6 +79,7 @@ class RadixTree:
         self.ttl, self.clock, self.on_evict = ttl, clock, on_evict
         self.evictions = self.hit_tokens = 0
         self._roots: dict[Hashable, RadixNode] = {}
+        self.checkpoints = Checkpoints()
         self._order: dict[RadixNode, None] = {}  # all nodes but the roots, least recently used first
         self._locked: set[RadixNode] = set()
         self._tick = 0
@@ -129,6 +131,53 @@ class RadixTree:
             return match.length, [
                 table_over(self.pool, group, ids, match.length) for group, ids in enumerate(match.block_ids)
             ]
+
+    def match_checkpoint(self, tokens: Sequence[int], salt: Hashable = None) -> MatchResult:
+        """Like :meth:`match`, for models whose states cannot be cut: the longest prefix that ends at a checkpoint."""
+        with self.pool.lock:
+            self.expire()
+            path, limit = self._walk(tokens, salt)
+            while path and not self._serves_states(path, limit):
+                path.pop()
+            for node in path:
+                self._touch(node)
+            if not path:
+                return MatchResult(0, self._root(salt), tuple([] for _ in self.windows))
+            length = path[-1].end
+            return MatchResult(length, path[-1], path_blocks(path, length, self.windows, self.block_size))
+
+    def _serves_states(self, path: Sequence[RadixNode], limit: int) -> bool:
+        """Return whether a sequence can go on from the end of the last node, which is not behind ``limit``."""
+        end = path[-1].end
+        if path[-1].checkpoint is None or end > limit:
+            return False
+        return servable_length(path, end, self.windows, self.block_size) == end
+
+    def adopt_checkpoint(
+        self, tokens: Sequence[int], salt: Hashable = None
+    ) -> tuple[int, list[BlockTable], list[Any] | None]:
+        """Like :meth:`adopt`, with the states at the prefix' end: caches that the caller must copy; None if there is no
+        checkpoint."""
+        with self.pool.lock:
+            match = self.match_checkpoint(tokens, salt)
+            if not match.length:
+                return 0, [], None
+            self.hit_tokens += match.length
+            caches = self.checkpoints.hit(match.node).slot.caches
+            ids = enumerate(match.block_ids)
+            return match.length, [table_over(self.pool, group, each, match.length) for group, each in ids], caches
+
+    def held_checkpoint(self, tokens: Sequence[int], salt: Hashable = None) -> tuple[int, list[int]]:
+        """Return the length of the longest prefix with a checkpoint, and how many of its blocks only this tree holds,
+        for each group."""
+        with self.pool.lock:
+            found = self.match_checkpoint(tokens, salt)
+            return found.length, [self._held.num_cached_of(*each) for each in enumerate(found.block_ids)]
+
+    def known_length(self, tokens: Sequence[int], salt: Hashable = None) -> int:
+        """Return how many of the tokens agree with some prefix in the tree, whether it can be served or not."""
+        with self.pool.lock:
+            return self._walk(tokens, salt)[1]
 
     def _root(self, salt: Hashable) -> RadixNode:
         """Return the salt's root; if it has none yet, one that the tree does not know."""
@@ -198,6 +247,47 @@ class RadixTree:
                 node.label = label
             return InsertResult(new_tokens, new_blocks, node)
 
+    def insert_checkpoint(
+        self,
+        tokens: Sequence[int],
+        tables: Sequence[BlockTable],
+        states: Callable[[], tuple[int, list[Any]]],
+        salt: Hashable = None,
+        *,
+        label: Hashable = None,
+    ) -> bool:
+        """:meth:`insert`, with the states at the end of ``tokens``: they are what all of these tokens have made of an
+        empty cache, and no others.
+
+        Args:
+            states: called if they are not there yet; returns their bytes and caches that nobody writes to.
+
+        Returns:
+            Whether the tree has them now: checkpoints take up to :data:`MOST_SHARE` of the pool's budget.
+        """
+        run = tuple(tokens)
+        with self._changing():
+            path, length = self._walk([*run, -1], salt)
+            if length == len(run) and path and path[-1].end == length and path[-1].checkpoint is not None:
+                self.insert(run, tables, salt, label=label)
+                return True
+            nbytes, caches = states()
+            memory, most = self.pool.memory, int(self.pool.memory.budget * MOST_SHARE)
+            if self.checkpoints.nbytes + nbytes > most:
+                self.evict_states(self.checkpoints.nbytes + nbytes - most)
+            if self.checkpoints.nbytes + nbytes > most or not memory.make_room_for_state(nbytes):
+                self.checkpoints.dropped += 1
+                return False
+            node = self.insert(run, tables, salt).node
+            if node.end > len(run):
+                node = _split(self._held, node, len(run) - node.start)
+                if node.locks:
+                    self._locked.add(node)
+                self._touch(node)
+            node.label = label
+            self.checkpoints.put(node, memory.states.take(nbytes, caches))
+            return True
+
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """The pool's lock, for a change of nodes. If it fails half-way, the tree holds what its nodes do."""
@@ -209,6 +299,7 @@ class RadixTree:
                     del self._roots[salt]  # in place: the finalizer has this very dictionary
                 self._order = dict.fromkeys(sorted(self.nodes(), key=lambda node: node.tick))
                 self._locked = {node for node in self._order if node.locks}
+                self.checkpoints.reset(self._order)
                 for group in range(len(self.windows)):
                     self._held.reset(group, [b for node in self.nodes() for b in node.blocks[group]])
                 raise
@@ -286,6 +377,7 @@ class RadixTree:
         if node.children:
             # An inner node of a window group: prefixes that end beyond its window need only what comes after it.
             self._notify(node)
+            self.checkpoints.forget(node)  # nobody can go on from here
             gone, node.blocks[group] = node.blocks[group], [NULL_BLOCK] * len(node.blocks[group])
             node.valid_from[group] = node.end
             return self._drop(group, gone)
@@ -294,6 +386,28 @@ class RadixTree:
             return self._remove(node)[group]
         self._notify(node)
         return [self._drop(each, blocks) for each, blocks in enumerate(node.cut(index, self.block_size))][group]
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of the checkpoints."""
+        return self.checkpoints.nbytes
+
+    def evict_states(self, num_bytes: int) -> int:
+        """Drop the checkpoints of least value, and what serves nobody without them. Returns their bytes."""
+        with self._changing():
+            freed = 0
+            for node in self.checkpoints.cheapest(num_bytes):
+                freed += node.checkpoint.slot.nbytes if node.checkpoint is not None else 0
+                self.checkpoints.dropped += 1
+                if node.children:
+                    self.checkpoints.forget(node)
+                    continue
+                each: RadixNode | None = node
+                while each is not None and not (each.is_root or each.children or each.locks):
+                    parent = each.parent
+                    self._remove(each)
+                    each = parent if parent is not None and parent.checkpoint is None else None
+            return freed
 
     def remove(self, node: RadixNode) -> None:
         """Evict a leaf. Raises BlockStateError if it is locked or not a leaf of this tree."""
@@ -308,6 +422,7 @@ class RadixTree:
         self._notify(node)
         del parent.children[node.tokens[0]]
         del self._order[node]
+        self.checkpoints.forget(node)
         freed = [self._drop(group, blocks) for group, blocks in enumerate(node.blocks)]
         if self.ttl is not None:
             self._next_expiry = min(self._next_expiry, parent.used_at + self.ttl)
@@ -370,8 +485,8 @@ class RadixTree:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks held, each counted once."""
-        return self._held.nbytes
+        """Bytes of the blocks held, each counted once, and of the checkpoints."""
+        return self._held.nbytes + self.checkpoints.nbytes
 
     def check_integrity(self) -> None:
         """Raise BlockStateError unless nodes, blocks, locks and references agree. See also the pool's."""
@@ -380,6 +495,10 @@ class RadixTree:
             by_use = sorted(self.nodes(), key=lambda node: node.tick)
             if list(self._order) != by_use or self._locked != {node for node in by_use if node.locks}:
                 raise BlockStateError("the order of use or the set of locked nodes is not that of the tree's nodes")
+            carrying = [node for node in by_use if node.checkpoint is not None]
+            nbytes = sum(node.checkpoint.slot.nbytes for node in carrying if node.checkpoint is not None)
+            if set(self.checkpoints.nodes) != set(carrying) or self.checkpoints.nbytes != nbytes:
+                raise BlockStateError("the checkpoints counted are not those of the tree's nodes")
 
     def held(self, group: int) -> list[list[int]]:
         return [list(self._held.counts[group].elements())]
@@ -517,9 +636,9 @@ def _least_recently_used(held: HeldBlocks, group: int, order: Mapping[RadixNode,
 def _shortest_tail(held: HeldBlocks, leaf: RadixNode, group: int, num_blocks: int) -> int | None:
     """Index of the first block to evict so that the leaf's front stays; None if the whole leaf must go.
 
-    With a window, a prefix is of use only at the ends it was kept for, so there a leaf goes as a whole.
+    With a window or a checkpoint, a prefix is of use only at the ends it was kept for, so there a leaf goes as a whole.
     """
-    if any(window is not None for window in held.windows):
+    if leaf.checkpoint is not None or any(window is not None for window in held.windows):
         return None
     refcount = held.pool.groups[group].allocator.refcount
     gain, index = 0, len(leaf.blocks[group])

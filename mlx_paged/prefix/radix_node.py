@@ -7,11 +7,15 @@ import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from ..errors import BlockStateError
 from ..kv.allocator import NULL_BLOCK
 from ..kv.pool import BlockPool
 from ..kv.storage.attention_params import Window
+
+if TYPE_CHECKING:
+    from .checkpoints import Checkpoint
 
 
 class HeldBlocks:
@@ -127,9 +131,22 @@ class RadixNode:
         tick: rises with each use, so the least is the least recently used.
         used_at: time of the last use.
         label: what the owner calls the prefix that ends here; free of meaning for the tree.
+        checkpoint: states of layers without blocks at the node's end; None: there are none.
     """
 
-    __slots__ = ("blocks", "children", "label", "locks", "parent", "start", "tick", "tokens", "used_at", "valid_from")
+    __slots__ = (
+        "blocks",
+        "checkpoint",
+        "children",
+        "label",
+        "locks",
+        "parent",
+        "start",
+        "tick",
+        "tokens",
+        "used_at",
+        "valid_from",
+    )
 
     def __init__(
         self,
@@ -149,6 +166,7 @@ class RadixNode:
         self.tick = 0
         self.used_at = 0.0
         self.label: Hashable = None
+        self.checkpoint: Checkpoint | None = None
 
     @property
     def end(self) -> int:
@@ -248,7 +266,8 @@ def servable_length(path: Sequence[RadixNode], limit: int, windows: Windows, blo
     needs."""
     length = limit
     while True:
-        shortest = min(_servable_by(group, path, length, window, block_size) for group, window in enumerate(windows))
+        ends = (_servable_by(group, path, length, window, block_size) for group, window in enumerate(windows))
+        shortest = min(ends, default=length)
         if shortest == length:
             return length
         length = shortest

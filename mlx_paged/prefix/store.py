@@ -3,10 +3,11 @@ cache; without one nothing is found and nothing kept."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ..kv.block_table import BlockTable
+from ..kv.pool import BlockPool
 
 
 class Salted(NamedTuple):
@@ -46,17 +47,38 @@ class PrefixStore(Protocol):
         ...
 
 
-class NoPrefixStore:
-    """Holds nothing: for models without blocks, whose prefixes the batch keeps itself."""
+@runtime_checkable
+class CheckpointStore(PrefixStore, Protocol):
+    """What a batch of a model asks of a prefix cache whose layers keep states that cannot be cut: prefixes are found
+    where such states were kept."""
 
-    def adopt(self, tokens: Sequence[int], salt: Hashable = None) -> tuple[int, list[BlockTable]]:
-        return 0, []
+    @property
+    def pool(self) -> BlockPool:
+        """Return the pool that checkpoints count in; one without blocks if no layer is paged."""
+        ...
 
-    def held(self, tokens: Sequence[int], salt: Hashable = None) -> int:
-        return 0
+    def adopt_checkpoint(
+        self, tokens: Sequence[int], salt: Hashable = None
+    ) -> tuple[int, list[BlockTable], list[Any] | None]:
+        """Like :meth:`adopt`, with the states at the end, which the caller copies."""
+        ...
 
-    def held_alone(self, tokens: Sequence[int], salt: Hashable = None) -> Sequence[int]:
-        return ()
+    def held_checkpoint(self, tokens: Sequence[int], salt: Hashable = None) -> tuple[int, Sequence[int]]:
+        """Return how many tokens :meth:`adopt_checkpoint` would give at present, and how many of their blocks nobody
+        else holds, for each group."""
+        ...
 
-    def donate(self, tokens: Sequence[int], tables: Sequence[BlockTable], salt: Hashable = None) -> None:
-        return None
+    def known_length(self, tokens: Sequence[int], salt: Hashable = None) -> int:
+        """Return how many of the tokens agree with some prefix, whether it can be served or not."""
+        ...
+
+    def donate_checkpoint(
+        self,
+        tokens: Sequence[int],
+        tables: Sequence[BlockTable],
+        states: Callable[[], tuple[int, list[Any]]],
+        salt: Hashable = None,
+    ) -> bool:
+        """Like :meth:`donate`, with the states at the end of ``tokens``, asked for if they are not there yet. Returns
+        whether they are kept."""
+        ...

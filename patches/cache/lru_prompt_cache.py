@@ -226,9 +226,19 @@ class PagedPromptCache:
             "bytes": self.nbytes,
             "nodes": self.num_nodes,
             "by_type": self.stats_by_type(),
+            "checkpoints": self._checkpoints(),
             "on_disk": None
             if self.spill is None
             else {"blocks": len(self.spill), "bytes": self.spill.nbytes, "dropped": self.spill.dropped},
+        }
+
+    def _checkpoints(self) -> dict[str, int]:
+        """Return how many prefixes carry states of layers without blocks, their bytes, and how many were dropped."""
+        held = [tree.checkpoints for tree in list(self._trees.values())]
+        return {
+            "number": sum(map(len, held)),
+            "bytes": sum(each.nbytes for each in held),
+            "dropped": sum(each.dropped for each in held),
         }
 
     def __len__(self) -> int:

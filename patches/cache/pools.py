@@ -45,6 +45,7 @@ class _Pools:
 
 
 _pools: ByModel[_Pools] = ByModel()
+_state_pools: ByModel[tuple[PagedConfig, BlockPool]] = ByModel()  # of models without any paged layer
 
 
 def pool_for(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dtype | None = None) -> BlockPool:
@@ -125,16 +126,33 @@ def pool_of(model: Any) -> BlockPool | None:
     return pool
 
 
+def prefix_pool_of(model: Any) -> BlockPool:
+    """Return the pool that a model's prefixes count in: that of its blocks, or one without blocks, for checkpoints of a
+    model whose layers keep states alone."""
+    pool = pool_of(model)
+    if pool is not None:
+        return pool
+    with _lock:
+        factory = getattr(stock_cache.make_prompt_cache, "factory", None)
+        config = PagedConfig() if factory is None else factory(model).config
+        kept = _state_pools.get(model)
+        if kept is None or kept[0] != config:
+            kept = _state_pools.put(model, (config, BlockPool((), memory_budget=max(1, config.memory_budget()))))
+        return kept[1]
+
+
 def forget_pool(model: Any) -> None:
     """Let the registry drop a model's pools: its next prompt cache lies in a new one. Waits for nobody's turn."""
     with _lock:
         _pools.put(model, _Pools())
+        _state_pools.forget(model)
 
 
 def forget_pools() -> None:
     """Let the registry drop its pools; caches in use keep theirs alive."""
     with _lock:
         _pools.clear()
+        _state_pools.clear()
 
 
 class ProbeCache(PagedLayerCache):

@@ -32,7 +32,7 @@ class CacheFactory:
         config: of the pool.
 
     Attributes:
-        prompt_lookup: of requests in batches that say nothing else.
+        config: the configuration, whatever is configured later.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class CacheFactory:
     ) -> None:
         self._stock = stock
         self._layout = layout
-        self.prompt_lookup = 0 if config is None else config.prompt_lookup
+        self.config = PagedConfig() if config is None else config
         self.pool: BlockPool | None = None
         self._elsewhere: Callable[[mx.Dtype], BlockPool | None] | None = None
         if layout is not None and config is not None and layout.groups:

@@ -71,6 +71,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                     factory=self._factory,
                     packs=self.packs,
                     reads_blocks_only=reads_blocks_only(model),
+                    state_interval=self._factory.config.state_interval,
                 )
 
     def insert(self, prompts: list[list[int]], *args: Any, **options: Any) -> list[int]:
@@ -199,7 +200,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
     @property
     def prompt_lookup(self) -> int:
         """Most tokens that are looked up in a step for a request that says nothing of it."""
-        return self._factory.prompt_lookup
+        return self._factory.config.prompt_lookup
 
     @property
     def preemptions(self) -> int:

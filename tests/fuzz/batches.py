@@ -21,12 +21,11 @@ from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.patches import registry
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
-from mlx_paged.patches.cache.pools import probe_geometry
+from mlx_paged.patches.cache.pools import prefix_pool_of, probe_geometry
 from mlx_paged.patches.cache.prompt_cache import factory_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.spill import SpillStore
-from mlx_paged.prefix.store import NoPrefixStore
 from tests.fuzz.cases import Case, Request, model_of
 from tests.support.kernels.fake_kernels import fake_kernels
 
@@ -167,12 +166,9 @@ def patched(case: Case) -> Iterator[tuple[BlockPool | None, Any, PagedPromptCach
         else:
             store = PagedPromptCache(None)
         stack.callback(store.close)
-        if pool is None:
-            yield None, NoPrefixStore(), store
-            return
         store.learn_layout("key", caches)
         del caches
-        yield pool, store.shared_prefixes("key", pool), store
+        yield pool, store.shared_prefixes("key", prefix_pool_of(model_of(case.family))), store
 
 
 def _least_budget(case: Case) -> int | None:

@@ -36,6 +36,11 @@ class Cache:
         self.group.allocator.release(gone)
         return len(gone)
 
+    state_nbytes = 0
+
+    def evict_states(self, num_bytes: int) -> int:
+        return 0
+
     def renumber(self, group: int, moves: dict[int, int]) -> None:
         self.blocks = [moves.get(b, b) for b in self.blocks]
 

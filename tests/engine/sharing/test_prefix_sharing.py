@@ -15,11 +15,10 @@ from mlx_paged import PagedConfig
 from mlx_paged.engine.sharing import common_length
 from mlx_paged.errors import RequestTooLargeError
 from mlx_paged.kv.budget import PoolBudget
-from mlx_paged.patches.cache.pools import probe_geometry
+from mlx_paged.patches.cache.pools import prefix_pool_of, probe_geometry
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.store import NoPrefixStore
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.batch_runs import kv_budget, mlx_lm_generate, model_of
 from tests.support.models.builders import KINDS, WINDOW, build, greedy, prompt_of
@@ -178,7 +177,8 @@ def test_models_with_states_share_at_ends(kind: str) -> None:
 def state_burst(kind: str, prompts: list[list[int]], expected: list[list[int]]) -> Any:
     model = model_of(kind)
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
-    gen = PagedBatchGenerator(model, prefixes=NoPrefixStore(), prefill_step_size=64)
+    tree = RadixTree(prefix_pool_of(model))
+    gen = PagedBatchGenerator(model, prefixes=SharedPrefixes(tree), prefill_step_size=64)
     uids = gen.insert(prompts, [5] * len(prompts))
     tokens: dict[int, list[int]] = {uid: [] for uid in uids}
     cached: dict[int, int] = {}
@@ -188,6 +188,8 @@ def state_burst(kind: str, prompts: list[list[int]], expected: list[list[int]]) 
             cached[response.uid] = response.num_cached
     assert [tokens[uid] for uid in uids] == expected
     gen.num_cached = [cached[uid] for uid in uids]
+    tree.check_integrity()
+    tree.pool.check_integrity()
     return gen
 
 

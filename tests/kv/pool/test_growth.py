@@ -113,6 +113,8 @@ def test_stats_count_blocks_and_bytes() -> None:
         "quantized_layers": 0,
         "dense_layers": 0,
         "bytes_per_token": 0,
+        "state_bytes": 0,
+        "checkpoint_bytes": 0,
     }
     k, v = kv(0, 6)
     tables = [pool.new_table(0), pool.new_table(1)]

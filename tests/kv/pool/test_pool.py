@@ -214,8 +214,8 @@ def test_budget_must_be_positive(budget: int) -> None:
 
 @pytest.mark.parametrize(
     "groups",
-    [[], [LayerGroup(())], [LayerGroup((0, 1)), LayerGroup((1, 2), 8)], [LayerGroup((3, 3))]],
-    ids=["none", "no layers", "layer in two groups", "layer twice"],
+    [[LayerGroup(())], [LayerGroup((0, 1)), LayerGroup((1, 2), 8)], [LayerGroup((3, 3))]],
+    ids=["no layers", "layer in two groups", "layer twice"],
 )
 def test_each_layer_belongs_to_one_group(groups: list[LayerGroup]) -> None:
     with pytest.raises(ConfigError, match="exactly one group"):

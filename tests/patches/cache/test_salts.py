@@ -14,12 +14,12 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
+from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.spill import SpillStore
-from mlx_paged.prefix.store import NoPrefixStore
-from tests.support.models.batch_runs import mlx_lm_generate, model_of
+from tests.support.models.batch_runs import model_of
 from tests.support.models.builders import KINDS, WINDOW, build, greedy, prompt_of
 from tests.support.models.recurrent import RECURRENT
 
@@ -50,9 +50,7 @@ def test_a_burst_shares_within_a_salt(kind: str) -> None:
     expected = [greedy(model_of(kind), mx.array(prompt), 5)[0] for prompt in prompts]
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     model = model_of(kind)
-    cache = mlx_lm_generate.make_prompt_cache(model)[0]
-    all_paged = kind not in RECURRENT
-    prefixes: Any = SharedPrefixes(RadixTree(cache.pool)) if all_paged else NoPrefixStore()
+    prefixes = SharedPrefixes(RadixTree(prefix_pool_of(model)))
     gen = PagedBatchGenerator(model, prefixes=prefixes, prefill_step_size=64)
     answers, cached = run(gen, prompts, SALTS)
     assert answers == expected

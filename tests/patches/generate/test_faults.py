@@ -20,10 +20,10 @@ from mlx_paged import PagedConfig
 from mlx_paged.engine import sharing as prefix_sharing
 from mlx_paged.engine import sharing as snapshots
 from mlx_paged.errors import RequestFailedError
+from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.store import NoPrefixStore
 from tests.support.models.batch_runs import kv_budget, mlx_lm_generate, packing_generator
 from tests.support.models.builders import build, greedy, prompt_of
 from tests.support.models.recurrent import build_recurrent
@@ -129,9 +129,8 @@ class Scene:
             mlx_lm_generate.make_prompt_cache(model)
             self.pool = mlx_paged.pool_of(model)
         caches = mlx_lm_generate.make_prompt_cache(model)
-        all_paged = all(hasattr(cache, "sequence") for cache in caches)
-        self.tree = RadixTree(self.pool) if prefixes and all_paged else None
-        store: Any = SharedPrefixes(self.tree) if self.tree is not None else NoPrefixStore() if prefixes else None
+        self.tree = RadixTree(prefix_pool_of(model)) if prefixes else None
+        store = None if self.tree is None else SharedPrefixes(self.tree)
         options = {"prefixes": store, "prefill_step_size": 16, "completion_batch_size": 3}
         self.gen = packing_generator(model, 48, **options) if packs else PagedBatchGenerator(model, **options)
         self.caches: list[Any] | None = None
@@ -214,12 +213,12 @@ SCENES = {
     "packs": ("llama-sliding", False, False, None, 4, True),
     "packs, prefixes": ("gemma3", True, False, None, 4, True),
     "hybrid": ("falcon_h1", False, False),
-    "hybrid, snapshots": ("qwen3_next", True, False),
+    "hybrid, checkpoints": ("qwen3_next", True, False),
     "hybrid, caches given": ("qwen3_next", False, True),
 }
 CASES = [(scene, "admission") for scene in SCENES if not scene.startswith("packs")]
-CASES += [("plain, prefixes, tight", "making room"), ("plain, prefixes", "joining"), ("hybrid, snapshots", "joining")]
-CASES += [("windows, prefixes", "finishing"), ("hybrid, snapshots", "finishing")]
+CASES += [("plain, prefixes, tight", "making room"), ("plain, prefixes", "joining"), ("hybrid, checkpoints", "joining")]
+CASES += [("windows, prefixes", "finishing"), ("hybrid, checkpoints", "finishing")]
 CASES += [("windows, prefixes", "inserting a chunk")]
 CASES += [("packs", "computing prompts"), ("packs, prefixes", "computing prompts")]
 # Outside of the exhaustive run, a case has two faults: of the first call, the middle one and the last one, each is left

@@ -9,10 +9,10 @@ import pytest
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.store import NoPrefixStore
 from tests.support.models.batch_runs import Outcome, Spec, collect, make_solos, mlx_lm_generate, model_of, run_all, solo
 from tests.support.models.builders import prompt_of
 from tests.support.models.recurrent import RECURRENT
@@ -24,7 +24,7 @@ def generator(kind: str) -> tuple[Any, Any]:
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     model = model_of(kind)
     pool = getattr(mlx_lm_generate.make_prompt_cache(model)[0], "pool", None)
-    prefixes: Any = NoPrefixStore() if pool is None else SharedPrefixes(RadixTree(pool))
+    prefixes = SharedPrefixes(RadixTree(prefix_pool_of(model)))
     return PagedBatchGenerator(model, prefixes=prefixes), pool
 
 

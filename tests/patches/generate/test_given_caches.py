@@ -11,10 +11,10 @@ from mlx_lm.models import cache as mlx_lm_cache
 import mlx_paged
 from mlx_paged import ConfigError, PagedConfig
 from mlx_paged.engine.request import RequestOptions
+from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
-from mlx_paged.prefix.store import NoPrefixStore
 from tests.support.models.batch_runs import mlx_lm_generate
 from tests.support.models.builders import build, prompt_of
 from tests.support.models.recurrent import build_recurrent
@@ -79,7 +79,7 @@ def test_a_state_of_unknown_tokens_serves_nobody_else(kind: str) -> None:
     alone, continued = stock(model, PROMPT, 8), stock(model, HISTORY + PROMPT, 8)
     mlx_paged.apply_patches(PagedConfig(block_size=16, kv_cache_memory=16 << 20))
     try:
-        generator = PagedBatchGenerator(model, prefixes=NoPrefixStore())
+        generator = PagedBatchGenerator(model, prefixes=SharedPrefixes(RadixTree(prefix_pool_of(model))))
         tokens: dict[int, list[int]] = {}
         for told in (None, [HISTORY]):  # what is known is shared
             (first,) = generator.insert([PROMPT], [8], caches=[filled(model, HISTORY)], all_tokens=told)

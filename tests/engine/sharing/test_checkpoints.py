@@ -1,0 +1,220 @@
+"""Models with states share prefixes at checkpoints in the radix tree, and answer as stock mlx-lm does."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.engine.checkpoint_sharing import LEAST_INTERVAL, MOST_INTERVAL, interval_of
+from mlx_paged.kv.pool import BlockPool
+from mlx_paged.patches.cache.pools import prefix_pool_of
+from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
+from mlx_paged.prefix.checkpoints import MOST_SHARE
+from mlx_paged.prefix.detached import SharedPrefixes
+from mlx_paged.prefix.radix import RadixTree
+from scripts.support import model_configs
+from tests.support.models.batch_runs import model_of
+from tests.support.models.builders import greedy, prompt_of
+from tests.support.models.recurrent import RECURRENT
+
+INTERVAL = 32
+HYBRIDS = (
+    "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear",
+    "lfm2", "lfm2_moe", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "plamo2", "qwen3_5", "qwen3_5_moe",
+    "qwen3_next", "recurrent_gemma", "rwkv7", "longcat_flash_ngram", "kimi_k3", "bailing_moe_v3",
+)  # fmt: skip
+
+
+class Chats:
+    """A generator with checkpoints, over one model; every answer is compared with stock mlx-lm's."""
+
+    def __init__(self, model: Any, interval: int | None = INTERVAL, memory: int | None = None, **options: Any) -> None:
+        self.model = model
+        self.config = PagedConfig(block_size=8, state_interval=interval, kv_cache_memory=memory)
+        mlx_paged.apply_patches(self.config)
+        self.tree = RadixTree(prefix_pool_of(model))
+        self.pool = self.tree.pool
+        self.gen = PagedBatchGenerator(model, prefixes=SharedPrefixes(self.tree), **options)
+
+    def ask(self, *prompts: list[int], new: int = 4) -> list[int]:
+        """Answer the prompts together. Returns how many tokens of each were cached."""
+        mlx_paged.remove_patches()
+        expected = [greedy(self.model, mx.array(prompt), new)[0] for prompt in prompts]
+        mlx_paged.apply_patches(self.config)
+        uids = self.gen.insert([list(prompt) for prompt in prompts], [new] * len(prompts))
+        tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+        cached: dict[int, int] = {}
+        while any(answer := self.gen.next()):
+            for response in answer[1]:
+                tokens[response.uid].append(response.token)
+                cached[response.uid] = response.num_cached
+        assert [tokens[uid] for uid in uids] == expected
+        self.tree.check_integrity()
+        self.pool.check_integrity()
+        self.answers = expected
+        return [cached[uid] for uid in uids]
+
+
+def vocabulary_prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, model_configs.VOCAB - 3) for _ in range(length)]
+
+
+@pytest.mark.sample(every=4)
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_prefixes_that_part_anywhere_are_found_up_to_the_interval(kind: str) -> None:
+    chats = Chats(model_configs.build(kind), prefill_step_size=48)
+    first = vocabulary_prompt(150, seed=1)
+    assert chats.ask(first) == [0]
+    for number, fork in enumerate((149, 101, 70, 31)):
+        (cached,) = chats.ask([*first[:fork], *vocabulary_prompt(9, seed=10 + number)])
+        assert fork - INTERVAL < cached <= fork
+    # Edited in the middle, and a chat that goes on from its answer beside it.
+    edited = [*first[:64], 1, *first[65:]]
+    chats.ask(first)
+    cached_edited, cached_answer = chats.ask(edited, [*first, *chats.answers[0], 5, 6, 7])
+    assert cached_edited == 64 and cached_answer >= 149
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_a_turn_computes_its_new_tokens_and_an_interval_at_most(kind: str) -> None:
+    chats = Chats(model_of(kind))
+    tokens = prompt_of(100, seed=1).tolist()
+    chats.ask(tokens)
+    for turn in range(5):
+        before = len(tokens)
+        tokens = tokens[: -(turn % 3) or None] + chats.answers[0][: 2 * (turn % 2)]  # some drop what was generated
+        kept = min(before, len(tokens))
+        tokens += prompt_of(20, seed=20 + turn).tolist()
+        (cached,) = chats.ask(tokens)
+        assert cached >= kept - turn % 3 - INTERVAL
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_where_prompts_part_a_checkpoint_is_kept_for_the_next(kind: str) -> None:
+    chats = Chats(model_of(kind), interval=0)
+    system = prompt_of(77, seed=1).tolist()
+    found = [chats.ask([*system, 7 + n, *prompt_of(10, seed=n).tolist()])[0] for n in range(4)]
+    assert found == [0, 0, 77, 77]
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_a_state_serves_only_prompts_that_begin_with_all_that_made_it(kind: str) -> None:
+    chats = Chats(model_of(kind))
+    shared, tail = prompt_of(64, seed=1).tolist(), prompt_of(40, seed=2).tolist()
+    chats.ask([*shared, 3, *tail])
+    assert chats.ask([*shared, 4, *tail]) == [64]
+    assert chats.ask([5, *shared[1:], 3, *tail]) == [0]
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_checkpoints_stay_within_their_share_and_the_useful_ones_stay(kind: str) -> None:
+    probe = Chats(model_of(kind))
+    probe.ask(prompt_of(70, seed=1).tolist())
+    each = probe.tree.checkpoints.nbytes // len(probe.tree.checkpoints)
+    mlx_paged.remove_patches()
+    per_token = probe.pool.stats().bytes_per_token
+    memory = max(int(each * 8 / MOST_SHARE), 600 * per_token)
+    chats = Chats(model_of(kind), memory=memory)
+    system = prompt_of(128, seed=1).tolist()
+    for number in range(12):
+        chats.ask([*system, 9 + number, *prompt_of(30, seed=number).tolist()], prompt_of(90, seed=90 + number).tolist())
+        assert chats.tree.checkpoints.nbytes <= MOST_SHARE * memory
+        stats = chats.pool.stats()
+        assert stats.checkpoint_bytes == chats.tree.checkpoints.nbytes <= stats.state_bytes
+        assert stats.bytes_reserved + stats.state_bytes <= memory
+    assert chats.tree.checkpoints.dropped > 0
+    assert chats.ask([*system, 300])[0] >= 96
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_requests_that_make_room_for_others_go_on_from_their_checkpoints(kind: str) -> None:
+    chats = Chats(model_of(kind))
+    prompts = [prompt_of(60 + 20 * n, seed=n).tolist() for n in range(5)]
+    expected = [greedy_stock(chats, prompt, 6) for prompt in prompts]
+    uids = chats.gen.insert(prompts, [6] * 5)
+    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+    steps = 0
+    while any(answer := chats.gen.next()):
+        steps += 1
+        for response in answer[1]:
+            tokens[response.uid].append(response.token)
+        if steps % 2:
+            chats.gen.preempt_youngest()
+    assert [tokens[uid] for uid in uids] == expected
+    chats.pool.check_integrity()
+
+
+def greedy_stock(chats: Chats, prompt: list[int], new: int) -> list[int]:
+    mlx_paged.remove_patches()
+    expected = greedy(chats.model, mx.array(prompt), new)[0]
+    mlx_paged.apply_patches(chats.config)
+    return list(expected)
+
+
+def test_the_interval_follows_the_size_of_the_states() -> None:
+    assert interval_of(100) == LEAST_INTERVAL
+    assert interval_of(19 << 20) == 2048
+    assert interval_of(1 << 40) == MOST_INTERVAL
+
+
+# The tree by itself: without blocks, so that prefixes are their tokens and states alone ------------------------------
+
+
+def tree_of(budget: int = 4000) -> tuple[BlockPool, RadixTree]:
+    pool = BlockPool((), memory_budget=budget)
+    return pool, RadixTree(pool)
+
+
+def put(tree: RadixTree, tokens: str, nbytes: int = 100) -> bool:
+    return tree.insert_checkpoint([ord(c) for c in tokens], (), lambda: (nbytes, [tokens]))
+
+
+def get(tree: RadixTree, tokens: str) -> Any:
+    length, _, caches = tree.adopt_checkpoint([ord(c) for c in tokens])
+    return None if caches is None else (length, caches[0])
+
+
+def test_a_match_ends_at_the_deepest_checkpoint_of_the_shared_prefix() -> None:
+    pool, tree = tree_of()
+    assert put(tree, "abcdefgh") and put(tree, "abcd") and put(tree, "abcxyz")
+    assert get(tree, "abcdefghi") == (8, "abcdefgh")
+    assert get(tree, "abcdefg") == (4, "abcd")
+    assert get(tree, "abcdefgh") == (4, "abcd")  # one token is left to compute
+    assert get(tree, "abcxyz!") == (6, "abcxyz")
+    assert get(tree, "abc!") is None and get(tree, "zabcd") is None
+    assert tree.known_length([ord(c) for c in "abcxq"]) == 4
+    tree.check_integrity()
+    pool.check_integrity()
+
+
+def test_the_checkpoint_of_least_value_goes_first() -> None:
+    pool, tree = tree_of(budget=1600)  # four of 100 bytes
+    for tokens in ("a" * 50, "b" * 5, "c" * 20, "d" * 30):
+        assert put(tree, tokens)
+    assert get(tree, "b" * 6) and get(tree, "b" * 6)  # 5 tokens, three times
+    put(tree, "e" * 40)
+    assert [bool(get(tree, c * 60)) for c in "abcde"] == [True, False, True, True, True]
+    assert not put(tree, "f" * 40, nbytes=401)
+    tree.check_integrity()
+    pool.check_integrity()
+    assert pool.memory.states.nbytes == tree.nbytes
+    tree.clear()
+    assert pool.memory.states.nbytes == tree.nbytes == len(tree.checkpoints) == 0
+
+
+def test_a_state_that_somebody_still_holds_counts_until_it_is_dropped() -> None:
+    pool, tree = tree_of()
+    put(tree, "abc")
+    (node,) = tree.checkpoints.nodes
+    slot = node.checkpoint.slot if node.checkpoint is not None else None
+    tree.clear()
+    del node
+    assert pool.memory.states.nbytes == 100 and pool.memory.unheld_bytes == 3900
+    del slot
+    assert pool.memory.states.nbytes == 0
