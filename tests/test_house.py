@@ -59,3 +59,8 @@ def test_no_docstring_dangles(folder: str) -> None:
         if text.startswith(("Of ", "As ", "For ", "Where ", "The same"))
     ]
     assert dangling == []
+
+
+def test_names_of_tests_can_be_read_aloud() -> None:
+    names = [f.name for path in python_files("tests") for f in functions_of(path) if f.name.startswith("test_")]
+    assert len(names) > 1000 and not [name for name in names if len(name) > 70]
