@@ -211,7 +211,7 @@ def test_a_model_that_uses_its_caches_in_another_way_is_found_out() -> None:
     assert lazy_kv_of(pair[0] + 0, pair[1]) is None
 
 
-def test_a_layer_that_is_not_attended_to_is_found_out_and_no_sequence_has_changed() -> None:
+def test_a_layer_that_does_not_attend_is_noticed_before_changes() -> None:
     pool = pool_of()
     rows = sequences(pool)
     pack, caches = pack_of(rows)

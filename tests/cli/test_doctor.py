@@ -150,7 +150,7 @@ def test_all_adds_every_ratio_and_block_size() -> None:
     assert not any(job.every_body for job in few) and all(job.every_body for job in many)
 
 
-def test_only_the_kernel_that_attention_takes_is_run_unless_it_fails_or_all_are_wanted(
+def test_other_kernels_are_run_if_the_first_fails_or_all_are_wanted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     both = tuple(Variant(body, "cuda", mx.bfloat16, 64, 64, 4, 32) for body in ("paged_decode_tensor", "paged_decode"))

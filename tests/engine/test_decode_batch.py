@@ -263,7 +263,7 @@ def test_a_call_that_fails_is_tried_in_halves_until_who_fails_is_alone(batch: Ba
     batch.pool.check_integrity()
 
 
-def test_a_step_for_which_there_is_no_block_names_the_row_and_appends_for_nobody_behind_it() -> None:
+def test_a_step_without_a_block_names_the_row_and_appends_nothing() -> None:
     batch = Batch(make_pool(num_blocks=4))  # one of them nobody's
     prompts = [prompt_of(2 * BLOCK_SIZE), prompt_of(BLOCK_SIZE + 1, seed=1)[:BLOCK_SIZE]]
     rows = [batch.row(uid, prompt) for uid, prompt in enumerate(prompts)]

@@ -104,7 +104,7 @@ MOST = 9 * BLOCK_SIZE - 1  # a token is computed ahead of the one that is delive
 
 
 @pytest.mark.parametrize("num_tokens", [MOST, MOST + 1])
-def test_what_the_whole_budget_could_not_hold_is_refused_and_what_it_just_holds_runs(num_tokens: int) -> None:
+def test_request_larger_than_budget_is_refused(num_tokens: int) -> None:
     pool = make_pool(num_blocks=10)  # one of them nobody's
     engine = ToyEngine(pool)
     prompt = prompt_of(num_tokens)

@@ -149,9 +149,7 @@ def test_a_model_that_turns_out_not_to_pack_is_computed_one_by_one(
 
 
 @pytest.mark.parametrize("lengths", [(20, 30, 9), (20,)], ids=["together", "alone"])
-def test_a_model_whose_chunks_see_more_than_its_caches_keep_is_computed_one_by_one(
-    calls: list[list[int]], lengths: tuple[int, ...]
-) -> None:
+def test_chunks_that_see_more_than_caches_keep_run_one_by_one(calls: list[list[int]], lengths: tuple[int, ...]) -> None:
     model = model_configs.build("plamo3")
     prompts = prompts_for(model_configs.VOCAB, lengths)
     expected = [greedy(model, mx.array(prompt, mx.uint32), 6) for prompt in prompts]

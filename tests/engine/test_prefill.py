@@ -157,7 +157,7 @@ def test_a_model_that_raises_for_one_of_them_fails_that_one_only(monkeypatch: py
     assert pool.stats().live_blocks == 0
 
 
-def test_the_host_goes_on_while_a_step_is_computed_and_waits_for_the_last_one(
+def test_the_host_goes_on_during_a_step_and_waits_for_the_last(
     kernels: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two steps with prompts no more than one is under way, and nothing when all prompts are computed."""

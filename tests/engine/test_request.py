@@ -47,7 +47,7 @@ def test_chunks_end_where_segments_do_and_at_the_grid(
     assert request.length == length - 1 and request.segment_ends == set(boundaries)
 
 
-def test_what_is_found_cached_is_not_computed_and_boundaries_in_it_are_gone() -> None:
+def test_cached_tokens_are_not_computed_nor_their_boundaries() -> None:
     request = request_of(0, 20, (5, 12))
     request.length = 7
     assert chunks_of(request, 6) == [5, 6, 1]

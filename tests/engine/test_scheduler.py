@@ -42,7 +42,7 @@ def test_first_in_first_out_within_the_limits() -> None:
     assert driver.finished == [0, 1, 2, 3, 4]
 
 
-def test_what_a_request_finds_cached_is_not_taken_from_an_older_one_that_counts_on_it() -> None:
+def test_a_cached_prefix_is_not_taken_from_an_older_request() -> None:
     """Before the younger one starts, its prefix could be given up. It waits, and the older one goes on."""
     driver = Driver(13)
     driver.memory = driver.scheduler.memory = CachingMemory(13, {0: 44, 1: 8})
@@ -149,7 +149,7 @@ def test_alone_and_too_long_fails_and_says_so() -> None:
     assert driver.finished == [1]
 
 
-def test_where_there_is_plenty_nobody_is_counted_again_for_each_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_ample_memory_requests_are_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(10_000, token_budget=10_000, max_running=64, max_prefilling=64)
     counted: list[int] = []
     fits, most_blocks = driver.memory.fits, driver.memory.most_blocks
@@ -333,7 +333,7 @@ def test_a_burst_is_worked_off_in_full_steps_while_rows_decode() -> None:
     assert steps == [128] * 7 + [64]
 
 
-def test_no_more_than_its_budget_is_computed_in_a_step_however_long_a_chunk_may_be() -> None:
+def test_a_step_computes_no_more_than_its_budget() -> None:
     driver = burst_driver(chunk=1000)
     driver.insert(1, 100)
     driver.step()

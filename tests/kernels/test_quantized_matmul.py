@@ -182,7 +182,7 @@ def test_the_host_waits_before_it_is_more_weights_ahead(monkeypatch: pytest.Monk
     assert started == [2, 4, 6] and waited == [2, 4]
 
 
-def test_one_weight_larger_than_what_may_be_ahead_waits_for_nothing_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_larger_than_the_bound_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inference, "BYTES_AHEAD", 1)
     with Inference(), mock.patch.object(mx, "async_eval") as begin:
         assert product(linear("affine", 32, 4, mx.float16), rows(DEQUANTIZED_ROWS, dtype=mx.float16)) is not None

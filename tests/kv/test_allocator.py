@@ -122,7 +122,7 @@ def test_check_integrity_sees_leaks_and_missing_references() -> None:
             allocator.check_integrity(holders)
 
 
-def test_check_integrity_sees_a_damaged_free_list_and_a_wrong_count_of_shared_blocks() -> None:
+def test_check_integrity_sees_a_damaged_free_list_and_count() -> None:
     allocator = allocator_of(4)
     (a,) = allocator.allocate(1)
     allocator._free.append(a)

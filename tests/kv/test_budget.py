@@ -89,7 +89,7 @@ def test_a_sequence_that_the_least_budget_holds_runs_in_it_and_not_in_half(
         )
 
 
-def test_behind_a_window_any_length_is_held_once_the_window_and_a_chunk_are() -> None:
+def test_a_budget_for_window_and_chunk_holds_any_length() -> None:
     budget = PoolBudget(pool_of((9,), 6), chunk=CHUNK)
     assert budget.holds(100_000) and budget.bytes_for(100_000) == budget.bytes_for(1000)
     assert not PoolBudget(pool_of((9,), 4), chunk=CHUNK).holds(100_000)
@@ -154,7 +154,7 @@ def test_asking_changes_nothing_that_can_be_seen() -> None:
     assert (pool.stats(), [list(table.block_ids) for table in tables]) == before
 
 
-def test_what_a_window_is_going_to_release_is_released_where_that_makes_room() -> None:
+def test_what_a_window_will_release_makes_room() -> None:
     pool = pool_of((5,), 6)  # five of them somebody's
     budget = PoolBudget(pool, chunk=16)
     tables = new_tables(pool)

@@ -41,7 +41,7 @@ def test_what_one_layer_writes_is_not_in_another() -> None:
     assert pool.layer(3).storage is not pool.layer(1).storage
 
 
-def test_tables_of_other_groups_and_pools_are_refused_before_anything_is_changed() -> None:
+def test_foreign_tables_are_refused_before_anything_is_changed() -> None:
     pool, other = two_groups(), two_groups()
     k, v = kv(0, 3)
     layer = pool.layer(0)

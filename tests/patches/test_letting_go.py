@@ -142,7 +142,7 @@ def test_bounded_runs_and_batches_free_their_blocks(model: Any) -> None:
     assert live_blocks(model) == 0
 
 
-def test_finished_requests_of_latent_attention_free_their_blocks_for_the_next() -> None:
+def test_finished_requests_over_latents_free_their_blocks() -> None:
     """Its attention computes with the fetched keys: waiting for that must not keep the finished sequence."""
     model = model_configs.build("deepseek_v3")
     generator(model)
@@ -270,7 +270,7 @@ def test_a_request_that_outgrows_the_budget_leaves_nothing(model: Any) -> None:
     assert live_blocks(model) == 0
 
 
-def test_a_batch_cache_that_finds_no_block_raises_an_error_that_does_not_keep_itself(model: Any) -> None:
+def test_a_batch_cache_without_a_block_raises_an_error_that_goes(model: Any) -> None:
     """As somebody who drives batch caches himself meets it: the layer that comes by first raises."""
     with_blocks(model, 5)
     rows = [upstream.make_prompt_cache(model) for _ in range(2)]
@@ -287,7 +287,7 @@ def test_a_batch_cache_that_finds_no_block_raises_an_error_that_does_not_keep_it
 # Prefixes and servers -------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_that_shares_prefixes_leaves_what_the_cache_holds_and_no_more(model: Any) -> None:
+def test_a_sharing_batch_leaves_what_the_cache_holds_and_no_more(model: Any) -> None:
     store = PagedPromptCache()
     upstream.make_prompt_cache(model)
     gen = PagedBatchGenerator(model, prefixes=store.shared_prefixes("model", mlx_paged.pool_of(model)))
@@ -312,7 +312,7 @@ def test_a_prompt_cache_goes_on_and_lets_go(model: Any) -> None:
     assert live_blocks(model) == 0
 
 
-def test_a_served_batch_lets_go_of_a_failed_request_and_of_everything_when_it_is_closed(model: Any) -> None:
+def test_a_served_batch_frees_failed_requests_and_all_when_closed(model: Any) -> None:
     options = ("decode_concurrency", "prompt_concurrency", "prefill_step_size")
     cli_args = types.SimpleNamespace(**dict.fromkeys(options, 64))
     models: Any = types.SimpleNamespace(cli_args=cli_args, prompt_cache=PagedPromptCache())
@@ -348,7 +348,7 @@ class Stream:
         )
 
 
-def test_an_error_on_its_way_to_a_client_keeps_nothing_of_where_it_was_raised() -> None:
+def test_an_error_for_a_client_keeps_no_frames() -> None:
     class Held:
         pass
 

@@ -60,7 +60,7 @@ def check(name: str, outcome: dict[str, Any]) -> None:
         assert len(skipped) < 15, "others are applied"
 
 
-def test_a_server_that_cannot_be_adapted_says_so_and_does_not_pretend_to_ask_for_a_key(
+def test_a_server_that_cannot_be_adapted_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     import mlx_lm.server as upstream

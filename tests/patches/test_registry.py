@@ -239,7 +239,7 @@ class Attention(nn.Module):
         return x
 
 
-def test_a_patch_says_that_it_adapts_attention_whatever_the_class_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patch_says_that_it_adapts_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {patch.target for patch in registry._patches() if patch.adapts_attention} == {
         f"mlx_lm.models.{model}.Attention.__call__" for model in ("llama", "llama4", "qwen3", "gemma2", "gemma3_text")
     }

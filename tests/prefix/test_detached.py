@@ -52,7 +52,7 @@ def generate(model, tokens, caches, steps: int = 8) -> tuple[list[int], np.ndarr
     return out, np.stack(rows)
 
 
-def test_write_prefill_after_shared_prefix_adopt_allocates_only_suffix_blocks() -> None:
+def test_prefill_after_an_adopted_prefix_allocates_suffix_blocks_only() -> None:
     model = paged("llama")
     prefix, suffix_tokens = prompt_of(5 * BLOCK + 3, seed=1).tolist(), 2 * BLOCK + 2
     donor = upstream.make_prompt_cache(model)
@@ -91,7 +91,7 @@ def test_write_prefill_after_shared_prefix_adopt_allocates_only_suffix_blocks() 
 # Always each cut by a kind with windows and by one without: they are neighbours.
 @pytest.mark.sample(every=2)
 @pytest.mark.parametrize(("kind", "cut"), each_value(KINDS, [1, BLOCK, 3 * BLOCK + 5, 57], times=2))
-def test_shared_prefix_gives_the_bits_of_a_cold_prefill_cut_at_the_same_token(kind: str, cut: int) -> None:
+def test_shared_prefix_gives_the_bits_of_a_cold_prefill_cut_alike(kind: str, cut: int) -> None:
     model = paged(kind)
     tokens = prompt_of(70, seed=2).tolist()
     cold = upstream.make_prompt_cache(model)

@@ -21,7 +21,7 @@ class Clock:
         return self.now
 
 
-def test_least_recently_used_leaves_go_first_and_inner_nodes_after_their_leaves() -> None:
+def test_least_recently_used_leaves_are_evicted_first() -> None:
     tree, _pool = make_tree((None,))
     system = tuple(range(8))
     prefixes = [(*system, 100 + n, *range(7)) for n in range(3)]

@@ -84,7 +84,7 @@ def test_the_stand_in_sees_warnings_and_errors(folder: Path, body: str, old: str
     assert warnings_of(text.replace(old, new))
 
 
-def test_both_address_spaces_and_the_merge_of_every_popular_shape_are_there(folder: Path) -> None:
+def test_both_address_spaces_of_every_popular_shape_are_there(folder: Path) -> None:
     decodes: dict[tuple[str, ...], set[tuple[bool, bool]]] = {}
     for file in folder.glob("paged_decode*.metal"):
         text = file.read_text()

@@ -101,7 +101,7 @@ def test_what_only_begins_a_marker_is_told_at_the_end() -> None:
         assert answer_of(text).text == text
 
 
-def test_end_tokens_have_no_log_probabilities_and_others_have_their_text_and_bytes() -> None:
+def test_end_tokens_have_no_log_probabilities_others_have_bytes() -> None:
     told = answer_of("abcdé", top_logprobs=0)
     assert [(token.text, token.bytes) for token in told.tokens] == [("a", b"a"), ("d", b"d")]
 
@@ -241,7 +241,7 @@ def test_arguments_are_told_while_they_are_written(text: str, given: list[Any]) 
     ]
 
 
-def test_channels_tell_arguments_while_they_are_written_and_strangers_do_not() -> None:
+def test_channels_stream_arguments_of_known_tools_only() -> None:
     told = streamed(f"<|channel|>commentary to=functions.go {CALL}", ChatForm(Head("x", "m", 0, "")), HARMONY_TEXTS)
     calls = [call for event in told[:-1] for call in event["choices"][0]["delta"].get("tool_calls", [])]
     assert len(calls) > 2 and "".join(call["function"]["arguments"] for call in calls) == UTC

@@ -35,7 +35,7 @@ def refused(names: ModelNames, name: str | None) -> str:
     return str(caught.value)
 
 
-def test_without_a_model_clients_have_those_of_the_hubs_cache_and_no_others(tmp_path: Path) -> None:
+def test_without_a_model_clients_have_those_of_the_hubs_cache(tmp_path: Path) -> None:
     names = ModelNames(NOTHING, ServerConfig())
     assert names.resolve("org/here").model == "org/here"
     assert [each["id"] for each in names.listed(0)] == ["org/here"]

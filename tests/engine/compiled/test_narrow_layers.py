@@ -148,7 +148,7 @@ def test_other_batches_are_left_to_mlx(num_rows: int, dtype: mx.Dtype, products:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_a_step_of_one_row_takes_launches_where_the_host_is_what_takes_time(
+def test_a_step_of_one_row_takes_launches_where_the_host_limits(
     products: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of("llama", mx.bfloat16)

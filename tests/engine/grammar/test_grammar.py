@@ -218,7 +218,7 @@ def test_reasoning_ends_at_its_budget(is_open: bool, is_constrained: bool) -> No
     assert len(allowed(again)) > 200
 
 
-def test_a_budget_of_none_ends_reasoning_at_once_and_short_reasoning_as_it_likes() -> None:
+def test_a_thinking_budget_of_0_ends_reasoning_at_once() -> None:
     none = CompiledGrammar(None, 0, [EOS], thinking=ThinkingBudget(0, BEGIN, END, True)).start()
     assert allowed(none) == {END[0]}
     short = CompiledGrammar(None, 0, [EOS], thinking=ThinkingBudget(9, BEGIN, END, True)).start()

@@ -53,7 +53,7 @@ def test_a_row_that_circles_goes_on_circling() -> None:
     assert Proposer([4, 7, 7, 7, 7, 7, 7, 7, 7], 3).drafts(1, ANY).tokens == [7, 7, 7]
 
 
-def test_a_row_whose_predictions_fail_stops_proposing_and_begins_again_when_they_hold() -> None:
+def test_a_row_stops_proposing_while_its_predictions_fail() -> None:
     rng = np.random.default_rng(1)
     proposer = Proposer([], 8)
     gains = []

@@ -74,7 +74,7 @@ def test_several_positions_of_a_row_have_the_tokens_of_its_steps() -> None:
     assert len(set(one_by_one)) > 1
 
 
-def test_greedy_rows_take_the_first_of_the_largest_and_cost_no_launch_of_their_own() -> None:
+def test_greedy_rows_take_the_first_largest_without_a_launch() -> None:
     logits = logits_of(3, 5, mx.float32)
     logits[1, [40, 90]] = 30.0
     rows = [SamplingParams(1.0), SamplingParams(), SamplingParams(1.0)]

@@ -219,7 +219,7 @@ def test_bursts_share_in_place_pools(kind: str) -> None:
 
 @pytest.mark.sample(every=2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sharing_request_has_the_bits_of_a_cold_one_cut_at_the_same_token(kind: str) -> None:
+def test_a_sharing_request_has_the_bits_of_a_cold_one_cut_alike(kind: str) -> None:
     model = model_of(kind)
     system, suffix = prompt_of(2 * WINDOW + 5, seed=6).tolist(), prompt_of(9, seed=7).tolist()
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
@@ -273,7 +273,7 @@ class Tight:
 # Always each size by a kind with windows and by one without: they are neighbours.
 @pytest.mark.sample(every=2)
 @pytest.mark.parametrize("kind, size", each_value(KINDS, [(100, 128), (100, 32), (96, 8), (250, 32)], times=2))
-def test_the_longest_request_that_the_budget_holds_uses_all_of_a_known_prefix(kind: str, size: tuple[int, int]) -> None:
+def test_the_longest_request_uses_all_of_a_known_prefix(kind: str, size: tuple[int, int]) -> None:
     """The copy of a block shared in part is counted: there is room for it, and no token is computed again."""
     length, block_size = size
     prompt, new = prompt_of(length, seed=3).tolist(), 4
@@ -288,7 +288,7 @@ def test_the_longest_request_that_the_budget_holds_uses_all_of_a_known_prefix(ki
         tight.gen.insert([prompt_of(length + new + block_size, seed=4).tolist()], [1])
 
 
-def test_a_request_that_has_grown_to_the_end_of_the_budget_starts_again_behind_a_block_shared_in_part() -> None:
+def test_a_request_at_the_budgets_end_restarts_behind_a_shared_block() -> None:
     """It has made room for the older one, which takes the last block and leaves all that it has computed to the cache.
     For the copy of the block in which both part there is room: what is behind it in the cache goes."""
     for common, own in [(19, 2), (17, 1), (20, 2), (16, 2)]:
@@ -303,7 +303,7 @@ def test_a_request_that_has_grown_to_the_end_of_the_budget_starts_again_behind_a
         assert tight.gen.preemptions > 0
 
 
-def test_a_prefix_that_was_lost_before_anything_was_computed_behind_it_is_not_reported() -> None:
+def test_a_prefix_lost_before_it_was_used_is_not_reported() -> None:
     prompt = prompt_of(3 * BLOCK, seed=1).tolist()
     tight = Tight("llama", 20 * BLOCK)
     tight.run([prompt], [1])

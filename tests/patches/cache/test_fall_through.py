@@ -88,7 +88,7 @@ def test_attention_that_reaches_into_its_cache_keeps_mlx_lms() -> None:
     assert mlx_paged.pool_of(model) is None
 
 
-def test_models_from_elsewhere_are_batched_in_one_call_only_behind_the_seam() -> None:
+def test_foreign_models_are_batched_in_one_call_behind_the_seam_only() -> None:
     class Own(qwen2.Model):
         pass
 
@@ -156,7 +156,7 @@ def test_several_rows_in_one_cache_turn_it_into_mlx_lms() -> None:
     assert len(messages) == 1
 
 
-def test_another_number_of_rows_than_before_is_an_error_and_nothing_is_lost() -> None:
+def test_another_number_of_rows_is_an_error_and_nothing_is_lost() -> None:
     model = build("llama")
     mlx_paged.apply_patches()
     cache = upstream.make_prompt_cache(model)

@@ -87,14 +87,12 @@ class TestFailedWork:
 
     @pytest.mark.sample
     @pytest.mark.parametrize("call", [1, 3])
-    def test_a_processor_that_raises_in_a_thread_leaves_nothing_that_others_trip_over(
-        self, kind: str, call: int
-    ) -> None:
+    def test_a_processor_that_raises_in_a_thread_leaves_nothing(self, kind: str, call: int) -> None:
         with pytest.raises(ValueError, match="bad request"):
             in_thread(lambda: generated(kind, 0, logits_processors=[fail_at(call)]))
         self.assert_usable(kind)
 
-    def test_a_processor_that_raises_here_leaves_nothing_that_threads_trip_over(self, kind: str) -> None:
+    def test_a_processor_that_raises_here_leaves_nothing_for_threads(self, kind: str) -> None:
         with pytest.raises(ValueError, match="bad request"):
             generated(kind, 0, logits_processors=[fail_at(3)])
         assert in_thread(lambda: generated(kind, 2)) == solo(kind)[2]
@@ -196,7 +194,7 @@ class TestHandedOver:
         # Not to its end: mlx-lm's generator cannot leave its stream there.
         assert first + in_thread(lambda: [next(steps)[0] for _ in range(TOKENS - 5)]) == solo(kind)[0]
 
-    def test_a_generator_that_is_dropped_in_another_thread_gives_its_blocks_back(self, kind: str) -> None:
+    def test_a_generator_dropped_in_another_thread_frees_its_blocks(self, kind: str) -> None:
         held = [_steps(kind, 0)]
         in_thread(lambda: next(held[0]))
         in_thread(held.clear)

@@ -41,7 +41,7 @@ def tokens_until(gen: Any, uid: int, count: int) -> list[int]:
 
 @pytest.mark.sample(every=2)
 @pytest.mark.parametrize("kind", ["llama", "gemma3", *RECURRENT])
-def test_what_follows_finds_as_much_as_after_a_request_that_ended_by_itself(kind: str) -> None:
+def test_after_finish_as_much_is_found_as_after_an_end_token(kind: str) -> None:
     prompt, count = prompt_of(21, seed=1).tolist(), 10
     found = []
     for wanted in (count, 1000):

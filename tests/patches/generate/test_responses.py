@@ -40,7 +40,7 @@ def _fields(response: Any) -> list[tuple[str, Any]]:
     return [(field.name, getattr(response, field.name)) for field in dataclasses.fields(response)]
 
 
-def test_replace_gives_a_response_with_the_same_cache_and_log_probabilities() -> None:
+def test_replace_keeps_the_cache_and_log_probabilities() -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     response = last_response(generator(model_of("llama")))
     other = dataclasses.replace(response, token=5)

@@ -211,7 +211,7 @@ def test_a_custom_tools_call_is_told_as_one(client: openai.OpenAI) -> None:
     assert json.loads(events[-1].response.to_json())["status"] == "completed"
 
 
-def test_the_regular_expression_of_a_custom_tool_holds_and_a_grammar_is_named(server: ServerProcess) -> None:
+def test_a_custom_tools_regular_expression_holds(server: ServerProcess) -> None:
     form = {"type": "grammar", "syntax": "regex", "definition": "[ab]{3}"}
     body = {**CODEX, "input": "Hi.", "max_output_tokens": 90, "tools": [{**PATCH, "format": form}]}
     answer = ask(server, {**body, "tool_choice": "required", "logit_bias": WHITE}, "/v1/responses")
