@@ -467,7 +467,17 @@ class LoadedBatch:
             caches=None if caches is None else [caches],
             all_tokens=[prompt.tokens[:num_cached]],
             stop_sequences=[self._stops],
-            options=[RequestOptions(request.salt, params.seed, grammar, request.prompt_lookup, params)],
+            options=[
+                RequestOptions(
+                    request.salt,
+                    params.seed,
+                    grammar,
+                    request.prompt_lookup,
+                    params,
+                    priority=request.priority,
+                    client=request.client,
+                )
+            ],
         )
         self._rows[uid] = request, types[::-1]
         return uid

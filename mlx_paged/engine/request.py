@@ -29,6 +29,8 @@ class RequestOptions(NamedTuple):
         prompt_lookup: most tokens proposed in a step because the prompt or the answer had them before; 0:
             none; None: as configured.
         sampling: how its tokens are chosen, as numbers; its sampler and processors are not asked then. None: they are.
+        priority: requests with lower numbers are admitted first, and preempt those with higher ones.
+        client: those of one priority are admitted in turns, one request of each client.
     """
 
     salt: Hashable = None
@@ -36,6 +38,8 @@ class RequestOptions(NamedTuple):
     grammar: CompiledGrammar | None = None
     prompt_lookup: int | None = None
     sampling: SamplingParams | None = None
+    priority: int = 0
+    client: Hashable = None
 
 
 class Request:
@@ -43,7 +47,7 @@ class Request:
     ``history + source[: length - kept]``.
 
     Args:
-        uid: the caller's name for it; younger requests have larger ones.
+        uid: the caller's name for it; of two requests, the later one has the larger.
         segments: of the prompt; a chunk ends where one does.
         max_tokens: to generate.
         caches: one per layer, empty or with what came with the request. Those are forked: their owner may go on.
@@ -52,6 +56,7 @@ class Request:
         options: what else the caller says of it.
 
     Attributes:
+        admitted: number of its first admission; None before.
         length: tokens in its cache now.
         prefill_end: tokens that must be in its cache before it decodes: all of the prompt but the last one, and after
             a preemption all that was computed.
@@ -88,6 +93,7 @@ class Request:
     ) -> None:
         self.uid = uid
         self.options = options
+        self.admitted: int | None = None
         self.history = list(history)
         self.given = copy.deepcopy(list(caches)) if any(not cache.empty() for cache in caches) else None
         sequence = sequence_of(self.given or caches)

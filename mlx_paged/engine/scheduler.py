@@ -1,17 +1,20 @@
 """Scheduler: which requests run, wait, or are preempted, step by step. Knows lengths and an order, no model and no
 tensor.
 
-Of a set of requests the older one always goes first, and only younger ones are preempted for it; so the oldest always
-advances, and every request finishes. The same calls give the same decisions on every rank.
+Requests that run are ordered by priority, then by when they were admitted first. The first always goes first, and only
+later ones are preempted for it; so it always advances, and every request finishes unless more urgent ones never end.
+Requests that decode take a token in every step, beside prompts of up to ``token_budget`` tokens: no prompt delays them
+by more than that. The same calls give the same decisions on every rank.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..errors import RequestTooLargeError
+from .waiting import WaitingQueue
 
 if TYPE_CHECKING:  # of a request, only lengths are read and written here
     from .request import Request
@@ -62,8 +65,8 @@ class ScheduledStep(NamedTuple):
     """One step.
 
     Attributes:
-        decode: requests that take one token each, oldest first.
-        chunks: parts of prompts, oldest request first, at most one for each request.
+        decode: requests that take one token each, in the order of those that run.
+        chunks: parts of prompts, in the same order, at most one for each request.
         failed: requests that cannot go on, with the reason. The scheduler has forgotten them.
     """
 
@@ -105,10 +108,11 @@ class Scheduler:
         self.chunk = chunk
         self.grid = grid
         self.headroom = headroom
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # by age, oldest first
+        self.waiting = WaitingQueue()
+        self.running: list[Request] = []  # in order of _rank
         self.preemptions = 0
         self.admits = True  # whether requests may start beside those that run
+        self._preempted: set[Request] = set()  # since planning began: they start in the next step at the earliest
         self._blocks_ahead: int | None = None  # that those running may take before another may start; None: not counted
 
     def __len__(self) -> int:
@@ -127,23 +131,20 @@ class Scheduler:
             raise RequestTooLargeError(num_tokens)
 
     def add(self, request: Request) -> None:
-        """Queue a request. It must be younger than all others."""
-        self.waiting.append(request)
+        """Queue a request."""
+        self.waiting.add(request)
 
     def remove(self, request: Request) -> None:
         """Forget a request that finished, failed or was cancelled. Its memory is the caller's to release."""
-        self._blocks_ahead = None
-        if request in self.running:
-            self.running.remove(request)
-        else:
-            self.waiting.remove(request)
+        self.remove_all([request])
 
     def remove_all(self, requests: Collection[Request]) -> None:
         """:meth:`remove` many, in one go through those that wait."""
         self._blocks_ahead = None
         gone = set(requests)
         self.running = [request for request in self.running if request not in gone]
-        self.waiting = deque(request for request in self.waiting if request not in gone)
+        self.waiting.remove(gone)
+        self._preempted -= gone
 
     def preempt(self, request: Request) -> None:
         """Take a running request's memory and queue it again. What it had computed becomes prefilled again."""
@@ -152,9 +153,8 @@ class Scheduler:
         self.memory.release(request)
         request.prefill_end = max(request.prefill_end, request.length)
         request.length = request.kept
-        # Everyone waiting is younger than everyone running, except those preempted before.
-        position = next((i for i, other in enumerate(self.waiting) if other.uid > request.uid), len(self.waiting))
-        self.waiting.insert(position, request)
+        self.waiting.add(request)
+        self._preempted.add(request)
         self.preemptions += 1
 
     # Planning -------------------------------------------------------------------------------------------------
@@ -163,6 +163,7 @@ class Scheduler:
         """Decide the next step. Requests that are preempted have been released and queued when this returns."""
         failed: list[tuple[Request, Exception]] = []
         self._blocks_ahead = None
+        self._preempted.clear()
         while True:
             decode = [(request, 1) for request in self.running if request.is_prefilled]
             if not decode or self._fits_after_preempting(decode, self.running[0], failed):
@@ -181,15 +182,15 @@ class Scheduler:
         return [(request, num_tokens) for request, num_tokens in growth if request in running]
 
     def preempt_for(self, request: Request) -> bool:
-        """Preempt the youngest running request, if that is not ``request`` itself. Returns whether one was."""
-        youngest = self.running[-1]
-        if youngest is request or youngest.uid < request.uid:
+        """Preempt the last running request, if it comes after ``request``. Returns whether one was."""
+        last = self.running[-1]
+        if _rank(last) <= _rank(request):
             return False
-        self.preempt(youngest)
+        self.preempt(last)
         return True
 
     def preempt_youngest(self) -> bool:
-        """Preempt the youngest running request, between two steps, unless it runs alone. Returns whether one was."""
+        """Preempt the last running request, between two steps, unless it runs alone. Returns whether one was."""
         if len(self.running) < 2:
             return False
         self.preempt(self.running[-1])
@@ -258,32 +259,43 @@ class Scheduler:
         return True
 
     def _admit(self, num_prefilling: int, failed: list[tuple[Request, Exception]]) -> Request | None:
-        """Return the request that waits longest, if it may start."""
-        if not self.waiting or len(self.running) >= self.max_running or num_prefilling >= self.max_prefilling:
+        """Return the next request that waits, if it may start. Running ones of a lower urgency make room for it."""
+        request = self.waiting.next()
+        if request is None or num_prefilling >= self.max_prefilling or request in self._preempted:
+            return None
+        if len(self.running) >= self.max_running and not self._preempt_less_urgent(request):
             return None
         if self.running and not self.admits:
             return None
-        request = self.waiting[0]
         # Room for all of its prompt and a token more, beyond what those running are going to need.
         num_tokens = request.prefill_end - request.length + 1
-        has_plenty = self._has_plenty_for(num_tokens)
-        if not has_plenty and not self.memory.fits([*self._growth_ahead(), (request, num_tokens)]):
+        while not (has_plenty := self._has_plenty_for(num_tokens)):
+            if self.memory.fits([*self._growth_ahead(), (request, num_tokens)]):
+                break
             if not self.running:
                 self._fail(request, num_tokens, failed)
-            return None
+            if not self._preempt_less_urgent(request):
+                return None
         if self.memory.must_wait(request):
             return None
-        self.waiting.popleft()
-        self.running.append(request)
+        self.waiting.admit(request)
+        insort(self.running, request, key=_rank)
         self.memory.admit(request)
         if self._blocks_ahead is not None:
             self._blocks_ahead += self.memory.most_blocks(self._tokens_ahead(request))
         if not has_plenty and len(self.running) > 1:
-            growth = [*self._growth_ahead()[:-1], (request, request.prefill_end - request.length + 1)]
-            if not self.memory.fits(growth):
+            growth = [(r, n) for r, n in self._growth_ahead() if r is not request]
+            if not self.memory.fits([*growth, (request, request.prefill_end - request.length + 1)]):
                 self.preempt(request)  # what it has found cached is no longer there for those it was counted for
                 return None
         return request
+
+    def _preempt_less_urgent(self, request: Request) -> bool:
+        """Preempt the last running request if its priority is a larger number. Returns whether one was."""
+        if not self.running or self.running[-1].options.priority <= request.options.priority:
+            return False
+        self.preempt(self.running[-1])
+        return True
 
     def _has_plenty_for(self, num_tokens: int) -> bool:
         """Return whether a request may start by the blocks that everybody takes at most, its prefix's and a copy of the
@@ -299,3 +311,9 @@ class Scheduler:
 
     def _growth_ahead(self) -> list[tuple[Request, int]]:
         return [(request, self._tokens_ahead(request)) for request in self.running]
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    """Return what requests that have been admitted are ordered by."""
+    assert request.admitted is not None
+    return request.options.priority, request.admitted

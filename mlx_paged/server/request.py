@@ -95,6 +95,7 @@ class ServerRequest:
         thinking_budget: tokens of reasoning after which its end is forced; None: it has no bound.
         num_draft_tokens: with a draft model.
         priority: less is earlier.
+        client: whose name the API key has; requests of different clients are admitted in turns.
         prompts: made of the inputs.
         number: in the order they came.
         asked_at: seconds of the monotonic clock.
@@ -120,6 +121,7 @@ class ServerRequest:
     thinking_budget: int | None = None
     num_draft_tokens: int | None = None
     priority: int = 0
+    client: str = ""
     prompts: list[Prompt] = field(default_factory=list)
     number: int = field(default_factory=lambda: next(_numbers))
     asked_at: float = field(default_factory=time.monotonic)
@@ -178,7 +180,17 @@ class ServerRequest:
         )
 
 
-_PLAIN = ("max_tokens", "n", "best_of", "top_logprobs", "salt", "prompt_lookup", "priority", "thinking_budget")
+_PLAIN = (
+    "max_tokens",
+    "n",
+    "best_of",
+    "top_logprobs",
+    "salt",
+    "prompt_lookup",
+    "priority",
+    "client",
+    "thinking_budget",
+)
 
 
 def _constraint(told: list[Any] | None) -> Constraint | None:

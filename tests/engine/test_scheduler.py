@@ -204,6 +204,68 @@ def test_same_calls_same_decisions() -> None:
     assert history() == history()
 
 
+def admitted(driver: Driver) -> list[int]:
+    """Run to the end. Return the requests in the order of their first admission."""
+    requests = list(driver.requests.values())
+    driver.run()
+    assert all(request.admitted is not None for request in requests)
+    return [request.uid for request in sorted(requests, key=lambda request: request.admitted or 0)]
+
+
+def test_clients_are_admitted_in_turns() -> None:
+    driver = Driver(100, max_running=2)
+    for _ in range(6):
+        driver.insert(prompt=5, extra=3, client="a")
+    driver.step()
+    driver.insert(prompt=5, extra=3, client="b")
+    driver.insert(prompt=5, extra=3, client="b")
+    assert admitted(driver) == [0, 1, 6, 2, 7, 3, 4, 5]
+
+
+def test_a_client_that_was_away_has_one_turn_and_no_credit() -> None:
+    driver = Driver(100, max_running=1)
+    driver.insert(prompt=5, extra=3, client="b")
+    for _ in range(4):
+        driver.insert(prompt=5, extra=3, client="a")
+    for _ in range(20):
+        driver.step()
+    for _ in range(3):
+        driver.insert(prompt=5, extra=3, client="b")
+        driver.insert(prompt=5, extra=3, client="a")
+    order = admitted(driver)
+    clients = ["b" if uid in (0, 5, 7, 9) else "a" for uid in order]
+    assert "bbb" not in "".join(clients) and "aaa" not in "".join(clients)
+
+
+def test_priorities_come_before_turns() -> None:
+    driver = Driver(100, max_running=1)
+    driver.insert(prompt=5, extra=3, client="a")
+    driver.step()
+    driver.insert(prompt=5, extra=3, client="b")
+    driver.insert(prompt=5, extra=3, client="a", priority=-1)
+    driver.insert(prompt=5, extra=3, client="c", priority=2)
+    # The first makes room, and goes on before those of its priority that never ran.
+    driver.step()
+    assert [request.uid for request in driver.scheduler.running] == [2]
+    driver.run()
+    assert driver.finished == [2, 0, 1, 3]
+
+
+def test_less_urgent_requests_make_room_in_memory() -> None:
+    driver = Driver(8, token_budget=64)
+    slow = [driver.insert(prompt=12, extra=4, priority=5) for _ in range(2)]
+    driver.step()
+    assert driver.scheduler.running == slow
+    urgent = driver.insert(prompt=12, extra=4)
+    driver.step()
+    assert driver.scheduler.running == [urgent, slow[0]], "only as many as are needed"
+    other = driver.insert(prompt=12, extra=4)
+    driver.step()
+    assert driver.scheduler.running == [urgent, other]
+    driver.run()
+    assert driver.finished == [2, 3, 0, 1]
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Random requests, steps and cancellations in budgets from tight to ample."""
 
@@ -224,11 +286,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         options = {"grid": grid, "chunk": chunk}
         self.driver = Driver(num_blocks, token_budget=budget, max_running=running, headroom=BLOCK, **options)
 
-    @rule(prompt=st.integers(1, 40), extra=st.integers(1, 30), at=st.integers(1, 40))
-    def insert(self, prompt: int, extra: int, at: int) -> None:
+    @rule(
+        prompt=st.integers(1, 40),
+        extra=st.integers(1, 30),
+        at=st.integers(1, 40),
+        priority=st.sampled_from([0, 0, 1, -1]),
+        client=st.sampled_from("ab"),
+    )
+    def insert(self, prompt: int, extra: int, at: int, priority: int, client: str) -> None:
         before = len(self.driver.scheduler)
         try:
-            self.driver.insert(prompt, extra, (at,) if at < prompt else ())
+            self.driver.insert(prompt, extra, (at,) if at < prompt else (), priority=priority, client=client)
             self.inserted += 1
         except RequestTooLargeError:
             assert -(-(prompt + 1) // BLOCK) > self.driver.memory.num_blocks
@@ -239,6 +307,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(count):
             had_work = len(self.driver.scheduler) > 0
             plan = self.driver.step()
+            for planned in (plan.decode, [chunk.request for chunk in plan.chunks]):
+                assert len(set(planned)) == len(planned)
             assert not had_work or plan.decode or plan.chunks or plan.failed or self.driver.scheduler.running
 
     @rule(data=st.data())
@@ -254,8 +324,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert memory.free >= 0
         assert set(memory.held) == {request.uid for request in running}
         assert all(memory.held[r.uid] == memory.blocks(r.length) for r in running)
-        ages = [request.uid for request in (*running, *waiting)]
-        assert ages == sorted(ages), "someone waiting is older than someone running"
+        order = [(request.options.priority, request.admitted) for request in running]
+        assert order == sorted(order)
+        assert {request.uid for request in (*running, *waiting)} == set(driver.requests)
         assert len(running) <= driver.scheduler.max_running
         done = len(driver.finished) + len(driver.failed) + self.cancelled + len(driver.requests)
         assert done == self.inserted

@@ -7,12 +7,23 @@ from itertools import pairwise
 
 import mlx.core as mx
 
-from mlx_paged.engine.request import Request
+from mlx_paged.engine.request import Request, RequestOptions
 
 
-def request_of(uid: int, prompt_length: int, boundaries: Sequence[int] = ()) -> Request:
+def request_of(
+    uid: int, prompt_length: int, boundaries: Sequence[int] = (), *, priority: int = 0, client: str = ""
+) -> Request:
     """A request for a prompt of so many tokens, whose segments end at these positions and at its end."""
     segments = [[1] * (end - begin) for begin, end in pairwise([0, *boundaries, prompt_length])]
+    options = RequestOptions(priority=priority, client=client)
     return Request(
-        uid, segments, max_tokens=8, caches=[], history=[], sampler=mx.argmax, processors=[], matcher=None
-    )  # fmt: skip
+        uid,
+        segments,
+        max_tokens=8,
+        caches=[],
+        history=[],
+        sampler=mx.argmax,
+        processors=[],
+        matcher=None,
+        options=options,
+    )

@@ -70,9 +70,11 @@ class Driver:
         self.failed: list[int] = []
         self.next_uid = 0
 
-    def insert(self, prompt: int, extra: int, boundaries: tuple[int, ...] = ()) -> Request:
+    def insert(
+        self, prompt: int, extra: int, boundaries: tuple[int, ...] = (), *, priority: int = 0, client: str = ""
+    ) -> Request:
         self.scheduler.check(prompt)
-        request = request_of(self.next_uid, prompt, boundaries)
+        request = request_of(self.next_uid, prompt, boundaries, priority=priority, client=client)
         self.next_uid += 1
         self.requests[request.uid], self.left[request.uid] = request, extra
         self.scheduler.add(request)

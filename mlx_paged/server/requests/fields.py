@@ -103,7 +103,7 @@ class SamplingParameters(Body):
         None, description="only requests with the same one share prefixes"
     )
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = Field(
-        None, description="kept with the request; as in vLLM, less is earlier"
+        None, description="lower numbers are admitted first, and preempt higher ones"
     )
     structured_outputs: dict[str, Any] | None = Field(None, description="as in vLLM")
 
