@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 
 from ..cache.composites import leaves, with_leaves
 from ..cache.paged_kv_cache import PagedKVCache
+from ..prefix.saved_states import SavedStates
 from ..prefix.store import CheckpointStore
 from .request import Request
 from .sharing import common_length
@@ -89,10 +90,13 @@ class CheckpointSharing:
         length, tables, states = self.prefixes.adopt_checkpoint(tokens, request.options.salt)
         if not length or states is None or request.caches is None:
             return 0
-        sequence, parts = request.sequence, iter(copy.deepcopy(states))
-        request.caches = with_leaves(
-            request.caches, [cache if _is_paged(cache) else next(parts) for cache in leaves(request.caches)]
-        )
+        sequence, fresh = request.sequence, leaves(request.caches)
+        if isinstance(states, SavedStates):
+            filled = states.fill([cache for cache in fresh if not _is_paged(cache)])
+        else:
+            filled = copy.deepcopy(states)
+        parts = iter(filled)
+        request.caches = with_leaves(request.caches, [each if _is_paged(each) else next(parts) for each in fresh])
         if sequence is not None:
             sequence.tables[:] = tables
             sequence.set_level()

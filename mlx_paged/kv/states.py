@@ -16,12 +16,13 @@ class StateSlot:
 
     Attributes:
         nbytes: size of the states.
-        caches: the states, never written to; None: they are in a batch, or in the request's own caches.
+        caches: the states, never written to, or what they can be made of; None: they are in a batch, or in a request's
+            own caches.
     """
 
     __slots__ = ("__weakref__", "caches", "nbytes")
 
-    def __init__(self, nbytes: int, caches: list[Any] | None = None) -> None:
+    def __init__(self, nbytes: int, caches: Any = None) -> None:
         self.nbytes = nbytes
         self.caches = caches
 
@@ -35,7 +36,7 @@ class StateSlots:
         self._held: dict[int, int] = {}
         self._taken = 0
 
-    def take(self, nbytes: int, caches: list[Any] | None = None) -> StateSlot:
+    def take(self, nbytes: int, caches: Any = None) -> StateSlot:
         """Return a slot that counts until it is dropped. The caller has seen to it that there is room."""
         slot = StateSlot(nbytes, caches)
         self._taken += 1

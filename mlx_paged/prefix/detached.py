@@ -169,6 +169,7 @@ class SharedPrefixes:
         salt: see :meth:`RadixTree.insert`.
         restore: called with tokens that are about to be looked up, and the salt they are looked up under, to bring
             back what is kept elsewhere.
+        restore_checkpoint: likewise, where checkpoints are looked up.
     """
 
     def __init__(
@@ -176,10 +177,11 @@ class SharedPrefixes:
         tree: RadixTree,
         salt: Hashable = None,
         restore: Callable[[Sequence[int], Hashable], None] | None = None,
+        restore_checkpoint: Callable[[Sequence[int], Hashable], None] | None = None,
     ) -> None:
         self.tree = tree
         self.salt = salt
-        self.restore = restore
+        self.restore, self.restore_checkpoint = restore, restore_checkpoint
 
     def adopt(self, tokens: Sequence[int], salt: Hashable = None) -> tuple[int, list[BlockTable]]:
         if self.restore is not None:
@@ -201,11 +203,9 @@ class SharedPrefixes:
     def pool(self) -> BlockPool:
         return self.tree.pool
 
-    def adopt_checkpoint(
-        self, tokens: Sequence[int], salt: Hashable = None
-    ) -> tuple[int, list[BlockTable], list[Any] | None]:
-        if self.restore is not None:
-            self.restore(tokens, salt)
+    def adopt_checkpoint(self, tokens: Sequence[int], salt: Hashable = None) -> tuple[int, list[BlockTable], Any]:
+        if self.restore_checkpoint is not None:
+            self.restore_checkpoint(tokens, salt)
         return self.tree.adopt_checkpoint(tokens, salted(self.salt, salt))
 
     def held_checkpoint(self, tokens: Sequence[int], salt: Hashable = None) -> tuple[int, Sequence[int]]:
@@ -218,7 +218,7 @@ class SharedPrefixes:
         self,
         tokens: Sequence[int],
         tables: Sequence[BlockTable],
-        states: Callable[[], tuple[int, list[Any]]],
+        states: Callable[[], tuple[int, Any]],
         salt: Hashable = None,
     ) -> bool:
         return self.tree.insert_checkpoint(tokens, tables, states, salted(self.salt, salt), label="assistant")

@@ -153,11 +153,9 @@ class RadixTree:
             return False
         return servable_length(path, end, self.windows, self.block_size) == end
 
-    def adopt_checkpoint(
-        self, tokens: Sequence[int], salt: Hashable = None
-    ) -> tuple[int, list[BlockTable], list[Any] | None]:
-        """Like :meth:`adopt`, with the states at the prefix' end: caches that the caller must copy; None if there is no
-        checkpoint."""
+    def adopt_checkpoint(self, tokens: Sequence[int], salt: Hashable = None) -> tuple[int, list[BlockTable], Any]:
+        """Like :meth:`adopt`, with the states at the prefix' end: caches that the caller must copy, or
+        :class:`SavedStates`; None if there is no checkpoint."""
         with self.pool.lock:
             match = self.match_checkpoint(tokens, salt)
             if not match.length:
@@ -251,7 +249,7 @@ class RadixTree:
         self,
         tokens: Sequence[int],
         tables: Sequence[BlockTable],
-        states: Callable[[], tuple[int, list[Any]]],
+        states: Callable[[], tuple[int, Any]],
         salt: Hashable = None,
         *,
         label: Hashable = None,
@@ -400,6 +398,7 @@ class RadixTree:
                 freed += node.checkpoint.slot.nbytes if node.checkpoint is not None else 0
                 self.checkpoints.dropped += 1
                 if node.children:
+                    self._notify(node)
                     self.checkpoints.forget(node)
                     continue
                 each: RadixNode | None = node

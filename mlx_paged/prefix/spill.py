@@ -17,6 +17,7 @@ from ..kv.storage.attention_params import Window
 from ..kv.storage.base import first_keys
 from .radix import RadixTree, table_over
 from .radix_node import RadixNode
+from .saved_states import SavedStates
 from .spill_folder import FORMAT, BlockGeometry, SpilledBlock, SpillFolder, described, geometry_of, packed
 
 LINGER_SECONDS = 0.1  # starting a thread for each block of a prefix would cost more than copying the block
@@ -159,9 +160,42 @@ class SpillStore:
         if wait:
             self.flush()
         self.collect_written()
-        size, prefix = pool.block_size, node.prefix()
-        if min(prefix) < 0:
+        if min(node.prefix()) < 0:
             return 0  # an image, named by its address, which may show another one by then
+        put = self._save_blocks(pool, node, identity, wait) if pool.groups else 0
+        if node.checkpoint is not None:
+            put += self._save_states(pool, node, identity, wait)
+        if not put:
+            return 0
+        self._keep_limit()
+        return self.flush() if wait else put
+
+    def _save_states(self, pool: BlockPool, node: RadixNode, identity: str, wait: bool) -> int:
+        """Have the node's checkpoint written. Returns whether it was put in the queue: 0 or 1."""
+        assert node.checkpoint is not None
+        low = (node.end - 1) // pool.block_size * pool.block_size
+        prefix = node.prefix()
+        chain, tokens = _chains(_root(identity, pool), pool.block_size, prefix[:low])[-1], prefix[low:]
+        known = (*self._chains.get(chain, ()), *self._waiting.get(chain, ()))
+        if any(each.is_states and each.tokens == tokens for each in known):
+            return 0
+        caches = node.checkpoint.slot.caches
+        try:
+            saved = caches if isinstance(caches, SavedStates) else SavedStates.of(caches or ())
+        except ValueError as error:
+            self.folder.warn(f"states are not written to {self.folder.path}: {error}")
+            return 0
+        if not wait and not self._queue.room(saved.nbytes):
+            self.dropped += 1
+            return 0
+        data = packed(chain, tokens, (), (), saved.arrays, saved.text)
+        put = self._put(SpilledBlock(Path(chain), tokens, (), (), 0, True), data, wait)
+        self.dropped += not put
+        return int(put)
+
+    def _save_blocks(self, pool: BlockPool, node: RadixNode, identity: str, wait: bool) -> int:
+        """Have the node's blocks written that are not on disk yet. Returns how many were put in the queue."""
+        size, prefix = pool.block_size, node.prefix()
         first = node.start // size
         geometry = _geometry_of(pool)
         chains = _chains(_root(identity, pool), size, prefix[: (node.end - 1) // size * size])
@@ -170,7 +204,7 @@ class SpillStore:
             low, high = index * size, min(node.end, (index + 1) * size)
             starts[index] = tuple(min(max(v - low, 0), high - low) for v in node.valid_from)
             if not any(
-                known.geometry == geometry and _covers(known, prefix[low:high], starts[index])
+                not known.is_states and known.geometry == geometry and _covers(known, prefix[low:high], starts[index])
                 for known in (*self._chains.get(chains[index], ()), *self._waiting.get(chains[index], ()))
             ):
                 wanted.append(index)
@@ -187,35 +221,26 @@ class SpillStore:
                 if max(begin, low) < high:
                     arrays[name] = mx.contiguous(x[:, :, max(begin, low) - begin : high - begin])
             what = (chains[index], prefix[low:high], starts[index], geometry)
-            if not self._put(*what, packed(*what, arrays), wait):
+            if not self._put(SpilledBlock(Path(what[0]), *what[1:], 0), packed(*what, arrays), wait):
                 self.dropped += len(wanted) - number
                 del wanted[number:]
                 break
-        self._keep_limit()
-        return self.flush() if wait else len(wanted)
+        return len(wanted)
 
-    def _put(
-        self,
-        chain: str,
-        tokens: tuple[int, ...],
-        starts: tuple[int, ...],
-        geometry: tuple[BlockGeometry, ...],
-        data: memoryview,
-        wait: bool,
-    ) -> bool:
-        """Have a block written. Returns whether there was room for it in the queue."""
-        block = SpilledBlock(Path(chain), tokens, starts, geometry, len(data))
+    def _put(self, block: SpilledBlock, data: memoryview, wait: bool) -> bool:
+        """Have a block written, whose path is its chain. Returns whether there was room for it in the queue."""
+        block = block._replace(nbytes=len(data))
         folder, done = self.folder, self._done
 
         def write() -> None:
             try:
-                done.append((block, folder.write(chain, tokens, starts, geometry, data)))
+                done.append((block, folder.write(block, data)))
             except BaseException as error:  # the thread goes on with the others
                 done.append((block, error))
 
         if not self._queue.put(len(data), write, wait=wait):
             return False
-        self._waiting.setdefault(chain, []).append(block)
+        self._waiting.setdefault(block.chain, []).append(block)
         return True
 
     def collect_written(self) -> int:
@@ -304,6 +329,65 @@ class SpillStore:
                 self._order[block.path] = self._order.pop(block.path)
         return end - match.length
 
+    def restore_checkpoint(self, tree: RadixTree, tokens: Sequence[int], salt: Hashable, identity: str) -> int:
+        """:meth:`restore`, for models with states: the deepest checkpoint on disk whose blocks are there too, if it is
+        deeper than what is in the tree. Returns and raises the same."""
+        self.collect_written()
+        held = tree.match_checkpoint(tokens, salt).length
+        files = self._find_states(tree.pool, tuple(tokens[:-1]), identity)
+        limit = len(tokens) - 1
+        while True:
+            end = max((end for end in files if held < end <= limit), default=0)
+            ends = self.everywhere(end)
+            if not min(ends):
+                return 0
+            limit = min(ends)
+            if limit < max(ends):
+                continue
+            if min(self.everywhere(self._bring_back(tree, tokens[:end], salt, identity, files[end]))):
+                return end - held
+            limit -= 1
+
+    def _find_states(self, pool: BlockPool, tokens: tuple[int, ...], identity: str) -> dict[int, SpilledBlock]:
+        """Return the files of states of prefixes of the tokens, by the prefix' length."""
+        size, found = pool.block_size, {}
+        chains = _chains(_root(identity, pool), size, tokens[: len(tokens) // size * size])
+        if any(block.is_states for chain in chains for block in self._waiting.get(chain, ())):
+            self.flush()
+        for low, chain in zip(range(0, len(tokens) + 1, size), chains, strict=True):
+            for block in self._chains.get(chain, ()):
+                if block.is_states and tokens[low : low + len(block.tokens)] == block.tokens:
+                    found[low + len(block.tokens)] = block
+        return found
+
+    def _bring_back(
+        self, tree: RadixTree, tokens: Sequence[int], salt: Hashable, identity: str, file: SpilledBlock
+    ) -> bool:
+        """Put the states at the end of the tokens into the tree, and the blocks before it. Returns whether they are
+        there."""
+        end, wanted = len(tokens), [*tokens, -1]
+        if tree.windows:
+            self.restore(tree, wanted, salt, identity)
+            if tree.match(wanted, salt).length < end:
+                return False
+        try:
+            saved = self.folder.load_states(file)
+        except Exception as error:
+            self._delete(file)
+            self.folder.warn(f"{file.path} was deleted: {type(error).__name__}: {error}")
+            return False
+        hits = tree.hit_tokens
+        tables = tree.adopt(wanted, salt)[1] if tree.windows else []
+        tree.hit_tokens = hits  # nobody was served yet
+        try:
+            done = tree.insert_checkpoint(tokens, tables, lambda: (saved.nbytes, saved), salt)
+        finally:
+            for table in tables:
+                tree.pool.release_table(table)
+        if file.path in self._order:
+            self._order[file.path] = self._order.pop(file.path)
+        return done
+
     def _servable(
         self, blocks: list[SpilledBlock], base: int, length: int, windows: Sequence[Window | None]
     ) -> tuple[list[SpilledBlock], int]:
@@ -365,10 +449,11 @@ class SpillStore:
         chain = _chains(_root(identity, pool), size, tokens[: base * size])[-1]
         for low in range(base * size, len(tokens), size):
             here = tokens[low : low + size]
-            if any(_agreement(block.tokens, here) for block in self._waiting.get(chain, ())):
+            if any(not each.is_states and _agreement(each.tokens, here) for each in self._waiting.get(chain, ())):
                 self.flush()  # which may delete what was found
                 return self._find(pool, tokens, base, identity)
-            fitting = [block for block in self._chains.get(chain, ()) if _is_like(block.geometry, geometry)]
+            blocks = (block for block in self._chains.get(chain, ()) if not block.is_states)
+            fitting = [block for block in blocks if _is_like(block.geometry, geometry)]
             best = max(fitting, key=lambda block: (_agreement(block.tokens, here), -sum(block.starts)), default=None)
             agreed = 0 if best is None else _agreement(best.tokens, here)
             if best is None or not agreed:
@@ -394,7 +479,8 @@ class SpillStore:
 
     def _know(self, block: SpilledBlock) -> None:
         for other in list(self._chains.get(block.chain, ())):
-            is_covered = other.geometry == block.geometry and _covers(block, other.tokens, other.starts)
+            is_covered = not block.is_states and other.geometry == block.geometry
+            is_covered = is_covered and not other.is_states and _covers(block, other.tokens, other.starts)
             if is_covered and other.path != block.path:
                 self._delete(other)
         siblings = self._chains.setdefault(block.chain, [])

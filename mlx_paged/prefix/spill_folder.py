@@ -13,13 +13,15 @@ import warnings
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import mlx.core as mx
 
 from ..kv.storage.base import Geometry, PageFormat
+from .saved_states import SavedStates
 
 FORMAT = "mlx_paged prefix block 2"
+STATES_FORMAT = "mlx_paged prefix states 1"
 MAX_HEADER_BYTES = 1 << 20
 STALE_SECONDS = 3600
 NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.safetensors")
@@ -36,14 +38,16 @@ class SpillWarning(UserWarning):
 
 
 class SpilledBlock(NamedTuple):
-    """A file: the keys and values of one block of a prefix, in every layer, as pages hold them.
+    """A file: the keys and values of one block of a prefix, in every layer, as pages hold them. Or the states at a
+    prefix' end, in every layer that has no blocks.
 
     Attributes:
         path: ``<chain>-<first hex digits of the file's own SHA-256>.safetensors``.
-        tokens: those of the block, at most ``block_size``.
+        tokens: those of the block, at most ``block_size``; of states, those of the last block up to the prefix' end.
         starts: per group, the first position in the block whose keys are there; ``len(tokens)`` if none.
         geometry: per group.
         nbytes: size of the file.
+        is_states: states, without starts and geometry.
     """
 
     path: Path
@@ -51,6 +55,7 @@ class SpilledBlock(NamedTuple):
     starts: tuple[int, ...]
     geometry: tuple[BlockGeometry, ...]
     nbytes: int
+    is_states: bool = False
 
     @property
     def chain(self) -> str:
@@ -130,23 +135,24 @@ class SpillFolder:
             header = json.loads(file.read(min(MAX_HEADER_BYTES, int.from_bytes(file.read(8), "little"))))
         metadata = header["__metadata__"]
         tokens = tuple(int(token) for token in json.loads(metadata["tokens"]))
+        is_states = metadata["format"] == STATES_FORMAT
         starts = tuple(int(start) for start in json.loads(metadata["starts"]))
         geometry = tuple(None if each is None else _geometry(*each) for each in json.loads(metadata["geometry"]))
-        if metadata["format"] != FORMAT or not tokens or not path.name.startswith(metadata["chain"] + "-"):
+        if (
+            metadata["format"] not in (FORMAT, STATES_FORMAT)
+            or not tokens
+            or not path.name.startswith(metadata["chain"] + "-")
+        ):
             raise ValueError("not a prefix block of this version")
+        if is_states and (starts or geometry or not isinstance(metadata.get("states"), str)):
+            raise ValueError("states have no blocks")
         if len(starts) != len(geometry) or not all(0 <= start <= len(tokens) for start in starts):
             raise ValueError("its groups do not agree")
-        return status.st_mtime_ns, SpilledBlock(path, tokens, starts, geometry, status.st_size)
+        return status.st_mtime_ns, SpilledBlock(path, tokens, starts, geometry, status.st_size, is_states)
 
-    def write(
-        self,
-        chain: str,
-        tokens: tuple[int, ...],
-        starts: tuple[int, ...],
-        geometry: tuple[BlockGeometry, ...],
-        data: memoryview,
-    ) -> SpilledBlock:
-        """Write a block whose file was made by :func:`packed`. Without MLX, so that any thread can.
+    def write(self, block: SpilledBlock, data: memoryview) -> SpilledBlock:
+        """Write a block whose file was made by :func:`packed`, and return it with its path and size. Without MLX, so
+        that any thread can.
 
         Raises:
             OSError: it cannot be written; nothing of it is left.
@@ -159,11 +165,26 @@ class SpillFolder:
             with open(descriptor, "wb") as file:
                 os.fchmod(descriptor, 0o600)
                 _fill(file, data)
-            path = self.path / f"{chain}-{_digest(data)}.safetensors"
+            path = self.path / f"{block.chain}-{_digest(data)}.safetensors"
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-        return SpilledBlock(path, tokens, starts, geometry, len(data))
+        return block._replace(path=path, nbytes=len(data))
+
+    def load_states(self, block: SpilledBlock) -> SavedStates:
+        """Return the states in a file.
+
+        Raises (as whatever error): the file is not what was written.
+        """
+        self._check_digest(block)
+        loaded: Any = mx.load(str(block.path), return_metadata=True)
+        arrays, metadata = loaded
+        mx.eval(list(arrays.values()))
+        return SavedStates(metadata["states"], arrays)
+
+    def _check_digest(self, block: SpilledBlock) -> None:
+        if not block.path.stem.endswith("-" + _digest(block.path.read_bytes())):
+            raise ValueError("its bytes have changed")
 
     def load(self, block: SpilledBlock, layers: list[tuple[int, ...]]) -> dict[str, mx.array]:
         """Return the block's keys and values: ``k<layer>`` and ``v<layer>``, each ``[1, heads, tokens - start,
@@ -175,10 +196,7 @@ class SpillFolder:
 
         Raises (as whatever error): the file is not what was written, or does not hold what it says.
         """
-        data = block.path.read_bytes()
-        if not block.path.stem.endswith("-" + _digest(data)):
-            raise ValueError("its bytes have changed")
-        del data
+        self._check_digest(block)
         arrays = mx.load(str(block.path))
         assert isinstance(arrays, dict)
         for name, shape, dtype in _expected(block, layers):
@@ -206,8 +224,9 @@ def packed(
     starts: tuple[int, ...],
     geometry: tuple[BlockGeometry, ...],
     arrays: dict[str, mx.array],
+    states: str | None = None,
 ) -> memoryview:
-    """Return the bytes of a block's file: a copy of the arrays in host memory."""
+    """Return the bytes of a block's file: a copy of the arrays in host memory. ``states``: the text of saved states."""
     metadata = {
         "format": FORMAT,
         "chain": chain,
@@ -215,6 +234,8 @@ def packed(
         "starts": json.dumps(starts),
         "geometry": json.dumps(geometry),
     }
+    if states is not None:
+        metadata |= {"format": STATES_FORMAT, "states": states}
     file = io.BytesIO()
     mx.save_safetensors(file, arrays, metadata)
     return file.getbuffer()

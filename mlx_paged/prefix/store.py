@@ -57,9 +57,7 @@ class CheckpointStore(PrefixStore, Protocol):
         """Return the pool that checkpoints count in; one without blocks if no layer is paged."""
         ...
 
-    def adopt_checkpoint(
-        self, tokens: Sequence[int], salt: Hashable = None
-    ) -> tuple[int, list[BlockTable], list[Any] | None]:
+    def adopt_checkpoint(self, tokens: Sequence[int], salt: Hashable = None) -> tuple[int, list[BlockTable], Any]:
         """Like :meth:`adopt`, with the states at the end, which the caller copies."""
         ...
 
@@ -76,7 +74,7 @@ class CheckpointStore(PrefixStore, Protocol):
         self,
         tokens: Sequence[int],
         tables: Sequence[BlockTable],
-        states: Callable[[], tuple[int, list[Any]]],
+        states: Callable[[], tuple[int, Any]],
         salt: Hashable = None,
     ) -> bool:
         """Like :meth:`donate`, with the states at the end of ``tokens``, asked for if they are not there yet. Returns

@@ -6,7 +6,7 @@ import random
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -84,9 +84,11 @@ class PagedPromptCache:
     def shared_prefixes(self, model: Hashable, pool: BlockPool) -> SharedPrefixes:
         """Return the prefixes of a model's own caches as the store of a batch. What a batch leaves there is bounded by
         the pool's budget and the time to live; the next :meth:`insert_cache` or :meth:`trim_to` counts it too."""
-        restore = None if self.spill is None else partial(self._restore, model)
         self._note_identity(model, [pool])
-        return SharedPrefixes(self.tree_of(pool), (model, 0), restore)
+        if self.spill is None:
+            return SharedPrefixes(self.tree_of(pool), (model, 0))
+        restores = partial(self._restore, model), partial(self._restore_checkpoint, model, weakref.ref(pool))
+        return SharedPrefixes(self.tree_of(pool), (model, 0), *restores)
 
     @contextmanager
     def salted(self, salt: Hashable) -> Iterator[None]:
@@ -281,6 +283,17 @@ class PagedPromptCache:
                 self.spill.restore(self.tree_of(pool), list(tokens), key, _on_disk(identity, number, salt))
             except PoolExhaustedError:
                 return  # what is in the tree has to do
+
+    def _restore_checkpoint(
+        self, model: Hashable, ref: weakref.ref[BlockPool], tokens: Sequence[int], salt: Hashable = None
+    ) -> None:
+        """Bring a deeper checkpoint than those in memory back from disk, with the blocks before it."""
+        pool = ref()
+        identity = None if pool is None else self._identities.get(pool)
+        if self.spill is not None and pool is not None and identity is not None:
+            with suppress(PoolExhaustedError):  # what is in the tree has to do
+                tree, key = self.tree_of(pool), salted((model, 0), salt)
+                self.spill.restore_checkpoint(tree, list(tokens), key, _on_disk(identity, 0, salt))
 
     def _common_length(self, model: Hashable, pools: list[tuple[BlockPool, _Kinds]], tokens: list[int]) -> int:
         """Return the longest prefix that all of a model's pools can serve."""

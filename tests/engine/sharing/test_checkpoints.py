@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,11 +13,13 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine.checkpoint_sharing import LEAST_INTERVAL, MOST_INTERVAL, interval_of
 from mlx_paged.kv.pool import BlockPool
+from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.checkpoints import MOST_SHARE
 from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.spill import SpillStore
 from scripts.support import model_configs
 from tests.support.models.batch_runs import model_of
 from tests.support.models.builders import greedy, prompt_of
@@ -33,13 +36,26 @@ HYBRIDS = (
 class Chats:
     """A generator with checkpoints, over one model; every answer is compared with stock mlx-lm's."""
 
-    def __init__(self, model: Any, interval: int | None = INTERVAL, memory: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        interval: int | None = INTERVAL,
+        memory: int | None = None,
+        folder: Path | None = None,
+        **options: Any,
+    ) -> None:
         self.model = model
         self.config = PagedConfig(block_size=8, state_interval=interval, kv_cache_memory=memory)
         mlx_paged.apply_patches(self.config)
-        self.tree = RadixTree(prefix_pool_of(model))
-        self.pool = self.tree.pool
-        self.gen = PagedBatchGenerator(model, prefixes=SharedPrefixes(self.tree), **options)
+        self.pool = prefix_pool_of(model)
+        self.store: PagedPromptCache | None = None
+        if folder is None:
+            self.tree = RadixTree(self.pool)
+            prefixes = SharedPrefixes(self.tree)
+        else:
+            self.store = PagedPromptCache(None, spill=SpillStore(folder), identify=lambda key: "weights")
+            self.tree, prefixes = self.store.tree_of(self.pool), self.store.shared_prefixes("key", self.pool)
+        self.gen = PagedBatchGenerator(model, prefixes=prefixes, **options)
 
     def ask(self, *prompts: list[int], new: int = 4) -> list[int]:
         """Answer the prompts together. Returns how many tokens of each were cached."""
@@ -218,3 +234,57 @@ def test_a_state_that_somebody_still_holds_counts_until_it_is_dropped() -> None:
     assert pool.memory.states.nbytes == 100 and pool.memory.unheld_bytes == 3900
     del slot
     assert pool.memory.states.nbytes == 0
+
+
+# On disk -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sample(every=4)
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_checkpoints_come_back_from_disk_after_a_kill(kind: str, tmp_path: Path) -> None:
+    """What is written in idle moments serves another process, which has nothing of the first one's memory."""
+    model = model_configs.build(kind)
+    first = vocabulary_prompt(130, seed=1)
+    chats = Chats(model, folder=tmp_path)
+    chats.ask(first)
+    assert chats.store is not None and chats.store.spill is not None
+    chats.store.tidy()
+    assert not chats.store.spill.dropped
+    chats.store.spill = None  # nothing is written any more
+    mlx_paged.patches.cache.pools.forget_pools()
+    again = Chats(model, folder=tmp_path)
+    assert again.ask([*first[:100], *vocabulary_prompt(9, seed=2)]) == [96]
+    assert again.ask([*first, 5, 6]) == [129]
+    assert again.ask([*first[:70], 3])[0] in (64, 70)
+
+
+def test_a_damaged_file_of_states_costs_that_checkpoint_alone(tmp_path: Path) -> None:
+    model = model_of("qwen3_next")
+    first = prompt_of(130, seed=1).tolist()
+    chats = Chats(model, folder=tmp_path)
+    chats.ask(first)
+    assert chats.store is not None
+    chats.store.tidy()
+    chats.store.spill = None
+    mlx_paged.patches.cache.pools.forget_pools()
+    again = Chats(model, folder=tmp_path)
+    assert again.store is not None and again.store.spill is not None
+    states = [block for block in again.store.spill._order.values() if block.is_states]
+    for block in states:
+        if block.tokens[-1] == first[127]:  # the deepest before the prompt's end
+            block.path.write_bytes(block.path.read_bytes()[:-8] + b"damaged!")
+    with pytest.warns(UserWarning, match="was deleted"):
+        assert again.ask([*first[:128], 1, 2]) == [96]
+
+
+def test_checkpoints_that_make_room_go_to_disk(tmp_path: Path) -> None:
+    model = model_of("qwen3_next")
+    chats = Chats(model, folder=tmp_path)
+    first = prompt_of(100, seed=1).tolist()
+    chats.ask(first)
+    with chats.pool.lock:
+        chats.tree.evict_states(1 << 40)
+    assert not len(chats.tree.checkpoints) and chats.pool.stats().checkpoint_bytes == 0
+    assert chats.ask([*first, 3]) == [99]
+    chats.tree.clear()
+    assert chats.pool.stats().live_blocks == 0
