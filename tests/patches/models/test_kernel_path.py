@@ -16,7 +16,6 @@ from mlx_paged.attention import dispatch
 from mlx_paged.kv.step import DeviceTables, Step
 from mlx_paged.kv.storage.attention_params import AttentionParams
 from tests.support.models.builders import KINDS, WINDOW, build, greedy, perturbed, prompt_of, rms
-from tests.support.samples import each_value
 
 pytestmark = pytest.mark.usefixtures("no_fall_through")
 ON = {"kernel": "on"}
@@ -35,35 +34,6 @@ def paths() -> dict[str, int]:
     for choice, count in mlx_paged.dispatch_counts().items():
         found[choice.path] = found.get(choice.path, 0) + count
     return found
-
-
-@pytest.mark.sample(every=2)
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("kind", "length"), each_value(KINDS, [33, 257, 1]))
-def test_tokens_equal_stock(kind: str, length: int) -> None:
-    model, prompt = MODELS[kind], prompt_of(length)
-    tokens, logprobs = greedy(model, prompt, TOKENS)
-    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
-    paged_tokens, paged_logprobs = greedy(model, prompt, TOKENS)
-    assert mlx_paged.last_dispatch().path == "kernel"
-    assert paths()["kernel"] >= (TOKENS - 1) * len(model.layers) and "gather" not in paths()
-    assert paged_tokens == tokens
-    assert rms(paged_logprobs, logprobs) < 5e-3
-    pool = mlx_paged.pool_of(model)
-    pool.check_integrity()
-    assert all(group.in_place for group in pool.groups)
-    assert pool.stats().live_blocks == 0 and pool.stats().peak_live_blocks > 0
-
-
-@pytest.mark.sample(every=2)
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("kind", KINDS)
-def test_chunked_prefill_gathers_the_prefix(kind: str) -> None:
-    model, prompt = MODELS[kind], prompt_of(200)
-    tokens, _ = greedy(model, prompt, TOKENS, prefill_step_size=50)
-    mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
-    assert greedy(model, prompt, TOKENS, prefill_step_size=50)[0] == tokens
-    assert paths()["gather"] >= 2 * len(model.layers) and paths()["kernel"] >= (TOKENS - 1) * len(model.layers)
 
 
 @pytest.mark.sample(every=2)

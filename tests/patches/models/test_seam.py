@@ -22,7 +22,6 @@ from mlx_paged import PagedConfig
 from mlx_paged.cache import lazy_kv
 from mlx_paged.cache.composites import leaves
 from mlx_paged.patches.models import seam
-from scripts.model_matrix import batched
 from scripts.support import model_configs
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.builders import build, greedy, prompt_of, rms
@@ -128,48 +127,6 @@ def test_queries_without_a_mask_see_all_keys(model: Any) -> None:
     ((q, k, v, _),) = steps(cache, 2, sizes=(6,))
     got = attention(q, k, v, cache=cache, scale=0.25, mask=None)
     assert mx.array_equal(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=0.25, mask=None))
-
-
-IN_PLACE = ["qwen2", "gpt_oss", "gemma3n", "deepseek_v3", "gemma2", "iquestloopcoder", "falcon_h1"]
-
-
-@pytest.mark.sample(every=5)
-@pytest.mark.parametrize("name", IN_PLACE)
-def test_in_place_pools_behind_the_seam(name: str) -> None:
-    """Over stand-ins for the kernels: the gather is forgotten where attention took the blocks, and ordered where the
-    model computed with the arrays."""
-    model = model_configs.build(name)
-    with fake_kernels() as kernels:
-        expected = [greedy(model, prompt(n), 24, prefill_step_size=16) for n in (5, 45)]
-        mlx_paged.apply_patches(PagedConfig(block_size=8, **ON))
-        got = [greedy(model, prompt(n), 24, prefill_step_size=16) for n in (5, 45)]
-        for (tokens, logprobs), (stock_tokens, stock_logprobs) in zip(got, expected, strict=True):
-            assert tokens == stock_tokens
-            assert rms(logprobs, stock_logprobs) < 1e-5
-        pool = mlx_paged.pool_of(model)
-        assert all(group.in_place for group in pool.groups)
-        pool.check_integrity()
-        assert (kernels.rewound > 0) == (name not in ("deepseek_v3", "gemma2"))  # gemma2 has an adapter
-        assert kernels.calls["append"] > 0
-        assert mlx_paged.last_dispatch().path == "kernel"
-
-
-@pytest.mark.sample(every=5)
-@pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "deepseek_v3", "gemma3n", "falcon_h1", "jamba", "afm7"])
-def test_batches_of_in_place_pools_behind_the_seam(name: str) -> None:
-    model = model_configs.build(name)
-    lengths = (5, 30, 45)
-    with fake_kernels() as kernels:
-        from scripts.model_matrix import alone
-
-        expected = [alone(model, length, 12) for length in lengths]
-        mlx_paged.apply_patches(PagedConfig(block_size=8, **ON))
-        runs, _ = batched(model, 12)
-        for (tokens, logprobs), (stock_tokens, stock_logprobs) in zip(runs, expected, strict=True):
-            assert tokens == stock_tokens
-            assert rms(logprobs, stock_logprobs) < 1e-5
-        assert kernels.calls["append"] > 0
-        mlx_paged.pool_of(model).check_integrity()
 
 
 def test_nothing_is_remembered_of_arrays_that_are_gone(model: Any) -> None:

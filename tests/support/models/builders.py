@@ -18,6 +18,7 @@ WINDOW = 40
 COMMON = {"hidden_size": 96, "intermediate_size": 160, "rms_norm_eps": 1e-5, "vocab_size": VOCAB}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
 
+LATENT_SIZES = {"kv_lora_rank": 64, "qk_rope_head_dim": 64}  # that the kernels take
 KINDS = ("llama", "llama-sliding", "qwen3", "gemma3")
 
 
@@ -52,6 +53,15 @@ def wide(name: str) -> Any:
     inner = inner if isinstance(inner, dict) else {}
     with mock.patch.dict(model_configs.COMMON, sizes), mock.patch.dict(inner, sizes if inner else {}):
         return model_configs.build(name)
+
+
+def build_latent(name: str) -> Any:
+    """A model with multi-head latent attention of sizes that the kernels take."""
+    with mock.patch.dict(model_configs.COMMON, LATENT_SIZES):
+        override = model_configs.OVERRIDES.get(name, {})
+        inner = override.get("text_config", {})
+        with mock.patch.dict(inner, LATENT_SIZES) if isinstance(inner, dict) and inner else mock.patch.dict(override):
+            return model_configs.build(name)
 
 
 def perturbed(kind: str, scale: float, **changes: Any) -> Any:
