@@ -26,7 +26,7 @@ from ..server.backend import PromptLimits, TextParts
 from ..server.constraint import Constraint
 from ..server.errors import RequestRefused, invalid
 from ..server.request import ChatInput, Input, Prompt, ServerRequest
-from ..server.requests.agents import folded_systems
+from ..server.requests.fitted import Refusals, fitted, refusals_of
 from .grammar.tokenizer_grammars import TokenizerGrammars
 from .harmony import HARMONY_CALL, HARMONY_TOKENS, HarmonyParts, harmony_call
 
@@ -99,8 +99,7 @@ class LoadedTexts:
         else:
             # A copy: mlx-lm writes into messages.
             messages = copy.deepcopy(given.messages)
-            if any(message["role"] == "system" for message in messages[1:]) and not self._takes_systems:
-                messages = folded_systems(messages)
+            messages = fitted(messages, self._refusals)
             if any(upstream._image_parts(messages)) and self._processor is None:
                 raise invalid("this model takes text only", "messages")
             request = upstream.CompletionRequest("chat", "", messages, given.tools, given.role_mapping)
@@ -123,18 +122,11 @@ class LoadedTexts:
         return Prompt(*found)
 
     @functools.cached_property
-    def _takes_systems(self) -> bool:
-        """Return whether the chat template has system messages where they stand; others refuse or move them."""
+    def _refusals(self) -> Refusals:
         if not self.tokenizer.has_chat_template:
-            return True
-        roles = ("system", "system", "user", "assistant", "system", "user")
-        probe = [{"role": role, "content": f"mark-{number}."} for number, role in enumerate(roles)]
-        try:
-            text = self.tokenizer.apply_chat_template(probe, tokenize=False, add_generation_prompt=True)
-        except Exception:  # templates raise what they like
-            return False
-        places = [str(text).find(each["content"]) for each in probe]
-        return places == sorted(places) and places[0] >= 0
+            return Refusals()
+        render = functools.partial(self.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
+        return refusals_of(lambda messages: str(render(messages)))
 
     def compile(
         self, constraint: Constraint, *, is_cancelled: Callable[[], bool] = lambda: False, is_checked: bool = False

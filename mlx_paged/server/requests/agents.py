@@ -39,7 +39,7 @@ def steady_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     if ends and system is None:
         steady.append({"role": "system", "content": "\n".join(ends)})
     elif ends and system is not None:
-        system["content"] = _joined(system["content"], "\n\n" + "\n".join(ends))
+        system["content"] = joined(system["content"], "\n\n" + "\n".join(ends))
     if can_end and lines[TO_THE_LAST_MESSAGE]:
         _put_behind(rest, "<system>\n" + "\n".join(lines[TO_THE_LAST_MESSAGE]) + "\n</system>")
     return [*steady, *rest]
@@ -91,7 +91,7 @@ def folded_systems(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
                 held += f"<system>\n{text}\n</system>\n\n"
             continue
         if held and role == "user":
-            message["content"] = _joined(held, message.get("content"))
+            message["content"] = joined(held, message.get("content"))
         elif held:
             _put_behind(folded, held)
         held = ""
@@ -105,7 +105,7 @@ def _put_behind(messages: list[dict[str, Any]], text: str) -> None:
     """Add text for the model to the last message, or as a user's if that is an assistant's."""
     last = messages[-1]
     if last.get("role") in ("user", "tool"):
-        last["content"] = _joined(last.get("content"), "\n\n" + text.rstrip())
+        last["content"] = joined(last.get("content"), "\n\n" + text.rstrip())
     else:
         messages.append({"role": "user", "content": text.rstrip()})
 
@@ -116,7 +116,7 @@ def _text_of(content: Any) -> str:
     return str(content or "")
 
 
-def _joined(first: Any, second: Any) -> Any:
+def joined(first: Any, second: Any) -> Any:
     """Return two contents of messages as one."""
     if isinstance(first, list) or isinstance(second, list):
         both = (

@@ -1,0 +1,192 @@
+"""Chats as chat templates take them: what a template refuses is said in another way, the same in each turn."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .agents import folded_systems, joined
+
+Messages = list[dict[str, Any]]
+ID_LETTERS = 9  # which Mistral's templates ask for
+_USER = {"role": "user", "content": "a"}
+_ANSWER = {"role": "assistant", "content": "b"}
+
+
+class Refusals(NamedTuple):
+    """What a chat template refuses, drops or moves.
+
+    Attributes:
+        systems: system messages behind the first, where they stand.
+        tools: calls and their results.
+        several: several calls in one message; or shows the first only.
+        ids: ids of calls that do not have 9 letters and digits.
+        thoughts: a message of thinking, text and calls.
+        questions: a user's message right behind a result.
+        rows: two messages in a row from the user.
+    """
+
+    systems: bool = False
+    tools: bool = False
+    several: bool = False
+    ids: bool = False
+    thoughts: bool = False
+    questions: bool = False
+    rows: bool = False
+
+
+def refusals_of(render: Callable[[Messages], str]) -> Refusals:
+    """Return what a chat template refuses.
+
+    Args:
+        render: a chat with the template; raises whatever it likes.
+    """
+
+    def refuses(*messages: dict[str, Any], shows: str = "") -> bool:
+        try:
+            return shows not in render([dict(message) for message in messages])
+        except Exception:  # templates raise what they like
+            return True
+
+    systems = _moves_systems(render)
+    rows = refuses(_USER, _USER)
+    if refuses(_USER, _call("123456789"), _result("123456789"), _ANSWER, _USER):
+        return Refusals(systems=systems, tools=True, rows=rows)
+    twice = {**_call("123456789"), "tool_calls": [*_call("123456789")["tool_calls"], *_call("abcdefghi")["tool_calls"]]}
+    shown = "" if refuses(_USER, _call("123456789"), _result("123456789"), shows="mark-123456789") else "mark-abcdefghi"
+    return Refusals(
+        systems=systems,
+        several=refuses(_USER, twice, _result("123456789"), _result("abcdefghi"), _ANSWER, shows=shown),
+        ids=refuses(_USER, _call("call_0123"), _result("call_0123"), _ANSWER)
+        or refuses(_USER, _call("call_01234567"), _result("call_01234567"), _ANSWER),
+        thoughts=refuses(_USER, {**_call("123456789"), "content": "b", "reasoning_content": "c"}, _result("123456789")),
+        questions=refuses(_USER, _call("123456789"), _result("123456789"), _USER),
+        rows=rows,
+    )
+
+
+def _moves_systems(render: Callable[[Messages], str]) -> bool:
+    roles = ("system", "system", "user", "assistant", "system", "user")
+    probe = [{"role": role, "content": f"mark-{number}."} for number, role in enumerate(roles)]
+    try:
+        text = render([dict(message) for message in probe])
+    except Exception:  # templates raise what they like
+        return True
+    places = [text.find(each["content"]) for each in probe]
+    return places != sorted(places) or places[0] < 0
+
+
+def _call(name: str) -> dict[str, Any]:
+    call = {"id": name, "type": "function", "function": {"name": "f", "arguments": {"x": f"mark-{name}"}}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _result(name: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": name, "name": "f", "content": "d"}
+
+
+def fitted(messages: Sequence[Mapping[str, Any]], refused: Refusals) -> Messages:
+    """Return a chat that the template takes. A message becomes what it became in the turn before, so that prefixes
+    are found again."""
+    chat = [dict(message) for message in messages]
+    if refused.systems and any(message.get("role") == "system" for message in chat[1:]):
+        chat = folded_systems(chat)
+    if refused.tools:
+        chat = [_as_text(message) for message in chat]
+    if refused.several:
+        chat = _one_by_one(chat)
+    if refused.ids:
+        chat = [_with_short_ids(message) for message in chat]
+    if refused.thoughts:
+        chat = [_with_one_text(message) for message in chat]
+    if refused.questions:
+        chat = _with_answers(chat)
+    return _without_rows(chat) if refused.rows else chat
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls, or whose result, are text between tags."""
+    if message.get("role") == "tool":
+        return {
+            "role": "user",
+            "content": joined(joined("<tool_response>\n", message.get("content")), "\n</tool_response>"),
+        }
+    content = message.get("content")
+    for call in message.pop("tool_calls", None) or ():
+        function = call.get("function") or {}
+        arguments = function.get("arguments")
+        said = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        name = json.dumps(function.get("name"), ensure_ascii=False)
+        begin = "\n" if content else ""
+        content = joined(content, f'{begin}<tool_call>\n{{"name": {name}, "arguments": {said or "{}"}}}\n</tool_call>')
+    return {**message, "content": content}
+
+
+def _one_by_one(chat: Messages) -> Messages:
+    """Return the chat with one call in a message, and its result behind it."""
+    result: Messages = []
+    rest = list(chat)
+    while rest:
+        message = rest.pop(0)
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            result.append(message)
+            continue
+        number = next((i for i, each in enumerate(rest) if each.get("role") != "tool"), len(rest))
+        results, rest = rest[:number], rest[number:]
+        ids = [call.get("id") for call in calls]
+        for index, call in enumerate(calls):
+            first = message if index == 0 else {"role": "assistant", "content": ""}
+            result.append({**first, "tool_calls": [call]})
+            result += [each for each in results if each.get("tool_call_id") == ids[index]]
+        result += [each for each in results if each.get("tool_call_id") not in ids]
+    return result
+
+
+def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [{**call, "id": _short(call.get("id"))} for call in calls]
+    if message.get("role") == "tool":
+        message["tool_call_id"] = _short(message.get("tool_call_id"))
+    return message
+
+
+def _short(name: Any) -> str:
+    name = str(name)
+    if len(name) == ID_LETTERS and name.isalnum() and name.isascii():
+        return name
+    return hashlib.sha256(name.encode()).hexdigest()[:ID_LETTERS]
+
+
+def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with calls whose text stands behind its thinking."""
+    thought, content = message.get("reasoning_content"), message.get("content")
+    if message.get("tool_calls") and thought and content:
+        message |= {"reasoning_content": joined(f"{thought}\n\n", content), "content": ""}
+    return message
+
+
+def _with_answers(chat: Messages) -> Messages:
+    """Return the chat with an empty answer between a result and the user's message behind it."""
+    result: Messages = []
+    for message in chat:
+        if message.get("role") == "user" and result and result[-1].get("role") == "tool":
+            result.append({"role": "assistant", "content": ""})
+        result.append(message)
+    return result
+
+
+def _without_rows(chat: Messages) -> Messages:
+    """Return the chat with messages in a row from the user, or of the assistant, as one."""
+    result: Messages = []
+    for message in chat:
+        role, last = message.get("role"), result[-1] if result else {}
+        if role not in ("user", "assistant") or last.get("role") != role or last.get("tool_calls"):
+            result.append(message)
+            continue
+        between = "\n\n" if last.get("content") and message.get("content") else ""
+        content = joined(joined(last.get("content"), between), message.get("content"))
+        result[-1] = {**last, **message, "content": content}
+    return result

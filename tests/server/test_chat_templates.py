@@ -1,0 +1,178 @@
+"""Sessions over the chat templates of ten families: a turn's tokens begin with those of the turn before."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlx_paged.patches.server_texts import LoadedTexts
+from mlx_paged.server.prompting import PromptMaker
+from mlx_paged.server.request import ChatInput
+from tests.support.models.chat_templates import FAMILIES, family_tokenizer
+
+pytestmark = pytest.mark.demo_model
+
+SESSIONS = 6
+TAIL = 4  # tokens that begin an answer, which the template writes otherwise in the history
+MOVES_TOOLS = {"mistral-small-3.2"}  # to the latest question
+UP_TO_AN_ANSWER = {"gpt-oss"}  # with thinking, all behind the latest answer without a call; others: behind a question
+# Templates that leave out the thinking before the latest question have what follows it computed again.
+# And with clients that send the latest answer's thinking only.
+LEAST_FOUND = {
+    **dict.fromkeys(("deepseek-v3.1", "kimi-k2", "llama-3.1", "gemma-3"), (0.995, 0.995)),
+    **dict.fromkeys(("glm-4.6", "minimax-m2", "qwen3"), (0.96, 0.92)),
+    "qwen3.5": (0.94, 0.90),
+    "gpt-oss": (0.94, 0.87),
+    "mistral-small-3.2": (0.86, 0.86),
+}
+
+WORDS = [
+    "the",
+    "test",
+    "of",
+    "a",
+    "file",
+    "fails",
+    "since",
+    "its",
+    "value",
+    "is",
+    "not",
+    "what",
+    "we",
+    "read",
+    "there\n",
+    "and",
+    "`x",
+    "=",
+    "{1:",
+    "'é'}`",
+    "...",
+    "</div>",
+]
+NAMES = ("read_file", "edit_file", "run")
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}, "line": {"type": "integer"}}}
+TOOLS = [{"type": "function", "function": {"name": n, "description": f"{n}.", "parameters": SCHEMA}} for n in NAMES]
+
+
+def said(dice: random.Random, most: int = 40) -> str:
+    return " ".join(dice.choices(WORDS, k=dice.randint(1, most)))
+
+
+def session(dice: random.Random) -> Iterator[list[dict[str, Any]]]:
+    """Yield the messages of each turn of an agent: questions, thinking, calls one after another or several, results."""
+    messages = [{"role": "system", "content": said(dice, 200)}, {"role": "user", "content": said(dice)}]
+    for number in range(dice.randint(2, 12)):
+        yield list(messages)
+        calls = [
+            {
+                "id": f"call_{number}_{index}_{dice.getrandbits(64):x}",
+                "type": "function",
+                "function": {
+                    "name": dice.choice(NAMES),
+                    "arguments": json.dumps({"path": said(dice, 3), "line": dice.randint(0, 99)}),
+                },
+            }
+            for index in range(dice.choice((0, 1, 1, 1, 2)))
+        ]
+        text = said(dice) if dice.random() < 0.5 or not calls else None
+        answer: dict[str, Any] = {"role": "assistant", "content": text}
+        if dice.random() < 0.7:
+            answer["reasoning_content"] = said(dice)
+        if calls:
+            answer["tool_calls"] = calls
+        messages.append(answer)
+        messages += [{"role": "tool", "tool_call_id": call["id"], "content": said(dice, 80)} for call in calls]
+        if not calls or dice.random() < 0.1:
+            messages.append({"role": "user", "content": said(dice)})
+
+
+def shared(first: list[int], second: list[int]) -> int:
+    different = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(different, min(len(first), len(second)))
+
+
+def texts_of(family: str) -> LoadedTexts:
+    return LoadedTexts(SimpleNamespace(key=None, tokenizer=family_tokenizer(family), model=None, config={}), {}, None)
+
+
+def without_old_thoughts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a chat as clients have it that send the latest answer's thinking only."""
+    last = max((i for i, each in enumerate(messages) if each["role"] == "assistant"), default=0)
+    return [{k: v for k, v in each.items() if k != "reasoning_content" or i == last} for i, each in enumerate(messages)]
+
+
+def kept_of(family: str, before: list[dict[str, Any]], now: list[dict[str, Any]]) -> int:
+    """Return how many messages at the front neither the client nor a new question changes."""
+    pairs = enumerate(zip(before, now, strict=False))
+    kept = next((i for i, (old, new) in pairs if old != new), len(before))
+    if now[-1]["role"] != "user":
+        return kept
+    if family in UP_TO_AN_ANSWER:
+        answers = [i for i, each in enumerate(before) if each["role"] == "assistant" and "tool_calls" not in each]
+        return min(kept, answers[-1] + 1 if answers else 2)
+    *_, question, _ = (i for i, each in enumerate(now) if each["role"] == "user")
+    return min(kept, question if family in MOVES_TOOLS else question + 1)
+
+
+@pytest.mark.parametrize("forgets", [False, True], ids=["keeps thoughts", "forgets thoughts"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_turn_begins_with_the_turn_before(family: str, forgets: bool) -> None:
+    texts, maker = texts_of(family), PromptMaker()
+    earlier = found = 0
+    for seed in range(SESSIONS):
+        turns = [without_old_thoughts(turn) if forgets else turn for turn in session(random.Random(seed))]
+        prompts = [maker.made(ChatInput(turn, TOOLS), texts).tokens for turn in turns]
+        for number in range(1, len(turns)):
+            same = shared(prompts[number - 1], prompts[number])
+            kept = kept_of(family, turns[number - 1], turns[number])
+            moved = family in MOVES_TOOLS and turns[number][-1]["role"] == "user"
+            front = maker.made(ChatInput(turns[number][:kept], None if moved else TOOLS), texts).tokens
+            assert same >= len(front) - TAIL, (seed, number)
+            earlier, found = earlier + len(prompts[number - 1]), found + same
+    assert found / earlier >= LEAST_FOUND[family][forgets]
+
+
+# Two calls at once, thinking and text beside them, a question right behind the results, and two in a row.
+HARD: list[dict[str, Any]] = [
+    {"role": "system", "content": "mark-a."},
+    {"role": "user", "content": "mark-b."},
+    {
+        "role": "assistant",
+        "reasoning_content": "mark-c.",
+        "content": "mark-d.",
+        "tool_calls": [
+            {"id": f"call_{n}", "type": "function", "function": {"name": "run", "arguments": json.dumps({"path": n})}}
+            for n in ("mark-e.", "mark-f.")
+        ],
+    },
+    *({"role": "tool", "tool_call_id": f"call_{n}", "content": f"{n}-result"} for n in ("mark-e.", "mark-f.")),
+    {"role": "user", "content": "mark-g."},
+    {"role": "user", "content": [{"type": "text", "text": "mark-h."}]},
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_template_refuses_is_said_in_another_way(family: str) -> None:
+    texts = texts_of(family)
+    text = texts.decode(PromptMaker().made(ChatInput(HARD, TOOLS), texts).tokens)
+    marks = ["mark-a.", "mark-b.", "mark-e.", "mark-e.-result", "mark-f.", "mark-f.-result", "mark-g.", "mark-h."]
+    if not texts._refusals.several:  # else each call is before its own result
+        marks[3:5] = marks[4:2:-1]
+    begin = 0
+    for mark in marks:
+        begin = text.index(mark, begin) + len(mark)
+    if family not in ("mistral-small-3.2", "llama-3.1"):  # which have no text beside a call
+        assert text.count("mark-d.") == 1
+    if family == "gemma-3":
+        assert '<tool_call>\n{"name": "run", "arguments": {"path": "mark-e."}}\n</tool_call>' in text
+        assert "<tool_response>\nmark-e.-result\n</tool_response>" in text
+    if family == "mistral-small-3.2":
+        ids = re.findall(r"\[CALL_ID\](\w+)", text)
+        assert len(set(ids)) == 2 and ids == re.findall(r"\[TOOL_RESULTS\](\w+)", text)
