@@ -1,174 +1,83 @@
-"""PagedConfig: parsing, environment, flags, and what is refused."""
+"""PagedConfig: every option once, by one table of values: as arguments, variables and flags; and what is refused."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.generate import setup_arg_parser
 
 from mlx_paged import config as config_module
-from mlx_paged.config import PagedConfig, free_memory, parse_block_size, parse_kernel, parse_memory
+from mlx_paged.cli.generate import extend_parser
+from mlx_paged.config import KVBits, PagedConfig, free_memory, parse_memory
 from mlx_paged.errors import ConfigError, KernelUnavailableError, PagedCacheError
 
-
-@pytest.mark.parametrize("value", [8, 16, 32, 64, 128, "8", " 64 "])
-def test_block_sizes(value: str | int) -> None:
-    assert parse_block_size(value) == int(value)
-
-
-@pytest.mark.parametrize("value", [0, -8, 1, 4, 7, 12, 33, 129, 256, "0", "4", "100"])
-def test_block_sizes_out_of_range(value: str | int) -> None:
-    with pytest.raises(ConfigError, match=f"power of two from 8 to 128, not {int(value)}"):
-        parse_block_size(value)
-
-
-@pytest.mark.parametrize("value", ["", "big", "16.0", "0x10", "16 tokens"])
-def test_block_sizes_that_are_no_numbers(value: str) -> None:
-    with pytest.raises(ConfigError, match="whole number"):
-        parse_block_size(value)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("1", 1),
-        ("1000000", 10**6),
-        (4096, 4096),
-        ("7B", 7),
-        ("3k", 3000),
-        ("3KB", 3000),
-        ("3KiB", 3072),
-        ("800M", 800 * 10**6),
-        ("800mb", 800 * 10**6),
-        ("512MiB", 512 << 20),
-        ("512mi", 512 << 20),
-        ("2GB", 2 * 10**9),
-        ("2 GB", 2 * 10**9),
-        (" 2G ", 2 * 10**9),
-        ("1.5GiB", 3 << 29),
-        ("0.25TB", 25 * 10**10),
-        ("1TiB", 1 << 40),
-        ("auto", None),
-        (" AUTO ", None),
-        (None, None),
-    ],
-)
-def test_memory_sizes(text: str | int | None, expected: int | None) -> None:
-    assert parse_memory(text) == expected
-
-
-@pytest.mark.parametrize(
-    "text", ["", "GB", "two GB", "-2GB", "2XB", "2GBB", "1.GB", ".5GB", "1e9", "2G 3M", "1,000", "1I"]
-)
-def test_memory_sizes_that_cannot_be_read(text: str) -> None:
-    with pytest.raises(ConfigError, match="memory size must look like"):
-        parse_memory(text)
-
-
-@pytest.mark.parametrize("text", ["0", "0GB", "0.0", "0.4", 0, -1])
-def test_memory_sizes_that_are_not_positive(text: str | int) -> None:
-    with pytest.raises(ConfigError, match="memory size must be positive"):
-        parse_memory(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("auto", None),
-        ("on", True),
-        ("off", False),
-        (" On ", True),
-        ("OFF", False),
-        (None, None),
-        (True, True),
-        (False, False),
-    ],
-)
-def test_kernel_choices(text: str | bool | None, expected: bool | None) -> None:
-    assert parse_kernel(text) is expected
+SIZES = {
+    "1": 1, "1000000": 10**6, "7B": 7, "3k": 3000, "3KB": 3000, "3KiB": 3072, "800M": 800 * 10**6, "800mb": 800 * 10**6,
+    "512MiB": 512 << 20, "512mi": 512 << 20, "2GB": 2 * 10**9, "2 GB": 2 * 10**9, " 2G ": 2 * 10**9, "1.5GiB": 3 << 29,
+    "0.25TB": 25 * 10**10, "1TiB": 1 << 40, "auto": None, " AUTO ": None,
+}  # fmt: skip
+NO_SIZES = ("GB", "two GB", "-2GB", "2XB", "2GBB", "1.GB", ".5GB", "1e9", "2G 3M", "1,000", "1I")
+NOT_POSITIVE = ("0", "0GB", "0.0", "0.4")
+# By field: values of texts, texts that are refused with a message, and other things that mean a value or are refused.
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, ...]], list[tuple[Any, Any]], tuple[Any, ...]]] = {
+    "block_size": (
+        {"8": 8, "16": 16, " 64 ": 64, "128": 128},
+        {
+            "power of two from 8 to 128, not": ("0", "1", "4", "7", "12", "33", "129", "256"),
+            "whole number": ("big", "16.0", "0x10", "16 tokens"),
+        },
+        [(32, 32)],
+        (0, -8, 4, 33, ""),
+    ),
+    "kv_cache_memory": (
+        SIZES,
+        {"memory size must look like": NO_SIZES, "memory size must be positive": NOT_POSITIVE},
+        [(4096, 4096), (None, None)],
+        (0, -1, ""),
+    ),
+    "kernel": (
+        {"auto": None, "on": True, "off": False, " On ": True, "OFF": False},
+        {"auto, on or off": ("yes", "1", "true", "2")},
+        [(None, None), (True, True), (False, False)],
+        ("",),
+    ),
+    "kv_bits": (
+        {"8": 8, "4": 4, "8,4": (8, 4), "8,8": 8, " 8 , 8 ": 8},
+        {"must be 8, 4 or 8,4": ("4,8", "9", "x", "8,4,4", "eight")},
+        [(8, 8), ([8, 8], 8), ((8, 4), (8, 4)), (None, None)],
+        (3, (4, 8), "", [], [None], 8.5),
+    ),
+    "kv_group_size": ({"32": 32, "64": 64, "128": 128}, {"kv_group_size": ("16", "48")}, [(32, 32)], (48, "")),
+    "kv_rotate": (
+        {"on": True, " Off ": False, "1": True, "0": False},
+        {"on or off, not": ("maybe", "2")},
+        [(True, True), (False, False)],
+        ("",),
+    ),
+    "prompt_lookup": (
+        {"0": 0, "5": 5, "64": 64},
+        {"whole number from 0 to 64": ("many", "65", "1.5", "-0")},
+        [(7, 7)],
+        (-1, 65, True, 2.0, ""),
+    ),
+    "state_interval": (
+        {"0": 0, "32": 32, "4096": 4096, "auto": None},
+        {"at least 32": ("31", "x", "-32")},
+        [(64, 64), (None, None)],
+        (1, True, 64.0),
+    ),
+}
+CASES = [(name, text, value) for name, (values, *_) in OPTIONS.items() for text, value in values.items()]
+WRONG = [(name, text, why) for name, (_, said, *_) in OPTIONS.items() for why, texts in said.items() for text in texts]
 
 
-@pytest.mark.parametrize("text", ["", "yes", "1", "true"])
-def test_kernel_choices_that_do_not_exist(text: str) -> None:
-    with pytest.raises(ConfigError, match="auto, on or off"):
-        parse_kernel(text)
-
-
-# The configuration ------------------------------------------------------------------------------------------------
-
-
-def test_defaults() -> None:
-    config = PagedConfig()
-    assert (config.block_size, config.kv_cache_memory, config.kernel) == (32, None, None)
-
-
-def test_values_are_parsed_when_made() -> None:
-    config = PagedConfig(block_size="16", kv_cache_memory="2GB", kernel="off")
-    assert config == PagedConfig(16, 2 * 10**9, False)
-    assert hash(config) == hash(PagedConfig(16, 2 * 10**9, False))
-    with pytest.raises(FrozenInstanceError):
-        config.block_size = 8  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"block_size": 4},
-        {"block_size": "x"},
-        {"kv_cache_memory": 0},
-        {"kv_cache_memory": "lots"},
-        {"kernel": "maybe"},
-    ],
-)
-def test_unusable_values_are_refused_when_made(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        PagedConfig(**options)
-
-
-def test_config_errors_can_be_caught_as_value_errors() -> None:
-    assert issubclass(ConfigError, ValueError) and issubclass(ConfigError, PagedCacheError)
-
-
-# Environment ------------------------------------------------------------------------------------------------------
-
-
-def test_from_env() -> None:
-    env = {
-        "MLX_PAGED_BLOCK_SIZE": "64",
-        "MLX_PAGED_KV_CACHE_MEMORY": "512MiB",
-        "MLX_PAGED_KERNEL": "on",
-        "MLX_PAGED_OTHER": "ignored",
-    }
-    with pytest.warns(UserWarning, match="nothing reads the environment variable MLX_PAGED_OTHER"):
-        assert PagedConfig.from_env(env) == PagedConfig(64, 512 << 20, True)
-
-
-def test_from_env_without_or_with_empty_variables_is_the_default() -> None:
-    assert PagedConfig.from_env({}) == PagedConfig()
-    assert PagedConfig.from_env({"MLX_PAGED_BLOCK_SIZE": "", "MLX_PAGED_KERNEL": ""}) == PagedConfig()
-
-
-def test_from_env_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLX_PAGED_BLOCK_SIZE", "8")
-    monkeypatch.setenv("MLX_PAGED_KV_CACHE_MEMORY", "auto")
-    monkeypatch.delenv("MLX_PAGED_KERNEL", raising=False)
-    assert PagedConfig.from_env() == PagedConfig(8)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("MLX_PAGED_BLOCK_SIZE", "5"), ("MLX_PAGED_KV_CACHE_MEMORY", "much"), ("MLX_PAGED_KERNEL", "2")],
-)
-def test_from_env_says_that_a_variable_is_wrong(name: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=r"in an MLX_PAGED_\* variable: .*" + value):
-        PagedConfig.from_env({name: value})
-
-
-# Command line -----------------------------------------------------------------------------------------------------
+def option(name: str) -> Any:
+    return next(each for each in PagedConfig.options() if each.name == name)
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -178,51 +87,116 @@ def parse(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def test_flags_override_only_what_they_name() -> None:
-    base = PagedConfig(64, 10**9, False)
-    assert base.with_arguments(parse()) == base
-    assert base.with_arguments(parse("--kv-block-size", "16")) == PagedConfig(16, 10**9, False)
-    assert base.with_arguments(parse("--kv-cache-memory", "2GiB")) == PagedConfig(64, 2 << 30, False)
-    assert base.with_arguments(parse("--kv-cache-memory", "auto")) == PagedConfig(64, None, False)
-    assert base.with_arguments(parse("--kernel", "on", "--kv-block-size=8")) == PagedConfig(8, 10**9, True)
-    assert base.with_arguments(parse("--kernel", "auto")) == PagedConfig(64, 10**9, None)
+def test_the_table_has_every_option_and_so_has_the_reference() -> None:
+    assert [each.name for each in fields(PagedConfig)] == list(OPTIONS)
+    rows = (Path(__file__).parents[1] / "docs" / "reference.md").read_text().splitlines()
+    known = [row for row in rows if any(row.startswith(f"| `{each.flag}") for each in PagedConfig.options())]
+    assert [each.reference for each in PagedConfig.options()] == known
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--kv-block-size", "12"), "power of two from 8 to 128, not 12"),
-        (("--kv-block-size", "many"), "whole number"),
-        (("--kv-cache-memory", "2XB"), "memory size must look like"),
-        (("--kv-cache-memory", "0"), "must be positive"),
-        (("--kernel", "fast"), "auto, on or off"),
-    ],
-)
-def test_wrong_flags_end_with_a_usage_message(
-    words: tuple[str, str], message: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("name", "text", "value"), CASES)
+def test_a_value_is_the_same_as_argument_variable_and_flag(name: str, text: str, value: Any) -> None:
+    wanted = PagedConfig(**{name: value})
+    assert PagedConfig(**{name: text}) == wanted and getattr(wanted, name) == value
+    assert hash(PagedConfig(**{name: text})) == hash(wanted)
+    assert PagedConfig.from_env({option(name).variable: text}) == wanted
+    if name != "kv_rotate":
+        assert PagedConfig().with_arguments(parse(f"{option(name).flag}={text}")) == wanted
+
+
+@pytest.mark.parametrize(("name", "text", "why"), WRONG)
+def test_other_texts_are_refused_wherever_they_stand(
+    name: str, text: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as caught:
-        parse(*words)
-    assert caught.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error and f"argument {words[0]}" in error and "Traceback" not in error
+    with pytest.raises(ConfigError, match=why):
+        PagedConfig(**{name: text})
+    with pytest.raises(ConfigError, match=r"in an MLX_PAGED_\* variable: .*" + why):
+        PagedConfig.from_env({option(name).variable: text})
+    if name != "kv_rotate":
+        with pytest.raises(SystemExit) as caught:
+            parse(f"{option(name).flag}={text}")
+        error = " ".join(capsys.readouterr().err.split())
+        assert caught.value.code == 2 and why in error and f"argument {option(name).flag}" in error
+        assert "Traceback" not in error
 
 
-def test_the_reference_has_the_row_of_every_option() -> None:
-    table = (Path(__file__).parents[1] / "docs" / "reference.md").read_text().splitlines()
-    assert len(PagedConfig.options()) == 8
-    assert [option.reference for option in PagedConfig.options()] == [
-        line for line in table if any(line.startswith(f"| `{option.flag}") for option in PagedConfig.options())
-    ]
+@pytest.mark.parametrize("name", OPTIONS)
+def test_other_things_than_texts(name: str) -> None:
+    *_, given, refused = OPTIONS[name]
+    for value, kept in given:
+        assert getattr(PagedConfig(**{name: value}), name) == kept
+    for value in refused:
+        with pytest.raises(ConfigError):
+            PagedConfig(**{name: value})
+    assert parse_memory(None) is None
+
+
+def test_a_configuration_is_frozen_and_its_errors_are_value_errors() -> None:
+    config = PagedConfig()
+    assert (config.block_size, config.kv_cache_memory, config.kernel) == (32, None, None)
+    with pytest.raises(FrozenInstanceError):
+        config.block_size = 8  # type: ignore[misc]
+    assert issubclass(ConfigError, ValueError) and issubclass(ConfigError, PagedCacheError)
+
+
+def test_variables_are_read_where_they_are_set_to_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(UserWarning, match="nothing reads the environment variable MLX_PAGED_OTHER"):
+        env = {"MLX_PAGED_BLOCK_SIZE": "64", "MLX_PAGED_KERNEL": "on", "MLX_PAGED_OTHER": "ignored"}
+        assert PagedConfig.from_env(env) == PagedConfig(64, kernel=True)
+    assert PagedConfig.from_env({}) == PagedConfig.from_env({"MLX_PAGED_BLOCK_SIZE": ""}) == PagedConfig()
+    monkeypatch.setenv("MLX_PAGED_BLOCK_SIZE", "8")
+    assert PagedConfig.from_env() == PagedConfig(8)
+
+
+def test_flags_override_only_what_they_name() -> None:
+    base = PagedConfig(64, 10**9, False, prompt_lookup=7, kv_rotate=True)
+    assert base.with_arguments(parse()) == base
+    changed = base.with_arguments(parse("--kernel", "on", "--kv-block-size=8", "--prompt-lookup", "0"))
+    assert changed == PagedConfig(8, 10**9, True, kv_rotate=True)
+    assert base.with_arguments(parse("--kv-cache-memory", "auto")).kv_cache_memory is None
+    assert not base.with_arguments(parse("--no-kv-rotate")).kv_rotate
+    assert PagedConfig().with_arguments(parse("--kv-rotate")).kv_rotate
 
 
 def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("--help")
     out = capsys.readouterr().out
-    assert "paged KV cache" in out
-    for flag in ("--kv-block-size TOKENS", "--kv-cache-memory SIZE", "--kernel {auto,on,off}"):
-        assert flag in out
+    assert "paged KV cache" in out and all(each.flag in out for each in PagedConfig.options())
+    shown = " ".join(extend_parser(setup_arg_parser()).format_help().split())
+    assert "0 and the default quantise every token in pages when it is written" in shown
+
+
+def test_kv_bits_are_those_of_mlx_lm_and_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parsed(*argv: str) -> argparse.Namespace:
+        return extend_parser(setup_arg_parser()).parse_args(argv)
+
+    assert (parsed().kv_bits, parsed().kv_group_size, parsed().quantized_kv_start) == (None, 64, 5000)
+    assert parsed("--kv-bits", "3").kv_bits == 3  # of mlx-lm's own caches
+    monkeypatch.setenv("MLX_PAGED_KV_BITS", "4")
+    monkeypatch.setenv("MLX_PAGED_KV_GROUP_SIZE", "32")
+    assert parsed().kv_bits is None and parsed().kv_group_size == 32  # also for those who give no flag
+    config = PagedConfig.from_env().with_arguments(parsed("--kv-block-size", "8"))
+    assert (config.kv_bits, config.kv_group_size, config.block_size) == (4, 32, 8)
+
+
+def test_what_a_calls_options_mean() -> None:
+    config = PagedConfig(kv_bits=4, block_size=8)
+    assert KVBits.of({"kv_bits": None, "kv_group_size": 32}) is None
+    for options in ({"kv_bits": 8}, {"kv_bits": 8, "quantized_kv_start": 0}):
+        assert KVBits.of(options).configured(config) == PagedConfig(kv_bits=8, block_size=8)
+    other = KVBits(8, 64, 100)
+    assert other.format is None and "quantized_kv_start=100" in str(other.why_not)
+    assert other.configured(config).kv_bits is None
+    assert "not of 16" in str(KVBits(8, 16).why_not) and "not 3" in str(KVBits(3).why_not)
+
+
+def test_rotation_goes_with_bits() -> None:
+    assert PagedConfig(kv_bits=4, kv_rotate=True) != PagedConfig(kv_bits=4)
+    assert PagedConfig(kv_bits=4, kv_rotate=True).page_format.rotate
+    PagedConfig(kv_bits=4, kv_rotate=True).check_rotation()
+    with pytest.raises(ConfigError, match="goes with kv_bits"):
+        PagedConfig(kv_rotate=True).check_rotation()
 
 
 # Memory and kernel ------------------------------------------------------------------------------------------------
@@ -250,24 +224,17 @@ def test_free_memory_of_a_gpu(info: dict[str, int], expected: int, monkeypatch: 
     assert free_memory() == expected
 
 
-def test_free_memory_of_this_machine_is_plausible(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
     assert 1 << 20 < free_memory() < 1 << 50
-
-
-def test_free_memory_where_the_system_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
     monkeypatch.setattr(config_module.Path, "exists", lambda path: False)
     monkeypatch.setattr(config_module.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1000}.__getitem__)
     assert free_memory() == 4096 * 500
 
 
-@pytest.mark.parametrize("choice", [None, False])
-def test_a_kernel_that_is_not_demanded_may_be_missing(choice: bool | None) -> None:
-    PagedConfig(kernel=choice).check_kernel()
-
-
 def test_a_kernel_demanded_on_the_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
+    for choice in (None, False):
+        PagedConfig(kernel=choice).check_kernel()
     with pytest.raises(KernelUnavailableError, match=r"kernel=on, but MLX.* use auto or off"):
         PagedConfig(kernel=True).check_kernel()

@@ -1,4 +1,5 @@
-"""--prompt-lookup of mlx_paged.generate and mlx_paged.server, and prompt_lookup of a line and of a request."""
+"""--kv-bits, --kv-rotate and --prompt-lookup in mlx_paged.generate and mlx_paged.server, as processes; and a line's own
+prompt_lookup. tests/test_config.py has their values."""
 
 from __future__ import annotations
 
@@ -11,41 +12,81 @@ from typing import Any
 import pytest
 from mlx_lm.generate import setup_arg_parser
 
-from mlx_paged import ConfigError
 from mlx_paged.cli.answer_grammars import AnswerGrammars
 from mlx_paged.cli.batch_run import QUEUED_PER_ROW, BatchRun
 from mlx_paged.cli.generate import extend_parser
 from mlx_paged.cli.prompts_file import Prompt, Results, read_prompts
 from mlx_paged.cli.sampling import Sampling
-from mlx_paged.config import PagedConfig
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.requests.completions import CompletionBody
-from mlx_paged.server.requests.fields import parsed as parsed_body
-from tests.cli.test_command_line import PROMPT, generate, save_model
-from tests.cli.test_kv_bits_flags import parsed
+from mlx_paged.server.requests.fields import parsed
+from tests.cli.test_command_line import PROMPT, check_error, command, generate, save_model, text_of
 from tests.support.processes import commands
 
-
-def test_the_flag_wins_over_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    def tokens(*argv: str) -> int:
-        return PagedConfig.from_env().with_arguments(parsed(*argv)).prompt_lookup
-
-    assert (tokens(), tokens("--prompt-lookup", "5"), tokens("--prompt-lookup", "64")) == (0, 5, 64)
-    monkeypatch.setenv("MLX_PAGED_PROMPT_LOOKUP", "7")
-    assert (tokens(), tokens("--prompt-lookup", "0")) == (7, 0)
-    monkeypatch.setenv("MLX_PAGED_PROMPT_LOOKUP", "many")
-    with pytest.raises(ConfigError, match=r"MLX_PAGED_.*0 to 64, not 'many'"):
-        PagedConfig.from_env()
+BITS = ("--kv-bits", "4", "--kv-group-size", "32")
+QUANTISED = "quantised in 3 layer(s)"
 
 
-@pytest.mark.parametrize("value", [-1, 65, "1.5", "", "-0", True, 2.0])
-def test_what_is_no_such_number(value: Any) -> None:
-    with pytest.raises(ConfigError, match="whole number from 0 to 64"):
-        PagedConfig(prompt_lookup=value)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def test_generate_quantises_alone_from_a_file_and_in_a_batch(folder: Path, tmp_path: Path) -> None:
+    flags = ("--kv-bits", "8", "--kv-group-size", "32")
+    alone = generate(folder, "--prompt", PROMPT, *flags, "--cache-stats")
+    assert QUANTISED in alone.stderr and "Warning" not in alone.stderr
+    from_env = generate(folder, "--prompt", PROMPT, MLX_PAGED_KV_BITS="8", MLX_PAGED_KV_GROUP_SIZE="32")
+    assert text_of(from_env) == text_of(alone)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": PROMPT}) + "\n")
+    batch = generate(folder, "--prompts-file", prompts, *flags, "--cache-stats")
+    assert json.loads(batch.stdout)["text"].strip() == text_of(alone) and QUANTISED in batch.stderr
+    pair = generate(folder, "--prompt", PROMPT, "--kv-bits", "8,4", "--kv-group-size", "32", "--cache-stats")
+    assert text_of(pair) and QUANTISED in pair.stderr
+    late = ("--prompt", PROMPT, *flags, "--quantized-kv-start", "20")
+    own = generate(folder, *late)
+    assert text_of(own) == text_of(generate(folder, *late, module="mlx_lm"))
+    assert own.stderr.count("NotPagedWarning") == 1 and "from the first token on" in own.stderr
+    other = generate(folder, "--prompt", PROMPT, "--kv-bits", 3)
+    assert other.returncode == 0 and "go on in mlx-lm's own cache" in other.stderr
+    assert other.stderr.count("Warning") == 1
+
+
+def test_generate_rotates(folder: Path) -> None:
+    rotated = generate(folder, "--prompt", PROMPT, *BITS, "--kv-rotate", "--cache-stats")
+    assert text_of(rotated) and QUANTISED in rotated.stderr and "Warning" not in rotated.stderr
+    from_env = generate(folder, "--prompt", PROMPT, *BITS, MLX_PAGED_KV_ROTATE="1")
+    assert text_of(from_env) == text_of(rotated)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--kv-bits", "8,4", "--no-paged"), "--no-paged does without them"),
+        (("--kv-rotate",), "kv_rotate is for quantised pages"),
+        (("--kv-rotate", "--kv-bits", "3"), "kv_rotate is for quantised pages"),
+        (("--kv-rotate", *BITS, "--no-paged"), "--no-paged does without them"),
+        (("--prompt-lookup", "4"), "--prompt-lookup is for the batch"),
+        (("--prompts-file", "-", "--no-paged", "--prompt-lookup", "4"), "--prompt-lookup is for the batch"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(folder: Path, flags: tuple[str, ...], why: str) -> None:
+    prompt = () if "--prompts-file" in flags else ("--prompt", PROMPT)
+    check_error(generate(folder, *prompt, *flags), why)
+
+
+def test_the_server_refuses_rotation_without_bits(folder: Path) -> None:
+    refused = command("server", "--model", folder, "--port", 0, "--kv-rotate")
+    assert refused.returncode != 0 and "kv_rotate is for quantised pages" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+# Look-up ----------------------------------------------------------------------------------------------------------
 
 
 def test_requests_and_lines_say_it_by_name() -> None:
-    body, _ = parsed_body(json.dumps({"prompt": "x", "prompt_lookup": 9}).encode(), CompletionBody)
+    body, _ = parsed(json.dumps({"prompt": "x", "prompt_lookup": 9}).encode(), CompletionBody)
     assert body.prompt_lookup == 9
     lines = [{"prompt": "x", "prompt_lookup": 9}, {"prompt": "x", "prompt_lookup": 65}, {"prompt": "x"}]
     said, wrong, silent = read_prompts([json.dumps(line).encode() for line in lines], "f.jsonl")
@@ -53,7 +94,7 @@ def test_requests_and_lines_say_it_by_name() -> None:
     assert wrong.error is not None and "prompt_lookup must be from 0 to 64" in wrong.error
     for value in (-1, 65, 1.0, "4", True):
         with pytest.raises(RequestRefused, match="prompt_lookup"):
-            parsed_body(json.dumps({"prompt": "x", "prompt_lookup": value}).encode(), CompletionBody)
+            parsed(json.dumps({"prompt": "x", "prompt_lookup": value}).encode(), CompletionBody)
 
 
 class Tokenizer:
@@ -106,21 +147,12 @@ def test_a_stop_string_ends_an_answer_among_the_tokens_of_one_step() -> None:
     prompts = [Prompt(0, "x", sampling={"stop": "b"}), Prompt(1, "x", sampling={"prompt_lookup": 3})]
     records, generator = run(prompts)
     assert [(r["text"], r["finish_reason"]) for r in records] == [("a", "stop"), ("abcd", "length")]
-    assert generator.removed == [1]
-    assert [options[0].prompt_lookup for options in generator.options] == [None, 3]
-
-
-def test_a_line_cannot_look_up_without_pages() -> None:
+    assert generator.removed == [1] and [options[0].prompt_lookup for options in generator.options] == [None, 3]
     records, _ = run([Prompt(0, "x", sampling={"prompt_lookup": 3})], "--no-paged")
     assert "--no-paged does without" in records[0]["error"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-def test_a_file_has_the_same_texts(folder: Path) -> None:
+def test_a_file_has_the_same_texts_with_look_up(folder: Path) -> None:
     def results(*flags: object) -> tuple[list[Any], str]:
         fixed = ("generate", "--model", folder, "--max-tokens", 120, "--ignore-chat-template", "--prompts-file", "-")
         done = commands.run("mlx_paged", *map(str, (*fixed, *flags)), input=text)
@@ -131,10 +163,3 @@ def test_a_file_has_the_same_texts(folder: Path) -> None:
     plain, _ = results()
     found, said = results("--prompt-lookup", 6, "--cache-stats")
     assert found == plain and "draft(s) accepted" in said
-
-
-@pytest.mark.parametrize("flags", [("--prompt", PROMPT), ("--prompts-file", "-", "--no-paged")])
-def test_where_there_is_no_batch_of_pages_it_is_refused(folder: Path, flags: tuple[str, ...]) -> None:
-    refused = generate(folder, *flags, "--prompt-lookup", "4")
-    assert refused.returncode == 1 and "--prompt-lookup is for the batch" in refused.stderr
-    assert "Traceback" not in refused.stderr
