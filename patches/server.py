@@ -30,7 +30,7 @@ from ..kv.pool import BlockPool
 from ..model_folder import check_model_folder, check_weight_files, explain_load_errors
 from ..prefix.identity import identity_of, noting_configs
 from ..prefix.spill import SpillStore
-from ..prefix.store import PrefixStore
+from ..prefix.store import SharedPrefixes
 from ..server.capacity import announce, capacity, check_capacity
 from ..server.engine_loop import check_pool
 from ..server.errors import not_found
@@ -398,7 +398,7 @@ class LoadedBatch:
         self._models, self._weights = models, weights
         self._rows: dict[int, tuple[ServerRequest, list[str]]] = {}  # with the types of segments to come
         cache = models.prompt_cache
-        prefixes: PrefixStore | None = None
+        prefixes: SharedPrefixes | None = None
         if isinstance(cache, PagedPromptCache):
             prefixes = cache.shared_prefixes(weights.key, prefix_pool_of(weights.model))
         args = models.cli_args

@@ -12,8 +12,8 @@ from mlx.utils import tree_flatten
 
 from ..cache.composites import leaves, with_leaves
 from ..cache.paged_kv_cache import PagedKVCache
-from ..prefix.saved_states import SavedStates
-from ..prefix.store import CheckpointStore
+from ..prefix.spill_folder import SavedStates
+from ..prefix.store import SharedPrefixes
 from .request import Request
 from .sharing import common_length
 
@@ -38,7 +38,7 @@ class CheckpointSharing:
 
     has_windows = True  # prefixes are found at some ends only
 
-    def __init__(self, prefixes: CheckpointStore, requests: Mapping[int, Request], interval: int | None = None) -> None:
+    def __init__(self, prefixes: SharedPrefixes, requests: Mapping[int, Request], interval: int | None = None) -> None:
         self.prefixes, self.pool = prefixes, prefixes.pool  # which a tree does not keep alive
         self.requests = requests
         self.interval = interval

@@ -18,7 +18,7 @@ from ..cache.paged_kv_cache import PagedKVCache
 from ..errors import PoolExhaustedError, RequestFailedError, RequestTooLargeError, without_frames
 from ..kernels.availability import on_metal, packs_prompts
 from ..kv.pool import BlockPool
-from ..prefix.store import CheckpointStore, PrefixStore
+from ..prefix.store import SharedPrefixes
 from ..warn import warn_once
 from .checkpoint_sharing import CheckpointSharing
 from .decode_batch import DecodeBatch, Delivery
@@ -77,7 +77,7 @@ class Engine:
         prefill_step_size: int,
         completion_batch_size: int,
         prefill_batch_size: int,
-        prefixes: PrefixStore | None = None,
+        prefixes: SharedPrefixes | None = None,
         factory: Callable[[], list[Any]],
         packs: bool | None = None,
         reads_blocks_only: bool = True,
@@ -109,7 +109,7 @@ class Engine:
         if prefixes is not None and not pins_tokens:
             if self.all_paged and self.pool is not None:
                 self.sharing = PrefixSharing(prefixes, self.pool)
-            elif isinstance(prefixes, CheckpointStore):
+            else:
                 self.sharing = CheckpointSharing(prefixes, self.requests, state_interval)
         if self.pool is not None:
             chunk = min(prefill_step_size, most_step_tokens()) if self.packs else prefill_step_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from ..kv.pool import BlockPool
-from ..prefix.store import PrefixStore
+from ..prefix.store import SharedPrefixes
 from .request import Request
 
 _Start = tuple[Hashable, tuple[int, ...]]  # the salt, and the tokens of the first block
@@ -22,7 +22,7 @@ class PrefixSharing:
         pool: of the blocks.
     """
 
-    def __init__(self, prefixes: PrefixStore, pool: BlockPool) -> None:
+    def __init__(self, prefixes: SharedPrefixes, pool: BlockPool) -> None:
         self.prefixes = prefixes
         self.pool = pool
         self._siblings: dict[_Start, dict[int, Request]] = {}  # that run, by how they begin, and by uid

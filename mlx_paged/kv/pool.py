@@ -12,10 +12,9 @@ from ..errors import GeometryError, TrimError
 from .allocator import NULL_BLOCK
 from .block_table import BlockTable
 from .group import BlockGroup, LayerGroup, check_layout
-from .idle import IdleWatch
 from .layer import PoolLayer
 from .memory import PoolMemory
-from .owners import BlockHolder, BlockOwners
+from .owners import BlockHolder, BlockOwners, IdleWatch
 from .stats import PagedCacheStats, check_group, count
 from .storage.attention_params import QueryHeads
 from .storage.base import ChooseStorage, PageFormat
@@ -237,7 +236,7 @@ class BlockPool:
             blocks = self.allocate(table.group, needed) if needed else []
             if references > 1:
                 try:
-                    self._copy_on_write(table, table.length // self.block_size, blocks[0])
+                    self.copy_on_write_block(table, table.length // self.block_size, blocks[0])
                 except Exception:
                     self.release(table.group, [block for block in blocks if block not in table.block_ids])
                     raise
@@ -302,8 +301,13 @@ class BlockPool:
             counts[table.group] = self._group(table).blocks_to_append(table, num_tokens)
         self.memory.ensure_free(counts)
 
-    def copy_on_write_block(self, table: BlockTable, index: int) -> int:
+    def copy_on_write_block(self, table: BlockTable, index: int, target: int | None = None) -> int:
         """Give the table a block of its own at ``index`` if the present one is shared.
+
+        Args:
+            table: whose block it is.
+            index: of the block in the table.
+            target: a block that was allocated for it; None: allocate one.
 
         Returns:
             The id now in ``table.block_ids[index]`` (unchanged if it was not shared).
@@ -311,21 +315,19 @@ class BlockPool:
         self._owners.check(table)
         with self.turn:
             self._owners.collect()
-            if self._group(table).allocator.refcount(table.block_ids[index]) <= 1:
+            group = self._group(table)
+            if group.allocator.refcount(table.block_ids[index]) <= 1:
                 return table.block_ids[index]
-            target = self.allocate(table.group, 1)[0]
+            own = self.allocate(table.group, 1)[0] if target is None else target
             try:
-                return self._copy_on_write(table, index, target)
+                self.turn.is_dirty = True
+                group.copy_on_write(table, index, own)
+                self._cow_forks += 1
             except Exception:
-                if target not in table.block_ids:
-                    self.release(table.group, [target])
+                if target is None and own not in table.block_ids:
+                    self.release(table.group, [own])
                 raise
-
-    def _copy_on_write(self, table: BlockTable, index: int, target: int) -> int:
-        self.turn.is_dirty = True
-        self._group(table).copy_on_write(table, index, target)
-        self._cow_forks += 1
-        return target
+            return own
 
     def check_trim(self, table: BlockTable, length: int) -> None:
         """Raise TrimError if the table cannot be cut to ``length`` tokens."""

@@ -14,8 +14,16 @@ from ..kv.allocator import NULL_BLOCK
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
 from ..kv.storage.attention_params import Window
-from .checkpoints import MOST_SHARE, Checkpoints
-from .radix_node import HeldBlocks, RadixNode, check_tree, part_nodes, path_blocks, servable_length
+from .radix_node import (
+    MOST_SHARE,
+    Checkpoints,
+    HeldBlocks,
+    RadixNode,
+    check_tree,
+    part_nodes,
+    path_blocks,
+    servable_length,
+)
 
 LOOKED_AT = 64  # nodes copied at a time from an order that changes meanwhile
 

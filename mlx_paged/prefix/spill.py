@@ -17,8 +17,7 @@ from ..kv.storage.attention_params import Window
 from ..kv.storage.base import first_keys
 from .radix import RadixTree, table_over
 from .radix_node import RadixNode
-from .saved_states import SavedStates
-from .spill_folder import FORMAT, BlockGeometry, SpilledBlock, SpillFolder, described, geometry_of, packed
+from .spill_folder import FORMAT, BlockGeometry, SavedStates, SpilledBlock, SpillFolder, described, geometry_of, packed
 
 LINGER_SECONDS = 0.1  # starting a thread for each block of a prefix would cost more than copying the block
 

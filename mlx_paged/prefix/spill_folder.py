@@ -10,7 +10,7 @@ import re
 import stat
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -18,7 +18,68 @@ from typing import Any, BinaryIO, NamedTuple
 import mlx.core as mx
 
 from ..kv.storage.base import Geometry, PageFormat
-from .saved_states import SavedStates
+
+
+class SavedStates(NamedTuple):
+    """States of a checkpoint that came from a file. They become caches when somebody goes on from them.
+
+    Attributes:
+        text: JSON, a list with the class and the state of each cache, arrays by name.
+        arrays: by name.
+    """
+
+    text: str
+    arrays: dict[str, mx.array]
+
+    @classmethod
+    def of(cls, caches: Sequence[Any]) -> SavedStates:
+        """Return the states of caches with mlx-lm's ``state``."""
+        arrays: dict[str, mx.array] = {}
+        described = [[type(cache).__name__, _described(cache.state, arrays)] for cache in caches]
+        return cls(json.dumps(described), arrays)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def fill(self, caches: Sequence[Any]) -> list[Any]:
+        """Return the caches, fresh ones of the same classes, with the states.
+
+        Raises:
+            ValueError: they are of other classes, or the text is not of states.
+        """
+        described = json.loads(self.text)
+        if [name for name, _ in described] != [type(cache).__name__ for cache in caches]:
+            raise ValueError("the states are of other layers")
+        for cache, (_, state) in zip(caches, described, strict=True):
+            cache.state = _value(state, self.arrays)
+        return list(caches)
+
+
+def _described(value: Any, arrays: dict[str, mx.array]) -> Any:
+    if isinstance(value, mx.array):
+        name = f"s{len(arrays)}"
+        arrays[name] = value
+        return {"array": name}
+    if isinstance(value, list):
+        return [_described(each, arrays) for each in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_described(each, arrays) for each in value]}
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise ValueError(f"a state with {type(value).__name__} cannot be written")
+
+
+def _value(described: Any, arrays: dict[str, mx.array]) -> Any:
+    if isinstance(described, dict):
+        if "array" in described:
+            return mx.array(arrays[described["array"]])  # one of its own: caches write into their arrays
+        return tuple(_value(each, arrays) for each in described["tuple"])
+    if isinstance(described, list):
+        return [_value(each, arrays) for each in described]
+    return described
+
 
 FORMAT = "mlx_paged prefix block 2"
 STATES_FORMAT = "mlx_paged prefix states 1"

@@ -1,13 +1,13 @@
-"""PrefixStore: where a batch finds the blocks of prefixes computed before, and leaves its own. The hook for a prefix
-cache; without one nothing is found and nothing kept."""
+"""SharedPrefixes: where a batch finds the blocks and states of prefixes computed before, and leaves its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
+from .radix import RadixTree
 
 
 class Salted(NamedTuple):
@@ -18,57 +18,78 @@ class Salted(NamedTuple):
 
 
 def salted(base: Hashable, salt: Hashable) -> Hashable:
-    """``base`` for requests without a salt, and a salt of the tree for each other one."""
+    """Return ``base`` for requests without a salt, and a salt of the tree for each other one."""
     return base if salt is None else Salted(base, salt)
 
 
-class PrefixStore(Protocol):
-    """What a batch asks of a prefix cache. The pool itself asks it to evict blocks (see BlockHolder).
+Restore = Callable[[Sequence[int], Hashable], None]
+
+
+class SharedPrefixes:
+    """A RadixTree as the prefix cache of a batch.
 
     Prefixes of different salts are apart: what was donated under one is not found under another.
+
+    Args:
+        tree: of the batch's pool.
+        salt: see :meth:`RadixTree.insert`.
+        restore: called before tokens are looked up, with them and their salt, to bring back what is kept elsewhere.
+        restore_checkpoint: likewise, before checkpoints are looked up.
     """
 
-    def adopt(self, tokens: Sequence[int], salt: Hashable = None) -> tuple[int, list[BlockTable]]:
-        """Called when a request starts: how many of its tokens are held (never all), and tables over their blocks,
-        one for each group, which are the request's own from then on."""
-        ...
-
-    def held(self, tokens: Sequence[int], salt: Hashable = None) -> int:
-        """Return how many tokens :meth:`adopt` would give at present."""
-        ...
-
-    def held_alone(self, tokens: Sequence[int], salt: Hashable = None) -> Sequence[int]:
-        """Return how many of the blocks that :meth:`adopt` would give nobody else holds, for each group."""
-        ...
-
-    def donate(self, tokens: Sequence[int], tables: Sequence[BlockTable], salt: Hashable = None) -> None:
-        """Called between steps: the first tokens of a request, and the tables that hold them. The tables stay the
-        caller's, who may go on with them."""
-        ...
-
-
-@runtime_checkable
-class CheckpointStore(PrefixStore, Protocol):
-    """What a batch of a model asks of a prefix cache whose layers keep states that cannot be cut: prefixes are found
-    where such states were kept."""
+    def __init__(
+        self,
+        tree: RadixTree,
+        salt: Hashable = None,
+        restore: Restore | None = None,
+        restore_checkpoint: Restore | None = None,
+    ) -> None:
+        self.tree = tree
+        self.salt = salt
+        self.restore, self.restore_checkpoint = restore, restore_checkpoint
 
     @property
     def pool(self) -> BlockPool:
-        """Return the pool that checkpoints count in; one without blocks if no layer is paged."""
-        ...
+        """Return the pool that prefixes count in; one without blocks if no layer is paged."""
+        return self.tree.pool
+
+    def adopt(self, tokens: Sequence[int], salt: Hashable = None) -> tuple[int, list[BlockTable]]:
+        """Return how many of the tokens are held (never all), and tables over their blocks, one per group, which are
+        the caller's from then on."""
+        if self.restore is not None:
+            self.restore(tokens, salt)
+        return self.tree.adopt(tokens, salted(self.salt, salt))
+
+    def held(self, tokens: Sequence[int], salt: Hashable = None) -> int:
+        """Return how many tokens :meth:`adopt` would give at present."""
+        return self.tree.match(tokens, salted(self.salt, salt)).length
+
+    def held_alone(self, tokens: Sequence[int], salt: Hashable = None) -> Sequence[int]:
+        """Return per group how many of the blocks that :meth:`adopt` would give only the tree holds."""
+        return self.tree.held_alone(tokens, salted(self.salt, salt))
+
+    def donate(self, tokens: Sequence[int], tables: Sequence[BlockTable], salt: Hashable = None) -> None:
+        """Keep the first tokens of a request by reference; the tables stay the caller's. For use between steps."""
+        length = min(len(tokens), *(table.length for table in tables))
+        if length:
+            self.tree.insert(tokens[:length], tables, salted(self.salt, salt), label="assistant")
+
+    # Where layers keep states that cannot be cut ---------------------------------------------------------------
 
     def adopt_checkpoint(self, tokens: Sequence[int], salt: Hashable = None) -> tuple[int, list[BlockTable], Any]:
         """Like :meth:`adopt`, with the states at the end, which the caller copies."""
-        ...
+        if self.restore_checkpoint is not None:
+            self.restore_checkpoint(tokens, salt)
+        return self.tree.adopt_checkpoint(tokens, salted(self.salt, salt))
 
     def held_checkpoint(self, tokens: Sequence[int], salt: Hashable = None) -> tuple[int, Sequence[int]]:
-        """Return how many tokens :meth:`adopt_checkpoint` would give at present, and how many of their blocks nobody
-        else holds, for each group."""
-        ...
+        """Return how many tokens :meth:`adopt_checkpoint` would give at present, and per group how many of their blocks
+        only the tree holds."""
+        return self.tree.held_checkpoint(tokens, salted(self.salt, salt))
 
     def known_length(self, tokens: Sequence[int], salt: Hashable = None) -> int:
         """Return how many of the tokens agree with some prefix, whether it can be served or not."""
-        ...
+        return self.tree.known_length(tokens, salted(self.salt, salt))
 
     def donate_checkpoint(
         self,
@@ -79,4 +100,4 @@ class CheckpointStore(PrefixStore, Protocol):
     ) -> bool:
         """Like :meth:`donate`, with the states at the end of ``tokens``, asked for if they are not there yet. Returns
         whether they are kept."""
-        ...
+        return self.tree.insert_checkpoint(tokens, tables, states, salted(self.salt, salt), label="assistant")

@@ -15,11 +15,11 @@ from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prom
 from ...cache.sequence import SequenceTables
 from ...errors import PoolExhaustedError
 from ...kv.pool import BlockPool
-from ...prefix.detached import SharedPrefixes, donate, sequence_over
+from ...prefix.detached import donate, sequence_over
 from ...prefix.radix import RadixTree
 from ...prefix.radix_node import RadixNode
 from ...prefix.spill import SpillStore
-from ...prefix.store import Salted, salted
+from ...prefix.store import Salted, SharedPrefixes, salted
 from .layer_cache import PagedLayerCache
 
 # A prompt cache may be of several models, target and draft: (pool, class of each layer's cache) of each, in order.

@@ -19,7 +19,7 @@ from ...engine.ranks.world import ranks_of
 from ...engine.request import Request, RequestOptions, sequence_of
 from ...errors import ConfigError
 from ...kv.turn import Stepwise
-from ...prefix.store import PrefixStore
+from ...prefix.store import SharedPrefixes
 from ...warn import warn_once
 from ..cache.adoption import check_given
 from ..cache.layer_cache import PagedLayerCache
@@ -50,7 +50,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
 
     _uid_count: int
 
-    def __init__(self, model: Any, *, prefixes: PrefixStore | None = None, **options: Any) -> None:
+    def __init__(self, model: Any, *, prefixes: SharedPrefixes | None = None, **options: Any) -> None:
         self._old_wired_limit = None  # close() needs it, whatever happens below
         self._factory = factory_of(model, options.get("max_kv_size"))  # what was configured holds for all its requests
         fresh = self._factory()

@@ -38,8 +38,8 @@ from mlx_paged.kv.storage import choice
 from mlx_paged.kv.storage.attention_params import AttentionParams
 from mlx_paged.kv.storage.choice import storage_choice
 from mlx_paged.kv.turn import Stepwise
-from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import SharedPrefixes
 
 from .report import add_out_argument, list_of, positive, table, write_results
 

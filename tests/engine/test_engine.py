@@ -10,8 +10,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged.errors import RequestTooLargeError
-from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import SharedPrefixes
 from tests.support.models.toy_engine import BLOCK_SIZE, ToyEngine, answer, caches_of, greedy, make_pool, prompt_of
 from tests.support.without_collector import without_collector
 

@@ -6,8 +6,8 @@ import pytest
 
 from mlx_paged.engine.request_budget import GENERATED_AHEAD
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import SharedPrefixes
 from tests.support.models.toy_engine import BLOCK_BYTES, BLOCK_SIZE, ToyEngine, make_pool, prompt_of
 
 

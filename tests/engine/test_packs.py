@@ -21,8 +21,8 @@ from mlx_paged.engine.scheduler import Chunk
 from mlx_paged.kernels.build import KernelUnavailable
 from mlx_paged.kv.storage import in_place
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import SharedPrefixes
 from scripts.support import model_configs
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.batch_runs import Spec, collect, generator, kv_budget, model_of, run_all, solo

@@ -14,10 +14,10 @@ import mlx_paged
 from mlx_paged import BlockStateError, PagedConfig, TrimError
 from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.patches.cache.layer_cache import PagedLayerCache
-from mlx_paged.prefix.detached import DetachedPrefix, adopt, adopt_longest, detach, donate, sequence_over
+from mlx_paged.prefix.detached import DetachedPrefix, donate, sequence_over
 from mlx_paged.prefix.radix import RadixTree
 from tests.support.models.builders import KINDS, WINDOW, build, prompt_of
-from tests.support.prefixes import check_contents, compute, make_pool, new_tables, release
+from tests.support.prefixes import adopt_longest, check_contents, compute, make_pool, new_tables, release
 from tests.support.samples import each_value
 
 BLOCK = 8
@@ -59,7 +59,7 @@ def test_prefill_after_an_adopted_prefix_allocates_suffix_blocks_only() -> None:
     forward(model, prefix, donor)
     pool = mlx_paged.pool_of(model)
     assert pool is not None
-    parked = detach(donor[0].sequence)
+    parked = DetachedPrefix(donor[0].sequence)
     donor_sequence = donor.pop().sequence
     release(pool, donor_sequence.tables)
     del donor, donor_sequence
@@ -68,7 +68,7 @@ def test_prefill_after_an_adopted_prefix_allocates_suffix_blocks_only() -> None:
 
     siblings = []
     for number in range(4):
-        adopted = adopt(parked)
+        adopted = parked.adopt()
         assert set(adopted.offsets.values()) == {len(prefix)}
         stats = pool.stats()
         assert stats.live_blocks == before.live_blocks + number * 3 and stats.bytes_reserved >= before.bytes_reserved
@@ -118,11 +118,11 @@ def test_parked_end_of_a_turn_goes_on_as_its_donor_would(kind: str) -> None:
     model = paged(kind)
     donor = upstream.make_prompt_cache(model)
     generate(model, prompt_of(WINDOW + 21, seed=3).tolist(), donor, steps=5)
-    parked = detach(donor[0].sequence)
+    parked = DetachedPrefix(donor[0].sequence)
     for following in ([7], prompt_of(11, seed=4).tolist()):
         expected = generate(model, following, copy.deepcopy(donor))
         for _ in range(2):  # adopting does not use it up
-            got = generate(model, following, caches_of(adopt(parked)))
+            got = generate(model, following, caches_of(parked.adopt()))
             np.testing.assert_array_equal(got[1], expected[1])
 
 
@@ -131,10 +131,10 @@ def test_cut_of_a_parked_prefix() -> None:
     tables, tokens = new_tables(pool), tuple(range(30))
     compute(pool, tables, tokens[:14])
     compute(pool, tables, tokens)
-    parked = DetachedPrefix(pool, tables)
+    parked = DetachedPrefix(sequence_over(pool, tables))
     assert [parked.longest(n) for n in (99, 30, 16, 14, 9)] == [30, 30, 16, 14, 0]
     for length in (30, 29, 17, 14):
-        cut = parked.adopt(length)
+        cut = parked.adopt(length).tables
         assert [table.length for table in cut] == [length, length]
         check_contents(pool, cut, tokens)
         other = tokens[:length] + (99,) * 7
@@ -152,10 +152,10 @@ def test_discard_gives_back_what_was_held_and_only_once() -> None:
     pool = make_pool((None, 6))
     tables = new_tables(pool)
     compute(pool, tables, range(21))
-    parked = DetachedPrefix(pool, tables)
+    parked = DetachedPrefix(sequence_over(pool, tables))
     live = pool.stats().live_blocks
     assert parked.nbytes == pool.stats().bytes_in_use
-    clone = parked.adopt()
+    clone = parked.adopt().tables
     release(pool, tables)
     assert pool.stats().live_blocks == live
     parked.discard()
@@ -173,7 +173,7 @@ def test_parked_prefix_that_is_dropped_gives_its_blocks_back() -> None:
     pool = make_pool()
     tables = new_tables(pool)
     compute(pool, tables, range(9))
-    parked = DetachedPrefix(pool, tables)
+    parked = DetachedPrefix(sequence_over(pool, tables))
     del tables
     gc.collect(0)
     assert (pool.stats().live_blocks, parked.length) == (3, 9)
@@ -189,11 +189,11 @@ def test_nothing_is_detached_in_the_middle_of_a_step() -> None:
     sequence = cache[0].sequence
     sequence.offsets[0] += 1
     with pytest.raises(BlockStateError, match="under way"):
-        detach(sequence)
+        DetachedPrefix(sequence)
     tables = new_tables(pool := make_pool((None, 6)))
     pool.append_tokens(tables[0], 3)
     with pytest.raises(BlockStateError, match="under way"):
-        DetachedPrefix(pool, tables)
+        DetachedPrefix(sequence_over(pool, tables))
 
 
 def test_sharers_of_a_partial_tail_never_see_each_others_tokens() -> None:

@@ -15,11 +15,13 @@ from mlx_paged import PagedConfig
 from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import PoolExhaustedError
 from mlx_paged.patches.cache.layer_cache import PagedLayerCache
-from mlx_paged.prefix.detached import SharedPrefixes, adopt, adopt_longest, detach, donate
+from mlx_paged.prefix.detached import DetachedPrefix, donate
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.spill import SpillStore
+from mlx_paged.prefix.store import SharedPrefixes
 from tests.support.models.batch_runs import Outcome, generator, run_all
 from tests.support.models.builders import build, prompt_of
+from tests.support.prefixes import adopt_longest
 
 SIZE = 8
 PREFIX, REST = prompt_of(64, seed=1), prompt_of(9, seed=2)
@@ -52,7 +54,7 @@ def test_a_prefix_is_the_same_rows_wherever_it_comes_from(kind: str, bits: Any, 
     mx.eval(model(PREFIX[None], cache=cold))
     sequence, pool = cold[0].sequence, cold[0].pool
     tokens = PREFIX.tolist()
-    parked, tree = detach(sequence), RadixTree(pool)
+    parked, tree = DetachedPrefix(sequence), RadixTree(pool)
     node = donate(tree, tokens, sequence).node
     assert SpillStore(tmp_path / "prefixes").save(pool, node, "weights") == 8
     save_prompt_cache(str(tmp_path / "cache.safetensors"), cold)
@@ -60,7 +62,7 @@ def test_a_prefix_is_the_same_rows_wherever_it_comes_from(kind: str, bits: Any, 
     before = pool.stats().quantized_tokens
     assert before == 64 + 10
 
-    hits = [adopt(parked), adopt_longest(tree, [*tokens, 1])]
+    hits = [parked.adopt(), adopt_longest(tree, [*tokens, 1])]
     assert pool.stats().quantized_tokens == before  # nothing at a hit
     for hit in hits:
         assert mx.array_equal(logits_of(model, caches_over(hit, cold)), expected)

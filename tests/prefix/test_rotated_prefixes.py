@@ -11,11 +11,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.prefix.detached import adopt, adopt_longest, detach, donate
+from mlx_paged.prefix.detached import DetachedPrefix, donate
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.spill import SpillStore
 from tests.prefix.test_quantized_prefixes import PREFIX, SIZE, caches_over, logits_of
 from tests.support.models.builders import build
+from tests.support.prefixes import adopt_longest
 
 
 def configure(bits: Any, *, rotate: bool) -> None:
@@ -32,12 +33,12 @@ def test_hits_and_restored_prefixes_equal_the_run_that_went_on(kind: str, bits: 
     mx.eval(model(PREFIX[None], cache=cold))
     sequence, pool = cold[0].sequence, cold[0].pool
     assert all(group.geometry.format.rotate for group in pool.groups)
-    parked, tree = detach(sequence), RadixTree(pool)
+    parked, tree = DetachedPrefix(sequence), RadixTree(pool)
     node = donate(tree, tokens, sequence).node
     assert SpillStore(tmp_path).save(pool, node, "weights") == 8
     expected = logits_of(model, cold)
     before = pool.stats().quantized_tokens
-    for hit in (adopt(parked), adopt_longest(tree, [*tokens, 1])):
+    for hit in (parked.adopt(), adopt_longest(tree, [*tokens, 1])):
         assert mx.array_equal(logits_of(model, caches_over(hit, cold)), expected)
     assert pool.stats().quantized_tokens == before + 2 * 10  # the rest, twice
 

@@ -5,16 +5,18 @@ Radix trees of such sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import UNLIMITED, BlockPool
 from mlx_paged.kv.storage.attention_params import Window
+from mlx_paged.prefix.detached import sequence_over
 from mlx_paged.prefix.radix import RadixTree
 
 BYTES_PER_TOKEN = 3 * 4
@@ -101,3 +103,9 @@ def make_tree(windows: Sequence[int | Window | None], **options: Any) -> tuple[R
     """A tree and its pool, which the tree does not keep."""
     pool = make_pool(windows)
     return RadixTree(pool, **options), pool
+
+
+def adopt_longest(tree: RadixTree, tokens: Sequence[int], salt: Hashable = None) -> SequenceTables | None:
+    """Return a new sequence on the longest prefix that the tree can serve, or None if it has none."""
+    length, tables = tree.adopt(tokens, salt)
+    return sequence_over(tree.pool, tables) if length else None

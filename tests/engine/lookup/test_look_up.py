@@ -14,8 +14,8 @@ from mlx_paged.cache.pack import NotPackableError
 from mlx_paged.engine import look_up, proposer
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import SharedPrefixes
 from tests.support.models.oracle import Oracle, oracles
 from tests.support.models.toy_engine import VOCAB, ToyEngine, answer, greedy, make_pool, prompt_of
 

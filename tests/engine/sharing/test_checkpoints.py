@@ -16,10 +16,10 @@ from mlx_paged.kv.pool import BlockPool
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.prefix.checkpoints import MOST_SHARE
-from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.radix_node import MOST_SHARE
 from mlx_paged.prefix.spill import SpillStore
+from mlx_paged.prefix.store import SharedPrefixes
 from scripts.support import model_configs
 from tests.support.models.batch_runs import model_of
 from tests.support.models.builders import greedy, prompt_of

@@ -17,8 +17,8 @@ from mlx_paged.errors import RequestTooLargeError
 from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.patches.cache.pools import prefix_pool_of, probe_geometry
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import SharedPrefixes
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.batch_runs import kv_budget, mlx_lm_generate, model_of
 from tests.support.models.builders import KINDS, WINDOW, build, greedy, prompt_of

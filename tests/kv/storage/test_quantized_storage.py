@@ -15,7 +15,7 @@ from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.storage.base import Geometry, PageFormat
 from mlx_paged.kv.storage.quantized import QuantizedStorage
-from mlx_paged.prefix.detached import adopt, detach, sequence_over
+from mlx_paged.prefix.detached import DetachedPrefix, sequence_over
 from mlx_paged.warn import NotPagedWarning
 from tests.support.pools import DTYPES, kv, pool_of
 
@@ -187,10 +187,10 @@ def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: in
         elif action == "drop" and len(sequences) > 1:
             del sequences[index]
         elif action == "detach" and len(parked) < 3:
-            parked.append((detach(sequence), list(tokens)))
+            parked.append((DetachedPrefix(sequence), list(tokens)))
         elif action == "adopt" and parked and len(sequences) < 5:
             detached, held = parked.pop()
-            sequences.append((adopt(detached), list(held)))
+            sequences.append((detached.adopt(), list(held)))
         elif action == "carry" and table.num_visible:  # as to a file and back
             rows = [mx.array(np.array(x)) for x in pool.layer(0).read_stored(table)]
             fresh = pool.new_table(start=table.logical_start)

@@ -17,9 +17,9 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.identity import model_identity
 from mlx_paged.prefix.spill import SpillStore
+from mlx_paged.prefix.store import SharedPrefixes
 from tests.support.models.builders import KINDS, WINDOW, build, prompt_of
 
 BLOCK = 8

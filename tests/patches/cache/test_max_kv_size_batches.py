@@ -12,8 +12,8 @@ from mlx_lm.models import cache as upstream
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
-from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import SharedPrefixes
 from scripts.support import model_configs
 from tests.support.models.batch_runs import Outcome, collect, generator, kv_budget, run_all
 from tests.support.models.builders import COMMON, HEADS, greedy, prompt_of, rms

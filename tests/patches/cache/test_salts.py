@@ -16,9 +16,9 @@ from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.spill import SpillStore
+from mlx_paged.prefix.store import SharedPrefixes
 from tests.support.models.batch_runs import model_of
 from tests.support.models.builders import KINDS, WINDOW, build, greedy, prompt_of
 from tests.support.models.recurrent import RECURRENT

@@ -14,8 +14,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.errors import RequestTooLargeError
-from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import SharedPrefixes
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.batch_runs import (
     Outcome,

@@ -22,8 +22,8 @@ from mlx_paged.engine import sharing as snapshots
 from mlx_paged.errors import RequestFailedError
 from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import SharedPrefixes
 from tests.support.models.batch_runs import kv_budget, mlx_lm_generate, packing_generator
 from tests.support.models.builders import build, greedy, prompt_of
 from tests.support.models.recurrent import build_recurrent

@@ -11,8 +11,8 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import SharedPrefixes
 from tests.support.models.batch_runs import Outcome, Spec, collect, make_solos, mlx_lm_generate, model_of, run_all, solo
 from tests.support.models.builders import prompt_of
 from tests.support.models.recurrent import RECURRENT

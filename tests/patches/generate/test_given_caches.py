@@ -13,8 +13,8 @@ from mlx_paged import ConfigError, PagedConfig
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import SharedPrefixes
 from tests.support.models.batch_runs import mlx_lm_generate
 from tests.support.models.builders import build, prompt_of
 from tests.support.models.recurrent import build_recurrent

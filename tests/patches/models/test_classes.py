@@ -24,8 +24,8 @@ import mlx_paged
 from mlx_paged import PagedConfig, PagedKVCache
 from mlx_paged.cache.composites import leaves
 from mlx_paged.engine.sharing import common_length
-from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import SharedPrefixes
 from scripts.model_matrix import lines_of_page
 from scripts.support import model_configs
 from scripts.support.model_configs import CHUNK, WINDOW

@@ -18,8 +18,8 @@ from mlx_paged import PagedConfig, TrimError
 from mlx_paged.patches.cache.layout import why_one_by_one
 from mlx_paged.patches.cache.prompt_cache import factory_of
 from mlx_paged.patches.models import compiled
-from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import SharedPrefixes
 from tests.support.models import llama4
 from tests.support.models.batch_runs import (
     Outcome,

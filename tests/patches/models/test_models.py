@@ -12,8 +12,8 @@ from mlx_lm.models import cache as upstream
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import SharedPrefixes
 from scripts import model_matrix
 from scripts.model_matrix import Row, examine, line_of, lines_of_page
 from scripts.support import model_configs

@@ -19,7 +19,7 @@ from mlx_paged.errors import RequestFailedError
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.storage.attention_params import AttentionParams
-from mlx_paged.prefix.store import PrefixStore
+from mlx_paged.prefix.store import SharedPrefixes
 
 VOCAB = 24
 BLOCK_SIZE = 4
@@ -153,7 +153,7 @@ def make_request(
 class ToyEngine:
     """An engine over a pool, and what it delivered."""
 
-    def __init__(self, pool: BlockPool, *, prefixes: PrefixStore | None = None, **options: int) -> None:
+    def __init__(self, pool: BlockPool, *, prefixes: SharedPrefixes | None = None, **options: int) -> None:
         self.pool, self.model = pool, ToyModel()
         sizes = {"prefill_step_size": 16, "completion_batch_size": 8, "prefill_batch_size": 4, **options}
         counters = SimpleNamespace(

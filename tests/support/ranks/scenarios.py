@@ -17,8 +17,8 @@ from mlx_paged.engine.request import RequestOptions
 from mlx_paged.errors import RequestFailedError
 from mlx_paged.patches import registry
 from mlx_paged.patches.sharded import shard_head
-from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import SharedPrefixes
 
 VOCAB, BLOCK, LAYERS, KV_HEADS, HEAD_DIM = 128, 8, 2, 4, 16
 generate = importlib.import_module("mlx_lm.generate")

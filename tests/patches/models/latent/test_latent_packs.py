@@ -20,8 +20,8 @@ from mlx_paged.cache.packed_cache import PackedKVCache
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.cache import layout
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import SharedPrefixes
 from scripts.support import model_configs
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 from tests.support.models.batch_runs import Outcome, generator, run_all
