@@ -93,7 +93,7 @@ def _run_upstream(arguments: list[str]) -> None:
 
     from . import patches
     from .cli.generate import raise_cpu_cache_limit
-    from .patches.replaced import replaced
+    from .patches.patch import replaced
 
     command = arguments[0]
     if command in UPSTREAM and "--version" in arguments[1:]:

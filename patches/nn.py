@@ -1,18 +1,21 @@
-"""Embeddings and quantised layers on CUDA: rows by a kernel, and all rows in one product (kernels/products)."""
+"""Embeddings, quantised layers and experts on CUDA: rows by a kernel, all rows in one product (kernels/products)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..kernels.embedding_rows import embedding_rows
 from ..kernels.products import quantized_matmul
+from .patch import replaces
 
 LayerCall = Callable[[nn.Module, mx.array], mx.array]
 
 
+@replaces("mlx.nn.layers.embedding:Embedding.__call__", "b94cc661ed001c79", only_cuda=True)
 def adapt(original: LayerCall) -> LayerCall:
     """Make the replacement of ``Embedding.__call__``."""
 
@@ -23,6 +26,7 @@ def adapt(original: LayerCall) -> LayerCall:
     return __call__
 
 
+@replaces("mlx.nn.layers.quantized:QuantizedEmbedding.__call__", "c1fa7f3493126c18", only_cuda=True)
 def adapt_quantized(original: LayerCall) -> LayerCall:
     """Make the replacement of ``QuantizedEmbedding.__call__``."""
 
@@ -39,6 +43,7 @@ def adapt_quantized(original: LayerCall) -> LayerCall:
     return __call__
 
 
+@replaces("mlx.nn.layers.quantized:QuantizedLinear.__call__", "5fab14e7eb47285d", only_cuda=True)
 def adapt_linear(original: LayerCall) -> LayerCall:
     """Make the replacement of ``QuantizedLinear.__call__``."""
 
@@ -51,6 +56,7 @@ def adapt_linear(original: LayerCall) -> LayerCall:
     return __call__
 
 
+@replaces("mlx.nn.layers.quantized:QuantizedEmbedding.as_linear", "330736b7d2fb8ff0", only_cuda=True)
 def adapt_as_linear(original: LayerCall) -> LayerCall:
     """Make the replacement of ``QuantizedEmbedding.as_linear``."""
 
@@ -59,3 +65,16 @@ def adapt_as_linear(original: LayerCall) -> LayerCall:
         return original(self, x) if product is None else product
 
     return as_linear
+
+
+@replaces("mlx_lm.models.switch_layers:QuantizedSwitchLinear.__call__", "ed21315c040a1498", only_cuda=True)
+def adapt_experts(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Make the replacement of ``QuantizedSwitchLinear.__call__``."""
+
+    def __call__(self: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        product = quantized_matmul.sorted_experts_product(self, x, indices) if sorted_indices else None
+        if product is None:
+            return original(self, x, indices, sorted_indices)
+        return product + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else product
+
+    return __call__

@@ -6,54 +6,32 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib
-import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..config import PagedConfig
 from ..errors import PatchError
 from ..kernels.build import backend
+from .patch import PATCHES, Patch, fingerprint
 
-_MODELS = "mlx_lm.models"
-_SHARED = (f"{_MODELS}.base", f"{_MODELS}.cache")  # by all models
-
-
-class Patch(NamedTuple):
-    """One upstream symbol and its replacement.
-
-    Attributes:
-        module: upstream module.
-        name: a function of the module, or ``Class.method``.
-        fingerprint: of the upstream source the replacement was written for (see :func:`fingerprint`).
-        adapter: ``folder.module.function`` of this package, from the original to its replacement. Imported when the
-            patch is applied: what it imports may be missing in this version of mlx-lm.
-        adapts_attention: the symbol is the ``__call__`` of an attention class, whose layers then need no seam.
-        only_cuda: elsewhere the symbol is as good as its replacement, and stays.
-    """
-
-    module: str
-    name: str
-    fingerprint: str
-    adapter: str
-    adapts_attention: bool = False
-    only_cuda: bool = False
-
-    @property
-    def target(self) -> str:
-        return f"{self.module}.{self.name}"
-
-    @property
-    def can_wait(self) -> bool:
-        """Return whether the symbol is that of a model's module which nothing has imported yet."""
-        is_of_model = self.module.startswith(f"{_MODELS}.") and self.module not in _SHARED
-        return is_of_model and self.module not in sys.modules
+# Modules of adapters, which register their patches when they are imported (see replaces()).
+ADAPTERS = (
+    "models.seam",
+    "models.attention",
+    "models.latent",
+    "models.llama4",
+    "models.transformer_block",
+    "nn",
+    "cache.prompt_cache",
+    "generate.batch_generator",
+    "generate.steps",
+)
 
 
 @dataclass
@@ -62,19 +40,13 @@ class PatchReport:
 
     Attributes:
         applied: upstream symbols that are replaced.
-        skipped: symbols left as they are, with the reason.
+        skipped: symbols left as they are, or modules of adapters that cannot be imported, with the reason.
         waiting: symbols of models that are not loaded yet; replaced when the first cache of such a model is made.
     """
 
     applied: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     waiting: list[str] = field(default_factory=list)
-
-
-def fingerprint(symbol: Any) -> str:
-    """First 16 hex digits of the SHA-256 of a function's source, blank lines and indentation of the whole removed."""
-    lines = inspect.cleandoc("\n" + inspect.getsource(symbol)).splitlines()
-    return hashlib.sha256("\n".join(line.rstrip() for line in lines if line.strip()).encode()).hexdigest()[:16]
 
 
 _lock = threading.RLock()
@@ -92,62 +64,22 @@ def _has_adapter(layer: Any) -> bool:
     return any(type(module) in _adapted for _, module in layer.named_modules())
 
 
+def _load_adapters() -> dict[str, str]:
+    """Import the adapters. Returns why others cannot be: what they import may be missing in this version of mlx-lm."""
+    unusable = {}
+    for name in ADAPTERS:
+        try:
+            importlib.import_module(f".{name}", __package__)
+        except Exception as error:
+            reason = f"it cannot be used with this version of mlx-lm ({type(error).__name__}: {error})"
+            unusable[f"{__package__}.{name}"] = reason
+    return unusable
+
+
 def _patches() -> list[Patch]:
-    """Return all there are, on whatever device."""
-    models, attention = _MODELS, "Attention.__call__"
-    quantized, experts = "mlx.nn.layers.quantized", "QuantizedSwitchLinear.__call__"
-    linear, embedding = "QuantizedLinear.__call__", "QuantizedEmbedding.as_linear"
-    return [
-        Patch(f"{models}.base", "scaled_dot_product_attention", "a13838be6e6c5293", "models.seam.adapt"),
-        Patch(f"{models}.llama", attention, "75a76f7de7eb3586", "models.llama.adapt", adapts_attention=True),
-        Patch(f"{models}.qwen3", attention, "f4d9ba397a109135", "models.qwen3.adapt", adapts_attention=True),
-        Patch(f"{models}.gemma2", attention, "4adbbc3cde1384bc", "models.gemma2.adapt", adapts_attention=True),
-        Patch(f"{models}.gemma3_text", attention, "e9ebcce92c86c40c", "models.gemma3.adapt", adapts_attention=True),
-        Patch(f"{models}.deepseek_v3", "DeepseekV3Attention.__call__", "a81cbde5b662b1b7", "models.latent.adapt"),
-        Patch(f"{models}.glm4_moe_lite", "Glm4MoeLiteAttention.__call__", "a81cbde5b662b1b7", "models.latent.adapt"),
-        Patch(f"{models}.longcat_flash", "LongcatFlashMLA.__call__", "bcf7c12cb5cbfd04", "models.latent.adapt"),
-        Patch(f"{models}.kimi_linear", "KimiMLAAttention.__call__", "f90ce415739ceacc", "models.latent.adapt"),
-        Patch(f"{models}.kimi_k3", "KimiK3MLAAttention.__call__", "2a82ca8331e6a7cd", "models.latent.adapt_gated"),
-        Patch(f"{models}.bailing_hybrid", "MultiLatentAttention.__call__", "0b66107a9d9ceb5f", "models.latent.adapt"),
-        Patch(f"{models}.bailing_moe_v3", "BailingMLA.__call__", "df5523fbc5eee955", "models.latent.adapt_heads_gated"),
-        Patch(f"{models}.mistral4", "Mistral4Attention.__call__", "ae8ba5a34379792c", "models.latent.adapt_scaled"),
-        Patch(f"{models}.llama4", attention, "ec00d284640b9a07", "models.llama4.adapt", adapts_attention=True),
-        Patch(f"{models}.llama4", "LlamaModel.__call__", "4c6a95216c9a7968", "models.llama4.adapt_model"),
-        Patch(f"{models}.stablelm", attention, "cd350373ffb9d079", "models.seam.adapt_stablelm"),
-        Patch(f"{models}.phi", "PhiAttention.__call__", "2eac47853096f4d3", "models.seam.adapt_phi"),
-        Patch(f"{models}.phixtral", "RoPEAttention.__call__", "7515a9221787da81", "models.seam.adapt_phixtral"),
-        Patch(f"{models}.plamo", attention, "d419e2fb5c647aae", "models.seam.adapt_plamo"),
-        Patch(f"{models}.plamo2", attention, "07f12104004abcf5", "models.seam.adapt_plamo2"),
-        Patch(
-            f"{models}.gpt_bigcode",
-            "GPTBigCodeModel.__call__",
-            "d5a8f0bf92fed57f",
-            "models.seam.adapt_bigcode",
-        ),
-        Patch(f"{models}.afm7", "AFMModel.__call__", "465229dcd50f6525", "models.seam.adapt_afm7"),
-        Patch(f"{models}.llama", "MLP.__call__", "ec6fbfefb1f0b4c0", "models.transformer_block.adapt_mlp"),
-        Patch(f"{models}.qwen3", "MLP.__call__", "ec6fbfefb1f0b4c0", "models.transformer_block.adapt_mlp"),
-        Patch(f"{models}.gemma3_text", "MLP.__call__", "40fa7af8e58d245e", "models.gemma3.adapt_mlp"),
-        Patch(f"{models}.llama", "TransformerBlock.__call__", "4614a766e7f00ade", "models.transformer_block.adapt"),
-        Patch(f"{models}.qwen3", "TransformerBlock.__call__", "4614a766e7f00ade", "models.transformer_block.adapt"),
-        Patch(f"{models}.llama", "Model.__call__", "7d7a49eb8d846b96", "models.compiled.adapt"),
-        Patch(f"{models}.qwen3", "Model.__call__", "7d7a49eb8d846b96", "models.compiled.adapt"),
-        Patch(f"{models}.llama4", "Model.__call__", "c8c18563d088b4a0", "models.compiled.adapt"),
-        Patch(f"{models}.gemma3_text", "Model.__call__", "20512fe9e10dacf7", "models.compiled.adapt"),
-        Patch(f"{models}.deepseek_v3", "Model.__call__", "67f241c5314a356b", "models.compiled.adapt"),
-        Patch(f"{models}.glm4_moe_lite", "Model.__call__", "67f241c5314a356b", "models.compiled.adapt"),
-        Patch(f"{models}.kimi_k25", "Model.__call__", "2269d5d3be15156b", "models.compiled.adapt"),
-        Patch(f"{models}.switch_layers", experts, "ed21315c040a1498", "models.switch_layers.adapt", only_cuda=True),
-        Patch(quantized, linear, "5fab14e7eb47285d", "nn.adapt_linear", only_cuda=True),
-        Patch(quantized, embedding, "330736b7d2fb8ff0", "nn.adapt_as_linear", only_cuda=True),
-        Patch("mlx.nn.layers.embedding", "Embedding.__call__", "b94cc661ed001c79", "nn.adapt", only_cuda=True),
-        Patch(quantized, "QuantizedEmbedding.__call__", "c1fa7f3493126c18", "nn.adapt_quantized", only_cuda=True),
-        Patch(f"{models}.cache", "make_prompt_cache", "bffc8beb07ff5037", "cache.prompt_cache.make_prompt_cache_patch"),
-        Patch(f"{models}.cache", "save_prompt_cache", "5b558636d4e25be6", "cache.prompt_cache.save_prompt_cache_patch"),
-        Patch("mlx_lm.generate", "BatchGenerator", "fb1a2ed5f7ece4b2", "generate.batch_generator.adapt"),
-        Patch("mlx_lm.generate", "generate_step", "640f5f80cac74587", "generate.steps.adapt"),
-        Patch("mlx_lm.generate", "speculative_generate_step", "c508203c7dac4b66", "generate.speculative.adapt"),
-    ]
+    """Return all patches, for whatever device."""
+    _load_adapters()
+    return PATCHES
 
 
 def _patches_here() -> list[Patch]:
@@ -191,8 +123,9 @@ def apply_patches(config: PagedConfig | None = None, *, strict: bool = False) ->
         config = config or (_config if _originals else PagedConfig.from_env())
         config.check_rotation()
         config.check_kernel()
-        waiting = [] if strict else [patch for patch in _patches_here() if patch.can_wait]
-        report = _apply([patch for patch in _patches_here() if patch not in waiting], strict=strict)
+        unusable, patches = _load_adapters(), _patches_here()
+        waiting = [] if strict else [patch for patch in patches if patch.can_wait]
+        report = _apply([patch for patch in patches if patch not in waiting], unusable, strict=strict)
         _waiting[:] = waiting
         report.waiting = [patch.target for patch in waiting]
         _call_if_loaded("cache.layer_cache", "mask_rows", False)
@@ -200,10 +133,14 @@ def apply_patches(config: PagedConfig | None = None, *, strict: bool = False) ->
         return report
 
 
-def _apply(patches: Sequence[Patch], *, strict: bool) -> PatchReport:
+def _apply(patches: Sequence[Patch], unusable: Mapping[str, str], *, strict: bool) -> PatchReport:
     """Replace what these patches are for, and warn of what cannot be replaced; or raise PatchError, and replace
-    nothing."""
-    report = PatchReport()
+    nothing.
+
+    Args:
+        unusable: modules of adapters that cannot be imported, and why.
+    """
+    report = PatchReport(skipped=dict(unusable))
     found: dict[Patch, tuple[Any, Any]] = {}
     for patch in patches:
         known = next((old for old in _originals if old.target == patch.target), None)
@@ -235,7 +172,7 @@ def _apply_to_loaded_models() -> None:
         return
     with _lock:
         ready = [patch for patch in _waiting if not patch.can_wait]
-        _apply(ready, strict=False)
+        _apply(ready, {}, strict=False)
         _waiting[:] = [patch for patch in _waiting if patch not in ready]
 
 
@@ -256,7 +193,7 @@ def remove_patches() -> None:
         >>> remove_patches()  # mlx-lm is as it was
     """
     with _lock:
-        _call_if_loaded("cache.turns", "unguard")
+        _call_if_loaded("models.model_calls", "unguard")
         for patch, original in _originals.items():
             owner, attribute = _owner(patch)
             if isinstance(owner, type):
@@ -305,11 +242,9 @@ def _inspect(patch: Patch) -> tuple[str | None, Any]:
 
 
 def _replacement_of(patch: Patch, original: Any) -> Any:
-    module, _, name = patch.adapter.rpartition(".")
-    adapt = getattr(importlib.import_module(f".{module}", __package__), name)
     if patch.name == "make_prompt_cache":
-        return adapt(original, config=lambda: _config, adapted=_has_adapter, prepare=_apply_to_loaded_models)
-    return adapt(original)
+        return patch.adapt(original, config=lambda: _config, adapted=_has_adapter, prepare=_apply_to_loaded_models)
+    return patch.adapt(original)
 
 
 def _install(patch: Patch, original: Any, replacement: Any) -> None:

@@ -40,7 +40,7 @@ from .cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
 from .cache.pools import forget_pool, known_pool, pool_of, prefix_pool_of, probe_geometry
 from .generate.batch_generator import PagedBatchGenerator, is_batched_here
 from .grammar.tokenizer_grammars import behind_reasoning, with_thinking_budget
-from .registry import fingerprint
+from .patch import fingerprint
 from .server_texts import LoadedTexts
 from .sharded import sharded_load
 

@@ -13,7 +13,7 @@ from mlx.nn.layers.distributed import shard_linear
 from mlx_lm import utils
 
 from ..engine.ranks.world import check_same, connect, model_files
-from .replaced import replaced
+from .patch import replaced
 
 
 def sharded_load(

@@ -17,7 +17,7 @@ from ..engine.grammar.grammar import GrammarProcessor
 from ..engine.ranks.ranks import Ranks
 from ..errors import ConfigError, PatchError
 from ..model_folder import check_model_folder, explain_load_errors, tell_if_unbounded, tell_unbounded
-from ..patches.replaced import replaced
+from ..patches.patch import replaced
 from ..server.errors import RequestRefused
 from ..warn import warn_once
 from . import answer_grammars, batch_run, over_ranks

@@ -18,7 +18,7 @@ from ..engine.ranks.ranks import Ranks
 from ..engine.ranks.world import check_same
 from ..errors import ConfigError
 from ..model_folder import check_model_folder
-from ..patches.replaced import replaced
+from ..patches.patch import replaced
 from ..server.options import ServerConfig
 from ..warn import warn_once
 from . import over_ranks

@@ -1,88 +1,17 @@
-"""BlockOwners: who holds a pool's blocks: tables, dropped tables and prefix caches; and what happens when none does."""
+"""BlockOwners: who holds a pool's blocks: tables, tables that were just dropped, and prefix caches."""
 
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from ..errors import BlockStateError
 from .block_table import BlockTable
 from .group import BlockGroup
-
-IDLE_SECONDS = 5.0  # after the last table has gone: the next sequence mostly comes sooner, and then finds the tensors
-LOOK_SECONDS = 1.0  # between looks at a pool that is not idle yet
-
-
-class _Droppable(Protocol):
-    """A pool, as the thread for idle pools sees it (see BlockPool.drop_if_idle)."""
-
-    def drop_if_idle(self) -> bool: ...
-
-
-class IdleWatch:
-    """Notes when tables of a pool go. Keeps the pool weakly.
-
-    Pools that nobody uses any more let go of their tensors without a call: one thread for all pools of a process.
-    """
-
-    def __init__(self, pool: _Droppable) -> None:
-        self.pool = weakref.ref(pool)
-        self.released_at = 0.0  # seconds of the monotonic clock
-        self.is_listed = False
-        _start()
-
-    def put(self, abandoned: deque[tuple[int, list[int]]], blocks: tuple[int, list[int]]) -> None:
-        """A table was dropped: put its group and its blocks where they wait to be released. For finalizers."""
-        abandoned.append(blocks)
-        self.note()
-
-    def note(self) -> None:
-        """A table has gone. May be called in a finalizer, which runs anywhere: takes no lock."""
-        self.released_at = time.monotonic()
-        if not self.is_listed:
-            self.is_listed = True
-            _released.put(self)
-
-
-_released: SimpleQueue[IdleWatch] = SimpleQueue()  # unlike a Queue's, its put() may be interrupted by itself
-_thread: threading.Thread | None = None
-_lock = threading.Lock()
-
-
-def _start() -> None:
-    global _thread
-    with _lock:
-        if _thread is None or not _thread.is_alive():  # a forked process has no threads
-            _thread = threading.Thread(target=_run, name="mlx_paged idle pools", daemon=True)
-            _thread.start()
-
-
-def _run() -> None:
-    watched: list[IdleWatch] = []
-    while True:
-        try:
-            watched.append(_released.get(timeout=LOOK_SECONDS if watched else None))
-        except Empty:
-            watched = [watch for watch in watched if not _look(watch)]
-
-
-def _look(watch: IdleWatch) -> bool:
-    """Drop the tensors of a pool that has been idle long enough. Returns whether the watch is done with for now."""
-    pool = watch.pool()
-    if pool is None:
-        return True
-    if time.monotonic() - watch.released_at < IDLE_SECONDS:
-        return False
-    watch.is_listed = False  # a table that goes from now on is another reason to look
-    if pool.drop_if_idle():
-        return True
-    watch.is_listed = True
-    return False
+from .idle import IdleWatch
 
 
 class BlockHolder(Protocol):

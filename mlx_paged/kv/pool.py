@@ -12,9 +12,10 @@ from ..errors import GeometryError, TrimError
 from .allocator import NULL_BLOCK
 from .block_table import BlockTable
 from .group import BlockGroup, LayerGroup, check_layout
+from .idle import IdleWatch
 from .layer import PoolLayer
 from .memory import PoolMemory
-from .owners import BlockHolder, BlockOwners, IdleWatch
+from .owners import BlockHolder, BlockOwners
 from .stats import PagedCacheStats, check_group, count
 from .storage.attention_params import QueryHeads
 from .storage.base import ChooseStorage, PageFormat

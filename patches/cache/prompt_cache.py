@@ -16,10 +16,11 @@ from ...config import KVBits, PagedConfig
 from ...errors import ConfigError, PromptCacheError
 from ...kv.pool import BlockPool
 from ...warn import warn_once
+from ..models.model_calls import guard
+from ..patch import replaces
 from .layer_cache import PagedLayerCache, SeamLayerCache
 from .layout import PagedLayout, can_be_paged, layout_for, name_of
 from .pools import pool_for
-from .turns import guard
 
 
 class CacheFactory:
@@ -90,6 +91,7 @@ def factory_of(
     return CacheFactory(functools.partial(make, model, max_kv_size))
 
 
+@replaces("mlx_lm.models.cache:make_prompt_cache", "bffc8beb07ff5037")
 def make_prompt_cache_patch(
     original: Callable[..., list[Any]],
     config: Callable[[], PagedConfig],
@@ -133,6 +135,7 @@ def make_prompt_cache_patch(
     return replacement
 
 
+@replaces("mlx_lm.models.cache:save_prompt_cache", "5b558636d4e25be6")
 def save_prompt_cache_patch(original: Callable[..., None]) -> Callable[..., None]:
     """Replacement of ``save_prompt_cache``: paged caches are saved in mlx-lm's own format."""
 

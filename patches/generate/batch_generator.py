@@ -26,6 +26,7 @@ from ..cache.layer_cache import PagedLayerCache
 from ..cache.layout import name_of, pinned_in, reads_blocks_only, why_one_by_one
 from ..cache.pools import probe_geometry
 from ..cache.prompt_cache import factory_of
+from ..patch import replaces
 from . import upstream as known_samplers
 from .response import Response, request_progress
 from .upstream import UPSTREAM
@@ -326,6 +327,7 @@ def decode_batch(model: Any, fresh: Sequence[Any]) -> DecodeBatch:
     return RowByRowBatch(model, UPSTREAM, ranks_of(model))
 
 
+@replaces("mlx_lm.generate:BatchGenerator", "fb1a2ed5f7ece4b2")
 def adapt(original: type) -> type:
     """Return the replacement of ``BatchGenerator``."""
     assert original is BatchGenerator

@@ -5,19 +5,25 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any
+from typing import Any, SupportsIndex
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
+from ...config import KVBits
+from ...errors import PromptCacheError
 from ...kv.turn import Stepwise
 from ..cache import prompt_cache as kv_bits
+from ..cache.layer_cache import PagedLayerCache
+from ..cache.prompt_cache import factory_of
+from ..patch import replaces
 
 
+@replaces("mlx_lm.generate:generate_step", "640f5f80cac74587")
 def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """Yield the replacement of ``generate_step``: each token is a step of its own, whoever asks for it."""
+    """Make the replacement of ``generate_step``: each token is a step of its own, in whatever thread."""
 
     @functools.wraps(original)
     def generate_step(*args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -43,3 +49,67 @@ def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]
                     mx.synchronize(args[2] if len(args) > 2 else kwargs.get("stream", generation_stream))
 
     return generate_step
+
+
+class TwoCaches(list[Any]):
+    """The caches of a model and its draft model. mlx-lm parts them at the model's number of layers, but a model whose
+    layers share keys has fewer caches; cut there, this list is cut where the model's caches end.
+
+    Args:
+        caches: of both models.
+        num_layers: where mlx-lm cuts.
+        num_caches: of the first model.
+    """
+
+    def __init__(self, caches: Sequence[Any], num_layers: int, num_caches: int) -> None:
+        super().__init__(caches)
+        self._parts = {
+            (None, num_layers): slice(None, num_caches),
+            (num_layers, None): slice(num_caches, None),
+        }
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Any:
+        if isinstance(index, slice):
+            index = self._parts.get((index.start, index.stop), index)
+        return super().__getitem__(index)
+
+
+def _is_chunked(cache: Any) -> bool:
+    return isinstance(cache, PagedLayerCache) and cache.sees is not None and cache.sees.stride > 1
+
+
+@replaces("mlx_lm.generate:speculative_generate_step", "c508203c7dac4b66")
+def adapt_speculative(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """Make the replacement of ``speculative_generate_step``: a prompt cache of two models is parted where the first
+    one's ends."""
+    original = adapt(original)
+
+    def speculative_generate_step(
+        prompt: Any, model: Any, draft_model: Any, *arguments: Any, prompt_cache: Any = None, **options: Any
+    ) -> Iterator[Any]:
+        asked = KVBits.of(options)
+        change = None if asked is None else asked.configured
+        options["prompt_cache"] = prompt_cache
+        kv_bits.use_quantized_pages([model, draft_model], options)
+        prompt_cache = options.pop("prompt_cache")
+        if prompt_cache is None and any(map(_is_chunked, drafted := factory_of(draft_model, None, change)())):
+            prompt_cache = [*factory_of(model, None, change)(), *drafted]
+        if prompt_cache is not None:
+            num_layers, num_caches = len(model.layers), len(factory_of(model, None, change)())
+            if num_caches != num_layers:
+                expected = num_caches + len(factory_of(draft_model, None, change)())
+                if len(prompt_cache) != expected:
+                    raise PromptCacheError(
+                        f"the prompt cache has {len(prompt_cache)} parts, the model and its draft model {expected}"
+                    )
+            # Drafts go one by one past the end of a chunk and are taken back behind it, where its blocks are gone. What
+            # mlx-lm's own cache has lost by then, it says nothing of; of drafts that is no matter.
+            for place, cache in enumerate(prompt_cache[num_caches:], num_caches):
+                if _is_chunked(cache):
+                    prompt_cache[place] = cache.to_stock()
+            if num_caches != num_layers:
+                prompt_cache = TwoCaches(prompt_cache, num_layers, num_caches)
+        return original(prompt, model, draft_model, *arguments, prompt_cache=prompt_cache, **options)
+
+    speculative_generate_step.__doc__ = original.__doc__
+    return speculative_generate_step

@@ -13,7 +13,7 @@ from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import ArraysCache, TokenBuffer
 
 from ...engine.upstream import Upstream
-from ..registry import fingerprint
+from ..patch import fingerprint
 from .response import Response
 
 # Upstream's code whose closures are read, and whose meaning the engine's sampling repeats.

@@ -1,4 +1,4 @@
-"""Shared by the attention adapters."""
+"""Attention adapters: one per way to make queries, keys and values."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ...engine.compiled_step import StepLayer
 from ...engine.narrow_layers import projected
 from ...kv.storage.attention_params import AttentionParams
 from ..cache.layer_cache import PagedLayerCache
+from ..patch import replaces
 
 AttentionCall = Callable[..., mx.array]
 Norm = Callable[[mx.array], mx.array]
@@ -82,3 +83,34 @@ def heads_last(x: mx.array) -> mx.array:
     """``[B, n_heads, L, head_dim]`` to ``[B, L, n_heads * head_dim]``."""
     batch, _, length, _ = x.shape
     return (x if length == 1 else x.transpose(0, 2, 1, 3)).reshape(batch, length, -1)
+
+
+# Llama (also Mistral and others that mlx-lm builds with its module), Qwen3, Gemma 2 and Gemma 3 -----------------------
+
+
+def project_llama(self: Any, x: mx.array) -> list[mx.array]:
+    """Return Llama's queries, keys and values before rotation, heads first."""
+    heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
+    return project_heads(x, (self.q_proj, self.k_proj, self.v_proj), heads)
+
+
+def _project_qwen3(self: Any, x: mx.array) -> list[mx.array]:
+    """Like :func:`project_llama`, with queries and keys normalised per head."""
+    heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
+    return project_heads(x, (self.q_proj, self.k_proj, self.v_proj), heads, (self.q_norm, self.k_norm, None))
+
+
+def _project_gemma3(self: Any, x: mx.array) -> list[mx.array]:
+    """Like :func:`project_llama`, with queries and keys normalised after the heads are moved first."""
+    queries, keys, values = project_llama(self, x)
+    return [self.q_norm(queries), self.k_norm(keys), values]
+
+
+def _register(model: str, fingerprint: str, adapt: Callable[[AttentionCall], AttentionCall]) -> None:
+    replaces(f"mlx_lm.models.{model}:Attention.__call__", fingerprint, adapts_attention=True)(adapt)
+
+
+_register("llama", "75a76f7de7eb3586", paged_call(project_llama))
+_register("qwen3", "f4d9ba397a109135", paged_call(_project_qwen3))
+_register("gemma2", "4adbbc3cde1384bc", paged_call(project_llama, lambda module: float(module.attn_logit_softcapping)))
+_register("gemma3_text", "e9ebcce92c86c40c", paged_call(_project_gemma3))

@@ -24,6 +24,7 @@ from ...engine.compiled_step import StepLayer
 from ...kernels.launch_shape import MAX_QUERY_LENGTH
 from ...kv.storage.attention_params import AttentionParams, LatentHeads, Window
 from ..cache.layer_cache import PagedLayerCache
+from ..patch import replaces
 from .attention import AttentionCall, takes
 
 # Sequences of a pack that have no more new tokens take the kernel of decode steps, which attends to latents as they
@@ -107,11 +108,19 @@ def latent_call(finish: Finish) -> Callable[[AttentionCall], AttentionCall]:
     return adapt
 
 
-adapt = latent_call(finish)
-adapt_gated = latent_call(finish_gated)
-adapt_heads_gated = latent_call(finish_heads_gated)
+for _target, _fingerprint, _finish in (
+    ("deepseek_v3:DeepseekV3Attention", "a81cbde5b662b1b7", finish),
+    ("glm4_moe_lite:Glm4MoeLiteAttention", "a81cbde5b662b1b7", finish),
+    ("longcat_flash:LongcatFlashMLA", "bcf7c12cb5cbfd04", finish),
+    ("kimi_linear:KimiMLAAttention", "f90ce415739ceacc", finish),
+    ("kimi_k3:KimiK3MLAAttention", "2a82ca8331e6a7cd", finish_gated),
+    ("bailing_hybrid:MultiLatentAttention", "0b66107a9d9ceb5f", finish),
+    ("bailing_moe_v3:BailingMLA", "df5523fbc5eee955", finish_heads_gated),
+):
+    replaces(f"mlx_lm.models.{_target}.__call__", _fingerprint)(latent_call(_finish))
 
 
+@replaces("mlx_lm.models.mistral4:Mistral4Attention.__call__", "ae8ba5a34379792c")
 def adapt_scaled(original: AttentionCall) -> AttentionCall:
     """Return the adapter of Mistral 4, whose queries are scaled by their positions."""
 

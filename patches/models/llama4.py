@@ -9,17 +9,18 @@ import mlx.core as mx
 from mlx_lm.models.base import create_attention_mask
 
 from ...kv.storage.attention_params import AttentionParams
-from . import llama
-from .attention import AttentionCall, heads_last, takes
+from ..patch import replaces
+from .attention import AttentionCall, heads_last, project_llama, takes
 
 
+@replaces("mlx_lm.models.llama4:Attention.__call__", "ec00d284640b9a07", adapts_attention=True)
 def adapt(original: AttentionCall) -> AttentionCall:
     """Replace upstream's ``Attention.__call__`` by one that takes the paged path for a paged cache."""
 
     def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
         if not takes(cache, x.shape[0]):
             return original(self, x, mask, cache)
-        queries, keys, values = llama.project(self, x)
+        queries, keys, values = project_llama(self, x)
         offset = cache.offset  # of a batch: an array, one offset per row
         if self.use_rope:
             queries, keys = self.rope(queries, offset=offset), self.rope(keys, offset=offset)
@@ -42,6 +43,7 @@ def _temperatures(self: Any, offset: int | mx.array, num_tokens: int) -> mx.arra
     return factors[:, None, :, None]
 
 
+@replaces("mlx_lm.models.llama4:LlamaModel.__call__", "4c6a95216c9a7968")
 def adapt_model(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """Replace upstream's ``LlamaModel.__call__``, which masks chunks by what it knows of mlx-lm's cache, by one that
     has each paged cache make its mask, of one sequence or of many."""

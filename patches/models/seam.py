@@ -16,9 +16,11 @@ from ...cache.paged_kv_cache import PagedKVCache
 from ...engine.compiled_step import StepLayer
 from ...kv.storage.attention_params import AttentionParams
 from ..cache.layout import ProbeLayer
+from ..patch import replaces
 from .attention import AttentionCall, heads_last
 
 
+@replaces("mlx_lm.models.base:scaled_dot_product_attention", "a13838be6e6c5293")
 def adapt(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """Replace ``mlx_lm.models.base.scaled_dot_product_attention`` by one that attends over blocks if it is given the
     very keys and values that a paged cache has just fetched, and does what it did with any others."""
@@ -40,6 +42,7 @@ def adapt(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     return scaled_dot_product_attention
 
 
+@replaces("mlx_lm.models.stablelm:Attention.__call__", "cd350373ffb9d079")
 def adapt_stablelm(original: AttentionCall) -> AttentionCall:
     """StableLM attends in f32. Attention over blocks adds up in f32 by itself, and takes keys as they are stored."""
 
@@ -60,6 +63,7 @@ def adapt_stablelm(original: AttentionCall) -> AttentionCall:
     return __call__
 
 
+@replaces("mlx_lm.models.plamo:Attention.__call__", "d419e2fb5c647aae")
 def adapt_plamo(original: AttentionCall) -> AttentionCall:
     """PLaMo repeats the heads of keys one after the other, not each by itself: query head ``h`` goes with key head
     ``h % n``. With the queries in the other order nothing is repeated."""
@@ -82,6 +86,7 @@ def adapt_plamo(original: AttentionCall) -> AttentionCall:
     return __call__
 
 
+@replaces("mlx_lm.models.phi:PhiAttention.__call__", "2eac47853096f4d3")
 def adapt_phi(original: AttentionCall) -> AttentionCall:
     """Phi attends in f32, as StableLM does: its queries are cast when they have been rotated."""
 
@@ -94,6 +99,7 @@ def adapt_phi(original: AttentionCall) -> AttentionCall:
     return __call__
 
 
+@replaces("mlx_lm.models.phixtral:RoPEAttention.__call__", "7515a9221787da81")
 def adapt_phixtral(original: AttentionCall) -> AttentionCall:
     """Like :func:`adapt_phi`, with one projection for all."""
 
@@ -122,6 +128,7 @@ def _phi(
     return project(heads_last(_rotated_attention(self.rope, queries, keys, values, cache, scale, mask)))
 
 
+@replaces("mlx_lm.models.plamo2:Attention.__call__", "07f12104004abcf5")
 def adapt_plamo2(original: AttentionCall) -> AttentionCall:
     """PLaMo 2 calls MLX's attention, not mlx-lm's function."""
 
@@ -144,6 +151,7 @@ def adapt_plamo2(original: AttentionCall) -> AttentionCall:
     return __call__
 
 
+@replaces("mlx_lm.models.gpt_bigcode:GPTBigCodeModel.__call__", "d5a8f0bf92fed57f")
 def adapt_bigcode(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """GPT BigCode (the model without its head) makes positions of a number; rows have one each."""
 
@@ -161,6 +169,7 @@ def adapt_bigcode(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     return __call__
 
 
+@replaces("mlx_lm.models.afm7:AFMModel.__call__", "465229dcd50f6525")
 def adapt_afm7(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """AFM's layers that reuse keys take their position from the number of these, padding included; rows know theirs."""
 

@@ -1,5 +1,5 @@
-"""The transformer block of Llama and Qwen3 and its MLP: in a compiled decode step, activation and additions to the
-residual are part of the products before them, where a kernel does both."""
+"""Transformer blocks of Llama and Qwen3, and their MLPs and Gemma 3's: in a compiled decode step, activation and
+additions to the residual are part of the products before them, where a kernel does both."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
 from ...engine.compiled_step import StepLayer
-from ...engine.narrow_layers import added, gated
+from ...engine.narrow_layers import added, gated, projected
 from ...kernels.silu_product import silu_product
+from ..patch import replaces
 
 ModuleCall = Callable[..., mx.array]
 
 
+@replaces("mlx_lm.models.llama:MLP.__call__", "ec6fbfefb1f0b4c0")
+@replaces("mlx_lm.models.qwen3:MLP.__call__", "ec6fbfefb1f0b4c0")
 def adapt_mlp(original: ModuleCall) -> ModuleCall:
     """Make the replacement of upstream's ``MLP.__call__``; on it, ``before_output`` is what it does before
     ``down_proj``."""
@@ -35,6 +39,8 @@ def adapt_mlp(original: ModuleCall) -> ModuleCall:
     return __call__
 
 
+@replaces("mlx_lm.models.llama:TransformerBlock.__call__", "4614a766e7f00ade")
+@replaces("mlx_lm.models.qwen3:TransformerBlock.__call__", "4614a766e7f00ade")
 def adapt(original: ModuleCall) -> ModuleCall:
     """Replace upstream's ``TransformerBlock.__call__`` by one whose output layers add the residual, while a step is
     traced and if attention and MLP are the adapted ones."""
@@ -52,3 +58,14 @@ def adapt(original: ModuleCall) -> ModuleCall:
 
 def _before_output(module: Any) -> ModuleCall | None:
     return getattr(type(module).__call__, "before_output", None)
+
+
+@replaces("mlx_lm.models.gemma3_text:MLP.__call__", "40fa7af8e58d245e")
+def adapt_gemma_mlp(original: ModuleCall) -> ModuleCall:
+    """Replace Gemma 3's ``MLP.__call__`` by one that multiplies for gate and up together where a kernel does."""
+
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        gate, up = projected((self.gate_proj, self.up_proj), x)
+        return self.down_proj(nn.gelu_approx(gate) * up)
+
+    return __call__

@@ -11,7 +11,8 @@ import pytest
 from mlx_paged.errors import BlockStateError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import BlockGroup, LayerGroup
-from mlx_paged.kv.owners import BlockOwners, IdleWatch
+from mlx_paged.kv.idle import IdleWatch
+from mlx_paged.kv.owners import BlockOwners
 
 
 class Cache:

@@ -13,7 +13,7 @@ import pytest
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.kv import owners as idle
+from mlx_paged.kv import idle
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool

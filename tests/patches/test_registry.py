@@ -17,6 +17,7 @@ import pytest
 import mlx_paged
 from mlx_paged import KernelUnavailableError, PagedConfig, PatchError
 from mlx_paged.patches import registry
+from mlx_paged.patches.models.attention import paged_call, project_llama
 from tests.support.models.builders import build, greedy, prompt_of
 
 MODULES = ("generate", "chat", "cache_prompt", "evaluate", "models.cache")
@@ -134,7 +135,7 @@ def test_no_model_is_imported_before_it_is_used() -> None:
         "print(sorted(loaded), type(caches[0]).__name__, llama.Attention.__call__.__module__, len(report.waiting) > 20)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    parts = ["mlx_lm.models.base", "mlx_lm.models.cache", "mlx_lm.models.mla"]  # which models share
+    parts = [f"mlx_lm.models.{name}" for name in ("activations", "base", "cache", "mla")]  # which models share
     expected = f"{parts} PagedLayerCache mlx_paged.patches.models.attention True"
     assert ended.stdout.strip() == expected, ended.stdout + ended.stderr
 
@@ -246,7 +247,7 @@ def test_a_patch_says_that_it_adapts_attention(monkeypatch: pytest.MonkeyPatch) 
 
     def patch(kind: type, *, adapts_attention: bool) -> registry.Patch:
         known = registry.fingerprint(kind.__call__)
-        return registry.Patch(__name__, f"{kind.__name__}.__call__", known, "models.llama.adapt", adapts_attention)
+        return registry.Patch(__name__, f"{kind.__name__}.__call__", known, paged_call(project_llama), adapts_attention)
 
     patches = [patch(SelfAttention, adapts_attention=True), patch(Attention, adapts_attention=False)]
     monkeypatch.setattr(registry, "_patches", lambda: patches)

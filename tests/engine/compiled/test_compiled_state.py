@@ -22,7 +22,7 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine import compiled_step
 from mlx_paged.engine.model_state import ModelState, StateNotKnown, members_of, substituted
-from mlx_paged.patches.models import compiled
+from mlx_paged.patches.models import model_calls
 from tests.support.kernels.traceable_kernels import traceable_kernels
 from tests.support.models.builders import build, greedy, prompt_of
 
@@ -175,7 +175,7 @@ def test_a_change_between_two_steps_is_seen_by_the_next(change: Callable[[Any], 
     model = adapted()
     for _ in range(3):  # the first step of all is not compiled
         again = logits_around(model, lambda model: None, steps=1)
-    step = compiled.step_of(mlx_paged.pool_of(model), None)
+    step = model_calls.step_of(mlx_paged.pool_of(model), None)
     assert step._functions and step.failure is None
     np.testing.assert_allclose(again[0], unchanged[0], atol=2e-3)
     got = logits_around(model, change, steps=1)
@@ -229,7 +229,7 @@ def test_a_model_that_counts_its_calls_is_not_compiled() -> None:
     with pytest.warns(mlx_paged.NotPagedWarning, match="changes its own attributes in a step"):
         model = counting()
         assert greedy(model, prompt_of(20), 20)[0] == tokens
-    assert compiled.step_of(mlx_paged.pool_of(model), None).failure is not None
+    assert model_calls.step_of(mlx_paged.pool_of(model), None).failure is not None
 
 
 @pytest.mark.usefixtures("traced")

@@ -18,7 +18,7 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine import compiled_step
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.patches.models import compiled
+from mlx_paged.patches.models import model_calls
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 from tests.support.models.batch_runs import Outcome, Spec, generator, run_all
 from tests.support.models.builders import KINDS, build, greedy, prompt_of
@@ -86,7 +86,7 @@ def test_traces_are_dropped_before_there_are_too_many(monkeypatch: pytest.Monkey
     assert greedy(model, prompt_of(110), 300)[0] == tokens
     assert len(made) > 2
     assert len(calls) == 300
-    step = compiled.step_of(mlx_paged.pool_of(model), None)
+    step = model_calls.step_of(mlx_paged.pool_of(model), None)
     assert len(step._functions) == 2
 
 
@@ -260,7 +260,7 @@ def test_traces_and_the_weights_they_were_made_with_go_with_the_model(calls: lis
         model = build("llama", head_dim=64)
         mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
         greedy(model, prompt_of(9), 5)
-        return weakref.ref(compiled._steps[mlx_paged.pool_of(model)])
+        return weakref.ref(model_calls._steps[mlx_paged.pool_of(model)])
 
     with without_collector():
         step = run()
@@ -274,11 +274,11 @@ def test_the_model_is_not_kept_alive() -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
     greedy(model, prompt_of(9), 5)
     gone = weakref.ref(model)
-    pools = len(compiled._steps)
+    pools = len(model_calls._steps)
     del model
     gc.collect()
     assert gone() is None
-    assert len(compiled._steps) < pools
+    assert len(model_calls._steps) < pools
 
 
 @pytest.mark.usefixtures("kernels")
@@ -305,7 +305,7 @@ def test_a_model_that_fails_once_is_compiled_again(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(down, "__call__", fails)
     other = make_prompt_cache(model)
     model(prompt[None, :-1], cache=other)
-    step = compiled.step_of(other[0].pool, None)
+    step = model_calls.step_of(other[0].pool, None)
     step._functions.clear()  # to be traced again
     step._state = None
     with pytest.raises(RuntimeError, match="once"):

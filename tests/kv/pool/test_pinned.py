@@ -122,11 +122,11 @@ def test_a_parked_sequence_goes_on_where_it_was() -> None:
         for cache in caches:
             cache.update(*kv(seed, n))
         dense.update_and_fetch(*kv(seed, n))
-    parked = prefix.detach(caches[0].sequence)
+    parked = prefix.DetachedPrefix(caches[0].sequence)
     for cache in caches:
         cache.update(*kv(60, 5))
     assert (parked.longest(30), parked.longest(29), parked.longest(28)) == (30, 29, 0)
-    adopted = PagedKVCache(prefix.adopt(parked), 1)
+    adopted = PagedKVCache(parked.adopt(), 1)
     del caches, cache
     assert_same(adopted.update_and_fetch(*kv(7, 1)), dense.update_and_fetch(*kv(7, 1)))
     parked.discard()

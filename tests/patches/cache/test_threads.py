@@ -17,8 +17,8 @@ from mlx_lm.models import cache as upstream
 
 import mlx_paged
 from mlx_paged import PagedConfig, pool_of
-from mlx_paged.patches.cache.turns import guard, unguard
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
+from mlx_paged.patches.models.model_calls import guard, unguard
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.builders import build, greedy, prompt_of
 from tests.support.processes.bounded import build_qwen2

@@ -11,7 +11,7 @@ from mlx_lm.models import cache as upstream
 
 import mlx_paged
 from mlx_paged import PagedConfig, PromptCacheError
-from mlx_paged.patches.generate.speculative import TwoCaches
+from mlx_paged.patches.generate.steps import TwoCaches
 from scripts.support import model_configs
 from tests.support.models.batch_runs import mlx_lm_generate
 from tests.support.models.builders import prompt_of

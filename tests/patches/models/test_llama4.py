@@ -17,7 +17,7 @@ import mlx_paged
 from mlx_paged import PagedConfig, TrimError
 from mlx_paged.patches.cache.layout import why_one_by_one
 from mlx_paged.patches.cache.prompt_cache import factory_of
-from mlx_paged.patches.models import compiled
+from mlx_paged.patches.models import model_calls
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
 from tests.support.models import llama4
@@ -93,7 +93,7 @@ def test_decode_steps_are_compiled(kernels: Any) -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     tokens, logprobs = greedy(model, mx.array(prompt), 40)
     llama4.check(model, prompt, tokens, logprobs)
-    step = compiled.step_of(mlx_paged.pool_of(model), llama4_module.Model.__call__)
+    step = model_calls.step_of(mlx_paged.pool_of(model), llama4_module.Model.__call__)
     assert step.failure is None and step._functions
 
 

@@ -9,7 +9,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig, dispatch_counts, reset_dispatch_counts
-from mlx_paged.patches.models import compiled
+from mlx_paged.patches.models import model_calls
 from scripts.support import model_configs
 from tests.support.kernels.traceable_kernels import traceable_kernels
 from tests.support.models.builders import build_latent as build
@@ -51,7 +51,7 @@ def test_decode_steps_are_those_of_the_compiled_step(name: str) -> None:
     expected, _ = greedy(model, prompt, 24)
     mlx_paged.apply_patches(PagedConfig(block_size=16))
     got, _ = greedy(model, prompt, 24)
-    step = compiled._steps[mlx_paged.pool_of(model)]
+    step = model_calls._steps[mlx_paged.pool_of(model)]
     assert step.failure is None and step._functions
     assert got == expected
 
@@ -64,5 +64,5 @@ def test_decode_steps_can_be_traced(name: str) -> None:
     with traceable_kernels():
         mlx_paged.apply_patches(PagedConfig(block_size=16))
         greedy(model, prompt_of(9, 3) % model_configs.VOCAB, 12)
-        step = compiled._steps[mlx_paged.pool_of(model)]
+        step = model_calls._steps[mlx_paged.pool_of(model)]
         assert step.failure is None and step._functions

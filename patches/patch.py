@@ -1,0 +1,83 @@
+"""Patch: a symbol of mlx-lm and its replacement, registered where that is written; and names replaced for a while."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+_MODELS = "mlx_lm.models"
+_SHARED = (f"{_MODELS}.base", f"{_MODELS}.cache")  # by all models
+
+Adapter = TypeVar("Adapter", bound=Callable[..., Any])
+
+
+class Patch(NamedTuple):
+    """One upstream symbol and its replacement.
+
+    Attributes:
+        module: upstream module.
+        name: a function of the module, or ``Class.method``.
+        fingerprint: of the upstream source the replacement was written for (see :func:`fingerprint`).
+        adapt: from the original to its replacement.
+        adapts_attention: the symbol is the ``__call__`` of an attention class, whose layers then need no seam.
+        only_cuda: elsewhere the symbol is as good as its replacement, and stays.
+    """
+
+    module: str
+    name: str
+    fingerprint: str
+    adapt: Callable[..., Any]
+    adapts_attention: bool = False
+    only_cuda: bool = False
+
+    @property
+    def target(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    @property
+    def can_wait(self) -> bool:
+        """Return whether the symbol is that of a model's module which nothing has imported yet."""
+        is_of_model = self.module.startswith(f"{_MODELS}.") and self.module not in _SHARED
+        return is_of_model and self.module not in sys.modules
+
+
+PATCHES: list[Patch] = []
+
+
+def replaces(target: str, fingerprint: str, **kind: bool) -> Callable[[Adapter], Adapter]:
+    """Return a decorator that registers a function from an upstream symbol to its replacement.
+
+    Args:
+        target: ``module:function`` or ``module:Class.method``.
+        fingerprint, kind: see :class:`Patch`.
+    """
+    module, _, name = target.partition(":")
+
+    def register(adapt: Adapter) -> Adapter:
+        PATCHES.append(Patch(module, name, fingerprint, adapt, **kind))
+        return adapt
+
+    return register
+
+
+def fingerprint(symbol: Any) -> str:
+    """First 16 hex digits of the SHA-256 of a function's source, blank lines and indentation of the whole removed."""
+    lines = inspect.cleandoc("\n" + inspect.getsource(symbol)).splitlines()
+    return hashlib.sha256("\n".join(line.rstrip() for line in lines if line.strip()).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def replaced(module: Any, **names: Any) -> Iterator[None]:
+    """Set attributes of a module for the time of a ``with`` block."""
+    before = {name: getattr(module, name) for name in names}
+    try:
+        for name, value in names.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
