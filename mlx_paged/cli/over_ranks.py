@@ -15,8 +15,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..engine.ranks.peers import EXIT_STATUS
 from ..engine.ranks.ranks import Ranks
-from ..engine.ranks.watch import EXIT_STATUS
 from ..engine.ranks.world import RANK_TIMEOUT, VARIABLE, check_same, connect, parse_timeout, versions
 from ..errors import ConfigError, RankError
 from ..warn import warn_once

@@ -20,7 +20,6 @@ from ..kernels.availability import on_metal, packs_prompts
 from ..kv.pool import BlockPool
 from ..prefix.store import SharedPrefixes
 from ..warn import warn_once
-from .checkpoint_sharing import CheckpointSharing
 from .decode_batch import DecodeBatch, Delivery
 from .look_up import WHY_NOT, LookUp
 from .prefill import (
@@ -33,11 +32,11 @@ from .prefill import (
     can_share_calls,
     most_step_tokens,
 )
-from .ranks.agreement import Agreement
+from .ranks.ranks import Agreement
 from .request import Request, sequence_of
 from .request_budget import RequestBudget
 from .scheduler import Chunk, Growth, Scheduler
-from .sharing import PrefixSharing
+from .sharing import CheckpointSharing, PrefixSharing
 from .upstream import TokenResponse
 
 CLEAR_AFTER_PREFILLS = 8  # steps with prompts, of different sizes, between clearings of MLX's buffer cache

@@ -9,10 +9,9 @@ from itertools import islice
 from ..kv.block_table import BlockTable
 from ..kv.budget import Append, PoolBudget
 from ..kv.pool import BlockPool
-from .checkpoint_sharing import CheckpointSharing
 from .request import Request
 from .scheduler import Growth, ScheduledStep
-from .sharing import PrefixSharing
+from .sharing import CheckpointSharing, PrefixSharing
 
 # Tokens to be generated that the pool grows for at once (docs/adr/0001).
 GENERATED_AHEAD = 512

@@ -15,8 +15,8 @@ from ...by_model import ByModel
 from ...cache.composites import leaves, with_leaves
 from ...cache.paged_kv_cache import PagedKVCache
 from ...config import PagedConfig
-from ...engine.ranks.agreement import agreed_budget, agreed_storage, check_heads
-from ...engine.ranks.world import ranks_of
+from ...engine.ranks.ranks import agreed_budget, agreed_storage
+from ...engine.ranks.world import check_heads, ranks_of
 from ...engine.request import sequence_of
 from ...errors import GeometryError
 from ...kv.pool import BlockPool

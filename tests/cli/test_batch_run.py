@@ -22,10 +22,9 @@ from mlx_lm.generate import setup_arg_parser
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_paged.cli.answer_grammars import AnswerGrammars
-from mlx_paged.cli.batch_run import QUEUED_PER_ROW, BatchRun
+from mlx_paged.cli.batch_run import QUEUED_PER_ROW, BatchRun, Sampling
 from mlx_paged.cli.generate import extend_parser, main
 from mlx_paged.cli.prompts_file import Prompt, Results
-from mlx_paged.cli.sampling import Sampling
 from tests.cli.test_command_line import save_model
 from tests.support.processes import commands
 from tests.support.processes.terminal import on_a_terminal

@@ -13,10 +13,9 @@ import pytest
 from mlx_lm.generate import setup_arg_parser
 
 from mlx_paged.cli.answer_grammars import AnswerGrammars
-from mlx_paged.cli.batch_run import QUEUED_PER_ROW, BatchRun
+from mlx_paged.cli.batch_run import QUEUED_PER_ROW, BatchRun, Sampling
 from mlx_paged.cli.generate import extend_parser
 from mlx_paged.cli.prompts_file import Prompt, Results, read_prompts
-from mlx_paged.cli.sampling import Sampling
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.requests.completions import CompletionBody
 from mlx_paged.server.requests.fields import parsed

@@ -7,16 +7,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from ...errors import GrammarError
 from .check import reason
-
-if TYPE_CHECKING:
-    from ..request import Request
 
 ALL = np.uint32(0xFFFFFFFF)
 # CPU time of a token and its mask, which all rows of a batch wait for. Most take less than 1 ms; the first ones of a
@@ -225,8 +222,17 @@ class Grammar:
         return GrammarError(f"{what}: {why}")
 
 
+class Constrained(Protocol):
+    """A row of a batch, as :func:`constrain` sees it; see :class:`.request.Request`."""
+
+    grammar: Grammar | None
+    source: list[int]
+    prompt_length: int
+    logits: Any
+
+
 def constrain(
-    logits: mx.array, rows: Sequence[Request], inputs: Sequence[int], *, is_timed: bool = True
+    logits: mx.array, rows: Sequence[Constrained], inputs: Sequence[int], *, is_timed: bool = True
 ) -> tuple[mx.array, dict[int, Exception]]:
     """Return the logits ``[B, vocab]`` with minus infinity where a row's grammar does not allow the token, and by index
     the errors of rows whose grammar raised; these rows are unchanged.

@@ -84,6 +84,28 @@ def has_same_logits(model: Any) -> bool:
     return isinstance(model, nn.Module) and any(getattr(module, "is_gathered", False) for module in model.modules())
 
 
+def check_heads(model: nn.Module, ranks: Ranks) -> None:
+    """Raise ConfigError if heads of keys and values do not divide by the ranks: mlx-lm shards them all the same."""
+    for module in model.modules():
+        if not isinstance(getattr(module, "k_proj", None), SHARDED):
+            continue
+        heads = _first_of(module, "n_kv_heads", "num_key_value_heads")
+        queries = _first_of(module, "n_heads", "num_attention_heads", "num_heads")
+        rows = module.k_proj.weight.shape[0]
+        if heads is None or queries is None:
+            continue
+        head_dim = getattr(module, "head_dim", None) or module.q_proj.weight.shape[0] // max(1, queries)
+        if not heads or heads * head_dim != rows:
+            raise ConfigError(
+                f"the model's key and value heads do not divide by {ranks.size} ranks: each would have {rows} of their "
+                f"values, where a head has {head_dim}"
+            )
+
+
+def _first_of(module: nn.Module, *names: str) -> int | None:
+    return next((value for name in names if isinstance(value := getattr(module, name, None), int)), None)
+
+
 PACKAGE = Path(__file__).parents[2]
 SAMPLE_BYTES = 4096  # read at the start, in the middle and at the end of each tensor
 # Suffixes of the files that mlx-lm reads from a model's folder.

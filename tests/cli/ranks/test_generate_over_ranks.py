@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_paged.engine.ranks.watch import EXIT_STATUS
+from mlx_paged.engine.ranks.peers import EXIT_STATUS
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes import commands
 from tests.support.ranks.launch import Launch

@@ -15,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 
-from mlx_paged.engine.ranks.watch import EXIT_STATUS
+from mlx_paged.engine.ranks.peers import EXIT_STATUS
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.server_process import ServerProcess
 from tests.support.ranks.faulty_ranks_server import FATAL

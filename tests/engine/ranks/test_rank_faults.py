@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_paged.engine.ranks.watch import EXIT_STATUS
+from mlx_paged.engine.ranks.peers import EXIT_STATUS
 from tests.support.ranks import launch
 
 TIMEOUT = "3"

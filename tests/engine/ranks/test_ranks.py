@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlx_paged.engine.ranks.watch import DATA, Peer
+from mlx_paged.engine.ranks.peers import DATA, Peer
 from mlx_paged.errors import RankError
 from tests.support.ranks import launch, scenarios
 

@@ -9,9 +9,9 @@ from contextlib import suppress
 
 import pytest
 
-from mlx_paged.engine.ranks import rendezvous
+from mlx_paged.engine.ranks import peers as rendezvous
+from mlx_paged.engine.ranks.peers import Peer
 from mlx_paged.engine.ranks.ranks import StepRecord
-from mlx_paged.engine.ranks.watch import Peer
 from mlx_paged.engine.ranks.world import group_of, parse_timeout
 from mlx_paged.errors import ConfigError, RankError
 from tests.support.models.builders import build
