@@ -16,8 +16,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import setup_arg_parser
 
 from mlx_paged.cli.generate import extend_parser
-from tests.patches.test_parity import _backing_tokenizer
 from tests.support.models.builders import COMMON, HEADS, build
+from tests.support.models.tokenizers import word_tokenizer
 from tests.support.processes import commands
 from tests.support.processes.terminal import on_a_terminal
 
@@ -35,7 +35,7 @@ def save_model(path: Path, **changes: int) -> Path:
     config = {**COMMON, **HEADS, "model_type": "llama", "num_hidden_layers": 3, "tie_word_embeddings": False, **changes}
     (path / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
-    tokenizer = _backing_tokenizer()
+    tokenizer = word_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}w1 {{ message['content'] }} w2 {% endfor %}"
     tokenizer.save_pretrained(path)
     return path

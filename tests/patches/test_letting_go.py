@@ -25,9 +25,9 @@ from mlx_paged.server.health.memory import MemoryWatch
 from mlx_paged.server.report.server_stats import ServerStats
 from mlx_paged.server.request import ModelKey, Prompt, ServerRequest
 from scripts.support import model_configs
-from tests.patches.test_parity import PlainTokenizer
 from tests.support.models.batch_runs import generator, kv_budget
 from tests.support.models.builders import build, greedy, perturbed, prompt_of
+from tests.support.models.tokenizers import plain_tokenizer
 from tests.support.without_collector import without_collector
 
 BLOCK = 16
@@ -101,7 +101,7 @@ def test_a_batch_that_raises_out_of_batch_generate_frees_its_blocks(model: Any) 
     batch_generate = importlib.import_module("mlx_lm.generate").batch_generate
     for _ in range(3):
         with pytest.raises(RequestFailedError, match="bad grammar"):
-            batch_generate(model, PlainTokenizer(), [PROMPT, PROMPT], max_tokens=3, logits_processors=[bad])
+            batch_generate(model, plain_tokenizer(), [PROMPT, PROMPT], max_tokens=3, logits_processors=[bad])
         assert live_blocks(model) == 0
 
 
@@ -110,7 +110,7 @@ def test_closed_and_dropped_single_runs_free_their_blocks(model: Any) -> None:
     next(steps)
     del steps
     assert live_blocks(model) == 0
-    responses = stream_generate(model, PlainTokenizer(), mx.array(PROMPT), max_tokens=20)
+    responses = stream_generate(model, plain_tokenizer(), mx.array(PROMPT), max_tokens=20)
     next(responses)
     responses.close()
     assert live_blocks(model) == 0
@@ -118,7 +118,7 @@ def test_closed_and_dropped_single_runs_free_their_blocks(model: Any) -> None:
 
 def test_speculative_runs_free_the_blocks_of_both_models(model: Any) -> None:
     draft = perturbed("llama", 0.15)
-    responses = stream_generate(model, PlainTokenizer(), mx.array(PROMPT), max_tokens=20, draft_model=draft)
+    responses = stream_generate(model, plain_tokenizer(), mx.array(PROMPT), max_tokens=20, draft_model=draft)
     next(responses)
     next(responses)
     assert live_blocks(model) > 0 and live_blocks(draft) > 0
@@ -316,7 +316,7 @@ def test_a_served_batch_frees_failed_requests_and_all_when_closed(model: Any) ->
     options = ("decode_concurrency", "prompt_concurrency", "prefill_step_size")
     cli_args = types.SimpleNamespace(**dict.fromkeys(options, 64))
     models: Any = types.SimpleNamespace(cli_args=cli_args, prompt_cache=PagedPromptCache())
-    weights: Any = types.SimpleNamespace(model=model, key=ModelKey("model"), tokenizer=PlainTokenizer())
+    weights: Any = types.SimpleNamespace(model=model, key=ModelKey("model"), tokenizer=plain_tokenizer())
     loop = EngineLoop(models, SimpleQueue(), ServerStats(), MemoryWatch(0.0), lambda: False)
     batch = loop.batch = LoadedBatch(models, weights, mx.default_stream(mx.default_device()))
     processors = [[raising_after(0)], [raising_after(0)]]

@@ -17,7 +17,19 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from tests.support.models.builders import COMMON, HEADS, KINDS, WINDOW, build, greedy, perturbed, prompt_of, rms
+from tests.support.models.builders import (
+    COMMON,
+    HEADS,
+    KINDS,
+    WINDOW,
+    assert_same,
+    build,
+    greedy,
+    perturbed,
+    prompt_of,
+    rms,
+)
+from tests.support.models.tokenizers import plain_tokenizer
 from tests.support.samples import each_value
 
 LENGTHS = (1, 31, 32, 33, 257)
@@ -78,8 +90,7 @@ def test_half_precision_equals_stock(kind: str, dtype: mx.Dtype) -> None:
     expected = greedy(model, prompt_of(77), 24)
     mlx_paged.apply_patches()
     got = greedy(model, prompt_of(77), 24)
-    assert got[0] == expected[0]
-    assert rms(got[1], expected[1]) == 0.0
+    assert_same(got, expected)
     assert mlx_paged.pool_of(model).groups[0].geometry.dtype == dtype
 
 
@@ -92,8 +103,7 @@ def test_gemma3_wrapper_is_paged() -> None:
     expected = greedy(model, prompt_of(90), 24)
     mlx_paged.apply_patches()
     got = greedy(model, prompt_of(90), 24)
-    assert got[0] == expected[0]
-    assert rms(got[1], expected[1]) == 0.0
+    assert_same(got, expected)
     assert len(mlx_paged.pool_of(model).groups) == 2
 
 
@@ -143,7 +153,7 @@ def test_sliding_layers_hold_blocks_of_their_window_only(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_speculative_decoding_equals_stock(kind: str) -> None:
     model, draft = model_of(kind), perturbed(kind, 0.15)
-    tokenizer = PlainTokenizer()
+    tokenizer = plain_tokenizer()
 
     def run() -> list[tuple[int, bool]]:
         responses = stream_generate(model, tokenizer, prompt_of(45), max_tokens=60, draft_model=draft)
@@ -162,7 +172,7 @@ def test_speculative_decoding_equals_stock(kind: str) -> None:
 
 @pytest.mark.usefixtures("no_fall_through")
 def test_generate_and_stream_generate_equal_stock() -> None:
-    model, tokenizer = model_of("llama"), PlainTokenizer()
+    model, tokenizer = model_of("llama"), plain_tokenizer()
 
     def run() -> tuple[str, list[int]]:
         text = generate_text(model, tokenizer, prompt_of(20).tolist(), max_tokens=30)
@@ -253,22 +263,3 @@ def test_fork_of_a_prompt_cache_moves_no_bytes_and_both_go_on_alone() -> None:
     assert got == expected
     assert mlx_paged.pool_of(model).stats().cow_forks > 0
     mlx_paged.pool_of(model).check_integrity()
-
-
-class PlainTokenizer:
-    """Just enough of a tokenizer for stream_generate: token ids as text."""
-
-    def __new__(cls):
-        from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-        return TokenizerWrapper(_backing_tokenizer())
-
-
-def _backing_tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{i}": i for i in range(COMMON["vocab_size"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token=None)

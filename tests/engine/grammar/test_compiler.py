@@ -14,7 +14,7 @@ from mlx_paged.engine.grammar import compiler as module
 from mlx_paged.engine.grammar.check import is_long, numbers
 from mlx_paged.engine.grammar.compiler import MAX_KEPT, GrammarCompiler, GrammarSource
 from mlx_paged.errors import GrammarError
-from tests.support.models.byte_tokenizer import byte_tokenizer
+from tests.support.models.tokenizers import byte_tokenizer
 from tests.support.without_collector import without_collector
 
 

@@ -13,7 +13,7 @@ import pytest
 from mlx_paged.engine.grammar.compiler import GrammarCompiler, GrammarSource, json_in_lark
 from mlx_paged.engine.grammar.grammar import CompiledGrammar, Grammar, GrammarProcessor, Part, ThinkingBudget, masked
 from mlx_paged.errors import GrammarError
-from tests.support.models.byte_tokenizer import CALL, EOS, EOT, THINK_END, byte_tokenizer
+from tests.support.models.tokenizers import CALL, EOS, EOT, THINK_END, byte_tokenizer
 
 NUM_TOKENS = 262
 

@@ -14,7 +14,7 @@ from mlx_paged.engine.grammar import check, trial
 from mlx_paged.engine.grammar.compiler import MAX_VERDICTS, GrammarCompiler, GrammarSource
 from mlx_paged.engine.grammar.trial import TrialProcess, Verdict
 from mlx_paged.errors import GrammarAbandoned, GrammarError
-from tests.support.models.byte_tokenizer import byte_tokenizer
+from tests.support.models.tokenizers import byte_tokenizer
 from tests.support.without_collector import without_collector
 
 ENDLESS = GrammarSource.json({"type": "integer", "multipleOf": 16777216})

@@ -13,9 +13,9 @@ from mlx_lm.models import mamba, qwen2
 import mlx_paged
 from mlx_paged import GeometryError, NotPagedWarning, PagedConfig, PagedKVCache, PoolExhaustedError
 from mlx_paged.patches.cache.layout import layout_of, why_one_by_one
-from tests.patches.test_parity import PlainTokenizer
 from tests.support.models.batch_runs import generator
-from tests.support.models.builders import COMMON, build, greedy, prompt_of, rms
+from tests.support.models.builders import COMMON, assert_same, build, greedy, prompt_of
+from tests.support.models.tokenizers import plain_tokenizer
 
 
 def fall_throughs(call) -> tuple[object, list[str]]:
@@ -31,8 +31,7 @@ def test_quantized_kv_goes_on_in_mlx_lms_cache() -> None:
     expected = greedy(model, prompt_of(50), 30, **kwargs)
     mlx_paged.apply_patches()
     got, messages = fall_throughs(lambda: greedy(model, prompt_of(50), 30, **kwargs))
-    assert got[0] == expected[0]
-    assert rms(got[1], expected[1]) == 0.0
+    assert_same(got, expected)
     assert len(messages) == 1 and "kv_bits" in messages[0]
     assert mlx_paged.pool_of(model).stats().live_blocks == 0
 
@@ -107,7 +106,7 @@ def test_foreign_models_are_batched_in_one_call_behind_the_seam_only() -> None:
 
 
 def test_batch_generation_is_paged() -> None:
-    model, tokenizer = build("gemma3"), PlainTokenizer()
+    model, tokenizer = build("gemma3"), plain_tokenizer()
     prompts = [prompt_of(n, seed=n).tolist() for n in (5, 61, 23)]
 
     def run() -> list[str]:
@@ -122,7 +121,7 @@ def test_batch_generation_is_paged() -> None:
 
 def test_paged_caches_can_be_handed_to_batch_generation() -> None:
     """A cache computed alone joins a batch."""
-    model, tokenizer = build("llama"), PlainTokenizer()
+    model, tokenizer = build("llama"), plain_tokenizer()
 
     def run() -> list[str]:
         caches = []

@@ -15,8 +15,8 @@ from mlx_paged import ConfigError, PagedConfig, PagedKVCache, PromptCacheError
 from mlx_paged.config import QUANTIZED_KV_START
 from mlx_paged.kv.storage.base import PageFormat
 from tests.patches.cache.test_fall_through import fall_throughs
-from tests.patches.test_parity import PlainTokenizer
-from tests.support.models.builders import KINDS, build, greedy, perturbed, prompt_of, rms
+from tests.support.models.builders import KINDS, assert_same, build, greedy, perturbed, prompt_of, rms
+from tests.support.models.tokenizers import plain_tokenizer
 from tests.support.samples import each_value
 
 STEP = 16
@@ -84,7 +84,7 @@ def test_what_pages_are_not_runs_in_mlx_lms_cache_and_says_why(options) -> None:
     expected = greedy(model, prompt_of(20), 10, **options)
     mlx_paged.apply_patches(PagedConfig(kv_bits=8))  # what the call says goes
     got, messages = fall_throughs(lambda: greedy(model, prompt_of(20), 10, **options))
-    assert got[0] == expected[0] and rms(got[1], expected[1]) == 0
+    assert_same(got, expected)
     assert len(messages) == 1 and "8 or 4 bits and from the first token on" in messages[0]
 
 
@@ -106,7 +106,7 @@ def test_ragged_batches_equal_their_solo_runs(kind: str, count: int) -> None:
     prompts = [prompt_of(1 + (17 * n) % 71, seed=n).tolist() for n in range(count)]
     mlx_paged.apply_patches(PagedConfig(kv_bits=4 if count == 5 else 8, kv_group_size=32, block_size=8))
     solo = [" ".join(f"w{t}" for t in greedy(model, mx.array(prompt), 6)[0]) for prompt in prompts]
-    got, messages = fall_throughs(lambda: batch_generate(model, PlainTokenizer(), prompts, max_tokens=6).texts)
+    got, messages = fall_throughs(lambda: batch_generate(model, plain_tokenizer(), prompts, max_tokens=6).texts)
     assert [text.split() for text in got] == [text.split() for text in solo]
     pool = mlx_paged.pool_of(model)
     assert not messages and all(group.is_quantized for group in pool.groups)
@@ -162,7 +162,7 @@ def test_bounded_caches_keep_their_keys_and_say_why() -> None:
     expected = greedy(model, prompt_of(50), 20, max_kv_size=32)
     mlx_paged.apply_patches()
     got, messages = fall_throughs(lambda: greedy(model, prompt_of(50), 20, max_kv_size=32, kv_bits=8))
-    assert got[0] == expected[0] and rms(got[1], expected[1]) == 0
+    assert_same(got, expected)
     assert len(messages) == 1 and "pinned" in messages[0] and "not quantised" in messages[0]
 
 

@@ -15,8 +15,8 @@ import mlx_paged
 from mlx_paged import ConfigError, PagedConfig, PagedKVCache, PromptCacheError
 from mlx_paged.kv.storage.base import PageFormat
 from tests.patches.cache.test_fall_through import fall_throughs
-from tests.patches.test_parity import PlainTokenizer
 from tests.support.models.builders import KINDS, build, greedy, prompt_of, rms
+from tests.support.models.tokenizers import plain_tokenizer
 from tests.support.samples import each_value
 
 
@@ -46,7 +46,7 @@ def test_ragged_batches_equal_their_solo_runs(kind: str, count: int) -> None:
     bits = 8 if count == 5 else 4
     mlx_paged.apply_patches(PagedConfig(kv_bits=bits, kv_group_size=32, block_size=8, kv_rotate=True))
     solo = [" ".join(f"w{t}" for t in greedy(model, mx.array(prompt), 6)[0]) for prompt in prompts]
-    got, messages = fall_throughs(lambda: batch_generate(model, PlainTokenizer(), prompts, max_tokens=6).texts)
+    got, messages = fall_throughs(lambda: batch_generate(model, plain_tokenizer(), prompts, max_tokens=6).texts)
     assert [text.split() for text in got] == [text.split() for text in solo]
     pool = mlx_paged.pool_of(model)
     assert not messages and all(group.is_quantized and group.geometry.format.rotate for group in pool.groups)

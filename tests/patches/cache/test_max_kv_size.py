@@ -17,7 +17,7 @@ from mlx_paged import KernelUnavailableError, PagedConfig, PagedKVCache, PromptC
 from mlx_paged.patches.cache import layout as layouts
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.batch_runs import Outcome, collect, generator
-from tests.support.models.builders import build, greedy, prompt_of, rms
+from tests.support.models.builders import assert_same, build, greedy, prompt_of, rms
 from tests.support.processes.bounded import (
     KINDS,
     PINNED,
@@ -129,8 +129,7 @@ def test_saved_caches_are_stocks_both_ways(kind: str, turns: tuple[int, ...], tm
     again = str(tmp_path / "again.safetensors")
     upstream.save_prompt_cache(again, adopted)
     got = goes_on(adopted)
-    assert got[0] == expected[0]
-    assert rms(got[1], expected[1]) == 0.0
+    assert_same(got, expected)
     got = goes_on(mlx_paged.adopt_prompt_cache(model, upstream.load_prompt_cache(file)), 1)
     assert got[0] == decoded[0]
     assert rms(got[1], decoded[1]) == 0.0
@@ -145,8 +144,7 @@ def test_saved_caches_are_stocks_both_ways(kind: str, turns: tuple[int, ...], tm
                 assert mx.array_equal(x, y)
             assert (ours.offset, ours.keep, ours.max_size) == (theirs.offset, theirs.keep, theirs.max_size)
         got = goes_on(loaded)
-        assert got[0] == expected[0]
-        assert rms(got[1], expected[1]) == 0.0
+        assert_same(got, expected)
 
 
 def test_speculative_decoding_within_the_bound_equals_stock() -> None:

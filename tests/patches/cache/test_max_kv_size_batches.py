@@ -15,7 +15,7 @@ from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
 from scripts.support import model_configs
-from tests.support.models.batch_runs import Outcome, collect, generator, kv_budget, run_all
+from tests.support.models.batch_runs import Outcome, assert_released, collect, generator, kv_budget, run_all
 from tests.support.models.builders import COMMON, HEADS, greedy, prompt_of, rms
 from tests.support.processes.bounded import (
     KINDS,
@@ -219,6 +219,4 @@ def test_a_prompt_cache_store_keeps_whole_bounded_caches() -> None:
         np.testing.assert_array_equal(got, want)
     assert len(store) == 1
     store.close()
-    pool = mlx_paged.pool_of(model)
-    pool.check_integrity()
-    assert pool.stats().live_blocks == 0
+    assert_released(model)

@@ -12,7 +12,8 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 import mlx_paged
 from mlx_paged import PagedConfig, PagedKVCache, PoolExhaustedError, PromptCacheError
-from tests.support.models.builders import KINDS, WINDOW, build, greedy, prompt_of, rms
+from tests.support.models.batch_runs import assert_released
+from tests.support.models.builders import KINDS, WINDOW, assert_same, build, greedy, prompt_of
 from tests.support.samples import each_value
 
 # Below, at and past the window; after prefill only, and after decode steps that turned mlx-lm's ring.
@@ -50,8 +51,7 @@ def test_round_trips_with_stock(kind: str, tokens: tuple[int, int], tmp_path: Pa
     adopted = mlx_paged.adopt_prompt_cache(model, loaded)
     assert all(isinstance(c, PagedKVCache) for c in adopted)
     got = goes_on(model, adopted)
-    assert got[0] == expected[0]
-    assert rms(got[1], expected[1]) == 0.0
+    assert_same(got, expected)
     # Stock file, used as the stock cache it is.
     got = goes_on(model, upstream.load_prompt_cache(file))
     assert got[0] == expected[0]
@@ -60,8 +60,7 @@ def test_round_trips_with_stock(kind: str, tokens: tuple[int, int], tmp_path: Pa
     mlx_paged.pool_of(model).check_integrity()
     mlx_paged.remove_patches()
     got = goes_on(model, upstream.load_prompt_cache(paged_file))
-    assert got[0] == expected[0]
-    assert rms(got[1], expected[1]) == 0.0
+    assert_same(got, expected)
 
 
 def test_saved_file_names_only_stock_classes(tmp_path: Path) -> None:
@@ -87,9 +86,7 @@ def test_prompt_cache_of_another_model_is_refused(other: dict[str, int], message
     mlx_paged.apply_patches()
     with pytest.raises(PromptCacheError, match=message):
         mlx_paged.adopt_prompt_cache(model, upstream.load_prompt_cache(file))
-    pool = mlx_paged.pool_of(model)
-    pool.check_integrity()
-    assert pool.stats().live_blocks == 0
+    assert_released(model)
     assert len(greedy(model, prompt_of(5), 4)[0]) == 4
 
 
@@ -124,8 +121,7 @@ def test_trim_and_reuse_of_a_prompt_cache_equals_stock() -> None:
     expected = run()
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     got = run()
-    assert got[0] == expected[0]
-    assert rms(got[1], expected[1]) == 0.0
+    assert_same(got, expected)
 
 
 @pytest.mark.parametrize("max_kv_size", [None, 24])

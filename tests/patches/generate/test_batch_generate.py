@@ -222,9 +222,9 @@ def test_samplers_processors_and_stop_sequences_are_each_rows_own() -> None:
 
 
 def test_batch_generate_equals_stock(capsys: pytest.CaptureFixture[str]) -> None:
-    from tests.patches.test_parity import PlainTokenizer
+    from tests.support.models.tokenizers import plain_tokenizer
 
-    model, tokenizer = model_of("llama"), PlainTokenizer()
+    model, tokenizer = model_of("llama"), plain_tokenizer()
     prompts = [prompt_of(n, seed=n).tolist() for n in (3, 40, 17)]
     options = {"max_tokens": [9, 5, 7], "return_prompt_caches": True, "return_token_ids": True}
 

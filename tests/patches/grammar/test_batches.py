@@ -22,9 +22,9 @@ from mlx_paged.engine.grammar.grammar import CompiledGrammar, GrammarProcessor
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.errors import GrammarError, RequestFailedError
 from mlx_paged.patches.generate.upstream import UPSTREAM
-from tests.support.models.batch_runs import generator, kv_budget
+from tests.support.models.batch_runs import assert_released, generator, kv_budget
 from tests.support.models.builders import KINDS, build, greedy, perturbed, prompt_of
-from tests.support.models.byte_tokenizer import EOS, EOT, byte_tokenizer
+from tests.support.models.tokenizers import EOS, EOT, byte_tokenizer
 
 SCHEMAS: list[dict[str, Any]] = [
     {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["a"]}
@@ -194,8 +194,7 @@ def test_a_grammar_that_raises_fails_its_request_alone() -> None:
     assert list(run.failures) == [at_fault] and isinstance(run.failures[at_fault].__cause__, GrammarError)
     assert len(run.answers[free]) == 12
     run.check(fine, SCHEMAS[0])
-    mlx_paged.pool_of(model).check_integrity()
-    assert mlx_paged.pool_of(model).stats().live_blocks == 0
+    assert_released(model)
 
 
 def test_an_ambiguous_grammar_fails_its_request_alone() -> None:

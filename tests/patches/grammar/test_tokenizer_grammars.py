@@ -17,7 +17,7 @@ from mlx_paged.engine.grammar.grammar import CompiledGrammar, Grammar, Part
 from mlx_paged.patches.grammar.tokenizer_grammars import TokenizerGrammars, behind_reasoning, reasons_first, tool_format
 from mlx_paged.server.constraint import constraint_of
 from mlx_paged.server.errors import RequestRefused
-from tests.support.models.byte_tokenizer import CALL, CALL_END, EOS, EOT, THINK, THINK_END, byte_tokenizer
+from tests.support.models.tokenizers import CALL, CALL_END, EOS, EOT, THINK, THINK_END, byte_tokenizer
 
 CITY = {
     "type": "object",

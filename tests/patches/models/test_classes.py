@@ -29,10 +29,10 @@ from mlx_paged.prefix.store import SharedPrefixes
 from scripts.model_matrix import lines_of_page
 from scripts.support import model_configs
 from scripts.support.model_configs import CHUNK, WINDOW
-from tests.patches.test_parity import PlainTokenizer
 from tests.support.models.batch_runs import generator
 from tests.support.models.builders import greedy, rms
 from tests.support.models.builders import prompt_of as random_prompt
+from tests.support.models.tokenizers import plain_tokenizer
 from tests.support.processes.server_process import ServerProcess
 
 MODELS = {
@@ -113,7 +113,7 @@ def draft_of(case: Case) -> Any:
 
 def speculate(case: Case, draft: Any, length: int, num_tokens: int, **options: Any) -> Any:
     """The tokens, whether each is the draft's, and its log-probabilities; or what was raised."""
-    tokenizer, prompt = PlainTokenizer(), prompt_of(length)
+    tokenizer, prompt = plain_tokenizer(), prompt_of(length)
     try:
         responses = list(
             stream_generate(case.model, tokenizer, prompt, num_tokens, draft, num_draft_tokens=2, **options)

@@ -11,6 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from tests.support.models.batch_runs import assert_released
 from tests.support.models.builders import VOCAB, build, prompt_of
 
 pytestmark = pytest.mark.usefixtures("no_fall_through")
@@ -55,9 +56,7 @@ def test_sequences_join_finish_and_reuse_blocks_mid_pipeline(schedules: int) -> 
                 assert tokens == stock[job][:count], (schedule, job)
                 del steps
         assert mlx_paged.last_dispatch().path == "kernel"
-    pool = mlx_paged.pool_of(model)
-    pool.check_integrity()
-    assert pool.stats().live_blocks == 0
+    assert_released(model)
 
 
 @pytest.mark.gpu

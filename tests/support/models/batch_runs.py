@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,6 +97,18 @@ def run_all(gen: Any, outcomes: dict[int, Outcome]) -> None:
         collect(outcomes, prompts, generated)
 
 
+def run_requests(gen: Any, prompts: Sequence[list[int]], num_tokens: Sequence[int], **options: Any) -> list[Outcome]:
+    """Insert requests, run to the end, and return what each delivered."""
+    outcomes = {uid: Outcome() for uid in gen.insert(list(prompts), list(num_tokens), **options)}
+    run_all(gen, outcomes)
+    return list(outcomes.values())
+
+
+def answers(gen: Any, prompts: Sequence[list[int]], num_tokens: Sequence[int], **options: Any) -> list[list[int]]:
+    """Like `run_requests`; return the tokens alone."""
+    return [outcome.tokens for outcome in run_requests(gen, prompts, num_tokens, **options)]
+
+
 def check(kind: str, spec: Spec, outcome: Outcome) -> None:
     """The request delivered its solo run's tokens, each once, with their log-probabilities."""
     tokens, logprobs = solo(kind, spec)
@@ -109,9 +122,22 @@ def check(kind: str, spec: Spec, outcome: Outcome) -> None:
 
 def check_released(kind: str) -> None:
     gc.collect()
-    pool = mlx_paged.pool_of(model_of(kind))
+    assert_released(model_of(kind))
+
+
+def assert_released(model: Any, cached: int = 0) -> None:
+    """The model's pool is whole, and nothing holds a block of it (but ``cached`` ones)."""
+    pool = mlx_paged.pool_of(model)
     pool.check_integrity()
-    assert pool.stats().live_blocks == 0
+    assert pool.stats().live_blocks == cached
+
+
+def fall_throughs(call: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """The call's result, and its warnings of what is not paged."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = call()
+    return result, [str(w.message) for w in caught if issubclass(w.category, mlx_paged.NotPagedWarning)]
 
 
 def kv_budget(model: Any, num_blocks: int, block_size: int) -> int:

@@ -90,3 +90,9 @@ def greedy(model: Any, prompt: mx.array, num_tokens: int = 64, **kwargs: Any) ->
 
 def rms(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.sqrt(np.mean((a.astype(np.float64) - b.astype(np.float64)) ** 2)))
+
+
+def assert_same(got: tuple[list[int], np.ndarray], expected: tuple[list[int], np.ndarray]) -> None:
+    """The same tokens, and log-probabilities that are equal bit for bit."""
+    assert got[0] == expected[0]
+    assert rms(got[1], expected[1]) == 0.0

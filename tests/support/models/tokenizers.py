@@ -1,11 +1,11 @@
-"""A tokenizer without a file: a token for each byte, and a few for words and markers."""
-
-from __future__ import annotations
+"""Tokenizers without a file: a token for each byte and for markers, or one for each word."""
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from tests.support.models.builders import VOCAB
 
 EOS, EOT, THINK, THINK_END, CALL, CALL_END = range(256, 262)
 MARKERS = ["<eos>", "<eot>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
@@ -37,3 +37,14 @@ def _byte_of(letter: str) -> int:
         return ord(letter)
     others = [byte for byte in range(256) if byte not in plain]
     return others[ord(letter) - 256]
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Each token is a word, "w0" to "w319", and none ends an answer."""
+    inner = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w0", eos_token=None)
+
+
+def plain_tokenizer() -> TokenizerWrapper:
+    return TokenizerWrapper(word_tokenizer())
