@@ -1,7 +1,5 @@
 """--json-schema, and what lines of prompts files say of their answers."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """mlx_paged.generate --prompts-file: whole runs on a small model."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import json

@@ -1,7 +1,5 @@
 """mlx_paged.generate and python -m mlx_paged as processes, on a small model folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

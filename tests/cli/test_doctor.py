@@ -1,7 +1,5 @@
 """``python -m mlx_paged doctor``: what it prints, and when it fails."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``doctor --report``: what is in the file, also when the doctor does not come to its end."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

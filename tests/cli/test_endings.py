@@ -1,7 +1,5 @@
 """How commands end: versions, flags that cannot be used, a reader that has gone, a full disk, interrupts."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

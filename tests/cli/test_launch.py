@@ -1,7 +1,5 @@
 """mlx_paged launch: a client over a server of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 """However MLX cuts kernels into command buffers, and whatever streams they are on, blocks are read after they are
 written and written after they are read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """--kv-bits, --kv-rotate and --prompt-lookup in mlx_paged.generate and mlx_paged.server, as processes; and a line's own
 prompt_lookup. tests/test_config.py has their values."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

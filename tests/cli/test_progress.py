@@ -1,7 +1,5 @@
 """The progress bar of a batch run."""
 
-from __future__ import annotations
-
 import io
 
 from mlx_paged.cli.prompts_file import Counts

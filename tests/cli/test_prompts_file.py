@@ -1,7 +1,5 @@
 """The file of --prompts-file and its results: reading prompts, writing in order, going on where a run ended."""
 
-from __future__ import annotations
-
 import io
 import json
 import resource

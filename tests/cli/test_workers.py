@@ -1,7 +1,5 @@
 """The doctor's jobs in several processes: who runs what, and what becomes of the jobs of one that dies."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -1,7 +1,5 @@
 """A random case, run by stock mlx-lm one request after the other, and by the patched batch generator."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib

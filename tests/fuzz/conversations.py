@@ -1,7 +1,5 @@
 """Random conversations over one prompt cache (turns, forks, trims, files, drafts, bounds) against stock mlx-lm."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib

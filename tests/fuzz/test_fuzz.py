@@ -1,7 +1,5 @@
 """Random batches, conversations, look-ups and threads against stock mlx-lm's single runs. A few seeds always run."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from contextlib import ExitStack

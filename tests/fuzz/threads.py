@@ -1,7 +1,5 @@
 """Random generations in several threads at once, over one model, against stock mlx-lm's single runs."""
 
-from __future__ import annotations
-
 import importlib
 import random
 import threading

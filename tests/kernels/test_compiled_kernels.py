@@ -1,7 +1,5 @@
 """Kernels that are compiled here: their texts, what a launch is given, and when MLX compiles instead."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

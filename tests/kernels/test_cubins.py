@@ -1,7 +1,5 @@
 """Machine code of kernels: compiled once for a machine, by several threads, and never a bad file used."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator

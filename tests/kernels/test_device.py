@@ -1,7 +1,5 @@
 """Kernels that a GPU has too little shared memory for are not chosen, and launch bounds follow what fits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import mlx.core as mx

@@ -3,8 +3,6 @@
 Its text is tested on the emulator in tests/msl/sampling.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

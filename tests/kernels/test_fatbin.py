@@ -1,7 +1,5 @@
 """Fat binaries: what is packed can be unpacked by LZ4's rules, in the container that NVIDIA's tool writes."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import struct

@@ -1,7 +1,5 @@
 """Trials of texts: once each, and what is taken instead of a variant whose text does not compile."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock

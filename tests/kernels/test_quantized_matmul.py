@@ -1,7 +1,5 @@
 """Products with quantised weights: all rows in one, and dequantised weights for many rows, a few of them at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

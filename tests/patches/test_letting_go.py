@@ -1,7 +1,5 @@
 """What a batch, a row, a response or a failure held is free as soon as it is dropped, without the cyclic collector."""
 
-from __future__ import annotations
-
 import importlib
 import types
 import weakref
@@ -24,7 +22,6 @@ from mlx_paged.server.engine_loop import EngineLoop, Row, Work
 from mlx_paged.server.health.memory import MemoryWatch
 from mlx_paged.server.report.server_stats import ServerStats
 from mlx_paged.server.request import ModelKey, Prompt, ServerRequest
-from scripts.support import model_configs
 from tests.support.models.batch_runs import generator, kv_budget
 from tests.support.models.builders import build, greedy, perturbed, prompt_of
 from tests.support.models.tokenizers import plain_tokenizer
@@ -140,19 +137,6 @@ def test_bounded_runs_and_batches_free_their_blocks(model: Any) -> None:
     assert live_blocks(model) > 0
     del gen
     assert live_blocks(model) == 0
-
-
-def test_finished_requests_over_latents_free_their_blocks() -> None:
-    """Its attention computes with the fetched keys: waiting for that must not keep the finished sequence."""
-    model = model_configs.build("deepseek_v3")
-    generator(model)
-    per_block = sum(group.bytes_per_block for group in mlx_paged.pool_of(model).groups)
-    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK, kv_cache_memory=14 * per_block))
-    gen = generator(model)
-    for length in (170, 171, 172):
-        gen.insert([(prompt_of(length, seed=length) % model_configs.VOCAB).tolist()], [20])
-        assert not drain(gen)
-        assert live_blocks(model) == 0
 
 
 # Responses ------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """What changes between generations, or during them: the configuration, the patches, the model's dtype."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

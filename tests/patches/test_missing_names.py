@@ -1,7 +1,5 @@
 """An mlx-lm that lacks a name an adapter imports: that adapter's patch is left out, and the others are applied."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Generation under the patches equals stock mlx-lm, bit for bit on the gather path."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools

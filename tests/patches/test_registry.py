@@ -1,15 +1,11 @@
 """apply_patches and remove_patches: idempotent, reversible, and only on upstream code they know."""
 
-from __future__ import annotations
-
-import gc
 import importlib
 import subprocess
 import sys
 import threading
 import types
 import warnings
-import weakref
 
 import mlx.nn as nn
 import pytest
@@ -178,24 +174,6 @@ def test_environment_variables_configure(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (pool.block_size, pool.memory_budget) == (16, 3_000_000)
 
 
-def test_two_models_have_pools_of_their_own() -> None:
-    llama, gemma = build("llama"), build("gemma3")
-    expected = [greedy(m, prompt_of(50), 10)[0] for m in (llama, gemma)]
-    mlx_paged.apply_patches()
-    assert [greedy(m, prompt_of(50), 10)[0] for m in (llama, gemma)] == expected
-    assert mlx_paged.pool_of(llama) is not mlx_paged.pool_of(gemma)
-
-
-def test_a_pool_dies_with_its_model() -> None:
-    model = build("llama")
-    mlx_paged.apply_patches()
-    greedy(model, prompt_of(9), 2)
-    pool = weakref.ref(mlx_paged.pool_of(model))
-    del model
-    gc.collect()
-    assert pool() is None
-
-
 def test_patching_from_many_threads_is_safe() -> None:
     before = upstream_symbols()
     errors: list[BaseException] = []
@@ -216,18 +194,6 @@ def test_patching_from_many_threads_is_safe() -> None:
     assert not errors
     mlx_paged.remove_patches()
     assert all(before[name] is value for name, value in upstream_symbols().items())
-
-
-def test_a_paged_cache_outlives_the_patches() -> None:
-    """After remove_patches() upstream's attention runs on it through update_and_fetch, with the same tokens."""
-    from mlx_lm.models import cache
-
-    model = build("gemma3")
-    expected = greedy(model, prompt_of(60), 12)[0]
-    mlx_paged.apply_patches()
-    paged = cache.make_prompt_cache(model)
-    mlx_paged.remove_patches()
-    assert greedy(model, prompt_of(60), 12, prompt_cache=paged)[0] == expected
 
 
 class SelfAttention(nn.Module):

@@ -1,7 +1,5 @@
 """Heads over ranks, of which both are played here; tests/engine/ranks and tests/cli/ranks have real ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Detach, park, adopt: references only, the right tokens, and the same results as computing them again."""
 
-from __future__ import annotations
-
 import copy
 import gc
 

@@ -1,7 +1,5 @@
 """What RadixTree gives up and what it keeps: locks, recency, limits, time to live."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """model_identity(): whatever keys and values depend on is in it, and nothing that differs between processes is."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """What sequences have in common is quantised once: adopted, parked, spilled, restored and saved prefixes are the same
 rows, and a run from them has the same bits as one that computed everything."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

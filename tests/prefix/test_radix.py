@@ -1,7 +1,5 @@
 """RadixTree, one rule at a time: matching, inserting, windows, accounts. test_radix_properties.py tries all of them."""
 
-from __future__ import annotations
-
 import gc
 import threading
 

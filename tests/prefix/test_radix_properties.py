@@ -1,7 +1,5 @@
 """Random prefixes over a small alphabet against a model that compares every prefix with every other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Prefixes of rotated pages: the same rows wherever they come from, and never those of pages that are not rotated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Blocks on disk come back bit for bit, or not at all."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import threading

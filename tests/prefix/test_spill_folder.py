@@ -1,7 +1,5 @@
 """What may be in a spill folder: each file's fault is its own, and others of the machine's users see none of them."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import stat

@@ -1,7 +1,5 @@
 """Ranks with a folder each: a prefix comes back as far as all of them have it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

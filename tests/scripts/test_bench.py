@@ -1,7 +1,5 @@
 """scripts/bench.py: each command once on a tiny model, as a user runs it; and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,8 +1,6 @@
 """scripts/demo_model.py: a whole folder or an error in one line. Most tests use a tiny model in a wheel of the expected
 name, so they need no network; those marked ``demo_model`` use the real one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

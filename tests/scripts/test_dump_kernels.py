@@ -1,8 +1,6 @@
 """scripts/dump_kernels.py and scripts/support/compile_metal.py: the texts are those that MLX would compile, and what
 Apple's compiler would say of them. libclang stands in for it, and a fake xcrun for the program."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

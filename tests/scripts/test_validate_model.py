@@ -1,7 +1,5 @@
 """scripts/validate_model.py: passes for what we ship, fails for a paged path that differs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

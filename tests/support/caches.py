@@ -1,7 +1,5 @@
 """Paged and dense caches of one sequence, the keys and values they take, and what "the same" means."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

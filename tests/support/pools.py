@@ -1,7 +1,5 @@
 """Small pools, noise to write to them, and what they are to hold."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

@@ -3,8 +3,6 @@
 Radix trees of such sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from typing import Any
 

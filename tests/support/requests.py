@@ -1,7 +1,5 @@
 """Requests without a model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

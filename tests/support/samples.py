@@ -1,7 +1,5 @@
 """Sweeps over several dimensions: which of their cases always run. The others are slow."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The formulas of mlx-lm's samplers and penalties, in NumPy's float64, one row at a time."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

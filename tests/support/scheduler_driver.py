@@ -1,7 +1,5 @@
 """A scheduler without a model: a memory of numbered blocks, and a driver that does what its plans say."""
 
-from __future__ import annotations
-
 from mlx_paged.engine.request import Request
 from mlx_paged.engine.scheduler import Growth, ScheduledStep, Scheduler
 from mlx_paged.errors import PoolExhaustedError

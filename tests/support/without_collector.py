@@ -1,7 +1,5 @@
 """Python's cyclic collector switched off, and what it would have found."""
 
-from __future__ import annotations
-
 import gc
 import types
 from collections import Counter

@@ -1,7 +1,5 @@
 """mlx_paged.generate on two ranks, as mlx.launch starts it: the output of one process, from the first rank alone."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

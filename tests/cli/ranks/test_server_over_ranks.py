@@ -1,7 +1,5 @@
 """mlx_paged.server on two ranks: the answers of one process, through the official client; and what ends it."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal

@@ -3,8 +3,6 @@
 Its text is tested on the emulator in tests/msl/test_layers.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

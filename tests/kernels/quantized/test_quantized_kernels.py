@@ -1,7 +1,5 @@
 """Kernels over quantised pages on a real GPU (skipped elsewhere)."""
 
-from __future__ import annotations
-
 import random
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """The rotation: orthonormal, its own inverse, each vector by itself."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

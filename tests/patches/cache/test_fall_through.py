@@ -1,28 +1,20 @@
 """What is not paged runs on stock mlx-lm, with the same results and one warning that says why."""
 
-from __future__ import annotations
-
-import warnings
+import importlib
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import pytest
-from mlx_lm import batch_generate
 from mlx_lm.models import cache as upstream
-from mlx_lm.models import mamba, qwen2
+from mlx_lm.models import qwen2
 
 import mlx_paged
-from mlx_paged import GeometryError, NotPagedWarning, PagedConfig, PagedKVCache, PoolExhaustedError
+from mlx_paged import GeometryError, PagedConfig, PoolExhaustedError
 from mlx_paged.patches.cache.layout import layout_of, why_one_by_one
-from tests.support.models.batch_runs import generator
+from scripts.support import model_configs
+from tests.support.models.batch_runs import fall_throughs, generator
 from tests.support.models.builders import COMMON, assert_same, build, greedy, prompt_of
-from tests.support.models.tokenizers import plain_tokenizer
-
-
-def fall_throughs(call) -> tuple[object, list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = call()
-    return result, [str(w.message) for w in caught if issubclass(w.category, NotPagedWarning)]
+from tests.support.models.recurrent import build_recurrent
 
 
 def test_quantized_kv_goes_on_in_mlx_lms_cache() -> None:
@@ -53,10 +45,7 @@ def test_max_kv_size_without_room_uses_mlx_lms_cache(size: int) -> None:
 
 
 def test_ssm_layers_use_mlx_lms_cache() -> None:
-    mx.random.seed(0)
-    args = {"hidden_size": 64, "intermediate_size": 128, "state_size": 16, "num_hidden_layers": 2, "conv_kernel": 4}
-    args = {**args, "vocab_size": COMMON["vocab_size"], "use_bias": False, "use_conv_bias": True, "time_step_rank": 8}
-    model = mamba.Model(mamba.ModelArgs(model_type="mamba", **args))
+    model = build_recurrent("mamba")
     expected = greedy(model, prompt_of(20), 10)[0]
     mlx_paged.apply_patches()
     got, messages = fall_throughs(lambda: greedy(model, prompt_of(20), 10)[0])
@@ -105,56 +94,6 @@ def test_foreign_models_are_batched_in_one_call_behind_the_seam_only() -> None:
         assert "elsewhere" in why_one_by_one(model, stock)
 
 
-def test_batch_generation_is_paged() -> None:
-    model, tokenizer = build("gemma3"), plain_tokenizer()
-    prompts = [prompt_of(n, seed=n).tolist() for n in (5, 61, 23)]
-
-    def run() -> list[str]:
-        return batch_generate(model, tokenizer, prompts, max_tokens=12).texts
-
-    expected = run()
-    mlx_paged.apply_patches()
-    got, messages = fall_throughs(run)
-    assert got == expected
-    assert not messages
-
-
-def test_paged_caches_can_be_handed_to_batch_generation() -> None:
-    """A cache computed alone joins a batch."""
-    model, tokenizer = build("llama"), plain_tokenizer()
-
-    def run() -> list[str]:
-        caches = []
-        for n in (12, 40):
-            cache = upstream.make_prompt_cache(model)
-            model(prompt_of(n, seed=n)[None], cache=cache)
-            caches.append(cache)
-        tails = [prompt_of(3, seed=1).tolist(), prompt_of(8, seed=2).tolist()]
-        return batch_generate(model, tokenizer, tails, prompt_caches=caches, max_tokens=12).texts
-
-    expected = run()
-    mlx_paged.apply_patches()
-    assert fall_throughs(run)[0] == expected
-
-
-def test_several_rows_in_one_cache_turn_it_into_mlx_lms() -> None:
-    model = build("gemma3")
-    rows = mx.stack([prompt_of(50, seed=1), prompt_of(50, seed=2)])
-
-    def run() -> list[mx.array]:
-        cache = upstream.make_prompt_cache(model)
-        logits = [model(rows, cache=cache)]
-        logits.append(model(rows[:, :1], cache=cache))
-        assert cache[0].offset == 51
-        return logits
-
-    expected = run()
-    mlx_paged.apply_patches()
-    got, messages = fall_throughs(run)
-    assert all(mx.array_equal(a, b) for a, b in zip(got, expected, strict=True))
-    assert len(messages) == 1
-
-
 def test_another_number_of_rows_is_an_error_and_nothing_is_lost() -> None:
     model = build("llama")
     mlx_paged.apply_patches()
@@ -190,6 +129,22 @@ def test_generation_past_the_budget_says_so_and_leaves_the_pool_whole() -> None:
     assert len(greedy(model, prompt_of(30), 20)[0]) == 20
 
 
-def test_paged_caches_are_made_only_where_every_layer_has_an_adapter() -> None:
-    mlx_paged.apply_patches()
-    assert all(isinstance(c, PagedKVCache) for c in upstream.make_prompt_cache(build("llama-sliding")))
+def test_a_model_that_keeps_what_it_computes_runs_in_another_thread() -> None:
+    """Gemma 3n clips weights in each pass and keeps the clipped ones."""
+    generate = importlib.import_module("mlx_lm.generate")
+    model = model_configs.build("gemma3n")
+    prompt = [1, 2, 3, 4, 5]
+    expected = [token for token, _ in generate.generate_step(mx.array(prompt), model, max_tokens=5)]
+    mlx_paged.apply_patches(mlx_paged.PagedConfig(block_size=16, kv_cache_memory=32 << 20))
+    generator = generate.BatchGenerator(model)
+
+    def run() -> list[int]:
+        generator.insert([prompt], [5])
+        tokens = []
+        while responses := generator.next_generated():
+            tokens += [response.token for response in responses]
+        return tokens
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(run).result() == expected
+    generator.close()

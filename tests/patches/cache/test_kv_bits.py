@@ -1,6 +1,6 @@
-"""Quantised pages under mlx-lm: its own quantised cache's tokens, by a call's options or by the configuration."""
+"""Quantised pages under mlx-lm, rotated or not: its quantised cache's tokens, batches, files, and what is refused."""
 
-from __future__ import annotations
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -14,10 +14,9 @@ import mlx_paged
 from mlx_paged import ConfigError, PagedConfig, PagedKVCache, PromptCacheError
 from mlx_paged.config import QUANTIZED_KV_START
 from mlx_paged.kv.storage.base import PageFormat
-from tests.patches.cache.test_fall_through import fall_throughs
+from tests.support.models.batch_runs import assert_released, fall_throughs
 from tests.support.models.builders import KINDS, assert_same, build, greedy, perturbed, prompt_of, rms
 from tests.support.models.tokenizers import plain_tokenizer
-from tests.support.samples import each_value
 
 STEP = 16
 
@@ -99,19 +98,27 @@ def test_a_speculating_model_and_its_draft_are_quantised() -> None:
     assert [mlx_paged.pool_of(each).page_format for each in (model, draft)] == [PageFormat(8, 8, 64)] * 2
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize(("count", "kind"), each_value((5, 17, 1), KINDS))
-def test_ragged_batches_equal_their_solo_runs(kind: str, count: int) -> None:
+RAGGED = [("llama", 5, 8, False), ("qwen3", 1, 4, False), ("gemma3", 5, 8, True)]
+SLOW_RAGGED = [
+    (kind, count, 8 if (count == 5) == rotate else 4, rotate)
+    for rotate in (False, True) for count in (1, 5, 17) for kind in KINDS
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "bits", "rotate"),
+    [*RAGGED, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_RAGGED)],
+)
+def test_ragged_batches_equal_their_solo_runs(kind: str, count: int, bits: int, rotate: bool) -> None:
     model = build(kind)
     prompts = [prompt_of(1 + (17 * n) % 71, seed=n).tolist() for n in range(count)]
-    mlx_paged.apply_patches(PagedConfig(kv_bits=4 if count == 5 else 8, kv_group_size=32, block_size=8))
+    mlx_paged.apply_patches(PagedConfig(kv_bits=bits, kv_group_size=32, block_size=8, kv_rotate=rotate))
     solo = [" ".join(f"w{t}" for t in greedy(model, mx.array(prompt), 6)[0]) for prompt in prompts]
     got, messages = fall_throughs(lambda: batch_generate(model, plain_tokenizer(), prompts, max_tokens=6).texts)
     assert [text.split() for text in got] == [text.split() for text in solo]
-    pool = mlx_paged.pool_of(model)
-    assert not messages and all(group.is_quantized for group in pool.groups)
-    pool.check_integrity()
-    assert pool.stats().live_blocks == 0
+    groups = mlx_paged.pool_of(model).groups
+    assert not messages and all(group.is_quantized and group.geometry.format.rotate == rotate for group in groups)
+    assert_released(model)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -225,3 +232,80 @@ def test_what_mlx_lm_has_no_quantized_cache_for_is_saved_dequantised(tmp_path) -
             assert np.isin(np.array(held), np.array(theirs.keys)).all()
     again = mlx_paged.adopt_prompt_cache(model, loaded)
     assert [c.offset for c in again] == [60] * len(cache)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probabilities_are_near_to_those_of_dense_pages(kind: str) -> None:
+    model = wide(kind)
+    mlx_paged.apply_patches()
+    expected = greedy(model, prompt_of(45), 1)[1]
+    mlx_paged.apply_patches(PagedConfig(kv_bits=8))
+    plain = greedy(model, prompt_of(45), 1)[1]
+    mlx_paged.apply_patches(PagedConfig(kv_bits=8, kv_rotate=True))
+    got, messages = fall_throughs(lambda: greedy(model, prompt_of(45), 1)[1])
+    assert not messages and rms(got, plain) > 0
+    assert 0 < rms(got, expected) < 2 * rms(plain, expected) < 0.2  # noise has no outliers
+    assert mlx_paged.pool_of(model).page_format == PageFormat(8, 8, 64, True)
+
+
+def test_a_calls_kv_bits_go_with_rotated_pages() -> None:
+    """A call says nothing of rotation: the configuration does."""
+    model = wide("llama")
+    mlx_paged.apply_patches(PagedConfig(kv_bits=4, kv_rotate=True))
+    cache = upstream.make_prompt_cache(model)
+    model(prompt_of(20)[None], cache=cache)
+    next(generate_step(prompt_of(3), model, prompt_cache=cache, kv_bits=4))
+    assert all(isinstance(c, PagedKVCache) and c.pool.page_format.rotate for c in cache)
+    with pytest.raises(PromptCacheError, match="4 bits in groups of 64, rotated"):
+        next(generate_step(prompt_of(3), model, prompt_cache=cache, kv_bits=8))
+    greedy(model, prompt_of(5), 3, kv_bits=8)
+    assert mlx_paged.pool_of(model).page_format == PageFormat(8, 8, 64, True)
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+def test_rotated_pages_are_saved_dequantised_and_say_so(tmp_path: Path) -> None:
+    model = wide("llama")
+    mlx_paged.apply_patches(PagedConfig(kv_bits=8, kv_rotate=True))
+    cache = upstream.make_prompt_cache(model)
+    model(prompt_of(60)[None], cache=cache)
+    file = str(tmp_path / "cache.safetensors")
+    _, messages = fall_throughs(lambda: upstream.save_prompt_cache(file, cache))
+    assert len(messages) == 1 and "rotated" in messages[0] and "saved dequantised" in messages[0]
+    loaded = upstream.load_prompt_cache(file)
+    for mine, theirs in zip(cache, loaded, strict=True):
+        assert type(theirs) is KVCache and theirs.offset == 60
+        for read, saved in zip(mine.keys_and_values(), theirs.state[:2], strict=True):
+            assert mx.array_equal(read, saved)
+    again = mlx_paged.adopt_prompt_cache(model, loaded)
+    assert [c.offset for c in again] == [60] * len(cache)
+
+
+def test_mlx_lms_quantised_files_do_not_come_into_rotated_pages() -> None:
+    model = wide("llama")
+    stock = [QuantizedKVCache(64, 4) for _ in model.layers]
+    model(prompt_of(30)[None], cache=stock)
+    mlx_paged.apply_patches(PagedConfig(kv_bits=4, kv_rotate=True))
+    with pytest.raises(PromptCacheError, match=r"4 bits in groups of 64.*4 bits in groups of 64, rotated"):
+        mlx_paged.adopt_prompt_cache(model, stock)
+    assert mlx_paged.pool_of(model).stats().live_blocks == 0
+    dense = [KVCache() for _ in model.layers]
+    model(prompt_of(30)[None], cache=dense)
+    paged = mlx_paged.adopt_prompt_cache(model, dense)
+    assert paged[0].pool.stats().quantized_tokens == 30
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+def test_rotation_without_bits_is_refused_and_nothing_is_patched() -> None:
+    model = wide("llama")
+    with pytest.raises(ConfigError, match="kv_rotate is for quantised pages"):
+        mlx_paged.apply_patches(PagedConfig(kv_rotate=True))
+    assert not mlx_paged.is_applied()
+    mlx_paged.apply_patches(PagedConfig(kv_bits=8))
+    with pytest.raises(ConfigError, match="kv_rotate"):
+        mlx_paged.apply_patches(PagedConfig(kv_rotate=True))
+    greedy(model, prompt_of(5), 2)
+    assert mlx_paged.pool_of(model).page_format == PageFormat(8, 8, 64)  # as before

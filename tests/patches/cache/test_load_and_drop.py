@@ -1,7 +1,5 @@
 """A model that is dropped goes at once, with its pool: nothing waits for Python's cyclic collector."""
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref

@@ -1,7 +1,5 @@
 """One model used by several threads: as with stock mlx-lm, whoever fails, stops or ends in between."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Faults at every call that a part of a request's life makes: the request fails, and nothing else does."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import operator

@@ -1,8 +1,6 @@
 """What the batch generator accepts runs, whatever came before, in budgets from barely enough to ample; and when nothing
 is left to do, memory goes back."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import random

@@ -1,7 +1,5 @@
 """Sampling in batches: whose samplers are known, seeds, and what a step computes, fetches and keeps."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Speculative decoding on the caches of two models in one list, where layers share keys and have none of their own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

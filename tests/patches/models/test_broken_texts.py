@@ -1,7 +1,5 @@
 """A kernel text that only a later step needs and that does not compile: every request goes on, over gathered blocks."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

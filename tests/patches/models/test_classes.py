@@ -1,8 +1,6 @@
 """One model of each class through everything that is built on caches: speculative decoding, prompt caches kept, saved
 and loaded, prefixes shared in a batch, and the server. Prompts are longer than windows, except where it says so."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

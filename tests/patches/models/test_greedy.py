@@ -1,7 +1,5 @@
 """Greedy tokens are those that mlx-lm chooses, also where rounding makes several equally likely."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

@@ -1,8 +1,6 @@
 """Adapters, models behind the seam and latents over pools in place: one table, alone, in chunks and in ragged batches,
 against stock's runs of each alone. On a CPU over stand-ins for the kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

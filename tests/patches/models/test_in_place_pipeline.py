@@ -1,7 +1,5 @@
 """Pipelined decode over in-place pools: a large pool stays in place, and blocks change hands without a wrong token."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Generation over an in-place pool and the fused kernel equals stock mlx-lm; on a CPU over stand-ins for kernels."""
 
-from __future__ import annotations
-
 import copy
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Llama 4: layers that see chunks and layers that see everything, against plain masks over all keys."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """docs/models.md says what is so: a sample of families each time, all of them by `make test-models`."""
 
-from __future__ import annotations
-
 from importlib import metadata
 
 import mlx.core as mx

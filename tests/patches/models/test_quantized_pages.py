@@ -1,7 +1,5 @@
 """Quantised pages under models with sinks, soft caps, windows, shared keys, other states and latents."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -10,7 +8,7 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from scripts.model_matrix import PROMPTS, alone, batched, difference
 from scripts.support import model_configs
-from tests.patches.cache.test_fall_through import fall_throughs
+from tests.support.models.batch_runs import fall_throughs
 from tests.support.samples import each_value
 
 WIDE = {"head_dim": 32, "hidden_size": 128, "query_pre_attn_scalar": 32}

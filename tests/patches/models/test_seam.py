@@ -1,7 +1,5 @@
 """The seam: attention without an adapter runs over blocks if it gets back the arrays that its cache fetched."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import sys
@@ -21,10 +19,11 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.cache import lazy_kv
 from mlx_paged.cache.composites import leaves
+from mlx_paged.patches.cache.layout import PADDING_MATTERS, layout_of, why_one_by_one
 from mlx_paged.patches.models import seam
 from scripts.support import model_configs
 from tests.support.kernels.fake_kernels import fake_kernels
-from tests.support.models.builders import build, greedy, prompt_of, rms
+from tests.support.models.builders import KINDS, build, greedy, prompt_of, rms
 from tests.support.without_collector import without_collector
 
 ON = {"kernel": "on"}
@@ -233,12 +232,15 @@ def test_patching_twice_unpatching_and_other_options(model: Any) -> None:
     assert mlx_paged.pool_of(model) is None
 
 
-def test_caches_made_under_the_patches_work_without_them(model: Any) -> None:
-    expected = greedy(model, prompt(20), 10)[0]
+@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
+def test_caches_made_under_the_patches_work_without_them(name: str) -> None:
+    """After remove_patches() upstream's attention runs on it through update_and_fetch, with the same tokens."""
+    model = build(name) if name in KINDS else model_configs.build(name)
+    expected = greedy(model, prompt(60), 12)[0]
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     cache = fresh(model)
     mlx_paged.remove_patches()
-    assert greedy(model, prompt(20), 10, prompt_cache=cache)[0] == expected
+    assert greedy(model, prompt(60), 12, prompt_cache=cache)[0] == expected
 
 
 def test_a_module_imported_after_patching_is_patched_and_put_back() -> None:
@@ -269,12 +271,16 @@ def test_models_of_different_geometry_in_one_process() -> None:
     assert names == ["global, 2 x 16/16", "global, 1 x 16/16"]  # split where layers differ in KV heads
 
 
-def test_several_rows_in_one_cache_go_to_stock(model: Any) -> None:
-    rows = mx.stack([prompt(20, seed=1), prompt(20, seed=2)])
+@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
+def test_several_rows_in_one_cache_go_to_stock(name: str) -> None:
+    """Behind the seam and by an adapter; the caches become mlx-lm's."""
+    model = build(name) if name in KINDS else model_configs.build(name)
+    rows = mx.stack([prompt(50, seed=1), prompt(50, seed=2)])
     expected = [model(rows, cache=(cache := fresh(model))), model(rows[:, :1], cache=cache)]
     mlx_paged.apply_patches()
-    with pytest.warns(mlx_paged.NotPagedWarning, match="several sequences"):
+    with pytest.warns(mlx_paged.NotPagedWarning, match="several sequences") as warned:
         got = [model(rows, cache=(cache := fresh(model))), model(rows[:, :1], cache=cache)]
+    assert len(warned) == 1 and cache[0].offset == 51
     assert all(mx.array_equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
@@ -304,3 +310,67 @@ def test_prompt_caches_travel_through_files(name: str, tmp_path: Any) -> None:
     first()
     mlx_paged.remove_patches()
     assert second() == expected
+
+
+ATTENTION = ("stablelm", "phi", "phixtral", "plamo", "plamo2")
+ROWS = {"gpt_bigcode": "GPTBigCodeModel", "afm7": "AFMModel"}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_reads_the_blocks(name: str) -> None:
+    model = model_configs.build(name)
+    expected, _ = greedy(model, prompt(21), 12, prefill_step_size=8)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    tokens, _ = greedy(model, prompt(21), 12, prefill_step_size=8)
+    layout = layout_of(model)
+    assert tokens == expected and layout is not None
+    assert all(heads is not None for _, heads in layout.geometries) and not any(g.latent for g in layout.groups)
+
+
+@pytest.mark.parametrize("name", [*ATTENTION, *ROWS])
+def test_stock_caches_take_upstreams_way(name: str) -> None:
+    model, tokens = model_configs.build(name), prompt(9)[None]
+
+    def logits() -> mx.array:
+        cache = model.make_cache() if hasattr(model, "make_cache") else [upstream.KVCache() for _ in model.layers]
+        model(tokens, cache=cache)
+        return mx.concatenate([model(tokens[:, :1], cache=cache), model(tokens)[:, -1:]])
+
+    expected = logits()
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    assert mx.array_equal(logits(), expected)
+
+
+@pytest.mark.parametrize("name", ["stablelm", "phi"])
+def test_queries_have_the_dtype_of_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlx-lm casts to f32, and no kernel takes that over blocks of 16 bits."""
+    model = model_configs.build(name)
+    model.set_dtype(mx.bfloat16)
+    _, expected = greedy(model, prompt(21), 3, prefill_step_size=8)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    attend, seen = base.scaled_dot_product_attention, set()
+
+    def watched(queries: mx.array, *others: Any, **options: Any) -> mx.array:
+        seen.add(queries.dtype)
+        return attend(queries, *others, **options)
+
+    monkeypatch.setattr(base, "scaled_dot_product_attention", watched)
+    _, found = greedy(model, prompt(21), 3, prefill_step_size=8)
+    assert seen == {mx.bfloat16}
+    assert abs(found[0] - expected[0]).max() < 0.1  # of log-probabilities: roundings
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_rows_decode_together_only_with_the_adapter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_configs.build(name)
+
+    def reason() -> str | None:
+        upstream.make_prompt_cache(model)
+        layers = model.layers if not hasattr(model, "make_cache") else model.make_cache()
+        return why_one_by_one(model, [upstream.KVCache() for _ in layers])
+
+    original: Any = getattr(importlib.import_module(f"mlx_lm.models.{name}"), ROWS[name]).__call__
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    assert reason() is None
+    monkeypatch.setattr(getattr(importlib.import_module(f"mlx_lm.models.{name}"), ROWS[name]), "__call__", original)
+    assert reason() == PADDING_MATTERS.get(f"mlx_lm.models.{name}", reason()) and reason() is not None

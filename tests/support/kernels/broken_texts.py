@@ -1,7 +1,5 @@
 """Kernel texts that do not compile, for pools over stand-ins: choice and trial of the texts are the real ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

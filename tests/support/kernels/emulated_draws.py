@@ -1,7 +1,5 @@
 """The kernels that draw and that penalise, launched on the emulator as if on a GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

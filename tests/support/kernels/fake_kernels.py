@@ -4,8 +4,6 @@ They do what the kernels do, on the same arrays, and check the discipline the ke
 must be given the fence that the call before returned. The kernels' own text is tested in tests/msl.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """MLX's gather_mm for 16-bit types where it has none: on a CPU."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock

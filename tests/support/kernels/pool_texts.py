@@ -1,7 +1,5 @@
 """The texts that a pool in place cannot do without."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Quantised pages by NumPy: rows as MLX's kernels make them on a GPU, and pages of rows."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt

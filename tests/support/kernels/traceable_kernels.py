@@ -1,7 +1,5 @@
 """Stand-ins for the decode kernel that ``mx.compile`` itself can trace."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

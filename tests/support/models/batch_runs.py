@@ -1,7 +1,5 @@
 """Runs of the batch generator, and the solo runs of stock mlx-lm they are compared with."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """Random-weight models of each adapted family: small, but with grouped queries, several layers and odd sizes."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

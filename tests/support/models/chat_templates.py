@@ -1,7 +1,5 @@
 """Chat templates of ten families of models: data beside the tests, and two out of a wheel."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

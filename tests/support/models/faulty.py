@@ -1,7 +1,5 @@
 """The batch generator with a model and samplers that fail when told to, checked against solo runs at every step."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Small Llama 4 models, and what they give by plain masks over all keys: no cache, and no attention of MLX's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

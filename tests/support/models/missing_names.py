@@ -2,8 +2,6 @@
 all. Prints what happened, as JSON by name. In a process of its own, because all of the adapters are imported anew for
 each name."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Oracle: a proposer that knows what its row is going to say."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock

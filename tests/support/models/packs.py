@@ -1,7 +1,5 @@
 """Prompts that go through a model in packs, and what each of them would have got alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

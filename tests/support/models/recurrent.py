@@ -1,8 +1,6 @@
 """Random-weight models with recurrent states: alone (mamba), beside attention in each layer (falcon_h1), in turn with
 attention layers (qwen3_next)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

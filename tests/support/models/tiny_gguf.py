@@ -1,7 +1,5 @@
 """A two-layer model in a GGUF file, written the way GGUF's specification says, in a wheel of the demo model's name."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 import zipfile

@@ -1,7 +1,5 @@
 """A model folder as mlx-lm's server loads it: random weights, tiny, with the demo model's tokenizer."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

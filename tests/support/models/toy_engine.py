@@ -1,7 +1,5 @@
 """An engine without mlx-lm: a model whose tokens can be told on paper, and requests for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any

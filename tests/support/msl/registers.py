@@ -4,8 +4,6 @@ M1 and M2 give a thread 128 registers of 32 bits at full occupancy, and a body t
 Apple's compiler runs on a Mac only; this one is alike enough that what spills by a lot in one spills in the other.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

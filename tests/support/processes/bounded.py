@@ -1,7 +1,5 @@
 """Models and stock runs with a bounded cache (``max_kv_size``)."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

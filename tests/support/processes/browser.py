@@ -1,7 +1,5 @@
 """A Chromium without a window, spoken to by its debugging protocol over two pipes."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

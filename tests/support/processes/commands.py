@@ -1,7 +1,5 @@
 """Commands and scripts as processes of their own, without the imports of each: a warm interpreter forks for them."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

@@ -9,8 +9,6 @@ while it has the pool's turn:
 - ``loses``: as ``raises``, and a block of the pool is held by nobody.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

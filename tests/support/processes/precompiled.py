@@ -1,8 +1,6 @@
 """MLX on a CPU compiles each fused function with ``g++``, which reads some 60,000 lines of headers each time: here it
 finds them precompiled. What is compiled, and how, stays as it is."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """A server process on a free port of the loopback interface, for tests."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

@@ -1,7 +1,5 @@
 """A command whose stderr is a terminal."""
 
-from __future__ import annotations
-
 import os
 import pty
 

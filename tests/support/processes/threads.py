@@ -1,7 +1,5 @@
 """Threads of a test, whose failures are the test's."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any

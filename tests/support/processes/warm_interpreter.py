@@ -4,8 +4,6 @@
 the socket FD.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

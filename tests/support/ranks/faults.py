@@ -1,7 +1,5 @@
 """What goes wrong on one rank while all compute."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The server on a rank, a script. Rank 1's model raises for prompts that begin with :data:`FATAL`."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

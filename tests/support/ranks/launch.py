@@ -1,7 +1,5 @@
 """Several ranks on this machine, over MLX's ring, with the variables that ``mlx.launch`` gives them."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time

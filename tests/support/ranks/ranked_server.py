@@ -1,7 +1,5 @@
 """A server on several ranks, for tests."""
 
-from __future__ import annotations
-
 import re
 import signal
 import socket

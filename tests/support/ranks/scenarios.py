@@ -1,7 +1,5 @@
 """What ranks are made to do, one process at a time or several together; what comes of it must be the same."""
 
-from __future__ import annotations
-
 import importlib
 import random
 from collections.abc import Callable, Sequence

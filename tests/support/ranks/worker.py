@@ -3,8 +3,6 @@
 python worker.py FOLDER SCENARIO...
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Models with multi-head latent attention: decode steps attend over pages of latents, with stock's tokens."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Prompts of models with multi-head latent attention in packs, against stock's run of each alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""PagedPromptCache against mlx-lm's LRUPromptCache: the same calls, more found, nothing copied."""
-
-from __future__ import annotations
+"""Prompt caches: files both ways, the store that replaces mlx-lm's LRUPromptCache, and salts that part prefixes."""
 
 import copy
 import gc
@@ -14,13 +12,152 @@ from mlx_lm.models import cache as upstream
 from mlx_lm.models.cache import KVCache, LRUPromptCache, RotatingKVCache
 
 import mlx_paged
-from mlx_paged import PagedConfig
+from mlx_paged import PagedConfig, PagedKVCache, PoolExhaustedError, PromptCacheError
+from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
+from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.identity import model_identity
+from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.spill import SpillStore
 from mlx_paged.prefix.store import SharedPrefixes
-from tests.support.models.builders import KINDS, WINDOW, build, prompt_of
+from tests.support.models.batch_runs import assert_released, model_of
+from tests.support.models.builders import KINDS, WINDOW, assert_same, build, greedy, prompt_of
+from tests.support.models.recurrent import RECURRENT
+from tests.support.samples import each_value
+
+# Below, at and past the window; after prefill only, and after decode steps that turned mlx-lm's ring.
+HISTORIES = [(5, 0), (WINDOW - 1, 0), (WINDOW, 0), (WINDOW + 1, 3), (90, 0), (90, 1), (90, 17), (3, WINDOW + 9)]
+
+
+def history(model, prompt_tokens: int, decoded: int):
+    """A prompt cache after a prefill and some single-token steps, by the present binding."""
+    cache = upstream.make_prompt_cache(model)
+    tokens = prompt_of(prompt_tokens + decoded, seed=4)
+    model(tokens[None, :prompt_tokens], cache=cache)
+    for i in range(decoded):
+        model(tokens[None, prompt_tokens + i : prompt_tokens + i + 1], cache=cache)
+    mx.eval([c.state for c in cache])
+    return cache
+
+
+def goes_on(model, cache):
+    return greedy(model, prompt_of(6, seed=5), 10, prompt_cache=cache)
+
+
+# Always each history by a kind with windows and by one without: they are neighbours.
+@pytest.mark.sample(every=2)
+@pytest.mark.parametrize(("kind", "tokens"), each_value(KINDS, HISTORIES, times=2), ids=str)
+def test_round_trips_with_stock(kind: str, tokens: tuple[int, int], tmp_path: Path) -> None:
+    model, (prompt_tokens, decoded) = build(kind), tokens
+    file, paged_file = str(tmp_path / "stock.safetensors"), str(tmp_path / "paged.safetensors")
+    upstream.save_prompt_cache(file, history(model, prompt_tokens, decoded), {"model": "m"})
+    expected = goes_on(model, upstream.load_prompt_cache(file))
+
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    # Stock file, adopted into the pool.
+    loaded, metadata = upstream.load_prompt_cache(file, return_metadata=True)
+    assert metadata == {"model": "m"}
+    adopted = mlx_paged.adopt_prompt_cache(model, loaded)
+    assert all(isinstance(c, PagedKVCache) for c in adopted)
+    got = goes_on(model, adopted)
+    assert_same(got, expected)
+    # Stock file, used as the stock cache it is.
+    got = goes_on(model, upstream.load_prompt_cache(file))
+    assert got[0] == expected[0]
+    # Paged file, saved again after being adopted, and made by paged generation.
+    upstream.save_prompt_cache(paged_file, history(model, prompt_tokens, decoded), {"model": "m"})
+    mlx_paged.pool_of(model).check_integrity()
+    mlx_paged.remove_patches()
+    got = goes_on(model, upstream.load_prompt_cache(paged_file))
+    assert_same(got, expected)
+
+
+def test_saved_file_names_only_stock_classes(tmp_path: Path) -> None:
+    mlx_paged.apply_patches()
+    model = build("gemma3")
+    upstream.save_prompt_cache(str(tmp_path / "c.safetensors"), history(model, 70, 0))
+    kinds = {type(c).__name__ for c in upstream.load_prompt_cache(str(tmp_path / "c.safetensors"))}
+    assert kinds == {"KVCache", "RotatingKVCache"}
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"num_hidden_layers": 2}, "has 2 layers, the model 3"),
+        ({"num_key_value_heads": 3}, "3 KV heads of 32, the model has 2 of 32"),
+        ({"head_dim": 64}, "2 KV heads of 64, the model has 2 of 32"),
+    ],
+)
+def test_prompt_cache_of_another_model_is_refused(other: dict[str, int], message: str, tmp_path: Path) -> None:
+    file = str(tmp_path / "other.safetensors")
+    upstream.save_prompt_cache(file, history(build("llama", **other), 20, 0))
+    model = build("llama")
+    mlx_paged.apply_patches()
+    with pytest.raises(PromptCacheError, match=message):
+        mlx_paged.adopt_prompt_cache(model, upstream.load_prompt_cache(file))
+    assert_released(model)
+    assert len(greedy(model, prompt_of(5), 4)[0]) == 4
+
+
+def test_window_of_another_model_is_refused(tmp_path: Path) -> None:
+    file = str(tmp_path / "other.safetensors")
+    upstream.save_prompt_cache(file, history(build("gemma3", sliding_window=24), 20, 0))
+    mlx_paged.apply_patches()
+    with pytest.raises(PromptCacheError, match="another window"):
+        mlx_paged.adopt_prompt_cache(build("gemma3"), upstream.load_prompt_cache(file))
+
+
+def test_prompt_cache_larger_than_the_budget_is_refused(tmp_path: Path) -> None:
+    file = str(tmp_path / "c.safetensors")
+    model = build("llama")
+    upstream.save_prompt_cache(file, history(model, 200, 0))
+    mlx_paged.apply_patches(PagedConfig(kv_cache_memory=100_000))
+    with pytest.raises(PoolExhaustedError):
+        mlx_paged.adopt_prompt_cache(model, upstream.load_prompt_cache(file))
+    assert mlx_paged.pool_of(model).stats().live_blocks == 0
+
+
+def test_trim_and_reuse_of_a_prompt_cache_equals_stock() -> None:
+    """What mlx-lm's server does with a cache that is longer than the shared prefix."""
+    model = build("qwen3")
+
+    def run():
+        cache = history(model, 50, 0)
+        assert upstream.can_trim_prompt_cache(cache)
+        assert upstream.trim_prompt_cache(cache, 23) == 23
+        return goes_on(model, cache)
+
+    expected = run()
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    got = run()
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("max_kv_size", [None, 24])
+def test_scripts_that_ask_for_mlx_lms_classes_get_yes(max_kv_size: int | None) -> None:
+    """With the attributes that go with them; ``type`` is the paged one, and nothing of the others is inherited."""
+    model = build("llama-sliding") if max_kv_size is None else build("llama")
+    stock = upstream.make_prompt_cache(model, max_kv_size)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    paged = upstream.make_prompt_cache(model, max_kv_size)
+    for old, new in zip(stock, paged, strict=True):
+        assert type(new) is not type(old) and isinstance(new, PagedKVCache)
+        for kind in (KVCache, RotatingKVCache):
+            assert isinstance(new, kind) == isinstance(old, kind)
+        for name in ("max_size", "keep"):
+            assert getattr(new, name, None) == getattr(old, name, None)
+        assert isinstance(copy.deepcopy(new), PagedKVCache)
+
+
+def test_a_paged_cache_that_turned_into_mlx_lms_is_one() -> None:
+    model = build("llama")
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    cache = upstream.make_prompt_cache(model)
+    with pytest.warns(mlx_paged.NotPagedWarning):
+        model(mx.zeros((3, 4), mx.uint32), cache=cache)
+    assert all(type(layer) is KVCache and layer.keys is not None for layer in cache)
+
 
 BLOCK = 8
 KEY = ("model", None, None)
@@ -346,3 +483,87 @@ def test_a_pool_keeps_the_identity_it_began_with(tmp_path: Path) -> None:
     assert len(asked) == 2
     store.close()  # what is of the old model goes to disk, as that
     assert store.fetch_nearest_cache(KEY, [*prompt, 1]) == (None, [*prompt, 1])
+
+
+SALTS = [None, "a", "b", None, "a", "b"]
+
+
+def run(gen: Any, prompts: list[list[int]], salts: list[Any]) -> tuple[list[list[int]], list[int]]:
+    """The answers, and how many tokens each request found."""
+    uids = gen.insert_segments(
+        [[prompt] for prompt in prompts], [5] * len(prompts), options=[RequestOptions(salt=salt) for salt in salts]
+    )
+    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+    cached = dict.fromkeys(uids, 0)
+    while any(answer := gen.next()):
+        for response in answer[1]:
+            tokens[response.uid].append(response.token)
+            cached[response.uid] = response.num_cached
+    return [tokens[uid] for uid in uids], [cached[uid] for uid in uids]
+
+
+@pytest.mark.sample(every=4)
+@pytest.mark.parametrize("kind", [*KINDS, *RECURRENT])
+def test_a_burst_shares_within_a_salt(kind: str) -> None:
+    system = prompt_of(2 * WINDOW + 5, seed=1).tolist()
+    prompts = [system + prompt_of(5 + n, seed=10 + n).tolist() for n in range(len(SALTS))]
+    expected = [greedy(model_of(kind), mx.array(prompt), 5)[0] for prompt in prompts]
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+    model = model_of(kind)
+    prefixes = SharedPrefixes(RadixTree(prefix_pool_of(model)))
+    gen = PagedBatchGenerator(model, prefixes=prefixes, prefill_step_size=64)
+    answers, cached = run(gen, prompts, SALTS)
+    assert answers == expected
+    assert cached[:3] == [0, 0, 0] and min(cached[3:]) >= len(system) // BLOCK * BLOCK - BLOCK
+    # And later, when all are done: a new salt finds nothing, the old ones everything.
+    again, found = run(gen, prompts[:3], ["c", "a", None])
+    assert again == expected[:3] and found[0] == 0 and min(found[1:]) >= len(system) // BLOCK * BLOCK - BLOCK
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_the_prompt_cache_keeps_salts_apart(paged: bool) -> None:
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+    model, store = build("llama"), PagedPromptCache()
+    tokens = prompt_of(30).tolist()
+    caches = upstream.make_prompt_cache(model) if paged else [upstream.KVCache() for _ in model.layers]
+    mx.eval(model(mx.array(tokens)[None], cache=caches))
+    with store.salted("a"):
+        store.insert_cache(KEY, tokens, caches)
+        assert store.fetch_nearest_cache(KEY, [*tokens, 1])[1] == [1]
+        with store.salted("b"):
+            assert store.fetch_nearest_cache(KEY, [*tokens, 1])[0] is None
+    assert store.fetch_nearest_cache(KEY, [*tokens, 1])[0] is None
+    assert len(store) == 1 and store.nbytes > 0
+    assert sum(kind["n_sequences"] for kind in store.stats_by_type().values()) == 1
+    store.trim_to(n_sequences=0)
+    assert len(store) == 0
+
+
+def test_salts_are_apart_on_disk(tmp_path: Path) -> None:
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
+    model, tokens = build("llama"), prompt_of(4 * BLOCK + 3).tolist()
+
+    def new_store() -> PagedPromptCache:
+        store = PagedPromptCache(spill=SpillStore(tmp_path), identify=lambda key: "weights")
+        store.learn_layout(KEY, upstream.make_prompt_cache(model))
+        return store
+
+    store = new_store()
+    caches = upstream.make_prompt_cache(model)
+    mx.eval(model(mx.array(tokens)[None], cache=caches))
+    with store.salted("a"):
+        store.insert_cache(KEY, tokens, caches)
+    del caches
+    store.close()
+    mlx_paged.patches.cache.pools.forget_pools()
+    gc.collect()
+
+    store = new_store()
+    pool = upstream.make_prompt_cache(model)[0].pool
+    shared = store.shared_prefixes(KEY, pool)
+    assert [shared.adopt([*tokens, 1], salt)[0] for salt in (None, "b", "a")] == [0, 0, len(tokens)]
+    with store.salted("b"):
+        assert store.fetch_nearest_cache(KEY, [*tokens, 1])[0] is None
+    with store.salted("a"):
+        assert store.fetch_nearest_cache(KEY, [*tokens, 1])[1] == [1]
+    pool.check_integrity()
