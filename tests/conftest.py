@@ -1,7 +1,5 @@
 """Fixtures and markers shared by all tests."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -1,7 +1,5 @@
 """What is kept of a model goes with it, and is never taken for another's."""
 
-from __future__ import annotations
-
 import mlx.nn as nn
 
 from mlx_paged.by_model import ByModel

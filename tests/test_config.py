@@ -1,7 +1,5 @@
 """PagedConfig: every option once, by one table of values: as arguments, variables and flags; and what is refused."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path

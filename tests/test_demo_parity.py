@@ -1,7 +1,5 @@
 """The demo model answers with stock mlx-lm's exact tokens."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

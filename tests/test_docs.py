@@ -1,7 +1,5 @@
 """The documents: links lead somewhere, and what the map of the code names is there."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

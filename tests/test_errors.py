@@ -1,7 +1,5 @@
 """Errors that are kept: without the frames they went through, and with the place told all the same."""
 
-from __future__ import annotations
-
 import weakref
 
 from mlx_paged.errors import RequestFailedError, without_frames

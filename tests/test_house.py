@@ -1,7 +1,5 @@
 """The house stays one to live in: a file is one subject, a function can be read in one go."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

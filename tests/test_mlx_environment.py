@@ -1,7 +1,5 @@
 """What our own commands set in the environment before MLX is there: no graphs over NCCL, a folder of our own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

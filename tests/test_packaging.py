@@ -1,7 +1,5 @@
 """What an installed package has: every module, and every file that is none. What development installs."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

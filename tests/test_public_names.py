@@ -1,7 +1,5 @@
 """What a user's editor, type checker, help() and first import say of the package."""
 
-from __future__ import annotations
-
 import os
 import pydoc
 import subprocess

@@ -1,7 +1,5 @@
 """What is slow says so on a terminal, once."""
 
-from __future__ import annotations
-
 import io
 import sys
 import threading

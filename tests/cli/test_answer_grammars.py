@@ -10,6 +10,7 @@ import pytest
 
 from mlx_paged.cli.answer_grammars import AnswerGrammars
 from mlx_paged.errors import ConfigError
+from tests.support.cases import slow
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes import commands
 
@@ -44,9 +45,8 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not AnswerGrammars(Namespace(json_schema=None)).has_default
 
 
-@pytest.mark.sample(every=2)
 @pytest.mark.demo_model
-@pytest.mark.parametrize("flags", [(), ("--no-paged",)])
+@pytest.mark.parametrize("flags", [(), *slow(("--no-paged",), single=True)])
 def test_an_answer_is_of_the_schema(folder: Path, schema: Path, flags: tuple[str, ...]) -> None:
     prompt = ("--prompt", "Hello", "--max-tokens", "300", "--verbose", "False", "--temp", "1.0", "--seed", "4")
     done = commands.run("mlx_paged", "generate", "--model", str(folder), *prompt, "--json-schema", str(schema), *flags)

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import setup_arg_parser
 
 from mlx_paged.cli.generate import extend_parser
+from tests.support.cases import slow
 from tests.support.models.builders import COMMON, HEADS, build
 from tests.support.models.tokenizers import word_tokenizer
 from tests.support.processes import commands
@@ -188,8 +189,7 @@ def test_an_error_amid_the_text_begins_a_line(folder: Path, tmp_path: Path) -> N
     assert error.startswith("KV block pool exhausted: 1 more block(s) needed")
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("command_name", ["generate", "chat"])
+@pytest.mark.parametrize("command_name", ["generate", *slow("chat")])
 def test_an_interrupt_ends_quietly(folder: Path, command_name: str) -> None:
     arguments = ["--model", str(folder), "--max-tokens", "100000"]
     arguments += ["--prompt", PROMPT] if command_name == "generate" else []

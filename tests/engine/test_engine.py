@@ -1,7 +1,5 @@
 """Engine: each request gets its own tokens, each once, whoever else runs, waits, fails or goes."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """How often the pool grows for requests that are known, and by how much."""
 
-from __future__ import annotations
-
 import pytest
 
 from mlx_paged.engine.request_budget import GENERATED_AHEAD

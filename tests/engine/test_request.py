@@ -1,16 +1,29 @@
-"""Request: where its chunks end, what it computes next, and what it holds."""
+"""A request: its chunks, their pace, the logits of a step, and growth of the pool beside others."""
 
-from __future__ import annotations
-
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
+from mlx_paged.engine import engine as engine_module
+from mlx_paged.engine import prefill as pace
+from mlx_paged.engine.prefill import ALONE_SECONDS, BESIDE_SECONDS, GRID, LEAST_TOKENS, PrefillPace
 from mlx_paged.engine.request import Request, sequence_of
+from mlx_paged.engine.step_logits import StepLogits, TokenLogits
 from mlx_paged.kv.pool import BlockPool
-from tests.support.models.toy_engine import ToyModel, caches_of, greedy, make_pool, make_request, prompt_of
+from tests.support.models.toy_engine import (
+    ToyEngine,
+    ToyModel,
+    answer,
+    caches_of,
+    greedy,
+    make_pool,
+    make_request,
+    prompt_of,
+)
 from tests.support.requests import request_of
 
 
@@ -107,3 +120,112 @@ def test_the_tables_are_those_of_the_first_paged_layer() -> None:
     assert sequence_of(mixed) is paged.sequence
     assert sequence_of([State()]) is None and sequence_of([]) is None
     assert make_request(0, [1, 2], [State()], sampler=greedy).tables is None
+
+
+def model_of(num_weights: int) -> Any:
+    return SimpleNamespace(parameters=lambda: {"w": mx.zeros((num_weights,))})
+
+
+def test_the_first_estimate_follows_the_models_size() -> None:
+    assert PrefillPace(SimpleNamespace()).most_tokens(False) is None
+    small, large = PrefillPace(model_of(1000)), PrefillPace(model_of(100_000_000))
+    assert (small.most_tokens(False) or 0) > 1 << 20
+    assert large.most_tokens(False) == int(BESIDE_SECONDS * pace.ASSUMED_SPEED / 2e8) // GRID * GRID
+    quantized = SimpleNamespace(parameters=lambda: {"w": mx.zeros((100_000_000 // 8,), mx.uint32)})
+    assert PrefillPace(quantized).most_tokens(False) == LEAST_TOKENS  # they take a CPU much longer
+
+
+def test_it_learns_from_steps_and_alone_there_is_more_time() -> None:
+    learner = PrefillPace(model_of(1_000_000))
+    for _ in range(20):
+        learner.note(1024, 32.0)
+    assert learner.most_tokens(True) == int(ALONE_SECONDS * 32) // GRID * GRID
+    assert learner.most_tokens(False) == LEAST_TOKENS  # not 16
+    learner.note(3, 100.0)  # a few tokens say nothing
+    assert learner.most_tokens(True) == int(ALONE_SECONDS * 32) // GRID * GRID
+
+
+class Clock:
+    """Time in which each prompt token of a toy model takes a second."""
+
+    def __init__(self, engine: ToyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        call = engine.engine.prefill.call
+
+        def counted(tokens: mx.array, **options: Any) -> Any:
+            self.now += tokens.size
+            return call(tokens, **options)
+
+        engine.engine.prefill.call = counted
+        monkeypatch.setattr(engine_module.time, "perf_counter", lambda: self.now)
+
+
+def lengths_of_chunks(engine: ToyEngine, uid: int) -> list[int]:
+    """Tokens of each chunk of a prompt."""
+    ends = [done for done, _ in engine.progress[uid]]
+    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def test_a_slow_prompt_lets_others_decode_between_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "LEAST_TOKENS", 8)
+    monkeypatch.setattr(pace, "GRID", 4)
+    monkeypatch.setattr(pace, "BESIDE_SECONDS", 10.0)
+    monkeypatch.setattr(pace, "ALONE_SECONDS", 40.0)
+    engine = ToyEngine(make_pool(), prefill_step_size=200)
+    assert engine.engine._pace is not None
+    engine.engine._pace.seconds_per_token = 1.0
+    Clock(engine, monkeypatch)
+    first = engine.add(prompt_of(150), max_tokens=60)
+    while not engine.responses[first]:
+        engine.step()
+    assert max(lengths_of_chunks(engine, first)) == 40, "alone it has more time"
+    second = engine.add(prompt_of(151, seed=1), max_tokens=4)
+    before = len(engine.responses[first])
+    while not engine.responses[second]:
+        engine.step()
+    assert len(engine.responses[first]) - before >= 151 // 8
+    assert max(lengths_of_chunks(engine, second)) == 8
+    engine.run()
+    assert engine.tokens(first) == answer(prompt_of(150), 60) and engine.tokens(second) == answer(prompt_of(151, 1), 4)
+
+
+def logits_of(dtype: mx.Dtype) -> mx.array:
+    return (mx.random.normal((4, 50), key=mx.random.key(0)) * 5).astype(dtype)
+
+
+def test_logprobs_are_normalised_logits_whoever_asks_first() -> None:
+    logits = logits_of(mx.float32)
+    expected = np.array(logits) - np.log(np.exp(np.array(logits)).sum(axis=-1, keepdims=True))
+    for asks_for_all in (False, True):
+        step = StepLogits(logits)
+        if asks_for_all:
+            np.testing.assert_allclose(np.array(step.logprobs()), expected, atol=1e-5)
+        for index in range(4):
+            np.testing.assert_allclose(np.array(step.row(index)), expected[index], atol=1e-5)
+        np.testing.assert_allclose(np.array(step.logprobs()), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_normalised", [False, True])
+def test_a_kept_row_is_as_it_was_and_has_no_others(is_normalised: bool) -> None:
+    step = StepLogits(logits_of(mx.float32))
+    if is_normalised:
+        step.logprobs()
+    kept = step.kept(2)
+    assert kept.logprobs().shape == (1, 50)
+    np.testing.assert_array_equal(np.array(kept.row(0)), np.array(step.row(2)))
+
+
+def test_a_token_that_is_kept_holds_its_own_row_only() -> None:
+    mx.random.seed(0)
+    step = StepLogits(mx.random.normal((64, 100_000)))
+    tokens = [TokenLogits(step, index) for index in (3, 60)]
+    expected = [np.array(token.logprobs()) for token in tokens]
+    del step
+    before = mx.get_active_memory()
+    for token in tokens:
+        token.detach()
+        token.detach()
+    mx.synchronize()
+    assert mx.get_active_memory() < before - 60 * 400_000
+    for token, logprobs in zip(tokens, expected, strict=True):
+        np.testing.assert_array_equal(np.array(token.logprobs()), logprobs)

@@ -1,7 +1,5 @@
 """The scheduler over a memory of numbered blocks: no model, no tensors."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -30,6 +30,7 @@ from mlx_paged.kernels.prefill import (
 )
 from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.trial import Text, launch_alone
+from tests.support.cases import quick
 from tests.support.kernels.quantized_pages import page_shape
 
 TENSOR = Variant("paged_decode_tensor", "cuda", mx.bfloat16, 64, 64, 4, 32)
@@ -136,20 +137,13 @@ def test_a_launch_gives_what_the_text_declares(mlx: FakeMLX, body: str, constant
     assert set(re.findall(r"(\w+)_shape\[", source.text)) >= {inputs[i] for i, _ in source.axes}
 
 
-@pytest.mark.sample(every=4)
-@pytest.mark.parametrize(
-    ("body", "constants"),
-    [
-        texts()[0],
-        texts()[3],
-        ("narrow_matmul_gate", None),
-        PREFILL,
-        *_texts_of(QUANTIZED),
-        *texts()[-2:],
-        draw_rows.text_of(mx.float16, "cuda")[:2],
-        penalise_rows.text_of(mx.float16)[:2],
-    ],
-)
+HEADERLESS = [
+    texts()[0], texts()[3], ("narrow_matmul_gate", None), PREFILL, *_texts_of(QUANTIZED), *texts()[-2:],
+    draw_rows.text_of(mx.float16, "cuda")[:2], penalise_rows.text_of(mx.float16)[:2],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "constants"), quick(map(tuple, HEADERLESS), *map(tuple, HEADERLESS[::4])))
 def test_texts_compile_without_a_header(tmp_path: Path, body: str, constants: Constants | None) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:

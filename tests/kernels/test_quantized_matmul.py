@@ -11,6 +11,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from mlx_paged.kernels.products import inference, narrow_matmul, quantized_matmul
 from mlx_paged.kernels.products.inference import Inference
 from mlx_paged.kernels.products.quantized_matmul import DEQUANTIZED_ROWS, product, sorted_experts_product
+from tests.support.cases import crossed, quick
 from tests.support.kernels.gather_mm import gather_mm_of_16_bits
 
 # Mode, group size and bits.
@@ -101,10 +102,13 @@ def test_few_rows_go_to_a_kernel_in_a_models_call(bits: int, shape: tuple[int, .
     assert rms(got, expected) < 1e-2 * rms(expected, mx.zeros(expected.shape))
 
 
-@pytest.mark.sample(every=7)
-@pytest.mark.parametrize("form", MODES)
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-@pytest.mark.parametrize("shape", [(DEQUANTIZED_ROWS,), (1, DEQUANTIZED_ROWS + 1), (DEQUANTIZED_ROWS, 1)])
+@pytest.mark.parametrize(
+    ("form", "dtype", "shape"), quick(crossed(MODES, [mx.bfloat16, mx.float16], [(DEQUANTIZED_ROWS,), (1,
+    DEQUANTIZED_ROWS + 1), (DEQUANTIZED_ROWS, 1)]), (("affine", 32, 4), mx.bfloat16, (129,)),
+    (("mxfp8", 32, 8), mx.bfloat16, (129,)), (("nvfp4", 16, 4), mx.float16, (129,)),
+    (("mxfp4", 32, 4), mx.bfloat16, (1, 130)), (("affine", 32, 3), mx.float16, (1, 130)),
+    (("affine", 64, 6), mx.bfloat16, (129, 1)), (("affine", 128, 4), mx.float16, (129, 1)))
+)  # fmt: skip
 def test_many_rows_have_the_weight_dequantised(
     form: tuple[str, int, int], dtype: mx.Dtype, shape: tuple[int, ...], dequantize: mock.Mock
 ) -> None:

@@ -1,15 +1,24 @@
-"""BlockAllocator: free list, reference counts, and errors that change nothing."""
+"""Blocks of a group and who holds them: the allocator, block tables, holders, and tokens appended in numbers."""
 
-from __future__ import annotations
-
+import random
+import threading
 from collections import Counter
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_paged.errors import BlockStateError
+from mlx_paged.errors import BlockStateError, PoolExhaustedError
 from mlx_paged.kv.allocator import NULL_BLOCK, BlockAllocator
+from mlx_paged.kv.block_table import BlockTable, Segment
+from mlx_paged.kv.budget import Append, PoolBudget
+from mlx_paged.kv.group import BlockGroup, LayerGroup
+from mlx_paged.kv.idle import IdleWatch
+from mlx_paged.kv.owners import BlockOwners
+from mlx_paged.kv.pool import BlockPool
+from tests.support.pools import BLOCK_BYTES, kv, pool_of
 
 
 def allocator_of(num_blocks: int) -> BlockAllocator:
@@ -164,3 +173,250 @@ def test_random_operations_agree_with_a_counter(operations: list[tuple[str, int]
         assert (allocator.num_live, allocator.num_free) == (len(live), known - 1 - len(live))
         assert allocator.num_shared == sum(counts[b] > 1 for b in live)
         allocator.check_integrity([list(counts.elements())])
+
+
+def table_of(block_ids: list[int], length: int, block_size: int = 4) -> BlockTable:
+    table = BlockTable(0, block_size)
+    table.block_ids.extend(block_ids)
+    table.length = length
+    return table
+
+
+@pytest.mark.parametrize(
+    ("length", "new", "expected"),
+    [(0, 1, 1), (0, 4, 1), (0, 5, 2), (3, 1, 0), (3, 2, 1), (4, 1, 1), (4, 8, 2), (5, 3, 0), (5, 4, 1)],
+)
+def test_blocks_for(length: int, new: int, expected: int) -> None:
+    assert table_of(list(range(1, -(-length // 4) + 1)), length).blocks_for(new) == expected
+
+
+def test_num_blocks_leaves_out_null_blocks() -> None:
+    assert table_of([NULL_BLOCK, NULL_BLOCK, 7, 3], 15).num_blocks == 2
+
+
+def test_consecutive_whole_blocks_are_one_segment() -> None:
+    assert table_of([5, 6, 7], 12).tail_segments(12) == [Segment(5, 3, 0, 12, 0)]
+
+
+def test_segments_break_at_gaps_and_at_descending_ids() -> None:
+    assert table_of([5, 6, 8, 7], 16).tail_segments(16) == [
+        Segment(5, 2, 0, 8, 0),
+        Segment(8, 1, 0, 4, 8),
+        Segment(7, 1, 0, 4, 12),
+    ]
+
+
+def test_partial_blocks_at_both_ends_stand_alone_even_if_consecutive() -> None:
+    assert table_of([1, 2, 3, 4], 14).tail_segments(12) == [
+        Segment(1, 1, 2, 2, 0),
+        Segment(2, 2, 0, 8, 2),
+        Segment(4, 1, 0, 2, 10),
+    ]
+
+
+def test_a_run_inside_one_block() -> None:
+    assert table_of([9, 2], 7).tail_segments(2) == [Segment(2, 1, 1, 2, 0)]
+    assert table_of([9, 2], 7).tail_segments(0) == []
+
+
+def test_cached_segments_follow_length_and_are_forgotten_with_the_blocks() -> None:
+    table = table_of([3, 4], 5)
+    first = table.tail_segments(1)
+    assert first == [Segment(4, 1, 0, 1, 0)]
+    assert table.tail_segments(1) is first
+    table.length = 6
+    assert table.tail_segments(1) == [Segment(4, 1, 1, 1, 0)]
+    table.block_ids[1] = 9
+    table.forget_indices()
+    assert table.tail_segments(1) == [Segment(9, 1, 1, 1, 0)]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.sampled_from([4, 8, 16]), st.integers(1, 90), st.data())
+def test_segments_place_every_token_once(block_size: int, length: int, data: st.DataObject) -> None:
+    num_blocks = -(-length // block_size)
+    ids = data.draw(st.permutations(range(1, num_blocks + 1)))
+    num_tokens = data.draw(st.integers(1, length))
+    table = table_of(list(ids), length, block_size)
+    placed: dict[int, tuple[int, int]] = {}
+    for block_id, blocks, offset, count, source in table.tail_segments(num_tokens):
+        assert (blocks == 1 and offset + count <= block_size) or (offset == 0 and count == blocks * block_size)
+        for i in range(count):
+            assert source + i not in placed
+            placed[source + i] = (block_id + (offset + i) // block_size, (offset + i) % block_size)
+    first = length - num_tokens
+    assert placed == {i: (ids[(first + i) // block_size], (first + i) % block_size) for i in range(num_tokens)}
+
+
+def test_repr_says_what_it_holds() -> None:
+    table = table_of([NULL_BLOCK, 3], 6)
+    assert repr(table) == "BlockTable(group=0, length=6, logical_start=0, blocks=1)"
+    table.released = True
+    assert "released" in repr(table)
+
+
+class Cache:
+    """A prefix cache that holds some blocks of group 0."""
+
+    evictions = hit_tokens = 0
+
+    def __init__(self, blocks: list[int]) -> None:
+        self.blocks = blocks
+        self.group: BlockGroup | None = None
+
+    def held(self, group: int) -> list[list[int]]:
+        return [self.blocks]
+
+    def reclaimable(self, group: int, enough: int | None = None) -> int:
+        return len(self.blocks)
+
+    def evict(self, group: int, num_blocks: int) -> int:
+        assert self.group is not None
+        gone, self.blocks = self.blocks[:num_blocks], self.blocks[num_blocks:]
+        self.group.allocator.release(gone)
+        return len(gone)
+
+    state_nbytes = 0
+
+    def evict_states(self, num_bytes: int) -> int:
+        return 0
+
+    def renumber(self, group: int, moves: dict[int, int]) -> None:
+        self.blocks = [moves.get(b, b) for b in self.blocks]
+
+
+def some_holders(num_blocks: int = 9) -> tuple[BlockOwners, BlockGroup]:
+    group = BlockGroup(LayerGroup((0,)), 4)
+    group.allocator.grow(num_blocks)
+    watch = cast(IdleWatch, SimpleNamespace(note=lambda: None, put=lambda abandoned, blocks: abandoned.append(blocks)))
+    return BlockOwners([group], threading.RLock(), watch), group
+
+
+def a_table(holders: BlockOwners, group: BlockGroup, num_blocks: int) -> BlockTable:
+    table = holders.add_table(BlockTable(0, 4))
+    table.block_ids.extend(group.allocator.allocate(num_blocks))
+    return table
+
+
+def test_a_dropped_table_gives_its_blocks_back_when_they_are_collected() -> None:
+    holders, group = some_holders()
+    table = a_table(holders, group, 3)
+    assert holders.tables() == [table]
+    del table
+    assert holders.tables() == [] and group.allocator.num_live == 3
+    holders.collect()
+    holders.collect()
+    assert group.allocator.num_live == 0
+
+
+def test_only_tables_in_use_of_these_holders_pass() -> None:
+    holders, group = some_holders()
+    table, stranger = a_table(holders, group, 1), a_table(*some_holders(), 1)
+    holders.check(table)
+    table.released = True
+    for wrong in (table, stranger, BlockTable(0, 4)):
+        with pytest.raises(BlockStateError, match="after release, or of another pool"):
+            holders.check(wrong)
+
+
+def test_everyone_who_holds_a_moved_block_has_its_new_id() -> None:
+    holders, group = some_holders()
+    table, dropped = a_table(holders, group, 2), a_table(holders, group, 2)
+    cache = Cache(group.allocator.allocate(1))
+    abandoned = group.allocator.allocate(1)
+    holders.add_cache(cache)
+    holders.abandon(0, abandoned)
+    version = table.version
+    del dropped
+    holders.renumber(0, {1: 11, 3: 13, 5: 15, 6: 16})
+    assert (table.block_ids, cache.blocks, abandoned) == ([11, 2], [15], [16]) and table.version > version
+    holders.renumber(0, {11: 1, 13: 3, 15: 5, 16: 6})
+    holders.collect()
+    assert sorted(table.block_ids + cache.blocks) == [1, 2, 5] and group.allocator.num_live == 3
+
+
+def test_caches_are_asked_in_turn_and_not_kept() -> None:
+    holders, group = some_holders()
+    first, second = (Cache(group.allocator.allocate(n)) for n in (2, 3))
+    for cache in (first, second):
+        cache.group = group
+        holders.add_cache(cache)
+    assert holders.reclaimable(0) == 5
+    holders.evict(0, 3)
+    assert (len(first.blocks), len(second.blocks)) == (0, 2)
+    del first, cache
+    assert holders.caches() == [second]
+
+
+SIZE = 4
+
+
+def one_group(window: int | None, pinned: int = 0) -> BlockPool:
+    return BlockPool([LayerGroup((0,), window, "one", pinned)], block_size=SIZE)
+
+
+@pytest.mark.parametrize(("window", "pinned"), [(None, 0), (1, 0), (6, 0), (8, 0), (13, 3), (9, 5)])
+def test_an_append_takes_the_blocks_that_were_counted(window: int | None, pinned: int) -> None:
+    rng = random.Random(f"{window} {pinned}")
+    pool = one_group(window, pinned)
+    allocator = pool.groups[0].allocator
+    tables = [pool.new_table()]
+    for _ in range(300):
+        if rng.random() < 0.2:
+            tables.append(pool.fork(rng.choice(tables)))
+        if len(tables) > 4:
+            pool.release_table(tables.pop(rng.randrange(len(tables))))
+        table, num_tokens = rng.choice(tables), rng.choice([1, 1, 2, SIZE, 11])
+        pool.slide([table])
+        counted, shared = pool.groups[0].blocks_to_append(table, num_tokens), pool.groups[0].tail_references(table) > 1
+        before = allocator.num_live
+        pool.append_tokens(table, num_tokens)
+        assert allocator.num_live - before == counted, "a copied block was another's, who keeps it"
+        assert shared <= (counted > 0)
+        pool.check_integrity()
+
+
+@pytest.mark.parametrize(("window", "pinned"), [(None, 0), (6, 0), (8, 0), (13, 3)])
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_sequence_appended_in_chunks_takes_no_more_than_was_counted(
+    window: int | None, pinned: int, forked: bool
+) -> None:
+    rng = random.Random(f"{window} {pinned} {forked}")
+    for _ in range(40):
+        pool, chunk = one_group(window, pinned), rng.choice([3, 4, 7])
+        group, table = pool.groups[0], pool.new_table()
+        for _ in range(rng.randrange(6)):
+            pool.append_tokens(table, rng.randrange(1, 6))
+        pool.slide([table])
+        num_tokens = rng.randrange(1, 40)
+        counted = group.blocks_to_append(table, num_tokens, chunk=chunk, forked=forked)
+        assert counted == PoolBudget(pool, chunk=chunk)._blocks(0, Append([table], num_tokens, forked))
+        target, before, most = pool.fork(table) if forked else table, group.allocator.num_live, 0
+        while num_tokens:
+            step = min(chunk, num_tokens)
+            pool.append_tokens(target, step)
+            num_tokens -= step
+            most = max(most, group.allocator.num_live - before)
+        assert most <= counted
+
+
+def test_what_holds_nothing_yet_is_counted_as_an_empty_table_is() -> None:
+    for window in (None, 5, 8):
+        pool = one_group(window)
+        for num_tokens in range(1, 30):
+            of_none = pool.groups[0].blocks_to_append(None, num_tokens)
+            assert of_none == pool.groups[0].blocks_to_append(pool.new_table(), num_tokens) == -(-num_tokens // SIZE)
+
+
+def test_a_budget_counts_in_bytes_what_its_pool_can_give() -> None:
+    pool = pool_of(memory_budget=6 * BLOCK_BYTES)  # five blocks and the null block
+    k, v = kv(0, 1)
+    pool.set_geometry(0, k, v, batch=1)
+    budget = PoolBudget(pool, chunk=16)
+    assert budget.holds(20) and not budget.holds(21) and budget.bytes_for(20) == 6 * BLOCK_BYTES
+    assert budget.fits([Append(None, 12), Append(None, 8)]) and not budget.fits([Append(None, 12), Append(None, 9)])
+    error = budget.exhausted(None, 21)
+    assert isinstance(error, PoolExhaustedError) and error.blocks_needed == 6
+    table = pool.new_table()
+    budget.grow_for([([table], 4)], lambda: [([table], 9)])
+    assert 1 <= pool.groups[0].allocator.num_free <= 3, "no more than is going to be appended in all"

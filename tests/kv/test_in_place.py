@@ -1,7 +1,5 @@
 """In-place storage holds what functional storage holds, whatever is done to the pool; on a CPU over stand-ins."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from pathlib import Path

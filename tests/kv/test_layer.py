@@ -1,7 +1,5 @@
 """PoolLayer: a layer of a pool, and what it refuses."""
 
-from __future__ import annotations
-
 import weakref
 
 import mlx.core as mx

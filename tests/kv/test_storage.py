@@ -1,7 +1,5 @@
 """FunctionalStorage: bytes go in and come out unchanged, in every dtype, and nothing else is touched."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

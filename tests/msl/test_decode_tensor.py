@@ -12,6 +12,7 @@ from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.decode_spec import spec_of
 from mlx_paged.kernels.launch_shape import shape_for
 from mlx_paged.kernels.trial import launch_alone
+from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import Case, emulated, to_float
@@ -71,8 +72,7 @@ CLASSES = {
 }
 
 
-@pytest.mark.sample(every=5)
-@pytest.mark.parametrize("name", list(CLASSES))
+@pytest.mark.parametrize("name", quick(list(CLASSES), "dense", "bf16", "four groups of 64", "gqa 7"))
 def test_matches_reference(name):
     check(case_of(RAGGED, **CLASSES[name]))
 
@@ -89,23 +89,20 @@ def test_sweep(head_dim, bits, group_size):
             check(case_of([130, 1, 31], bits, group_size, head_dim=head_dim, heads=heads, dtype=dtype), orders=(0,))
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("bits", [None, (8, 4)])
+@pytest.mark.parametrize("bits", [None, *slow((8, 4), single=True)])
 def test_window(bits):
     # Tables are wild outside the window, and stale slots have scales of NaN: reading either would be seen.
     check(case_of([5, 15, 16, 150], bits, starts=[3, 14, 15, 130], sinks=True))
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("sinks", [False, *slow(True)])
 def test_rows_that_see_nothing_are_zero(sinks):
     case = case_of([4, 20], sinks=sinks)
     case.ends[0] = 0
     assert not check(case)[0].any()
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("bits", [None, (8, 4), (4, 4)])
+@pytest.mark.parametrize("bits", [None, (4, 4), *slow((8, 4), single=True)])
 def test_bits_depend_neither_on_batchmates_nor_on_runs(bits):
     case = case_of([100, 700], bits, starts=[0, 3], sinks=True)
     expected, _ = run(case, checked=False, orders=(0,), run=1)
@@ -118,18 +115,20 @@ def test_bits_depend_neither_on_batchmates_nor_on_runs(bits):
     assert alone[0].tobytes() == expected[1].tobytes()
 
 
-@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
-    "shape", [{"unroll": 2}, {"unroll": 4, "simdgroups": 8, "head_round": 1}, {"partition": 64, "span": 1}], ids=str
-)
+    "shape", [{"unroll": 2}, *slow({"unroll": 4, "simdgroups": 8, "head_round": 1}, {"partition": 64, "span": 1})],
+    ids=str
+)  # fmt: skip
 def test_every_cut(shape):
     for bits in ((8, 8), (4, 4)):
         check(case_of([100, 200, 330], bits, starts=[1, 20, 300], heads=(3, 1)), orders=(0,), **shape)
 
 
-@pytest.mark.sample(every=3)
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize(("bits", "group_size"), [(None, 64), ((8, 4), 64), ((4, 8), 32), ((4, 8), 128)])
+@pytest.mark.parametrize(
+    ("dtype", "bits", "group_size"),
+    quick([(a, *b) for a in list(TOLERANCE) for b in [(None, 64), ((8, 4), 64), ((4, 8), 32), ((4, 8), 128)]],
+    (mx.float16, None, 64), (mx.bfloat16, (8, 4), 64), (mx.float16, (4, 8), 128))
+)  # fmt: skip
 def test_append_quantises_the_newest_token_and_attends_to_it(bits, group_size, dtype):
     # Its slot holds NaN: reading it before would be seen. 300 tokens: several partitions.
     case = case_of([1, 16, 17, 150, 300], bits, group_size, head_dim=128, dtype=dtype, heads=(4, 2))
@@ -154,10 +153,11 @@ def scaled(case, by):
     return case
 
 
-@pytest.mark.sample(every=5)
-@pytest.mark.parametrize("bits", [(8, 8), (4, 4)])
+SIZES = [{"v": 2.0**-20}, {"v": 2.0**30}, {"q": 2.0**-30, "k": 2.0**30}, {"q": 2.0**40, "k": 2.0**-40}]
+
+
 @pytest.mark.parametrize(
-    "by", [{"v": 2.0**-20}, {"v": 2.0**30}, {"q": 2.0**-30, "k": 2.0**30}, {"q": 2.0**40, "k": 2.0**-40}], ids=str
+    ("bits", "by"), quick(crossed([(8, 8), (4, 4)], SIZES), ((8, 8), SIZES[0]), ((4, 4), SIZES[2])), ids=str
 )
 def test_sizes_that_float16_does_not_have(bits, by):
     case = scaled(case_of([40, 150], bits, dtype=mx.bfloat16), by)
@@ -266,8 +266,10 @@ def case_for_defects(bits, group_size):
     return case, before, written
 
 
-@pytest.mark.sample(every=12)
-@pytest.mark.parametrize(("which", "name"), WIDE)
+@pytest.mark.parametrize(
+    ("which", "name"), quick(WIDE, ("dense", "skip the rescale"), ("quantised", "first group's bias of keys"),
+    ("quantised", "place of another dim"), ("quantised", "half a group appended"))
+)  # fmt: skip
 def test_planted_defects_are_seen(which, name):
     edit = (DENSE_DEFECTS if which == "dense" else QUANTIZED_DEFECTS)[name]
     # Groups of 32 have shorter chunks, of which a warp takes several in a partition.

@@ -9,6 +9,7 @@ from mlx_paged.kernels.decode_spec import decode_constants_of, spec_of
 from mlx_paged.kernels.latent.variants import latent_variants_of, unsupported_latent
 from mlx_paged.kernels.launch_shape import LATENT_BODIES, MAX_THREADGROUP_BYTES, Variant, latent_run, shape_for
 from mlx_paged.kernels.trial import launch_alone
+from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.latent_cases import LatentCase
 from tests.support.msl import registers
 from tests.support.msl.emulator import EmuError
@@ -32,9 +33,10 @@ CLASSES = {
 }
 
 
-@pytest.mark.sample(every=5)
-@pytest.mark.parametrize("backend", ["metal", "cuda"])
-@pytest.mark.parametrize("name", list(CLASSES))
+@pytest.mark.parametrize(
+    ("backend", "name"), quick(crossed(["metal", "cuda"], list(CLASSES)), ("metal", "f32"),
+    ("cuda", "f16 heads of two tiles"), ("metal", "17 heads"), ("cuda", "rope 128"))
+)  # fmt: skip
 def test_matches_reference(name, backend):
     case = LatentCase(RAGGED, **CLASSES[name])
     with emulated(backend, orders=(0, 2)):
@@ -62,8 +64,7 @@ def run_tensor(case, append=None, edit=(), orders=(0, 2), checked=True, **shape)
     return out, fake
 
 
-@pytest.mark.sample(every=4)
-@pytest.mark.parametrize("name", list(TENSOR_CLASSES))
+@pytest.mark.parametrize("name", quick(list(TENSOR_CLASSES), "few heads", "three queries"))
 def test_the_body_for_tensor_cores_matches_reference(name):
     options = {"contexts": [1, 17, 64, 150], "dtype": mx.bfloat16, **TENSOR_CLASSES[name]}
     case = LatentCase(**options)
@@ -86,8 +87,10 @@ def test_partitions_of_the_body_for_tensor_cores_are_joined():
         np.testing.assert_allclose(out, case.reference(), atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize(("body", "dtype"), [(PORTABLE, mx.float32), (PORTABLE, mx.bfloat16), (TENSOR, mx.bfloat16)])
+@pytest.mark.parametrize(
+    ("body", "dtype"), quick([(PORTABLE, mx.float32), (PORTABLE, mx.bfloat16), (TENSOR, mx.bfloat16)],
+    ("latent_decode", mx.float32), ("latent_decode_tensor", mx.bfloat16))
+)  # fmt: skip
 def test_append_writes_the_newest_token_and_attends_to_it(body, dtype):
     # Its slot holds NaN: reading it from the pool would be seen. 300 tokens: several partitions.
     case = LatentCase([1, 16, 17, 300], heads=18, rank=256, dtype=dtype)
@@ -165,9 +168,8 @@ def test_memory_of_a_thread_group_is_bounded():
     assert shape_for(tensor).latent_bytes(576) <= MOST_SHARED
 
 
-@pytest.mark.sample(every=4)
 @pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
-@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("single", [True, *slow(False)])
 def test_the_body_for_tensor_cores_does_not_spill(single):
     variant = Variant(TENSOR, "cuda", mx.bfloat16, 576, 512, 64, 32)
     out = mx.bfloat16 if single else mx.float32
@@ -176,10 +178,10 @@ def test_the_body_for_tensor_cores_does_not_spill(single):
     assert (found.stored, found.loaded) == (0, 0), found
 
 
-@pytest.mark.sample(every=5)
 @pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
-@pytest.mark.parametrize("gqa", [16, 10, 7, 1])
+@pytest.mark.parametrize(
+    ("dtype", "gqa"), quick(crossed([mx.bfloat16, mx.float32], [16, 10, 7, 1]), (mx.bfloat16, 16), (mx.float32, 7))
+)  # fmt: skip
 def test_plans_of_the_portable_body_do_not_spill(gqa, dtype):
     variant = Variant(PORTABLE, "metal", dtype, 576, 512, gqa, 32)
     constants = (*decode_constants_of(variant, shape_for(variant)), ("SINGLE", False), ("O", mx.float32))
@@ -217,8 +219,7 @@ def is_caught(case, body, edit):
     return not same or not np.allclose(out, reference, atol=2e-2)
 
 
-@pytest.mark.sample(every=6)
-@pytest.mark.parametrize("name", list(PORTABLE_DEFECTS))
+@pytest.mark.parametrize("name", quick(list(PORTABLE_DEFECTS), "the rotated part is left out", "stores half"))
 def test_planted_defects_of_the_portable_body_are_caught(name):
     case = LatentCase([17, 150], heads=20, rank=128)
     assert is_caught(case, PORTABLE, [PORTABLE_DEFECTS[name]])
@@ -279,8 +280,10 @@ TENSOR_DEFECTS = {
 OF_PARTITIONS = ("partition of another size", "statistics in another base", "statistics of another head")
 
 
-@pytest.mark.sample(every=12)
-@pytest.mark.parametrize("name", list(TENSOR_DEFECTS))
+@pytest.mark.parametrize(
+    "name", quick(list(TENSOR_DEFECTS), "tiles are not waited for", "dead tokens are seen", "eighths not swizzled",
+    "partition of another size", "dead tokens at the beginning of a box")
+)  # fmt: skip
 def test_planted_defects_of_the_body_for_tensor_cores_are_caught(name):
     contexts, starts = ([300, 7], [0, 0]) if name in OF_PARTITIONS else ([250, 7, 128], [37, 0, 0])
     case = LatentCase(contexts, heads=9, rank=256, dtype=mx.bfloat16, starts=starts)

@@ -12,6 +12,7 @@ from mlx_paged.kernels.latent.prompts import ROPE, prepare_prompts, prompt_const
 from mlx_paged.kernels.launch_shape import BLOCK_SIZES
 from mlx_paged.kernels.prefill import PrefillShape
 from mlx_paged.kernels.trial import Text, launch_alone
+from tests.support.cases import quick
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import to_float
 from tests.support.msl.prefill_harness import emulated_launches
@@ -110,14 +111,12 @@ def check(pack, edit=(), orders=(0, 2), **options):
     np.testing.assert_allclose(out, pack.reference(), atol=TOLERANCE[pack.dtype], rtol=TOLERANCE[pack.dtype])
 
 
-@pytest.mark.sample(every=3)
-@pytest.mark.parametrize("name", list(CLASSES))
+@pytest.mark.parametrize("name", quick(list(CLASSES), "bf16", "block 8"))
 def test_matches_reference(name):
     check(Prompts(*RAGGED, **CLASSES[name]), orders=(2,))
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("cut", quick(CUTS, CUTS[0], CUTS[2], single=True), ids=str)
 def test_every_cut(cut):
     check(Prompts([5, 40, 1], [0, 30, 64], heads=3, dtype=mx.float16), launch_shape=cut)
 
@@ -208,8 +207,7 @@ CAUGHT = {  # old, new, what the emulator says
 }  # fmt: skip
 
 
-@pytest.mark.sample(every=5)
-@pytest.mark.parametrize("name", list(CAUGHT))
+@pytest.mark.parametrize("name", quick(list(CAUGHT), "no barriers", "heads and tiles exchanged"))
 def test_emulator_catches(name):
     old, new, want = CAUGHT[name]
     pack = Prompts([30, 90], [70, 40], block_size=8, heads=2)
@@ -229,8 +227,7 @@ WRONG = {  # the numbers come out wrong
 }  # fmt: skip
 
 
-@pytest.mark.sample(every=8)
-@pytest.mark.parametrize("name", list(WRONG))
+@pytest.mark.parametrize("name", quick(list(WRONG), "keys of another head"))
 def test_wrong_numbers_are_seen(name):
     pack = Prompts([30, 70], [50, 45], block_size=8, heads=2, dtype=mx.float16)
     pack.scale = 0.3

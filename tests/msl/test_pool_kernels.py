@@ -6,6 +6,7 @@ import pytest
 
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
+from tests.support.cases import crossed, quick
 from tests.support.msl import emulator
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import emulated, to_float
@@ -30,9 +31,10 @@ def written(fake):
     return [to_float(fake.written[name]) for name in ("k_pool", "v_pool")]
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", ["NHD", "1HND", "NH1D", "BHLD"])
+@pytest.mark.parametrize(
+    ("dtype", "layout"), quick(crossed(DTYPES, ["NHD", "1HND", "NH1D", "BHLD"]), (mx.float32, "NHD"),
+    (mx.float16, "1HND"), (mx.bfloat16, "NH1D"), (mx.float32, "BHLD"))
+)  # fmt: skip
 def test_write_slots(dtype, layout):
     k_pool, v_pool = pools(dtype)
     n, lead = 10, {"NHD": (10, 2), "1HND": (1, 2, 10), "NH1D": (10, 2, 1), "BHLD": (2, 2, 5)}[layout]
@@ -68,9 +70,10 @@ def test_write_slots_follows_strides():
         np.testing.assert_array_equal(kernel.written["k_pool"][slot // 8, :, slot % 8], base[0, i])
 
 
-@pytest.mark.sample(every=5)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("start", "length"), [(0, 32), (7, 2), (5, 1), (9, 20)])
+@pytest.mark.parametrize(
+    ("dtype", "start", "length"), quick([(a, *b) for a in DTYPES for b in [(0, 32), (7, 2), (5, 1), (9, 20)]],
+    (mx.float32, 0, 32), (mx.bfloat16, 7, 2), (mx.float16, 9, 20))
+)  # fmt: skip
 def test_gather_blocks(dtype, start, length):
     k_pool, v_pool = pools(dtype)
     ids = [4, 1, 5, 2]
@@ -132,8 +135,7 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.sample(every=8)
-@pytest.mark.parametrize("name", list(MUTATIONS))
+@pytest.mark.parametrize("name", quick(list(MUTATIONS), "write: every head to head 0", "gather: start ignored"))
 def test_mutations_are_caught(name):
     body, old, new = MUTATIONS[name]
     runs = {

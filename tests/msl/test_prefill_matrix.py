@@ -21,6 +21,7 @@ from mlx_paged.kernels.prefill import (
     shape_of,
 )
 from mlx_paged.kernels.trial import MANY, Text, launch_alone
+from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl import prefill_harness
@@ -70,8 +71,7 @@ def check_pack(pack, orders=(0, 2), **options):
     assert fence == 8
 
 
-@pytest.mark.sample(every=3)
-@pytest.mark.parametrize("name", list(CLASSES))
+@pytest.mark.parametrize("name", quick(list(CLASSES), "bf16", "window of one", "chunks", "96", "gqa 1", "block 128"))
 def test_matches_reference(name):
     check_pack(Pack(*RAGGED, **CLASSES[name]))
 
@@ -86,8 +86,7 @@ def test_sweep(head_dim, gqa, dtype):
         check_pack(Pack([3, 70], [99, 0], window=(None, 33)[n % 2], sinks=n % 3 == 0, **options), orders=(0,))
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("options", [{}, {"window": 50, "sinks": True, "head_dim": 128}])
+@pytest.mark.parametrize("options", [{}, *slow({"window": 50, "sinks": True, "head_dim": 128})])
 def test_bits_do_not_depend_on_the_pack(options):
     pack = Pack([90, 1, 33], [10, 200, 64], dtype=mx.float16, **options)
     with emulated(checked=False, orders=(0,)):
@@ -152,8 +151,7 @@ QUANTIZED = {
 }
 
 
-@pytest.mark.sample(every=3)
-@pytest.mark.parametrize("name", list(QUANTIZED))
+@pytest.mark.parametrize("name", quick(list(QUANTIZED), "8 bits bf16", "window", "gqa 16", "block 8"))
 def test_quantised_pages_match_reference(name):
     check_pack(pack_of(*RAGGED, **QUANTIZED[name]))
 
@@ -172,8 +170,7 @@ QUANTIZED_WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(every=3)
-@pytest.mark.parametrize("name", list(QUANTIZED_WRONG))
+@pytest.mark.parametrize("name", quick(list(QUANTIZED_WRONG), "no barriers", "another slot", "bias of another group"))
 def test_planted_defects_over_quantised_pages_are_seen(name):
     pack = pack_of([30, 50], [80, 40], bits=(8, 4), group_size=32, window=37, block_size=16)
     try:
@@ -199,8 +196,7 @@ CAUGHT = {  # old, new, what the emulator says
 }  # fmt: skip
 
 
-@pytest.mark.sample(every=4)
-@pytest.mark.parametrize("name", list(CAUGHT))
+@pytest.mark.parametrize("name", quick(list(CAUGHT), "no barriers", "values past the context", "two heads, one line"))
 def test_emulator_catches(name):
     old, new, want = CAUGHT[name]
     pack = Pack([30, 90], [80, 40], window=37, block_size=8, heads=(3, 1))
@@ -238,8 +234,10 @@ WRONG = {  # the numbers come out wrong
 }  # fmt: skip
 
 
-@pytest.mark.sample(every=8)
-@pytest.mark.parametrize("name", list(WRONG))
+@pytest.mark.parametrize(
+    "name", quick(list(WRONG), "fence input dropped", "values of another slot", "maximum of half a row",
+    "another table")
+)  # fmt: skip
 def test_wrong_numbers_are_seen(name):
     for pack in (
         Pack([30, 70], [50, 40], window=37, block_size=8, softcap=3.0, sinks=True, dtype=mx.float16),
@@ -293,14 +291,12 @@ def planted() -> Iterator[Callable[[tuple[str, str]], None]]:
             yield edits.append
 
 
-@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(
     "change",
     [
         {},
-        {"head_dim": 128, "value_dim": 128, "dtype": mx.float16},
         {"softcap": True, "sinks": True, "dtype": mx.float16},
-        {"gqa": 3, "head_dim": 80, "block_size": 8},
+        *slow({"head_dim": 128, "value_dim": 128, "dtype": mx.float16}, {"gqa": 3, "head_dim": 80, "block_size": 8}),
         {"body": QUANTIZED_MATRIX_BODY, "pages": page_shape(64, (8, 4), 32, mx.bfloat16)},
     ],
 )
@@ -310,20 +306,15 @@ def test_the_self_check_passes(planted, change):
     assert result.ok and result.rms < (4e-3 if "pages" in change else 2e-3), result.reason
 
 
-@pytest.mark.sample(every=4)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        WRONG["a token sees the next"],
-        WRONG["window one longer"],
-        WRONG["dead slots are read"],
-        WRONG["edges taken for whole"],
-        WRONG["keys not transposed"],
-        WRONG["rescale by the other side"],
-        WRONG["skip the rescale of the sum"],
-        WRONG["values of another slot"],
-        WRONG["wrong kv head of keys"],
-        ("if (at < DV)", "if (at < DV - 1)"),  # what is not written stays NaN
+        *map(WRONG.get, ("a token sees the next", "keys not transposed", "wrong kv head of keys")),
+        *slow(
+            *map(WRONG.get, ("window one longer", "dead slots are read", "edges taken for whole")),
+            *map(WRONG.get, ("rescale by the other side", "skip the rescale of the sum", "values of another slot")),
+            ("if (at < DV)", "if (at < DV - 1)"),  # what is not written stays NaN
+        ),
     ],
 )
 def test_the_self_check_finds_planted_defects(planted, old, new):
@@ -364,9 +355,10 @@ def problems(dtype, edit=None, head_dim=128, extras=True, pages=None):
     return checker.check_kernel(names, outs, source, header, [(inputs, [name, "uint32"], [])])
 
 
-@pytest.mark.sample(every=3)
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("head_dim", [dim for dim in HEAD_DIMS if dim <= MAX_TENSOR_HEAD_DIM])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), quick(crossed(list(TOLERANCE), [dim for dim in HEAD_DIMS if dim <= MAX_TENSOR_HEAD_DIM]),
+    (mx.float16, 64), (mx.bfloat16, 80), (mx.float16, 112), (mx.bfloat16, 128), (mx.float16, 256))
+)  # fmt: skip
 def test_types_are_clean(head_dim, dtype):
     assert problems(dtype, head_dim=head_dim) == []
     assert problems(dtype, head_dim=head_dim, extras=False) == []

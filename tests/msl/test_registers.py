@@ -1,7 +1,5 @@
 """Plans for Apple GPUs keep what a lane holds in its registers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +20,7 @@ from mlx_paged.kernels.launch_shape import (
     shape_for,
 )
 from mlx_paged.kernels.prefill import BODY, QUANTIZED_BODY, prefill_constants_of, prefill_shape_for
+from tests.support.cases import quick, slow
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl import registers
 
@@ -39,9 +38,8 @@ def spilled(dtype: mx.Dtype, head_dim: int, gqa: int, single: bool = False) -> r
     )
 
 
-@pytest.mark.sample(every=10)
 @needs_compiler
-@pytest.mark.parametrize(("head_dim", "gqa"), POPULAR)
+@pytest.mark.parametrize(("head_dim", "gqa"), quick(POPULAR, (64, 4)))
 def test_plans_of_popular_models_do_not_spill(head_dim: int, gqa: int) -> None:
     found = spilled(mx.bfloat16, head_dim, gqa)
     assert (found.stored, found.loaded) == (0, 0), found
@@ -57,11 +55,10 @@ def spilled_by_quantized(
     return registers.registers_of("quantized_decode", constants)
 
 
-@pytest.mark.sample(every=4)
 @needs_compiler
 @pytest.mark.parametrize(
-    ("head_dim", "gqa", "bits"), [(64, 4, (8, 8)), (128, 4, (8, 4)), (128, 8, (4, 4)), (256, 2, (8, 8))]
-)
+    ("head_dim", "gqa", "bits"), [(64, 4, (8, 8)), *slow((128, 4, (8, 4)), (128, 8, (4, 4)), (256, 2, (8, 8)))]
+)  # fmt: skip
 def test_plans_over_quantized_pages_do_not_spill(head_dim: int, gqa: int, bits: tuple[int, int]) -> None:
     found = spilled_by_quantized(head_dim, gqa, bits)
     assert (found.stored, found.loaded) == (0, 0), found
@@ -111,18 +108,11 @@ def spill_limit(head_dim: int) -> int:
     return {64: 0, 80: 20}.get(head_dim, 16 if head_dim > 128 else 128)
 
 
-@pytest.mark.sample(every=5)
 @needs_compiler
 @pytest.mark.parametrize(
-    ("head_dim", "gqa", "options"),
-    [
-        (64, 4, {}),
-        (64, 7, {"dtype": mx.float16, "sinks": True}),
-        (80, 1, {}),
-        (128, 4, {}),
-        (256, 2, {"softcap": True}),
-    ],
-)
+    ("head_dim", "gqa", "options"), [(64, 4, {}),
+    *slow((64, 7, {"dtype": mx.float16, "sinks": True}), (80, 1, {}), (128, 4, {}), (256, 2, {"softcap": True}))]
+)  # fmt: skip
 def test_prefill_does_not_spill(head_dim: int, gqa: int, options: dict[str, object]) -> None:
     found = spilled_by_prefill(head_dim, gqa, **options)
     assert max(found.stored, found.loaded) <= spill_limit(head_dim), found
@@ -139,9 +129,8 @@ def test_no_prefill_spills(head_dim: int, gqa: int, block_size: int, extras: boo
     assert max(found.stored, found.loaded) <= spill_limit(head_dim), found
 
 
-@pytest.mark.sample(every=3)
 @needs_compiler
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (256, 256), (128, 128)])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), *slow((256, 256), (128, 128))])
 def test_prompts_over_latents_do_not_spill(head_dim: int, value_dim: int) -> None:
     variant = Variant(prompts.BODY, "cuda", mx.bfloat16, head_dim, value_dim, 1, 32)
     constants = prompts.prompt_constants_of(variant, prompts.prompt_shape_for(head_dim, value_dim))
@@ -162,20 +151,18 @@ def quantized_registers(
     return registers.registers_of(body, constants, None, "sm_90")
 
 
-@pytest.mark.sample(every=4)
 @needs_compiler
 @pytest.mark.parametrize(
-    ("head_dim", "gqa", "bits"), [(64, 4, (8, 8)), (128, 4, (8, 8)), (128, 8, (4, 4)), (256, 2, (8, 8))]
-)
+    ("head_dim", "gqa", "bits"), [(64, 4, (8, 8)), *slow((128, 4, (8, 8)), (128, 8, (4, 4)), (256, 2, (8, 8)))]
+)  # fmt: skip
 def test_decoding_quantised_pages_does_not_spill(head_dim: int, gqa: int, bits: tuple[int, int]) -> None:
     found = quantized_registers("quantized_decode_tensor", head_dim, gqa, bits)
     # A few bytes for four thread groups a core: faster than without (docs/adr/0027).
     assert max(found.stored, found.loaded) <= (48 if head_dim > 128 else 32), found
 
 
-@pytest.mark.sample(every=3)
 @needs_compiler
-@pytest.mark.parametrize(("head_dim", "gqa", "bits"), [(64, 4, (8, 8)), (128, 4, (4, 4)), (256, 2, (8, 8))])
+@pytest.mark.parametrize(("head_dim", "gqa", "bits"), [(64, 4, (8, 8)), *slow((128, 4, (4, 4)), (256, 2, (8, 8)))])
 def test_quantised_prefill_does_not_spill(head_dim: int, gqa: int, bits: tuple[int, int]) -> None:
     found = quantized_registers(QUANTIZED_BODY, head_dim, gqa, bits)
     assert max(found.stored, found.loaded) <= spill_limit(head_dim), found

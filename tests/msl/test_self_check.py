@@ -1,8 +1,6 @@
 # ruff: noqa: E501
 """The self-check itself, over kernels on the emulator: it passes for each number of cores, and finds what is planted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +18,7 @@ from mlx_paged.kernels.launch_shape import LaunchShape, Variant
 from mlx_paged.kernels.quantized import QuantizedRows
 from mlx_paged.kernels.trial import MANY
 from tests.msl.test_windows import CORES
+from tests.support.cases import crossed, quick
 from tests.support.kernels.quantized_pages import page_shape, quantized
 from tests.support.msl.harness import Emulated, emulated, to_float
 
@@ -50,9 +49,11 @@ def outcome(variant: Variant, cores: int, edit: Any = None) -> SelfCheck:
         return self_check(variant)
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("name", list(VARIANTS))
-@pytest.mark.parametrize("cores", CORES)
+@pytest.mark.parametrize(
+    ("name", "cores"), quick(crossed(list(VARIANTS), CORES), ("dense", 8), ("extras", 10), ("quantised", 16),
+    ("dense", 20), ("dense", 30), ("dense", 32), ("dense", 38), ("dense", 40), ("dense", 60), ("dense", 64),
+    ("dense", 76), ("dense", 80))
+)  # fmt: skip
 def test_it_passes(name: str, cores: int) -> None:
     result = outcome(VARIANTS[name], cores)
     assert result.ok, result.reason
@@ -94,8 +95,7 @@ LATENT_PLANTED: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("cores", [20, 32, LARGE])
+@pytest.mark.parametrize("cores", quick([20, 32, LARGE], 20, 32, 38))
 def test_the_one_over_latents_passes(cores: int) -> None:
     with gpu(cores):
         result = self_check_latent(LATENT)
@@ -163,8 +163,11 @@ def test_it_launches_every_text_for_few_rows_and_many(name: str) -> None:
     assert result.ok and set(TEXTS[name]) <= set(seen), set(TEXTS[name]) - set(seen)
 
 
-@pytest.mark.sample(every=6)
-@pytest.mark.parametrize(("name", "text"), [(name, text) for name in TEXTS for text in TEXTS[name]])
+@pytest.mark.parametrize(
+    ("name", "text"), quick([(name, text) for name in TEXTS for text in TEXTS[name]],
+    ("dense", ("paged_decode", False, False)), ("dense", ("copy_blocks", None, False)),
+    ("quantised", ("quantized_decode", False, False)), ("quantised", ("copy_blocks", None, False)))
+)  # fmt: skip
 def test_values_of_every_text_are_compared(name: str, text: Seen) -> None:
     result, _ = texts_of_check(VARIANTS[name], text)
     assert not result.ok, text

@@ -14,6 +14,7 @@ from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import quantized as moves
 from mlx_paged.kernels.decode_spec import decode_constants_of
 from mlx_paged.kernels.launch_shape import HEAD_DIMS, shape_for
+from tests.support.cases import crossed, quick
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl import msl_source
 
@@ -69,24 +70,24 @@ def quantized_problems(dtype, rows=9, edit=None, head_dim=128, gqa=4, bits=(8, 4
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 
 
-@pytest.mark.sample(every=5)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [2, 9])
-@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "rows", "single"), quick(crossed(DTYPES, [2, 9], [True, False]), (mx.float32, 2, True),
+    (mx.bfloat16, 9, True), (mx.float16, 9, False))
+)  # fmt: skip
 def test_decode_is_clean(single, rows, dtype):
     assert decode_problems(dtype, rows, single=single) == []
 
 
-@pytest.mark.sample(every=3)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", quick(HEAD_DIMS, 64, 112, 256))
 def test_every_head_dim_is_clean(head_dim):
     assert decode_problems(mx.bfloat16, head_dim=head_dim, gqa=16, block=8, extras=False) == []
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [2, 9])
-@pytest.mark.parametrize(("bits", "single"), [((8, 8), True), ((4, 4), False), ((8, 4), True)])
+@pytest.mark.parametrize(
+    ("dtype", "rows", "bits", "single"), quick([(a, b, *c) for a in DTYPES for b in [2, 9] for c in [((8, 8), True),
+    ((4, 4), False), ((8, 4), True)]], (mx.float32, 2, (8, 8), True), (mx.float16, 9, (4, 4), False),
+    (mx.bfloat16, 2, (8, 4), True))
+)  # fmt: skip
 def test_quantized_decode_is_clean(bits, single, rows, dtype):
     assert quantized_problems(dtype, rows, bits=bits, single=single) == []
     assert quantized_problems(dtype, rows, head_dim=256, gqa=16, group_size=128, bits=bits) == []
@@ -112,10 +113,10 @@ def latent_problems(dtype, rows=9, edit=None, gqa=10, single=True):
     return problems("latent_decode", constants, decode_inputs(rows, name_of(dtype)), outs, edit)
 
 
-@pytest.mark.sample(every=5)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [2, 9])
-@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "rows", "single"), quick(crossed(DTYPES, [2, 9], [True, False]), (mx.float32, 2, True),
+    (mx.bfloat16, 9, True), (mx.float16, 9, False))
+)  # fmt: skip
 def test_latent_decode_is_clean(single, rows, dtype):
     assert latent_problems(dtype, rows, single=single) == []
 
@@ -142,10 +143,12 @@ def move_problems(body, dtype, rows, edit=None):
     return problems(body, known, inputs, outs, edit)
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [2, 9])
-@pytest.mark.parametrize("body", ["quantized_write", "quantized_gather", "write_rows", "gather_rows"])
+@pytest.mark.parametrize(
+    ("dtype", "rows", "body"),
+    quick(crossed(DTYPES, [2, 9], ["quantized_write", "quantized_gather", "write_rows", "gather_rows"]),
+    (mx.float32, 2, "quantized_write"), (mx.float16, 9, "quantized_gather"), (mx.bfloat16, 2, "write_rows"),
+    (mx.float32, 2, "gather_rows"))
+)  # fmt: skip
 def test_moves_of_quantized_pages_are_clean(body, rows, dtype):
     assert move_problems(body, dtype, rows) == []
 
@@ -168,10 +171,10 @@ def other_problems(body, dtype, rows, edit=None):
     return problems(body, tuple(constants), OTHERS[body](d, rows), outs, edit)
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [2, 9])
-@pytest.mark.parametrize("body", list(OTHERS))
+@pytest.mark.parametrize(
+    ("dtype", "rows", "body"), quick(crossed(DTYPES, [2, 9], list(OTHERS)), (mx.float32, 2, "merge_partitions"),
+    (mx.float16, 9, "write_slots"), (mx.bfloat16, 2, "gather_blocks"), (mx.float32, 2, "copy_blocks"))
+)  # fmt: skip
 def test_others_are_clean(body, rows, dtype):
     assert other_problems(body, dtype, rows) == []
 

@@ -8,6 +8,7 @@ from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.decode_spec import spec_of
 from mlx_paged.kernels.launch_shape import Variant, shape_for
 from mlx_paged.kernels.trial import MANY, Text, launch_alone
+from tests.support.cases import quick
 from tests.support.kernels.pool_texts import pool_texts
 from tests.support.msl.harness import Emulated, emulated
 
@@ -20,10 +21,11 @@ def dtypes(call: dict) -> list[str]:
     return [str(x.dtype).removeprefix("mlx.core.") for x in call["inputs"]]
 
 
-@pytest.mark.sample(every=7)
-@pytest.mark.parametrize("partitions", [1, 3])
-@pytest.mark.parametrize("rows", [1, 9])
-@pytest.mark.parametrize(("gqa", "sinks"), [(1, True), (2, False), (4, True)])
+@pytest.mark.parametrize(
+    ("partitions", "rows", "gqa", "sinks"),
+    quick([(a, b, *c) for a in [1, 3] for b in [1, 9] for c in [(1, True), (2, False), (4, True)]], (1, 1, 1, True),
+    (3, 9, 2, False))
+)  # fmt: skip
 def test_a_trial_of_a_decode_step_has_its_texts(gqa: int, sinks: bool, rows: int, partitions: int) -> None:
     variant = Variant("paged_decode", "metal", mx.float16, 64, 80, gqa, 16, sinks=sinks)
     launch_shape, heads, dtype = shape_for(variant), 2 * gqa, mx.float16

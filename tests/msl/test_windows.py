@@ -1,7 +1,5 @@
 """Windows that begin anywhere, on GPUs of any number of cores: the merge reads no partition that nobody wrote."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

@@ -26,6 +26,7 @@ from mlx_paged.patches.generate.upstream import UPSTREAM
 from mlx_paged.patches.grammar.tokenizer_grammars import TokenizerGrammars, behind_reasoning, reasons_first, tool_format
 from mlx_paged.server.constraint import constraint_of
 from mlx_paged.server.errors import RequestRefused
+from tests.support.cases import quick, slow
 from tests.support.models.batch_runs import assert_released, generator, kv_budget
 from tests.support.models.builders import KINDS, build, greedy, perturbed, prompt_of
 from tests.support.models.tokenizers import CALL, CALL_END, EOS, EOT, THINK, THINK_END, byte_tokenizer
@@ -98,8 +99,7 @@ class Run:
         jsonschema.validate(json.loads(bytes(answer[:-1])), schema)
 
 
-@pytest.mark.sample(every=4)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS, "llama"))
 def test_rows_with_grammars_and_rows_without(kind: str, no_fall_through: None) -> None:
     model = build(kind)
     free = [prompt_of(length, seed=length) for length in (3, 17, 40)]
@@ -162,8 +162,7 @@ def test_random_samplers_and_processors_choose_of_what_is_allowed() -> None:
             assert abs(mx.sum(mx.exp(logprobs)).item() - 1) < 1e-4, "of what is allowed"
 
 
-@pytest.mark.sample(every=3)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", quick(range(3), 0))
 def test_preempted_answers_go_on_where_they_were(seed: int) -> None:
     model = build("llama")
     prompts = [prompt_of(9 + index, seed=100 * seed + index) for index in range(5)]
@@ -292,8 +291,7 @@ def test_a_batch_that_is_mlx_lms_own() -> None:
         run.check(uid, SCHEMAS[seed])
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("num_drafts", [1, 3, 7])
+@pytest.mark.parametrize("num_drafts", [1, 7, *slow(3)])
 def test_a_draft_models_tokens_may_be_refused(num_drafts: int) -> None:
     model, draft = build("llama"), perturbed("llama", 0.2)
     for index in (0, 2):

@@ -13,6 +13,7 @@ from mlx_lm.models import cache as upstream
 import mlx_paged
 from mlx_paged import PagedConfig, PromptCacheError, pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
+from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.builders import build, greedy, prompt_of
 from tests.support.processes.bounded import build_qwen2
@@ -27,7 +28,7 @@ def model_of(kind: str) -> Any:
     return build_qwen2() if kind == "qwen2" else build(kind)
 
 
-@pytest.fixture(params=["functional", "in place"], autouse=True)
+@pytest.fixture
 def storage(request: pytest.FixtureRequest) -> Iterator[None]:
     with fake_kernels() if request.param == "in place" else nullcontext():
         yield
@@ -54,12 +55,15 @@ def applied_anew() -> None:
     mlx_paged.apply_patches(CONFIG)
 
 
+CASES = quick(
+    crossed(["functional", "in place"], KINDS), ("functional", "llama"), ("functional", "qwen2"), ("in place", "gemma3")
+)
 CHANGES = [other_block_size, other_budget, mlx_paged.remove_patches, applied_anew]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("storage", "kind"), CASES, indirect=["storage"])
+@pytest.mark.usefixtures("storage")
 class TestLiveBatches:
-    @pytest.mark.sample
     @pytest.mark.parametrize("change", CHANGES)
     def test_a_batch_goes_on_as_it_began(self, kind: str, change: Callable[[], Any]) -> None:
         model = model_of(kind)
@@ -78,7 +82,6 @@ class TestLiveBatches:
                 found.setdefault(response.uid, []).append(response.token)
         assert [found[uid] for uid in uids] == solo
 
-    @pytest.mark.sample
     def test_a_cache_made_under_other_options_is_refused_and_the_others_go_on(self, kind: str) -> None:
         model = model_of(kind)
         solo = greedy(model, PROMPTS[0], TOKENS)[0]
@@ -96,9 +99,9 @@ class TestLiveBatches:
         assert found == solo
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("storage", "kind"), CASES, indirect=["storage"])
+@pytest.mark.usefixtures("storage")
 class TestDtypes:
-    @pytest.mark.sample
     def test_the_next_generation_after_set_dtype_has_a_pool_of_its_own(self, kind: str) -> None:
         expected, model = [], model_of(kind)
         for dtype in (mx.float32, mx.bfloat16, mx.float32):
@@ -115,7 +118,6 @@ class TestDtypes:
         assert found[0] == expected[0] and found[2] == expected[2]
         assert dtypes == [{mx.float32}, {mx.bfloat16}, {mx.float32}]
 
-    @pytest.mark.sample
     def test_a_batch_after_set_dtype(self, kind: str) -> None:
         model = model_of(kind)
         mlx_paged.apply_patches(CONFIG)
@@ -132,7 +134,6 @@ class TestDtypes:
         assert pool is not None
         assert {group.geometry.dtype for group in pool.groups if group.geometry is not None} == {mx.bfloat16}
 
-    @pytest.mark.sample
     def test_a_generation_under_way_goes_on_when_the_dtype_changes(self, kind: str) -> None:
         def run(model: Any) -> list[int]:
             found = []
@@ -147,7 +148,6 @@ class TestDtypes:
         found = run(model_of(kind))
         assert found[:4] == expected[:4] and len(found) == TOKENS
 
-    @pytest.mark.sample
     def test_f32_embeddings_into_a_bf16_model(self, kind: str) -> None:
         model = model_of(kind)
         model.set_dtype(mx.bfloat16)

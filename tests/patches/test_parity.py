@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from tests.support.cases import crossed, quick, slow
 from tests.support.models.builders import (
     COMMON,
     HEADS,
@@ -28,7 +29,6 @@ from tests.support.models.builders import (
     rms,
 )
 from tests.support.models.tokenizers import plain_tokenizer
-from tests.support.samples import each_value
 
 LENGTHS = (1, 31, 32, 33, 257)
 BLOCK_SIZES = (8, 16, 32, 128)
@@ -64,24 +64,24 @@ def check_parity(kind: str, length: int, block_size: int, step: int, num_tokens:
     assert pool.stats().peak_live_blocks > 0
 
 
-@pytest.mark.sample(every=5)
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize(
-    ("kind", "length", "block_size"), [*SAMPLE, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)]
-)
+    ("kind", "length", "block_size"), quick([*SAMPLE, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)],
+    ("llama", 1, 8), ("llama-sliding", 1, 16), ("qwen3", 1, 32), ("gemma3", 1, 128))
+)  # fmt: skip
 def test_logits_equal_stock_bit_for_bit(kind: str, length: int, block_size: int) -> None:
     check_parity(kind, length, block_size, 2048, 64 if length in LONG_LENGTHS else 24)
 
 
-@pytest.mark.sample(every=4)
 @pytest.mark.usefixtures("no_fall_through")
-@pytest.mark.parametrize(("kind", "step"), each_value(KINDS, [7, 40, 50]))
+@pytest.mark.parametrize(("kind", "step"), quick(crossed(KINDS, [7, 40, 50]), ("llama", 7)))
 def test_chunked_prefill_equals_stock(kind: str, step: int) -> None:
     check_parity(kind, 257, 16, step)
 
 
-@pytest.mark.sample(every=3)
-@pytest.mark.parametrize(("kind", "dtype"), each_value(KINDS, [mx.float16, mx.bfloat16]))
+@pytest.mark.parametrize(
+    ("kind", "dtype"), quick(crossed(KINDS, [mx.float16, mx.bfloat16]), ("llama", mx.float16), ("gemma3", mx.bfloat16))
+)  # fmt: skip
 def test_half_precision_equals_stock(kind: str, dtype: mx.Dtype) -> None:
     model = build(kind)
     model.set_dtype(dtype)
@@ -105,9 +105,8 @@ def test_gemma3_wrapper_is_paged() -> None:
     assert len(mlx_paged.pool_of(model).groups) == 2
 
 
-@pytest.mark.sample(every=4)
 @pytest.mark.usefixtures("no_fall_through")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS, "llama"))
 def test_multi_turn_chat_equals_stock(kind: str) -> None:
     """One prompt cache over several turns, as mlx_lm.chat uses it."""
     model = model_of(kind)
@@ -129,8 +128,7 @@ def make_prompt_cache_now(model):
     return make_prompt_cache(model)
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("kind", ["llama-sliding", "gemma3"])
+@pytest.mark.parametrize("kind", ["llama-sliding", *slow("gemma3")])
 def test_sliding_layers_hold_blocks_of_their_window_only(kind: str) -> None:
     model = model_of(kind)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
@@ -146,9 +144,8 @@ def test_sliding_layers_hold_blocks_of_their_window_only(kind: str) -> None:
     assert cache[0].offset > 257
 
 
-@pytest.mark.sample(every=2)
 @pytest.mark.usefixtures("no_fall_through")
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", *slow("qwen3")])
 def test_speculative_decoding_equals_stock(kind: str) -> None:
     model, draft = model_of(kind), perturbed(kind, 0.15)
     tokenizer = plain_tokenizer()

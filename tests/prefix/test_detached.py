@@ -14,9 +14,9 @@ from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.patches.cache.layer_cache import PagedLayerCache
 from mlx_paged.prefix.detached import DetachedPrefix, donate, sequence_over
 from mlx_paged.prefix.radix import RadixTree
+from tests.support.cases import crossed, quick
 from tests.support.models.builders import KINDS, WINDOW, build, prompt_of
 from tests.support.prefixes import adopt_longest, check_contents, compute, make_pool, new_tables, release
-from tests.support.samples import each_value
 
 BLOCK = 8
 
@@ -87,8 +87,10 @@ def test_prefill_after_an_adopted_prefix_allocates_suffix_blocks_only() -> None:
 
 
 # Always each cut by a kind with windows and by one without: they are neighbours.
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize(("kind", "cut"), each_value(KINDS, [1, BLOCK, 3 * BLOCK + 5, 57], times=2))
+@pytest.mark.parametrize(
+    ("kind", "cut"), quick(crossed(KINDS, [1, BLOCK, 3 * BLOCK + 5, 57]), ("llama", 1), ("llama-sliding", 1),
+    ("qwen3", 8), ("gemma3", 29))
+)  # fmt: skip
 def test_shared_prefix_gives_the_bits_of_a_cold_prefill_cut_alike(kind: str, cut: int) -> None:
     model = paged(kind)
     tokens = prompt_of(70, seed=2).tolist()

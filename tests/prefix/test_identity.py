@@ -17,6 +17,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_paged.prefix import identity
 from mlx_paged.prefix.identity import model_identity
+from tests.support.cases import slow
 from tests.support.models.builders import build
 
 
@@ -129,8 +130,7 @@ def test_another_process_finds_the_same() -> None:
     assert found.stdout.strip() == model_identity(adapted(), {"a": 1})
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32, mx.uint32, mx.int8, mx.bool_])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32, mx.int8, *slow(mx.float16, mx.uint32, mx.bool_)])
 def test_every_byte_counts_in_any_dtype_and_layout(dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "PIECE_BYTES", 100)  # several pieces, the last one short
 

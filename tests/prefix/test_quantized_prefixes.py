@@ -17,6 +17,7 @@ from mlx_paged.prefix.detached import DetachedPrefix, donate
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.spill import SpillStore
 from mlx_paged.prefix.store import SharedPrefixes
+from tests.support.cases import crossed, quick, slow
 from tests.support.models.batch_runs import Outcome, generator, run_all
 from tests.support.models.builders import build, prompt_of
 from tests.support.prefixes import adopt_longest
@@ -42,9 +43,9 @@ def logits_of(model: Any, caches: list[Any]) -> mx.array:
     return logits
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("bits", BITS, ids=str)
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("bits", "kind"), quick(crossed(BITS, ["llama", "gemma3"]), (8, "llama"), ((8, 4), "llama"), (4, "gemma3")), ids=str
+)  # fmt: skip
 def test_a_prefix_is_the_same_rows_wherever_it_comes_from(kind: str, bits: Any, tmp_path: Path) -> None:
     model = build(kind)
     configure(bits)
@@ -112,8 +113,7 @@ def test_files_are_the_size_of_the_pages(bits: Any, tmp_path: Path) -> None:
     assert pages <= store.nbytes <= 1.05 * pages
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", ["llama", *slow("gemma3")])
 def test_requests_share_and_quantise_what_is_new_only(kind: str) -> None:
     model = build(kind)
     configure(8)
@@ -168,8 +168,7 @@ def test_preempted_requests_come_to_the_same_tokens() -> None:
 # Capacity -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize(("bits", "times"), [(8, 1.8), (4, 3.4)])
+@pytest.mark.parametrize(("bits", "times"), [(8, 1.8), *slow((4, 3.4))])
 def test_the_same_memory_holds_more_requests(bits: int, times: float) -> None:
     """Of keys of bfloat16, heads of 64 and groups of 64: admitted at once, and computed."""
     model = build("llama", hidden_size=128, head_dim=64, num_attention_heads=4, num_hidden_layers=2)

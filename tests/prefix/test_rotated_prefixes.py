@@ -13,6 +13,7 @@ from mlx_paged.prefix.detached import DetachedPrefix, donate
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.spill import SpillStore
 from tests.prefix.test_quantized_prefixes import PREFIX, SIZE, caches_over, logits_of
+from tests.support.cases import crossed, quick
 from tests.support.models.builders import build
 from tests.support.prefixes import adopt_longest
 
@@ -21,9 +22,10 @@ def configure(bits: Any, *, rotate: bool) -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=SIZE, kv_bits=bits, kv_group_size=32, kv_rotate=rotate))
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("bits", [8, 4, (8, 4)], ids=str)
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("bits", "kind"), quick(crossed([8, 4, (8, 4)], ["llama", "gemma3"]), (8, "llama"), ((8, 4), "llama"),
+    (4, "gemma3")), ids=str
+)  # fmt: skip
 def test_hits_and_restored_prefixes_equal_the_run_that_went_on(kind: str, bits: Any, tmp_path: Path) -> None:
     model, tokens = build(kind), PREFIX.tolist()
     configure(bits, rotate=True)

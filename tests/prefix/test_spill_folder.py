@@ -1,4 +1,4 @@
-"""What may be in a spill folder: each file's fault is its own, and others of the machine's users see none of them."""
+"""What may be in a spill folder: each fault is its file's own, it is private, and ranks find what all of them have."""
 
 import hashlib
 import os
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,12 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged.prefix import spill_folder
+from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.spill import SpillStore
 from mlx_paged.prefix.spill_folder import SpillFolder, SpillWarning
-from tests.prefix.test_spill import restored, spilled
+from tests.prefix.test_spill import WINDOWS, restored, spilled
+from tests.support.cases import crossed, quick
+from tests.support.prefixes import check_contents, make_pool
 
 NOT_OURS = "0" * 32 + "-" + "0" * 32 + ".safetensors"
 
@@ -196,9 +199,10 @@ CHANGES: dict[str, Callable[[dict[str, mx.array], dict[str, str]], Any]] = {
 }
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("number", [0, 2])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("number", "change"), quick(crossed([0, 2], CHANGES), (0, "no keys"), (2, "other dtype"), (0, "fewer heads"),
+    (0, "fewer tokens"), (0, "flat"), (0, "other names"), (0, "geometry"), (0, "no geometry"))
+)  # fmt: skip
 def test_a_bad_file_with_the_right_hash_is_that_files_fault_alone(change: str, number: int, tmp_path: Path) -> None:
     windows = (None, None)
     store = spilled(tmp_path, [range(20)], windows)
@@ -261,3 +265,59 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
         SpillFolder(tmp_path / "file")
     with pytest.raises(OSError):
         SpillFolder(tmp_path / "file" / "below")
+
+
+TOKENS = (*range(30), 99)
+
+
+def restored_by_ranks(folder: Path, windows: Any, everywhere: Callable[[int], Sequence[int]]) -> int:
+    """Tokens that the tree serves then; their contents are checked."""
+    pool = make_pool(windows)
+    tree = RadixTree(pool)
+    SpillStore(folder, everywhere=everywhere).restore(tree, TOKENS, None, "weights")
+    length, tables = tree.adopt(TOKENS)
+    check_contents(pool, tables, TOKENS)
+    tree.check_integrity()
+    return length
+
+
+@pytest.mark.parametrize(
+    ("windows", "most"), quick(crossed(WINDOWS, [0, 1, 7, 8, 13, 29, 30]), ((None,), 0), ((None, 6), 1),
+    ((5, None, 1), 7), ((None,), 13), ((None, 6), 29), ((5, None, 1), 30))
+)  # fmt: skip
+def test_another_rank_has_less(windows: Any, most: int, tmp_path: Path) -> None:
+    spilled(tmp_path, [TOKENS[:30]], windows, chunk=8)
+    asked = []
+
+    def everywhere(mine: int) -> list[int]:
+        asked.append(mine)
+        return [mine, min(mine, most)]
+
+    found = restored_by_ranks(tmp_path, windows, everywhere)
+    assert found <= most
+    if windows == (None,):
+        assert found == most
+    assert asked[0] == 30
+    if found:  # all ranks said the same last, and then that their files are as they were
+        assert asked[-2:] == [found, 0]
+
+
+def test_a_file_that_is_bad_on_another_rank_is_looked_at_again(tmp_path: Path) -> None:
+    spilled(tmp_path, [TOKENS[:30]])
+    theirs = iter([30, 2, 28, 28, 0])  # how far; files that are bad; how far, twice, until all say the same; none bad
+    assert restored_by_ranks(tmp_path, (None,), lambda mine: [mine, next(theirs, mine)]) == 28
+
+
+def test_a_file_that_is_bad_here(tmp_path: Path) -> None:
+    spilled(tmp_path, [TOKENS[:30]])
+    victim = min(tmp_path.iterdir(), key=lambda path: path.stat().st_size)  # the last block is not whole
+    victim.write_bytes(victim.read_bytes()[:-1] + b"x")
+    asked: list[int] = []
+
+    def everywhere(mine: int) -> list[int]:
+        asked.append(mine)
+        return [mine, mine]
+
+    with pytest.warns(UserWarning, match="was deleted"):
+        assert restored_by_ranks(tmp_path, (None,), everywhere) == 28
+    assert asked == [30, 1, 28, 0]

@@ -1,7 +1,5 @@
 """Compiled steps see whatever changes in a model between two steps, not only its weights: by mx.compile itself."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref
@@ -23,6 +21,7 @@ from mlx_paged import PagedConfig
 from mlx_paged.engine import compiled_step
 from mlx_paged.engine.model_state import ModelState, StateNotKnown, members_of, substituted
 from mlx_paged.patches.models import model_calls
+from tests.support.cases import quick
 from tests.support.kernels.traceable_kernels import traceable_kernels
 from tests.support.models.builders import build, greedy, prompt_of
 
@@ -163,9 +162,8 @@ def logits_around(model: Any, change: Callable[[Any], None], *, steps: int = 3) 
     return np.array(before[0, -1]), np.array(after[0, -1])
 
 
-@pytest.mark.sample(every=5)
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", quick(CHANGES, rescale, other_eps, hook), ids=lambda change: change.__name__)
 def test_a_change_between_two_steps_is_seen_by_the_next(change: Callable[[Any], None]) -> None:
     # The stand-in stores nothing in a compiled step: so the change comes after the first one.
     expected = logits_around(adapted(), change, steps=1)

@@ -1,6 +1,4 @@
-"""CompiledStep: when it runs, what it leaves alone, and that it sees the model as it is at every step."""
-
-from __future__ import annotations
+"""The compiled decode step: when it is made, what it takes, its rows and quantised layers."""
 
 import gc
 import threading
@@ -16,12 +14,22 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.cache.batch_cache import PagedBatchKVCache
+from mlx_paged.cache.batch_tables import BatchTables
+from mlx_paged.cache.paged_kv_cache import PagedKVCache
+from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.engine import compiled_step
+from mlx_paged.engine.compiled_step import StepRows, rows_of
+from mlx_paged.errors import PoolExhaustedError
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kv.group import LayerGroup
+from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.storage.in_place import InPlaceStorage
 from mlx_paged.patches.models import model_calls
+from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 from tests.support.models.batch_runs import Outcome, Spec, generator, run_all
-from tests.support.models.builders import KINDS, build, greedy, prompt_of
+from tests.support.models.builders import KINDS, build, greedy, prompt_of, rms
 from tests.support.without_collector import without_collector
 
 ON = {"kernel": "on"}
@@ -45,9 +53,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return taken
 
 
-@pytest.mark.sample(every=5)
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS, "llama"))
 def test_every_step_but_the_first_is_compiled(kind: str, calls: list[int]) -> None:
     model, prompt = build(kind, head_dim=64), prompt_of(70)
     tokens, logprobs = greedy(model, prompt, 50)
@@ -97,9 +104,8 @@ def test_few_sizes_of_batches() -> None:
     assert len({compiled_step.padded_rows(n) for n in range(1, 1025)}) < 32
 
 
-@pytest.mark.sample(every=5)
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS, "llama"))
 def test_batches_are_padded(monkeypatch: pytest.MonkeyPatch, calls: list[int], kind: str) -> None:
     specs = [Spec(5 + 16 * row, 10 + 4 * row, seed=row) for row in range(5)]
     model = build(kind, head_dim=64)
@@ -396,3 +402,70 @@ def test_another_thread_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch)
         thread.start()
         thread.join()
         assert results == [first]
+
+
+BLOCK_BYTES = 2 * 4 * 2 * 8 * 4  # of two layers of keys and values
+
+
+def full_pool() -> tuple[BlockPool, SequenceTables]:
+    """Two groups of two layers, a sequence at a block's end, and one free block."""
+    pool = BlockPool([LayerGroup((0, 1)), LayerGroup((2, 3))], block_size=4, memory_budget=5 * BLOCK_BYTES)
+    x = mx.zeros((1, 1, 1, 8))
+    for layer in (0, 2):
+        pool.set_geometry(layer, x, x, batch=1)
+    sequence = SequenceTables(pool)
+    for layer in range(4):
+        sequence.reserve(layer, 4)
+    return pool, sequence
+
+
+def caches_of(sequence: SequenceTables, batch: bool) -> list[Any]:
+    if not batch:
+        return [PagedKVCache(sequence, layer) for layer in range(4)]
+    tables = BatchTables(sequence.pool, [sequence])
+    return [PagedBatchKVCache(tables, layer) for layer in range(4)]
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_layers_stay_where_they_are_if_a_group_has_no_block(batch: bool) -> None:
+    pool, sequence = full_pool()
+    caches = caches_of(sequence, batch)
+    rows: StepRows | None = rows_of(caches)
+    assert rows is not None
+    before = [cache.offset if not batch else cache.batch.offsets(cache.layer) for cache in caches]
+    with pytest.raises(PoolExhaustedError):
+        rows.reserve(caches)
+    assert [cache.offset if not batch else cache.batch.offsets(cache.layer) for cache in caches] == before
+    pool.check_integrity()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("kind", "rotate"), quick(crossed(KINDS, [False, True]), ("llama", False), ("qwen3", True)))
+def test_steps_are_those_of_the_gather_path(kind: str, rotate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    options = {"kv_bits": 8, "kv_rotate": rotate}
+    monkeypatch.setattr(compiled_step, "PATIENCE", 0)
+    original = compiled_step.CompiledStep._compiled
+
+    def count(self: Any, *inputs: Any) -> Any:
+        logits = original(self, *inputs)
+        if logits is not None:
+            taken.append(logits.shape[0])
+        return logits
+
+    monkeypatch.setattr(compiled_step.CompiledStep, "_compiled", count)
+    model, prompt = build(kind, head_dim=64), prompt_of(70)
+    mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="off", **options))
+    tokens, logprobs = greedy(model, prompt, 20)
+    assert not taken
+    mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on", **options))
+    got, got_logprobs = greedy(model, prompt, 20)
+    assert got == tokens
+    assert rms(got_logprobs, logprobs) < 5e-3
+    assert taken == [1] * 20
+    pool = mlx_paged.pool_of(model)
+    storages = [storage for group in pool.groups for storage in group.storages]
+    assert all(isinstance(storage, InPlaceStorage) for storage in storages)
+    assert all(storage.rotates == rotate for storage in storages)
+    assert pool.stats().quantized_tokens == 70 + 20
+    pool.check_integrity()

@@ -1,7 +1,5 @@
 """Products of few rows in compiled decode steps: which layers, which batches, and that the model is left as it was."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from mlx_paged.engine import narrow_layers as narrow_layers_module
 from mlx_paged.engine.narrow_layers import NarrowLinear, added, gated, narrow_layers, projected
 from mlx_paged.kernels.products import narrow_matmul
 from mlx_paged.kernels.products.narrow_matmul import ADDED, BIASED, GATED, GROUPED, PLAIN
+from tests.support.cases import crossed, quick
 from tests.support.models.batch_runs import mlx_lm_generate
 from tests.support.models.builders import build, prompt_of
 
@@ -88,9 +87,7 @@ def test_every_product_of_a_compiled_step_is_a_launch(kind: str, products: list[
         assert got == plain
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize(("bits", "kind"), quick(crossed([4, 8], ["llama", "qwen3"]), (4, "llama"), (8, "qwen3")))
 def test_every_product_with_quantised_weights_is_a_launch(
     kind: str, bits: int, products: list[tuple[str, int]], kernels: Any
 ) -> None:

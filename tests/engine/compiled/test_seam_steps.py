@@ -1,8 +1,6 @@
 """Compiled steps of models without an adapter: the logits and tokens of steps that are not compiled, whatever a model
 attends with, alone, in ragged batches and in packs of look-up."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections import Counter
@@ -26,6 +24,7 @@ from mlx_paged.patches.models import model_calls
 from scripts import model_matrix
 from scripts.model_matrix import NOT_COMPILED, alone, batched, difference, lines_of_page
 from scripts.support import model_configs
+from tests.support.cases import quick, slow
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.kernels.traceable_kernels import traceable_kernels
 from tests.support.models.batch_runs import Outcome, generator, run_all
@@ -116,10 +115,12 @@ def check_traced(name: str, taken: Counter[str]) -> None:
         assert taken == {"alone": 2, "rows": 1} and not told
 
 
-@pytest.mark.sample(every=3)
 @pytest.mark.usefixtures("traced")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize(
+    "name", quick(SAMPLE, "qwen2", "qwen3_moe", "gpt_oss", "afm7", "nemotron-nas", "gpt_bigcode", "cohere2", "phixtral",
+    "longcat_flash")
+)  # fmt: skip
 def test_a_step_is_compiled_and_gives_stocks_logits(name: str, taken: Counter[str]) -> None:
     check_traced(name, taken)
 
@@ -146,9 +147,11 @@ def test_the_page_names_all_that_are_not() -> None:
 # Whole runs -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(every=3)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize(
+    "name", quick(SAMPLE, "qwen2", "qwen3_moe", "gpt_oss", "afm7", "nemotron-nas", "gpt_bigcode", "cohere2", "phixtral",
+    "longcat_flash")
+)  # fmt: skip
 def test_tokens_alone_and_in_batches(name: str, taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Over stand-ins that store, in steps that are not really traced."""
     model = model_configs.build(name)
@@ -183,8 +186,7 @@ def test_tokens_on_a_gpu(name: str, taken: Counter[str], monkeypatch: pytest.Mon
     mlx_paged.pool_of(model).check_integrity()
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("name", ["qwen2", "olmo3", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", *slow("olmo3", "gpt_oss")])
 def test_packs_of_look_up(name: str, kernels: Any, taken: Counter[str]) -> None:
     model, most = wide(name), 4
     prompts = [(prompt_of(length, seed=length) % model_configs.VOCAB).tolist() for length in (3, 37, 12)]

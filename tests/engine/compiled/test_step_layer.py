@@ -1,8 +1,6 @@
 """What a traced step hands to a model's attention is good for one thing only: a model that does any other is not
 compiled, and its tokens are those that it gives uncompiled."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator

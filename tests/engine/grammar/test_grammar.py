@@ -1,7 +1,5 @@
 """Grammar: what an answer may go on with is a function of its tokens, in every part of it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cache

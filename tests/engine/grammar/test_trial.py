@@ -1,7 +1,5 @@
 """Trials: what ends, stops or fills the process that tries a grammar is refused, and nobody else is concerned."""
 
-from __future__ import annotations
-
 import random
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """LookUp over a model whose tokens can be told on paper: rows get the tokens they get without, whatever is proposed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +14,7 @@ from mlx_paged.engine.request import RequestOptions
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
+from tests.support.cases import crossed, quick
 from tests.support.models.oracle import Oracle, oracles
 from tests.support.models.toy_engine import VOCAB, ToyEngine, answer, greedy, make_pool, prompt_of
 
@@ -52,9 +51,9 @@ def check_left(pool: BlockPool, toy: ToyEngine) -> None:
 PROMPTS = [prompt_of(length, seed=length) for length in (1, 6, 15, 16, 2, 31, 8, 3, 12, 5, 9, 17, 4, 7, 11, 10, 14)]
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("num_rows", [1, 2, 5, 17])
+@pytest.mark.parametrize(
+    ("window", "num_rows"), quick(crossed([None, 7], [1, 2, 5, 17]), (None, 1), (7, 2), (None, 5), (None, 17))
+)  # fmt: skip
 def test_rows_get_their_own_tokens(num_rows: int, window: int | None, oracle: type[Oracle]) -> None:
     if window is not None:
         reference = ToyEngine(make_pool(window=window))

@@ -1,7 +1,5 @@
 """Look-up over real models and every form of storage: the tokens of stock mlx-lm, and its probabilities."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,6 +17,7 @@ from mlx_paged.engine.compiled_step import PackRows
 from mlx_paged.engine.proposer import Drafts
 from mlx_paged.engine.request import RequestOptions
 from scripts.support import model_configs
+from tests.support.cases import quick, slow
 from tests.support.kernels.fake_kernels import FakeKernels
 from tests.support.models.batch_runs import Outcome, generator, run_all
 from tests.support.models.builders import KINDS, VOCAB, build, greedy, prompt_of
@@ -74,17 +73,15 @@ def run_alike(kind: str, config: PagedConfig, oracle: type[Oracle]) -> Any:
     return stats
 
 
-@pytest.mark.sample(every=2)
 @pytest.mark.usefixtures("no_fall_through")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS, "llama", "qwen3"))
 def test_functional_pools(kind: str, oracle: type[Oracle]) -> None:
     solos(kind)
     run_alike(kind, PagedConfig(block_size=8), oracle)
 
 
-@pytest.mark.sample(every=2)
 @pytest.mark.usefixtures("no_fall_through")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS, "llama", "qwen3"))
 def test_pools_in_place(
     kind: str, kernels: FakeKernels | None, oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,8 +103,7 @@ def test_pools_in_place(
     assert compiled["pack"] > 0
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("options", [{}, {"kernel": "on"}], ids=["functional", "in place"])
+@pytest.mark.parametrize("options", [{}, *slow({"kernel": "on"})], ids=["functional", "in place"])
 def test_quantised_pages(options: dict[str, Any], oracle: type[Oracle], request: pytest.FixtureRequest) -> None:
     """Compared with the same batch without look-up: what pages hold depends on nothing but the token."""
     if options:
@@ -140,8 +136,7 @@ def fake() -> Iterator[FakeKernels]:
         yield kernels
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("name", ["phi3", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize("name", ["phi3", "gemma2", *slow("gpt_oss")])
 def test_models_behind_the_seam(name: str) -> None:
     model = model_configs.build(name)
     vocab = model_configs.VOCAB
@@ -197,8 +192,9 @@ class Guess(Oracle):
         return None if not found else Drafts(list(found), float(len(found)))
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("options", [{"temp": 1.0}, {"temp": 0.7, "top_p": 0.9, "top_k": 5}], ids=["plain", "filters"])
+@pytest.mark.parametrize(
+    "options", [{"temp": 1.0}, *slow({"temp": 0.7, "top_p": 0.9, "top_k": 5})], ids=["plain", "filters"]
+)  # fmt: skip
 def test_samples_are_distributed_as_without(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first tokens of many answers to one prompt, against what the sampler gives of the model's probabilities."""
     model = build("llama", vocab_size=6, num_hidden_layers=1, hidden_size=32, intermediate_size=32, head_dim=32)

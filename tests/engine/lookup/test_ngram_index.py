@@ -1,7 +1,5 @@
 """NgramIndex: where the latest tokens have stood before."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

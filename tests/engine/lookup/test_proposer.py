@@ -1,7 +1,5 @@
 """Proposer: what is expected next, and that nothing is proposed where it does not come true."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

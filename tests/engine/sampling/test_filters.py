@@ -1,7 +1,5 @@
 """Which words are left, and how they are drawn, against the formulas in NumPy."""
 
-from __future__ import annotations
-
 import math
 
 import mlx.core as mx
@@ -23,6 +21,7 @@ from mlx_paged.engine.sampling.batch_sampler import (
 )
 from mlx_paged.engine.sampling.params import SamplingParams
 from tests.support import sampling_model
+from tests.support.cases import crossed, quick
 
 VOCAB = 300
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)
@@ -90,9 +89,10 @@ def test_every_row_keeps_the_words_of_its_own_parameters(
     np.testing.assert_array_equal(np.array(logits.astype(mx.float32)), before)
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize(
+    ("dtype", "top_p"), quick(crossed([mx.float32, mx.bfloat16], [0.1, 0.5, 0.9, 0.99]), (mx.float32, 0.1),
+    (mx.bfloat16, 0.5), (mx.float32, 0.9), (mx.float32, 0.99))
+)  # fmt: skip
 def test_top_p_keeps_what_mlx_lms_keeps(dtype: mx.Dtype, top_p: float) -> None:
     """Ties at the border included: they stay together."""
     logits = mx.round(logits_of(64, 3, mx.float32) * 4) / 4
@@ -128,8 +128,7 @@ CHI_SQUARE = [
 ]
 
 
-@pytest.mark.sample(every=3)
-@pytest.mark.parametrize("params", CHI_SQUARE, ids=str)
+@pytest.mark.parametrize("params", quick(CHI_SQUARE, CHI_SQUARE[0], CHI_SQUARE[3]), ids=str)
 def test_tokens_are_drawn_with_their_probabilities(params: SamplingParams) -> None:
     """Chi-square of 40,000 tokens at fixed seeds: the sum is near the number of words, within six deviations."""
     num_rows, steps = 400, 100

@@ -1,7 +1,5 @@
 """Rows of a batch whose tokens the kernel draws, on the emulator: the same alone and in any batch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from unittest import mock
 
@@ -13,6 +11,7 @@ from mlx_paged.engine.sampling.batch_sampler import BatchSampler, SampledRow
 from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.kernels import draw_rows, penalise_rows
 from tests.support import sampling_model
+from tests.support.cases import quick
 from tests.support.kernels.emulated_draws import use_emulator
 
 VOCAB = 150
@@ -117,8 +116,7 @@ CHI_SQUARE = [
 ]
 
 
-@pytest.mark.sample(every=3)
-@pytest.mark.parametrize("params", CHI_SQUARE, ids=str)
+@pytest.mark.parametrize("params", quick(CHI_SQUARE, CHI_SQUARE[0]), ids=str)
 def test_tokens_have_their_probabilities(params: SamplingParams) -> None:
     """Chi-square, near the number of words; within five deviations."""
     mx.random.seed(3)

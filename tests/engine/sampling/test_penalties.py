@@ -1,7 +1,5 @@
 """Penalties of rows that join, leave and come back, against a count of their histories in NumPy."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

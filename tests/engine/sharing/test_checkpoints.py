@@ -1,7 +1,5 @@
 """Models with states share prefixes at checkpoints in the radix tree, and answer as stock mlx-lm does."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from mlx_paged.prefix.radix_node import MOST_SHARE
 from mlx_paged.prefix.spill import SpillStore
 from mlx_paged.prefix.store import SharedPrefixes
 from scripts.support import model_configs
+from tests.support.cases import quick
 from tests.support.models.batch_runs import model_of
 from tests.support.models.builders import greedy, prompt_of
 from tests.support.models.recurrent import RECURRENT
@@ -81,8 +80,9 @@ def vocabulary_prompt(length: int, seed: int) -> list[int]:
     return [rng.randrange(3, model_configs.VOCAB - 3) for _ in range(length)]
 
 
-@pytest.mark.sample(every=4)
-@pytest.mark.parametrize("kind", HYBRIDS)
+@pytest.mark.parametrize(
+    "kind", quick(HYBRIDS, "baichuan_m1", "granitemoehybrid", "lfm2_moe", "olmo_hybrid", "qwen3_next", "kimi_k3")
+)  # fmt: skip
 def test_prefixes_that_part_anywhere_are_found_up_to_the_interval(kind: str) -> None:
     chats = Chats(model_configs.build(kind), prefill_step_size=48)
     first = vocabulary_prompt(150, seed=1)
@@ -239,8 +239,9 @@ def test_a_state_that_somebody_still_holds_counts_until_it_is_dropped() -> None:
 # On disk -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(every=4)
-@pytest.mark.parametrize("kind", HYBRIDS)
+@pytest.mark.parametrize(
+    "kind", quick(HYBRIDS, "baichuan_m1", "granitemoehybrid", "lfm2_moe", "olmo_hybrid", "qwen3_next", "kimi_k3")
+)  # fmt: skip
 def test_checkpoints_come_back_from_disk_after_a_kill(kind: str, tmp_path: Path) -> None:
     """What is written in idle moments serves another process, which has nothing of the first one's memory."""
     model = model_configs.build(kind)

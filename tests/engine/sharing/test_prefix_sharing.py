@@ -1,7 +1,5 @@
 """Requests of one burst share a prefix: it is computed once and stored once, and the answers are those of solo runs."""
 
-from __future__ import annotations
-
 import functools
 import gc
 from typing import Any
@@ -19,11 +17,11 @@ from mlx_paged.patches.cache.pools import prefix_pool_of, probe_geometry
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
+from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.batch_runs import kv_budget, mlx_lm_generate, model_of
 from tests.support.models.builders import KINDS, WINDOW, build, greedy, prompt_of
 from tests.support.models.recurrent import RECURRENT
-from tests.support.samples import each_value
 
 BLOCK = 8
 
@@ -82,8 +80,7 @@ def test_a_burst_computes_and_stores_its_system_prompt_once(length: int, request
     assert pool.stats().peak_live_blocks <= length // 32 + requests * own + 1
 
 
-@pytest.mark.sample(every=4)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS, "llama"))
 def test_bursts_of_every_kind_share_and_answer_as_alone(kind: str) -> None:
     """Sliding windows are crossed by the prompt. Chunks are smaller than the shared prefix."""
     system = prompt_of(101, seed=1).tolist()
@@ -97,8 +94,7 @@ def test_bursts_of_every_kind_share_and_answer_as_alone(kind: str) -> None:
     assert all(101 - slack <= cached <= 101 for cached in gen.num_cached[1:5])
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS, "llama", "qwen3"))
 def test_the_same_prompt_again_computes_at_most_a_block(kind: str) -> None:
     prompt = prompt_of(100, seed=3).tolist()
     gen, _ = burst([prompt] * 4, kind, new=24, block_size=BLOCK)
@@ -151,8 +147,7 @@ def test_blocks_of_a_dropped_response_count_as_free() -> None:
     assert pool.stats().evictions > 0
 
 
-@pytest.mark.sample(every=3)
-@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize("kind", quick(RECURRENT, "mamba"))
 def test_models_with_states_share_at_ends(kind: str) -> None:
     """What the prompts have in common is cut off as a chunk, and the states at its end go to the others."""
     system = prompt_of(101, seed=1).tolist()
@@ -193,8 +188,7 @@ def state_burst(kind: str, prompts: list[list[int]], expected: list[list[int]]) 
     return gen
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", ["llama", *slow("gemma3")])
 def test_bursts_share_in_place_pools(kind: str) -> None:
     """Blocks that kernels write in place (stand-ins here) are shared while their owner writes on."""
     with fake_kernels():
@@ -217,8 +211,7 @@ def test_bursts_share_in_place_pools(kind: str) -> None:
         tree.check_integrity()
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS, "llama", "qwen3"))
 def test_a_sharing_request_has_the_bits_of_a_cold_one_cut_alike(kind: str) -> None:
     model = model_of(kind)
     system, suffix = prompt_of(2 * WINDOW + 5, seed=6).tolist(), prompt_of(9, seed=7).tolist()
@@ -271,8 +264,10 @@ class Tight:
 
 
 # Always each size by a kind with windows and by one without: they are neighbours.
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("kind, size", each_value(KINDS, [(100, 128), (100, 32), (96, 8), (250, 32)], times=2))
+@pytest.mark.parametrize(
+    "kind, size", quick(crossed(KINDS, [(100, 128), (100, 32), (96, 8), (250, 32)]), ("llama", (100, 128)),
+    ("llama-sliding", (100, 128)), ("qwen3", (100, 32)), ("gemma3", (96, 8)))
+)  # fmt: skip
 def test_the_longest_request_uses_all_of_a_known_prefix(kind: str, size: tuple[int, int]) -> None:
     """The copy of a block shared in part is counted: there is room for it, and no token is computed again."""
     length, block_size = size

@@ -1,7 +1,5 @@
 """No write or read copies the tensors of a pool."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 

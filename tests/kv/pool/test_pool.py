@@ -1,9 +1,9 @@
-"""BlockPool: what is written is what is read, after trimming too; its options."""
+"""BlockPool: growth, reads, writes to shared blocks, windows and its own check."""
 
-from __future__ import annotations
-
+import gc
 import itertools
 import math
+from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
@@ -12,11 +12,25 @@ import pytest
 from mlx_paged.attention.dispatch import paged_attention
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.sequence import SequenceTables
-from mlx_paged.errors import ConfigError, TrimError
+from mlx_paged.errors import BlockStateError, ConfigError, PoolExhaustedError, TrimError
+from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.storage.attention_params import AttentionParams
-from tests.support.pools import DTYPES, Watched, assert_holds, joined, kv, noise, pool_of, put, scatter_free_blocks
+from tests.support.cases import quick
+from tests.support.pools import (
+    BLOCK_BYTES,
+    DTYPES,
+    Watched,
+    assert_holds,
+    bits,
+    joined,
+    kv,
+    noise,
+    pool_of,
+    put,
+    scatter_free_blocks,
+)
 
 # Round trips ------------------------------------------------------------------------------------------------------
 
@@ -226,3 +240,465 @@ def test_each_layer_belongs_to_one_group(groups: list[LayerGroup]) -> None:
 def test_a_window_holds_at_least_one_token(window: int) -> None:
     with pytest.raises(ConfigError, match="at least one token"):
         pool_of(window=window)
+
+
+def test_growth_keeps_contents() -> None:
+    pool = pool_of()
+    tables = [pool.new_table() for _ in range(3)]
+    parts: list[list[tuple[mx.array, mx.array]]] = [[] for _ in tables]
+    sizes = set()
+    for step in range(30):
+        for i, table in enumerate(tables):
+            parts[i].append(put(pool, table, 10 * step + i, 1 + (step + i) % 7))
+        sizes.add(pool.stats().total_blocks)
+    assert len(sizes) > 2, "the pool was meant to grow"
+    for table, part in zip(tables, parts, strict=True):
+        assert_holds(pool, table, *joined(*part))
+    pool.check_integrity()
+
+
+def test_growth_is_geometric() -> None:
+    pool = pool_of()
+    calls: list[int] = []
+    group = pool.groups[0]
+    grow = group.grow
+
+    def counted(num_blocks: int) -> None:
+        calls.append(num_blocks)
+        grow(num_blocks)
+
+    group.grow = counted  # type: ignore[method-assign]
+    table = pool.new_table()
+    k, v = kv(1, 1)
+    pool.set_geometry(0, k, v, batch=1)
+    for _ in range(5000):
+        pool.append_tokens(table, 1)
+    pool.write_decode([table], 0, k, v)
+    assert table.num_blocks == 1250
+    assert 2 <= len(calls) <= math.log2(5000), calls
+    assert pool.stats().total_blocks < 2 * 1251
+
+
+def test_growth_of_a_large_pool_is_by_an_eighth() -> None:
+    pool = pool_of(block_size=32)
+    k, v = (mx.zeros((1, 8, 1, 128)) for _ in range(2))  # 256 KiB per block
+    pool.set_geometry(0, k, v, batch=1)
+    pool.allocate(0, 299)
+    assert pool.stats().bytes_reserved > 16 << 20
+    total = pool.stats().total_blocks + 1
+    pool.allocate(0, total - 299)
+    assert pool.stats().total_blocks + 1 == int(total * 1.125)
+
+
+def test_growth_stays_within_the_budget_and_uses_all_of_it() -> None:
+    pool = pool_of(layers=2, memory_budget=2 * BLOCK_BYTES * 21 + 17)  # the null block and 20 more
+    table = pool.new_table()
+    pool.set_geometry(0, *kv(0, 1), batch=1)
+    for _ in range(80):
+        pool.append_tokens(table, 1)
+        assert pool.stats().bytes_reserved <= pool.memory_budget
+        assert pool.stats().total_blocks <= 20
+    assert pool.stats().free_blocks == 0
+    with pytest.raises(PoolExhaustedError):
+        pool.append_tokens(table, 1)
+
+
+def test_the_budget_is_shared_by_the_groups() -> None:
+    pool = BlockPool([LayerGroup((0,)), LayerGroup((1,), 8, "window")], block_size=4, memory_budget=40 * BLOCK_BYTES)
+    k, v = kv(0, 1)
+    pool.set_geometry(0, k, v, batch=1)
+    pool.set_geometry(1, k, v, batch=1)
+    pool.allocate(0, 20)
+    pool.allocate(1, 7)
+    assert pool.stats().bytes_reserved <= pool.memory_budget
+    reserved = pool.stats().bytes_reserved
+    with pytest.raises(PoolExhaustedError) as caught:
+        pool.allocate(1, 27)  # 21 of the 40 blocks are the other group's
+    assert caught.value.bytes_reserved == reserved == pool.stats().bytes_reserved
+
+
+def test_stats_count_blocks_and_bytes() -> None:
+    pool = BlockPool([LayerGroup((0, 1)), LayerGroup((2,), 8, "window")], block_size=4, memory_budget=1 << 20)
+    assert pool.stats().as_dict() == {
+        "block_size": 4,
+        "total_blocks": 0,
+        "live_blocks": 0,
+        "free_blocks": 0,
+        "shared_blocks": 0,
+        "bytes_reserved": 0,
+        "bytes_in_use": 0,
+        "budget_bytes": 1 << 20,
+        "cow_forks": 0,
+        "peak_live_blocks": 0,
+        "cached_blocks": 0,
+        "evictions": 0,
+        "prefix_hit_tokens": 0,
+        "preemptions": 0,
+        "drafted_tokens": 0,
+        "accepted_tokens": 0,
+        "peak_bytes_in_use": 0,
+        "shrinks": 0,
+        "quantized_tokens": 0,
+        "quantized_layers": 0,
+        "dense_layers": 0,
+        "bytes_per_token": 0,
+        "state_bytes": 0,
+        "checkpoint_bytes": 0,
+    }
+    k, v = kv(0, 6)
+    tables = [pool.new_table(0), pool.new_table(1)]
+    for table in tables:
+        pool.append_tokens(table, 6)
+    for layer in range(3):
+        pool.write_prefill(tables[layer // 2], layer, k, v)
+    fork = pool.fork(tables[0])
+    stats = pool.stats()
+    assert (stats.live_blocks, stats.shared_blocks, stats.free_blocks) == (4, 2, 0)
+    assert (stats.quantized_layers, stats.dense_layers, stats.bytes_per_token) == (0, 3, 3 * BLOCK_BYTES // 4)
+    assert stats.bytes_in_use == stats.peak_bytes_in_use == 2 * 2 * BLOCK_BYTES + 2 * BLOCK_BYTES
+    assert stats.bytes_reserved == stats.bytes_in_use + 3 * BLOCK_BYTES  # a null block in each layer
+    pool.append_tokens(fork, 1)
+    assert pool.stats().cow_forks == 1
+    assert pool.stats().live_blocks + pool.stats().free_blocks == pool.stats().total_blocks
+    assert pool.stats().peak_live_blocks == 5
+    pool.release_table(tables[0])
+    assert (pool.stats().live_blocks, pool.stats().peak_live_blocks) == (4, 5)
+    assert "4 tokens" in str(stats) and "4 live (peak 4, 2 shared)" in str(stats)
+
+
+HEADS, DIM, LENGTH = 2, 64, 1000
+SLACK = 4096  # scalars, and what MLX rounds sizes up to
+
+
+@pytest.fixture
+def pool() -> BlockPool:
+    pool = BlockPool([LayerGroup((0, 1))], block_size=8)
+    table = pool.new_table()
+    write(pool, table, LENGTH)
+    return pool
+
+
+def write(pool: BlockPool, table: BlockTable, num_tokens: int) -> None:
+    pool.append_tokens(table, num_tokens)
+    keys = mx.ones((1, HEADS, num_tokens, DIM))
+    for layer in (0, 1):
+        pool.write([table], layer, keys, keys)
+    mx.eval([pool.fence(layer) for layer in (0, 1)])
+
+
+def test_a_watched_read_is_there_after_the_wait(pool: BlockPool) -> None:
+    table = pool.new_table()
+    write(pool, table, LENGTH)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    keys, values = pool.layer(1).watch_read(*pool.gather_visible(table, 1))
+    assert mx.get_active_memory() - before < SLACK  # nothing is computed for being watched
+    pool.groups[0].wait_for_reads(1)
+    assert mx.get_active_memory() - before >= keys.nbytes + values.nbytes
+    assert keys.tolist() == mx.ones((1, HEADS, LENGTH, DIM)).tolist()
+
+
+@pytest.mark.parametrize("used", ["keys", "values"])
+def test_a_watched_read_is_not_kept(pool: BlockPool, used: str) -> None:
+    table = pool.new_table()
+    write(pool, table, LENGTH)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    keys, values = pool.layer(1).watch_read(*pool.gather_visible(table, 1))
+    total = (keys if used == "keys" else values).sum()
+    mx.eval(total)
+    del keys, values
+    assert pool.groups[0]._last_read is not None
+    assert mx.get_active_memory() - before < SLACK
+
+
+def test_only_the_last_layers_reads_are_watched(pool: BlockPool) -> None:
+    keys, values = mx.zeros((1, HEADS, 3, DIM)), mx.ones((1, HEADS, 3, DIM))
+    assert pool.layer(0).watch_read(keys, values) == (keys, values)
+    assert pool.groups[0]._last_read is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_garbage_in_free_and_stale_slots_never_shows(dtype: mx.Dtype) -> None:
+    def poison(n: int, batch: int = 1) -> mx.array:
+        return mx.full((batch, 2, n, 8), float("nan"), dtype)
+
+    pool = pool_of()
+    for _ in range(2):  # fill every block with NaN, the tail of a sequence that goes on too
+        filler = pool.new_table()
+        pool.append_tokens(filler, 80)
+        pool.write_prefill(filler, 0, poison(80), poison(80))
+        pool.release_table(filler)
+    assert pool.stats().live_blocks == 0
+    storage = pool.groups[0].storages[0]
+    storage._keys[:, 0], storage._values[:, 0] = float("nan"), float("nan")
+
+    tables = [pool.new_table() for _ in range(2)]
+    histories = [[put(pool, table, i, n, dtype=dtype)] for i, (table, n) in enumerate(zip(tables, (6, 9), strict=True))]
+    for table in tables:  # stale slots behind the end of the last block, and a whole stale block
+        pool.append_tokens(table, 5)
+        pool.write_prefill(table, 0, poison(5), poison(5))
+        pool.trim(table, 5)
+    for step in range(5):
+        for table in tables:
+            pool.append_tokens(table, 1)
+        k, v = kv(20 + step, 1, batch=2, dtype=dtype)
+        pool.write_decode(tables, 0, k, v)
+        for row, history in enumerate(histories):
+            history.append((k[row : row + 1], v[row : row + 1]))
+        q = noise(step, 2, 4, 1, 8, dtype=dtype)
+        got = paged_attention(q, pool, 0, tables, AttentionParams(0.3))
+        for row, (table, history) in enumerate(zip(tables, histories, strict=True)):
+            assert_holds(pool, table, *joined(*history))
+            dense = mx.fast.scaled_dot_product_attention(q[row : row + 1], *joined(*history), scale=0.3)
+            np.testing.assert_array_equal(bits(got[row : row + 1]), bits(dense))
+        assert mx.all(mx.isfinite(got)).item()
+
+
+def test_copy_on_write_of_a_block_with_stale_slots_reads_clean() -> None:
+    pool = pool_of()
+    table = pool.new_table()
+    k, v = put(pool, table, 1, 8)
+    nan = mx.full((1, 2, 2, 8), float("nan"))
+    pool.write_prefill(table, 0, nan, nan)
+    pool.trim(table, 2)
+    fork = pool.fork(table)
+    more = put(pool, fork, 2, 1)
+    assert pool.stats().cow_forks == 1
+    assert_holds(pool, fork, *joined((k[:, :, :6], v[:, :, :6]), more))
+    q = noise(3, 1, 4, 1, 8)
+    assert mx.all(mx.isfinite(paged_attention(q, pool, 0, [fork], AttentionParams(0.3)))).item()
+
+
+def test_check_integrity_sees_tables_and_tensors_that_do_not_agree() -> None:
+    def damaged(damage: Callable[[BlockPool, BlockTable], object]) -> BlockPool:
+        pool = pool_of(window=5)
+        table = pool.new_table()
+        put(pool, table, 1, 10)
+        put(pool, table, 2, 1)
+        pool.check_integrity()
+        damage(pool, table)
+        keep.append(table)
+        return pool
+
+    keep: list[BlockTable] = []
+    cases: list[tuple[Callable[[BlockPool, BlockTable], object], str]] = [
+        (lambda pool, table: table.block_ids.pop(), "reference counts differ"),
+        (lambda pool, table: setattr(table, "length", 13), "has 3 entries"),
+        (lambda pool, table: setattr(table, "logical_start", 0), "still visible"),
+        (lambda pool, table: pool.groups[0].storages[0].resize(40), "differ in number"),
+        (lambda pool, table: pool.groups[0].allocator.grow(40), "differ in number"),
+        (lambda pool, table: pool.allocate(0, 1), "reference counts differ"),
+    ]
+    for damage, message in cases:
+        with pytest.raises(BlockStateError, match=message):
+            damaged(damage).check_integrity()
+
+
+def test_write_prefill_cow_forks_shared_partial_tail_block() -> None:
+    pool = pool_of()
+    first = pool.new_table()
+    prefix = put(pool, first, 1, 6)
+    second = pool.fork(first)
+    assert second.block_ids == first.block_ids
+    assert (pool.stats().shared_blocks, pool.stats().live_blocks, pool.stats().cow_forks) == (2, 2, 0)
+    full, tail = first.block_ids
+
+    mine = put(pool, first, 2, 3)  # shared: the writer copies the tail block
+    assert pool.stats().cow_forks == 1
+    assert first.block_ids[0] == full and first.block_ids[1] != tail
+    assert second.block_ids == [full, tail]
+    assert pool.stats().shared_blocks == 1
+
+    other = put(pool, second, 3, 3)  # sole owner by now: it does not
+    assert pool.stats().cow_forks == 1
+    assert second.block_ids[:2] == [full, tail]
+
+    assert_holds(pool, first, *joined(prefix, mine))
+    assert_holds(pool, second, *joined(prefix, other))
+    pool.check_integrity()
+
+
+def test_decode_after_a_fork_copies_the_tail_in_every_layer() -> None:
+    pool = pool_of(layers=3)
+    first = pool.new_table()
+    pool.append_tokens(first, 6)
+    prefix = [kv(layer, 6) for layer in range(3)]
+    for layer in range(3):
+        pool.write_prefill(first, layer, *prefix[layer])
+    second, third = pool.fork(first), pool.fork(first)
+    for table in (first, second, third):
+        pool.append_tokens(table, 1)
+    assert pool.stats().cow_forks == 2  # the last one owns the old block
+    tokens = [kv(10 + layer, 1, batch=3) for layer in range(3)]
+    for layer in range(3):
+        pool.write_decode([first, second, third], layer, *tokens[layer])
+    for row, table in enumerate((first, second, third)):
+        for layer in range(3):
+            token = tuple(x[row : row + 1] for x in tokens[layer])
+            assert_holds(pool, table, *joined(prefix[layer], token), layer)
+    pool.check_integrity()
+
+
+def test_a_fork_at_a_block_boundary_never_copies() -> None:
+    pool = pool_of()
+    first = pool.new_table()
+    prefix = put(pool, first, 1, 8)
+    second = pool.fork(first)
+    mine, other = put(pool, first, 2, 2), put(pool, second, 3, 2)
+    assert pool.stats().cow_forks == 0
+    assert pool.stats().live_blocks == 4
+    assert_holds(pool, first, *joined(prefix, mine))
+    assert_holds(pool, second, *joined(prefix, other))
+
+
+def test_trimming_into_a_shared_block_and_writing_on_copies_it() -> None:
+    pool = pool_of()
+    first = pool.new_table()
+    prefix = put(pool, first, 1, 8)
+    second = pool.fork(first)
+    pool.trim(second, 3)
+    other = put(pool, second, 2, 3)
+    assert pool.stats().cow_forks == 1
+    assert_holds(pool, first, *prefix)
+    assert_holds(pool, second, *joined(tuple(x[:, :, :5] for x in prefix), other))
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("how", ["release", "drop"])
+def test_a_block_shared_only_with_a_table_that_is_gone_is_not_copied(how: str) -> None:
+    pool = pool_of()
+    table = pool.new_table()
+    prefix = put(pool, table, 1, 6)
+    fork = pool.fork(table)
+    if how == "release":
+        pool.release_table(fork)
+    del fork
+    gc.collect()
+    more = put(pool, table, 2, 1)
+    assert pool.stats().cow_forks == 0
+    assert_holds(pool, table, *joined(prefix, more))
+
+
+def test_a_dropped_fork_does_not_stand_in_the_way_of_a_write() -> None:
+    pool = pool_of()
+    table = pool.new_table()
+    pool.append_tokens(table, 6)
+    fork = pool.fork(table)
+    del fork
+    gc.collect()
+    k, v = kv(1, 6)
+    pool.write_prefill(table, 0, k, v)
+    assert_holds(pool, table, k, v)
+
+
+def test_copy_on_write_block_copies_a_shared_block_once() -> None:
+    pool = pool_of()
+    first = pool.new_table()
+    k, v = put(pool, first, 1, 8)
+    assert pool.copy_on_write_block(first, 0) == first.block_ids[0]
+    assert pool.stats().cow_forks == 0
+    second = pool.fork(first)
+    old = first.block_ids[0]
+    new = pool.copy_on_write_block(second, 0)
+    assert new not in first.block_ids and second.block_ids[0] == new and first.block_ids[0] == old
+    assert pool.copy_on_write_block(second, 0) == new
+    assert pool.copy_on_write_block(first, 0) == old
+    assert pool.stats().cow_forks == 1
+    assert_holds(pool, first, k, v)
+    assert_holds(pool, second, k, v)
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("window", "block_size", "step"), quick([(*a, b) for a in [(5, 4), (8, 4), (64, 8)] for b in [1, 7]], (5, 4, 1),
+    (64, 8, 1), (8, 4, 7))
+)  # fmt: skip
+def test_a_sliding_window_holds_no_more_than_it_needs(window: int, block_size: int, step: int) -> None:
+    pool = pool_of(window=window, block_size=block_size)
+    table = pool.new_table()
+    rng = np.random.default_rng(0)
+    history = rng.standard_normal((1, 1, 5000 + step, 2)).astype(np.float32)
+    bound = -(-(window + step) // block_size) + 1
+    most = written = 0
+    while written < 5000:
+        k = mx.array(history[:, :, written : written + step])
+        pool.append_tokens(table, step)
+        if step == 1:
+            pool.write_decode([table], 0, k, -k)
+        else:
+            pool.write_prefill(table, 0, k, -k)
+        written += step
+        most = max(most, table.num_blocks)
+        visible = min(written, window - 1 + step)
+        assert table.length - table.logical_start == visible
+        if written % 23 == 0 or written < 4 * window:
+            got_k, got_v = pool.gather_visible(table, 0)
+            np.testing.assert_array_equal(np.array(got_k), history[:, :, written - visible : written])
+            np.testing.assert_array_equal(np.array(got_v), -history[:, :, written - visible : written])
+    assert most <= bound
+    assert pool.stats().live_blocks <= bound
+    assert pool.stats().total_blocks <= 2 * max(16, bound)  # blocks are used again, not added
+    pool.check_integrity()
+
+
+def test_a_window_slide_leaves_the_blocks_of_a_fork_alone() -> None:
+    pool = pool_of(window=6)
+    table = pool.new_table()
+    prefix = put(pool, table, 1, 6)
+    fork = pool.fork(table)
+    more = put(pool, table, 2, 9)
+    assert_holds(pool, fork, *prefix)
+    assert_holds(pool, table, *tuple(x[:, :, -14:] for x in joined(prefix, more)))
+    pool.release_table(table)
+    assert_holds(pool, fork, *prefix)
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("start", [4, 5, 7, 8])
+def test_a_table_may_start_behind_a_window(start: int) -> None:
+    pool = pool_of(window=6)
+    table = pool.new_table(start=start)
+    pool.check_integrity()
+    with pytest.raises(BlockStateError, match="nothing has been written"):
+        pool.gather_visible(table, 0)
+    k, v = put(pool, table, 1, 3)
+    assert (table.length, table.logical_start) == (start + 3, start)
+    assert_holds(pool, table, k, v)
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("window", [None, 5, 8])
+def test_a_position_for_each_of_many_is_what_each_would_append(window: int | None) -> None:
+    pool = pool_of(window=window, block_size=4)
+    one_by_one, together = [], []
+    for length in range(1, 19):
+        for tables in (one_by_one, together):
+            table = pool.new_table()
+            put(pool, table, length, length)
+            tables.append(table)
+    num_others = 0
+    for _ in range(9):
+        for table in one_by_one:
+            pool.append_tokens(table, 1)
+        # Only who needs another block is left; what fell behind the window is gone without that.
+        full = [index for index, table in enumerate(together) if table.length % 4 == 0]
+        others = pool.append_token(0, together)
+        assert others == full
+        num_others += len(others)
+        for index in others:
+            pool.append_tokens(together[index], 1)
+        for a, b in zip(one_by_one, together, strict=True):
+            assert (a.length, a.logical_start, a.num_blocks) == (b.length, b.logical_start, b.num_blocks)
+        pool.check_integrity()
+    assert num_others < 9 * len(together) / 2
+
+
+def test_a_shared_block_is_left_alone_when_many_take_a_position() -> None:
+    pool = pool_of(window=6, block_size=4)
+    table = pool.new_table()
+    prefix = put(pool, table, 1, 10)
+    fork = pool.fork(table)
+    assert pool.append_token(0, [table]) == [0]
+    assert table.length == 10
+    assert_holds(pool, fork, *prefix)

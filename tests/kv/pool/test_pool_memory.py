@@ -1,7 +1,5 @@
 """Memory belongs to the pool: it goes from group to group, and back to the system."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +17,7 @@ from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.storage.attention_params import QueryHeads
 from mlx_paged.kv.storage.choice import storage_choice
 from mlx_paged.prefix.radix import RadixTree
+from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import fake_kernels
 
 HEADS, DIM, SIZE, WINDOW = 2, 64, 8, 20
@@ -179,9 +178,10 @@ def test_whoever_holds_moved_blocks_finds_them(in_place: bool) -> None:
     pool.check_integrity()
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("failing", range(1, 7))
-@pytest.mark.parametrize("verb", ["copy_blocks", "resize"])
+@pytest.mark.parametrize(
+    ("failing", "verb"), quick(crossed(range(1, 7), ["copy_blocks", "resize"]), (1, "copy_blocks"), (3, "copy_blocks"),
+    (4, "copy_blocks"), (5, "copy_blocks"), (6, "copy_blocks"), (2, "resize"))
+)  # fmt: skip
 def test_a_move_that_fails_leaves_every_layer_usable(
     verb: str, failing: int, in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,8 +318,7 @@ def test_free_and_cached_blocks_of_other_groups_count() -> None:
     assert PoolBudget(pool, chunk=16).fits([Append(None, 800)])
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", quick(SEEDS, 1))
 def test_a_lone_sequence_that_the_budget_holds_can_always_go_on(seed: int) -> None:
     """Computed in chunks, each donated to the prefix cache, its partial end included, after a burst of others."""
     rng = np.random.default_rng(seed)
@@ -350,8 +349,7 @@ def test_a_lone_sequence_that_the_budget_holds_can_always_go_on(seed: int) -> No
         tree.check_integrity()
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", quick(SEEDS, 1))
 def test_a_lone_sequence_that_begins_with_a_cached_prefix_can_always_go_on(seed: int) -> None:
     """In the least budget that holds it, from wherever the cache can serve, which keeps what both share."""
     rng = np.random.default_rng(seed)

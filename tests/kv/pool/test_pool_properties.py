@@ -1,7 +1,5 @@
 """Random histories of sequences on one pool, against NumPy arrays of every token ever written."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Writes and reads of quantised pages on the emulator: MLX's bytes, as its kernels make them on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -13,6 +11,7 @@ import pytest
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import quantized as moves
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows, new_blocks
+from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.quantized_pages import Words, dequantized, page_shape, pages_of, quantized, rows_of
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import emulated, to_float
@@ -71,24 +70,22 @@ def check_write(pages: PageShape, length: int = 5, batch: int = 2, flat: bool = 
         np.testing.assert_array_equal(rows_of(np.asarray(fake.written[name]), form), expected)
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group_size", [32, 64, 128])
-@pytest.mark.parametrize("bits", [(8, 8), (4, 4), (8, 4)])
+@pytest.mark.parametrize(
+    ("dtype", "group_size", "bits"), quick(crossed(DTYPES, [32, 64, 128], [(8, 8), (4, 4), (8, 4)]),
+    (mx.float32, 32, (8, 8)), (mx.float16, 64, (4, 4)), (mx.bfloat16, 128, (8, 4)))
+)  # fmt: skip
 def test_written_bytes_are_mlx_s(bits: tuple[int, int], group_size: int, dtype: mx.Dtype) -> None:
     check_write(page_shape(128, bits, group_size, dtype))
 
 
-@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
-    ("dim", "value_dim", "group_size"), [(64, 96, 32), (192, 128, 64), (256, 256, 128), (96, 96, 32)]
-)
+    ("dim", "value_dim", "group_size"), [(64, 96, 32), (96, 96, 32), *slow((192, 128, 64), (256, 256, 128))]
+)  # fmt: skip
 def test_heads_of_other_sizes(dim: int, value_dim: int, group_size: int) -> None:
     check_write(page_shape(dim, (8, 4), group_size, mx.bfloat16, value_dim))
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize(("length", "batch"), [(1, 1), (3, 3), (17, 1)])
+@pytest.mark.parametrize(("length", "batch"), [(1, 1), (17, 1), *slow((3, 3))])
 def test_odd_lengths_and_other_layouts(length: int, batch: int) -> None:
     check_write(page_shape(64, (8, 4), 32, mx.float16), length, batch)
     check_write(page_shape(64, (8, 4), 32, mx.float16), length, batch, flat=True)
@@ -120,10 +117,11 @@ def test_the_model_of_a_gpu_differs_from_the_cpu_only_where_signs_do() -> None:
     assert (quantized(x, form) != np.array(form.quantize(mx.array(x)))).any()
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("start", "length"), [(0, 32), (7, 2), (5, 1), (9, 20)])
-@pytest.mark.parametrize("bits", [(8, 8), (4, 4), (8, 4)])
+@pytest.mark.parametrize(
+    ("dtype", "start", "length", "bits"), quick([(a, *b, c) for a in DTYPES for b in [(0, 32), (7, 2), (5, 1), (9,
+    20)] for c in [(8, 8), (4, 4), (8, 4)]], (mx.float32, 0, 32, (8, 8)), (mx.float32, 9, 20, (8, 8)),
+    (mx.float16, 7, 2, (4, 4)), (mx.bfloat16, 5, 1, (8, 4)))
+)  # fmt: skip
 def test_gathers_dequantise(bits: tuple[int, int], start: int, length: int, dtype: mx.Dtype) -> None:
     pages = page_shape(64, bits, 32, dtype, value_dim=96)
     k_pool, v_pool = pools(pages)
@@ -141,9 +139,10 @@ def test_gathers_dequantise(bits: tuple[int, int], start: int, length: int, dtyp
         np.testing.assert_allclose(to_float(got)[0] / scale, expected / scale, atol=tolerance)
 
 
-@pytest.mark.sample(every=4)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("start", "length"), [(0, 32), (7, 2), (9, 20)])
+@pytest.mark.parametrize(
+    ("dtype", "start", "length"), quick([(a, *b) for a in DTYPES for b in [(0, 32), (7, 2), (9, 20)]],
+    (mx.float32, 0, 32), (mx.float16, 7, 2), (mx.bfloat16, 9, 20))
+)  # fmt: skip
 def test_rows_are_gathered_as_they_are(start: int, length: int, dtype: mx.Dtype) -> None:
     pages = page_shape(96, (8, 4), 32, dtype, value_dim=64)
     k_pool, v_pool = pools(pages)
@@ -156,9 +155,10 @@ def test_rows_are_gathered_as_they_are(start: int, length: int, dtype: mx.Dtype)
         np.testing.assert_array_equal(np.asarray(got)[0], rows[:, start : start + length])
 
 
-@pytest.mark.sample(every=4)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("batch", "length"), [(1, 11), (3, 2)])
+@pytest.mark.parametrize(
+    ("dtype", "batch", "length"), quick([(a, *b) for a in DTYPES for b in [(1, 11), (3, 2)]], (mx.float32, 1, 11),
+    (mx.float16, 3, 2))
+)  # fmt: skip
 def test_rows_are_written_as_they_are(batch: int, length: int, dtype: mx.Dtype) -> None:
     pages = page_shape(96, (8, 4), 32, dtype, value_dim=64)
     k_pool, v_pool = pools(pages)
@@ -227,8 +227,7 @@ def by_a_gpu(form: QuantizedRows, x: mx.array) -> mx.array:
     return mx.array(quantized(to_float(x), form))
 
 
-@pytest.mark.sample(every=3)
-@pytest.mark.parametrize("block_size", [8, 32, 128])
+@pytest.mark.parametrize("block_size", [8, *slow(32, 128)])
 def test_the_check_of_bits(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the emulator: MLX on the CPU quantises otherwise, which is found, and as a GPU's it would be alike."""
     pages, check = page_shape(64, (8, 4), 32), moves.exact
@@ -302,8 +301,7 @@ RUNS: dict[str, Callable[[], None]] = {
 }
 
 
-@pytest.mark.sample(every=16)
-@pytest.mark.parametrize("name", list(MUTATIONS))
+@pytest.mark.parametrize("name", quick(list(MUTATIONS), "write: maximum not from 0", "gather: one group"))
 def test_mutations_are_caught(name: str) -> None:
     body, old, new = MUTATIONS[name]
     real = emulated

@@ -1,7 +1,5 @@
 """The kernel that draws, on the emulator: the words that its model draws, and only words that are left."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -11,6 +9,7 @@ from mlx_paged.kernels import draw_rows as module
 from mlx_paged.kernels.draw_rows import BODY, DTYPES, DrawnRow, draw_rows, drawn_word, text_of, threefry
 from mlx_paged.kernels.trial import Text, launch_alone
 from tests.support import sampling_model
+from tests.support.cases import quick, slow
 from tests.support.kernels.emulated_draws import use_emulator
 from tests.support.msl import registers
 from tests.support.msl.emulator import EmuError
@@ -61,24 +60,24 @@ def check_words(vocab: int, count: int, dtype: mx.Dtype = mx.float32, seed: int 
     assert drawn(x, rows, positions, dtype) == expected
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("vocab", "count"), [(1, 10), (5, 20), (96, 20), (3 * 1024 + 97, 20), (7000, 10)])
+@pytest.mark.parametrize(
+    ("dtype", "vocab", "count"),
+    quick([(a, *b) for a in DTYPES for b in [(1, 10), (5, 20), (96, 20), (3 * 1024 + 97, 20), (7000, 10)]],
+    (mx.bfloat16, 1, 10), (mx.float16, 5, 20), (mx.float32, 96, 20), (mx.bfloat16, 3169, 20), (mx.bfloat16, 7000, 10))
+)  # fmt: skip
 def test_words_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch, vocab: int, count: int, dtype: mx.Dtype) -> None:
     use_emulator(monkeypatch, GROUPS)
     check_words(vocab, count, dtype)
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("count", [2, 9])
+@pytest.mark.parametrize("count", [2, *slow(9)])
 def test_no_order_of_threads_changes_a_word(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Under the thread checker; of few rows, whose positions are in Metal's constant memory, and of more."""
     use_emulator(monkeypatch, GROUPS, checked=True, orders=(0, 1, 2))
     check_words(301, count, mx.bfloat16)
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("dialect", ["cuda", "metal"], ids=["NVIDIA", "Apple"])
+@pytest.mark.parametrize("dialect", ["cuda", *slow("metal")], ids=["NVIDIA", "Apple"])
 def test_the_self_check_passes_with_the_groups_of_a_gpu(monkeypatch: pytest.MonkeyPatch, dialect: str) -> None:
     use_emulator(monkeypatch, module._GROUPS[dialect])
     assert module._difference(mx.bfloat16) == 0
@@ -207,8 +206,7 @@ DEFECTS = [
 ]
 
 
-@pytest.mark.sample(every=12)
-@pytest.mark.parametrize(("old", "new"), DEFECTS)
+@pytest.mark.parametrize(("old", "new"), quick(DEFECTS, DEFECTS[0], DEFECTS[12]))
 def test_planted_defects_are_found(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     use_emulator(monkeypatch, GROUPS, edit={BODY: [(old, new)]})
     with pytest.raises((EmuError, AssertionError)):
@@ -221,13 +219,11 @@ def test_planted_defects_are_found(monkeypatch: pytest.MonkeyPatch, old: str, ne
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 
 
-@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     "after",
     [
         "  tg_count[sg] = first;\n}\n",
-        "has_top ? -tg_count[lane] : FLOOR));\n",
-        "    tg_mass[sg] = part_mass;\n  }\n  ",
+        *slow("has_top ? -tg_count[lane] : FLOOR));\n", "    tg_mass[sg] = part_mass;\n  }\n  "),
         "      tg_value[0] = metal::min(metal::max(static_cast<float>(x[start + at]), LEAST), -LEAST);\n    }\n  }\n  ",
     ],
 )
@@ -238,9 +234,8 @@ def test_a_missing_barrier_is_found(monkeypatch: pytest.MonkeyPatch, after: str)
         check_words(301, 9)
 
 
-@pytest.mark.sample(every=2)
 @pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
-@pytest.mark.parametrize("dialect", ["cuda", "metal"], ids=["NVIDIA", "Apple"])
+@pytest.mark.parametrize("dialect", ["cuda", *slow("metal")], ids=["NVIDIA", "Apple"])
 def test_a_thread_keeps_what_it_holds_in_its_registers(dialect: str) -> None:
     text: Text = text_of(mx.bfloat16, dialect)
     found = registers.registers_of(text.body, text.constants, None if dialect == "cuda" else registers.REGISTERS)

@@ -1,7 +1,5 @@
 """The kernel that penalises, on the emulator: what its model finds, and the histories with one more token."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import mlx.core as mx
@@ -14,6 +12,7 @@ from mlx_paged.kernels import penalise_rows as module
 from mlx_paged.kernels.penalise_rows import BODY, DTYPES, Histories, example, penalise_rows, penalised_step, text_of
 from mlx_paged.kernels.trial import launch_alone
 from tests.engine.sampling.test_penalties import VOCAB, Rows
+from tests.support.cases import quick, slow
 from tests.support.kernels.emulated_draws import use_emulator
 from tests.support.msl import registers
 from tests.support.msl.emulator import EmuError
@@ -38,9 +37,11 @@ def check_step(count: int, vocab: int, room: int, dtype: mx.Dtype = mx.float32, 
         np.testing.assert_array_equal(np.array(mine), right)
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("count", "vocab", "room"), [(1, 5, 8), (3, 200, 40), (9, 450, 130)])
+@pytest.mark.parametrize(
+    ("dtype", "count", "vocab", "room"),
+    quick([(a, *b) for a in DTYPES for b in [(1, 5, 8), (3, 200, 40), (9, 450, 130)]], (mx.bfloat16, 1, 5, 8),
+    (mx.float16, 3, 200, 40), (mx.float32, 9, 450, 130))
+)  # fmt: skip
 def test_a_step_is_that_of_the_model(
     monkeypatch: pytest.MonkeyPatch, count: int, vocab: int, room: int, dtype: mx.Dtype
 ) -> None:
@@ -49,8 +50,7 @@ def test_a_step_is_that_of_the_model(
         check_step(count, vocab, room, dtype, seed)
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("count", [2, 20])
+@pytest.mark.parametrize("count", [2, *slow(20)])
 def test_no_order_of_threads_changes_a_step(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Under the thread checker; of few rows, whose tokens are in Metal's constant memory, and of more."""
     use_emulator(monkeypatch, checked=True, orders=(0, 1, 2))
@@ -122,8 +122,7 @@ DEFECTS = [
 ]
 
 
-@pytest.mark.sample(every=12)
-@pytest.mark.parametrize(("old", "new"), DEFECTS)
+@pytest.mark.parametrize(("old", "new"), quick(DEFECTS, DEFECTS[0], DEFECTS[12]))
 def test_planted_defects_are_found(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     use_emulator(monkeypatch, edit={BODY: [(old, new)]})
     with pytest.raises((EmuError, AssertionError)):
@@ -141,9 +140,8 @@ def test_a_missing_barrier_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         check_step(9, 301, 50)
 
 
-@pytest.mark.sample(every=2)
 @pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
-@pytest.mark.parametrize("dialect", ["cuda", "metal"], ids=["NVIDIA", "Apple"])
+@pytest.mark.parametrize("dialect", ["cuda", *slow("metal")], ids=["NVIDIA", "Apple"])
 def test_a_thread_keeps_what_it_holds_in_its_registers(dialect: str) -> None:
     text = text_of(mx.bfloat16)
     found = registers.registers_of(text.body, text.constants, None if dialect == "cuda" else registers.REGISTERS)

@@ -14,6 +14,7 @@ import mlx_paged
 from mlx_paged import ConfigError, PagedConfig, PagedKVCache, PromptCacheError
 from mlx_paged.config import QUANTIZED_KV_START
 from mlx_paged.kv.storage.base import PageFormat
+from tests.support.cases import crossed, quick
 from tests.support.models.batch_runs import assert_released, fall_throughs
 from tests.support.models.builders import KINDS, assert_same, build, greedy, perturbed, prompt_of, rms
 from tests.support.models.tokenizers import plain_tokenizer
@@ -30,10 +31,10 @@ def whole_quantized(kind: str) -> bool:
     return kind in ("llama", "qwen3")
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("group_size", [32, 64])
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("group_size", "bits", "kind"), quick(crossed([32, 64], [8, 4], ["llama", "qwen3"]), (32, 8, "llama"),
+    (64, 4, "qwen3"))
+)  # fmt: skip
 def test_logits_equal_those_of_mlx_lms_quantized_cache(kind: str, bits: int, group_size: int) -> None:
     """One that is quantised from the first chunk on, as pages are. Token by token in chunks of any length."""
     model = wide(kind)

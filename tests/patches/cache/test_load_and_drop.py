@@ -13,6 +13,7 @@ from mlx_lm.generate import generate_step
 import mlx_paged
 from mlx_paged import PagedConfig
 from scripts.support import model_configs
+from tests.support.cases import quick
 from tests.support.models import builders
 from tests.support.models.batch_runs import generator
 from tests.support.without_collector import without_collector
@@ -93,9 +94,8 @@ def check(name: str) -> None:
         assert [ref() for ref in gone] == [None] * len(gone)
 
 
-@pytest.mark.sample(every=5)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", quick(SAMPLE, "deepseek_v3", "bailing_hybrid", "llama-sliding", "gemma3n"))
 def test_a_family_keeps_neither_blocks_nor_pool_nor_model(name: str) -> None:
     check(name)
 
@@ -131,9 +131,8 @@ def check_flat(name: str, times: int) -> None:
         gc.enable()
 
 
-@pytest.mark.sample(every=2)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", FLAT)
+@pytest.mark.parametrize("name", quick(FLAT, "qwen2", "deepseek_v3", "jamba"))
 def test_loads_and_drops_leave_memory_flat(name: str) -> None:
     check_flat(name, 4)
 

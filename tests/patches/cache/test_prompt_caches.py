@@ -21,10 +21,10 @@ from mlx_paged.prefix.identity import model_identity
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.spill import SpillStore
 from mlx_paged.prefix.store import SharedPrefixes
+from tests.support.cases import crossed, quick
 from tests.support.models.batch_runs import assert_released, model_of
 from tests.support.models.builders import KINDS, WINDOW, assert_same, build, greedy, prompt_of
 from tests.support.models.recurrent import RECURRENT
-from tests.support.samples import each_value
 
 # Below, at and past the window; after prefill only, and after decode steps that turned mlx-lm's ring.
 HISTORIES = [(5, 0), (WINDOW - 1, 0), (WINDOW, 0), (WINDOW + 1, 3), (90, 0), (90, 1), (90, 17), (3, WINDOW + 9)]
@@ -46,8 +46,11 @@ def goes_on(model, cache):
 
 
 # Always each history by a kind with windows and by one without: they are neighbours.
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize(("kind", "tokens"), each_value(KINDS, HISTORIES, times=2), ids=str)
+@pytest.mark.parametrize(
+    ("kind", "tokens"), quick(crossed(KINDS, HISTORIES), ("llama", (5, 0)), ("llama", (90, 0)),
+    ("llama-sliding", (5, 0)), ("llama-sliding", (90, 0)), ("qwen3", (39, 0)), ("qwen3", (90, 1)), ("gemma3", (40, 0)),
+    ("gemma3", (90, 17))), ids=str
+)  # fmt: skip
 def test_round_trips_with_stock(kind: str, tokens: tuple[int, int], tmp_path: Path) -> None:
     model, (prompt_tokens, decoded) = build(kind), tokens
     file, paged_file = str(tmp_path / "stock.safetensors"), str(tmp_path / "paged.safetensors")
@@ -191,8 +194,7 @@ def serve(
     return out, len(rest)
 
 
-@pytest.mark.sample(every=4)
-@pytest.mark.parametrize("model", KINDS, indirect=True)
+@pytest.mark.parametrize("model", quick(KINDS, "llama"), indirect=True)
 def test_ten_turns_compute_only_their_new_tokens(model: Any) -> None:
     """Windows are crossed in the second turn. The answers are those of computing turns anew."""
     store, pool = PagedPromptCache(), None
@@ -502,8 +504,7 @@ def run(gen: Any, prompts: list[list[int]], salts: list[Any]) -> tuple[list[list
     return [tokens[uid] for uid in uids], [cached[uid] for uid in uids]
 
 
-@pytest.mark.sample(every=4)
-@pytest.mark.parametrize("kind", [*KINDS, *RECURRENT])
+@pytest.mark.parametrize("kind", quick([*KINDS, *RECURRENT], "llama", "mamba"))
 def test_a_burst_shares_within_a_salt(kind: str) -> None:
     system = prompt_of(2 * WINDOW + 5, seed=1).tolist()
     prompts = [system + prompt_of(5 + n, seed=10 + n).tolist() for n in range(len(SALTS))]

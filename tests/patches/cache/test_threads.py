@@ -83,7 +83,6 @@ class TestFailedWork:
         assert pool is not None
         pool.check_integrity()
 
-    @pytest.mark.sample
     @pytest.mark.parametrize("call", [1, 3])
     def test_a_processor_that_raises_in_a_thread_leaves_nothing(self, kind: str, call: int) -> None:
         with pytest.raises(ValueError, match="bad request"):
@@ -135,7 +134,6 @@ class TestFailedWork:
 @pytest.mark.parametrize(("patched", "kind"), CASES, indirect=["patched"])
 @pytest.mark.usefixtures("patched")
 class TestAtTheSameTime:
-    @pytest.mark.sample(every=2)
     def test_four_threads_generate(self, kind: str) -> None:
         def work(index: int) -> list[list[int]]:
             return [generated(kind, index) for _ in range(3)]
@@ -160,7 +158,6 @@ class TestAtTheSameTime:
 
         assert together([functools.partial(work, index) for index in range(4)]) == solo(kind)
 
-    @pytest.mark.sample(every=2)
     def test_calls_that_are_not_guarded_go_layer_by_layer(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """The model's own class is not the one called, as where one model wraps another."""
         monkeypatch.setattr("mlx_paged.patches.cache.prompt_cache.guard", lambda model: None)

@@ -20,6 +20,7 @@ from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
+from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.batch_runs import (
     Outcome,
@@ -38,7 +39,6 @@ from tests.support.models.batch_runs import (
 )
 from tests.support.models.builders import KINDS, WINDOW, build, greedy, prompt_of
 from tests.support.models.recurrent import RECURRENT, build_recurrent
-from tests.support.samples import each_value, sampled
 
 # Around blocks, chunks and windows; 17 rows of 1 to 300 tokens.
 LENGTHS = (1, 300, 2, 33, 8, 40, 7, 150, 64, 1, 41, 129, 39, 16, 80, 5, 100)
@@ -66,9 +66,8 @@ def run_batch(kind: str, specs: list[Spec], config: PagedConfig | None = None, *
     return gen
 
 
-@pytest.mark.sample(every=2)
 @pytest.mark.usefixtures("no_fall_through")
-@pytest.mark.parametrize(("kind", "count"), sampled((KINDS, COUNTS), SAMPLE))
+@pytest.mark.parametrize(("kind", "count"), quick(crossed(KINDS, COUNTS), ("llama", 1), ("qwen3", 17)))
 def test_rows_equal_their_solo_runs(kind: str, count: int) -> None:
     run_batch(kind, specs_of(count), prefill_step_size=128)
     assert mlx_paged.last_dispatch().path == "gather"
@@ -85,9 +84,8 @@ def test_every_batch_size(kind: str, block_size: int, count: int) -> None:
     check_released(kind)
 
 
-@pytest.mark.sample(every=2)
 @pytest.mark.usefixtures("no_fall_through")
-@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3", marks=pytest.mark.slow), "gemma3"])
+@pytest.mark.parametrize("kind", quick(["llama", pytest.param("qwen3", marks=pytest.mark.slow), "gemma3"], "llama"))
 def test_joining_and_finishing_at_random(kind: str) -> None:
     rng = random.Random(kind)
     specs = [Spec(rng.choice((1, 9, 32, 77, 150)), rng.randint(1, 30), seed=n) for n in range(12)]
@@ -144,8 +142,7 @@ def test_preempted_requests_deliver_their_solo_tokens_once(kind: str, case: tupl
     check_released(kind)
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize("kind", quick(RECURRENT, "mamba", "qwen3_next"))
 def test_recurrent_states_are_not_padded(kind: str) -> None:
     with pytest.warns(mlx_paged.NotPagedWarning):
         run_batch(kind, specs_of(9, 6), prefill_step_size=100)
@@ -255,8 +252,10 @@ def test_the_patch_replaces_the_class_where_it_was_imported_and_goes_again() -> 
     assert mlx_lm_generate.BatchGenerator is original is mlx_lm.server.BatchGenerator
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize(("kind", "in_place"), each_value(["llama", "llama-sliding", "gemma3"], [False, True]))
+@pytest.mark.parametrize(
+    ("kind", "in_place"), quick(crossed(["llama", "llama-sliding", "gemma3"], [False, True]), ("llama", False),
+    ("gemma3", False))
+)  # fmt: skip
 def test_the_pool_does_not_grow_beyond_what_its_requests_can_need(kind: str, in_place: bool) -> None:
     lengths, num_tokens = (200, 5, 60, 90, 40), 20
     with fake_kernels() if in_place else contextlib.nullcontext():
@@ -310,9 +309,8 @@ def _arrays(cache: Any) -> list[mx.array]:
 # In place, through the kernel ------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(every=2)
 @pytest.mark.usefixtures("kernels", "no_fall_through")
-@pytest.mark.parametrize(("kind", "num_blocks"), each_value(["llama", "gemma3"], [None, 40]))
+@pytest.mark.parametrize(("kind", "num_blocks"), quick(crossed(["llama", "gemma3"], [None, 40]), ("llama", None)))
 def test_in_place_pools_and_kernels_give_each_row_its_solo_tokens(kind: str, num_blocks: int | None) -> None:
     model = build(kind, head_dim=64)
     lengths = (1, 90, 33, 8, 50, 130)
@@ -337,9 +335,9 @@ def test_in_place_pools_and_kernels_give_each_row_its_solo_tokens(kind: str, num
 # Prefixes --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-@pytest.mark.parametrize("num_blocks", [None, 20])
+@pytest.mark.parametrize(
+    ("kind", "num_blocks"), quick(crossed(["llama", "gemma3"], [None, 20]), ("llama", None), ("gemma3", 20))
+)  # fmt: skip
 def test_prefixes_are_adopted_and_donated_and_make_room(kind: str, num_blocks: int | None) -> None:
     model = model_of(kind)
     specs = [Spec(60, 8, seed=1), Spec(60, 20, seed=1), Spec(37, 8, seed=2), Spec(1, 4, seed=3), Spec(60, 8, seed=1)]
@@ -402,9 +400,9 @@ def test_segments_end_chunks_and_their_caches_can_be_extracted() -> None:
     check_released("llama")
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-@pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "paged"), quick(crossed(["llama", "gemma3"], [True, False]), ("llama", True), ("gemma3", False))
+)  # fmt: skip
 def test_caches_handed_in_go_on_where_they_end(kind: str, paged: bool) -> None:
     model, spec = model_of(kind), Spec(70, 10)
     make_solos(kind, [spec])

@@ -22,6 +22,7 @@ from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
+from tests.support.cases import quick
 from tests.support.models.batch_runs import kv_budget, mlx_lm_generate, packing_generator
 from tests.support.models.builders import build, greedy, prompt_of
 from tests.support.models.recurrent import build_recurrent
@@ -258,8 +259,12 @@ def calls_of(scene_name: str, part: str) -> list[int]:
     return sorted({call for ends in faults.paths.values() for call in ends})
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("scene, part", CASES)
+@pytest.mark.parametrize(
+    "scene, part", quick(CASES, ("plain", "admission"), ("plain, caches given", "admission"), ("windows", "admission"),
+    ("windows, prefixes, caches given", "admission"), ("hybrid, checkpoints", "admission"),
+    ("plain, prefixes, tight", "making room"), ("hybrid, checkpoints", "joining"),
+    ("hybrid, checkpoints", "finishing"), ("packs", "computing prompts"))
+)  # fmt: skip
 def test_a_fault_in_a_part_of_one_requests_life_is_that_requests_failure(scene: str, part: str) -> None:
     calls = calls_of(scene, part)
     turn = CASES.index((scene, part)) % 3

@@ -27,9 +27,9 @@ from mlx_paged.prefix.spill import SpillStore
 from mlx_paged.server.engine_loop import EngineLoop
 from mlx_paged.server.health.memory import MemoryWatch
 from mlx_paged.server.report.server_stats import ServerStats
+from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.builders import build, greedy, prompt_of
-from tests.support.samples import each_pair
 
 CHUNK, SIZE = 32, 8
 
@@ -97,8 +97,7 @@ class Run:
             self.prompts.tree_of(self.pool).check_integrity()
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("cached", [False, *slow(True)])
 def test_a_long_prompt_runs_after_a_burst_of_short_ones(cached: bool) -> None:
     """The burst fills the window group's tensors; the long prompt needs the memory in the global group."""
     for rounds in range(1 if cached else 0, 2):  # without the prefix cache, in a second pool of the model, too
@@ -118,10 +117,10 @@ def test_a_long_prompt_runs_after_a_burst_of_short_ones(cached: bool) -> None:
         run.finish()
 
 
-@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
-    ("kind", "cached", "layer_blocks"), each_pair(["gemma3", "llama-sliding"], [False, True], [40, 61, 90])
-)
+    ("kind", "cached", "layer_blocks"), quick(crossed(["gemma3", "llama-sliding"], [False, True], [40, 61, 90]),
+    ("gemma3", False, 40), ("llama-sliding", False, 61))
+)  # fmt: skip
 def test_the_longest_prompt_that_is_accepted_runs(kind: str, cached: bool, layer_blocks: int) -> None:
     """In a fresh pool and at once again: with the prefix cache its own prefix takes memory of both groups."""
     run = Run(kind, layer_blocks, cached=cached)
@@ -200,16 +199,10 @@ def random_history(kind: str, seed: int, *, in_place: bool, tmp_path: Any) -> in
 
 
 # Always a history with a prefix cache, by one storage on disk, too (4), and one without, for each kind and storage.
-@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(
-    ("kind", "in_place", "seeds"),
-    [
-        ("gemma3", False, (4, 6)),
-        ("gemma3", True, (1, 2)),
-        ("llama-sliding", False, (1, 6)),
-        ("llama-sliding", True, (4, 2)),
-    ],
-)
+    ("kind", "in_place", "seeds"), [("gemma3", False, (4, 6)), ("llama-sliding", False, (1, 6)),
+    *slow(("gemma3", True, (1, 2)), ("llama-sliding", True, (4, 2)))]
+)  # fmt: skip
 def test_random_histories_run_and_equal_solo_runs(
     kind: str, in_place: bool, seeds: tuple[int, ...], tmp_path: Any
 ) -> None:
@@ -231,8 +224,7 @@ def settled_bytes(pool: BlockPool) -> int:
     return sum(g.bytes_per_block * g.idle_size(pool.memory_budget) for g in pool.groups)
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("cached", [False, *slow(True)])
 def test_an_idle_generator_gives_memory_back(cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run("gemma3", 40_000, cached=cached, rows=16)
     for seed in range(4):

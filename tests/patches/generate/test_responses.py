@@ -14,6 +14,7 @@ from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
+from tests.support.cases import quick
 from tests.support.models.batch_runs import (
     Outcome,
     Spec,
@@ -112,8 +113,7 @@ def tokens_until(gen: Any, uid: int, count: int) -> list[int]:
     return tokens
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("kind", ["llama", "gemma3", *RECURRENT])
+@pytest.mark.parametrize("kind", quick(["llama", "gemma3", *RECURRENT], "llama", "mamba", "qwen3_next"))
 def test_after_finish_as_much_is_found_as_after_an_end_token(kind: str) -> None:
     prompt, count = prompt_of(21, seed=1).tolist(), 10
     found = []

@@ -11,6 +11,7 @@ import mlx_paged
 from mlx_paged import PagedConfig, PromptCacheError
 from mlx_paged.patches.generate.steps import TwoCaches
 from scripts.support import model_configs
+from tests.support.cases import quick
 from tests.support.models.batch_runs import mlx_lm_generate
 from tests.support.models.builders import prompt_of
 
@@ -28,8 +29,7 @@ def test_only_mlx_lms_own_cut_is_moved() -> None:
     assert caches[1] == "b" and caches[:4] == ["a", "b", "c", "d"] and caches[1:5] == ["b", "c", "d", "e"]
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", quick(SHARED, "gemma3n", "gemma4_text"))
 def test_a_prompt_cache_of_both_models_gives_the_tokens_of_none(name: str) -> None:
     model, draft = model_configs.build(name), model_configs.build(name)
     draft.update(tree_map(lambda w: w * 1.02, draft.parameters()))

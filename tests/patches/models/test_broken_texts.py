@@ -14,6 +14,7 @@ from mlx_paged import PagedConfig
 from mlx_paged.attention import dispatch
 from mlx_paged.engine import compiled_step
 from mlx_paged.kernels.trial import Text
+from tests.support.cases import quick, slow
 from tests.support.kernels.broken_texts import Launched, broken_texts
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.kernels.traceable_kernels import traceable_kernels
@@ -67,9 +68,11 @@ def one_text_broken(model: Any, is_broken: Callable[[Text], bool], **config: Any
         mlx_paged.remove_patches()
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("is_broken", [several_partitions, merge])
-@pytest.mark.parametrize(("kind", "patience"), [("llama", 0), ("gemma3", 10**6)])
+@pytest.mark.parametrize(
+    ("is_broken", "kind", "patience"),
+    quick([(a, *b) for a in [several_partitions, merge] for b in [("llama", 0), ("gemma3", 10**6)]],
+    (several_partitions, "llama", 0), (merge, "gemma3", 1000000))
+)  # fmt: skip
 def test_a_generation_whose_table_grows_goes_on(
     monkeypatch: pytest.MonkeyPatch, kind: str, patience: int, is_broken: Callable[[Text], bool]
 ) -> None:
@@ -81,8 +84,7 @@ def test_a_generation_whose_table_grows_goes_on(
         assert solo(model, prompt, 40) == stock
 
 
-@pytest.mark.sample(every=3)
-@pytest.mark.parametrize(("kind", "patience"), [("llama", 0), ("llama-sliding", 10**6), ("gemma3", 10**6)])
+@pytest.mark.parametrize(("kind", "patience"), [("llama", 0), *slow(("llama-sliding", 10**6), ("gemma3", 10**6))])
 def test_a_batch_that_gets_more_rows_goes_on(monkeypatch: pytest.MonkeyPatch, kind: str, patience: int) -> None:
     monkeypatch.setattr(compiled_step, "PATIENCE", patience)
     model = MODELS[kind]
@@ -103,8 +105,7 @@ def test_a_batch_that_gets_more_rows_goes_on(monkeypatch: pytest.MonkeyPatch, ki
         assert all(outcome.reason == "length" for outcome in outcomes.values())
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS, "llama", "gemma3"))
 def test_a_few_tokens_of_several_rows_go_on(kind: str) -> None:
     """Rows of a batch get different numbers of tokens in one launch; its text is the first that does not compile."""
     model = MODELS[kind]

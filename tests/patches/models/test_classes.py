@@ -27,6 +27,7 @@ from mlx_paged.prefix.store import SharedPrefixes
 from scripts.model_matrix import lines_of_page
 from scripts.support import model_configs
 from scripts.support.model_configs import CHUNK, WINDOW
+from tests.support.cases import quick
 from tests.support.models.batch_runs import generator
 from tests.support.models.builders import greedy, rms
 from tests.support.models.builders import prompt_of as random_prompt
@@ -67,12 +68,9 @@ class Case(NamedTuple):
         return self.kind.startswith("hybrid")
 
 
-def all_but(*kinds: str) -> pytest.MarkDecorator:
-    """Always these classes but for some, which go the same way as others of them here and are tried in other tests."""
-    slow = pytest.mark.slow
-    return pytest.mark.parametrize(
-        "case", [pytest.param(kind, marks=slow) if kind in kinds else kind for kind in MODELS], indirect=True
-    )
+def always(*kinds: str) -> pytest.MarkDecorator:
+    """Run these classes in every run; the others go the same way here, or are tried in other tests."""
+    return pytest.mark.parametrize("case", quick(MODELS, *kinds), indirect=True)
 
 
 @pytest.fixture(params=MODELS)
@@ -126,8 +124,7 @@ def assert_speculated_alike(got: Any, expected: Any) -> None:
     assert got[1] == expected[1] if isinstance(expected[1], str) else rms(got[1], expected[1]) <= 1e-6
 
 
-@pytest.mark.sample(every=3)
-@all_but("experts", "hybrid in turn")
+@always("global", "hybrid")
 def test_speculative_decoding(case: Case) -> None:
     """Within a window, across its edge, and beyond it, where mlx-lm takes nothing back."""
     draft = draft_of(case)
@@ -148,7 +145,7 @@ def test_speculative_decoding(case: Case) -> None:
             assert_paged_and_whole(model)
 
 
-@pytest.mark.sample(every=3)
+@always("global", "hybrid", "shared keys")
 def test_speculative_decoding_on_a_prompt_cache(case: Case) -> None:
     """Refused, as mlx-lm does, where the cache cannot be cut: a full window, or states."""
     draft = draft_of(case)
@@ -169,8 +166,7 @@ def test_speculative_decoding_on_a_prompt_cache(case: Case) -> None:
 # Prompt caches ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(every=3)
-@all_but("experts", "global")
+@always("sliding", "hybrid in turn")
 def test_a_prompt_cache_over_turns_saved_and_loaded(case: Case, tmp_path: Path) -> None:
     files = {by: str(tmp_path / f"{by}.safetensors") for by in ("stock", "paged")}
 
@@ -227,8 +223,7 @@ def answers_of(gen: Any, requests: list[list[int]]) -> tuple[list[list[int]], li
     return list(tokens.values()), [cached[uid] for uid in tokens]
 
 
-@pytest.mark.sample(every=3)
-@all_but("global")
+@always("sliding", "hybrid in turn")
 def test_prefixes_are_shared(case: Case) -> None:
     """By the requests of a burst, by the first one again, and by the chat that goes on from it."""
     system, new = prompt_of(3 * WINDOW + 9, seed=1).tolist(), 12
@@ -289,12 +284,10 @@ def make_folder(name: str, tokenizer: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.sample(every=3)
 @pytest.mark.demo_model
-@all_but("global", "sliding", "hybrid in turn", "experts")
+@always("sinks")
 def test_the_server(case: Case, demo_model_folder: Path, tmp_path: Path) -> None:
-    """Two chats at a time that share a system prompt, the first again, one with a draft model, and the first again.
-    Always with windows, with states, and with layers that read others' blocks."""
+    """Two chats at a time that share a system prompt, the first again, one with a draft model, and the first again."""
     mlx_lm = importlib.import_module("mlx_lm")
     folder = make_folder(MODELS[case.kind], demo_model_folder, tmp_path / "model")
     model, tokenizer = mlx_lm.load(str(folder))

@@ -11,6 +11,7 @@ from mlx_paged import PagedConfig
 from mlx_paged.engine.sampling.batch_sampler import BatchSampler, SampledRow
 from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.engine.step_logits import normalised
+from tests.support.cases import crossed, quick, slow
 from tests.support.models.batch_runs import generator
 from tests.support.models.builders import build, greedy, prompt_of
 
@@ -27,9 +28,10 @@ def batch_tokens(model: Any, prompts: list[list[int]], **options: Any) -> list[l
     return [tokens[uid] for uid in uids]
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
-@pytest.mark.parametrize("spread", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize(
+    ("dtype", "spread"), quick(crossed([mx.float32, mx.bfloat16, mx.float16], [0.3, 1.0, 3.0]), (mx.float32, 0.3),
+    (mx.bfloat16, 1.0), (mx.float16, 3.0))
+)  # fmt: skip
 def test_the_first_of_the_largest_log_probabilities_is_chosen(dtype: mx.Dtype, spread: float) -> None:
     """In 16 bits, rounded to the logits' dtype, logits that differ may have the same. In float32 none of these do, and
     nothing is normalised."""
@@ -43,8 +45,7 @@ def test_the_first_of_the_largest_log_probabilities_is_chosen(dtype: mx.Dtype, s
         assert not mx.array_equal(chosen, mx.argmax(logits, axis=-1)), "nothing has been rounded here"
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, *slow(mx.float16)])
 def test_a_row_alone_in_a_batch_gives_the_tokens_of_a_solo_run(dtype: mx.Dtype) -> None:
     """Of stock mlx-lm and under the patches, bit for bit. Random models have many words that are nearly even."""
     for seed in range(4):

@@ -13,6 +13,7 @@ from mlx_paged import KernelUnavailableError, PagedConfig
 from mlx_paged.attention import dispatch
 from mlx_paged.kv.step import DeviceTables, Step
 from mlx_paged.kv.storage.attention_params import AttentionParams
+from tests.support.cases import crossed, quick, slow
 from tests.support.models.builders import KINDS, WINDOW, build, greedy, perturbed, prompt_of, rms
 
 pytestmark = pytest.mark.usefixtures("no_fall_through")
@@ -34,8 +35,7 @@ def paths() -> dict[str, int]:
     return found
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", *slow("qwen3")])
 def test_speculative_verification_runs_in_the_kernel(kind: str, kernels: object) -> None:
     model, draft, prompt = MODELS[kind], perturbed(kind, 0.02), prompt_of(100)
     stock = [t for t, _, _ in speculative_generate_step(prompt, model, draft, num_draft_tokens=4, max_tokens=30)]
@@ -113,11 +113,10 @@ def test_a_mask_of_the_callers_own_is_not_given_to_the_kernel() -> None:
     np.testing.assert_allclose(np.array(got), np.array(expected), atol=5e-3)
 
 
-@pytest.mark.sample
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize(
+    ("sinks", "softcap", "tokens"), quick(crossed([False, True], [None, 5.0], [1, 4]), (False, None, 1), (True, 5.0, 4))
+)  # fmt: skip
 def test_softcap_and_sinks_agree_with_the_fallback(softcap: float | None, sinks: bool, tokens: int) -> None:
     rng = np.random.default_rng(1)
     logits = mx.array(rng.standard_normal(6).astype(np.float32)) if sinks else None

@@ -18,6 +18,7 @@ from mlx_paged.patches.cache.prompt_cache import factory_of
 from mlx_paged.patches.models import model_calls
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
+from tests.support.cases import crossed, quick, slow
 from tests.support.models import llama4
 from tests.support.models.batch_runs import (
     Outcome,
@@ -49,10 +50,10 @@ def run(gen: Any, prompts: list[list[int]], num_tokens: list[int]) -> list[Outco
     return list(outcomes.values())
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("step", [16, 512])
-@pytest.mark.parametrize("length", [1, 23, 53])
-@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize(
+    ("step", "length", "chunk"), quick(crossed([16, 512], [1, 23, 53], CHUNKS), (16, 1, 24), (16, 53, 24),
+    (512, 23, 20))
+)  # fmt: skip
 def test_alone_it_gives_what_the_dense_reference_does(chunk: int, length: int, step: int) -> None:
     model, prompt = model_of(chunk), prompt_of(length)
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
@@ -66,9 +67,7 @@ def test_alone_it_gives_what_the_dense_reference_does(chunk: int, length: int, s
     assert pool.stats().live_blocks == 0
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("packs", [False, True])
-@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize(("packs", "chunk"), quick(crossed([False, True], CHUNKS), (False, 24), (True, 20)))
 def test_ragged_batches_decode_together_in_the_kernel(chunk: int, packs: bool, kernels: Any) -> None:
     model = model_of(chunk)
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
@@ -98,9 +97,9 @@ def test_decode_steps_are_compiled(kernels: Any) -> None:
 # Blocks ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("num_tokens", [600, pytest.param(5_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize(
+    ("num_tokens", "chunk"), quick(crossed([600, pytest.param(5_000, marks=pytest.mark.slow)], CHUNKS), (600, 24))
+)  # fmt: skip
 def test_a_chunk_and_a_step_are_all_that_is_held(chunk: int, num_tokens: int) -> None:
     step, model = 32, llama4.build(chunk, num_hidden_layers=4, hidden_size=16, head_dim=16)
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
@@ -125,8 +124,7 @@ def test_a_chunk_and_a_step_are_all_that_is_held(chunk: int, num_tokens: int) ->
 # Prefixes -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("chunk", quick(CHUNKS, 24))
 def test_prefixes_are_shared_to_the_token(chunk: int, kernels: Any) -> None:
     model = model_of(chunk)
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
@@ -174,8 +172,7 @@ def test_what_stock_has_dropped_is_refused_here_and_wrong_there() -> None:
         after_trim(upstream.make_prompt_cache(model))
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("has_cache", [False, True])
+@pytest.mark.parametrize("has_cache", [False, *slow(True)])
 def test_drafts_do_not_change_a_token(has_cache: bool, kernels: Any) -> None:
     model, prompt = model_of(20), prompt_of(33)
     for draft in (model, llama4.build(20, seed=1)):
@@ -195,8 +192,7 @@ def test_drafts_do_not_change_a_token(has_cache: bool, kernels: Any) -> None:
 # To and from mlx-lm's caches ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(every=3)
-@pytest.mark.parametrize("length", [13, 20, 33, 40, 41])
+@pytest.mark.parametrize("length", [13, 40, *slow(20, 33, 41)])
 def test_a_file_goes_on_in_stock_and_comes_back(length: int, tmp_path: Any) -> None:
     model, prompt = model_of(20), prompt_of(length)
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))

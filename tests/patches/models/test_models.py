@@ -15,6 +15,7 @@ from mlx_paged.prefix.store import SharedPrefixes
 from scripts import model_matrix
 from scripts.model_matrix import Row, examine, line_of, lines_of_page
 from scripts.support import model_configs
+from tests.support.cases import quick
 from tests.support.models.batch_runs import Outcome, generator, run_all
 from tests.support.models.builders import greedy, prompt_of
 
@@ -55,9 +56,11 @@ def check(name: str, num_tokens: int) -> None:
     assert without_figures(line_of(row)) == without_figures(lines_of_page()[name])
 
 
-@pytest.mark.sample(every=5)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize(
+    "name", quick(SAMPLE, "llama", "smollm3", "gpt_oss", "iquestloopcoder", "openelm", "qwen3_next", "plamo2",
+    "deepseek_v41")
+)  # fmt: skip
 def test_a_model_runs_as_the_page_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Always the prompt that leaves a window while it decodes, and the one that is longer than windows and chunks.
     monkeypatch.setattr(model_matrix, "PROMPTS", (5, 45))
@@ -88,9 +91,8 @@ def prompt(length: int, seed: int = 0) -> mx.array:
     return prompt_of(length, seed) % model_configs.VOCAB
 
 
-@pytest.mark.sample(every=3)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", CLASSES.values())
+@pytest.mark.parametrize("name", quick(CLASSES.values(), "qwen2", "qwen3_moe", "gemma2"))
 def test_speculative_decoding(name: str) -> None:
     """With a draft that is right now and then: tokens are kept and trimmed. Both refuse it where a window is full."""
     model, draft = model_configs.build(name), model_configs.build(name)
@@ -110,9 +112,8 @@ def test_speculative_decoding(name: str) -> None:
     mlx_paged.pool_of(model).check_integrity()
 
 
-@pytest.mark.sample(every=3)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", CLASSES.values())
+@pytest.mark.parametrize("name", quick(CLASSES.values(), "qwen2", "qwen3_moe", "gemma2"))
 def test_prefixes_are_shared(name: str) -> None:
     """A second request with the same first tokens takes their blocks and gives the tokens it would have given."""
     model = model_configs.build(name)
@@ -135,9 +136,8 @@ def test_prefixes_are_shared(name: str) -> None:
     pool.check_integrity()
 
 
-@pytest.mark.sample(every=4)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ROOMS)
+@pytest.mark.parametrize("name", quick(ROOMS, "qwen2"))
 def test_requests_make_room_in_a_small_budget(name: str) -> None:
     """Rows that decode together or one by one, paged in part or in whole, are computed again; no token comes twice."""
     model = model_configs.build(name)

@@ -8,8 +8,8 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from scripts.model_matrix import PROMPTS, alone, batched, difference
 from scripts.support import model_configs
+from tests.support.cases import crossed, quick
 from tests.support.models.batch_runs import fall_throughs
-from tests.support.samples import each_value
 
 WIDE = {"head_dim": 32, "hidden_size": 128, "query_pre_attn_scalar": 32}
 SMALL = "a head of 24 is not made of groups of 32"
@@ -24,8 +24,9 @@ SAMPLE: dict[str, str | None] = {  # and why their keys are not quantised
 }  # fmt: skip
 
 
-@pytest.mark.sample(every=5)
-@pytest.mark.parametrize(("name", "bits"), each_value(list(SAMPLE), [8, (8, 4)]))
+@pytest.mark.parametrize(
+    ("name", "bits"), quick(crossed(list(SAMPLE), [8, (8, 4)]), ("gpt_oss", 8), ("gemma3n", (8, 4)), ("deepseek_v3", 8))
+)  # fmt: skip
 def test_batches_and_packs_give_the_tokens_of_each_alone(name: str, bits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in WIDE.items():
         monkeypatch.setitem(model_configs.COMMON, key, value)

@@ -21,13 +21,13 @@ from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
 from scripts.support import model_configs
+from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 from tests.support.models.batch_runs import Outcome, generator, run_all
 from tests.support.models.builders import LATENT_SIZES, greedy, prompt_of, rms
 from tests.support.models.builders import build_latent as build
 from tests.support.models.oracle import oracles
 from tests.support.models.packs import assert_nothing_is_left, insert, note_packs, packing, prompts_for
-from tests.support.samples import each_value
 
 NAMES = ["deepseek_v3", "glm4_moe_lite", "kimi_k25", "kimi_vl", "mistral4"]
 STORAGES = ["functional", "in place", "kernel"]
@@ -73,9 +73,11 @@ def assert_alike(outcomes: Any, expected: list[tuple[list[int], np.ndarray]], li
         assert rms(np.stack(outcome.logprobs), logprobs) < limit
 
 
-@pytest.mark.sample(every=3)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "storage"), each_value(NAMES, STORAGES, times=2), indirect=["storage"])
+@pytest.mark.parametrize(
+    ("name", "storage"), quick(crossed(NAMES, STORAGES), ("deepseek_v3", "functional"), ("glm4_moe_lite", "in place"),
+    ("kimi_vl", "functional"), ("mistral4", "in place")), indirect=["storage"]
+)  # fmt: skip
 def test_requests_in_packs_get_their_solo_tokens(name: str, storage: str, calls: list[list[int]]) -> None:
     model, prompts = build(name), prompts_for(VOCAB, LENGTHS)
     expected = expected_of(model, prompts)
@@ -92,9 +94,8 @@ def test_requests_in_packs_get_their_solo_tokens(name: str, storage: str, calls:
     assert_nothing_is_left(model)
 
 
-@pytest.mark.sample(every=2)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick(NAMES, "deepseek_v3", "kimi_k25", "mistral4"))
 def test_where_no_kernel_serves_prompts_they_are_computed_as_alone(name: str) -> None:
     """The first token comes of the very numbers of a sequence alone."""
     model, prompts = build(name), prompts_for(VOCAB, (40, 23, 64))
@@ -106,9 +107,8 @@ def test_where_no_kernel_serves_prompts_they_are_computed_as_alone(name: str) ->
     assert_alike(outcomes, expected, 1e-6)
 
 
-@pytest.mark.sample(every=3)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("storage", STORAGES, indirect=True)
+@pytest.mark.parametrize("storage", quick(STORAGES, "functional"), indirect=True)
 def test_requests_go_on_behind_prefixes_that_others_have_computed(storage: str, calls: list[list[int]]) -> None:
     model = build("glm4_moe_lite")
     first = (prompt_of(93, seed=1) % VOCAB).tolist()
@@ -127,9 +127,8 @@ def test_requests_go_on_behind_prefixes_that_others_have_computed(storage: str, 
     tree.pool.check_integrity()
 
 
-@pytest.mark.sample(every=3)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("storage", STORAGES, indirect=True)
+@pytest.mark.parametrize("storage", quick(STORAGES, "functional"), indirect=True)
 def test_requests_make_room_in_the_middle_of_their_prompts(storage: str, calls: list[list[int]]) -> None:
     model = build("deepseek_v3")
     prompts = prompts_for(VOCAB, (60, 45, 50, 30, 41))
@@ -210,9 +209,11 @@ def test_a_few_tokens_behind_a_long_prefix_attend_to_latents_as_they_are(calls: 
         assert ROWS in dispatch_counts() and latent_prompts.KERNEL not in dispatch_counts()
 
 
-@pytest.mark.sample(every=2)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "storage"), each_value(["deepseek_v3", "mistral4"], STORAGES), indirect=["storage"])
+@pytest.mark.parametrize(
+    ("name", "storage"), quick(crossed(["deepseek_v3", "mistral4"], STORAGES), ("deepseek_v3", "functional"),
+    ("mistral4", "in place")), indirect=["storage"]
+)  # fmt: skip
 def test_tokens_are_looked_up(name: str, storage: str) -> None:
     model, prompts = build(name), prompts_for(VOCAB, (3, 37, 12))
     expected = expected_of(model, prompts, 26)

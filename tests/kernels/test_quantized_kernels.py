@@ -1,4 +1,4 @@
-"""Kernels over quantised pages on a real GPU (skipped elsewhere)."""
+"""Kernels over quantised pages: writes, reads, rotation and rows."""
 
 import random
 
@@ -10,17 +10,18 @@ from mlx_paged.kernels import build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import quantized as moves
 from mlx_paged.kernels.check import self_check
-from mlx_paged.kernels.quantized import PageShape, new_blocks
+from mlx_paged.kernels.quantized import PageShape, QuantizedRows, new_blocks, rotate
 from tests.support.kernels.quantized_pages import page_shape
+from tests.support.pools import DTYPES, noise
 
-DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+VALUES = [mx.float32, mx.float16, mx.bfloat16]
 BITS = [(8, 8), (4, 4), (8, 4)]
 needs_gpu = pytest.mark.skipif(build.backend() is None, reason="MLX sees no GPU")
 
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", VALUES)
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize("bits", BITS)
 def test_bits_are_those_of_mlx_on_this_device(bits: tuple[int, int], group_size: int, dtype: mx.Dtype) -> None:
@@ -30,7 +31,7 @@ def test_bits_are_those_of_mlx_on_this_device(bits: tuple[int, int], group_size:
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", VALUES)
 @pytest.mark.parametrize("length", [1, 7, 1001])
 def test_written_rows_are_mlx_s(length: int, dtype: mx.Dtype) -> None:
     """Over many values, in the layouts of projections: contiguous, and with the tokens before the heads."""
@@ -56,7 +57,7 @@ def test_written_rows_are_mlx_s(length: int, dtype: mx.Dtype) -> None:
 @needs_gpu
 @pytest.mark.parametrize("block", [8, 32, 128])
 @pytest.mark.parametrize("extras", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", VALUES)
 @pytest.mark.parametrize("bits", BITS)
 def test_self_check_passes(bits: tuple[int, int], dtype: mx.Dtype, extras: bool, block: int) -> None:
     pages = page_shape(128, bits, 64, dtype)
@@ -150,3 +151,88 @@ def test_random_schedules_equal_sequential_runs(bits: tuple[int, int]) -> None:
     for seed in range(50):
         for a, b in zip(run(seed, True), run(seed, False), strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+DIMS = [32, 64, 96, 128, 160, 192, 256, 288, 512]
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_the_matrix_is_orthonormal_and_symmetric(dim: int) -> None:
+    matrix = np.array(rotate(mx.eye(dim)), np.float64)
+    np.testing.assert_allclose(matrix @ matrix, np.eye(dim), atol=1e-6)
+    np.testing.assert_array_equal(matrix, matrix.T)
+    block = dim & -dim
+    assert block >= 32
+    np.testing.assert_allclose(np.abs(matrix[:block, :block]), block**-0.5, rtol=1e-6)  # an outlier goes everywhere
+
+
+@pytest.mark.parametrize("dim", [64, 192, 256])
+def test_twice_is_exact_where_nothing_is_rounded(dim: int) -> None:
+    """Blocks of 64 and 256 have a factor that is a power of two."""
+    x = mx.array(np.random.default_rng(0).integers(-100, 100, (2, 3, 5, dim)).astype(np.float32))
+    assert mx.array_equal(rotate(rotate(x)), x)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_twice_is_nearly_the_same_in_every_dtype(dtype: mx.Dtype, dim: int) -> None:
+    x = noise(1, 1, 2, 40, dim, dtype=dtype)
+    once, twice = rotate(x), rotate(rotate(x))
+    assert once.dtype == twice.dtype == dtype and once.shape == x.shape
+    rms = mx.sqrt(mx.mean((twice.astype(mx.float32) - x.astype(mx.float32)) ** 2)).item()
+    assert rms < 2 * mx.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [64, 96])
+def test_a_vector_is_rotated_as_if_it_were_alone(dim: int, dtype: mx.Dtype) -> None:
+    x = noise(2, 3, 4, 21, dim, dtype=dtype)
+    whole = rotate(x)
+    for view in (x[:, 1:3, 5:9], x[:, ::2, 3:20:4], x[1:2, :, -1:]):
+        index = {3 * 2 * 4: np.s_[:, 1:3, 5:9], 3 * 2 * 5: np.s_[:, ::2, 3:20:4], 4: np.s_[1:2, :, -1:]}
+        assert mx.array_equal(rotate(view), whole[index[view.size // dim]])
+    swapped = rotate(x.swapaxes(1, 2))
+    assert mx.array_equal(swapped.swapaxes(1, 2), whole)
+
+
+@pytest.mark.parametrize(("k_dim", "v_dim"), [(64, 64), (96, 128)])
+def test_attention_over_rotated_keys_is_attention(k_dim: int, v_dim: int) -> None:
+    q, k, v = noise(3, 1, 6, 4, k_dim), noise(4, 1, 2, 30, k_dim), noise(5, 1, 2, 30, v_dim)
+
+    def attend(keys: mx.array, values: mx.array, queries: mx.array) -> mx.array:
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=k_dim**-0.5)
+
+    expected = attend(k, v, q)
+    got = rotate(attend(rotate(k), rotate(v), rotate(q)))
+    np.testing.assert_allclose(np.array(got), np.array(expected), atol=2e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_the_gpu_rotates_as_the_cpu(dim: int, dtype: mx.Dtype) -> None:
+    x = noise(6, 2, 3, 50, dim, dtype=dtype)
+    with mx.stream(mx.cpu):
+        expected = rotate(x.astype(mx.float32))
+        mx.eval(expected)
+    rms = mx.sqrt(mx.mean((rotate(x).astype(mx.float32) - expected) ** 2)).item()
+    assert rms < mx.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize(("dim", "group_size"), [(64, 64), (64, 32), (96, 32), (128, 128), (256, 64)])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_are_the_bytes_of_mlx(dim: int, group_size: int, bits: int, dtype: mx.Dtype) -> None:
+    form = QuantizedRows(dim, bits, group_size, dtype)
+    x = mx.random.normal((1, 3, 7, dim), key=mx.random.key(dim)).astype(dtype)
+    rows = form.quantize(x)
+    assert rows.shape == (1, 3, 7, form.num_words) and rows.dtype == mx.uint32
+    assert rows.nbytes == 21 * form.nbytes == sum(part.nbytes for part in mx.quantize(x, group_size, bits))
+    for got, want in zip(form.split(rows), mx.quantize(x, group_size, bits), strict=True):
+        assert got.dtype == want.dtype and mx.array_equal(got, want)
+    expected = mx.dequantize(*mx.quantize(x, group_size, bits), group_size, bits)
+    assert form.dequantize(rows).dtype == dtype and mx.array_equal(form.dequantize(rows), expected)
+
+
+def test_bytes_of_a_vector_of_128() -> None:
+    assert [QuantizedRows(128, bits, 64, mx.bfloat16).nbytes for bits in (8, 4)] == [136, 72]

@@ -1,0 +1,368 @@
+"""Ranks that run one engine together: starts, answers, faults and ends."""
+
+import argparse
+import functools
+import json
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import cache as cache_module
+
+import mlx_paged
+from mlx_paged import PagedConfig
+from mlx_paged.cli.server import check_ranks
+from mlx_paged.engine.ranks import peers as rendezvous
+from mlx_paged.engine.ranks.peers import DATA, EXIT_STATUS, Peer
+from mlx_paged.engine.ranks.ranks import StepRecord, checkpoint
+from mlx_paged.engine.ranks.world import SAMPLE_BYTES, check_same, group_of, model_files, parse_timeout, versions
+from mlx_paged.errors import ConfigError, RankError
+from mlx_paged.kv.turn import Stepwise
+from tests.support.cases import slow
+from tests.support.models.builders import build, prompt_of
+from tests.support.ranks import launch, scenarios
+
+TIMEOUT = "3"
+# A test fails after so many seconds, which a busy machine may need; what it waits for takes the timeout or less.
+MOST_SECONDS = 90.0
+
+
+def _started(folder: Path, name: str, size: int = 2) -> launch.Launch:
+    """Ranks that compute, :mod:`tests.support.ranks.faults`."""
+    return launch.worker(size, folder, f"fault:{name}", MLX_PAGED_RANK_TIMEOUT=TIMEOUT)
+
+
+def _running(started: launch.Launch) -> None:
+    until = time.monotonic() + MOST_SECONDS
+    while not all((started.folder / f"{rank}.running").exists() for rank in range(len(started.processes))):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def _signalled(sig: int) -> Callable[[launch.Launch], None]:
+    def send(started: launch.Launch) -> None:
+        _running(started)
+        started.processes[1].send_signal(sig)
+
+    return send
+
+
+def test_a_rank_that_is_killed(tmp_path: Path) -> None:
+    started = _started(tmp_path, "none")
+    _signalled(signal.SIGKILL)(started)
+    first, second = started.ended(MOST_SECONDS)
+    assert second.status == -signal.SIGKILL
+    assert first.status == EXIT_STATUS
+    assert "rank 1 has died" in first.stderr
+
+
+def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
+    started = _started(tmp_path, "none")
+    try:
+        _signalled(signal.SIGSTOP)(started)
+        assert started.processes[0].wait(MOST_SECONDS) == EXIT_STATUS
+        assert "rank 1 has said nothing for" in (tmp_path / "0.err").read_text()
+        started.processes[1].send_signal(signal.SIGCONT)  # it finds that it is alone
+        assert started.processes[1].wait(MOST_SECONDS) == EXIT_STATUS
+    finally:
+        started.kill()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("hang", "has been in step"), ("raise_late", "injected: out of memory"),
+    *slow(("raise", "ValueError: injected: the script"))]
+)  # fmt: skip
+def test_what_goes_wrong_on_one_rank(name: str, reason: str, tmp_path: Path) -> None:
+    for ended in _started(tmp_path, name).ended(MOST_SECONDS):
+        assert ended.status == EXIT_STATUS
+        assert reason in ended.stderr
+
+
+def test_a_rank_that_leaves_as_if_all_were_done(tmp_path: Path) -> None:
+    first, second = _started(tmp_path, "leave").ended(MOST_SECONDS)
+    assert second.status == 0
+    assert first.status != 0
+    assert "rank 1 has ended" in first.stderr
+
+
+def test_a_report_of_both(tmp_path: Path) -> None:
+    found = _started(tmp_path, "diverge").ended(MOST_SECONDS)
+    for ended in found:
+        assert ended.status == EXIT_STATUS
+        assert "Rank 1 at message" in ended.stderr
+        assert "Rank 0 at message" in ended.stderr
+        assert "remove: requests [0]" in ended.stderr  # what only rank 1 has done
+
+
+NAMES = [name for name in scenarios.SCENARIOS if name not in ("unseeded", "failing_call", "schedule")]
+SAMPLE = "schedule:60"
+WITH_FOUR = ["ragged"]  # waiting ranks turn: on few cores the others are slow
+BOTH = ["unseeded", "failing_call"]  # of which one process says something else
+
+
+@functools.cache
+def alone(name: str) -> dict[str, Any]:
+    """What one process delivers, as JSON has it."""
+    return json.loads(json.dumps(scenarios.play([name])[name]))
+
+
+# Four on few cores take minutes: MLX's ring waits by spinning.
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of each rank, all scenarios in one launch."""
+    names = [*NAMES, SAMPLE] if request.param == 2 else WITH_FOUR
+    return _outcomes(request.param, tmp_path_factory.mktemp("ranks"), *names, *BOTH)
+
+
+def _outcomes(size: int, folder: Path, *names: str, seconds: float = 200) -> list[dict[str, Any]]:
+    for ended in launch.worker(size, folder, *names).ended(seconds):
+        assert ended.status == 0, ended.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+
+
+@pytest.mark.parametrize("name", [*NAMES, SAMPLE])
+def test_ranks_deliver_the_tokens_of_one_process(name: str, outcomes: list[dict[str, Any]]) -> None:
+    expected = alone(name)
+    assert expected["tokens"]
+    if name not in outcomes[0]:
+        pytest.skip("played by two ranks only")
+    for outcome in outcomes:
+        assert outcome[name] == expected
+
+
+def test_scenarios_do_what_they_are_for() -> None:
+    assert alone("preemption")["preemptions"] > 0
+    assert alone(SAMPLE)["preemptions"] > 0
+    assert alone("packs")["packs"]
+    assert alone("look_up")["drafted"] > 0
+    assert alone("failing_decode")["calls"] > 6
+    assert alone("shared_prefixes")["computed"] < 3 * 40  # of 261
+
+
+def test_all_ranks_have_decided_alike(outcomes: list[dict[str, Any]]) -> None:
+    assert outcomes[0]["record"][0] > 50
+    for outcome in outcomes:
+        assert outcome["record"] == outcomes[0]["record"]
+
+
+def test_draws_without_seeds_are_those_of_rank_0(outcomes: list[dict[str, Any]]) -> None:
+    for outcome in outcomes:
+        assert outcome["unseeded"] == outcomes[0]["unseeded"]
+
+
+def test_a_call_that_fails_on_one_rank_fails_its_request_on_all(outcomes: list[dict[str, Any]]) -> None:
+    last = len(outcomes) - 1
+    for rank, outcome in enumerate(outcomes):
+        failures = outcome["failing_call"]["failures"]
+        prefix = "" if rank == last else f"rank {last}: ValueError: "
+        assert failures == {
+            "0": f"{prefix}on one rank",
+            "1": "on all ranks",
+            "2": f"{prefix}before anything is built",
+        }
+        assert set(outcome["failing_call"]["reasons"]) == {"3", "4"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_everything(size: int, tmp_path: Path) -> None:
+    names = [*NAMES, "schedule:1000"]
+    for outcome in _outcomes(size, tmp_path, *names, seconds=1500):
+        for name in names:
+            assert outcome[name] == alone(name)
+
+
+def test_who_writes_to_a_rank_that_is_dead_says_so() -> None:
+    """As whoever reads from it does, whichever comes first."""
+    mine, theirs = socket.socketpair()
+    peer = Peer(1, mine)
+    theirs.close()
+    with pytest.raises(RankError, match="rank 1 has died"):
+        peer.send(DATA, "x")
+    mine.close()
+
+
+def test_strangers_are_turned_away() -> None:
+    found: list[Peer] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        accepting = threading.Thread(target=lambda: found.extend(rendezvous._accept(listener, 2, "right", 30)))
+        accepting.start()
+        # One that says nothing, and one that promises 1 GB, stay connected meanwhile.
+        silent, dripping = (socket.create_connection(("127.0.0.1", port)) for _ in range(2))
+        dripping.sendall(struct.pack(">Ic", 1 << 30, b"D"))
+        for said in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 20, b"", b"[" * 200_000):
+            with socket.create_connection(("127.0.0.1", port)) as stranger, suppress(OSError):
+                stranger.sendall(said)
+        for token, rank in (("wrong", 1), ("right", 7), ("right", 0)):
+            with pytest.raises(RankError):
+                rendezvous._connect(["127.0.0.1"], port, token, rank, 30)
+        peer = rendezvous._connect(["127.0.0.1"], port, "right", 1, 30)
+        accepting.join(30)
+        silent.close()
+        dripping.close()
+    assert [each.rank for each in found] == [1]
+    for each in (peer, *found):
+        each.close()
+
+
+def test_a_rank_that_ends_during_the_first_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: object, **__: object) -> None:
+        raise RuntimeError("[ring] connection to a peer was lost")
+
+    monkeypatch.setattr(rendezvous.mx.distributed, "all_sum", lost)
+    with pytest.raises(RankError, match=r"another rank has ended while it started: .*peer was lost"):
+        rendezvous._tell(None, None)
+
+
+def test_ranks_need_the_same_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(rendezvous.SECRET_VARIABLE, "one")
+    proof = rendezvous._proof("token", b"said")
+    monkeypatch.setenv(rendezvous.SECRET_VARIABLE, "other")
+    assert rendezvous._proof("token", b"said") != proof
+
+
+def test_ranks_that_do_not_come() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(RankError, match=r"rank\(s\) \[1, 2\]"):
+        rendezvous._accept(listener, 3, "token", 0.05)
+
+
+def test_nobody_to_connect_to() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(RankError, match="rank 1 cannot reach rank 0"):
+        rendezvous._connect(["127.0.0.1"], port, "token", 1, 1)
+
+
+def test_a_record_tells_decisions_apart() -> None:
+    def checksum(*entries: tuple[str, dict[str, list[int]]]) -> int:
+        record = StepRecord()
+        for what, values in entries:
+            record.note(what, values)
+        return record.checksum
+
+    same = ("step", {"decode": [1, 2], "tokens": [5]})
+    assert checksum(same) == checksum(same)
+    others = [
+        ("remove", same[1]),
+        ("step", {"decode": [1, 2], "tokens": [6]}),
+        ("step", {"decode": [1], "tokens": [2, 5]}),
+        ("step", {"decode": [2, 1], "tokens": [5]}),
+    ]
+    assert len({checksum(each) for each in (same, *others)}) == 5
+    assert checksum(same, others[0]) != checksum(others[0], same)
+
+
+def test_remarks_are_reported_and_not_compared() -> None:
+    one, two = StepRecord(), StepRecord()
+    one.note("step", {"failed": [3]}, "out of memory")
+    two.note("step", {"failed": [3]})
+    assert one.checksum == two.checksum
+    assert "out of memory" in one.describe()
+
+
+def test_a_model_that_is_all_here_has_no_ranks() -> None:
+    assert group_of(build("llama")) is None
+    assert group_of(object()) is None
+
+
+@pytest.mark.parametrize("text", ["", "none", "0", "-3", "inf", "nan", "0.5"])
+def test_timeouts_that_cannot_be_used(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_timeout(text)
+
+
+class Others:
+    """Ranks of which the others say what is given; keeps what this one says."""
+
+    def __init__(self, *others: dict[str, Any]) -> None:
+        self.others, self.said = others, ""
+
+    def exchange(self, value: Any) -> list[Any]:
+        self.said += repr(value)
+        return [value, *(self.others or [value])]
+
+
+def test_a_difference_is_named() -> None:
+    with pytest.raises(ConfigError, match="the versions of rank 0 and rank 1 differ: mlx: 1 and 2; other: missing and"):
+        check_same(Others({"mlx": "2", "other": "3"}), "the versions", {"mlx": "1"})  # type: ignore[arg-type]
+    check_same(Others({"mlx": "1", "other": "3"}), "", {"mlx": "1"}, are_optional=True)  # type: ignore[arg-type]
+
+
+def test_versions_include_the_source() -> None:
+    assert {"mlx", "mlx-lm", "mlx-paged", "source of mlx-paged"} <= set(versions())
+
+
+@pytest.mark.parametrize("at", [0, 500, 9_999])
+def test_sampled_bytes_of_each_tensor_count(at: int, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.md").write_text(name)  # nobody loads it
+        large = mx.zeros((10 * SAMPLE_BYTES,), mx.uint8)
+        small = mx.zeros((10_000,), mx.uint8)
+        small[at] = name == "two"
+        mx.save_safetensors(str(tmp_path / name / "model.safetensors"), {"large": large, "small": small})
+    one, two = model_files(tmp_path / "one"), model_files(tmp_path / "two")
+    assert set(one) == set(two) == {"model.safetensors"}
+    assert one != two
+
+
+def test_keys_of_clients_are_not_sent() -> None:
+    ranks = Others()
+    args = argparse.Namespace(model="model", api_key=["sekrit"], port=8080)
+    check_ranks(args, ranks)  # type: ignore[arg-type]
+    assert "sekrit" not in ranks.said
+    assert "8080" in ranks.said
+    other = Others({"model": repr("model"), "port": "8081"})
+    with pytest.raises(ConfigError, match="the arguments of rank 0 and rank 1 differ: port: 8080 and 8081"):
+        check_ranks(args, other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "in_place"),
+    [({"kernel": "off"}, False), ({"kernel": "off", "kv_bits": 8}, False), ({}, True), ({"kv_bits": 8}, True)],
+)
+def test_what_was_built_is_forgotten(options: dict[str, Any], in_place: bool, kernels: Any) -> None:
+    model, tokens = build("llama", head_dim=64), prompt_of(30)[None]
+    mlx_paged.apply_patches(PagedConfig(block_size=16, kv_cache_memory="8MB", **options))
+    cache = cache_module.make_prompt_cache(model)
+    mx.eval(model(tokens[:, :20], cache=cache))
+    pool = mlx_paged.pool_of(model)
+    assert pool is not None and pool.groups[0].in_place == in_place
+    storages = pool.groups[0].storages
+    fences = [storage.latest() for storage in storages] if in_place else []
+    quantized = [storage.num_quantized for storage in storages]
+    written = _written(storages)
+    with Stepwise():
+        undo = checkpoint(pool)
+        model(tokens[:, 20:25], cache=cache)
+        assert [storage.num_quantized for storage in storages] != quantized or "kv_bits" not in options
+        undo()
+        del undo
+    assert [storage.num_quantized for storage in storages] == quantized
+    if in_place:  # a launch that is not computed does not write
+        assert all(now[0] is then[0] for now, then in zip(map(_latest, storages), fences, strict=True))
+        return
+    assert all(np.array_equal(now, then) for now, then in zip(_written(storages), written, strict=True))
+    for layer in cache:  # the tables are their owner's to put back
+        layer.trim(5)
+    found = model(tokens[:, 20:], cache=cache)
+    expected = model(tokens, cache=cache_module.make_prompt_cache(model))[:, 20:]
+    assert np.abs(np.array(found) - np.array(expected)).max() < (2e-1 if "kv_bits" in options else 1e-4)
+
+
+def _latest(storage: Any) -> list[mx.array]:
+    return storage.latest()
+
+
+def _written(storages: Any) -> list[np.ndarray]:
+    return [np.array(array) for storage in storages for array in storage.latest()]

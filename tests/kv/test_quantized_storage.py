@@ -1,0 +1,472 @@
+"""Quantised pages, functional, in place and rotated."""
+
+import warnings
+from collections.abc import Iterator
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import QuantizedKVCache
+
+from mlx_paged.attention import dispatch
+from mlx_paged.errors import ConfigError, GeometryError
+from mlx_paged.kernels import availability
+from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.check import SelfCheck
+from mlx_paged.kernels.quantized import rotate
+from mlx_paged.kv.block_table import BlockTable
+from mlx_paged.kv.group import LayerGroup
+from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.step import Columns
+from mlx_paged.kv.storage import choice
+from mlx_paged.kv.storage.attention_params import AttentionParams, QueryHeads
+from mlx_paged.kv.storage.base import Geometry, PageFormat
+from mlx_paged.kv.storage.choice import kernel_unsupported_reason, prefill_unsupported_reason, storage_choice
+from mlx_paged.kv.storage.in_place import InPlaceStorage
+from mlx_paged.kv.storage.quantized import QuantizedStorage
+from mlx_paged.prefix.detached import DetachedPrefix, sequence_over
+from mlx_paged.warn import NotPagedWarning
+from tests.support.cases import crossed, quick
+from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
+from tests.support.pools import DTYPES, kv, pool_of
+
+FORMATS = [PageFormat(8, 8, 64), PageFormat(8, 8, 32), PageFormat(8, 8, 128), PageFormat(4, 4, 64)]
+FORMATS += [PageFormat(4, 4, 32), PageFormat(4, 4, 128), PageFormat(8, 4, 64)]
+
+
+def append(pool: BlockPool, table: BlockTable, seed: int, n: int, **shape) -> tuple[mx.array, mx.array]:
+    """Append n tokens of noise to layer 0."""
+    k, v = kv(seed, n, kd=128, vd=128, **shape)
+    pool.append_tokens(table, n)
+    pool.write([table], 0, k, v)
+    return k, v
+
+
+def stored(k: mx.array, v: mx.array, page_format: PageFormat) -> list[np.ndarray]:
+    """Codes, scales and biases as mlx-lm's caches hold them, of all tokens in one piece."""
+    found = []
+    for x, bits in ((k, page_format.k_bits), (v, page_format.v_bits)):
+        cache = QuantizedKVCache(page_format.group_size, bits)
+        found += [np.array(part.astype(mx.float32)) for part in cache.update_and_fetch(x, x)[0]]
+    return found
+
+
+def split(pool: BlockPool, table: BlockTable) -> list[np.ndarray]:
+    rows = pool.groups[0].geometry.rows
+    parts = [form.split(x) for form, x in zip(rows, pool.layer(0).read_stored(table), strict=True)]
+    return [np.array(part.astype(mx.float32)) for triple in parts for part in triple]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("page_format", FORMATS, ids=str)
+def test_pages_hold_the_bytes_of_mlx_lms_cache(page_format: PageFormat, dtype: mx.Dtype) -> None:
+    """In bulk, in chunks and token by token, at odd lengths, alone and in a batch."""
+    pool = pool_of(page_format=page_format)
+    tables, parts = [pool.new_table() for _ in range(3)], [[], [], []]
+    for table, chunks, mine in zip(tables, ([37], [5, 13, 2, 1], [1] * 9), parts, strict=True):
+        for seed, n in enumerate(chunks):
+            mine.append(append(pool, table, seed, n, dtype=dtype))
+    for step in range(3):
+        k, v = kv(100 + step, 1, batch=3, kd=128, vd=128, dtype=dtype)
+        for table in tables:
+            pool.append_tokens(table, 1)
+        pool.write(tables, 0, k, v)
+        for row, mine in enumerate(parts):
+            mine.append((k[row : row + 1], v[row : row + 1]))
+    for table, mine in zip(tables, parts, strict=True):
+        whole = [mx.concatenate(each, axis=2) for each in zip(*mine, strict=True)]
+        for got, want in zip(split(pool, table), stored(*whole, page_format), strict=True):
+            np.testing.assert_array_equal(got, want)
+        # What is read is what these bytes stand for, in the dtype of the model's keys.
+        forms = pool.groups[0].geometry.rows
+        for got, form, x in zip(pool.gather_visible(table, 0), forms, whole, strict=True):
+            want = mx.dequantize(*mx.quantize(x, form.group_size, form.bits), form.group_size, form.bits)
+            assert got.dtype == dtype and mx.array_equal(got, want)
+    pool.check_integrity()
+    assert pool.stats().quantized_tokens == 37 + 21 + 9 + 3 * 3
+
+
+def test_bytes_are_those_of_the_tensors() -> None:
+    """What a block is said to take is what it takes."""
+    for page_format in FORMATS:
+        for dtype in DTYPES:
+            geometry = Geometry(2, 128, 256, dtype, page_format)
+            storage = QuantizedStorage(geometry, 4, 6)
+            assert sum(x.nbytes for x in storage.latest()) == 6 * 4 * geometry.bytes_per_token()
+    dense = Geometry(8, 128, 128, mx.bfloat16)
+    sizes = [dense._replace(format=PageFormat.of(bits)).bytes_per_token() for bits in (8, 4, (8, 4))]
+    assert sizes == [8 * 2 * 136, 8 * 2 * 72, 8 * (136 + 72)]
+    assert [round(dense.bytes_per_token() / size, 2) for size in sizes] == [1.88, 3.56, 2.46]
+
+
+@pytest.mark.parametrize("bits", [3, 16, (4, 8), (8, 3), (8, 8, 8), "8"])
+def test_other_bits_are_refused(bits) -> None:
+    with pytest.raises(ConfigError, match="8 or 4 bits"):
+        PageFormat.of(bits)
+
+
+@pytest.mark.parametrize("group_size", [16, 63, 256])
+def test_other_groups_are_refused(group_size: int) -> None:
+    with pytest.raises(ConfigError, match="groups"):
+        PageFormat.of(8, group_size)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "why"),
+    [
+        (LayerGroup((0,)), {"kd": 80, "vd": 80}, "a head of 80"),
+        (LayerGroup((0,)), {"kd": 128, "vd": 96}, "a head of 96"),
+        (LayerGroup((0,), 16, "window 16 with 4 pinned", 4), {"kd": 64, "vd": 64}, "pinned"),
+    ],
+)
+def test_what_cannot_be_quantised_stays_as_it_is_and_says_why(spec: LayerGroup, shape: dict, why: str) -> None:
+    pool = BlockPool([spec], block_size=4, page_format=PageFormat.of(8))
+    table = pool.new_table()
+    k, v = kv(1, 5, **shape)
+    pool.append_tokens(table, 5)
+    with pytest.warns(NotPagedWarning, match=why):
+        pool.write([table], 0, k, v)
+    assert not pool.groups[0].is_quantized and why in pool.groups[0].dense_reason
+    assert all(mx.array_equal(got, x) for got, x in zip(pool.gather_visible(table, 0), (k, v), strict=True))
+    assert pool.stats().quantized_tokens == 0
+    with warnings.catch_warnings():  # once for each reason
+        warnings.simplefilter("error")
+        BlockPool([spec], block_size=4, page_format=PageFormat.of(8)).set_geometry(0, k, v, batch=1)
+
+
+def test_keys_that_are_not_the_groups_are_refused_as_without() -> None:
+    pool = pool_of(page_format=PageFormat.of(8))
+    table = pool.new_table()
+    append(pool, table, 0, 5)
+    before = split(pool, table)
+    pool.append_tokens(table, 2)
+    k, v = kv(1, 2, kd=128, vd=128)
+    rows = pool.layer(0).read_stored(table)
+    for bad in ((k[..., :64], v[..., :64]), (k.astype(mx.float16), v.astype(mx.float16)), rows):
+        with pytest.raises(GeometryError):
+            pool.write([table], 0, *bad)
+    for bad in ((k, v), (rows[0][..., :-1], rows[1]), [x.astype(mx.int32) for x in rows], [x[0] for x in rows]):
+        with pytest.raises(GeometryError, match="rows"):
+            pool.layer(0).write_stored([table], *bad)
+    pool.trim(table, 2)
+    for got, want in zip(split(pool, table), before, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_rows_move_without_being_quantised_again() -> None:
+    pools = [pool_of(page_format=PageFormat.of(4, 32), block_size=size) for size in (4, 16)]
+    tables = [pool.new_table() for pool in pools]
+    append(pools[0], tables[0], 3, 11)
+    pools[1].set_geometry(0, *kv(0, 1, kd=128, vd=128), batch=1)
+    pools[1].append_tokens(tables[1], 11)
+    pools[1].layer(0).write_stored([tables[1]], *pools[0].layer(0).read_stored(tables[0]))
+    for got, want in zip(split(pools[1], tables[1]), split(pools[0], tables[0]), strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert [pool.stats().quantized_tokens for pool in pools] == [11, 0]
+
+
+@pytest.mark.parametrize(
+    ("window", "seed"),
+    quick(crossed([None, 9], [0, 1, 2, *(pytest.param(s, marks=pytest.mark.slow) for s in range(3, 40))]), (None, 0),
+    (9, 1), (None, 2))
+)  # fmt: skip
+def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: int | None) -> None:
+    """Appends, forks, copies on write, trims, detached sets, rows carried to another pool, and moved blocks: each
+    sequence's rows stay those of its tokens' own quantisation, and each token is quantised once."""
+    rng = np.random.default_rng(seed)
+    page_format = FORMATS[seed % len(FORMATS)]
+    pool = pool_of(window=window, page_format=page_format)
+    sequences = [(sequence_over(pool, [pool.new_table()]), [])]  # with the (k, v) of every token
+    written, parked = 0, []
+    for turn in range(50):
+        index = int(rng.integers(len(sequences)))
+        sequence, tokens = sequences[index]
+        table = sequence.tables[0]
+        action = rng.choice(["append", "token", "fork", "trim", "drop", "detach", "adopt", "carry", "shrink"])
+        if action in ("append", "token") or not tokens:
+            n = 1 if action == "token" else int(rng.integers(1, 13))
+            k, v = append(pool, table, 1000 * seed + turn, n)
+            tokens += [(k[:, :, i : i + 1], v[:, :, i : i + 1]) for i in range(n)]
+            sequence.offsets[0] = table.length
+            written += n
+        elif action == "fork" and len(sequences) < 5:
+            sequences.append((sequence_over(pool, [pool.fork(table)]), list(tokens)))
+        elif action == "trim":
+            n = int(rng.integers(0, min(len(tokens), 4)))
+            if window is None or len(tokens) < window:
+                pool.trim(table, n)
+                del tokens[len(tokens) - n :]
+                sequence.offsets[0] = table.length
+        elif action == "drop" and len(sequences) > 1:
+            del sequences[index]
+        elif action == "detach" and len(parked) < 3:
+            parked.append((DetachedPrefix(sequence), list(tokens)))
+        elif action == "adopt" and parked and len(sequences) < 5:
+            detached, held = parked.pop()
+            sequences.append((detached.adopt(), list(held)))
+        elif action == "carry" and table.num_visible:  # as to a file and back
+            rows = [mx.array(np.array(x)) for x in pool.layer(0).read_stored(table)]
+            fresh = pool.new_table(start=table.logical_start)
+            pool.append_tokens(fresh, table.num_visible)
+            pool.layer(0).write_stored([fresh], *rows)
+            sequences[index] = (sequence_over(pool, [fresh]), tokens)
+        elif action == "shrink":
+            pool.return_memory()
+        del sequence, table
+        for other, mine in sequences:
+            if not mine:
+                continue
+            held = other.tables[0]
+            visible = mine[held.logical_start :]
+            whole = [mx.concatenate(each, axis=2) for each in zip(*visible, strict=True)]
+            for got, want in zip(split(pool, held), stored(*whole, page_format), strict=True):
+                np.testing.assert_array_equal(got, want, err_msg=f"after {action} in turn {turn}")
+        pool.check_integrity()
+    assert pool.stats().quantized_tokens == written
+
+
+HEADS, DIM, SIZE = 2, 64, 8
+IN_PLACE_FORMATS = [PageFormat(8, 8, 64), PageFormat(4, 4, 32), PageFormat(8, 4, 32)]
+IN_PLACE_FORMATS += [PageFormat(8, 8, 64, True), PageFormat(4, 4, 32, True)]
+
+
+def noise(seed: int, *shape: int) -> mx.array:
+    return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+
+
+class Pair:
+    """The same operations on two pools, in place and not."""
+
+    def __init__(self, page_format: PageFormat, window: int | None = None) -> None:
+        self.pools = [
+            BlockPool(
+                [LayerGroup((0,), window)],
+                block_size=SIZE,
+                choose_storage=storage_choice(use_kernel),
+                page_format=page_format,
+            )
+            for use_kernel in (True, False)
+        ]
+        for pool in self.pools:
+            pool.set_geometry(0, noise(0, 1, HEADS, 1, DIM), noise(1, 1, HEADS, 1, DIM), batch=1, heads=QueryHeads(4))
+        self.storages = [pool.groups[0].storages[0] for pool in self.pools]
+        assert [type(x) for x in self.storages] == [InPlaceStorage, QuantizedStorage]
+
+    def new(self) -> list[BlockTable]:
+        return [pool.new_table() for pool in self.pools]
+
+    def append(self, tables: list[BlockTable], seed: int, count: int) -> None:
+        for pool, table in zip(self.pools, tables, strict=True):
+            pool.append_tokens(table, count)
+            pool.write([table], 0, noise(seed, 1, HEADS, count, DIM), noise(seed + 1, 1, HEADS, count, DIM))
+
+    def agree(self, tables: list[BlockTable]) -> None:
+        for read in ("read_stored", "gather_visible"):
+            found = []
+            for pool, table in zip(self.pools, tables, strict=True):
+                layer = pool.layer(0)
+                found.append(layer.read_stored(table) if read == "read_stored" else pool.gather_visible(table, 0))
+            for ours, other in zip(*found, strict=True):
+                np.testing.assert_array_equal(np.array(ours), np.array(other))
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeKernels]:
+    with fake_kernels() as stand_ins:
+        yield stand_ins
+
+
+@pytest.mark.parametrize("page_format", IN_PLACE_FORMATS, ids=str)
+def test_what_is_written_grown_forked_and_moved_is_the_same(page_format: PageFormat, fake: FakeKernels) -> None:
+    pair = Pair(page_format, window=20)
+    first, second = pair.new(), pair.new()
+    pair.append(first, 10, 13)
+    pair.append(second, 20, 3)
+    forks = [pool.fork(table) for pool, table in zip(pair.pools, first, strict=True)]
+    pair.append(first, 30, 40)  # the pool grows, and the fork's last block is copied
+    pair.append(forks, 40, 1)
+    for tables in (first, second, forks):
+        pair.agree(tables)
+    assert [x.num_quantized for x in pair.storages] == [57, 57]
+    # Rows of one are those of the other, and nothing is quantised again.
+    moved = pair.new()
+    for pool, table, source in zip(pair.pools, moved, reversed(pair.pools), strict=True):
+        rows = source.layer(0).read_stored(second[pair.pools.index(source)])
+        pool.append_tokens(table, 3)
+        pool.layer(0).write_stored([table], *rows)
+    pair.agree(moved)
+    np.testing.assert_array_equal(
+        *(np.array(pair.pools[0].layer(0).read_stored(tables[0])[0]) for tables in (second, moved))
+    )
+    assert [x.num_quantized for x in pair.storages] == [57, 57]
+    for pool in pair.pools:
+        pool.check_integrity()
+
+
+@pytest.mark.parametrize("page_format", IN_PLACE_FORMATS, ids=str)
+def test_attention_is_over_what_the_pages_hold(page_format: PageFormat, fake: FakeKernels) -> None:
+    pair = Pair(page_format)
+    tables = pair.new()
+    pair.append(tables, 5, 19)
+    q, k, v = noise(1, 1, 4, 1, DIM), noise(2, 1, HEADS, 1, DIM), noise(3, 1, HEADS, 1, DIM)
+    found = []
+    for pool, table in zip(pair.pools, tables, strict=True):
+        pool.append_tokens(table, 1)
+        step = pool.layer(0).step([table], 1)
+        found.append(dispatch.append_attention(q, k, v, pool, 0, [table], step, AttentionParams(0.125)))
+        q2 = noise(4, 1, 4, 1, DIM)
+        found[-1] = mx.concatenate(
+            [found[-1], dispatch.paged_attention(q2, pool, 0, [table], AttentionParams(0.125), step)]
+        )
+    np.testing.assert_allclose(np.array(found[0]), np.array(found[1]), atol=1e-6)
+    assert fake.calls["append"] == 1 and fake.calls["paged_decode"] == 2
+    pair.agree(tables)
+    assert [x.num_quantized for x in pair.storages] == [20, 20]
+
+
+def test_a_write_that_is_taken_back_is_counted_once(fake: FakeKernels) -> None:
+    pair = Pair(IN_PLACE_FORMATS[0])
+    (pool, _), (storage, _), (table, _) = pair.pools, pair.storages, pair.new()
+    pool.append_tokens(table, 3)
+    k, v = noise(2, 1, HEADS, 3, DIM), noise(3, 1, HEADS, 3, DIM)
+    before = storage.fence()
+    pool.write([table], 0, k, v)
+    written = storage.fence()
+    pool.gather_visible(table, 0)
+    assert storage.rewind(written, storage.fence()) and storage.num_quantized == 3
+    pool.gather_visible(table, 0)
+    assert storage.rewind(before, storage.fence()) and storage.num_quantized == 0
+    pool.write([table], 0, k, v)
+    assert storage.num_quantized == 3
+
+
+def test_a_kernel_of_these_pages_is_checked_and_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = Geometry(HEADS, DIM, DIM, mx.bfloat16, PageFormat(8, 4, 32))
+    checked = []
+
+    def check(variant: kernels.Variant) -> SelfCheck:
+        checked.append(variant)
+        return SelfCheck(variant, len(checked) > 1, 0.0, 0.1, "it does not compile")
+
+    monkeypatch.setattr(availability, "device_unsupported_reason", lambda: None)
+    monkeypatch.setattr(availability, "prepares_plans", lambda: True)
+    monkeypatch.setattr(kernels, "backend", lambda: "metal")
+    monkeypatch.setattr(choice, "checked", check)
+    kernels.variants_of.cache_clear()
+    try:
+        assert "it does not compile" in (kernel_unsupported_reason(geometry, SIZE, QueryHeads(4)) or "")
+        assert kernel_unsupported_reason(geometry, SIZE, QueryHeads(4)) is None
+        (variant, _) = checked
+        assert variant.body == "quantized_decode" and str(variant).endswith("b8 8/4 bits/32]")
+        assert variant.pages is not None and (variant.pages.k, variant.pages.v) == geometry.rows
+        expected = "no kernel for heads of 64 and pages of 8/4 bits/32 fits this GPU"
+        assert prefill_unsupported_reason(geometry, SIZE, QueryHeads(4)) == expected
+    finally:
+        kernels.variants_of.cache_clear()
+
+
+ROTATED_FORMATS = [PageFormat(*bits, size, True) for bits in ((8, 8), (4, 4), (8, 4)) for size in (32, 64)]
+
+
+def outlying(seed: int, n: int, dim: int, dtype: mx.Dtype = mx.float32) -> tuple[mx.array, mx.array]:
+    """Keys with channels that are far from zero in every token, as RoPE models have them; values are noise."""
+    k, v = kv(seed, n, kd=dim, vd=dim, dtype=dtype)
+    offset = mx.zeros((dim,), dtype)
+    offset[7::64], offset[40::64] = 12, -9
+    return k + offset, v
+
+
+def filled(page_format: PageFormat | None, k: mx.array, v: mx.array) -> tuple[BlockPool, tuple[mx.array, mx.array]]:
+    """A pool that holds these, and what is read of it."""
+    pool = pool_of(page_format=page_format)
+    table = pool.new_table()
+    pool.append_tokens(table, k.shape[2])
+    pool.write([table], 0, k, v)
+    return pool, pool.gather_visible(table, 0)
+
+
+def rms(a: mx.array, b: mx.array) -> float:
+    return mx.sqrt(mx.mean((a.astype(mx.float32) - b.astype(mx.float32)) ** 2)).item()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("page_format", ROTATED_FORMATS, ids=str)
+def test_pages_hold_the_rows_of_rotated_vectors(page_format: PageFormat, dtype: mx.Dtype) -> None:
+    pool = pool_of(page_format=page_format)
+    table, parts = pool.new_table(), []
+    for seed, n in enumerate((5, 13, 1, 2, 1)):
+        parts.append(outlying(seed, n, 64, dtype))
+        pool.append_tokens(table, n)
+        pool.write([table], 0, *parts[-1])
+    k, v = (mx.concatenate(each, axis=2) for each in zip(*parts, strict=True))
+    rows = pool.layer(0).read_stored(table)
+    for x, form, held, read in zip(
+        (k, v), pool.groups[0].geometry.rows, rows, pool.gather_visible(table, 0), strict=True
+    ):
+        assert mx.array_equal(held, form.quantize(rotate(x)))
+        assert read.dtype == dtype and mx.array_equal(read, rotate(form.dequantize(held)))
+    pool.check_integrity()
+    assert pool.stats().quantized_tokens == 22
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_four_bits_of_outlying_keys_are_nearer_to_them(dim: int) -> None:
+    """RMS bounds: a rotated group of g values has no range much above that of g values of noise of the same energy."""
+    k, v = outlying(7, 200, dim)
+    size = 32 if dim == 96 else 64
+    _, plain = filled(PageFormat(4, 4, size), k, v)
+    _, rotated = filled(PageFormat(4, 4, size, True), k, v)
+    assert rms(rotated[0], k) < 0.6 * rms(plain[0], k)
+    spread = mx.sqrt(mx.mean(k * k)).item()
+    assert rms(rotated[0], k) < 6 * spread / 15 / 12**0.5  # a step of a range of six deviations
+    assert rms(rotated[1], v) < 6 / 15 / 12**0.5
+
+
+@pytest.mark.parametrize(("bits", "limit"), [(8, 0.015), ((8, 4), 0.15), (4, 0.25)])
+def test_attention_over_rotated_pages_is_near_to_dense(bits: int | tuple[int, int], limit: float) -> None:
+    k, v = outlying(3, 150, 64)
+    q, _ = kv(11, 4, heads=6, kd=64, vd=64)
+
+    def attend(keys: mx.array, values: mx.array) -> mx.array:
+        return mx.fast.scaled_dot_product_attention(q, keys, values, scale=0.125)
+
+    expected = attend(k, v)
+    _, got = filled(PageFormat.of(bits, 64, True), k, v)
+    assert rms(attend(*got), expected) < limit * mx.sqrt(mx.mean(expected * expected)).item()
+
+
+def test_a_format_that_rotates_is_another_one() -> None:
+    plain, rotated = PageFormat.of(4), PageFormat.of(4, rotate=True)
+    assert plain != rotated and str(rotated) == "4 bits in groups of 64, rotated" and str(plain) != str(rotated)
+    geometry = Geometry(2, 64, 64, mx.float32)
+    a, b = geometry._replace(format=plain), geometry._replace(format=rotated)
+    assert a != b and a.bytes_per_token() == b.bytes_per_token() and a.stored == b.stored
+
+
+def test_packed_and_batched_rows_are_those_of_each_alone() -> None:
+    page_format = PageFormat.of(4, 32, True)
+    pool = pool_of(page_format=page_format)
+    tables = [pool.new_table() for _ in range(3)]
+    k, v = kv(5, 1, batch=3, kd=96, vd=64)
+    for table in tables:
+        pool.append_tokens(table, 1)
+    pool.write(tables, 0, k, v)
+    for row, table in enumerate(tables):
+        _, alone = filled(page_format, k[row : row + 1], v[row : row + 1])
+        for got, want in zip(pool.gather_visible(table, 0), alone, strict=True):
+            assert mx.array_equal(got, want)
+
+
+def test_rows_read_by_positions_are_rotated_back() -> None:
+    geometry = Geometry(2, 64, 64, mx.float32, PageFormat.of(8, 64, True))
+    pool = pool_of(page_format=geometry.format)
+    table = pool.new_table()
+    k, v = outlying(2, 10, 64)
+    pool.append_tokens(table, 10)
+    pool.write([table], 0, k, v)
+    storage = pool.layer(0).storage
+    assert isinstance(storage, QuantizedStorage)
+    columns = Columns(mx.array([list(table.block_ids)]), mx.array([[9, 0, 4]]), mx.ones((1, 1, 3, 1), mx.bool_))
+    got = storage.read_rows(columns)
+    for x, read in zip((k, v), got, strict=True):
+        assert rms(read, x[:, :, mx.array([9, 0, 4])]) < 0.03

@@ -1,0 +1,25 @@
+"""Cases of sweeps for ``parametrize``: those that always run are listed, the others are slow."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def slow(*cases: Any, single: bool = False) -> list[Any]:
+    """Mark cases as slow. ``single``: a case that is a tuple is one value."""
+    values = [case if isinstance(case, tuple) and not single else (case,) for case in cases]
+    return [pytest.param(*value, marks=pytest.mark.slow) for value in values]
+
+
+def quick(cases: Iterable[Any], *always: Any, single: bool = False) -> list[Any]:
+    """Mark all cases as slow that are not listed, and not marked otherwise."""
+    given = list(cases)
+    assert all(case in given for case in always), "listed cases must be among the cases"
+    return [c if c in always or hasattr(c, "marks") else slow(c, single=single)[0] for c in given]
+
+
+def crossed(*dimensions: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Every combination of a value of each dimension."""
+    return list(itertools.product(*dimensions))
