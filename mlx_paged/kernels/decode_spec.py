@@ -50,7 +50,7 @@ def spec_of(
     cores = cuda_limits().multiprocessors
     if variant.body in FUSED_BODIES:
         counters = rows * (n_q_heads // variant.gqa)
-        run = launch_shape.run or run_length(counters * n_partitions, cores)
+        run = launch_shape.run or run_length(counters * n_partitions, cores, launch_shape.groups)
         spec = _fused_spec(variant, launch_shape, batch, n_q_heads, q_len, -(-n_partitions // run))
         spec = spec._replace(counters=counters, run=run)
     elif variant.body == LATENT_BODIES[1]:

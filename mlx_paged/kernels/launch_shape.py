@@ -315,16 +315,18 @@ def count_partitions(visible: int, launch_shape: LaunchShape) -> int:
         size *= 2
 
 
-def run_length(groups: int, cores: int) -> int:
+def run_length(groups: int, cores: int, together: int) -> int:
     """Return how many partitions each thread group takes, if one each makes `groups` thread groups.
 
-    Longer runs cost less per partition, but a GPU wants about two groups per multiprocessor (``cores``), or at least
-    7.8 (measured on an NVIDIA H200, which has 132). The result's bits do not depend on it.
+    Longer runs cost less per partition, but a GPU wants about two groups per multiprocessor (``cores``), or as many as
+    run at the same time (``together`` on each), or several times as many: measured on an NVIDIA H200, which has 132
+    multiprocessors (docs/adr/0064). The result's bits do not depend on it.
     """
     for run in (4, 2):
-        if 192 * cores // 132 <= groups // run <= 2 * cores:
+        per_core = groups // run / cores
+        if 192 / 132 <= per_core <= 2.2 or 0.9 * together <= per_core <= 1.1 * together:
             return run
-    return next((run for run in (4, 2) if groups // run >= 1024 * cores // 132), 1)
+    return next((run for run in (4, 2) if groups // run >= min(2 * together, 7.75) * cores), 1)
 
 
 def unsupported(dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int, block_size: int) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ..kernels.build import rows_array
 from ..kernels.latent.prompts import PromptLaunch
 from ..kernels.ops import DecodeLaunch, WriteLaunch
 from ..kernels.prefill import PrefillLaunch
@@ -55,7 +56,7 @@ class DeviceTables:
     def starts(self, shape: tuple[int, ...]) -> mx.array:
         """Starts without a window: zeros, int32."""
         if self._starts is None or self._starts.shape != shape:
-            self._starts = mx.array(np.zeros(shape, np.int32))  # in memory already, not to be computed
+            self._starts = rows_array(np.zeros(shape, np.int32))  # in memory already, not to be computed
         return self._starts
 
 
@@ -159,7 +160,7 @@ class Step:
 
     def offsets(self, num_rows: int | None = None) -> mx.array:
         """Position of the first of each row's new tokens, int32 ``[B]``; up to ``num_rows``, rows at position 0."""
-        return mx.array(padded(self._lengths - np.array(self.counts or self.num_tokens, np.int32), num_rows))
+        return rows_array(padded(self._lengths - np.array(self.counts or self.num_tokens, np.int32), num_rows))
 
     def visible(
         self, tables: Sequence[BlockTable], window: Window | None, shape: tuple[int, int] | None = None
@@ -177,8 +178,8 @@ class Step:
             ends = np.where(index < counts, self._lengths[:, None] - counts + index + 1, 0)
         ends = padded(ends, None if shape is None else shape[0])
         own = self._device_tables
-        starts = own.starts(ends.shape) if window is None else mx.array(window.first_seen_by(ends - 1))
-        found = (own.of(tables, shape), mx.array(ends), starts)
+        starts = own.starts(ends.shape) if window is None else rows_array(window.first_seen_by(ends - 1))
+        found = (own.of(tables, shape), rows_array(ends), starts)
         self._visible[window, shape] = found
         return found
 
@@ -278,7 +279,7 @@ class PackedStep:
 
     def offsets(self, tables: Sequence[BlockTable], num_rows: int | None = None) -> mx.array:
         """Position of each token, int32 ``[T]``; up to ``num_rows``, rows at position 0."""
-        return mx.array(padded(self._positions(tables), num_rows))
+        return rows_array(padded(self._positions(tables), num_rows))
 
     def _positions(self, tables: Sequence[BlockTable]) -> np.ndarray:
         spans = [
@@ -324,7 +325,7 @@ class PackedStep:
             ends = padded(self._positions(tables)[:, None] + 1, shape[0])
             starts = np.zeros_like(ends) if window is None else window.first_seen_by(ends - 1)
             each = [table for table, count in zip(tables, self.counts, strict=True) for _ in range(count)]
-            known = (self._device_tables.of(each, shape), mx.array(ends), mx.array(starts))
+            known = (self._device_tables.of(each, shape), rows_array(ends), rows_array(starts))
             self._visible[window, shape] = known
         return known
 

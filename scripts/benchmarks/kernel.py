@@ -20,9 +20,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_paged.config import parse_kv_bits
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.build import rows_array
 from mlx_paged.kernels.prefill import prepare_prefill
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows
 
@@ -98,6 +100,11 @@ def shuffled_tables(batch: int, length: int) -> mx.array:
     return (mx.random.permutation(batch * blocks).astype(mx.int32) + 1).reshape(batch, blocks)
 
 
+def rows_of(batch: int, position: int) -> mx.array:
+    """Return the same position for each row, as a step has it."""
+    return rows_array(np.full((batch, 1), position, np.int32))
+
+
 class Cell:
     """Decode of one (batch, context, head shape)."""
 
@@ -120,7 +127,7 @@ class Cell:
             tuple(noise(*shape, self.head_dim) if form is None else noise_pages(shape, form) for form in forms)
             for _ in range(sets)
         ]
-        ends, starts = mx.full((self.batch, 1), self.context, mx.int32), mx.zeros((self.batch, 1), mx.int32)
+        ends, starts = rows_of(self.batch, self.context), rows_of(self.batch, 0)
         first = kernels.new_fence()
         mx.eval(pools, self.tables, ends, starts, first)
 
@@ -189,7 +196,7 @@ def measure_latents(batch: int, context: int, heads: int, copy: float) -> dict[s
     sets = sets_for(read)
     pools = [tuple(noise(tables.size + 1, 1, BLOCK_SIZE, dim) for dim in (RANK, ROPE)) for _ in range(sets)]
     q, scale = noise(batch, heads, 1, RANK + ROPE), (RANK + ROPE) ** -0.5
-    ends, starts, first = mx.full((batch, 1), context, mx.int32), mx.zeros((batch, 1), mx.int32), kernels.new_fence()
+    ends, starts, first = rows_of(batch, context), rows_of(batch, 0), kernels.new_fence()
     mx.eval(pools, tables, q, ends, starts, first)
     launch = kernels.prepare_decode(*pools[0], (tables, ends, starts), n_q_heads=heads, scale=scale, latent=True)
 

@@ -84,7 +84,7 @@ def test_variable_lowers_shared_memory(on_cuda: pytest.MonkeyPatch) -> None:
 
 
 def test_runs_follow_multiprocessors(on_cuda: pytest.MonkeyPatch) -> None:
-    assert run_length(512, 132) == 2 and run_length(512, 72) == 4
+    assert run_length(512, 132, 3) == 2 and run_length(512, 72, 3) == 4
     assert latent_run(64, 64, 132) == 32 and latent_run(64, 64, 72) == 64
     use(on_cuda, HOPPER)
     (tensor, _) = variants.latent_variants_of(mx.bfloat16, 512, 64, 128, 1, 64)

@@ -60,7 +60,25 @@ def test_partitions_cover_every_row():
 
 
 def test_runs_leave_two_thread_groups_per_core_or_many():
-    assert [run_length(n, 132) for n in (64, 256, 512, 1024, 2048, 4096, 8192)] == [1, 1, 2, 4, 2, 4, 4]
+    assert [run_length(n, 132, 3) for n in (64, 256, 512, 1024, 2048, 4096, 8192)] == [1, 1, 2, 4, 2, 4, 4]
+    # A partition more than the tokens need, for windows that begin within one.
+    assert [run_length(n, 132, 3) for n in (544, 1088)] == [2, 4]
+    # Groups that run at the same time: 2 of heads of 256, 4 of heads of 64.
+    assert [run_length(2176, 132, together) for together in (2, 3, 4)] == [4, 2, 4]
+    assert [run_length(2560, 132, together) for together in (2, 3, 4)] == [4, 2, 2]
+
+
+@pytest.mark.parametrize("shape", [(0, 1), (1,), (1, 1), (2, 1), (1, 2), (3, 1), (1, 8), (40, 1)])
+@pytest.mark.parametrize("dialect", [None, "metal", "cuda"])
+def test_rows_of_a_step_are_small_arrays_nowhere_on_cuda(shape, dialect, monkeypatch):
+    monkeypatch.setattr(kernel_build, "backend", lambda: dialect)
+    made, make = [], mx.array
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_build.mx, "array", lambda rows: made.append(rows.nbytes) or make(rows))
+        rows = np.arange(7, 7 + int(np.prod(shape)), dtype=np.int32).reshape(shape)
+        found = kernel_build.rows_array(rows)
+    assert found.dtype == mx.int32 and np.array_equal(np.array(found), rows)
+    assert made == [16 if dialect == "cuda" and 0 < rows.nbytes <= 8 else rows.nbytes]
 
 
 @pytest.mark.gpu
