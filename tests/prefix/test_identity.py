@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -105,19 +104,16 @@ def test_the_configuration_as_loaded_is_part_of_it() -> None:
         assert model_identity(model, other) != model_identity(model, config)
 
 
-def test_the_code_is_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_format_and_versions_are_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
-    before = model_identity(model)
+    before, known = model_identity(model), identity.version
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules["mlx_lm"], "__version__", "0.0.0")
+        patch.setattr(identity, "FORMAT", identity.FORMAT + 1)
         assert model_identity(model) != before
-    with monkeypatch.context() as patch:
-        (tmp_path / "llama.py").write_text("# another one")
-        patch.setattr(sys.modules["mlx_lm.models.llama"], "__file__", str(tmp_path / "llama.py"))
-        assert model_identity(model) != before
-    with monkeypatch.context() as patch:
-        patch.setattr(identity, "OWN_FOLDER", tmp_path)
-        assert model_identity(model) != before
+    for package in ("mlx", "mlx-lm"):
+        with monkeypatch.context() as patch:
+            patch.setattr(identity, "version", lambda name, other=package: "0.0.0" if name == other else known(name))
+            assert model_identity(model) != before
     assert model_identity(model) == before
 
 
@@ -132,7 +128,7 @@ def test_another_process_finds_the_same() -> None:
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32, mx.int8, *slow(mx.float16, mx.uint32, mx.bool_)])
 def test_every_byte_counts_in_any_dtype_and_layout(dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "PIECE_BYTES", 100)  # several pieces, the last one short
+    monkeypatch.setattr(identity, "PIECE_WORDS", 25)  # several pieces, the last one short
 
     def identity_of(x: mx.array) -> str:
         module = nn.Module()
@@ -161,6 +157,6 @@ def test_reading_the_weights_leaves_them_where_they_are() -> None:
     found = model_identity(module)
     active = mx.get_active_memory()
     assert model_identity(module) == found
-    assert mx.get_active_memory() <= active + identity.PIECE_BYTES
+    assert mx.get_active_memory() <= active + 4 * identity.PIECE_WORDS
     module.x = mx.array(np.array(x.view(mx.uint16))).view(mx.bfloat16)
     assert model_identity(module) == found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
 
 from mlx_paged.prefix.identity import identity_of, loaded_configs, noting_configs
 from tests.support.models.builders import build, perturbed
@@ -43,11 +42,3 @@ def test_a_configuration_goes_with_its_model() -> None:
         assert gone() is None and len(loaded_configs) < known
     finally:
         gc.enable()
-
-
-def test_a_model_whose_code_cannot_be_read_has_no_name(monkeypatch: Any) -> None:
-    def refuse(*args: Any) -> None:
-        raise PermissionError("no")
-
-    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
-    assert identity_of([build("llama")]) is None
