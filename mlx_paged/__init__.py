@@ -15,10 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import early_interrupt  # noqa: F401  first: the next import takes a while
-
-# isort: split
-from .backend_check import MissingBackendError  # it says what to install where MLX cannot be loaded
+from .startup import MissingBackendError  # first: it loads MLX
 
 # isort: split
 from .attention.dispatch import Dispatch, dispatch_counts, last_dispatch, reset_dispatch_counts

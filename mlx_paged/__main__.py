@@ -10,9 +10,9 @@ from typing import Any
 
 from .cli.terminal import orderly_end, version_text
 from .config import PagedConfig
-from .early_interrupt import raise_at_interrupt
 from .errors import ConfigError
 from .model_folder import tell_if_unbounded
+from .startup import raise_at_interrupt
 
 OWN = {
     "generate": "text for a prompt, or for each prompt of a file, in batches",

@@ -12,13 +12,13 @@ from typing import Any
 import mlx.core as mx
 
 from ..config import STOCK_QUANTISES, KVBits, PagedConfig
-from ..early_interrupt import raise_at_interrupt
 from ..engine.grammar.grammar import GrammarProcessor
 from ..engine.ranks.ranks import Ranks
 from ..errors import ConfigError, PatchError
 from ..model_folder import check_model_folder, explain_load_errors, tell_if_unbounded, tell_unbounded
 from ..patches.patch import replaced
 from ..server.errors import RequestRefused
+from ..startup import raise_at_interrupt
 from ..warn import warn_once
 from . import answer_grammars, batch_run, over_ranks
 from .answer_grammars import AnswerGrammars

@@ -13,13 +13,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..config import KVBits, PagedConfig
-from ..early_interrupt import raise_at_interrupt
 from ..engine.ranks.ranks import Ranks
 from ..engine.ranks.world import check_same
 from ..errors import ConfigError
 from ..model_folder import check_model_folder
 from ..patches.patch import replaced
 from ..server.options import ServerConfig
+from ..startup import raise_at_interrupt
 from ..warn import warn_once
 from . import over_ranks
 from .generate import raise_cpu_cache_limit

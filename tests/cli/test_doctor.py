@@ -34,10 +34,9 @@ from mlx_paged.cli.doctor.jobs import (
     rows_of_workers,
     shares_of,
 )
-from mlx_paged.cli.doctor.models import DEMO_FOLDER, demo_folder
 from mlx_paged.cli.doctor.ordering import difference, ordering_stress
-from mlx_paged.cli.doctor.process import Outcome, run_program
-from mlx_paged.cli.doctor.report import Report, Row
+from mlx_paged.cli.doctor.report import Outcome, Report, Row, run_program
+from mlx_paged.cli.doctor.speed import DEMO_FOLDER, demo_folder
 from mlx_paged.cli.terminal import Bar
 from mlx_paged.errors import ConfigError
 from mlx_paged.kernels import build as kernel_build

@@ -9,8 +9,7 @@ from ...config import PagedConfig
 from ...kernels.availability import device_unsupported_reason
 from ...kernels.build import backend
 from .ordering import ordering_stress
-from .process import run_program
-from .report import Report
+from .report import Report, run_program
 from .threads import HOW
 
 KERNEL = {None: "auto", True: "on", False: "off"}

@@ -19,10 +19,10 @@ import mlx.core as mx
 
 from ... import __version__
 from ...config import PagedConfig, free_memory
-from ...early_interrupt import raise_at_interrupt
 from ...kernels.availability import device_unsupported_reason
 from ...kernels.build import backend, compiled_by, gpu_cores
 from ...kv.storage.base import Geometry, PageFormat
+from ...startup import raise_at_interrupt
 from ..terminal import add_version, orderly_end
 from .jobs import jobs, num_workers, rows_of_workers
 from .report import HEADER, Report, Row

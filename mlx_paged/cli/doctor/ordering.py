@@ -19,8 +19,8 @@ from dataclasses import replace
 import mlx.core as mx
 
 from ...config import PagedConfig
-from .models import VOCAB, random_llama
-from .process import Outcome, run_program
+from .report import Outcome, run_program
+from .speed import VOCAB, random_llama
 
 PROMPTS = (1, 7, 33, 64, 150, 300)
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]

@@ -1,20 +1,30 @@
-"""What MLX finds in the environment of our own commands: no CUDA graphs over NCCL, and a folder for the code that it
-compiles on a CPU. How long its command buffers on Metal are, it decides itself (docs/adr/0040).
+"""What runs before anything else, as MLX loads: Ctrl-C in our own commands, what MLX finds in their environment, and
+what to install where its backend is missing.
 
-Imported before MLX, which reads the variables when it first meets the GPU; so nothing here imports MLX.
+Imported first, and without MLX until its end: MLX reads the variables when it first meets the GPU. In programs that are
+not our commands, only the last is done. How long MLX's command buffers on Metal are, it decides itself (docs/adr/0040).
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 GRAPHS = "MLX_USE_CUDA_GRAPHS"
 COMMANDS = ("mlx_paged", "mlx_paged.generate", "mlx_paged.server")
+INTERRUPTED = 130
+
+
+class MissingBackendError(ImportError):
+    """MLX is there, but not the backend that it computes with."""
 
 
 def is_own_command(arguments: Sequence[str], original: Sequence[str]) -> bool:
@@ -27,13 +37,38 @@ def is_own_command(arguments: Sequence[str], original: Sequence[str]) -> bool:
     """
     program = arguments[0] if arguments else ""
     if program != "-m":
-        return Path(program).name in COMMANDS
+        return Path(program).name.removesuffix(".exe") in COMMANDS
     # Options of the interpreter come first, and the first that is or begins with -m names the module.
     for index, argument in enumerate(original[1:], 1):
         if argument.startswith("-m"):
             module = argument[2:] or "".join(original[index + 1 : index + 2])
             return module.partition(".")[0] == "mlx_paged"
     return False
+
+
+# Ctrl-C while a command of ours still imports ------------------------------------------------------------------------
+
+
+def _end(number: int, frame: Any) -> None:
+    os._exit(INTERRUPTED)
+
+
+def end_at_interrupt() -> None:
+    """End the process at SIGINT, with status 130 and without a traceback, if it is one of our commands and nothing else
+    handles the signal."""
+    is_main = threading.current_thread() is threading.main_thread()
+    is_unhandled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_main and is_unhandled and is_own_command(sys.argv, sys.orig_argv):
+        signal.signal(signal.SIGINT, _end)
+
+
+def raise_at_interrupt() -> None:
+    """Have SIGINT raise KeyboardInterrupt again: the imports are done."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# The environment -----------------------------------------------------------------------------------------------------
 
 
 def launch_directly() -> None:
@@ -69,3 +104,29 @@ def _is_ours(folder: Path) -> bool:
         return False
     writable = stat.S_IWGRP | stat.S_IWOTH
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & writable
+
+
+# MLX -----------------------------------------------------------------------------------------------------------------
+
+_print_others = sys.excepthook
+
+
+def _print_in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Stand in for ``sys.excepthook``: where a command ends with this error, the frames of its imports say nothing."""
+    if isinstance(error, MissingBackendError):
+        print(f"mlx_paged: {error}", file=sys.stderr)
+    else:
+        _print_others(kind, error, trace)
+
+
+end_at_interrupt()
+launch_directly()
+own_compiled_code()
+try:
+    import mlx.core  # noqa: F401
+except ImportError as missing:
+    sys.excepthook = _print_in_one_line
+    raise MissingBackendError(
+        f'MLX cannot be loaded ({missing}). On Linux its backend is a package of its own: pip install "mlx[cpu]", or '
+        '"mlx[cuda13]" for an NVIDIA GPU ("mlx[cuda12]" for older drivers)'
+    ) from None

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_paged import mlx_environment
-from mlx_paged.mlx_environment import GRAPHS, is_own_command
+from mlx_paged import startup
+from mlx_paged.startup import GRAPHS, is_own_command
 
 # Says what MLX's variables are at the moment when MLX is first imported, with the platform as given.
 PROBE = """
@@ -93,18 +93,18 @@ def test_no_graphs_over_nccl_in_our_own_commands(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv(GRAPHS, raising=False)
     monkeypatch.delenv("NCCL_HOST_IP", raising=False)
     monkeypatch.setattr(sys, "argv", ["/usr/local/bin/mlx_paged.server"])
-    mlx_environment.launch_directly()  # one process, or another backend
+    startup.launch_directly()  # one process, or another backend
     assert GRAPHS not in os.environ
     monkeypatch.setenv("NCCL_HOST_IP", "127.0.0.1")
     monkeypatch.setattr(sys, "argv", ["notes.py"])
-    mlx_environment.launch_directly()
+    startup.launch_directly()
     assert GRAPHS not in os.environ
     monkeypatch.setattr(sys, "argv", ["/usr/local/bin/mlx_paged.server"])
     monkeypatch.setenv(GRAPHS, "1")
-    mlx_environment.launch_directly()
+    startup.launch_directly()
     assert os.environ[GRAPHS] == "1"
     monkeypatch.delenv(GRAPHS)
-    mlx_environment.launch_directly()
+    startup.launch_directly()
     assert os.environ.pop(GRAPHS) == "0"
 
 
@@ -115,8 +115,8 @@ def test_no_graphs_over_nccl_in_our_own_commands(monkeypatch: pytest.MonkeyPatch
 def own_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A temporary folder and a cache for a process that is our command on Linux."""
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(mlx_environment, "is_own_command", lambda *_: True)
-    monkeypatch.setattr(mlx_environment.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setattr(startup, "is_own_command", lambda *_: True)
+    monkeypatch.setattr(startup.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("TMPDIR", raising=False)
     (tmp_path / "tmp").mkdir()
@@ -125,7 +125,7 @@ def own_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_a_folder_of_compiled_code_that_is_ours_stays(own_command: Path) -> None:
     for _ in range(2):  # made, and found
-        mlx_environment.own_compiled_code()
+        startup.own_compiled_code()
         assert "TMPDIR" not in os.environ
     assert (own_command / "tmp" / "mlx").stat().st_mode & 0o777 == 0o700
 
@@ -147,22 +147,22 @@ def test_compiled_code_of_others_is_not_loaded(own_command: Path, how: str, monk
             return os.stat_result((*found[:4], 12345, *found[5:])) if found.st_ino == theirs else found
 
         monkeypatch.setattr(Path, "lstat", lstat)
-    mlx_environment.own_compiled_code()
+    startup.own_compiled_code()
     assert os.environ["TMPDIR"] == str(own_command / "cache" / "mlx_paged" / "compiled")
     assert Path(os.environ["TMPDIR"]).stat().st_mode & 0o777 == 0o700
 
 
 def test_without_a_cache_of_ours_the_folder_is_a_new_one(own_command: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mlx_environment, "_is_ours", lambda folder: False)
+    monkeypatch.setattr(startup, "_is_ours", lambda folder: False)
     made = own_command / "made"
-    monkeypatch.setattr(mlx_environment.tempfile, "mkdtemp", lambda prefix: str(made))
-    mlx_environment.own_compiled_code()
+    monkeypatch.setattr(startup.tempfile, "mkdtemp", lambda prefix: str(made))
+    startup.own_compiled_code()
     assert os.environ["TMPDIR"] == str(made)
 
 
 def test_a_script_of_the_users_keeps_its_temporary_folder(own_command: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mlx_environment, "is_own_command", lambda *_: False)
+    monkeypatch.setattr(startup, "is_own_command", lambda *_: False)
     (own_command / "tmp" / "mlx").mkdir()
     (own_command / "tmp" / "mlx").chmod(0o777)
-    mlx_environment.own_compiled_code()
+    startup.own_compiled_code()
     assert "TMPDIR" not in os.environ
