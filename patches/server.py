@@ -132,10 +132,10 @@ def make_prompt_cache(config: ServerConfig, max_size: int | None, ranks: Ranks |
         return LRUPromptCache(max_size=0)  # which keeps nothing
     spill, folder = None, config.prefix_cache_dir
     if folder is not None and ranks is None:
-        spill = SpillStore(folder, max_bytes=config.prefix_cache_dir_bytes)
+        spill = SpillStore(folder, max_bytes=config.prefix_cache_dir_size)
     elif folder is not None and ranks is not None:
         folder /= f"rank-{ranks.rank}-of-{ranks.size}"
-        spill = SpillStore(folder, max_bytes=config.prefix_cache_dir_bytes, everywhere=ranks.exchange)
+        spill = SpillStore(folder, max_bytes=config.prefix_cache_dir_size, everywhere=ranks.exchange)
     clock = time.monotonic if ranks is None else lambda: ranks.now
     return PagedPromptCache(max_size, ttl=config.prefix_cache_ttl, clock=clock, spill=spill)
 

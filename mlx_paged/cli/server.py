@@ -89,7 +89,7 @@ def check_ranks(args: argparse.Namespace, ranks: Ranks) -> None:
     if asked is not None and asked.format is None:
         raise ConfigError(f"{asked.why_not}: several ranks serve what runs in a batch")
     # Only rank 0 has clients, and so needs their keys.
-    given = {name: repr(value) for name, value in vars(args).items() if name != "api_key"}
+    given = {name: repr(value) for name, value in vars(args).items() if name != "api_keys"}
     check_same(ranks, "the arguments", given)
 
 

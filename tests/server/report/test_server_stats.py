@@ -136,7 +136,7 @@ def test_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     config = parse(
         "--prefix-cache-ttl", "60", "--prefix-cache-dir", "x", "--prefix-cache-dir-size", "2GB", "--api-key=k"
     )
-    assert (config.prefix_cache_ttl, config.prefix_cache_dir_bytes, config.api_keys.keys) == (60.0, 2 * 10**9, ("k",))
+    assert (config.prefix_cache_ttl, config.prefix_cache_dir_size, config.api_keys.keys) == (60.0, 2 * 10**9, ("k",))
     assert not parse("--no-prefix-cache").prefix_cache
     alive = parse("--memory-watermark", "90%", "--watchdog-timeout", "0", "--drain-timeout=7.5")
     assert (alive.memory_watermark, alive.watchdog_timeout, alive.drain_timeout) == (0.9, 0.0, 7.5)
