@@ -6,7 +6,8 @@ import functools
 import gc
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,12 +27,12 @@ from ..engine.ranks.ranks import Ranks
 from ..engine.request import RequestOptions
 from ..engine.sampling.params import SamplingParams
 from ..errors import ConfigError
+from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
 from ..model_folder import check_model_folder, check_weight_files, explain_load_errors
 from ..prefix.identity import identity_of, noting_configs
 from ..prefix.spill import SpillStore
 from ..prefix.store import SharedPrefixes
-from ..server.capacity import announce, capacity, check_capacity
 from ..server.engine_loop import check_pool
 from ..server.errors import not_found
 from ..server.options import ServerConfig
@@ -48,6 +49,7 @@ from .sharded import sharded_load
 KNOWN = {"ResponseGenerator._tokenize": "ec31a09902520a3e"}
 # Tokens of a prompt that are scored together, at least and at most; between two slices others have their steps.
 SCORED, MOST_SCORED, SLICE_SECONDS = 1, 256, 0.25
+MAX_TOKENS = 1 << 24  # of a sequence; what holds these holds any
 
 
 def changed() -> list[str]:
@@ -126,6 +128,18 @@ def load_weights(key: ModelKey, cli_args: Any, *, group: Any = None) -> Weights:
     return Weights(key, model, tokenizer, config, draft_model, together)
 
 
+def capacity(pool: BlockPool | None, chunk: int) -> int | None:
+    """Return the most tokens of one sequence, prompt and answer; None: any number, or the model has no pool.
+
+    Args:
+        pool: of the model.
+        chunk: tokens of a prompt that are computed at a time.
+    """
+    if pool is None or (budget := PoolBudget(pool, chunk=chunk)).holds(MAX_TOKENS):
+        return None
+    return bisect_left(range(1, MAX_TOKENS), True, key=lambda num_tokens: not budget.holds(num_tokens))
+
+
 def make_prompt_cache(config: ServerConfig, max_size: int | None, ranks: Ranks | None) -> PromptStore:
     """Return the prompt cache of all models, as the options say."""
     if not config.prefix_cache:
@@ -176,7 +190,13 @@ class LoadedModels:
         mx.eval(weights.arrays)
         self._take(weights)
         pool = pool_of(weights.model)
-        check_capacity(pool, self.cli_args.prefill_step_size)
+        if pool is not None:  # a request is a token of a prompt and one of an answer at least
+            budget = PoolBudget(pool, chunk=self.cli_args.prefill_step_size)
+            if not budget.holds(2):
+                raise ConfigError(
+                    f"a KV cache budget of {pool.memory_budget:,} bytes holds no request of this model, which takes at "
+                    f"least {budget.bytes_for(2):,}: raise kv_cache_memory (--kv-cache-memory)"
+                )
         if self.ranks is not None and not (weights.is_batchable and known_pool(weights.model) is not None):
             raise ConfigError("several ranks serve models whose requests are computed in a batch, on pages")
 
@@ -215,7 +235,12 @@ class LoadedModels:
     def _take(self, weights: Weights) -> None:
         self.weights, self._scored = weights, SCORED
         self._learn(weights)
-        announce(str(weights.key.model), pool_of(weights.model), self.cli_args.prefill_step_size)
+        size, pool = "no paged KV cache", pool_of(weights.model)
+        if pool is not None:
+            most = None if self._texts is None else self._texts.capacity
+            tokens = "a request of any length" if most is None else f"{most:,} tokens"
+            size = f"a KV cache of {pool.memory_budget:,} bytes, which holds {tokens}"
+        logging.info("the model %s is ready, with %s", weights.key.model, size)
 
     def _learn(self, weights: Weights) -> None:
         """Make the model's pool known, so that prefixes on disk are found, and its tokenizer, to make prompts with."""
@@ -260,9 +285,9 @@ class LoadedModels:
             return False
         return request.sampling.seed is None or is_batched_here(stock_cache.make_prompt_cache(weights.model))
 
-    def batch(self, stream: mx.Stream) -> LoadedBatch:
+    def batch(self, stream: mx.Stream) -> ServedBatch:
         assert self.weights is not None
-        return LoadedBatch(self, self.weights, stream)
+        return ServedBatch(self, self.weights, stream)
 
     def scores(self, tokens: list[int], num_top: int) -> Iterator[tuple[list[float], list[Any]] | None]:
         """Run the model over a prompt, apart from the batch, with caches of its own, slice by slice."""
@@ -355,12 +380,12 @@ class LoadedModels:
         with salted_store(self.prompt_cache, request.salt):
             self.prompt_cache.insert_cache(weights.key, key, cache)
 
-    def trim(self, batch: LoadedBatch | None) -> None:
+    def trim(self, batch: ServedBatch | None) -> None:
         args, cache = self.cli_args, self.prompt_cache
         if args.prompt_cache_size is not None and (batch is None or batch.shares_prefixes):
             cache.trim_to(n_sequences=args.prompt_cache_size)
         if args.prompt_cache_bytes is not None:
-            active = 0 if batch is None else batch.nbytes
+            active = 0 if batch is None else batch.prompt_cache_nbytes
             cache.trim_to(n_bytes=args.prompt_cache_bytes - active)
 
     def mend(self) -> None:
@@ -385,8 +410,8 @@ class LoadedModels:
         gc.collect()
 
 
-class LoadedBatch:
-    """One model's batch generator, and how its requests find and leave prefixes.
+class ServedBatch(PagedBatchGenerator):
+    """A batch generator that is asked by requests, and how these find and leave prefixes that it does not share itself.
 
     Args:
         models: whose present model it is.
@@ -395,14 +420,11 @@ class LoadedBatch:
     """
 
     def __init__(self, models: LoadedModels, weights: Weights, stream: mx.Stream) -> None:
-        self._models, self._weights = models, weights
-        self._rows: dict[int, tuple[ServerRequest, list[str]]] = {}  # with the types of segments to come
-        cache = models.prompt_cache
+        cache, args = models.prompt_cache, models.cli_args
         prefixes: SharedPrefixes | None = None
         if isinstance(cache, PagedPromptCache):
             prefixes = cache.shared_prefixes(weights.key, prefix_pool_of(weights.model))
-        args = models.cli_args
-        self._generator = PagedBatchGenerator(
+        super().__init__(
             weights.model,
             prefixes=prefixes,
             completion_batch_size=args.decode_concurrency,
@@ -410,125 +432,82 @@ class LoadedBatch:
             prefill_step_size=args.prefill_step_size,
             stream=stream,
         )
-        self._stops = make_stop_sequences(weights.tokenizer)
+        self._store, self._weights = cache, weights
+        self._end_tokens = make_stop_sequences(weights.tokenizer)
+        self._served: dict[int, tuple[ServerRequest, list[str]]] = {}  # with the types of segments to come
 
-    @property
-    def shares_prefixes(self) -> bool:
-        return self._generator.shares_prefixes
-
-    @property
-    def nbytes(self) -> int:
-        return self._generator.prompt_cache_nbytes
-
-    @property
-    def num_steps(self) -> int:
-        return self._generator.num_steps
-
-    @property
-    def num_waiting(self) -> int:
-        return self._generator.num_waiting
-
-    @property
-    def computed_prompt_tokens(self) -> int:
-        return self._generator.computed_prompt_tokens
-
-    @property
-    def admits(self) -> bool:
-        return self._generator.admits
-
-    @admits.setter
-    def admits(self, value: bool) -> None:
-        self._generator.admits = value
-
-    def preempt_youngest(self) -> bool:
-        return self._generator.preempt_youngest()
-
-    def progress(self) -> list[dict[str, Any]]:
-        return self._generator.progress()
-
-    def insert(self, request: ServerRequest, index: int) -> int:
-        """Queue one of a request's answers. Raises: it cannot be served; nothing has been queued."""
-        generator, weights, store = self._generator, self._weights, self._models.prompt_cache
-        prompt, params = request.prompt_of(index), request.sampling_of(index)
-        segments, types = prompt.segments, prompt.segment_types
-        caches, num_cached = None, 0
-        if generator.shares_prefixes:
-            if not generator.has_windows:  # any prefix can be served to the token: no need to stop anywhere
-                segments, types = [prompt.tokens], ["assistant"]
-        else:
-            with salted_store(store, request.salt):
-                caches, rest = store.fetch_nearest_cache(weights.key, prompt.tokens)
-            num_cached = len(prompt.tokens) - len(rest)
-            segments, types = _without(segments, types, num_cached)
-        grammar = _grammar_of(request, prompt, weights.tokenizer)
-        (uid,) = generator.insert_segments(
-            segments=[segments],
-            max_tokens=[request.max_tokens or 1],
-            caches=None if caches is None else [caches],
-            all_tokens=[prompt.tokens[:num_cached]],
-            stop_sequences=[self._stops],
+    def insert_request(self, request: ServerRequest) -> list[int]:
+        """Queue a request's answers. Raises: it cannot be served; nothing has been queued."""
+        prompts = [request.prompt_of(index) for index in range(request.num_answers)]
+        parts = [(prompt.segments, prompt.segment_types) for prompt in prompts]
+        caches: Any = None
+        num_cached = [0] * len(prompts)
+        if not self.shares_prefixes:
+            with salted_store(self._store, request.salt):
+                found = [self._store.fetch_nearest_cache(self._weights.key, prompt.tokens) for prompt in prompts]
+            caches = [cache for cache, _ in found]
+            num_cached = [len(prompt.tokens) - len(rest) for prompt, (_, rest) in zip(prompts, found, strict=True)]
+            parts = [_without(*each, number) for each, number in zip(parts, num_cached, strict=True)]
+        elif not self.has_windows:  # any prefix can be served to the token: no need to stop anywhere
+            parts = [([prompt.tokens], ["assistant"]) for prompt in prompts]
+        params = [request.sampling_of(index) for index in range(request.num_answers)]
+        uids = self.insert_segments(
+            [segments for segments, _ in parts],
+            [request.max_tokens or 1] * len(prompts),
+            caches,
+            [prompt.tokens[:number] for prompt, number in zip(prompts, num_cached, strict=True)],
+            stop_sequences=[self._end_tokens] * len(prompts),
             options=[
                 RequestOptions(
                     request.salt,
-                    params.seed,
-                    grammar,
+                    each.seed,
+                    _grammar_of(request, prompt, self._weights.tokenizer),
                     request.prompt_lookup,
-                    params,
+                    each,
                     priority=request.priority,
                     client=request.client,
                 )
+                for prompt, each in zip(prompts, params, strict=True)
             ],
         )
-        self._rows[uid] = request, types[::-1]
-        return uid
+        self._served |= {uid: (request, list(types[::-1])) for uid, (_, types) in zip(uids, parts, strict=True)}
+        return uids
 
     def next(self) -> tuple[list[Any], list[Any]]:
-        prompts, generated = self._generator.next()
-        if not self._generator.shares_prefixes:
-            self._save_segments(prompts)
+        prompts, generated = super().next()
+        if not self.shares_prefixes:
+            for response in prompts:
+                request, types = self._served.get(response.uid, (None, []))
+                if request is not None and types and response.end_of_segment and not response.end_of_prompt:
+                    self._keep(request, self.extract_cache([response.uid]), types.pop())
             for response in generated:
                 response.num_cached = getattr(response, "num_cached", 0)
         return prompts, generated
 
-    def finish(self, response: Any) -> None:
-        generator, uid = self._generator, response.uid
-        is_running = response.finish_reason is None  # a stop string was found: the generator knows tokens only
-        row = self._rows.pop(uid, None)
-        if generator.shares_prefixes:
+    def end(self, response: Any) -> None:
+        """End an answer: with its last response, or with the one that ends a stop string, of which tokens know
+        nothing."""
+        uid, is_running = response.uid, response.finish_reason is None
+        request, _ = self._served.pop(uid, (None, []))
+        if self.shares_prefixes:
             if is_running:
-                generator.finish([uid])
+                self.finish([uid])
             return
+        finished = {uid: (response.prompt_cache, response.all_tokens)}
         if is_running:
-            finished = generator.remove([uid], return_prompt_caches=True)
-        else:
-            finished = {uid: (response.prompt_cache, response.all_tokens)}
-        if row is not None:
-            self._keep(row[0], finished, "assistant")
+            finished = super().remove([uid], return_prompt_caches=True)
+        if request is not None:
+            self._keep(request, finished, "assistant")
 
     def _keep(self, request: ServerRequest, finished: Mapping[int, tuple[Any, Any]], kind: str) -> None:
-        store = self._models.prompt_cache
-        with salted_store(store, request.salt):
+        with salted_store(self._store, request.salt):
             for caches, tokens in finished.values():
-                store.insert_cache(self._weights.key, tokens[:], caches, cache_type=kind)
+                self._store.insert_cache(self._weights.key, tokens[:], caches, cache_type=kind)
 
-    def _save_segments(self, prompts: Sequence[Any]) -> None:
-        for response in prompts:
-            row = self._rows.get(response.uid)
-            if row is not None and response.end_of_segment and not response.end_of_prompt and row[1]:
-                self._keep(row[0], self._generator.extract_cache([response.uid]), row[1].pop())
-
-    def remove(self, uids: Sequence[int]) -> None:
-        self._generator.remove(uids)
+    def remove(self, uids: Any, return_prompt_caches: bool = False) -> dict[int, tuple[list[Any], list[int]]]:
         for uid in uids:
-            self._rows.pop(uid, None)
-
-    def abandon(self) -> None:
-        self._generator.abandon()
-
-    def close(self) -> None:
-        self._generator.remove(list(self._rows))
-        self._rows.clear()
-        self._generator.close()
+            self._served.pop(uid, None)
+        return super().remove(uids, return_prompt_caches)
 
 
 def _without(segments: list[list[int]], types: list[str], num_cached: int) -> tuple[list[list[int]], list[str]]:

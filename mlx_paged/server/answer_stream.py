@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from typing import Any, NamedTuple
 
 from ..errors import without_frames
@@ -66,71 +65,57 @@ class ClientGone(Exception):
 
 
 class AnswerStream:
-    """Items in order, ended by an exception or by the reader. Made in the event loop, and read there.
+    """Items in order, ended by an exception or by the reader. Made in the event loop, and used there.
 
     Attributes:
         is_wanted: whether the client is there and wants more; read by the thread that computes.
-        writes_since: when the write to the client began that is going on, in seconds of the monotonic clock.
-        last_at: when the thread that computes last put something here.
+        writing_since: when the write to the client began that is going on, in seconds of the monotonic clock.
     """
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.is_wanted = True
-        self.writes_since: float | None = None
-        self.last_at = time.monotonic()
-        self._items: deque[Any] = deque()
+        self.writing_since: float | None = None
+        self._items: list[Any] = []
         self._num_unread = 0
-        self._is_failed = False
+        self._error: BaseException | None = None
         self._arrived = asyncio.Event()
 
-    # In the event loop ----------------------------------------------------------------------------------------
-
     def feed(self, items: list[Any]) -> None:
-        """Take items from the thread that computes."""
-        if self._is_failed:
-            return
-        self._items += items
-        self._num_unread += sum(1 + len(item.top) for item in items if isinstance(item, Generated))
+        """Add items from the thread that computes; an exception among them ends the stream."""
+        for item in items:
+            if isinstance(item, BaseException):
+                self.fail(item)
+            elif self._error is None:
+                self._items.append(item)
+                self._num_unread += 1 + len(item.top) if isinstance(item, Generated) else 0
         self._arrived.set()
-        if self._num_unread > MOST_UNREAD and self._is_stalled:
+        since = self.writing_since
+        if self._num_unread > MOST_UNREAD and since is not None and time.monotonic() - since >= STALL_SECONDS:
             self.fail(RequestRefused(408, "the answer was not read: too much of it waited"))
 
     def fail(self, error: BaseException) -> None:
         """End the stream, whatever still comes; what has come is read first."""
-        if not self._is_failed:
-            self._is_failed, self.is_wanted = True, False
+        if self._error is None:
+            self._error, self.is_wanted = without_frames(error), False
             if isinstance(error, ClientGone):
                 self._items.clear()
-            self._items.append(without_frames(error))
             self._arrived.set()
 
-    @property
-    def _is_stalled(self) -> bool:
-        since = self.writes_since
-        return since is not None and time.monotonic() - since >= STALL_SECONDS
-
-    async def take(self, seconds: float | None = None) -> list[Any]:
+    async def receive(self, seconds: float | None = None) -> list[Any]:
         """Return what has come, at least one item.
 
         Raises:
             TimeoutError: nothing has come in that time.
             Exception: that the stream ended with.
         """
-        if not self._items:
+        if not self._items and self._error is None:
+            self._arrived.clear()
             async with asyncio.timeout(seconds):
                 await self._arrived.wait()
-        self._arrived.clear()
-        items = list(self._items)
-        self._items.clear()
-        self._num_unread = 0
-        for place, item in enumerate(items):
-            if isinstance(item, BaseException):
-                if place == 0:
-                    raise item
-                self._items.append(item)  # raised at the next call
-                self._arrived.set()
-                return items[:place]
+        if not self._items and self._error is not None:
+            raise self._error
+        items, self._items, self._num_unread = self._items, [], 0
         return items
 
     def close(self) -> None:
@@ -156,17 +141,12 @@ class Outbox:
             self.put(stream, without_frames(error))
 
     def flush(self) -> None:
-        if not self._waiting:
-            return
         waiting, self._waiting = self._waiting, {}
-        loop = next(iter(waiting)).loop
-        if not loop.is_closed():
+        loop = next(iter(waiting)).loop if waiting else None
+        if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(_deliver, waiting)
 
 
 def _deliver(waiting: dict[AnswerStream, list[Any]]) -> None:
     for stream, items in waiting.items():
-        errors = [item for item in items if isinstance(item, BaseException)]
-        stream.feed([item for item in items if not isinstance(item, BaseException)])
-        if errors:
-            stream.fail(errors[0])
+        stream.feed(items)

@@ -1,25 +1,20 @@
-"""Answers: what the sequences of a request say, parted into text, reasoning and tool calls, as pieces of its form."""
+"""Answers: what the sequences of a request say, parted into text, reasoning and tool calls, in the form of its API."""
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 import time
-import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .answer_stream import Begun, Generated, Scores
-from .loose_calls import LooseParts, loose_calls, names_of
+from .calls import ArgumentStream, LooseParts, loose_calls, names_of, openai_call
 from .request import ServerRequest
-from .requests.pieces import Echo, Piece, Token, Usage
+from .requests.pieces import Echo, Event, Form, Piece, Token, Usage
 
 if TYPE_CHECKING:
     from .backend import ModelTexts
     from .http import RequestLog
-
-MOST_HEAD = 1000  # characters of a call before its arguments
 
 
 class Answer:
@@ -57,13 +52,13 @@ class Answer:
         self._text = self._reasoning = ""
         self._calls: list[dict[str, Any]] = []
         self._tokens: list[Token] = []
-        self._num_told = 0  # tokens
+        self._num_shown = 0  # tokens
 
     @property
     def mean_logprob(self) -> float:
         return self.sum_logprobs / max(1, self.num_tokens)
 
-    def take(self, said: Generated) -> Piece | None:
+    def next(self, said: Generated) -> Piece | None:
         """Return what can be told when the next token is there, if anything can; at the end, always something."""
         if self._request.has_no_answer:
             return Piece(self.index, finish="length")
@@ -78,7 +73,7 @@ class Answer:
         if said.logprob is not None:
             self.sum_logprobs += said.logprob
             if self._request.top_logprobs is not None:
-                self._tokens.append(self._token(said.token, said.logprob, said.top))
+                self._tokens.append(self.token(said.token, said.logprob, said.top))
         if said.finish is not None:
             return self._last(said)
         if not (self._text or self._reasoning or self._calls):
@@ -93,7 +88,7 @@ class Answer:
         if self._state == "tool":
             self._end_call(is_whole=is_whole)
         if said.num_shown is not None:
-            del self._tokens[max(0, said.num_shown - self._num_told) :]
+            del self._tokens[max(0, said.num_shown - self._num_shown) :]
         piece = self._piece()
         piece.finish = "tool_calls" if said.finish == "stop" and self._num_calls else said.finish
         piece.stop = said.stop
@@ -118,7 +113,7 @@ class Answer:
         arguments, self._arguments = self._arguments, ArgumentStream()
         if arguments.name in self._names:
             if is_whole and arguments.missing:
-                self._go_on_with_call(arguments.missing)
+                self._continue_call(arguments.missing)
             return
         if not text and not is_whole:
             return
@@ -145,9 +140,9 @@ class Answer:
             self._calls[-1]["function"]["arguments"] = text
             self._num_calls += 1
         else:
-            self._go_on_with_call(text)
+            self._continue_call(text)
 
-    def _go_on_with_call(self, text: str) -> None:
+    def _continue_call(self, text: str) -> None:
         if self._calls:
             self._calls[-1]["function"]["arguments"] += text
         else:
@@ -165,98 +160,14 @@ class Answer:
 
     def _piece(self) -> Piece:
         piece = Piece(self.index, self._text, self._reasoning, self._calls, self._tokens)
-        self._num_told += len(self._tokens)
+        self._num_shown += len(self._tokens)
         self._text = self._reasoning = ""
         self._calls, self._tokens = [], []
         return piece
 
-    def _token(self, token_id: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()) -> Token:
+    def token(self, token_id: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()) -> Token:
         likeliest = tuple(Token(other, *self._texts.token(other), value) for other, value in top)
         return Token(token_id, *self._texts.token(token_id), logprob, likeliest)
-
-
-def openai_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call that a model has written as OpenAI's chats have it: the arguments are the text of an object.
-
-    Raises:
-        ValueError: it names no function.
-    """
-    name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
-    if not isinstance(name, str) or not name:
-        raise ValueError("it names no function")
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments) if arguments.strip() else {}
-        except ValueError:
-            parsed = None
-        arguments = parsed if isinstance(parsed, dict) else {"value": arguments}
-    elif arguments is None:
-        arguments = {}
-    elif not isinstance(arguments, dict):
-        arguments = {"value": arguments}
-    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    text.encode()  # ValueError: it holds half a character
-    return {
-        "function": {"name": name, "arguments": text},
-        "type": "function",
-        "id": str(call.get("id") or f"call_{uuid.uuid4().hex[:24]}"),
-    }
-
-
-class ArgumentStream:
-    """The arguments of a call in JSON or in gpt-oss's form, while the model writes it.
-
-    Attributes:
-        name: of the function; None: it is not known yet, or the call has another form.
-        missing: what closes the arguments; empty within a string, too, which nothing can close.
-        is_told: the name has been told.
-    """
-
-    _HEADS = re.compile(
-        r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-        r"|([^\s<>{}]+)<\|message\|>\s*(?=\{)"
-    )
-
-    def __init__(self) -> None:
-        self.name: str | None = None
-        self.is_told = False
-        self._head = ""
-        self._open: list[str] = []  # closing brackets
-        self._is_string = self._is_escaped = self._is_over = False
-
-    @property
-    def missing(self) -> str:
-        return "" if self._is_string else "".join(reversed(self._open))
-
-    def feed(self, text: str) -> str:
-        """Return more of the arguments."""
-        if self.name is None and len(self._head) < MOST_HEAD:
-            self._head += text
-            if (found := self._HEADS.match(self._head)) is None:
-                return ""
-            self.name = found[1] or found[2]
-            text = self._head[found.end() :]
-        if self.name is None or self._is_over:
-            return ""
-        for place, character in enumerate(text):
-            self._follow(character)
-            if not self._open:
-                self._is_over = True
-                return text[: place + 1]
-        return text
-
-    def _follow(self, character: str) -> None:
-        if self._is_string:
-            if self._is_escaped or character == "\\":
-                self._is_escaped = not self._is_escaped
-            elif character == '"':
-                self._is_string = False
-        elif character == '"':
-            self._is_string = True
-        elif character in "{[":
-            self._open.append("}" if character == "{" else "]")
-        elif character in "}]" and self._open:
-            self._open.pop()
 
 
 class Answers:
@@ -265,54 +176,75 @@ class Answers:
     Args:
         request: whose prompts are made.
         texts: of the model.
+        form: what the client gets them in.
         streams: the client is told the answers while they are generated.
     """
 
-    def __init__(self, request: ServerRequest, texts: ModelTexts, *, streams: bool = False) -> None:
-        self._request, self._texts = request, texts
+    def __init__(self, request: ServerRequest, texts: ModelTexts, form: Form, *, streams: bool = False) -> None:
+        self._request, self._texts, self._form = request, texts, form
         self._answers = [Answer(index, request, texts, streams=streams) for index in range(request.num_answers)]
+        self._pieces: list[Piece] = []  # not told yet
         self._scores: dict[int, Scores] = {}
         self._num_open = request.num_answers
         self._first_at: float | None = None
+        self._has_begun = False
         self.progress = "keepalive"
 
-    def tell(self, log: RequestLog) -> None:
+    @property
+    def are_over(self) -> bool:
+        return not self._num_open
+
+    def add(self, items: Sequence[Any]) -> None:
+        """Add what has come from the engine."""
+        for item in items:
+            if isinstance(item, Generated):
+                self._first_at = time.monotonic() if self._first_at is None else self._first_at
+                self._num_open -= item.finish is not None
+                if (piece := self._answers[item.answer].next(item)) is not None:
+                    self._pieces.append(piece)
+            elif isinstance(item, Begun):
+                self._answers[item.answer].num_cached = item.num_cached
+            elif isinstance(item, Scores):
+                self._scores[item.prompt] = item
+            else:
+                self.progress = f"keepalive {item.done}/{item.total}"
+
+    def events(self) -> list[Event]:
+        """Return the events of what was added since. There are none until all answers have begun, so that it is known
+        how much of their prompts was cached."""
+        events: list[Event] = []
+        if not self._has_begun:
+            if any(answer.num_cached is None for answer in self._answers):
+                return []
+            self._has_begun = True
+            events += self._form.begin(self.usage(), self._echoes(self._best()))
+        pieces, self._pieces = self._pieces, []
+        events += [event for piece in pieces for event in self._form.piece(piece)]
+        return events + self._form.end(self.usage()) if self.are_over else events
+
+    def whole(self) -> dict[str, Any]:
+        """Return all answers as one."""
+        best = self._best()
+        by_answer: dict[int, list[Piece]] = {index: [] for index in range(len(self._answers))}
+        for piece in self._pieces:
+            by_answer[piece.index].append(piece)
+        told = [Piece.joined(by_answer[index]) for index in best]
+        for number, answer in enumerate(told):
+            answer.index = number
+        return self._form.whole(told, self.usage(), self._echoes(best))
+
+    def note_in(self, log: RequestLog) -> None:
         """Note what the log says of the answers."""
         usage = self.usage()
         log.prompt, log.cached, log.generated = usage.prompt, usage.cached, usage.completion
         if self._first_at is not None:
             log.first_token = self._first_at - self._request.asked_at
 
-    @property
-    def are_over(self) -> bool:
-        return not self._num_open
-
-    @property
-    def have_begun(self) -> bool:
-        """Return whether all have, so that it is known how much of their prompts was cached."""
-        return all(answer.num_cached is not None for answer in self._answers)
-
-    def take(self, item: Any) -> Piece | None:
-        """Return what can be told after an item, if anything can."""
-        if isinstance(item, Generated):
-            if self._first_at is None:
-                self._first_at = time.monotonic()
-            self._num_open -= item.finish is not None
-            return self._answers[item.answer].take(item)
-        if isinstance(item, Begun):
-            self._answers[item.answer].num_cached = item.num_cached
-        elif isinstance(item, Scores):
-            self._scores[item.prompt] = item
-        else:
-            self.progress = f"keepalive {item.done}/{item.total}"
-        return None
-
-    def best(self) -> list[int]:
+    def _best(self) -> list[int]:
         """Return which answers are told."""
-        request = self._request
+        request, best = self._request, []
         if request.best_of == request.n:
             return list(range(len(self._answers)))
-        best = []
         for first in range(0, len(self._answers), request.best_of):
             candidates = range(first, first + request.best_of)
             best += sorted(candidates, key=lambda index: -self._answers[index].mean_logprob)[: request.n]
@@ -320,39 +252,30 @@ class Answers:
 
     def usage(self) -> Usage:
         """Return what is known by now."""
-        request, best_of = self._request, self._request.best_of
+        request, answers = self._request, self._answers
         cached = 0
-        for first in range(0, len(self._answers), best_of):
-            known = [answer.num_cached for answer in self._answers[first : first + best_of]]
+        for first in range(0, len(answers), request.best_of):
+            known = [answer.num_cached for answer in answers[first : first + request.best_of]]
             cached += min((number for number in known if number is not None), default=0)
         prompt = sum(len(each.tokens) for each in request.prompts)
         if request.has_no_answer:
             return Usage(prompt, cached)
-        return Usage(
-            prompt,
-            cached,
-            sum(answer.num_tokens for answer in self._answers),
-            sum(answer.num_reasoning for answer in self._answers),
-        )
+        return Usage(prompt, cached, sum(a.num_tokens for a in answers), sum(a.num_reasoning for a in answers))
 
-    def echoes(self, told: Sequence[int]) -> list[Echo]:
+    def _echoes(self, told: Sequence[int]) -> list[Echo]:
         """Return what each of the answers that are told begins with."""
         request = self._request
         if not request.echo:
             return []
-        echoes: dict[int, Echo] = {}
-        for index in told:
-            number = index // request.best_of
-            if number not in echoes:
-                given, tokens = request.inputs[number], request.prompts[number].tokens
-                text = given if isinstance(given, str) else self._texts.decode(tokens)
-                echoes[number] = Echo(text, self._scored(tokens, number))
-        return [echoes[index // request.best_of] for index in told]
+        numbers = [index // request.best_of for index in told]
+        echoes = {number: self._echo(number) for number in set(numbers)}
+        return [echoes[number] for number in numbers]
 
-    def _scored(self, tokens: Sequence[int], number: int) -> list[Token]:
-        scores = self._scores.get(number)
-        if scores is None:
-            return []
-        token = self._answers[0]._token
-        rest = zip(tokens[1:], scores.logprobs, scores.top, strict=True)
-        return [token(tokens[0], None), *(token(each, logprob, top) for each, logprob, top in rest)]
+    def _echo(self, number: int) -> Echo:
+        given, (first, *rest) = self._request.inputs[number], self._request.prompts[number].tokens
+        text = given if isinstance(given, str) else self._texts.decode([first, *rest])
+        if (scores := self._scores.get(number)) is None:
+            return Echo(text)
+        token = self._answers[0].token
+        scored = zip(rest, scores.logprobs, scores.top, strict=True)
+        return Echo(text, [token(first, None), *(token(*each) for each in scored)])

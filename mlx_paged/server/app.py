@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from starlette.concurrency import run_in_threadpool
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route, Router
 
+from .answer_response import AnswerResponse, Client
 from .answers import Answers
+from .engine_loop import Work
 from .errors import RequestRefused, invalid, not_found
-from .event_response import Client, EventResponse
-from .http import LOCAL_ORIGINS, Access, Body, Gate, RequestLog, json_response
+from .http import Gate, RequestLog, body_of, json_response
 from .report import cache_page
-from .report.metrics import CONTENT_TYPE
+from .report.server_stats import CONTENT_TYPE
 from .request import ServerRequest
 from .requests.endpoints import COUNT_TOKENS, DETOKENIZE, ENDPOINTS, RESPONSES, TOKENIZE, Endpoint, description
 from .requests.fields import parsed
 from .requests.messages import message_request
-from .requests.pieces import Head, Piece
+from .requests.pieces import Head
 from .requests.responses import ResponseForm
 from .requests.tokenize import tokenize_input
 
@@ -40,25 +39,14 @@ HEALTHY = ("ok", "degraded")  # "ok" is mlx-lm's word
 def make_app(service: Service) -> Any:
     """Return the ASGI application of a server."""
     app = App(service)
-    routes = [Route(path, app.asked(each), methods=["POST"]) for each in ENDPOINTS.values() for path in _paths(each)]
-    for path, page in app.pages().items():
-        routes.append(Route(path, page, methods=["GET"]))
+    routes = [
+        Route(path, app.asked(endpoint), methods=["POST"])
+        for endpoint in ENDPOINTS.values()
+        for path in (endpoint.path, *endpoint.aliases)
+    ]
+    routes += [Route(path, page, methods=["GET"]) for path, page in app.pages().items()]
     routes.append(Route("/v1/responses/{name}", app.response, methods=["GET", "DELETE"]))
-    router = Router(routes, redirect_slashes=False, default=_nothing_here)
-    origins = service.cli_args.allowed_origins
-    access = Access(service.cli_args.host, origins, has_keys=bool(service.config.api_keys))
-    allowed: dict[str, Any] = {"allow_origin_regex": LOCAL_ORIGINS} if origins is None else {"allow_origins": origins}
-    return CORSMiddleware(
-        Gate(router, service, access),
-        allow_methods=["*"],
-        allow_headers=["*"],
-        expose_headers=["x-request-id", "x-ignored-parameters"],
-        **allowed,
-    )
-
-
-def _paths(endpoint: Endpoint) -> tuple[str, ...]:
-    return (endpoint.path, *endpoint.aliases)
+    return Gate(Router(routes, redirect_slashes=False, default=_nothing_here), service)
 
 
 async def _nothing_here(scope: Any, receive: Any, send: Any) -> None:
@@ -78,21 +66,26 @@ class App:
             service = self._service
             key = self._check_key(http)
             service.check_open()
-            async with Body(http, service.bodies) as raw:
+            async with body_of(http, service.bodies) as raw:
                 parse = lambda: parsed(raw, endpoint.body, strict=service.config.strict_parameters)  # noqa: E731
                 body, ignored = parse() if len(raw) < SMALL_JSON else await service.prompts.run(parse, size=len(raw))
                 _log(http).model = body.model or service.names.default
                 headers = {"x-ignored-parameters": _header(ignored)} if ignored else {}
                 keep = service.responses.open(body, key, len(raw)) if endpoint is RESPONSES else None
-                if endpoint.request is None:
+                if endpoint.request is None or endpoint.form is None:
                     return json_response(await self._tokens(endpoint, body), headers=headers)
                 client = Client(http.receive)
                 try:
                     request, texts = await self._prepared(endpoint, body, key, http, client)
+                    form = endpoint.form(_head(body, service.fingerprint), body)
+                    if isinstance(form, ResponseForm):
+                        form.keep = keep
+                    answers = Answers(request, texts, form, streams=bool(body.stream))
+                    work = service.engine.submit(Work(client.stream, request, texts.key))
                 except BaseException:
                     client.close()
                     raise
-            return await self._generated(endpoint, body, request, texts, http, headers, client, keep)
+            return AnswerResponse(client, answers, form, _log(http), headers, work, streams=bool(body.stream))
 
         return answer
 
@@ -112,44 +105,6 @@ class App:
         texts = await service.engine.texts_for(request.model)
         await service.prompts.complete(request, texts, lambda: not client.stream.is_wanted)
         return request, texts
-
-    async def _generated(
-        self,
-        endpoint: Endpoint,
-        body: Any,
-        request: ServerRequest,
-        texts: ModelTexts,
-        http: Request,
-        headers: dict[str, str],
-        client: Client,
-        keep: Callable[[dict[str, Any]], None] | None,
-    ) -> Response:
-        service, log = self._service, _log(http)
-        stream, answers = client.stream, Answers(request, texts, streams=bool(body.stream))
-        head = Head(uuid.uuid4().hex, body.model or "default_model", int(time.time()), service.fingerprint)
-        assert endpoint.form is not None
-        form = endpoint.form(head, body)
-        if isinstance(form, ResponseForm):
-            form.keep = keep
-        pieces: dict[int, list[Piece]] = {}
-        try:
-            work = service.engine.generate(request, stream, texts)
-            if body.stream:
-                return EventResponse(client, answers, form, log, headers, work)
-            while not answers.are_over:
-                for item in await stream.take():
-                    piece = answers.take(item)
-                    if piece is not None:
-                        pieces.setdefault(piece.index, []).append(piece)
-        finally:
-            if not body.stream:
-                client.close()
-                answers.tell(log)
-        best = answers.best()
-        told = [Piece.joined(pieces[index]) for index in best]
-        for number, answer in enumerate(told):
-            answer.index = number
-        return json_response(form.whole(told, answers.usage(), answers.echoes(best)), headers=headers)
 
     async def _tokens(self, endpoint: Endpoint, body: Any) -> dict[str, Any]:
         """Return what is asked of the tokenizer alone."""
@@ -207,7 +162,12 @@ class App:
 
     async def metrics(self, http: Request) -> Response:
         self._check_key(http)
-        return Response(await run_in_threadpool(self._service.metrics_text), 200, None, CONTENT_TYPE)
+        return Response(
+            await run_in_threadpool(lambda: self._service.stats.metrics(self._service.report())),
+            200,
+            None,
+            CONTENT_TYPE,
+        )
 
     async def version(self, http: Request) -> Response:
         self._check_key(http)
@@ -235,6 +195,10 @@ class App:
     def _figures(self) -> dict[str, Any]:
         texts = self._service.engine.models.texts
         return {} if texts is None or texts.context_length is None else {"max_model_len": texts.context_length}
+
+
+def _head(body: Any, fingerprint: str) -> Head:
+    return Head(uuid.uuid4().hex, body.model or "default_model", int(time.time()), fingerprint)
 
 
 def _log(http: Request) -> RequestLog:

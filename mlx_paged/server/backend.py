@@ -96,7 +96,7 @@ class Models(Protocol):
         ...
 
     def batch(self, stream: mx.Stream) -> Any:
-        """Return what computes requests together: mlx-lm's batch generator, told of requests."""
+        """Return what computes requests together: mlx-lm's batch generator, which is asked by requests."""
         ...
 
     def alone(

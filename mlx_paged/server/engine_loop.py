@@ -7,7 +7,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -84,7 +84,11 @@ class Row:
         request = self.request
         return f"{request.number}.{self.index + 1}" if request.num_answers > 1 else str(request.number)
 
-    def take(self, response: Any, logprob: float | None, top: tuple[tuple[int, float], ...]) -> Generated:
+    @property
+    def age(self) -> float:
+        return round(time.monotonic() - self.request.asked_at, 1)
+
+    def next(self, response: Any, logprob: float | None, top: tuple[tuple[int, float], ...]) -> Generated:
         """Return what is told of the next token.
 
         Args:
@@ -143,7 +147,7 @@ class EngineLoop:
         self.is_loading = False
         self.stream: Any = None
         self.outbox = Outbox()
-        self._num_turns = self._num_alone = self._num_computed = 0
+        self._num_turns = self._num_computed = 0
         self._memory = MemoryGuard(memory_watch)
         self._clock = clock
         self._tidied, self._worked_at = clock(), 0.0
@@ -154,7 +158,7 @@ class EngineLoop:
     def progress(self) -> object:
         """Return a value that changes with each turn, step, slice, and token of a request computed alone."""
         batch = self.batch
-        return self._num_turns, None if batch is None else batch.num_steps, self._num_alone
+        return self._num_turns, None if batch is None else batch.num_steps
 
     @property
     def num_waiting(self) -> int:
@@ -165,12 +169,7 @@ class EngineLoop:
         """Return how far each answer of the batch is."""
         rows, batch = dict(self.rows), self.batch
         return [
-            {
-                **each,
-                "number": row.name,
-                "order": (row.request.number, row.index),
-                "age_seconds": round(time.monotonic() - row.request.asked_at, 1),
-            }
+            {**each, "number": row.name, "order": (row.request.number, row.index), "age_seconds": row.age}
             for each in ([] if batch is None else batch.progress())
             if (row := rows.get(each["uid"])) is not None
         ]
@@ -188,15 +187,19 @@ class EngineLoop:
         try:
             self.turn()
         except Exception as error:
-            logging.exception("a step failed; its requests are given up")
+            self.note_failure(error)
             self.close_batch(error)
         self.outbox.flush()
 
+    def note_failure(self, error: Exception) -> None:
+        logging.error("a step failed; its requests are given up", exc_info=error)
+
     def turn(self) -> None:
         self._num_turns += 1
-        self.take_requests()
+        self.receive()
         if self.alone is not None:
-            self._go_on_alone()
+            if next(self.alone, False) is False:
+                self.alone = None
             return
         while self.pending and self._start(self.pending[0]):
             self.pending.popleft()
@@ -204,30 +207,36 @@ class EngineLoop:
         if self.batch is not None:
             self._memory.keep(self.batch, self.models.pool, self.models.prompt_cache)
             self._step()
-        self._tidy_while_busy()
+        cache, now = self.models.prompt_cache, self._clock()
+        if now - self._tidied > TIDY_EVERY_SECONDS and hasattr(cache, "tidy"):  # for a server that is never idle
+            cache.tidy(for_seconds(TIDY_SECONDS))
+            self._tidied = self._clock()
 
     @property
     def is_busy(self) -> bool:
         """Return whether somebody waits for an answer, as far as is known here."""
         return bool(self.pending or self.rows or self.scoring or self.alone is not None)
 
-    def take_requests(self) -> None:
-        """Take everything that has come; if there is nothing to do, wait for it a little, and tidy up."""
-        if not self.is_busy:
-            try:
-                self.pending.append(self.requests.get(timeout=IDLE_SECONDS))
-            except Empty:
+    def arrived(self, seconds: float) -> list[Work]:
+        """Return the requests that have come, after at most this time."""
+        found = []
+        with suppress(Empty):
+            found.append(self.requests.get(timeout=seconds))
+            while True:
+                found.append(self.requests.get_nowait())
+        return found
 
-                def is_wanted() -> bool:
-                    self._num_turns += 1  # asked between prefixes that are written to disk, which may take long
-                    return not self.requests.empty() or self.is_stopping()
+    def receive(self) -> None:
+        """Note the requests that have come; if there is nothing to do, wait for them a little, and tidy up."""
+        is_busy = self.is_busy
+        self.pending += self.arrived(0 if is_busy else IDLE_SECONDS)
+        if not is_busy and not self.pending:
 
-                self.tidy_while_idle(is_wanted)
-        while True:
-            try:
-                self.pending.append(self.requests.get_nowait())
-            except Empty:
-                break
+            def is_wanted() -> bool:
+                self._num_turns += 1  # asked between prefixes that are written to disk, which may take long
+                return not self.requests.empty() or self.is_stopping()
+
+            self.tidy_while_idle(is_wanted)
         self.drop_gone()
 
     def drop_gone(self) -> None:
@@ -256,17 +265,15 @@ class EngineLoop:
                 if models.texts is None:
                     raise RequestRefused(404, "the server was started without --model: name one", param="model")
                 self.outbox.put(work.stream, models.texts)
-                return True
-            if not models.batches(request):
+            elif not models.batches(request):
                 if is_busy:
                     return False
-                self.alone = self._compute_alone(work)
-                return True
-            if request.scores_prompt and work.scoring is None:
-                work.scoring, work.state = self._scores_of(request), "scoring"
+                work.state, self.alone = "alone", self._compute_alone(work, request)
+            elif request.scores_prompt and work.scoring is None:
+                work.state, work.scoring = "scoring", self._scores_of(request)
                 self.scoring.append(work)
-                return True
-            self._insert(work)
+            else:
+                self._insert(work, request)
         except Exception as error:
             self.fail(work, error)
         finally:
@@ -274,23 +281,16 @@ class EngineLoop:
             self.outbox.flush()
         return True
 
-    def _insert(self, work: Work) -> None:
+    def _insert(self, work: Work, request: ServerRequest) -> None:
         """Have the answers to a request computed in the batch: all of them, or none."""
-        request, models = work.request, self.models
-        assert request is not None and models.texts is not None
+        models, texts = self.models, self.models.texts
+        assert texts is not None
         if self.batch is None:
             self.batch = models.batch(self.stream)
             self._num_computed = 0
         work.state = "batched"
-        uids = []
-        try:
-            for index in range(request.num_answers):
-                uids.append(self.batch.insert(request, index))
-        except Exception:
-            self.batch.remove(uids)
-            raise
-        for index, uid in enumerate(uids):
-            self.rows[uid] = row = Row(work, index, models.texts.detokenizer())
+        for index, uid in enumerate(self.batch.insert_request(request)):
+            self.rows[uid] = row = Row(work, index, texts.detokenizer())
             work.rows.append(row)
         models.trim(self.batch)
 
@@ -305,9 +305,8 @@ class EngineLoop:
         """Compute one slice, between the steps of others, who have as much time as the slices."""
         if not self.scoring or (self.rows and self._clock() < self._score_at):
             return
-        work = self.scoring[0]
+        work, begin = self.scoring[0], self._clock()
         assert work.scoring is not None
-        begin = self._clock()
         try:
             found = next(work.scoring, False)
         except Exception as error:
@@ -327,9 +326,13 @@ class EngineLoop:
 
     def _step(self) -> None:
         """Compute until there is something to tell, and tell it. A request that failed is told so; others go on."""
-        self._drop_unwanted()
+        unwanted = [uid for uid, row in self.rows.items() if not row.work.is_wanted]
+        if unwanted:
+            self.batch.remove(unwanted)
+            for uid in unwanted:
+                del self.rows[uid]
         batch = self.batch
-        if batch is None or not self.rows:
+        if not self.rows:
             return
         try:
             prompts, generated = batch.next()
@@ -338,7 +341,7 @@ class EngineLoop:
             return
         finally:
             computed = batch.computed_prompt_tokens
-            self.stats.count_computed(computed - self._num_computed)
+            self.stats.count(computed_prompt_tokens=computed - self._num_computed)
             self._num_computed = computed
         if not prompts and not generated:  # nothing is left to do, and so nobody may be waiting for it
             self.close_batch(RuntimeError("the batch has lost its requests"))
@@ -347,70 +350,52 @@ class EngineLoop:
             if (row := self.rows.get(response.uid)) is not None:
                 self._note_start(row)
                 self.outbox.put(row.work.stream, Progress(row.index, *response.progress))
-        told = self._logprobs(generated)
+        asking = [r for r in generated if r.uid in self.rows and self.rows[r.uid].request.wants_logprobs]
+        logprobs = fetch_logprobs([(r, self.rows[r.uid].request.top_logprobs or 0) for r in asking])
         for response in generated:
-            row = self.rows.get(response.uid)
-            if row is None:
+            if (row := self.rows.get(response.uid)) is None:
                 continue
             try:
-                self._deliver(batch, row, response, *told.get(response.uid, (None, ())))
+                if self._tell(row, response, *logprobs.get(response.uid, (None, ()))):
+                    del self.rows[response.uid]
+                    batch.end(response)
+                    self.models.trim(batch)
             except Exception as error:
                 batch.remove([response.uid])
                 self._fail_row(response.uid, error)
 
-    def _logprobs(self, generated: Iterable[Any]) -> dict[int, tuple[float, tuple[tuple[int, float], ...]]]:
-        """Return the log-probabilities of those that want them, by uid; a failure is that of these alone."""
-        asking = [(r, self.rows[r.uid].request) for r in generated if r.uid in self.rows]
-        asking = [(response, request) for response, request in asking if request.wants_logprobs]
-        try:
-            return fetch_logprobs([(response, request.top_logprobs or 0) for response, request in asking])
-        except Exception as error:
-            for response, _ in asking:
-                if self.batch is not None:
-                    self.batch.remove([response.uid])
-                self._fail_row(response.uid, error)
-            return {}
+    def _tell(self, row: Row, response: Any, logprob: float | None, top: tuple[tuple[int, float], ...]) -> bool:
+        """Tell a client the next token of its answer. Return whether it is the last.
 
-    def _deliver(
-        self, batch: Any, row: Row, response: Any, logprob: float | None, top: tuple[tuple[int, float], ...]
-    ) -> None:
-        said = self._tell(row, response, logprob, top)
-        if said.finish is not None:
-            del self.rows[response.uid]
-            batch.finish(response)
-            self.models.trim(batch)
-
-    def _tell(self, row: Row, response: Any, logprob: float | None, top: tuple[tuple[int, float], ...]) -> Generated:
-        """Tell a client the next token of its answer."""
+        Raises:
+            ValueError: a log-probability is not a number, which no JSON has a word for.
+        """
         stream, request = row.work.stream, row.request
+        if any(value != value for value in (logprob, *(value for _, value in top))):
+            raise ValueError("the model's logits are not numbers")
         now = time.monotonic()
-        if row.num_tokens == 0:
+        if row.last_at is None:
             self._note_start(row)
-            prompt, num_cached = request.prompt_of(row.index), max(0, response.num_cached)
-            self.stats.count_prompt(len(prompt.tokens), num_cached)
-            self.stats.count_first_token(now - request.asked_at)
+            num_tokens, num_cached = len(request.prompt_of(row.index).tokens), max(0, response.num_cached)
+            waited = now - request.asked_at
+            self.stats.count(prompt_tokens=num_tokens, cached_tokens=num_cached, request_prompt_tokens=num_tokens)
+            self.stats.count(first_tokens=1, first_token_seconds=waited, generated_tokens=1)
             self.outbox.put(stream, Begun(row.index, num_cached))
-        said = row.take(response, logprob, top)
-        self.stats.count_generated(1, None if row.last_at is None else now - row.last_at)
+        else:
+            self.stats.count(generated_tokens=1, between_tokens_seconds=now - row.last_at)
+        generated = row.next(response, logprob, top)
         row.last_at = now
-        if said.finish is not None:
-            self.stats.count_answer(row.num_tokens)
-        self.outbox.put(stream, said)
-        return said
+        self.outbox.put(stream, generated)
+        if generated.finish is None:
+            return False
+        self.stats.count(request_generated_tokens=row.num_tokens)
+        return True
 
     def _note_start(self, row: Row) -> None:
         """Count a row's start once something of it has been computed."""
         if not row.has_started:
             row.has_started = True
-            self.stats.count_start(time.monotonic() - row.request.asked_at)
-
-    def _drop_unwanted(self) -> None:
-        """Free what requests hold whose clients have gone."""
-        unwanted = [uid for uid, row in self.rows.items() if not row.work.is_wanted]
-        if unwanted and self.batch is not None:
-            self.batch.remove(unwanted)
-            for uid in unwanted:
-                del self.rows[uid]
+            self.stats.count(queue_seconds=time.monotonic() - row.request.asked_at)
 
     def _fail_row(self, uid: int, error: Exception) -> None:
         """A row has failed: its request fails, with its other rows."""
@@ -427,20 +412,13 @@ class EngineLoop:
 
     # Alone ----------------------------------------------------------------------------------------------------
 
-    def _go_on_alone(self) -> None:
-        assert self.alone is not None
-        self._num_alone += 1
-        if next(self.alone, False) is False:
-            self.alone = None
-
-    def _compute_alone(self, work: Work) -> Iterator[None]:
+    def _compute_alone(self, work: Work, request: ServerRequest) -> Iterator[None]:
         """Compute the answers to a request that the batch cannot, one after the other."""
-        request, texts = work.request, self.models.texts
-        assert request is not None and texts is not None
-        work.state = "alone"
+        texts = self.models.texts
+        assert texts is not None
 
         def note(done: int, total: int) -> None:
-            self._num_alone += 1
+            self._num_turns += 1
             if not work.is_wanted:
                 raise InterruptedError("the client has gone")
             self.outbox.put(work.stream, Progress(index, done, total))
@@ -452,15 +430,12 @@ class EngineLoop:
                 work.rows.append(row)
                 tokens = self.models.alone(request, index, self.stream, note)
                 for response in tokens:
-                    logprob: float | None = None
-                    top: tuple[tuple[int, float], ...] = ()
-                    if request.wants_logprobs:
-                        logprob, top = fetch_logprobs([(response, request.top_logprobs or 0)])[response.uid]
-                    if row.num_tokens == 0:
+                    wanted = [(response, request.top_logprobs or 0)] if request.wants_logprobs else []
+                    logprobs = fetch_logprobs(wanted).get(response.uid, (None, ()))
+                    if row.last_at is None:
                         num_prompt = len(request.prompt_of(index).tokens)
-                        self.stats.count_computed(num_prompt - max(0, response.num_cached))
-                    said = self._tell(row, response, logprob, top)
-                    if said.finish is not None or not work.is_wanted:
+                        self.stats.count(computed_prompt_tokens=num_prompt - max(0, response.num_cached))
+                    if self._tell(row, response, *logprobs) or not work.is_wanted:
                         tokens.close()  # type: ignore[attr-defined]
                         break
                     yield None
@@ -473,11 +448,12 @@ class EngineLoop:
     def close_batch(self, error: Exception | None) -> None:
         """Let go of the batch; its requests, if it has any, fail with ``error``."""
         batch, self.batch = self.batch, None
-        rows, self.rows = list(self.rows.values()), {}
+        rows, self.rows = self.rows, {}
         if error is not None:
-            for work in dict.fromkeys(row.work for row in rows):
+            for work in dict.fromkeys(row.work for row in rows.values()):
                 self.fail(work, error)
         if batch is not None:
+            batch.remove(list(rows))
             batch.close()
 
     def refuse_all(self) -> None:
@@ -488,23 +464,17 @@ class EngineLoop:
         for work in [*self.pending, *self.scoring]:
             self.fail(work, refusal)
 
-    def wreck(self) -> None:
+    def abandon(self) -> None:
         """Let go of everything after :meth:`run` has failed. Nothing is kept of what was being computed, since nobody
         knows how far that has come."""
-        batch, self.batch = self.batch, None
-        self.pending.clear()
-        self.scoring.clear()
-        self.rows.clear()
-        self.alone = None
-        if batch is not None:
-            with suppress(Exception):
+        batch, self.batch, self.alone, self.rows = self.batch, None, None, {}
+        with suppress(Exception):
+            if batch is not None:
                 batch.abandon()
         del batch
         with suppress(Exception):  # no more is being computed in this thread
             mx.synchronize(self.stream)
         gc.collect()
-
-    # Tidying --------------------------------------------------------------------------------------------------
 
     def tidy_while_idle(self, is_wanted: Callable[[], bool]) -> None:
         """Write prefixes to disk, give memory back, and look at the memory."""
@@ -519,13 +489,6 @@ class EngineLoop:
             trim_heap()
         self._memory.keep(None, self.models.pool, cache)
 
-    def _tidy_while_busy(self) -> None:
-        """A little now and then, for a server that is never idle."""
-        cache, now = self.models.prompt_cache, self._clock()
-        if now - self._tidied > TIDY_EVERY_SECONDS and hasattr(cache, "tidy"):
-            cache.tidy(for_seconds(TIDY_SECONDS))
-            self._tidied = self._clock()
-
 
 def for_seconds(seconds: float) -> Callable[[], bool]:
     """Return a function that says whether so many seconds have passed."""
@@ -538,9 +501,6 @@ def fetch_logprobs(asking: list[tuple[Any, int]]) -> dict[int, tuple[float, tupl
 
     Args:
         asking: responses, and how many of the likeliest each wants.
-
-    Raises:
-        ValueError: a log-probability is not a number, which no JSON has a word for.
     """
     if not asking:
         return {}
@@ -555,8 +515,6 @@ def fetch_logprobs(asking: list[tuple[Any, int]]) -> dict[int, tuple[float, tupl
     fetched: Any = mx.stack([tokens.astype(mx.float32), values], axis=1).tolist()
     told = {}
     for (response, top), (ids, logprobs) in zip(asking, fetched, strict=True):
-        if any(value != value for value in logprobs):
-            raise ValueError("the model's logits are not numbers")
         order = sorted(range(1, len(ids)), key=logprobs.__getitem__, reverse=True)[:top]
         told[response.uid] = logprobs[0], tuple((int(ids[place]), logprobs[place]) for place in order)
     return told

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -18,8 +19,7 @@ from .answer_stream import AnswerStream
 from .engine_loop import CLOSING, EngineLoop, Work
 from .errors import RequestRefused, unavailable
 from .health.memory import MemoryWatch, Pressure
-from .health.watchdog import Watchdog, stack_of
-from .request import ModelKey, ServerRequest
+from .request import ModelKey
 
 if TYPE_CHECKING:
     from .backend import Models, ModelTexts
@@ -29,7 +29,9 @@ EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h: a service manager starts the serv
 LAST_SECONDS = 1.5  # for answers to clients when the process has to end
 FRESH_SECONDS = 60.0  # after a restart, for which the server is degraded
 MAX_WAITING = 1024  # requests
-MakeLoop = Callable[[], EngineLoop]
+# Seconds without progress that are a hang. A step may compile kernels, and on a CPU its two thousand tokens of a prompt
+# take minutes.
+GPU_TIMEOUT, CPU_TIMEOUT = 300.0, 3600.0
 
 
 class EngineThread:
@@ -41,8 +43,8 @@ class EngineThread:
         models: the model and its caches.
         stats: of the server.
         memory_watch: says when memory is short.
-        timeout: seconds without progress that are a hang; 0: none are.
-        loop: makes the loop, from this; None: an EngineLoop.
+        timeout: seconds without progress that are a hang; 0: none are; None: by the device.
+        make_loop: makes the loop, from this; None: an EngineLoop.
         on_start_error: told why the server's own model cannot be served.
     """
 
@@ -51,7 +53,7 @@ class EngineThread:
         models: Models,
         stats: ServerStats,
         memory_watch: MemoryWatch,
-        timeout: float,
+        timeout: float | None,
         *,
         make_loop: Callable[[EngineThread], EngineLoop] | None = None,
         on_start_error: Callable[[Exception], None] = lambda error: None,
@@ -64,27 +66,30 @@ class EngineThread:
         self._open: weakref.WeakSet[Work] = weakref.WeakSet()
         self._make_loop, self._on_start_error = make_loop or new_loop, on_start_error
         self.loop = self._make_loop(self)
-        self.watchdog = Watchdog(self._progress, self._hangs, timeout)
+        if timeout is None:
+            timeout = GPU_TIMEOUT if mx.default_device() == mx.Device(mx.gpu) else CPU_TIMEOUT
+        self._timeout = timeout
         self.thread = threading.Thread(target=self._run, daemon=True, name="engine")
 
     def start(self, *, is_watched: bool = True) -> None:
         self.thread.start()
-        if is_watched:
-            self.watchdog.start()
+        if is_watched and self._timeout:
+            threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
 
     # The event loop's side ------------------------------------------------------------------------------------
 
-    def submit(self, work: Work) -> None:
-        """Queue a request.
+    def submit(self, work: Work) -> Work:
+        """Queue a request whose prompts are made, or that wants the model alone.
 
         Raises:
             RequestRefused: 503, nothing computes any more; 429, too many wait.
         """
         self.check()
-        if self.num_waiting >= MAX_WAITING:
+        if self.loop.num_waiting >= MAX_WAITING:
             raise RequestRefused(429, f"{MAX_WAITING} requests are waiting", kind="overloaded", retry_after=5)
         self._open.add(work)
         self.requests.put(work)
+        return work
 
     def check(self) -> None:
         """Raise RequestRefused (503) if nothing computes any more."""
@@ -105,22 +110,10 @@ class EngineThread:
         stream = AnswerStream()
         self.submit(Work(stream, None, key))
         try:
-            (found,) = await stream.take()
+            (found,) = await stream.receive()
         finally:
             stream.close()
-        texts = found
-        assert texts is not None
-        return texts
-
-    def generate(self, request: ServerRequest, stream: AnswerStream, texts: ModelTexts) -> Work:
-        """Queue a request whose prompts are made. Raises RequestRefused."""
-        work = Work(stream, request, texts.key)
-        self.submit(work)
-        return work
-
-    @property
-    def num_waiting(self) -> int:
-        return self.loop.num_waiting
+        return found  # type: ignore[no-any-return]
 
     @property
     def state(self) -> str:
@@ -144,22 +137,21 @@ class EngineThread:
             "memory": self.memory_watch.as_dict(),
         }
 
-    def open_work(self) -> list[dict[str, Any]]:
-        """Return how far each request is that is in no batch."""
-        work = sorted((w for w in list(self._open) if w.request is not None), key=lambda w: w.request.number)  # type: ignore[union-attr]
-        return [figures for each in work if each.is_wanted and (figures := _figures(each)) is not None]
+    def sequences(self) -> list[dict[str, Any]]:
+        """Return how far each answer of the batch is, and each request that is in no batch, in the order they came."""
+        outside = [work for work in list(self._open) if work.request is not None and work.state != "batched"]
+        found = [*self.loop.sequences(), *(_figures(work) for work in outside if work.is_wanted)]
+        return sorted(found, key=lambda each: each["order"])
 
-    def fail_all(self, message: str, status: int = 503) -> None:
+    def fail_all(self, message: str) -> None:
         """Tell every client that waits. By any thread."""
         for work in list(self._open):
             if work.stream is not None and work.stream.is_wanted and not work.stream.loop.is_closed():
-                refusal = RequestRefused(status, message, retry_after=5)
-                work.stream.loop.call_soon_threadsafe(work.stream.fail, refusal)
+                work.stream.loop.call_soon_threadsafe(work.stream.fail, unavailable(message))
 
     def stop(self, seconds: float | None) -> bool:
         """End in order, and wait for that. Return whether it has ended."""
         self.is_stopping = True
-        self.watchdog.stop()
         if self.thread.ident is not None:
             self.thread.join(seconds)
         return not self.thread.is_alive()
@@ -199,9 +191,11 @@ class EngineThread:
             logging.critical("the engine's thread has failed", exc_info=error)
             reason = f"{type(error).__name__}: {error}"
         else:
-            self._end(loop)
+            loop.refuse_all()
+            loop.outbox.flush()
+            self.models.close()  # in this thread: arrays go where they were made
             return True
-        loop.wreck()
+        loop.abandon()
         if self.num_restarts:
             self._die(f"the engine's thread has failed again: {reason}")
         self.fail_all("the engine's thread has failed, and is started again: see the server's log")
@@ -210,28 +204,29 @@ class EngineThread:
         self.num_restarts, self.last_restart, self._restarted_at = 1, reason, time.monotonic()
         return False
 
-    def _end(self, loop: EngineLoop) -> None:
-        """End in order."""
-        self.watchdog.stop()
-        loop.refuse_all()
-        loop.outbox.flush()
-        self.models.close()  # in this thread: arrays go where they were made
-
     # The end of the process -----------------------------------------------------------------------------------
 
+    def _watch(self) -> None:
+        """Look at the thread several times in each timeout, and end the process if it makes no progress."""
+        seen, since = None, time.monotonic()
+        while self.thread.is_alive():
+            time.sleep(min(1.0, self._timeout / 8))
+            if (progress := self._progress()) is None or progress != seen:
+                seen, since = progress, time.monotonic()
+            elif time.monotonic() - since >= self._timeout:
+                frame = sys._current_frames().get(self.thread.ident or 0)
+                stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+                why = f"no progress for {self._timeout:g} s"
+                logging.critical("the engine's thread has made %s; it was at:\n%s", why, stack)
+                self._die(why)
+
     def _progress(self) -> object:
+        """Return a value that changes with all work; None: the thread is at something without bounds, such as loading
+        a model."""
         loop = self.loop
         if self.is_stopping or not self.has_started or loop.is_loading:
             return None
         return loop, loop.progress()
-
-    def _hangs(self) -> None:
-        logging.critical(
-            "the engine's thread has made no progress for %g s; it was at:\n%s",
-            self.watchdog.timeout,
-            stack_of(self.thread),
-        )
-        self._die(f"no progress for {self.watchdog.timeout:g} s")
 
     def _die(self, why: str) -> NoReturn:
         """End the process, for whoever started it to start it again."""
@@ -247,11 +242,10 @@ def new_loop(thread: EngineThread) -> EngineLoop:
     return EngineLoop(thread.models, thread.requests, thread.stats, thread.memory_watch, lambda: thread.is_stopping)
 
 
-def _figures(work: Work) -> dict[str, Any] | None:
-    """Return what is known of a request that is in no batch; None: it is in one."""
+def _figures(work: Work) -> dict[str, Any]:
+    """Return what is known of a request that is in no batch."""
     request = work.request
-    if request is None or work.state == "batched":
-        return None
+    assert request is not None
     return {
         "number": str(request.number),
         "order": (request.number, 0),

@@ -9,8 +9,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import h11
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -128,34 +129,21 @@ class BodyBudget:
         self.used -= num_bytes
 
 
-class Body:
-    """A request's body, whose bytes count until the ``async with`` block ends.
+@asynccontextmanager
+async def body_of(request: Request, budget: BodyBudget) -> AsyncIterator[bytes]:
+    """Read a request's body, whose bytes count until the ``async with`` block ends.
 
-    Raises (when entered):
+    Raises:
         RequestRefused: 408, 413 or 429.
         ClientDisconnect: the client has gone.
     """
-
-    def __init__(self, request: Request, budget: BodyBudget) -> None:
-        self._request, self._budget = request, budget
-        self._taken = 0
-
-    async def __aenter__(self) -> bytes:
-        try:
-            return await self._read()
-        except BaseException:
-            self._budget.give_back(self._taken)
-            raise
-
-    async def __aexit__(self, *error: Any) -> None:
-        self._budget.give_back(self._taken)
-
-    async def _read(self) -> bytes:
-        length = self._request.headers.get("content-length", "")
-        if length.isdigit() and int(length[:18]) > MAX_BODY_BYTES:
-            raise self._too_large()
-        parts: list[bytes] = []
-        num_bytes, chunks = 0, self._request.stream()
+    too_large = RequestRefused(413, f"a request body has at most {MAX_BODY_BYTES} bytes")
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length[:18]) > MAX_BODY_BYTES:
+        raise too_large
+    parts: list[bytes] = []
+    num_bytes, taken, chunks = 0, 0, request.stream()
+    try:
         while True:
             try:
                 async with asyncio.timeout(SOCKET_SECONDS):
@@ -163,64 +151,17 @@ class Body:
             except TimeoutError:
                 raise RequestRefused(408, "timed out reading the request body") from None
             if not chunk:
-                return b"".join(parts)
+                break
             num_bytes += len(chunk)
             if num_bytes > MAX_BODY_BYTES:
-                raise self._too_large()
+                raise too_large
             if num_bytes > SMALL_BODY:
-                self._budget.take(num_bytes - self._taken)
-                self._taken = num_bytes
+                budget.take(num_bytes - taken)
+                taken = num_bytes
             parts.append(chunk)
-
-    @staticmethod
-    def _too_large() -> RequestRefused:
-        return RequestRefused(413, f"a request body has at most {MAX_BODY_BYTES} bytes")
-
-
-# Who may ask ------------------------------------------------------------------------------------------------------
-
-
-class Access:
-    """Says whether a request may be served by where it comes from.
-
-    A page of another site that drives a server on the loopback interface has its own origin, or, with a name that it
-    lets point here, that name as the host (DNS rebinding).
-
-    Args:
-        host: that the server listens at.
-        allowed_origins: of the command line; None: those of this machine, ``*``: all.
-        has_keys: whether clients need an API key, which pages do not know.
-    """
-
-    def __init__(self, host: str, allowed_origins: list[str] | None, *, has_keys: bool) -> None:
-        self._own, self._origins = host, allowed_origins
-        self._checks_host = LOOPBACK.fullmatch(host) is not None and not has_keys
-
-    def check(self, headers: Headers) -> None:
-        """Raise RequestRefused: 403 for a page that may not ask, 400 for a host that is none."""
-        origin = headers.get("origin")
-        if origin is not None and not self.allows(origin):
-            raise RequestRefused(403, f"the origin {origin[:200]!r} is not allowed (--allowed-origins)")
-        try:
-            name = urlsplit(f"//{headers.get('host', '')}").hostname or ""
-        except ValueError:
-            raise invalid("the header Host is not a host") from None
-        if self._checks_host and "." in name and not self._is_local(name):
-            raise RequestRefused(403, f"the host {name[:200]!r} is not this server's name")
-
-    def allows(self, origin: str) -> bool:
-        if self._origins is None:
-            return re.fullmatch(LOCAL_ORIGINS, origin) is not None
-        return "*" in self._origins or origin in self._origins
-
-    def _is_local(self, name: str) -> bool:
-        if name == self._own or LOOPBACK.fullmatch(name):
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
+        yield b"".join(parts)
+    finally:
+        budget.give_back(taken)
 
 
 # Every request ----------------------------------------------------------------------------------------------------
@@ -247,6 +188,9 @@ class RequestLog:
     first_token: float | None = None
     num_seconds: float = 0.0
 
+    def refuse(self, refusal: RequestRefused) -> None:
+        self.outcome, self.reason = "failed" if refusal.status >= 500 else "refused", str(refusal)
+
     def line(self, method: str, path: str) -> str:
         parts = [f"{method} {path[:200]} {self.status or '-'}", f"id={self.id}"]
         if self.model:
@@ -266,31 +210,50 @@ class RequestLog:
         return " ".join(parts)
 
 
-def check_size(headers: Headers) -> None:
-    """Raise RequestRefused (431): h11 bounds the bytes of headers only where they come in several reads."""
-    if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
-        raise RequestRefused(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
-
-
-_ID = re.compile(r"[A-Za-z0-9_.:-]{1,100}")
-
-
-class Gate:
+class Gate(CORSMiddleware):
     """The outermost ASGI application: checks who asks, words what is raised, counts and logs.
+
+    A page of another site that drives a server on the loopback interface has its own origin, or, with a name that it
+    lets point here, that name as the host (DNS rebinding). Clients with an API key, which pages do not know, may use
+    any host.
 
     Args:
         app: that answers.
         service: whose server this is.
-        access: says who may ask.
     """
 
-    def __init__(self, app: Callable[..., Any], service: Service, access: Access) -> None:
-        self._app, self._service, self._access = app, service, access
+    def __init__(self, app: Callable[..., Any], service: Service) -> None:
+        self._app, self._service = app, service
+        host, origins = service.cli_args.host, service.cli_args.allowed_origins
+        self._host, self._checks_host = host, LOOPBACK.fullmatch(host) is not None and not service.config.api_keys
+        super().__init__(
+            self._answer,
+            allow_origins=origins or (),
+            allow_origin_regex=LOCAL_ORIGINS if origins is None else None,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-ignored-parameters"],
+        )
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    def check(self, headers: Headers) -> None:
+        """Raise RequestRefused: 403 for a page that may not ask, 400 for a host that is none, 431 for too many bytes:
+        h11 bounds those of headers only where they come in several reads."""
+        if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
+            raise RequestRefused(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
+        origin = headers.get("origin")
+        if origin is not None and not self.is_allowed_origin(origin):
+            raise RequestRefused(403, f"the origin {origin[:200]!r} is not allowed (--allowed-origins)")
+        try:
+            name = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+        except ValueError:
+            raise invalid("the header Host is not a host") from None
+        if self._checks_host and "." in name and not (name == self._host or LOOPBACK.fullmatch(name)):
+            try:
+                ipaddress.ip_address(name)
+            except ValueError:
+                raise RequestRefused(403, f"the host {name[:200]!r} is not this server's name") from None
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         headers, begin = Headers(scope=scope), time.monotonic()
         given = headers.get("x-request-id", "")
         log = RequestLog(given if _ID.fullmatch(given) else uuid.uuid4().hex)
@@ -306,27 +269,26 @@ class Gate:
 
         self._service.num_answering += is_post
         try:
-            try:
-                check_size(headers)
-                self._access.check(headers)
-                if scope["method"] == "OPTIONS":
-                    await Response(status_code=204)(scope, receive, noted_send)
-                else:
-                    await self._app(scope, receive, noted_send)
-            except (ClientGone, ClientDisconnect, ConnectionAbortedError):
-                log.outcome = "cancelled"
-            except Exception as error:
-                if log.status:
-                    raise
-                await error_response(error, scope, log)(scope, receive, noted_send)
+            self.check(headers)
+            app = Response(status_code=204) if scope["method"] == "OPTIONS" else self._app
+            await app(scope, receive, noted_send)
+        except (ClientGone, ClientDisconnect, ConnectionAbortedError):
+            log.outcome = "cancelled"
+        except Exception as error:
+            if log.status:
+                raise
+            await error_response(error, scope, log)(scope, receive, noted_send)
         finally:
             self._service.num_answering -= is_post
             log.num_seconds = time.monotonic() - begin
             if is_post:
-                self._service.stats.count_request(log.outcome)
+                self._service.stats.requests[log.outcome] += 1
             path = scope["raw_path"].decode("ascii", "backslashreplace")  # whatever %0A it holds, one line
             quiet = path in QUIET and log.status in (200, 503)
             logging.log(logging.DEBUG if quiet else logging.INFO, "%s", log.line(scope["method"], path))
+
+
+_ID = re.compile(r"[A-Za-z0-9_.:-]{1,100}")
 
 
 def error_response(error: Exception, scope: Any, log: RequestLog) -> Response:
@@ -336,7 +298,7 @@ def error_response(error: Exception, scope: Any, log: RequestLog) -> Response:
         headers["allow"] = (error.headers or {}).get("Allow", "")
         error = RequestRefused(error.status_code, f"method not allowed; use {headers['allow']}")
     refusal = refusal_of(error)
-    log.reason, log.outcome = str(refusal), "failed" if refusal.status >= 500 else "refused"
+    log.refuse(refusal)
     if refusal.retry_after is not None:
         headers["retry-after"] = str(refusal.retry_after)
     of_messages = scope["path"].startswith("/v1/messages")

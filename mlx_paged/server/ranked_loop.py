@@ -6,8 +6,6 @@ import logging
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from queue import Empty
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -36,14 +34,8 @@ class RankedLoop(EngineLoop):
     """
 
     def __init__(self, ranks: Ranks, thread: EngineThread) -> None:
-        super().__init__(
-            thread.models,
-            thread.requests,
-            thread.stats,
-            thread.memory_watch,
-            lambda: thread.is_stopping,
-            clock=lambda: ranks.now,
-        )
+        is_stopping, clock = lambda: thread.is_stopping, lambda: ranks.now
+        super().__init__(thread.models, thread.requests, thread.stats, thread.memory_watch, is_stopping, clock)
         self.ranks = ranks
         self._news: dict[str, Any] = {}
         self._coming: list[Work] = []
@@ -67,16 +59,11 @@ class RankedLoop(EngineLoop):
             stats = pool.stats()
             logging.info("rank %d at its end: %d blocks cached; %s", self.ranks.rank, stats.cached_blocks, stats)
 
-    def guarded_turn(self) -> None:
-        try:
-            self.turn()
-        except RankError:
-            raise
-        except Exception as error:
-            logging.exception("a step failed; its requests are given up")
-            self.ranks.record.note("failed turn", {})  # of this rank alone, it ends all with the next message
-            self.close_batch(error)
-        self.outbox.flush()
+    def note_failure(self, error: Exception) -> None:
+        if isinstance(error, RankError):
+            raise error
+        super().note_failure(error)
+        self.ranks.record.note("failed turn", {})  # of this rank alone, it ends all with the next message
 
     @property
     def is_busy(self) -> bool:
@@ -92,17 +79,9 @@ class RankedLoop(EngineLoop):
     def _collected(self) -> dict[str, Any]:
         """Return what has come; if there is nothing to do, wait for it a little."""
         until = time.monotonic() + TICK_SECONDS
+        self._waiting += self.arrived(COMPILING_SECONDS if self._uncompiled and not super().is_busy else 0)
         while not (self._waiting or self.is_stopping() or self.is_busy or time.monotonic() > until):
-            with suppress(Empty):
-                self._waiting.append(self.requests.get(timeout=IDLE_SECONDS))
-        if self._uncompiled and not super().is_busy:
-            with suppress(Empty):
-                self._waiting.append(self.requests.get(timeout=COMPILING_SECONDS))
-        while True:
-            try:
-                self._waiting.append(self.requests.get_nowait())
-            except Empty:
-                break
+            self._waiting += self.arrived(IDLE_SECONDS)
         for work in [work for work in self._waiting if work.request is None]:  # only the tokenizer was wanted
             self._waiting.remove(work)
             self.outbox.put(work.stream, self.models.texts)
@@ -114,27 +93,24 @@ class RankedLoop(EngineLoop):
                 work.is_shared = True
                 self._coming.append(work)
                 num_bytes += _size(work)
+        gone = [work for work in self._works() if work.stream is not None and not work.stream.is_wanted]
         return {
             "now": time.monotonic(),
             "ends": self.is_stopping(),
             "requests": [work.request.described() for work in self._coming if work.request is not None],
-            "gone": [
-                work.request.number
-                for work in self._works()
-                if work.request is not None and work.stream is not None and not work.stream.is_wanted
-            ],
+            "gone": [work.request.number for work in gone if work.request is not None],
         }
 
     # All ranks ------------------------------------------------------------------------------------------------
 
-    def take_requests(self) -> None:
-        news = self._news
+    def receive(self) -> None:
+        news, texts = self._news, self.models.texts
         if self.ranks.rank > 0:
-            self._coming = [self._told(each) for each in news["requests"]]
-        if self._coming:
-            self.pending += self._uncompiled.add(self._coming, self.models.texts)
-            self._coming = []
-        gone = set(news["gone"])
+            assert texts is not None
+            told = [ServerRequest.from_description(each) for each in news["requests"]]  # without their grammars
+            self._coming = [Work(None, request, texts.key, is_shared=True) for request in told]
+        self.pending += self._uncompiled.add(self._coming, texts)
+        self._coming, gone = [], set(news["gone"])
         for work in self._works():
             work.is_gone = work.is_gone or (work.request is not None and work.request.number in gone)
         self._uncompiled.drop_gone()
@@ -146,12 +122,6 @@ class RankedLoop(EngineLoop):
         self.drop_gone()
         if not self.is_busy:
             self.tidy_while_idle(for_seconds(TIDY_SECONDS))
-
-    def _told(self, told: dict[str, Any]) -> Work:
-        """Return a request that rank 0 tells of, without its grammar."""
-        request, texts = ServerRequest.from_description(told), self.models.texts
-        assert texts is not None
-        return Work(None, request, texts.key, is_shared=True)
 
     def _works(self) -> Iterator[Work]:
         """Yield all requests that have been told to the ranks and are not over."""

@@ -23,7 +23,6 @@ from .engine_loop import CLOSING
 from .engine_thread import LAST_SECONDS, EngineThread, new_loop
 from .errors import RequestRefused, unavailable
 from .health.memory import MemoryWatch
-from .health.watchdog import default_timeout
 from .http import (
     MAX_CONNECTIONS,
     MAX_HEADER_BYTES,
@@ -37,7 +36,6 @@ from .model_names import ModelNames
 from .options import ServerConfig
 from .prompting import PromptMaker
 from .ranked_loop import RankedLoop, ranked_memory_watch
-from .report.metrics import Metrics
 from .report.server_report import server_report
 from .report.server_stats import ServerStats
 from .request import ChatInput, ModelKey, ServerRequest
@@ -77,7 +75,6 @@ class Service:
     ) -> None:
         self.cli_args, self.config, self.fingerprint, self.ranks = cli_args, config, fingerprint, ranks
         self.stats = ServerStats()
-        self.metrics = Metrics(self.stats)
         self.names = ModelNames(default, config)
         self.prompts = PromptMaker(
             allow_template=config.allow_chat_template_override,
@@ -91,12 +88,11 @@ class Service:
         watch = MemoryWatch(config.memory_watermark)
         if ranks is not None:
             watch = ranked_memory_watch(config.memory_watermark, ranks)
-        timeout = default_timeout() if config.watchdog_timeout is None else config.watchdog_timeout
         self.engine = EngineThread(
             models,
             self.stats,
             watch,
-            timeout,
+            config.watchdog_timeout,
             make_loop=new_loop if ranks is None else functools.partial(RankedLoop, ranks),
             on_start_error=self._on_start_error,
         )
@@ -139,22 +135,18 @@ class Service:
 
     def report(self, *, with_blocks: bool = False) -> dict[str, Any]:
         """Return what ``/v1/cache/stats`` says. Never blocks on the engine's thread; figures are a snapshot."""
-        models, loop = self.engine.models, self.engine.loop
+        models = self.engine.models
         texts, cache = models.texts, models.prompt_cache
         return server_report(
             self.stats,
             models.pool,
-            loop.sequences(),
-            self.engine.open_work(),
-            self.engine.num_waiting + self.prompts.num_waiting,
+            self.engine.sequences(),
+            self.engine.loop.num_waiting + self.prompts.num_waiting,
             cache.figures() if hasattr(cache, "figures") else None,
             model=None if texts is None or texts.key.model is None else os.path.basename(texts.key.model.rstrip("/")),
             health=self.health(),
             with_blocks=with_blocks,
         )
-
-    def metrics_text(self) -> bytes:
-        return self.metrics.text(self.report())
 
     # Running --------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import mlx_paged
 from mlx_paged import PagedConfig, PoolExhaustedError, RequestFailedError
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.patches.server import LoadedBatch
+from mlx_paged.patches.server import ServedBatch
 from mlx_paged.server.answer_stream import Outbox
 from mlx_paged.server.engine_loop import EngineLoop, Row, Work
 from mlx_paged.server.health.memory import MemoryWatch
@@ -302,9 +302,9 @@ def test_a_served_batch_frees_failed_requests_and_all_when_closed(model: Any) ->
     models: Any = types.SimpleNamespace(cli_args=cli_args, prompt_cache=PagedPromptCache())
     weights: Any = types.SimpleNamespace(model=model, key=ModelKey("model"), tokenizer=plain_tokenizer())
     loop = EngineLoop(models, SimpleQueue(), ServerStats(), MemoryWatch(0.0), lambda: False)
-    batch = loop.batch = LoadedBatch(models, weights, mx.default_stream(mx.default_device()))
+    batch = loop.batch = ServedBatch(models, weights, mx.default_stream(mx.default_device()))
     processors = [[raising_after(0)], [raising_after(0)]]
-    uids = batch._generator.insert([PROMPT, PROMPT[:30]], [9, 9], logits_processors=processors)
+    uids = batch.insert([PROMPT, PROMPT[:30]], [9, 9], logits_processors=processors)
     told: list[Any] = []
     for uid in uids:
         stream: Any = Stream(told)
@@ -314,7 +314,7 @@ def test_a_served_batch_frees_failed_requests_and_all_when_closed(model: Any) ->
     errors = [item for items in told for each in items.values() for item in each if isinstance(item, Exception)]
     assert [frames_of(error) for error in errors] == [0, 0]
     told.clear()  # which its streams know
-    gone = weakref.ref(batch), weakref.ref(batch._generator._engine)
+    gone = weakref.ref(batch), weakref.ref(batch._engine)
     loop.close_batch(None)
     del batch
     models.prompt_cache = None

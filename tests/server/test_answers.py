@@ -49,9 +49,9 @@ def answer_of(text: str, texts: Any = JSON_TEXTS, **options: Any) -> Piece:
     finish = options.pop("finish", "stop")
     request = ServerRequest(options.pop("inputs", [[1]]), prompts=[Prompt.of_tokens([1])], **options)
     answer = Answer(0, request, texts)
-    pieces = [answer.take(Generated(0, ord(text[i]), text[i : i + 3], logprob=-0.5)) for i in range(0, len(text), 3)]
+    pieces = [answer.next(Generated(0, ord(text[i]), text[i : i + 3], logprob=-0.5)) for i in range(0, len(text), 3)]
     num_tokens = len(pieces)
-    pieces.append(answer.take(Generated(0, 2, "", finish, logprob=-0.1, num_shown=num_tokens)))
+    pieces.append(answer.next(Generated(0, 2, "", finish, logprob=-0.1, num_shown=num_tokens)))
     return Piece.joined(piece for piece in pieces if piece is not None)
 
 
@@ -198,7 +198,7 @@ def streamed(text: str, form: Any, texts: Any = JSON_TEXTS, *, finish: str = "st
     said = [Generated(0, 5, text[i : i + 3]) for i in range(0, len(text), 3)] + [Generated(0, 2, "", finish)]
     events = form.begin(Usage())
     for each in said:
-        if (piece := answer.take(each)) is not None:
+        if (piece := answer.next(each)) is not None:
             events += form.piece(piece)
     return [event.data for event in [*events, *form.end(Usage())]]
 

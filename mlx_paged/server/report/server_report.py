@@ -44,8 +44,7 @@ def _runs(pool: BlockPool, index: int) -> list[tuple[str, int]]:
 def server_report(
     stats: ServerStats,
     pool: BlockPool | None,
-    sequences: Sequence[dict[str, Any]],
-    others: Sequence[dict[str, Any]],
+    requests: Sequence[dict[str, Any]],
     num_waiting: int,
     prefix_cache: dict[str, Any] | None,
     *,
@@ -58,16 +57,13 @@ def server_report(
     Args:
         stats: of the server.
         pool: of the present model.
-        sequences: how far each request of the batch is.
-        others: the same of all requests, as far as is known of those outside the batch; those in it may be among them.
+        requests: how far each is.
         num_waiting: requests that have not started.
         prefix_cache: figures of it.
         model: the present one's name.
         health: what ``/health`` says.
-        with_blocks: also the state of every block, the sequences, and the last minutes.
+        with_blocks: also the state of every block, the requests, and the last minutes.
     """
-    in_batch = {each["number"] for each in sequences}
-    requests = [*sequences, *(each for each in others if each["number"] not in in_batch)]
     report: dict[str, Any] = {
         "model": model,
         "health": health,
@@ -83,8 +79,7 @@ def server_report(
     }
     if with_blocks:
         runs = [] if pool is None else zip(pool.groups, block_map(pool), strict=True)
-        report["history"] = stats.history_dict()
-        report["sequences"] = sorted(requests, key=lambda each: each["order"])
+        report |= {"history": stats.history(), "sequences": requests}
         report["blocks"] = [
             {"group": group.spec.name, "bytes_per_block": group.bytes_per_block, "runs": of_group}
             for group, of_group in runs

@@ -1,178 +1,181 @@
-"""ServerStats: what a server has done, counted by the threads that do it."""
+"""ServerStats: what a server has done, counted by the threads that do it, and told in Prometheus's format."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
-SECONDS = 2  # of a while
-WHILES = 90
-FIGURES = ("prompt", "cached", "computed", "generated", "first_tokens", "first_token_seconds")
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+INTERVAL = 2  # seconds
+NUM_INTERVALS = 90
+RATE_INTERVALS = 5  # of which tokens a second are told
+OUTCOMES = ("ok", "refused", "failed", "cancelled")
+
+_GAUGES = {
+    "total_blocks": "Blocks that exist",
+    "live_blocks": "Blocks with at least one reference",
+    "free_blocks": "Blocks without a reference",
+    "shared_blocks": "Blocks with more than one reference",
+    "cached_blocks": "Blocks that only the prefix cache holds",
+    "bytes_reserved": "Bytes of the pool's tensors",
+    "bytes_in_use": "Bytes of the live blocks",
+    "budget_bytes": "The most that tensors and states may take",
+    "state_bytes": "Bytes of states beside keys and values, of checkpoints and of requests",
+    "checkpoint_bytes": "Bytes of states that the prefix cache holds",
+    "bytes_per_token": "Bytes of the keys and values of one token in all layers",
+    "quantized_layers": "Layers whose pages hold quantised keys and values",
+    "dense_layers": "Layers whose pages hold keys and values as they are",
+}
+_COUNTERS = {
+    "cow_forks": "Blocks copied because a sequence wrote to a shared one",
+    "evictions": "Blocks that the prefix cache has freed",
+    "prefix_hit_tokens": "Tokens that sequences took from the prefix cache",
+    "preemptions": "Requests that made room for others",
+    "shrinks": "Times a layer group's tensors were made smaller",
+    "quantized_tokens": "Tokens quantised when they were written",
+    "drafted_tokens": "Tokens that were proposed because a prompt or an answer had them before",
+    "accepted_tokens": "Those of them that the model would have chosen",
+}
+_SERVER_COUNTERS = {
+    "prompt_tokens": "Tokens of prompts",
+    "cached_tokens": "Tokens of prompts found in the prefix cache",
+    "computed_prompt_tokens": "Tokens of prompts computed",
+    "generated_tokens": "Tokens generated",
+    "first_tokens": "Requests whose first token has come",
+}
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 5)
+_TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+_HISTOGRAMS = {
+    "first_token_seconds": ("Seconds from a request to its first token", _SECONDS),
+    "between_tokens_seconds": ("Seconds between tokens of an answer", _BETWEEN),
+    "queue_seconds": ("Seconds from a request until the first part of it was computed", _SECONDS),
+    "request_prompt_tokens": ("Tokens of a request's prompt", _TOKENS),
+    "request_generated_tokens": ("Tokens of an answer", _TOKENS),
+}
 
 
-class History:
-    """Sums of the last :data:`WHILES` whiles of :data:`SECONDS` each. To add is to look at a clock and add a number,
-    whatever has been added before. Not locked.
-
-    Args:
-        clock: seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._whiles: deque[tuple[int, dict[str, float]]] = deque(maxlen=WHILES)
-
-    def add(self, **figures: float) -> None:
-        """Count something now; names as in :data:`FIGURES`."""
-        now = int(self._clock() // SECONDS)
-        if not self._whiles or self._whiles[-1][0] != now:
-            self._whiles.append((now, dict.fromkeys(FIGURES, 0.0)))
-        sums = self._whiles[-1][1]
-        for name, number in figures.items():
-            sums[name] += number
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return, per interval, oldest first, excluding the current one: prompt and generated tokens a second; seconds
-        to the first token and the share of prompt tokens that was cached, None where nobody came."""
-        last = int(self._clock() // SECONDS)
-        known = dict(self._whiles)
-        nothing = dict.fromkeys(FIGURES, 0.0)
-        sums = [known.get(number, nothing) for number in range(last - WHILES + 1, last)]
-        return {
-            "seconds": SECONDS,
-            "prompt_tokens_per_second": [round(each["computed"] / SECONDS, 1) for each in sums],
-            "generated_tokens_per_second": [round(each["generated"] / SECONDS, 1) for each in sums],
-            "first_token_seconds": [_ratio(each["first_token_seconds"], each["first_tokens"]) for each in sums],
-            "hit_rate": [_ratio(each["cached"], each["prompt"]) for each in sums],
-        }
-
-
-def _ratio(part: float, whole: float) -> float | None:
-    return round(part / whole, 3) if whole else None
-
-
-RATE_SECONDS = 10.0
-
-
-@dataclass
 class ServerStats:
     """Counts since the start. Every method may be called by any thread.
 
+    Args:
+        clock: seconds.
+
     Attributes:
-        started: time of the start, in seconds of the epoch.
-        requests: by outcome: ``ok``, ``refused`` (4xx), ``failed`` (5xx), ``cancelled``.
-        prompt_tokens: of requests whose prompt is done.
-        cached_tokens: of these, found in the prefix cache.
-        computed_prompt_tokens: prompt tokens computed, again after a preemption included.
-        generated_tokens: delivered.
-        first_tokens: requests whose first token has come.
-        first_token_seconds: that they have waited for it, in all.
-        history: of the last minutes.
-        observe: told the name and the value of each figure that has a distribution: ``first_token_seconds``,
-            ``between_tokens_seconds``, ``queue_seconds``, ``request_prompt_tokens``, ``request_generated_tokens``.
+        requests: by outcome: ``ok``, ``refused`` (4xx), ``failed`` (5xx), ``cancelled``; counted by one thread alone.
     """
 
-    clock: Callable[[], float] = time.monotonic
-    started: float = field(default_factory=time.time)
-    requests: Counter[str] = field(default_factory=Counter)
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    computed_prompt_tokens: int = 0
-    generated_tokens: int = 0
-    first_tokens: int = 0
-    first_token_seconds: float = 0.0
-    observe: Callable[[str, float], None] = lambda name, value: None  # for distributions
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.requests: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
+        self._clock, self._started, self._lock = clock, time.time(), threading.Lock()
+        self._totals: Counter[str] = Counter()
+        self._intervals: deque[tuple[int, Counter[str]]] = deque(maxlen=NUM_INTERVALS)  # with their numbers
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._histograms = {
+            name: Histogram(f"mlx_paged_{name}", text, buckets=buckets, registry=self._registry)
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
 
-    def __post_init__(self) -> None:
-        self._lock = threading.Lock()
-        self.history = History(self.clock)
-        self._recent: deque[tuple[float, int]] = deque()  # seconds, tokens generated in them
+    def count(self, **figures: float) -> None:
+        """Count something now. What has a distribution is observed as well.
 
-    def count_request(self, outcome: str) -> None:
+        Args:
+            figures: ``prompt_tokens`` of requests whose prompt is done, ``cached_tokens`` of these;
+                ``computed_prompt_tokens``, again after a preemption included; ``generated_tokens``; ``first_tokens``,
+                the requests whose first token has come; and the histograms' names.
+        """
+        number = int(self._clock() // INTERVAL)
         with self._lock:
-            self.requests[outcome] += 1
-
-    def count_prompt(self, num_tokens: int, num_cached: int) -> None:
-        with self._lock:
-            self.prompt_tokens += num_tokens
-            self.cached_tokens += num_cached
-            self.history.add(prompt=num_tokens, cached=num_cached)
-        self.observe("request_prompt_tokens", num_tokens)
-
-    def count_start(self, seconds: float) -> None:
-        """The first part of a request has been computed, so long after the request."""
-        self.observe("queue_seconds", seconds)
-
-    def count_answer(self, num_tokens: int) -> None:
-        """An answer is at its end."""
-        self.observe("request_generated_tokens", num_tokens)
-
-    def count_computed(self, num_tokens: int) -> None:
-        with self._lock:
-            self.computed_prompt_tokens += num_tokens
-            self.history.add(computed=num_tokens)
-
-    def count_first_token(self, seconds: float) -> None:
-        """A request's first token has come, so long after the request."""
-        with self._lock:
-            self.first_tokens += 1
-            self.first_token_seconds += seconds
-            self.history.add(first_tokens=1, first_token_seconds=seconds)
-        self.observe("first_token_seconds", seconds)
-
-    def count_generated(self, num_tokens: int, seconds: float | None = None) -> None:
-        """Tokens have been generated, so long after the answer's last one."""
-        now = self.clock()
-        if seconds is not None:
-            self.observe("between_tokens_seconds", seconds)
-        with self._lock:
-            self.generated_tokens += num_tokens
-            self.history.add(generated=num_tokens)
-            if self._recent and now - self._recent[-1][0] < 0.1:
-                self._recent[-1] = (self._recent[-1][0], self._recent[-1][1] + num_tokens)
-            else:
-                self._recent.append((now, num_tokens))
-            self._forget(now)
-
-    def _forget(self, now: float) -> None:
-        while self._recent and self._recent[0][0] < now - RATE_SECONDS:
-            self._recent.popleft()
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of prompt tokens that were found in the prefix cache."""
-        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+            if not self._intervals or self._intervals[-1][0] != number:
+                self._intervals.append((number, Counter()))
+            self._totals.update(figures)  # type: ignore[arg-type]
+            self._intervals[-1][1].update(figures)  # type: ignore[arg-type]
+        for name in figures.keys() & self._histograms.keys():
+            self._histograms[name].observe(figures[name])
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens generated, over the last ten seconds."""
-        now = self.clock()
+        now = self._clock()
+        first = int(now // INTERVAL) - RATE_INTERVALS + 1
         with self._lock:
-            self._forget(now)
-            if not self._recent:
-                return 0.0
-            span = max(1.0, now - self._recent[0][0])
-            return sum(num_tokens for _, num_tokens in self._recent) / span
+            recent = [(number, of_it["generated_tokens"]) for number, of_it in self._intervals if number >= first]
+        recent = [each for each in recent if each[1]]
+        return sum(each[1] for each in recent) / max(1.0, now - INTERVAL * recent[0][0]) if recent else 0.0
 
-    def history_dict(self) -> dict[str, Any]:
-        """See :meth:`History.as_dict`."""
+    def history(self) -> dict[str, Any]:
+        """Return, per interval, oldest first, excluding the current one: prompt and generated tokens a second; seconds
+        to the first token and the share of prompt tokens that was cached, None where nobody came."""
+        last = int(self._clock() // INTERVAL)
         with self._lock:
-            return self.history.as_dict()
+            known = {number: of_it.copy() for number, of_it in self._intervals}
+        sums = [known.get(number, Counter()) for number in range(last - NUM_INTERVALS + 1, last)]
+        return {
+            "seconds": INTERVAL,
+            "prompt_tokens_per_second": [round(each["computed_prompt_tokens"] / INTERVAL, 1) for each in sums],
+            "generated_tokens_per_second": [round(each["generated_tokens"] / INTERVAL, 1) for each in sums],
+            "first_token_seconds": [_ratio(each["first_token_seconds"], each["first_tokens"]) for each in sums],
+            "hit_rate": [_ratio(each["cached_tokens"], each["prompt_tokens"]) for each in sums],
+        }
 
     def as_dict(self) -> dict[str, Any]:
+        with self._lock:
+            totals = self._totals.copy()
         return {
-            "uptime_seconds": round(time.time() - self.started, 1),
-            "requests": {name: self.requests[name] for name in ("ok", "refused", "failed", "cancelled")},
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "computed_prompt_tokens": self.computed_prompt_tokens,
-            "generated_tokens": self.generated_tokens,
-            "first_tokens": self.first_tokens,
-            "first_token_seconds": round(self.first_token_seconds, 3),
-            "hit_rate": round(self.hit_rate, 4),
+            "uptime_seconds": round(time.time() - self._started, 1),
+            "requests": dict(self.requests),
+            **{name: totals[name] for name in _SERVER_COUNTERS},
+            "first_token_seconds": round(totals["first_token_seconds"], 3),
+            "hit_rate": round(_ratio(totals["cached_tokens"], totals["prompt_tokens"], 4) or 0.0, 4),
             "tokens_per_second": round(self.tokens_per_second, 2),
         }
+
+    def metrics(self, report: dict[str, Any]) -> bytes:
+        """Return all figures in Prometheus's format.
+
+        Args:
+            report: what ``/v1/cache/stats`` answers.
+        """
+        both = SimpleNamespace(collect=lambda: chain(_families(report), self._registry.collect()))
+        return bytes(generate_latest(both))  # type: ignore[arg-type]
+
+
+def _ratio(part: float, whole: float, digits: int = 3) -> float | None:
+    return round(part / whole, digits) if whole else None
+
+
+def _families(stats: dict[str, Any]) -> Iterator[Any]:
+    server, running, pool, tree = (stats[name] for name in ("server", "running", "pool", "prefix_cache"))
+    for name, text in _SERVER_COUNTERS.items():
+        yield CounterMetricFamily(f"mlx_paged_{name}", text, value=server[name])
+    requests = CounterMetricFamily("mlx_paged_requests", "Requests answered", labels=["outcome"])
+    for outcome, number in server["requests"].items():
+        requests.add_metric([outcome], number)
+    yield requests
+    yield GaugeMetricFamily("mlx_paged_running_requests", "Requests that run", value=running["running"])
+    yield GaugeMetricFamily("mlx_paged_waiting_requests", "Requests that wait", value=running["waiting"])
+    yield GaugeMetricFamily("mlx_paged_prefix_hit_rate", "Share of prompt tokens cached", value=server["hit_rate"])
+    if (health := stats.get("health")) is not None:
+        yield CounterMetricFamily("mlx_paged_restarts", "Times the computing thread was replaced", health["restarts"])
+        yield GaugeMetricFamily("mlx_paged_draining", "Whether the server ends", health["status"] == "draining")
+        if (memory := health["memory"]) is not None:
+            yield GaugeMetricFamily("mlx_paged_memory_used_bytes", "Memory in use", memory["used_bytes"])
+            yield GaugeMetricFamily("mlx_paged_memory_limit_bytes", "Its limit", memory["limit_bytes"])
+    if pool is not None:
+        for family, texts in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            yield from (family(f"mlx_paged_pool_{name}", text, value=pool[name]) for name, text in texts.items())
+    if tree is not None:
+        yield GaugeMetricFamily("mlx_paged_prefix_cache_entries", "Prefixes held", value=tree["entries"])
+        yield GaugeMetricFamily("mlx_paged_prefix_cache_bytes", "Bytes of prefixes held", value=tree["bytes"])
+    paths = CounterMetricFamily("mlx_paged_attention_dispatches", "Attention calls by path", labels=["path", "reason"])
+    for choice in stats["dispatch"]:
+        paths.add_metric([choice["path"], choice["reason"]], choice["count"])
+    yield paths

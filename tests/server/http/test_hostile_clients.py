@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 
 from mlx_paged.server import prompting
 from mlx_paged.server.errors import RequestRefused
-from mlx_paged.server.http import Access, BodyBudget, check_size
+from mlx_paged.server.http import BodyBudget, Gate
 from mlx_paged.server.prompting import PromptMaker, fetch
 from mlx_paged.server.request import ChatInput
 from tests.support.models.tiny_model import make_tiny_model
@@ -37,6 +37,13 @@ def server(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     yield process
     assert process.stop() == 0, process.log
     assert "Traceback" not in process.log, process.log
+
+
+def gate_of(host: str, origins: list[str] | None = None, *, has_keys: bool = False) -> Gate:
+    service: Any = SimpleNamespace(
+        cli_args=SimpleNamespace(host=host, allowed_origins=origins), config=SimpleNamespace(api_keys=has_keys)
+    )
+    return Gate(lambda *_: None, service)
 
 
 def raw(server: ServerProcess, data: bytes) -> bytes:
@@ -89,7 +96,7 @@ def test_the_bytes_of_headers_are_bounded(server: ServerProcess) -> None:
     )
     assert answer == b"" or answer.startswith((b"HTTP/1.1 431", b"HTTP/1.1 400")), answer[:200]
     with pytest.raises(RequestRefused) as caught:
-        check_size(Headers(raw=[(b"x", b"y" * 1000)] * 66))
+        gate_of("127.0.0.1").check(Headers(raw=[(b"x", b"y" * 1000)] * 66))
     assert caught.value.status == 431
 
 
@@ -246,11 +253,11 @@ def test_bodies_together_are_bounded() -> None:
     ],
 )
 def test_hosts_and_origins(host: str, has_keys: bool, headers: dict[str, str], passes: bool) -> None:
-    access: Any = Access(host, None, has_keys=has_keys)
+    gate = gate_of(host, has_keys=has_keys)
     if passes:
-        access.check(Headers(headers))
+        gate.check(Headers(headers))
     else:
         with pytest.raises(RequestRefused) as caught:
-            access.check(Headers(headers))
+            gate.check(Headers(headers))
         assert caught.value.status == 403
-    Access(host, ["*"], has_keys=has_keys).check(Headers({"origin": "https://any.example"}))
+    gate_of(host, ["*"], has_keys=has_keys).check(Headers({"origin": "https://any.example"}))

@@ -14,8 +14,7 @@ from mlx_paged import BlockPool, LayerGroup
 from mlx_paged.cli.server import parse as parse_arguments
 from mlx_paged.errors import ConfigError
 from mlx_paged.server.options import ServerConfig
-from mlx_paged.server.report.metrics import Metrics
-from mlx_paged.server.report.server_stats import WHILES, ServerStats
+from mlx_paged.server.report.server_stats import NUM_INTERVALS, ServerStats
 
 NOT_ALIVE = [("--memory-watermark", "101"), ("--watchdog-timeout", "-1"), ("--drain-timeout", "inf")]
 
@@ -33,17 +32,17 @@ def report(stats: ServerStats) -> dict[str, Any]:
 def test_rates_are_of_the_last_ten_seconds() -> None:
     now = [0.0]
     stats = ServerStats(clock=lambda: now[0])
-    assert stats.tokens_per_second == 0 == stats.hit_rate
+    assert stats.tokens_per_second == 0 == stats.as_dict()["hit_rate"]
     for second in range(30):
         now[0] = float(second)
-        stats.count_generated(5)
+        stats.count(generated_tokens=5)
     assert 4.5 <= stats.tokens_per_second <= 6
     now[0] = 100.0
-    assert stats.tokens_per_second == 0 and stats.generated_tokens == 150
-    stats.count_prompt(40, 10)
-    stats.count_computed(30)
-    stats.count_request("ok")
-    assert (stats.hit_rate, stats.computed_prompt_tokens, stats.requests["ok"]) == (0.25, 30, 1)
+    assert stats.tokens_per_second == 0 and stats.as_dict()["generated_tokens"] == 150
+    stats.count(prompt_tokens=40, cached_tokens=10, computed_prompt_tokens=30)
+    stats.requests["ok"] += 1
+    told = stats.as_dict()
+    assert (told["hit_rate"], told["computed_prompt_tokens"], told["requests"]["ok"]) == (0.25, 30, 1)
 
 
 def test_a_history_is_of_short_whiles() -> None:
@@ -51,27 +50,26 @@ def test_a_history_is_of_short_whiles() -> None:
     stats = ServerStats(clock=lambda: now[0])
     for second in range(1000):
         now[0] = 100.0 + second
-        stats.count_generated(3)
+        stats.count(generated_tokens=3)
         if second == 990:
-            stats.count_prompt(40, 10)
-            stats.count_computed(30)
-            stats.count_first_token(0.5)
-            stats.count_first_token(1.5)
-    history = stats.history_dict()
-    assert {len(values) for name, values in history.items() if name != "seconds"} == {WHILES - 1}
+            stats.count(prompt_tokens=40, cached_tokens=10, computed_prompt_tokens=30)
+            stats.count(first_tokens=1, first_token_seconds=0.5)
+            stats.count(first_tokens=1, first_token_seconds=1.5)
+    history = stats.history()
+    assert {len(values) for name, values in history.items() if name != "seconds"} == {NUM_INTERVALS - 1}
     assert set(history["generated_tokens_per_second"]) == {3.0}
     assert [n for n in history["prompt_tokens_per_second"] if n] == [15.0]
     assert [n for n in history["first_token_seconds"] if n is not None] == [1.0]
     assert [n for n in history["hit_rate"] if n is not None] == [0.25]
     now[0] += 10_000
-    assert set(stats.history_dict()["generated_tokens_per_second"]) == {0.0}
-    assert (stats.first_tokens, stats.first_token_seconds) == (2, 2.0)
+    assert set(stats.history()["generated_tokens_per_second"]) == {0.0}
+    assert (stats.as_dict()["first_tokens"], stats.as_dict()["first_token_seconds"]) == (2, 2.0)
 
 
 def test_health_is_among_the_metrics() -> None:
     memory = {"used_bytes": 5, "limit_bytes": 10, "source": "system", "watermark": 0.95, "pressure": "none"}
     health = {"status": "draining", "restarts": 3, "memory": memory}
-    text = Metrics(ServerStats()).text({**report(ServerStats()), "health": health}).decode()
+    text = ServerStats().metrics({**report(ServerStats()), "health": health}).decode()
     samples = {sample.name: sample.value for f in text_string_to_metric_families(text) for sample in f.samples}
     assert samples["mlx_paged_restarts_total"] == 3 and samples["mlx_paged_draining"] == 1
     assert (samples["mlx_paged_memory_used_bytes"], samples["mlx_paged_memory_limit_bytes"]) == (5, 10)
@@ -82,8 +80,8 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     pool = BlockPool([LayerGroup((0,))], block_size=4).stats().as_dict()
     prefix_cache = {"entries": 1, "bytes": 2}
     told = (
-        Metrics(ServerStats())
-        .text({**report(ServerStats()), "health": health, "pool": pool, "prefix_cache": prefix_cache})
+        ServerStats()
+        .metrics({**report(ServerStats()), "health": health, "pool": pool, "prefix_cache": prefix_cache})
         .decode()
     )
     there = {sample.name for family in text_string_to_metric_families(told) for sample in family.samples}
@@ -97,9 +95,9 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
 
 def test_metrics_are_read_by_prometheus() -> None:
     stats = ServerStats()
-    stats.count_request("ok")
-    stats.count_prompt(8, 2)
-    families = {f.name: f for f in text_string_to_metric_families(Metrics(ServerStats()).text(report(stats)).decode())}
+    stats.requests["ok"] += 1
+    stats.count(prompt_tokens=8, cached_tokens=2)
+    families = {f.name: f for f in text_string_to_metric_families(ServerStats().metrics(report(stats)).decode())}
     assert families["mlx_paged_prefix_hit_rate"].samples[0].value == 0.25
     assert {s.labels["outcome"]: s.value for s in families["mlx_paged_requests"].samples}["ok"] == 1
     assert families["mlx_paged_attention_dispatches"].samples[0].labels["reason"] == 'a "reason"'
@@ -108,13 +106,9 @@ def test_metrics_are_read_by_prometheus() -> None:
 
 def test_distributions_can_be_asked_for() -> None:
     stats = ServerStats()
-    metrics = Metrics(stats)
-    stats.count_first_token(0.2)
-    stats.count_generated(1, 0.004)
-    stats.count_start(0.1)
-    stats.count_prompt(700, 3)
-    stats.count_answer(40)
-    families = {f.name: f for f in text_string_to_metric_families(metrics.text(report(stats)).decode())}
+    stats.count(first_token_seconds=0.2, between_tokens_seconds=0.004, queue_seconds=0.1)
+    stats.count(request_prompt_tokens=700, request_generated_tokens=40)
+    families = {f.name: f for f in text_string_to_metric_families(stats.metrics(report(stats)).decode())}
     for name, most in (
         ("first_token_seconds", 0.25),
         ("between_tokens_seconds", 0.005),

@@ -1,9 +1,10 @@
-"""Tool calls that a model writes otherwise than its parser expects: without marks, without an end or arguments."""
+"""Tool calls as models write them: in parts, and without the marks, end or arguments that their parsers expect."""
 
 from __future__ import annotations
 
 import json
 import re
+import uuid
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 BEGIN, END = "<function=", "</function>"  # of Qwen3-Coder's calls, which it often writes without the mark before them
 OBJECT = '{"name":'  # what a call in JSON begins with
 MOST_HELD = 1 << 16  # characters of what may be a call
+MOST_HEAD = 1000  # characters of a call before its arguments
 CLOSINGS = ("", END, "}", "}}", "]}}")
 _NAME = re.compile(r"\s*([\w.:-]+)\s*(?:\(\s*\))?\s*")
 
@@ -156,3 +158,87 @@ class LooseParts:
 def _may_begin(text: str, mark: str) -> bool:
     text = re.sub(r"^\{\s+", "{", text).replace('" :', '":', 1)
     return text.startswith(mark) or mark.startswith(text)
+
+
+def openai_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call that a model has written as OpenAI's chats have it: the arguments are the text of an object.
+
+    Raises:
+        ValueError: it names no function.
+    """
+    name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+    if not isinstance(name, str) or not name:
+        raise ValueError("it names no function")
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments) if arguments.strip() else {}
+        except ValueError:
+            parsed = None
+        arguments = parsed if isinstance(parsed, dict) else {"value": arguments}
+    elif arguments is None:
+        arguments = {}
+    elif not isinstance(arguments, dict):
+        arguments = {"value": arguments}
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    text.encode()  # ValueError: it holds half a character
+    return {
+        "function": {"name": name, "arguments": text},
+        "type": "function",
+        "id": str(call.get("id") or f"call_{uuid.uuid4().hex[:24]}"),
+    }
+
+
+class ArgumentStream:
+    """The arguments of a call in JSON or in gpt-oss's form, while the model writes it.
+
+    Attributes:
+        name: of the function; None: it is not known yet, or the call has another form.
+        missing: what closes the arguments; empty within a string, too, which nothing can close.
+        is_told: the name has been told.
+    """
+
+    _HEADS = re.compile(
+        r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+        r"|([^\s<>{}]+)<\|message\|>\s*(?=\{)"
+    )
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.is_told = False
+        self._head = ""
+        self._open: list[str] = []  # closing brackets
+        self._is_string = self._is_escaped = self._is_over = False
+
+    @property
+    def missing(self) -> str:
+        return "" if self._is_string else "".join(reversed(self._open))
+
+    def feed(self, text: str) -> str:
+        """Return more of the arguments."""
+        if self.name is None and len(self._head) < MOST_HEAD:
+            self._head += text
+            if (found := self._HEADS.match(self._head)) is None:
+                return ""
+            self.name = found[1] or found[2]
+            text = self._head[found.end() :]
+        if self.name is None or self._is_over:
+            return ""
+        for place, character in enumerate(text):
+            self._follow(character)
+            if not self._open:
+                self._is_over = True
+                return text[: place + 1]
+        return text
+
+    def _follow(self, character: str) -> None:
+        if self._is_string:
+            if self._is_escaped or character == "\\":
+                self._is_escaped = not self._is_escaped
+            elif character == '"':
+                self._is_string = False
+        elif character == '"':
+            self._is_string = True
+        elif character in "{[":
+            self._open.append("}" if character == "{" else "]")
+        elif character in "}]" and self._open:
+            self._open.pop()

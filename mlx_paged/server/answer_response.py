@@ -1,4 +1,4 @@
-"""EventResponse: an answer as server-sent events, with signs of life in between."""
+"""AnswerResponse: an answer as JSON, or as server-sent events with signs of life in between."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from starlette.responses import Response
 from .answer_stream import AnswerStream, ClientGone
 from .answers import Answers
 from .errors import refusal_of
-from .http import SOCKET_SECONDS, RequestLog
-from .requests.pieces import Event, Form, Piece
+from .http import SOCKET_SECONDS, RequestLog, json_response
+from .requests.pieces import Event, Form
 
 BEAT_SECONDS = 1.0  # without anything written, after which a comment is
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -46,17 +46,18 @@ class Client:
         self.stream.close()
 
 
-class EventResponse(Response):
-    """The events of a stream. It begins with the first thing that there is to tell, or after a second: what can be
+class AnswerResponse(Response):
+    """An answer. A stream of events begins with the first thing that there is to tell, or after a second: what can be
     wrong with a request has been found by then, and has had its status.
 
     Args:
         client: of the answer.
-        answers: made of them.
-        form: of the events.
+        answers: made of its stream.
+        form: of the answer.
         log: of the request.
         headers: of the answer, beyond its own.
-        work: what the engine's thread knows of the request.
+        work: what the engine's thread knows of the request, as long as this lives.
+        streams: whether it is a stream.
     """
 
     def __init__(
@@ -67,12 +68,12 @@ class EventResponse(Response):
         log: RequestLog,
         headers: dict[str, str],
         work: Any,
+        *,
+        streams: bool,
     ) -> None:
-        super().__init__()
-        self._work = work  # as long as this lives, the engine's thread knows of the request
-        self._client, self._stream = client, client.stream
-        self._answers, self._form, self._log = answers, form, log
-        self._headers = [*HEADERS, *((name.encode(), value.encode()) for name, value in headers.items())]
+        super().__init__(headers=headers)
+        self._client, self._stream, self._work = client, client.stream, work
+        self._answers, self._form, self._log, self._given, self._streams = answers, form, log, headers, streams
         self._has_begun = False
         self._last = time.monotonic()
 
@@ -80,46 +81,33 @@ class EventResponse(Response):
         """Raises Exception: before anything was sent, so that it can still have a status."""
         self._send_message = send
         try:
-            await self._run()
+            if self._streams:
+                await self._tell()
+                return
+            while not self._answers.are_over:
+                self._answers.add(await self._stream.receive())
+            await json_response(self._answers.whole(), headers=self._given)(scope, receive, send)
         except Exception as error:
             if not self._has_begun or isinstance(error, ClientGone):
                 raise
             refusal = refusal_of(error)
-            self._log.outcome, self._log.reason = "failed" if refusal.status >= 500 else "refused", str(refusal)
+            self._log.refuse(refusal)
             await self._send(self._form.failed(refusal))
             await self._write(b"", more=False)
         finally:
             self._client.close()
-            self._answers.tell(self._log)
+            self._answers.note_in(self._log)
 
-    async def _run(self) -> None:
-        early: list[Piece] = []  # before all answers have begun
-        is_open = False
+    async def _tell(self) -> None:
         while not self._answers.are_over:
             try:
-                items = await self._stream.take(BEAT_SECONDS)
+                self._answers.add(await self._stream.receive(BEAT_SECONDS))
+                await self._send(self._answers.events())
             except TimeoutError:
-                await self._beat()
-                continue
-            events: list[Event] = []
-            for item in items:
-                piece = self._answers.take(item)
-                if piece is not None:
-                    early.append(piece)
-                if not is_open and self._answers.have_begun:
-                    is_open = True
-                    events += self._form.begin(self._answers.usage(), self._answers.echoes(self._answers.best()))
-                if is_open:
-                    events += [event for piece in early for event in self._form.piece(piece)]
-                    early.clear()
-            await self._send(events)
+                pass
             if time.monotonic() - self._last >= BEAT_SECONDS:
-                await self._beat()
-        await self._send(self._form.end(self._answers.usage()))
+                await self._write(f": {self._answers.progress}\n\n".encode())
         await self._write(b"", more=False)
-
-    async def _beat(self) -> None:
-        await self._write(f": {self._answers.progress}\n\n".encode())
 
     async def _send(self, events: Iterable[Event]) -> None:
         text = "".join(map(event_text, events))
@@ -129,15 +117,16 @@ class EventResponse(Response):
     async def _write(self, raw: bytes, *, more: bool = True) -> None:
         if not self._has_begun:
             self._has_begun = True
-            await self._send_message({"type": "http.response.start", "status": 200, "headers": self._headers})
-        self._last = self._stream.writes_since = time.monotonic()
+            headers = [*HEADERS, *((name.encode(), value.encode()) for name, value in self._given.items())]
+            await self._send_message({"type": "http.response.start", "status": 200, "headers": headers})
+        self._last = self._stream.writing_since = time.monotonic()
         try:
             async with asyncio.timeout(SOCKET_SECONDS):
                 await self._send_message({"type": "http.response.body", "body": raw, "more_body": more})
         except TimeoutError:
             raise ClientGone from None
         finally:
-            self._stream.writes_since = None
+            self._stream.writing_since = None
 
 
 def event_text(event: Event) -> str:
