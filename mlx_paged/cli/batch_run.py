@@ -22,9 +22,9 @@ from ..engine.request import RequestOptions
 from ..errors import ConfigError, PromptsFileError, RequestFailedError
 from ..model_folder import tell_if_unbounded
 from ..server.errors import invalid
-from ..server.stops import StoppedTokens
 from .answer_grammars import AnswerGrammars
 from .prompts_file import PROCESSING, Prompt, Results, read_prompts
+from .stopped_tokens import StoppedTokens
 from .terminal import BatchProgress
 
 Sampler = Callable[[mx.array], mx.array]

@@ -1,16 +1,45 @@
-"""constraint_of(): what a request says its answer has to be."""
+"""constraint_of(): what a request says its answer has to be: a text of some form, or calls of tools."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..engine.grammar.compiler import ANY_OBJECT, GrammarSource
 from .errors import invalid
-from .tools import Tools, tools_of
 
 FORMATS = ("json", "json_object", "regex", "choice", "grammar")
 MOST_CHOICES = 10_000
+
+
+class Tool(NamedTuple):
+    """A function that the model may call.
+
+    Attributes:
+        name: of the function.
+        schema: of its arguments.
+        param: where the request says so.
+    """
+
+    name: str
+    schema: Any
+    param: str
+
+
+class Tools(NamedTuple):
+    """The calls of an answer.
+
+    Attributes:
+        callable: what may be called.
+        required: the answer is a call, or several.
+        parallel: several may follow one another.
+        strict: the answer's calls are constrained although none is required.
+    """
+
+    callable: Sequence[Tool]
+    required: bool
+    parallel: bool
+    strict: bool
 
 
 class Constraint(NamedTuple):
@@ -107,3 +136,71 @@ def _json(schema: Any, param: str) -> Constraint:
         return Constraint(GrammarSource.json(schema), param, schema)
     except RecursionError:
         raise invalid(f"{param} is nested too deeply", param.partition(".")[0]) from None
+
+
+def tools_of(body: Mapping[str, Any], *, always: bool = False) -> Tools | None:
+    """Return the calls that a request asks for, or of which it wants the arguments to be right; None: it leaves them
+    free.
+
+    Args:
+        body: of the request; ``tools`` is a list of objects.
+        always: tools that nothing is asked of count as well.
+
+    Raises:
+        RequestRefused: with status 400.
+    """
+    choice, parallel = body.get("tool_choice", "auto"), body.get("parallel_tool_calls", True)
+    name = "tool_choice"
+    allowed: list[str] | None = None  # names
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        given = choice.get("allowed_tools")
+        if not isinstance(given, dict) or not isinstance(given.get("tools"), list):
+            raise invalid(f"{name}.allowed_tools must be an object with a mode and tools", name)
+        choice, allowed = given.get("mode"), [_named(tool) for tool in given["tools"]]
+        if choice not in ("auto", "required"):
+            raise invalid(f"{name}.allowed_tools.mode must be auto or required", name)
+    elif isinstance(choice, dict):
+        choice, parallel, allowed = "required", False, [_named(choice)]
+    elif choice not in ("none", "auto", "required"):
+        raise invalid(f"{name} must be none, auto, required, or an object that names a function", name)
+    given = body.get("tools") or []
+    required = choice == "required"
+    if choice == "none" or not given:
+        if required:
+            raise invalid(f"{name} asks for a call, and there are no tools", name)
+        return None
+    strict = [isinstance(f := tool.get("function"), dict) and f.get("strict") is True for tool in given]
+    if not (required or any(strict) or always or allowed is not None):
+        return None
+    tools = [
+        _tool(index, tool, checked=required or is_strict)
+        for index, (tool, is_strict) in enumerate(zip(given, strict, strict=True))
+    ]
+    if allowed is not None:
+        by_name = {tool.name: tool for tool in reversed(tools)}
+        for each in allowed:
+            if each not in by_name:
+                raise invalid(f"{name}: there is no tool {each!r}", name)
+        tools = [by_name[each] for each in dict.fromkeys(allowed)]
+        if not tools:
+            raise invalid(f"{name}.allowed_tools.tools must not be empty", name)
+    return Tools(tools, required, parallel, any(strict))
+
+
+def _named(given: Any) -> str:
+    """Return the name of the function that an object names."""
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or given.get("type") != "function" or not isinstance(function.get("name"), str):
+        raise invalid("tool_choice must name a function: type function, and function with a name", "tool_choice")
+    return str(function["name"])
+
+
+def _tool(index: int, tool: Mapping[str, Any], *, checked: bool) -> Tool:
+    where = f"tools[{index}].function"
+    function = tool.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise invalid(f"{where} must be an object with a name", "tools")
+    schema = function.get("parameters") or ANY_OBJECT
+    if not isinstance(schema, dict):
+        raise invalid(f"{where}.parameters must be a JSON schema, an object", "tools")
+    return Tool(function["name"], schema if checked else ANY_OBJECT, f"{where}.parameters")

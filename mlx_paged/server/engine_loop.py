@@ -19,13 +19,13 @@ from ..errors import PoolExhaustedError, RequestFailedError
 from ..kv.pool import BlockPool
 from .answer_stream import AnswerStream, Begun, Generated, Outbox, Progress, Scores
 from .errors import RequestRefused, unavailable
-from .health.memory import MemoryGuard, trim_heap
+from .memory import trim_heap
 from .request import ModelKey, ServerRequest
 from .stops import StopScanner
 
 if TYPE_CHECKING:
     from .backend import Models
-    from .health.memory import MemoryWatch
+    from .memory import MemoryWatch
     from .report.server_stats import ServerStats
 
 IDLE_SECONDS = 0.1
@@ -148,7 +148,7 @@ class EngineLoop:
         self.stream: Any = None
         self.outbox = Outbox()
         self._num_turns = self._num_computed = 0
-        self._memory = MemoryGuard(memory_watch)
+        self._memory = memory_watch
         self._clock = clock
         self._tidied, self._worked_at = clock(), 0.0
         self._score_at = 0.0  # when the next slice of a prompt's scores may be computed beside others

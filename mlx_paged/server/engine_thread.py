@@ -18,7 +18,7 @@ import mlx.core as mx
 from .answer_stream import AnswerStream
 from .engine_loop import CLOSING, EngineLoop, Work
 from .errors import RequestRefused, unavailable
-from .health.memory import MemoryWatch, Pressure
+from .memory import MemoryWatch, Pressure
 from .request import ModelKey
 
 if TYPE_CHECKING:

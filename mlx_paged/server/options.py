@@ -12,7 +12,7 @@ from typing import Any
 from ..config import parse_memory
 from ..errors import ConfigError
 from .api_keys import VARIABLE, ApiKeys
-from .health.memory import WATERMARK
+from .memory import WATERMARK
 
 DISK_CAP = 10 << 30
 DRAIN_SECONDS = 30.0

@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 from .backend import PromptLimits
 from .errors import invalid
 from .request import ChatInput, Input, Prompt, ServerRequest
-from .requests.agents import steady_messages
-from .tools import ToolOrders
+from .requests.agents import ToolOrders, steady_messages
 
 if TYPE_CHECKING:
     from .backend import ModelTexts

@@ -14,7 +14,7 @@ from ..engine.ranks.ranks import Ranks
 from ..errors import RankError
 from .engine_loop import IDLE_SECONDS, TIDY_SECONDS, EngineLoop, Work, check_pool, for_seconds
 from .errors import invalid
-from .health.memory import MemoryReading, MemoryWatch, nearest, read_memory
+from .memory import MemoryReading, MemoryWatch, nearest, read_memory
 from .request import ServerRequest
 
 if TYPE_CHECKING:

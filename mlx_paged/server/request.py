@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple
 
-from ..engine.grammar.compiler import GrammarSource
+from pydantic import ConfigDict, TypeAdapter
+
 from ..engine.grammar.grammar import CompiledGrammar
 from ..engine.sampling.params import SamplingParams
 from .constraint import Constraint
 from .stops import StopList
-from .tools import Tool, Tools
 
 _numbers = itertools.count(1)
 
@@ -102,6 +103,8 @@ class ServerRequest:
         id: as the client is told it, and the log.
     """
 
+    __pydantic_config__: ClassVar = ConfigDict(arbitrary_types_allowed=True)
+
     inputs: Sequence[Input]
     model: ModelKey | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -154,49 +157,24 @@ class ServerRequest:
 
     def described(self) -> dict[str, Any]:
         """Return the request in values of JSON, for other ranks: each prompt once, whatever the number of answers."""
-        return {
-            "number": self.number,
-            "prompts": [[p.tokens, p.segments, p.segment_types, p.initial_state] for p in self.prompts],
-            "sampling": asdict(self.sampling),
-            "stops": None if self.stops is None else self.stops.strings,
-            "constraint": self.constraint,
-            **{name: getattr(self, name) for name in _PLAIN},
-        }
+        told: dict[str, Any] = _adapter().dump_python(self, mode="json", include=set(_TOLD))
+        return {**told, "stops": None if self.stops is None else self.stops.strings}
 
     @classmethod
     def from_description(cls, told: Mapping[str, Any]) -> ServerRequest:
         """Return the request that :meth:`described` tells of, without its grammar."""
-        sampling = dict(told["sampling"])
-        sampling["logit_bias"] = {int(token): bias for token, bias in sampling["logit_bias"].items()}
-        prompts = [Prompt(*parts) for parts in told["prompts"]]
-        return cls(
-            inputs=[prompt.tokens for prompt in prompts],
-            prompts=prompts,
-            number=told["number"],
-            sampling=SamplingParams(**sampling),
-            stops=None if told["stops"] is None else StopList(told["stops"]),
-            constraint=_constraint(told["constraint"]),
-            **{name: told[name] for name in _PLAIN},
+        stops = None if told["stops"] is None else StopList(told["stops"])
+        return _adapter().validate_python(
+            {**told, "inputs": [prompt["tokens"] for prompt in told["prompts"]], "stops": stops}
         )
 
 
-_PLAIN = (
-    "max_tokens",
-    "n",
-    "best_of",
-    "top_logprobs",
-    "salt",
-    "prompt_lookup",
-    "priority",
-    "client",
-    "thinking_budget",
+_TOLD = (
+    *("number", "prompts", "sampling", "constraint", "max_tokens", "n", "best_of", "top_logprobs"),
+    *("salt", "prompt_lookup", "priority", "client", "thinking_budget"),
 )
 
 
-def _constraint(told: list[Any] | None) -> Constraint | None:
-    if told is None:
-        return None
-    answer, param, schema, tools = told
-    if tools is not None:
-        tools = Tools([Tool(*each) for each in tools[0]], *tools[1:])
-    return Constraint(None if answer is None else GrammarSource(*answer), param, schema, tools)
+@functools.cache
+def _adapter() -> TypeAdapter[ServerRequest]:
+    return TypeAdapter(ServerRequest)

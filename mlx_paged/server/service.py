@@ -22,7 +22,6 @@ from .app import make_app
 from .engine_loop import CLOSING
 from .engine_thread import LAST_SECONDS, EngineThread, new_loop
 from .errors import RequestRefused, unavailable
-from .health.memory import MemoryWatch
 from .http import (
     MAX_CONNECTIONS,
     MAX_HEADER_BYTES,
@@ -32,6 +31,7 @@ from .http import (
     Protocol,
     raised_file_limit,
 )
+from .memory import MemoryWatch
 from .model_names import ModelNames
 from .options import ServerConfig
 from .prompting import PromptMaker

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ...engine.grammar.compiler import GrammarCompiler, GrammarSource
+from ...engine.grammar.compiler import GrammarCompiler, GrammarSource, json_in_lark, text_in_lark
 from ...engine.grammar.grammar import CompiledGrammar, ThinkingBudget
 from ...engine.grammar.trial import IsCancelled
 from ...errors import GrammarAbandoned, GrammarError
-from ...server.constraint import Constraint
+from ...server.constraint import Constraint, Tool, Tools
 from ...server.errors import RequestRefused, invalid
-from ...server.tools import Tool, ToolFormat, Tools, calls
 
 JSON_TOOLS = "mlx_lm.tool_parsers.json_tools"  # the parser of calls that are a JSON object of name and arguments
 
@@ -132,6 +132,86 @@ def _refusing(param: str) -> Iterator[None]:
         raise ConnectionAbortedError("the client has gone") from None
     except GrammarError as error:
         raise invalid(f"{param}: {error}", param.partition(".")[0].partition("[")[0]) from error
+
+
+# The grammar of calls ----------------------------------------------------------------------------------------------
+
+
+class ToolFormat(NamedTuple):
+    """How a model writes a call: ``start``, a JSON object of name and arguments or Qwen3-Coder's tags, ``end``.
+
+    Attributes:
+        start, end: as they stand in a Lark grammar.
+        trigger: the token that ``start`` is, or None if it is text.
+        is_tagged: the call is tags, one for each argument.
+    """
+
+    start: str
+    end: str
+    trigger: int | None
+    is_tagged: bool = False
+
+
+def calls(tools: Tools, form: ToolFormat, *, answer: Any = None, is_triggered: bool = False) -> GrammarSource:
+    """Return a grammar of the calls.
+
+    Args:
+        tools: what may be called.
+        form: how the model writes a call.
+        answer: a JSON schema: the answer may be of that instead; None: it has to be a call.
+        is_triggered: the grammar begins behind the token that begins a call, and ends with that call.
+    """
+    lines = []
+    body = '"\\n"? call "\\n"? ' + form.end
+    if is_triggered:
+        lines.append(f"start: {body}")
+    else:
+        several = ' ("\\n"? one)*' if tools.parallel else ""
+        lines.append(f"start: one{several}" + ("" if answer is None else " | answer"))
+        lines.append(f"one: {form.start} {body}")
+        if answer is not None:
+            lines.append(f"answer: {json_in_lark(answer)}")
+    lines.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools.callable))))
+    if form.is_tagged:
+        lines.append('free: "<parameter=" KEY ">\\n" text')
+        lines += [r"KEY: /[^<>\s]+/", r"text[lazy]: /(?s:.*)\n<\/parameter>\n/"]
+    for index, tool in enumerate(tools.callable):
+        if form.is_tagged:
+            lines += _tagged(index, tool)
+            continue
+        begin = text_in_lark('{"name": ' + json.dumps(tool.name, ensure_ascii=False) + ', "arguments": ')
+        lines.append(f'call_{index}: {begin} arguments_{index} "}}"')
+        lines.append(f"arguments_{index}: {json_in_lark(tool.schema)}")
+    return GrammarSource("tools", "\n".join(lines))
+
+
+def _tagged(index: int, tool: Tool) -> list[str]:
+    """Return the lines of a call in Qwen3-Coder's tags, with its arguments in the schema's order."""
+    schema = tool.schema
+    properties = schema.get("properties")
+    terms, lines = [], []
+    for number, (name, given) in enumerate(properties.items() if isinstance(properties, dict) else ()):
+        begin = text_in_lark(f"<parameter={name}>\n")
+        lines.append(f"value_{index}_{number}: {_value(given, schema)}")
+        is_required = name in (schema.get("required") or ())
+        terms.append(f"({begin} value_{index}_{number}){'' if is_required else '?'}")
+    if not terms and schema.get("additionalProperties") is not False:
+        terms.append("free*")
+    begin = text_in_lark(f"<function={tool.name}>\n")
+    return [f'call_{index}: {begin} {" ".join(terms)} "</function>"', *lines]
+
+
+def _value(given: Any, schema: Mapping[str, Any]) -> str:
+    """Return an argument and its end as terms of a Lark grammar: text for strings, JSON for what has another type."""
+    end = text_in_lark("\n</parameter>\n")
+    if not isinstance(given, dict) or not isinstance(given.get("type"), str):
+        return "text"
+    if given["type"] != "string":
+        return f"{json_in_lark({**given, **({'$defs': schema['$defs']} if '$defs' in schema else {})})} {end}"
+    choices = given.get("enum")
+    if isinstance(choices, list) and choices and all(isinstance(each, str) for each in choices):
+        return f"({' | '.join(map(text_in_lark, choices))}) {end}"
+    return "text"
 
 
 def inner_of(tokenizer: Any) -> Any:

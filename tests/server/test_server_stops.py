@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.server.stops.test_stop_strings import cut_of
+from tests.server.test_stop_strings import cut_of
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.server_process import ServerProcess
 

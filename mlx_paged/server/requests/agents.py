@@ -3,10 +3,14 @@ within a chat, tools that a server of the client's own vendor runs, and parts of
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+MAX_TOOL_ORDERS = 256  # sets of tools
 DROP, TO_THE_SYSTEMS_END, TO_THE_LAST_MESSAGE = "drop", "to the end of the system message", "to the last message"
 _DATE = r"(?im)^[ \t]*(?:today's date|(?:the )?current (?:date|time|datetime|date (?:and|&) time))(?: is)?:?[ \t]"
 # Lines of the system message that change from turn to turn or from day to day, and what becomes of them: behind one
@@ -126,7 +130,27 @@ def joined(first: Any, second: Any) -> Any:
     return f"{first or ''}{second or ''}"
 
 
-# Tools of Responses -----------------------------------------------------------------------------------------------
+# Tools -------------------------------------------------------------------------------------------------------------
+
+
+class ToolOrders:
+    """The order in which each set of tools first came: a client that sends them in another finds its prefixes again.
+    Keeps the latest sets."""
+
+    def __init__(self) -> None:
+        self._orders: OrderedDict[tuple[Any, ...], list[bytes]] = OrderedDict()
+
+    def steady(self, tools: list[dict[str, Any]], salt: str | None) -> list[dict[str, Any]]:
+        """Return the tools in the order that they first came in from those who share prefixes."""
+        digests = [hashlib.sha256(json.dumps(tool, sort_keys=True).encode()).digest() for tool in tools]
+        key = (salt, *sorted(digests))
+        order = self._orders.setdefault(key, digests)
+        self._orders.move_to_end(key)
+        if len(self._orders) > MAX_TOOL_ORDERS:
+            self._orders.popitem(last=False)
+        by_digest = dict(zip(digests, tools, strict=True))
+        return [by_digest[digest] for digest in order]
+
 
 INPUT = "input"  # the one argument of a custom tool's function
 

@@ -91,6 +91,15 @@ class Usage(NamedTuple):
             "completion_tokens_details": {"reasoning_tokens": self.reasoning},
         }
 
+    def responses(self) -> dict[str, Any]:
+        return {
+            "input_tokens": self.prompt,
+            "input_tokens_details": {"cached_tokens": self.cached, "cache_write_tokens": 0},
+            "output_tokens": self.completion,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning},
+            "total_tokens": self.prompt + self.completion,
+        }
+
 
 class Head(NamedTuple):
     """What every answer begins with; ``id`` is without the form's prefix, ``created`` in seconds."""

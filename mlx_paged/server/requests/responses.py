@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
 from ..constraint import constraint_of
 from ..errors import RequestRefused, invalid
 from ..request import ChatInput, ServerRequest
-from .agents import INPUT, callable_tools, function_name, ignored_of, result_text
+from .agents import INPUT, CallableTool, callable_tools, function_name, ignored_of, result_text
 from .chat import TemplateParameters, engine_options, template_kwargs
 from .fields import (
     Body,
@@ -23,7 +23,7 @@ from .fields import (
     no_effect,
     refused,
 )
-from .pieces import Echo, Event, Head, Piece, Usage, content_logprobs
+from .pieces import Echo, Event, Head, Piece, Token, Usage, content_logprobs
 
 ITEMS = (
     *("message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
@@ -271,6 +271,51 @@ TOLD: dict[str, Any] = {
 }
 
 
+class _Item:
+    """An item of the answer that is being said, or has been.
+
+    Args:
+        kind: ``reasoning``, ``message``, ``function_call`` or ``custom_tool_call``.
+        place: its id without the kind's prefix.
+        call: that it is, if it is one, under the client's name.
+    """
+
+    PREFIXES: ClassVar = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}
+    EVENTS: ClassVar = {
+        "reasoning": "reasoning_text",
+        "message": "output_text",
+        "function_call": "function_call_arguments",
+        "custom_tool_call": "custom_tool_call_input",
+    }
+
+    def __init__(self, kind: str, place: str, call: Mapping[str, Any] | None = None) -> None:
+        self.kind, self.event, self.call = kind, self.EVENTS[kind], call or {}
+        self.id = f"{self.PREFIXES[kind]}_{place}"
+        self._texts: list[str] = []
+        self._tokens: list[Token] = []
+
+    def add(self, text: str, tokens: Sequence[Token] = ()) -> None:
+        self._texts.append(text)
+        self._tokens += tokens
+
+    def part(self) -> dict[str, Any]:
+        """Return what the item holds, as a field of it, or as its one part."""
+        text = "".join(self._texts)
+        if self.kind == "function_call":
+            return {"arguments": text}
+        if self.kind == "custom_tool_call":
+            return {"input": _input_of(text)}
+        part = {"type": self.event, "text": text}
+        return part if self.kind == "reasoning" else {**part, "annotations": [], "logprobs": _logprobs(self._tokens)}
+
+    def as_dict(self, status: str = "completed") -> dict[str, Any]:
+        head = {"id": self.id, "type": self.kind, "status": status}
+        if self.call:
+            return {**head, **self.part(), **self.call}
+        more: dict[str, Any] = {"summary": []} if self.kind == "reasoning" else {"role": "assistant"}
+        return {**head, **more, "content": [self.part()]}
+
+
 class ResponseForm:
     """A response.
 
@@ -287,73 +332,101 @@ class ResponseForm:
         self._told = {name: given.get(name, default) for name, default in TOLD.items()}
         self.keep: Callable[[dict[str, Any]], None] | None = None  # takes the response at its end
         self._items: list[dict[str, Any]] = []  # those that are complete
-        self._open_call: dict[str, Any] | None = None  # that is being said
-        self._open: list[Piece] = []  # what is being said: pieces of reasoning, or of text
+        self._open: _Item | None = None
         self._last = Piece()
         self._number = -1
 
-    # A stream -------------------------------------------------------------------------------------------------
-
     def begin(self, usage: Usage, echoes: Sequence[Echo] = ()) -> list[Event]:
         response = self._response("in_progress", [], None)
-        return [
-            self._event("response.created", response=response),
-            self._event("response.in_progress", response=response),
-        ]
+        return [self._event(f"response.{kind}", response=response) for kind in ("created", "in_progress")]
 
     def piece(self, piece: Piece) -> list[Event]:
         self._last = piece
-        events = []
-        for call in piece.calls:
-            if "id" not in call and self._open_call is not None:
-                events += self._say_arguments(call["function"]["arguments"])
+        goes_on = self._open is not None and bool(self._open.call)
+        events = [self._say(call["function"]["arguments"]) for call in piece.calls if "id" not in call and goes_on]
         if piece.reasoning:
-            events += self._say(Piece(reasoning=piece.reasoning))
+            events += [self._begin("reasoning"), self._say(piece.reasoning)]
         if piece.text:
-            events += self._say(Piece(text=piece.text, tokens=piece.tokens))
+            events += [self._begin("message"), self._say(piece.text, piece.tokens)]
         for call in piece.calls:
             if "id" in call:
-                events += self._close()
-                text = call["function"]["arguments"]
-                self._open_call = {**call, "function": {**call["function"], "arguments": ""}}
-                if not self._is_custom(call):
-                    events.append(self._added({**self._call(self._open_call), "status": "in_progress"}))
-                events += self._say_arguments(text)
-        return events
-
-    def _is_custom(self, call: Mapping[str, Any]) -> bool:
-        tool = self._tools.get(call["function"]["name"])
-        return tool is not None and tool.is_custom
-
-    def _say_arguments(self, text: str) -> list[Event]:
-        """More of the arguments of the call that is being said; a custom tool's input is told at its end."""
-        assert self._open_call is not None
-        self._open_call["function"]["arguments"] += text
-        if self._is_custom(self._open_call):
-            return []
-        return [self._event("response.function_call_arguments.delta", **self._place_of(self._open_call), delta=text)]
-
-    def _place_of(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        return {"output_index": len(self._items), "item_id": self._call(call)["id"]}
-
-    def _close_call(self, call: Mapping[str, Any]) -> list[Event]:
-        item, place, events = self._call(call), self._place_of(call), []
-        if self._is_custom(call):
-            kind, told = "custom_tool_call_input", {"input": item["input"]}
-            events.append(self._added({**item, "input": "", "status": "in_progress"}))
-            events.append(self._event(f"response.{kind}.delta", **place, delta=item["input"]))
-        else:
-            kind, told = "function_call_arguments", {"name": item["name"], "arguments": item["arguments"]}
-        return [*events, self._event(f"response.{kind}.done", **place, **told), self._done(item)]
+                events += [self._begin_call(call), self._say(call["function"]["arguments"])]
+        return [event for several in events for event in several]
 
     def end(self, usage: Usage) -> list[Event]:
         events = self._close()
-        response = self._whole(self._last, usage)
+        response = self._whole(usage)
         return [*events, self._event(f"response.{response['status']}", response=response)]
 
     def failed(self, refusal: RequestRefused) -> list[Event]:
         said = {"code": refusal.code or refusal.kind, "message": str(refusal), "param": refusal.param}
         return [self._event("error", **said)]
+
+    def whole(self, answers: Sequence[Piece], usage: Usage, echoes: Sequence[Echo] = ()) -> dict[str, Any]:
+        (answer,) = answers
+        self.piece(answer)
+        self._close()
+        if not answer.text and not answer.calls:
+            self._items.append(self._item("message").as_dict())
+        return self._whole(usage)
+
+    # The items of an answer -----------------------------------------------------------------------------------
+
+    def _item(self, kind: str, call: Mapping[str, Any] | None = None) -> _Item:
+        return _Item(kind, f"{self._head.id}_{len(self._items)}", call)
+
+    def _begin(self, kind: str) -> list[Event]:
+        """Begin an item of reasoning or text, unless one of the kind is open."""
+        if self._open is not None and self._open.kind == kind:
+            return []
+        events, item = self._close(), self._item(kind)
+        self._open = item
+        added = {**item.as_dict("in_progress"), "content": []}
+        part = {"item_id": item.id, "output_index": len(self._items), "content_index": 0, "part": item.part()}
+        return [*events, self._added(added), self._event("response.content_part.added", **part)]
+
+    def _begin_call(self, call: Mapping[str, Any]) -> list[Event]:
+        name = call["function"]["name"]
+        tool = self._tools.get(name) or CallableTool({}, name)
+        named = {"call_id": call["id"], "name": tool.name}
+        if tool.namespace is not None:
+            named["namespace"] = tool.namespace
+        events = self._close()
+        self._open = self._item("custom_tool_call" if tool.is_custom else "function_call", named)
+        return events if tool.is_custom else [*events, self._added(self._open.as_dict("in_progress"))]
+
+    def _say(self, text: str, tokens: Sequence[Token] = ()) -> list[Event]:
+        """More of the open item; a custom tool's input is told at its end."""
+        item = self._open
+        if item is None:
+            return []
+        item.add(text, tokens)
+        if item.kind == "custom_tool_call":
+            return []
+        said = {"delta": text, "logprobs": _logprobs(tokens)} if item.kind == "message" else {"delta": text}
+        return [self._event(f"response.{item.event}.delta", **self._place(item), **said)]
+
+    def _close(self) -> list[Event]:
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        whole, place, part, events = item.as_dict(), self._place(item), item.part(), []
+        done: dict[str, Any] = {name: part[name] for name in ("text", "logprobs", "arguments", "input") if name in part}
+        if item.kind == "custom_tool_call":
+            events.append(self._added({**whole, "input": "", "status": "in_progress"}))
+            events.append(self._event(f"response.{item.event}.delta", **place, delta=part["input"]))
+        elif item.kind == "function_call":
+            done["name"] = whole["name"]
+        events.append(self._event(f"response.{item.event}.done", **place, **done))
+        if not item.call:
+            events.append(self._event("response.content_part.done", **place, part=part))
+        events.append(self._event("response.output_item.done", output_index=len(self._items), item=whole))
+        self._items.append(whole)
+        return events
+
+    def _place(self, item: _Item) -> dict[str, Any]:
+        place = {"item_id": item.id, "output_index": len(self._items)}
+        return place if item.call else {**place, "content_index": 0}
 
     def _event(self, kind: str, **values: Any) -> Event:
         self._number += 1
@@ -362,104 +435,12 @@ class ResponseForm:
     def _added(self, item: dict[str, Any]) -> Event:
         return self._event("response.output_item.added", output_index=len(self._items), item=item)
 
-    def _done(self, item: dict[str, Any]) -> Event:
-        event = self._event("response.output_item.done", output_index=len(self._items), item=item)
-        self._items.append(item)
-        return event
-
-    def _say(self, piece: Piece) -> list[Event]:
-        """More of the reasoning or the text; an item begins where the one before was of another kind."""
-        events = [] if self._open_call is None else self._close()
-        kind = "reasoning_text" if piece.reasoning else "output_text"
-        if self._open and bool(self._open[0].reasoning) != bool(piece.reasoning):
-            events += self._close()
-        if not self._open:
-            item = self._item(piece, "in_progress")
-            events.append(self._added({**item, "content": []}))
-            part = {**item["content"][0], "text": ""}
-            events.append(self._event("response.content_part.added", **self._place(piece), part=part))
-        self._open.append(piece)
-        delta: dict[str, Any] = {"delta": piece.reasoning or piece.text}
-        if kind == "output_text":
-            delta["logprobs"] = _logprobs(piece)
-        events.append(self._event(f"response.{kind}.delta", **self._place(piece), **delta))
-        return events
-
-    def _close(self) -> list[Event]:
-        if self._open_call is not None:
-            call, self._open_call = self._open_call, None
-            return self._close_call(call)
-        if not self._open:
-            return []
-        said, self._open = Piece.joined(self._open), []
-        item = self._item(said, "completed")
-        kind, place = item["content"][0]["type"], self._place(said)
-        done: dict[str, Any] = {"text": item["content"][0]["text"]}
-        if kind == "output_text":
-            done["logprobs"] = _logprobs(said)
-        return [
-            self._event(f"response.{kind}.done", **place, **done),
-            self._event("response.content_part.done", **place, part=item["content"][0]),
-            self._done(item),
-        ]
-
-    def _place(self, piece: Piece) -> dict[str, Any]:
-        item_id = self._item(piece, "in_progress")["id"]
-        return {"item_id": item_id, "output_index": len(self._items), "content_index": 0}
-
-    # The whole ------------------------------------------------------------------------------------------------
-
-    def whole(self, answers: Sequence[Piece], usage: Usage, echoes: Sequence[Echo] = ()) -> dict[str, Any]:
-        (answer,) = answers
-        if answer.reasoning:
-            self._items.append(self._item(Piece(reasoning=answer.reasoning), "completed"))
-        if answer.text or not answer.calls:
-            self._items.append(self._item(Piece(text=answer.text, tokens=answer.tokens), "completed"))
-        for call in answer.calls:
-            self._items.append(self._call(call))
-        return self._whole(answer, usage)
-
-    def _whole(self, answer: Piece, usage: Usage) -> dict[str, Any]:
-        response = self._response("incomplete" if answer.finish == "length" else "completed", self._items, usage)
+    def _whole(self, usage: Usage) -> dict[str, Any]:
+        status = "incomplete" if self._last.finish == "length" else "completed"
+        response = self._response(status, self._items, usage)
         if self.keep is not None:
             self.keep(response)
         return response
-
-    def _item(self, said: Piece, status: str) -> dict[str, Any]:
-        number = len(self._items)
-        if said.reasoning:
-            content = [{"type": "reasoning_text", "text": said.reasoning}]
-            return {
-                "id": f"rs_{self._head.id}_{number}",
-                "type": "reasoning",
-                "summary": [],
-                "content": content,
-                "status": status,
-            }
-        part = {"type": "output_text", "text": said.text, "annotations": [], "logprobs": _logprobs(said)}
-        return {
-            "id": f"msg_{self._head.id}_{number}",
-            "type": "message",
-            "role": "assistant",
-            "content": [part],
-            "status": status,
-        }
-
-    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        tool = self._tools.get(name)
-        kind, place = "function_call", f"{self._head.id}_{len(self._items)}"
-        told = {"id": f"fc_{place}", "arguments": arguments}
-        if tool is not None and tool.is_custom:
-            text = _input_of(arguments)
-            kind, told = (
-                "custom_tool_call",
-                {"id": f"ctc_{place}", "input": text},
-            )
-        if tool is not None and tool.namespace is not None:
-            told["namespace"] = tool.namespace
-        name = name if tool is None else tool.name
-        return {**told, "type": kind, "call_id": call["id"], "name": name, "status": "completed"}
 
     def _response(self, status: str, items: list[dict[str, Any]], usage: Usage | None) -> dict[str, Any]:
         head = self._head
@@ -474,15 +455,7 @@ class ResponseForm:
             "output": list(items),
             "store": self.keep is not None,
             **self._told,
-            "usage": None
-            if usage is None
-            else {
-                "input_tokens": usage.prompt,
-                "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
-                "output_tokens": usage.completion,
-                "output_tokens_details": {"reasoning_tokens": usage.reasoning},
-                "total_tokens": usage.prompt + usage.completion,
-            },
+            "usage": None if usage is None else usage.responses(),
         }
 
 
@@ -496,6 +469,6 @@ def _input_of(arguments: str) -> str:
     return text if isinstance(text, str) else arguments
 
 
-def _logprobs(piece: Piece) -> list[dict[str, Any]]:
-    told: list[dict[str, Any]] = content_logprobs(piece.tokens)["content"]
+def _logprobs(tokens: Sequence[Token]) -> list[dict[str, Any]]:
+    told: list[dict[str, Any]] = content_logprobs(tokens)["content"]
     return told

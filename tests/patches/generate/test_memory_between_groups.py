@@ -25,7 +25,7 @@ from mlx_paged.patches.cache.prompt_cache import factory_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.spill import SpillStore
 from mlx_paged.server.engine_loop import EngineLoop
-from mlx_paged.server.health.memory import MemoryWatch
+from mlx_paged.server.memory import MemoryWatch
 from mlx_paged.server.report.server_stats import ServerStats
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.fake_kernels import fake_kernels

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_paged.server.health import memory as heap
+from mlx_paged.server import memory as heap
 
 STATUS = Path("/proc/self/status")
 PIECES, SIZE = 2000, 64 << 10  # below what glibc takes from the system apart

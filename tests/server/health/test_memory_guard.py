@@ -12,7 +12,7 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.server.health.memory import MemoryGuard, MemoryReading, MemoryWatch, Pressure
+from mlx_paged.server.memory import MemoryReading, MemoryWatch, Pressure
 from tests.support.models.batch_runs import Outcome, Spec, check, collect, insert, kv_budget, make_solos, model_of
 
 LIMIT = 1 << 40
@@ -30,7 +30,6 @@ class Batch:
         self.used = 0
         clock = itertools.count()
         self.watch = MemoryWatch(0.5, lambda: MemoryReading(self.used, LIMIT, "system"), lambda: float(next(clock)))
-        self.guard = MemoryGuard(self.watch)
         self.cache = PagedPromptCache(None)
         pool = mlx_paged.pool_of(self.model)
         assert pool is not None
@@ -43,7 +42,7 @@ class Batch:
     def step(self, above: int) -> Pressure:
         """With so many bytes above the watermark."""
         self.used = LIMIT // 2 + above
-        self.guard.keep(self.generator, self.pool, self.cache)
+        self.watch.keep(self.generator, self.pool, self.cache)
         prompts, generated = self.generator.next()
         collect(self.outcomes, prompts, generated)
         self.pool.check_integrity()
@@ -110,7 +109,7 @@ def test_somebody_runs_however_little_there_is() -> None:
 
 
 def test_prefixes_that_are_not_paged_go_too() -> None:
-    guard = MemoryGuard(watch := MemoryWatch(0.5, lambda: MemoryReading(900, 1000, "system"), lambda: 1.0))
+    watch = MemoryWatch(0.5, lambda: MemoryReading(900, 1000, "system"), lambda: 1.0)
     cache = PagedPromptCache(None)
 
     class Whole:
@@ -121,5 +120,5 @@ def test_prefixes_that_are_not_paged_go_too() -> None:
 
     for number in range(3):
         cache.others.insert_cache("model", [number], [Whole()])
-    guard.keep(None, None, cache)
+    watch.keep(None, None, cache)
     assert watch.pressure == Pressure.EVICTING and cache.others.nbytes <= 600

@@ -1,4 +1,4 @@
-"""MemoryGuard: how full the memory is, and what makes room above the watermark."""
+"""MemoryWatch: how full the memory is, and what makes room above the watermark."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ...kv.pool import BlockPool
+from ..kv.pool import BlockPool
 
 
 @cache
@@ -136,9 +136,6 @@ def _read(path: Path) -> str:
         return ""
 
 
-ReadMemory = Callable[[], MemoryReading | None]
-
-
 WATERMARK = 0.95  # of the limit
 SLACK = 0.02  # of the limit, below the watermark, before everything is as it was
 EVERY_SECONDS = 0.5
@@ -153,18 +150,6 @@ class Pressure(IntEnum):
     PREEMPTING = 3  # the youngest running request makes room
 
 
-class Measures(NamedTuple):
-    """What is to be done after a reading.
-
-    Attributes:
-        pressure: the level.
-        excess: bytes above the watermark; if negative, bytes below it.
-    """
-
-    pressure: Pressure
-    excess: int
-
-
 class MemoryWatch:
     """Goes a level up with each reading above the watermark: what the level before gave up was not enough. Below it by
     some slack, everything is as it was. Between the two, requests that wait go on waiting.
@@ -173,89 +158,63 @@ class MemoryWatch:
         watermark: share of the limit; 0: nothing is watched.
         read: reads memory in use and the limit.
         clock: seconds.
-        every: seconds between readings.
     """
 
     def __init__(
         self,
         watermark: float = WATERMARK,
-        read: ReadMemory = read_memory,
+        read: Callable[[], MemoryReading | None] = read_memory,
         clock: Callable[[], float] = time.monotonic,
-        every: float = EVERY_SECONDS,
     ) -> None:
         self.watermark = watermark
         self.pressure = Pressure.NONE
         self.last: MemoryReading | None = None
-        self._read, self._clock, self._every = read, clock, every
+        self._read, self._clock = read, clock
         self._next = clock()
 
-    def look(self) -> Measures | None:
-        """Return what is to be done, or None until it is time for another reading; may be called often."""
+    def look(self) -> int | None:
+        """Read the memory and set the pressure. Return the bytes above the watermark, negative below it; None until it
+        is time for another reading; may be called often."""
         now = self._clock()
         if not self.watermark or now < self._next:
             return None
-        self.last = self._read()
-        self._next = now + self._every
+        self.last, before = self._read(), self.pressure
+        self._next = now + EVERY_SECONDS
         if self.last is None:
-            self._next = now + 60 * self._every  # a system that does not say will not say soon
+            self._next = now + 60 * EVERY_SECONDS  # a system that does not say will not say soon
             return None
-        mark = self.watermark * self.last.limit
-        excess = int(self.last.used - mark)
-        if excess > 0:
-            self.pressure = Pressure(min(self.pressure + 1, Pressure.PREEMPTING))
-        elif self.last.used < mark - SLACK * self.last.limit:
-            self.pressure = Pressure.NONE
+        used, limit, source = self.last
+        mark = self.watermark * limit
+        if int(used - mark) > 0:
+            self.pressure = Pressure(min(before + 1, Pressure.PREEMPTING))
         else:
-            self.pressure = min(self.pressure, Pressure.HOLDING)
-        return Measures(self.pressure, excess)
-
-    def as_dict(self) -> dict[str, Any] | None:
-        """Return what ``/health`` shows; None where nothing is watched or known."""
-        reading = self.last
-        if reading is None:
-            return None
-        return {
-            "used_bytes": reading.used,
-            "limit_bytes": reading.limit,
-            "source": reading.source,
-            "watermark": self.watermark,
-            "pressure": self.pressure.name.lower(),
-        }
-
-
-class MemoryGuard:
-    """Makes room in memory. Used by the engine's thread.
-
-    Args:
-        watch: says what is to be done.
-    """
-
-    def __init__(self, watch: MemoryWatch) -> None:
-        self._watch = watch
-        self._told = Pressure.NONE
+            self.pressure = Pressure.NONE if used < mark - SLACK * limit else min(before, Pressure.HOLDING)
+        if self.pressure > before:
+            logging.warning("memory (%s): %s of %s bytes in use: %s", source, used, limit, self.pressure.name.lower())
+        elif self.pressure == Pressure.NONE != before:
+            logging.info("memory is below its watermark again")
+        return int(used - mark)
 
     def keep(self, batch: Any, pool: BlockPool | None, prompt_cache: Any) -> None:
-        """Act between two steps; nothing but a look at the clock unless a reading is due.
+        """Make room between two steps; only a look at the clock unless a reading is due. For the engine's thread.
 
         Args:
             batch: of the requests that run; None: none do.
             pool: of the present model.
             prompt_cache: of all models; what is copied there goes, too.
         """
-        measures = self._watch.look()
-        if measures is None:
+        excess = self.look()
+        if excess is None:
             return
-        pressure, excess = measures
-        self._tell(pressure)
         if batch is not None:
-            batch.admits = pressure < Pressure.HOLDING
+            batch.admits = self.pressure < Pressure.HOLDING
         if pool is not None:
             pool.memory.spare = max(0, -excess)
         if excess <= 0:
             return
         mx.clear_cache()
         trim_heap()
-        if batch is not None and pressure >= Pressure.PREEMPTING:
+        if batch is not None and self.pressure >= Pressure.PREEMPTING:
             batch.preempt_youngest()
         if pool is not None:
             pool.memory.give_back(excess)
@@ -263,10 +222,9 @@ class MemoryGuard:
         if others is not None:
             others.trim_to(n_bytes=max(0, int(others.nbytes) - excess))
 
-    def _tell(self, pressure: Pressure) -> None:
-        if pressure > self._told and self._watch.last is not None:
-            used, limit, source = self._watch.last
-            logging.warning("memory (%s): %s of %s bytes in use: %s", source, used, limit, pressure.name.lower())
-        elif pressure < self._told and pressure == Pressure.NONE:
-            logging.info("memory is below its watermark again")
-        self._told = pressure
+    def as_dict(self) -> dict[str, Any] | None:
+        """Return what ``/health`` shows; None where nothing is watched or known."""
+        if self.last is None:
+            return None
+        shown = {"used_bytes": self.last.used, "limit_bytes": self.last.limit, "source": self.last.source}
+        return {**shown, "watermark": self.watermark, "pressure": self.pressure.name.lower()}

@@ -10,8 +10,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load
 
-from mlx_paged.server.stops import StoppedTokens
-from tests.server.stops.test_stop_strings import cut_of
+from mlx_paged.cli.stopped_tokens import StoppedTokens
+from tests.server.test_stop_strings import cut_of
 
 pytestmark = pytest.mark.demo_model
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from mlx_paged.server.constraint import constraint_of
+from mlx_paged.server.constraint import constraint_of, tools_of
 from mlx_paged.server.errors import RequestRefused
-from mlx_paged.server.tools import tools_of
 
 SCHEMA = {"type": "object"}
 
