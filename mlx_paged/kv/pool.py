@@ -237,10 +237,12 @@ class BlockPool:
             blocks = self.allocate(table.group, needed) if needed else []
             if references > 1:
                 try:
-                    self.copy_on_write_block(table, table.length // self.block_size, blocks[0])
+                    own = self.copy_on_write_block(table, table.length // self.block_size, blocks[0])
                 except Exception:
                     self.release(table.group, [block for block in blocks if block not in table.block_ids])
                     raise
+                if own != blocks[0]:  # to allocate, the prefix that shared it was evicted
+                    self.release(table.group, blocks[:1])
                 del blocks[0]
             table.block_ids.extend(blocks)
             table.length += num_tokens

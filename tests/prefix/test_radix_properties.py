@@ -223,6 +223,17 @@ COMMON: dict[str, Any] = {
 }
 
 
+def test_a_shared_tail_is_not_copied_if_its_prefix_is_evicted() -> None:
+    machine = TreeMachine()
+    machine.start(windows=(None, 5), blocks=14)
+    machine.burst([(True, (0, 0, (0, 0, 0, 1, *[0] * 7)), 25, False), (False, (19, 11, (0,) * 8), 0, True),
+                   (False, (0, 5, (1, 0)), 1, True), (False, (2, 4, (1,)), 4, False)])  # fmt: skip
+    machine.clear()
+    machine.burst([(False, (1, 2, (0, 0, 0)), 1, False), (False, (26, 19, (0, 0)), 0, False)])
+    machine.accounts_are_right()
+    machine.teardown()
+
+
 @pytest.mark.parametrize("num_examples", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_prefixes(num_examples: int) -> None:
     sizes = {"max_examples": num_examples, "stateful_step_count": 30}
