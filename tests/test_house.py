@@ -62,3 +62,41 @@ def test_no_docstring_dangles(folder: str) -> None:
 def test_names_of_tests_can_be_read_aloud() -> None:
     names = [f.name for path in python_files("tests") for f in functions_of(path) if f.name.startswith("test_")]
     assert len(names) > 1000 and not [name for name in names if len(name) > 70]
+
+
+def modules_of_the_product() -> dict[str, Path]:
+    """Files by module name; patches/ is mlx_paged.patches."""
+    found = {}
+    for folder, prefix in (("mlx_paged", "mlx_paged"), ("patches", "mlx_paged.patches")):
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            if parts[0] != "patches" or folder == "patches":
+                found[".".join([prefix, *parts]).removesuffix(".__init__")] = path
+    return found
+
+
+def imports_of(name: str, path: Path, known: set[str]) -> set[str]:
+    """The modules among ``known`` that a module imports when it runs, inside functions too."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = []
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base for alias in node.names}
+    return found & known - {name}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    modules = modules_of_the_product()
+    graph = {name: imports_of(name, path, set(modules)) for name, path in modules.items()}
+    assert len(graph) > 100 and "mlx_paged.kv.pool" in graph["mlx_paged.patches.cache.pools"]
+    while leaves := {name for name, imported in graph.items() if not imported & graph.keys()}:
+        graph = {name: imported for name, imported in graph.items() if name not in leaves}
+    assert {name: sorted(imported & graph.keys()) for name, imported in graph.items()} == {}

@@ -41,7 +41,6 @@ from mlx_paged.cli.terminal import Bar
 from mlx_paged.errors import ConfigError
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels import trial as kernel_timing
 from mlx_paged.kernels.check import SelfCheck
 from mlx_paged.kernels.launch_shape import DTYPES, HEAD_DIMS, Variant
 from mlx_paged.kernels.prefill import prefill_variants_of
@@ -543,13 +542,13 @@ def test_the_other_checks_run_with_the_configuration(monkeypatch: pytest.MonkeyP
 
 
 def test_dense_attention_is_timed_where_mlx_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_timing, "TOKENS", 64)
-    monkeypatch.setattr(kernel_timing, "LAUNCHES", 2)
+    monkeypatch.setattr(doctor_jobs, "_TOKENS", 64)
+    monkeypatch.setattr(doctor_jobs, "LAUNCHES", 2)
     shape = ("paged_decode", "metal", mx.float32, 64, 64, 4, 32)
     for sinks in (False, True):
-        seconds = kernel_timing.dense_seconds(Variant(*shape, False, sinks))
+        seconds = doctor_jobs.dense_seconds(Variant(*shape, False, sinks))
         assert seconds is not None and seconds > 0
-    assert kernel_timing.dense_seconds(Variant(*shape, True, False)) is None
+    assert doctor_jobs.dense_seconds(Variant(*shape, True, False)) is None
 
 
 STEPS = 200

@@ -20,6 +20,7 @@ from ...attention import gather
 from ...attention.dispatch import Dispatch, last_dispatch, paged_attention
 from ...config import PagedConfig
 from ...errors import PagedCacheError
+from ...kernels import ops as kernels
 from ...kernels.availability import device_unsupported_reason
 from ...kernels.build import backend
 from ...kernels.check import MAX_RMS, SelfCheck, self_check
@@ -28,7 +29,8 @@ from ...kernels.ops import variants_of
 from ...kernels.prefill import prefill_seconds, prefill_variants_of, self_check_prefill, unsupported_prefill
 from ...kernels.products import narrow_matmul
 from ...kernels.products import narrow_matmul as packed_weight
-from ...kernels.trial import dense_seconds, launch_seconds
+from ...kernels.quantized import new_blocks
+from ...kernels.trial import LAUNCHES, seconds_of
 from ...kv.group import LayerGroup
 from ...kv.pool import BlockPool
 from ...kv.storage.attention_params import AttentionParams, QueryHeads
@@ -111,6 +113,62 @@ def models_of(shape: Shape) -> str:
 
 
 _KV_HEADS = 2
+_ROWS, _TOKENS = 8, 1024  # that are timed
+
+
+def launch_seconds(variant: Variant) -> float:
+    """Seconds of one decode launch for 8 sequences of 1,024 tokens and 2 KV heads, the kernels being compiled."""
+    block, dtype = variant.block_size, variant.dtype
+    per_row = _TOKENS // block
+    dims = variant.head_dim, variant.value_dim
+    k_pool, v_pool = new_blocks(_ROWS * per_row + 1, _KV_HEADS, block, dims, dtype, variant.pages)
+    q = mx.zeros((_ROWS, _KV_HEADS * variant.gqa, 1, variant.head_dim), dtype)
+    tables = mx.arange(1, 1 + _ROWS * per_row, dtype=mx.int32).reshape(_ROWS, per_row)
+    ends, starts = mx.full((_ROWS, 1), _TOKENS, mx.int32), mx.zeros((_ROWS, 1), mx.int32)
+    sinks = mx.zeros((q.shape[1],)) if variant.sinks else None
+    mx.eval(k_pool, v_pool, q, tables, ends, starts)
+
+    def launches() -> list[mx.array]:
+        fence, results = kernels.new_fence(), []
+        for _ in range(LAUNCHES):
+            out, fence = kernels.paged_decode(
+                q,
+                k_pool,
+                v_pool,
+                fence,
+                tables,
+                ends,
+                starts,
+                scale=variant.head_dim**-0.5,
+                softcap=10.0 if variant.softcap else None,
+                sinks=sinks,
+                variant=variant,
+                pages=variant.pages,
+            )
+            results.append(out)
+        return [*results, fence]
+
+    return seconds_of(launches) / LAUNCHES
+
+
+def dense_seconds(variant: Variant) -> float | None:
+    """Seconds of MLX's own attention for the same shapes, over keys and values in one piece; None where it has none,
+    with a softcap."""
+    if variant.softcap:
+        return None
+    dtype = variant.dtype
+    q = mx.random.normal((_ROWS, _KV_HEADS * variant.gqa, 1, variant.head_dim)).astype(dtype)
+    k = mx.random.normal((_ROWS, _KV_HEADS, _TOKENS, variant.head_dim)).astype(dtype)
+    v = mx.random.normal((_ROWS, _KV_HEADS, _TOKENS, variant.value_dim)).astype(dtype)
+    sinks = mx.zeros((q.shape[1],), dtype) if variant.sinks else None
+    mx.eval(q, k, v)
+
+    def launches() -> list[mx.array]:
+        # Another scale each time, or one would be computed for all.
+        scales = [variant.head_dim**-0.5 * (1 + i / 1024) for i in range(LAUNCHES)]
+        return [mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, sinks=sinks) for scale in scales]
+
+    return seconds_of(launches) / LAUNCHES
 
 
 class Checked(NamedTuple):
