@@ -4,13 +4,15 @@ tensor.
 Requests that run are ordered by priority, then by when they were admitted first. The first always goes first, and only
 later ones are preempted for it; so it always advances, and every request finishes unless more urgent ones never end.
 Requests that decode take a token in every step, beside prompts of up to ``token_budget`` tokens: no prompt delays them
-by more than that. The same calls give the same decisions on every rank.
+by more than that. Clients of one priority take turns at the tokens of a step, and where no room is left, a client makes
+room for another that runs fewer requests. The same calls give the same decisions on every rank.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..errors import RequestTooLargeError
@@ -114,6 +116,9 @@ class Scheduler:
         self.admits = True  # whether requests may start beside those that run
         self._preempted: set[Request] = set()  # since planning began: they start in the next step at the earliest
         self._blocks_ahead: int | None = None  # that those running may take before another may start; None: not counted
+        self._num_running: Counter[Hashable] = Counter()  # requests by client, while a plan is made
+        self._num_plans = 0
+        self._served: dict[Hashable, int] = {}  # number of the last plan with a chunk of the client
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running)
@@ -150,6 +155,7 @@ class Scheduler:
         """Take a running request's memory and queue it again. What it had computed becomes prefilled again."""
         self.running.remove(request)
         self._blocks_ahead = None
+        self._num_running[request.options.client] -= 1
         self.memory.release(request)
         request.prefill_end = max(request.prefill_end, request.length)
         request.length = request.kept
@@ -164,12 +170,15 @@ class Scheduler:
         failed: list[tuple[Request, Exception]] = []
         self._blocks_ahead = None
         self._preempted.clear()
+        self._num_running = Counter(request.options.client for request in self.running)
         while True:
             decode = [(request, 1) for request in self.running if request.is_prefilled]
             if not decode or self._fits_after_preempting(decode, self.running[0], failed):
                 break
         # What a failed request held is released after the plan: the next one counts with it.
         chunks = [] if failed else self._plan_chunks(decode, failed)
+        self._num_plans += 1
+        self._served.update((chunk.request.options.client, self._num_plans) for chunk in chunks)
         return ScheduledStep(
             [request for request, _ in self._alive(decode)],
             [Chunk(request, num_tokens) for request, num_tokens in self._alive(chunks)],
@@ -182,12 +191,12 @@ class Scheduler:
         return [(request, num_tokens) for request, num_tokens in growth if request in running]
 
     def preempt_for(self, request: Request) -> bool:
-        """Preempt the last running request, if it comes after ``request``. Returns whether one was."""
-        last = self.running[-1]
-        if _rank(last) <= _rank(request):
-            return False
-        self.preempt(last)
-        return True
+        """Preempt a running request that comes after ``request``: the last one of the client with most of the last
+        priority. Returns whether there is one."""
+        later = [each for each in self.running if _rank(each) > _rank(request)]
+        if later:
+            self.preempt(_last_of_largest(self.running, later[-1].options.priority, later))
+        return bool(later)
 
     def preempt_youngest(self) -> bool:
         """Preempt the last running request, between two steps, unless it runs alone. Returns whether one was."""
@@ -216,29 +225,37 @@ class Scheduler:
         planned = list(decode)
         num_blocks = len(planned) * self.memory.most_blocks(1)
         chunks: list[Chunk] = []
-        index = 0
+        queue = deque(sorted((request for request in self.running if not request.is_prefilled), key=self._turn))
+        admits = True
         while budget > 0:
-            prefilling = [request for request in self.running if not request.is_prefilled]
-            if index < len(prefilling):
-                request = prefilling[index]
-            elif (admitted := self._admit(len(prefilling), failed)) is None:
-                break
-            else:
-                request = admitted
-                if request.is_prefilled:
+            while queue and queue[0] in self._preempted:
+                queue.popleft()
+            first = self.waiting.next(self._num_running) if admits else None
+            if first is not None and (not queue or self._turn(first) < self._turn(queue[0])):
+                admits = self._admit(first, failed)
+                if not admits or first.is_prefilled:
                     continue  # decodes from the next step on
+                request = first
+            elif queue:
+                request = queue.popleft()
+            else:
+                break
             num_tokens = self._chunk_length(request, budget)
             if chunks and num_tokens > budget:
                 break
             num_blocks += self.memory.most_blocks(num_tokens)
             # Mostly there is plenty: no table is looked at.
             if not self.memory.has_blocks(num_blocks) and not self._fits_chunk(planned, request, num_tokens, failed):
-                break
-            index += 1
+                admits, queue = False, deque(each for each in queue if _rank(each) < _rank(request))
+                continue  # older ones go on, and will finish
             budget -= num_tokens
             planned.append((request, num_tokens))
             chunks.append(Chunk(request, num_tokens))
         return chunks
+
+    def _turn(self, request: Request) -> tuple[int, int]:
+        """Return what decides whose chunk is next: the priority, then which client was served longest ago."""
+        return request.options.priority, self._served.get(request.options.client, 0)
 
     def _chunk_length(self, request: Request, budget: int) -> int:
         """Return the length of a request's next chunk; more than the budget if not even the least of it fits."""
@@ -251,22 +268,24 @@ class Scheduler:
     ) -> bool:
         """Return whether the chunk can be computed in this step, after younger ones have been preempted for it."""
         while not self.memory.fits([*self._alive(planned), (request, num_tokens)]):
-            if self.preempt_for(request):
+            if self._make_room(request, self.running) or self.preempt_for(request):
                 continue
             if self.running == [request]:
                 self._fail(request, num_tokens, failed)
-            return False  # older ones run: they will finish
+            return False
         return True
 
-    def _admit(self, num_prefilling: int, failed: list[tuple[Request, Exception]]) -> Request | None:
-        """Return the next request that waits, if it may start. Running ones of a lower urgency make room for it."""
-        request = self.waiting.next()
-        if request is None or num_prefilling >= self.max_prefilling or request in self._preempted:
-            return None
-        if len(self.running) >= self.max_running and not self._preempt_less_urgent(request):
-            return None
+    def _admit(self, request: Request, failed: list[tuple[Request, Exception]]) -> bool:
+        """Start a request that waits, if it may. Others make room for it, see :meth:`_make_room`."""
+        prefilling = [each for each in self.running if not each.is_prefilled]
+        if request in self._preempted:
+            return False
+        if len(prefilling) >= self.max_prefilling and not self._make_room(request, prefilling):
+            return False
+        if len(self.running) >= self.max_running and not self._make_room(request, self.running):
+            return False
         if self.running and not self.admits:
-            return None
+            return False
         # Room for all of its prompt and a token more, beyond what those running are going to need.
         num_tokens = request.prefill_end - request.length + 1
         while not (has_plenty := self._has_plenty_for(num_tokens)):
@@ -274,11 +293,12 @@ class Scheduler:
                 break
             if not self.running:
                 self._fail(request, num_tokens, failed)
-            if not self._preempt_less_urgent(request):
-                return None
+            if not self._make_room(request, self.running):
+                return False
         if self.memory.must_wait(request):
-            return None
+            return False
         self.waiting.admit(request)
+        self._num_running[request.options.client] += 1
         insort(self.running, request, key=_rank)
         self.memory.admit(request)
         if self._blocks_ahead is not None:
@@ -287,14 +307,20 @@ class Scheduler:
             growth = [(r, n) for r, n in self._growth_ahead() if r is not request]
             if not self.memory.fits([*growth, (request, request.prefill_end - request.length + 1)]):
                 self.preempt(request)  # what it has found cached is no longer there for those it was counted for
-                return None
-        return request
+                return False
+        return True
 
-    def _preempt_less_urgent(self, request: Request) -> bool:
-        """Preempt the last running request if its priority is a larger number. Returns whether one was."""
-        if not self.running or self.running[-1].options.priority <= request.options.priority:
+    def _make_room(self, request: Request, running: Sequence[Request]) -> bool:
+        """Preempt the last of these if its priority is a larger number; else, of the client with most of the same
+        priority, the last one, if its client then still has more than the request's. Returns whether one was."""
+        priority = request.options.priority
+        if running and running[-1].options.priority > priority:
+            self.preempt(running[-1])
+            return True
+        number = Counter(each.options.client for each in running if each.options.priority == priority)
+        if max(number.values(), default=0) < number[request.options.client] + 2:
             return False
-        self.preempt(self.running[-1])
+        self.preempt(_last_of_largest(running, priority, running))
         return True
 
     def _has_plenty_for(self, num_tokens: int) -> bool:
@@ -317,3 +343,10 @@ def _rank(request: Request) -> tuple[int, int]:
     """Return what requests that have been admitted are ordered by."""
     assert request.admitted is not None
     return request.options.priority, request.admitted
+
+
+def _last_of_largest(running: Sequence[Request], priority: int, among: Sequence[Request]) -> Request:
+    """Return the last one of these with a priority that is of the client that runs most of it, of several the last."""
+    number = Counter(each.options.client for each in running if each.options.priority == priority)
+    peers = [each for each in among if each.options.priority == priority]
+    return max(reversed(peers), key=lambda each: number[each.options.client])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,51 +10,56 @@ if TYPE_CHECKING:
 
 
 class WaitingQueue:
-    """Requests that wait. The next one has the lowest ``priority``; of these, one that was preempted comes before those
-    that never ran, and otherwise the client comes first whose last request was admitted longest ago.
+    """Requests that wait. The next one has the lowest ``priority``; of these, the client that runs the fewest requests
+    comes first; then one that was preempted before those that never ran; then the client whose last request was
+    admitted longest ago.
 
     A client that asks a thousand times delays another client's request by one of its own, not by a thousand.
     """
 
     def __init__(self) -> None:
-        self._preempted: dict[Request, None] = {}
-        self._fresh: dict[tuple[int, Hashable], dict[Request, None]] = {}  # by priority and client, oldest first
+        # By priority and client: those that were preempted, and those that never ran, oldest first.
+        self._groups: dict[tuple[int, Hashable], tuple[dict[Request, None], dict[Request, None]]] = {}
         self._turns: dict[Hashable, int] = {}  # number of the last admission, by client
         self._num_admitted = 0
-        self._next: Request | None = None  # None: not known
+        self._firsts: dict[tuple[int, Hashable], Request] = {}  # of groups; those that are known
 
     def __len__(self) -> int:
-        return len(self._preempted) + sum(map(len, self._fresh.values()))
+        return sum(len(part) for group in self._groups.values() for part in group)
 
     def __iter__(self) -> Iterator[Request]:
-        fresh = [request for group in self._fresh.values() for request in group]
-        return iter(sorted([*self._preempted, *fresh], key=self._rank))
+        return iter(sorted((r for group in self._groups.values() for part in group for r in part), key=self._rank))
 
     def add(self, request: Request) -> None:
-        options = request.options
-        if request.admitted is not None:
-            self._preempted[request] = None
-        else:
-            self._fresh.setdefault((options.priority, options.client), {})[request] = None
-        self._next = None
+        name = request.options.priority, request.options.client
+        preempted, fresh = self._groups.setdefault(name, ({}, {}))
+        (fresh if request.admitted is None else preempted)[request] = None
+        self._firsts.pop(name, None)
 
     def remove(self, requests: Collection[Request]) -> None:
         """Forget requests that may be here."""
         for request in requests:
-            self._preempted.pop(request, None)
             name = request.options.priority, request.options.client
-            if (group := self._fresh.get(name)) is not None:
-                group.pop(request, None)
-                if not group:
-                    del self._fresh[name]
-        self._next = None
+            group = self._groups.get(name)
+            if group is None:
+                continue
+            for part in group:
+                part.pop(request, None)
+            if not any(group):
+                del self._groups[name]
+            self._firsts.pop(name, None)
 
-    def next(self) -> Request | None:
-        """Return the request to admit next. Asked in every step: it is searched only after a change."""
-        if self._next is None:
-            firsts = [next(iter(group)) for group in self._fresh.values()]
-            self._next = min([*self._preempted, *firsts], key=self._rank, default=None)
-        return self._next
+    def next(self, num_running: Mapping[Hashable, int]) -> Request | None:
+        """Return the request to admit next. Asked in every step: only groups that have changed are searched.
+
+        Args:
+            num_running: requests that run, by client; clients without any may be left out.
+        """
+        for name, (preempted, fresh) in self._groups.items():
+            if name not in self._firsts:
+                self._firsts[name] = min(preempted, key=self._rank) if preempted else next(iter(fresh))
+        rank = lambda r: (r.options.priority, num_running.get(r.options.client, 0), *self._rank(r)[1:])  # noqa: E731
+        return min(self._firsts.values(), key=rank, default=None)
 
     def admit(self, request: Request) -> None:
         """Remove a request that starts, and number it if it has not run before."""

@@ -217,7 +217,7 @@ def test_clients_are_admitted_in_turns() -> None:
     driver.step()
     driver.insert(prompt=5, extra=3, client="b")
     driver.insert(prompt=5, extra=3, client="b")
-    assert admitted(driver) == [0, 1, 6, 2, 7, 3, 4, 5]
+    assert admitted(driver) == [0, 1, 6, 7, 2, 3, 4, 5]  # the second of a's made room, and comes before the third
 
 
 def test_a_client_that_was_away_has_one_turn_and_no_credit() -> None:
@@ -233,6 +233,37 @@ def test_a_client_that_was_away_has_one_turn_and_no_credit() -> None:
     order = admitted(driver)
     clients = ["b" if uid in (0, 5, 7, 9) else "a" for uid in order]
     assert "bbb" not in "".join(clients) and "aaa" not in "".join(clients)
+
+
+FLOODS: dict[str, tuple[int, dict[str, int | None], int, int]] = {  # blocks, options, prompt and answer of the flood
+    "slots full of long answers": (1000, {}, 5, 400),
+    "prompts without end": (1000, {"max_running": 8}, 160, 2),
+    "few prompts at a time": (1000, {"max_running": 8, "max_prefilling": 2}, 400, 2),
+    "memory full": (60, {"max_running": 8, "max_prefilling": 8}, 20, 60),
+    "chunks on a grid": (1000, {"max_running": 8, "grid": 8, "chunk": 16}, 160, 2),
+}
+
+
+@pytest.mark.parametrize(("num_blocks", "options", "prompt", "extra"), FLOODS.values(), ids=FLOODS)
+def test_a_flood_at_most_doubles_the_steps_of_others(
+    num_blocks: int, options: dict[str, int | None], prompt: int, extra: int
+) -> None:
+    """Counts steps to the first token of each of three requests, alone and beside a client with 40 of them."""
+    driver, alone = Driver(num_blocks, **options), Driver(num_blocks, **options)
+    flood = [driver.insert(prompt, extra, client="a") for _ in range(40)]
+    for _ in range(30):
+        driver.step()
+    for _ in range(3):
+        numbers = []
+        for each in (alone, driver):
+            request = each.insert(prompt=64, extra=5, client="b")
+            numbers.append(next(number for number in range(1, 200) if request in each.step().decode))
+            for _ in range(5):
+                each.step()
+            assert request.uid in each.finished
+        assert numbers[1] <= 2 * numbers[0]
+    driver.run(40_000)
+    assert {request.uid for request in flood} <= set(driver.finished)
 
 
 def test_priorities_come_before_turns() -> None:
