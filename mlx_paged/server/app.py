@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from importlib.metadata import version
@@ -22,7 +23,7 @@ from .report import cache_page
 from .report.server_stats import CONTENT_TYPE
 from .request import ServerRequest
 from .requests.endpoints import COUNT_TOKENS, DETOKENIZE, ENDPOINTS, RESPONSES, TOKENIZE, Endpoint, description
-from .requests.fields import parsed
+from .requests.fields import MAX_PRIORITY, parsed
 from .requests.messages import message_request
 from .requests.pieces import Head
 from .requests.responses import ResponseForm
@@ -66,6 +67,7 @@ class App:
             service = self._service
             key = self._check_key(http)
             service.check_open()
+            _log(http).client = service.clients.enter(key, http.headers.get("user-agent", ""))
             async with body_of(http, service.bodies) as raw:
                 parse = lambda: parsed(raw, endpoint.body, strict=service.config.strict_parameters)  # noqa: E731
                 body, ignored = parse() if len(raw) < SMALL_JSON else await service.prompts.run(parse, size=len(raw))
@@ -97,7 +99,8 @@ class App:
         assert endpoint.request is not None
         request = endpoint.request(body, service.defaults)
         request.salt = service.config.api_keys.salt(key, body.cache_salt)
-        request.id = _log(http).id
+        request.id, request.client = _log(http).id, _log(http).client
+        request.priority = service.clients.priority(key, _asked_priority(body, http))
         request.model = service.names.resolve(body.model, body.adapters, body.draft_model)
         if request.num_draft_tokens is not None and request.model.draft is None:
             raise invalid("num_draft_tokens needs a draft_model", "num_draft_tokens")
@@ -199,6 +202,17 @@ class App:
 
 def _head(body: Any, fingerprint: str) -> Head:
     return Head(uuid.uuid4().hex, body.model or "default_model", int(time.time()), fingerprint)
+
+
+def _asked_priority(body: Any, http: Request) -> int | None:
+    """Return the priority that a body asks for, or the header ``x-priority``. Raises RequestRefused: it is no number."""
+    asked = http.headers.get("x-priority")
+    if body.priority is not None or asked is None:
+        priority: int | None = body.priority
+        return priority
+    if re.fullmatch(r"[+-]?[0-9]{1,7}", asked.strip()) is None or abs(int(asked)) > MAX_PRIORITY:
+        raise invalid(f"the header x-priority must be a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}", "priority")
+    return int(asked)
 
 
 def _log(http: Request) -> RequestLog:

@@ -175,6 +175,7 @@ class RequestLog:
         id: of the request, as the client is told it.
         reason: of a status that is an error.
         outcome: ``ok``, ``refused`` (4xx), ``failed`` (5xx) or ``cancelled``.
+        client: its name; empty: it has not been let in.
     """
 
     id: str
@@ -182,6 +183,7 @@ class RequestLog:
     model: str = ""
     reason: str = ""
     outcome: str = "ok"
+    client: str = ""
     prompt: int = 0
     cached: int = 0
     generated: int = 0
@@ -193,6 +195,8 @@ class RequestLog:
 
     def line(self, method: str, path: str) -> str:
         parts = [f"{method} {path[:200]} {self.status or '-'}", f"id={self.id}"]
+        if self.client:
+            parts.append(f"client={self.client!r}")
         if self.model:
             parts.append(f"model={self.model[:100]!r}")
         if self.prompt:
@@ -283,6 +287,8 @@ class Gate(CORSMiddleware):
             log.num_seconds = time.monotonic() - begin
             if is_post:
                 self._service.stats.requests[log.outcome] += 1
+            if log.client:
+                self._service.clients.leave(log)
             path = scope["raw_path"].decode("ascii", "backslashreplace")  # whatever %0A it holds, one line
             quiet = path in QUIET and log.status in (200, 503)
             logging.log(logging.DEBUG if quiet else logging.INFO, "%s", log.line(scope["method"], path))

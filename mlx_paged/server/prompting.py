@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from .backend import PromptLimits
+from .clients import Turns
 from .errors import invalid
 from .request import ChatInput, Input, Prompt, ServerRequest
 from .requests.agents import ToolOrders, steady_messages
@@ -51,7 +52,7 @@ class PromptMaker:
         self.num_waiting = 0
         self._allow_template, self._image_hosts, self._default_tokens = allow_template, image_hosts, default_tokens
         self._tool_orders = ToolOrders()
-        self._small, self._large = (ThreadPoolExecutor(1, thread_name_prefix="prompts") for _ in range(2))
+        self._small, self._large = ((ThreadPoolExecutor(1, thread_name_prefix="prompts"), Turns()) for _ in range(2))
         # Which wait, for grammars that are tried and images that are fetched, and compute little.
         self._waiting = ThreadPoolExecutor(WAITING_THREADS, thread_name_prefix="waiting")
 
@@ -73,7 +74,8 @@ class PromptMaker:
             request.grammar = await self._waited_for(lambda: texts.compile(constraint, is_cancelled=is_gone))
             if request.grammar is None:
                 request.constraint = None  # nor do other ranks compile it
-        await self.run(lambda: self._complete(request, texts), size=sum(map(_size, request.inputs)))
+        size = sum(map(_size, request.inputs))
+        await self.run(lambda: self._complete(request, texts), size=size, client=request.client)
 
     def _complete(self, request: ServerRequest, texts: ModelTexts) -> None:
         if not request.prompts:
@@ -96,12 +98,13 @@ class PromptMaker:
         limits = PromptLimits(length if of_model else most, PROMPT_SECONDS, self._allow_template, of_model)
         return texts.make_prompt(given, limits)
 
-    async def run(self, work: Callable[[], T], *, size: int = 0) -> T:
-        """Return what ``work`` returns in a worker thread, by its size in characters."""
-        pool = self._small if size <= SMALL_CHARACTERS else self._large
+    async def run(self, work: Callable[[], T], *, size: int = 0, client: str = "") -> T:
+        """Return what ``work`` returns in a worker thread, by its size in characters. Clients take turns."""
+        pool, turns = self._small if size <= SMALL_CHARACTERS else self._large
         self.num_waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(pool, work)
+            async with turns.of(client):
+                return await asyncio.get_running_loop().run_in_executor(pool, work)
         finally:
             self.num_waiting -= 1
 

@@ -19,6 +19,7 @@ import uvicorn
 from ..engine.ranks.ranks import Ranks
 from ..errors import ConfigError
 from .app import make_app
+from .clients import Clients
 from .engine_loop import CLOSING
 from .engine_thread import LAST_SECONDS, EngineThread, new_loop
 from .errors import RequestRefused, unavailable
@@ -76,6 +77,7 @@ class Service:
         self.cli_args, self.config, self.fingerprint, self.ranks = cli_args, config, fingerprint, ranks
         self.stats = ServerStats()
         self.names = ModelNames(default, config)
+        self.clients = Clients(config.api_keys)
         self.prompts = PromptMaker(
             allow_template=config.allow_chat_template_override,
             image_hosts=config.image_hosts,
@@ -145,6 +147,7 @@ class Service:
             cache.figures() if hasattr(cache, "figures") else None,
             model=None if texts is None or texts.key.model is None else os.path.basename(texts.key.model.rstrip("/")),
             health=self.health(),
+            clients=self.clients.figures(),
             with_blocks=with_blocks,
         )
 

@@ -50,6 +50,7 @@ def server_report(
     *,
     model: str | None = None,
     health: dict[str, Any] | None = None,
+    clients: Sequence[dict[str, Any]] = (),
     with_blocks: bool = False,
 ) -> dict[str, Any]:
     """Figures of the server, its pool and its prefix cache. May be called by any thread, and waits for none.
@@ -62,12 +63,14 @@ def server_report(
         prefix_cache: figures of it.
         model: the present one's name.
         health: what ``/health`` says.
+        clients: figures of each.
         with_blocks: also the state of every block, the requests, and the last minutes.
     """
     report: dict[str, Any] = {
         "model": model,
         "health": health,
         "server": stats.as_dict(),
+        "clients": list(clients),
         "running": {"running": sum(not each["waiting"] for each in requests), "waiting": num_waiting},
         "pool": None if pool is None else pool.stats().as_dict(),
         "pages": [] if pool is None else [_pages_of(group) for group in pool.groups],

@@ -51,6 +51,10 @@ _SERVER_COUNTERS = {
     "generated_tokens": "Tokens generated",
     "first_tokens": "Requests whose first token has come",
 }
+_CLIENT_COUNTERS = {
+    "requests": "Requests",
+    **{name: _SERVER_COUNTERS[name] for name in ("prompt_tokens", "cached_tokens", "generated_tokens")},
+}
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 5)
 _TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -160,6 +164,11 @@ def _families(stats: dict[str, Any]) -> Iterator[Any]:
     for outcome, number in server["requests"].items():
         requests.add_metric([outcome], number)
     yield requests
+    for name, text in _CLIENT_COUNTERS.items():
+        by_client = CounterMetricFamily(f"mlx_paged_client_{name}", f"{text}, by client", labels=["client"])
+        for each in stats["clients"]:
+            by_client.add_metric([each["client"]], each[name])
+        yield by_client
     yield GaugeMetricFamily("mlx_paged_running_requests", "Requests that run", value=running["running"])
     yield GaugeMetricFamily("mlx_paged_waiting_requests", "Requests that wait", value=running["waiting"])
     yield GaugeMetricFamily("mlx_paged_prefix_hit_rate", "Share of prompt tokens cached", value=server["hit_rate"])
