@@ -205,13 +205,13 @@ def _head(body: Any, fingerprint: str) -> Head:
 
 
 def _asked_priority(body: Any, http: Request) -> int | None:
-    """Return the priority that a body asks for, or the header ``x-priority``. Raises RequestRefused: it is no number."""
+    """Return the priority that a body or else the header asks for. Raises RequestRefused: that is no number."""
     asked = http.headers.get("x-priority")
     if body.priority is not None or asked is None:
         priority: int | None = body.priority
         return priority
     if re.fullmatch(r"[+-]?[0-9]{1,7}", asked.strip()) is None or abs(int(asked)) > MAX_PRIORITY:
-        raise invalid(f"the header x-priority must be a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}", "priority")
+        raise invalid(f"the header x-priority must be a whole number, at most {MAX_PRIORITY} from 0", "priority")
     return int(asked)
 
 

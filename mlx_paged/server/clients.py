@@ -114,9 +114,10 @@ class Clients:
 
     def figures(self) -> list[dict[str, Any]]:
         """Return what each client has asked for and how much of its prompts was cached, the busiest first."""
-        rows = [{"client": name, **{f: counts[f] for f in FIGURES}} for name, counts in list(self._figures.items())]
-        for row in rows:
-            row["hit_rate"] = round(row["cached_tokens"] / row["prompt_tokens"], 4) if row["prompt_tokens"] else 0.0
+        rows: list[dict[str, Any]] = [
+            {"client": name, **{figure: counts[figure] for figure in FIGURES}}
+            for name, counts in list(self._figures.items())
+        ]
         return sorted(rows, key=lambda row: -row["prompt_tokens"])
 
 
@@ -148,10 +149,12 @@ class Turns:
         while self._waiting:
             client, line = next(iter(self._waiting.items()))
             given = line.popleft()
-            self._waiting.move_to_end(client)
             if not line:
                 del self._waiting[client]
-            if not given.done():
-                given.set_result(None)
-                return
+            if given.done():
+                continue
+            if line:
+                self._waiting.move_to_end(client)
+            given.set_result(None)
+            return
         self._is_taken = False

@@ -37,7 +37,10 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     flags = ["--max-tokens", "3", "--kv-cache-memory", "8MB", "--allow-chat-template-override"]
     flags += ["--served-model-name", "house", "--served-model-name", "org/house"]
     flags += ["--allow-any-model", "--drain-timeout", "0.2"]  # the last prompt never ends
-    process = ServerProcess(folder, tmp_path_factory.mktemp("server"), *flags, MLX_PAGED_API_KEY="one,two\n")
+    keys = tmp_path_factory.mktemp("keys") / "keys.json"
+    keys.write_text(json.dumps({"batch": {"key": "three", "priority": 7, "requests_per_minute": 2}}))
+    key = f"one,two,@{keys}\n"
+    process = ServerProcess(folder, tmp_path_factory.mktemp("server"), *flags, MLX_PAGED_API_KEY=key)
     yield process
     assert process.stop() == 0, process.log[-3000:]
     assert "Traceback" not in process.log, process.log[-5000:]
@@ -101,6 +104,29 @@ def test_holders_of_other_keys_do_not_learn_what_was_asked(server: ServerProcess
     assert cached(server.post(COMPLETIONS, {**salted, "seed": 1}, **OTHER)) == 0
     for wrong in ("", 3, "x" * 1001):
         assert server.post(COMPLETIONS, {**prompt, "cache_salt": wrong}, **KEY).json["error"]["param"] == "cache_salt"
+
+
+def test_a_keys_limit_is_told_with_the_time_to_wait(server: ServerProcess) -> None:
+    limited = {"Authorization": "Bearer three", "User-Agent": "claude-cli/2"}
+    for _ in range(2):
+        assert server.post(CHAT, chat(), **limited).status == 200
+    for path, body in ((CHAT, chat()), ("/v1/messages", chat(max_tokens=3))):
+        refused = server.post(path, body, **limited)
+        assert refused.status == 429 and 1 <= int(refused.headers["retry-after"]) <= 30
+        assert "'batch' has used its requests" in refused.json["error"]["message"]
+    assert server.get("/v1/models", **limited).status == 200 and server.post(CHAT, chat(), **KEY).status == 200
+    clients = {each["client"]: each for each in server.get("/v1/cache/stats", **KEY).json["clients"]}
+    assert clients["batch"]["requests"] == 2 and clients["batch"]["cached_tokens"] > 0
+    metrics = server.get("/metrics", **KEY).body.decode()
+    assert re.search(r'mlx_paged_client_cached_tokens_total\{client="batch"\} [1-9]', metrics)
+    assert "client='key 1'" in server.log and "three" not in server.log
+
+
+def test_a_priority_may_come_in_a_header(server: ServerProcess) -> None:
+    assert server.post(CHAT, chat(), **KEY, **{"X-Priority": "-3"}).status == 200
+    for wrong in ("high", "1.5", "99999999"):
+        refused = server.post(CHAT, chat(), **KEY, **{"X-Priority": wrong})
+        assert refused.status == 400 and refused.json["error"]["param"] == "priority"
 
 
 def test_a_burst_shares_within_a_salt_alone(server: ServerProcess) -> None:

@@ -1,0 +1,65 @@
+"""Serve a model whose answers follow a script: a call of a shell in each of the first turns, then a text.
+
+python scripts/clients/scripted_server.py MODEL PORT [TURNS] [FLAGS OF THE SERVER]
+
+Only the tokens are chosen by the script, as a grammar that allows one text; server, HTTP, tokenizer, chat template,
+engine and prefix cache are the real ones. For trying coding agents, whose tools an untrained model would never call.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from mlx_paged.cli import server
+from mlx_paged.engine.grammar.compiler import GrammarSource
+from mlx_paged.server.constraint import Constraint
+from mlx_paged.server.prompting import PromptMaker
+from mlx_paged.server.request import ChatInput
+
+SHELLS = ("bash", "shell", "exec_command", "shell_command", "local_shell")
+DESCRIPTION = "Read the next file"
+THOUGHTS = 8  # tokens, where the prompt begins thinking
+
+
+def next_text(chat: ChatInput, num_turns: int) -> str:
+    """Return what the model says next, by how many results of tools the chat holds."""
+    number = sum(message.get("role") == "tool" for message in chat.messages)
+    functions = [tool["function"] for tool in chat.tools or ()]
+    shell = next((each for each in functions if each["name"].lower() in SHELLS), None)
+    if shell is None or number >= num_turns - 1:
+        return f"All {number} files have been read."
+    return f"<tool_call>\n{json.dumps({'name': shell['name'], 'arguments': arguments_of(shell, number)})}\n</tool_call>"
+
+
+def arguments_of(shell: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return arguments of a command that reads a file, as the tool's schema wants them."""
+    properties = shell["parameters"].get("properties", {})
+    command: Any = f"cat file{number}.txt"
+    name = "cmd" if "cmd" in properties else "command"
+    if properties.get(name, {}).get("type") == "array":
+        command = ["bash", "-lc", command]
+    described = {"description": DESCRIPTION} if "description" in properties else {}
+    return {name: command, **described}
+
+
+def main() -> None:
+    model, port, *flags = sys.argv[1:]
+    num_turns = int(flags.pop(0)) if flags and flags[0].isdigit() else 12
+    complete = PromptMaker.complete
+
+    async def scripted(self: PromptMaker, request: Any, texts: Any, is_gone: Any) -> None:
+        await complete(self, request, texts, is_gone)
+        (given,) = request.inputs
+        if isinstance(given, ChatInput):
+            source = GrammarSource.choice([next_text(given, num_turns)])
+            request.grammar, request.constraint = texts.compile(Constraint(source, "script")), None
+            request.thinking_budget = THOUGHTS
+
+    PromptMaker.complete = scripted  # type: ignore[method-assign]
+    server.main(["--model", model, "--port", port, *flags])
+
+
+if __name__ == "__main__":
+    main()
