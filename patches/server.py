@@ -7,6 +7,7 @@ import gc
 import logging
 import time
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -155,7 +156,8 @@ def make_prompt_cache(config: ServerConfig, max_size: int | None, ranks: Ranks |
 
 
 class LoadedModels:
-    """The model that is loaded, and those that can take its place (:class:`mlx_paged.server.backend.Models`).
+    """The model whose requests are computed, and those that can take its place, of which those of the command line stay
+    loaded while memory allows (:class:`mlx_paged.server.backend.Models`).
 
     Args:
         cli_args: of the command line.
@@ -167,6 +169,9 @@ class LoadedModels:
         self.cli_args, self.config, self.ranks = cli_args, config, ranks
         self._texts: LoadedTexts | None = None
         self.weights: Weights | None = None
+        self.idle_unload = config.idle_unload
+        self._loaded: OrderedDict[ModelKey, tuple[Weights, LoadedTexts]] = OrderedDict()  # least recently used first
+        self._all_texts: dict[ModelKey, LoadedTexts] = {}  # of those, and of what was unloaded
         self._scored = SCORED  # tokens of the next slice of a prompt
         self.prompt_cache = make_prompt_cache(config, cli_args.prompt_cache_size, ranks)
         if isinstance(self.prompt_cache, PagedPromptCache) and self.prompt_cache.spill is not None:
@@ -175,6 +180,13 @@ class LoadedModels:
     @property
     def texts(self) -> LoadedTexts | None:
         return self._texts
+
+    def texts_of(self, key: ModelKey | None) -> LoadedTexts | None:
+        texts = self._texts
+        return texts if key is None or (texts is not None and texts.key == key) else self._all_texts.get(key)
+
+    def is_present(self, key: ModelKey) -> bool:
+        return self.weights is not None and self._texts is not None and self.weights.key == key
 
     @property
     def default_key(self) -> ModelKey:
@@ -209,6 +221,11 @@ class LoadedModels:
         Raises:
             RequestRefused: 404, it cannot be loaded. Why, the log says: a client is not told what there is on disk.
         """
+        if (found := self._loaded.get(key)) is not None:
+            make_way()
+            self.weights, self._texts = found
+            self._loaded.move_to_end(key)
+            return
         try:
             weights = load_weights(key, self.cli_args)
             if isinstance(self.prompt_cache, PagedPromptCache):
@@ -216,21 +233,37 @@ class LoadedModels:
             make_way()
             self._texts = None  # until the new one's is known
             needed = sum(x.nbytes for x in weights.arrays)
-            if self.weights is not None and needed > free_memory():
-                logging.warning("memory does not hold two models: %.200s is unloaded first", self.weights.key.model)
-                self.weights = None
-                gc.collect()
-                mx.clear_cache()
+            while self._loaded and needed > free_memory():
+                logging.warning("memory does not hold another model: %.200s goes", next(iter(self._loaded)).model)
+                self._drop_oldest()
             mx.eval(weights.arrays)
             self._take(weights)
-            gc.collect()
-            mx.clear_cache()
+            while len(self._loaded) > max(1, len(self.cli_args.models)):
+                self._drop_oldest()
         except Exception as error:
             logging.warning("the model %.200r cannot be loaded: %s: %.500s", key.model, type(error).__name__, error)
             if self._texts is None and self.weights is not None:
-                self._learn(self.weights)
+                self._texts = self._loaded[self.weights.key][1]
             message = "the model cannot be loaded, or is not what the request needs"
             raise not_found(message, param="model", code="model_not_found") from None
+
+    def _drop_oldest(self) -> None:
+        key, (weights, _) = self._loaded.popitem(last=False)
+        if self.weights is weights:
+            self.weights = None
+        if key.model not in self.cli_args.models:
+            del self._all_texts[key]
+        del weights
+        gc.collect()
+        mx.clear_cache()
+
+    def unload(self) -> None:
+        if isinstance(self.prompt_cache, PagedPromptCache):
+            self.prompt_cache.tidy()
+            self.prompt_cache.forget_unloaded()
+        self.weights = None
+        while self._loaded:
+            self._drop_oldest()
 
     def _take(self, weights: Weights) -> None:
         self.weights, self._scored = weights, SCORED
@@ -254,12 +287,15 @@ class LoadedModels:
             if (pool := known_pool(weights.model)) is not None:
                 self.prompt_cache.tree_of(pool)  # with it a request takes more of the budget, whose size is told now
         most = capacity(pool_of(weights.model), self.cli_args.prefill_step_size)
-        self._texts = LoadedTexts(weights, self.cli_args.chat_template_args, most)
+        self._texts = self._all_texts[weights.key] = LoadedTexts(weights, self.cli_args.chat_template_args, most)
+        self._loaded[weights.key] = weights, self._texts
 
     def _identify(self, key: Hashable) -> str | None:
         """Return what names the present models on disk; over ranks, None on all if one cannot tell."""
-        weights, identity = self.weights, None
-        if weights is not None and weights.key == key:
+        found, identity = [each for each, _ in self._loaded.values() if each.key == key], None
+        if not found and self.weights is not None and self.weights.key == key:
+            found = [self.weights]
+        for weights in found:
             identity = identity_of([weights.model, *([] if weights.draft_model is None else [weights.draft_model])])
         if self.ranks is not None and not all(self.ranks.exchange(identity is not None)):
             return None
@@ -271,7 +307,7 @@ class LoadedModels:
 
     @property
     def pools(self) -> list[BlockPool]:
-        models = () if self.weights is None else (self.weights.model, self.weights.draft_model)
+        models = [model for weights, _ in self._loaded.values() for model in (weights.model, weights.draft_model)]
         return [pool for model in models if model is not None and (pool := known_pool(model)) is not None]
 
     # Computing ------------------------------------------------------------------------------------------------
@@ -407,6 +443,7 @@ class LoadedModels:
         if isinstance(self.prompt_cache, PagedPromptCache):
             self.prompt_cache.close()  # to disk, if there is a folder for it
         self._texts = self.weights = None
+        self._loaded.clear()
         gc.collect()
 
 

@@ -9,6 +9,8 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,6 +62,20 @@ def make_parser() -> argparse.ArgumentParser:
     add_version(parser)
     restrict(parser, "--port", whole_number(0, 65535))
     restrict(parser, "--max-tokens", whole_number(1))
+    models: list[str] = []
+
+    def first(text: str) -> str:
+        models.append(text)
+        return models[0]
+
+    restrict(parser, "--model", first)
+    parser.set_defaults(models=models)
+    _say(
+        parser,
+        "model",
+        None,
+        "The model; more than once: several, of which those least recently used make way in memory",
+    )
     _say(parser, "prompt_cache_size", None, "Most prefixes that are kept (default: as many as fit)")
     _say(
         parser, "max_tokens", None, "Most tokens of an answer (default: what the model's context and the budget leave)"
@@ -85,6 +101,8 @@ def check_ranks(args: argparse.Namespace, ranks: Ranks) -> None:
     """Raise ConfigError for arguments that do not go with several ranks."""
     if args.model is None:
         raise ConfigError("several ranks serve one model: name it with --model")
+    if len(args.models) > 1 or args.idle_unload is not None:
+        raise ConfigError("several ranks serve one model, which stays: no second --model, and no --idle-unload")
     asked = KVBits.of(vars(args))
     if asked is not None and asked.format is None:
         raise ConfigError(f"{asked.why_not}: several ranks serve what runs in a batch")
@@ -95,9 +113,11 @@ def check_ranks(args: argparse.Namespace, ranks: Ranks) -> None:
 
 def configured(args: argparse.Namespace) -> PagedConfig:
     """Return the pages' configuration. Raises PagedCacheError: an option or a model folder cannot be used."""
-    for folder in (args.model, args.draft_model):
+    for folder in (*args.models, args.draft_model):
         check_model_folder(folder)
     config = PagedConfig.from_env().with_arguments(args)
+    if len(args.models) > 1:
+        config = replace(config, kv_cache_memory=shared_budget(args.models, config))
     asked = KVBits.of(vars(args))
     if asked is not None:
         config = asked.configured(config)
@@ -106,6 +126,14 @@ def configured(args: argparse.Namespace) -> PagedConfig:
         else:
             args.kv_bits = None  # mlx-lm would not batch
     return config
+
+
+def shared_budget(models: Sequence[str], config: PagedConfig) -> int:
+    """Return each model's part of the memory for keys and values; of what is free, their weights come first."""
+    budget = config.memory_budget()
+    if config.kv_cache_memory is None:
+        budget -= sum(file.stat().st_size for model in models for file in Path(model).glob("*.safetensors"))
+    return max(1, budget // len(models))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -76,9 +76,11 @@ class Models(Protocol):
 
     Attributes:
         prompt_cache: of all models.
+        idle_unload: seconds without a request after which :meth:`unload` is called; None: never.
     """
 
     prompt_cache: Any
+    idle_unload: float | None
 
     @property
     def texts(self) -> ModelTexts | None:
@@ -89,8 +91,17 @@ class Models(Protocol):
     def pool(self) -> BlockPool | None: ...
     @property
     def pools(self) -> list[BlockPool]: ...
+    def texts_of(self, key: ModelKey | None) -> ModelTexts | None:
+        """Return texts of a model that is loaded or was unloaded; None: of the present one. Any thread may ask."""
+        ...
+
+    def is_present(self, key: ModelKey) -> bool: ...
     def load_default(self) -> None: ...
     def load(self, key: ModelKey, make_way: Callable[[], None]) -> None: ...
+    def unload(self) -> None:
+        """Let go of all models and their pools. Texts stay."""
+        ...
+
     def batches(self, request: ServerRequest) -> bool:
         """Return whether a request can be computed with others."""
         ...

@@ -151,6 +151,7 @@ class EngineLoop:
         self._memory = memory_watch
         self._clock = clock
         self._tidied, self._worked_at = clock(), 0.0
+        self._used_at: float | None = clock()  # None: the model has been unloaded since
         self._score_at = 0.0  # when the next slice of a prompt's scores may be computed beside others
 
     # By any thread --------------------------------------------------------------------------------------------
@@ -245,7 +246,7 @@ class EngineLoop:
             for work in [work for work in queue if not work.is_wanted]:
                 queue.remove(work)
         if self.is_busy:
-            self._worked_at = self._clock()
+            self._worked_at = self._used_at = self._clock()
 
     # Requests begin -------------------------------------------------------------------------------------------
 
@@ -256,7 +257,7 @@ class EngineLoop:
         if self.alone is not None:
             return False
         try:
-            if work.key is not None and (models.texts is None or work.key != models.texts.key):
+            if work.key is not None and not models.is_present(work.key):
                 if is_busy:
                     return False
                 self.is_loading = True
@@ -487,6 +488,13 @@ class EngineLoop:
             for pool in self.models.pools:
                 pool.return_memory()
             trim_heap()
+        seconds = self.models.idle_unload
+        if seconds is not None and self._used_at is not None and self._tidied - self._used_at >= seconds:
+            self._used_at = None
+            self.close_batch(None)
+            self.models.unload()
+            trim_heap()
+            logging.info("no request for %g s: models are unloaded until the next", seconds)
         self._memory.keep(None, self.models.pool, cache)
 
 

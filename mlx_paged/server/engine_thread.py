@@ -104,8 +104,7 @@ class EngineThread:
         Raises:
             RequestRefused: it cannot be had.
         """
-        texts = self.models.texts
-        if texts is not None and key in (None, texts.key):
+        if (texts := self.models.texts_of(key)) is not None:
             return texts
         stream = AnswerStream()
         self.submit(Work(stream, None, key))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +26,12 @@ class ModelNames:
     Args:
         default: of the command line.
         config: of the server.
+        models: all of the command line.
     """
 
-    def __init__(self, default: ModelKey, config: ServerConfig) -> None:
+    def __init__(self, default: ModelKey, config: ServerConfig, models: Sequence[str] = ()) -> None:
         self._default, self._folder = default, config.model_dir
+        self._others = {name: ModelKey(each) for each in models[1:] for name in (Path(each).name, each)}
         self.allows_any = config.allow_any_model
         self._serves_downloaded = default.model is None and config.model_dir is None
         self.own: list[str] = []
@@ -39,7 +42,7 @@ class ModelNames:
 
     def _known(self) -> dict[str, ModelKey]:
         """Return the models that may be asked for, by name; those of the folder as they are now."""
-        known = dict.fromkeys([*self.own, *filter(None, [self._default.model])], self._default)
+        known = self._others | dict.fromkeys([*self.own, *filter(None, [self._default.model])], self._default)
         if self._folder is not None and self._folder.is_dir():
             for folder in sorted(self._folder.iterdir()):
                 if (folder / "config.json").is_file():

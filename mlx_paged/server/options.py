@@ -16,7 +16,7 @@ from .memory import WATERMARK
 
 DISK_CAP = 10 << 30
 DRAIN_SECONDS = 30.0
-ALIVE = ("memory_watermark", "watchdog_timeout", "drain_timeout")
+ALIVE = ("idle_unload", "memory_watermark", "watchdog_timeout", "drain_timeout")
 
 
 def _seconds(text: str) -> float:
@@ -123,6 +123,12 @@ class ServerConfig:
         "HOST",
         flag="--allow-remote-images",
         collect=lambda given: frozenset(given or ()),
+    )
+    idle_unload: float | None = option(
+        None,
+        "Let models and their caches go after this time without a request; the next one loads them",
+        "SECONDS",
+        _seconds,
     )
     memory_watermark: float = option(
         WATERMARK,

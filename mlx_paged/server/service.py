@@ -76,7 +76,7 @@ class Service:
     ) -> None:
         self.cli_args, self.config, self.fingerprint, self.ranks = cli_args, config, fingerprint, ranks
         self.stats = ServerStats()
-        self.names = ModelNames(default, config)
+        self.names = ModelNames(default, config, cli_args.models)
         self.clients = Clients(config.api_keys)
         self.prompts = PromptMaker(
             allow_template=config.allow_chat_template_override,

@@ -1,0 +1,70 @@
+"""Several models in one server, and models that go while nobody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mlx_paged.cli.server import main, parse, shared_budget
+from mlx_paged.config import PagedConfig
+from mlx_paged.server.model_names import ModelNames
+from mlx_paged.server.options import ServerConfig
+from mlx_paged.server.request import ModelKey
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.processes.server_process import ServerProcess
+
+pytestmark = pytest.mark.demo_model
+
+IDLE = 2.0
+PROMPT = [{"role": "user", "content": "What is to be said of two models that live in one house? " * 4}]
+
+
+@pytest.fixture(scope="module")
+def folders(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    top = tmp_path_factory.mktemp("models")
+    return [make_tiny_model(top / name, demo_model_folder, seed=seed) for seed, name in enumerate(("one", "two"))]
+
+
+@pytest.fixture(scope="module")
+def server(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    flags = ("--model", str(folders[1]), "--kv-cache-memory", "8MB", "--idle-unload", str(IDLE), "--max-tokens", "3")
+    process = ServerProcess(folders[0], tmp_path_factory.mktemp("server"), *flags)
+    yield process
+    assert process.stop() == 0, process.log
+    assert "Traceback" not in process.log, process.log
+
+
+def test_models_take_turns_and_keep_their_prefixes(server: ServerProcess) -> None:
+    assert {"one", "two"} <= {model["id"] for model in server.get("/v1/models").json["data"]}
+    said = {name: server.chat(PROMPT, model=name)["choices"] for name in ("one", "two")}
+    assert said["one"] != said["two"]
+    for name in ("one", "two", "one"):
+        answer = server.chat(PROMPT, model=name)
+        usage = answer["usage"]
+        assert answer["choices"] == said[name]
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 1
+    assert server.log.count("is ready") <= 2 + server.log.count("are unloaded")
+    assert server.stats()["pool"]["budget_bytes"] == 4_000_000
+
+
+def test_a_model_goes_when_nobody_asks_and_comes_back(server: ServerProcess) -> None:
+    said = server.chat(PROMPT)["choices"]
+    server.wait_until(lambda: "are unloaded until" in server.log)
+    server.wait_until(lambda: server.stats()["pool"] is None)
+    assert server.get("/health").json["status"] == "ok"
+    assert server.chat(PROMPT)["choices"] == said and server.stats()["pool"] is not None
+    with_budget = server.post("/tokenize", {"prompt": "Hi."})
+    assert with_budget.status == 200 and with_budget.json["count"] > 0
+
+
+def test_models_of_the_command_line_are_named(folders: list[Path], tmp_path: Path) -> None:
+    one, two = map(str, folders)
+    args = parse(["--model", one, "--model", two])
+    assert (args.model, args.models) == (one, [one, two]) and parse([]).models == []
+    names = ModelNames(ModelKey(one), ServerConfig(), args.models)
+    assert names.resolve("two") == names.resolve(two) == ModelKey(two) and names.resolve(None) == ModelKey(one)
+    assert shared_budget([one, two], PagedConfig(kv_cache_memory=1000)) == 500
+    with pytest.raises(SystemExit, match="no model folder"):
+        main(["--model", one, "--model", str(tmp_path / "nowhere")])
