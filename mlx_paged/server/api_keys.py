@@ -101,6 +101,10 @@ class ApiKeys:
                 found = key
         return found
 
+    def key_of(self, owner: str | None) -> str | None:
+        """Return the key whose holder has this salt."""
+        return next((key for key in self.keys if self.salt(key, None) == owner), None)
+
     def salt(self, key: str | None, cache_salt: str | None) -> str | None:
         """Return what keeps a request's prefixes apart from those of others; None: they are everybody's.
 

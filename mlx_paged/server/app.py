@@ -47,7 +47,10 @@ def make_app(service: Service) -> Any:
     ]
     routes += [Route(path, page, methods=["GET"]) for path, page in app.pages().items()]
     routes.append(Route("/v1/responses/{name}", app.response, methods=["GET", "DELETE"]))
-    return Gate(Router(routes, redirect_slashes=False, default=_nothing_here), service)
+    routes += service.batches.routes(lambda http: service.config.api_keys.salt(app.check_key(http), None))
+    gate = service.batches.app = Gate(Router(routes, redirect_slashes=False, default=_nothing_here), service)
+    service.batches.resume()
+    return gate
 
 
 async def _nothing_here(scope: Any, receive: Any, send: Any) -> None:
@@ -65,7 +68,7 @@ class App:
     def asked(self, endpoint: Endpoint) -> Any:
         async def answer(http: Request) -> Response:
             service = self._service
-            key = self._check_key(http)
+            key = self.check_key(http)
             service.check_open()
             _log(http).client = service.clients.enter(key, http.headers.get("user-agent", ""))
             async with body_of(http, service.bodies) as raw:
@@ -128,7 +131,7 @@ class App:
             return {"count": len(made.tokens), "tokens": made.tokens}
         return {"input_tokens": len(made.tokens)}
 
-    def _check_key(self, http: Request) -> str | None:
+    def check_key(self, http: Request) -> str | None:
         """Return the API key that the request came with, if the server has any."""
         keys = self._service.config.api_keys
         key = keys.find(http.headers.get("authorization") or f"Bearer {http.headers.get('x-api-key', '')}")
@@ -158,13 +161,13 @@ class App:
         return json_response(description(version("mlx_paged"), has_keys=bool(self._service.config.api_keys)))
 
     async def stats(self, http: Request) -> Response:
-        self._check_key(http)
+        self.check_key(http)
         with_blocks = "blocks" in http.query_params
         report = await run_in_threadpool(lambda: self._service.report(with_blocks=with_blocks))
         return json_response(report, headers={"cache-control": "no-store"})
 
     async def metrics(self, http: Request) -> Response:
-        self._check_key(http)
+        self.check_key(http)
         return Response(
             await run_in_threadpool(lambda: self._service.stats.metrics(self._service.report())),
             200,
@@ -173,17 +176,17 @@ class App:
         )
 
     async def version(self, http: Request) -> Response:
-        self._check_key(http)
+        self.check_key(http)
         names = {name: version(name) for name in ("mlx_paged", "mlx", "mlx-lm")}
         return json_response({**names, "version": version("mlx_paged")})
 
     async def models(self, http: Request) -> Response:
-        self._check_key(http)
+        self.check_key(http)
         listed = await run_in_threadpool(lambda: self._service.names.listed(int(time.time()), **self._figures()))
         return json_response({"object": "list", "data": listed})
 
     async def model(self, http: Request) -> Response:
-        self._check_key(http)
+        self.check_key(http)
         name = unquote(http.path_params["name"])
         found = await run_in_threadpool(lambda: self._service.names.find(name, int(time.time()), **self._figures()))
         if found is None:
@@ -191,7 +194,7 @@ class App:
         return json_response(found)
 
     async def response(self, http: Request) -> Response:
-        key, name = self._check_key(http), http.path_params["name"]
+        key, name = self.check_key(http), http.path_params["name"]
         kept = self._service.responses
         return json_response((kept.delete if http.method == "DELETE" else kept.get)(key, name))
 

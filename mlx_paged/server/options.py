@@ -113,6 +113,9 @@ class ServerConfig:
         "MiB of them",
         flag="--no-response-store",
     )
+    batch_dir: Path | None = option(
+        None, "Keep files and batches on disk; without it they are in memory, 256 MiB of them", "DIR", Path
+    )
     model_dir: Path | None = option(None, "Clients may ask for the models in it, by their folders' names", "DIR", Path)
     allow_any_model: bool = option(
         False, "Clients may have any model loaded that they name, with adapters and draft models, as in mlx-lm"

@@ -1,0 +1,148 @@
+"""Files and batches, through the official client, and what becomes of them in a folder."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mlx_paged.server import batches as module
+from mlx_paged.server.api_keys import ApiKeys
+from mlx_paged.server.batches import NUM_AT_ONCE, Batches
+from mlx_paged.server.errors import RequestRefused
+from mlx_paged.server.requests.fields import MAX_PRIORITY
+from tests.server.api.samples import HI
+from tests.support.processes.server_process import ServerProcess
+
+if TYPE_CHECKING:
+    import openai
+
+CHAT = "/v1/chat/completions"
+
+
+def line(name: str, url: str = CHAT, **body: Any) -> dict[str, Any]:
+    return {"custom_id": name, "method": "POST", "url": url, "body": {"model": "default_model", **body}}
+
+
+def text(*lines: Any) -> bytes:
+    return "".join(json.dumps(each) + "\n" for each in lines).encode()
+
+
+@pytest.mark.demo_model
+def test_a_file_of_requests_is_answered(client: openai.OpenAI, server: ServerProcess) -> None:
+    lines = [line(f"r{number}", messages=HI, max_tokens=2, seed=number) for number in range(20)]
+    file = client.files.create(file=("in.jsonl", text(*lines, line("bad", messages=[]))), purpose="batch")
+    assert client.files.retrieve(file.id).filename == "in.jsonl" and file in client.files.list().data
+    batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata={"a": "b"})
+    server.wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+    batch = client.batches.retrieve(batch.id)
+    assert batch.metadata == {"a": "b"} and client.batches.list().data == [batch]
+    assert batch.request_counts and batch.request_counts.to_dict() == {"total": 21, "completed": 20, "failed": 1}
+    assert batch.output_file_id and batch.error_file_id
+    answers = [json.loads(each) for each in client.files.content(batch.output_file_id).text.splitlines()]
+    assert [each["custom_id"] for each in answers] == [each["custom_id"] for each in lines]
+    alone = server.chat(HI, max_tokens=2, seed=3)
+    assert answers[3]["response"]["body"]["choices"] == alone["choices"]
+    (failed,) = client.files.content(batch.error_file_id).text.splitlines()
+    assert json.loads(failed)["response"]["status_code"] == 400
+    for each in (file.id, batch.output_file_id, batch.error_file_id):
+        assert client.files.delete(each).deleted
+    assert server.get(f"/v1/files/{file.id}").status == server.get("/v1/batches/nothing").status == 404
+    assert server.post("/v1/files", b"x").status == 400
+
+
+WRONG: dict[str, Any] = {
+    "no JSON": b"{",
+    "nothing": b"\n",
+    "no id": text({"body": {}}),
+    "ids twice": text(line("a"), line("a")),
+    "another endpoint": text(line("a", "/v1/completions")),
+}
+
+
+def service(*keys: str) -> Any:
+    return SimpleNamespace(config=SimpleNamespace(api_keys=ApiKeys(keys)), check_open=lambda: None)
+
+
+@pytest.mark.parametrize("content", WRONG.values(), ids=WRONG)
+def test_a_file_that_is_no_batch_is_refused(content: bytes) -> None:
+    batches = Batches(service(), None)
+    file = batches.add_file(None, "x", "batch", content)
+    with pytest.raises(RequestRefused) as caught:
+        batches.add_batch(None, {"input_file_id": file["id"], "endpoint": CHAT})
+    assert caught.value.status == 400
+    with pytest.raises(RequestRefused, match="endpoint must be"):
+        batches.add_batch(None, {"input_file_id": file["id"], "endpoint": "/v1/embeddings"})
+
+
+class Asked:
+    """An application that notes what it is asked, and answers when it may."""
+
+    def __init__(self) -> None:
+        self.bodies: list[Any] = []
+        self.keys: set[str] = set()
+        self.refusals = 1
+        self.may_answer = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.bodies.append(json.loads((await receive())["body"]))
+        self.keys.add(dict(scope["headers"])[b"authorization"].decode())
+        headers = [(b"retry-after", b"0")] if self.refusals else []
+        status, self.refusals = (429, self.refusals - 1) if self.refusals else (200, 0)
+        if status == 200:
+            await self.may_answer.wait()
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+def test_a_batch_is_bounded_cancelled_and_resumed(tmp_path: Path) -> None:
+    owner = ApiKeys(["one", "two"]).salt("two", None)
+    request = {"endpoint": CHAT}
+
+    def started() -> tuple[Batches, Asked]:
+        batches = Batches(service("one", "two"), tmp_path / "batches")
+        batches.app = Asked()
+        batches.resume()
+        return batches, batches.app
+
+    async def first() -> None:
+        batches, asked = started()
+        file = batches.add_file(owner, "x", "batch", text(*(line(str(number)) for number in range(40))))
+        request["input_file_id"] = file["id"]
+        kept, other = (batches.add_batch(owner, request) for _ in range(2))
+        await asyncio.sleep(0.05)
+        assert len(asked.bodies) == 2 * NUM_AT_ONCE + 1 and asked.keys == {"Bearer two"}
+        assert all(body["priority"] == MAX_PRIORITY for body in asked.bodies)
+        with pytest.raises(RequestRefused):
+            batches.cancel("somebody", kept["id"])
+        assert batches.cancel(owner, other["id"])["status"] == "cancelling"
+        await asyncio.sleep(0.05)
+        assert other["status"] == "cancelled" and kept["status"] == "in_progress"
+
+    async def second() -> None:
+        batches, asked = started()
+        asked.may_answer.set()
+        (kept,) = [each for each in batches._batches.values() if each["status"] == "in_progress"]
+        while kept["status"] == "in_progress":
+            await asyncio.sleep(0.01)
+        assert kept["status"] == "completed" and kept["request_counts"]["completed"] == 40
+        assert batches.content(owner, kept["output_file_id"]).count(b"\n") == 40
+
+    asyncio.run(first())
+    asyncio.run(second())
+    assert oct((tmp_path / "batches").stat().st_mode & 0o777) == "0o700"
+
+
+def test_files_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BYTES", 100)
+    batches = Batches(service(), None)
+    file = batches.add_file(None, "x", "batch", b"x" * 90)
+    with pytest.raises(RequestRefused) as caught:
+        batches.add_file(None, "x", "batch", b"x" * 11)
+    assert caught.value.status == 413
+    batches.delete_file(None, file["id"])
+    assert batches.add_file(None, "x", "batch", b"x" * 100)["bytes"] == 100
