@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 from mlx_paged.cli import server
@@ -52,10 +53,15 @@ def main() -> None:
     async def scripted(self: PromptMaker, request: Any, texts: Any, is_gone: Any) -> None:
         await complete(self, request, texts, is_gone)
         (given,) = request.inputs
-        if isinstance(given, ChatInput):
+        request.thinking_budget = THOUGHTS
+        asked = request.constraint
+        if asked is not None and (asked.answer is not None or (asked.tools is not None and asked.tools.required)):
+            # An untrained model would write white space for ever where JSON allows it.
+            white = {token: -100.0 for token in range(texts.vocab_size) if texts.decode([token]).isspace()}
+            request.sampling = replace(request.sampling, logit_bias=white)
+        elif isinstance(given, ChatInput):
             source = GrammarSource.choice([next_text(given, num_turns)])
             request.grammar, request.constraint = texts.compile(Constraint(source, "script")), None
-            request.thinking_budget = THOUGHTS
 
     PromptMaker.complete = scripted  # type: ignore[method-assign]
     server.main(["--model", model, "--port", port, *flags])
