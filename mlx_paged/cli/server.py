@@ -18,7 +18,7 @@ from ..config import KVBits, PagedConfig
 from ..engine.ranks.ranks import Ranks
 from ..engine.ranks.world import check_same
 from ..errors import ConfigError
-from ..model_folder import check_model_folder
+from ..model_folder import check_model_folder, check_weight_files
 from ..patches.patch import replaced
 from ..server.options import ServerConfig
 from ..startup import raise_at_interrupt
@@ -115,6 +115,9 @@ def configured(args: argparse.Namespace) -> PagedConfig:
     """Return the pages' configuration. Raises PagedCacheError: an option or a model folder cannot be used."""
     for folder in (*args.models, args.draft_model):
         check_model_folder(folder)
+    for model in args.models[1:]:  # which are loaded when they are asked for
+        if Path(model).is_dir():
+            check_weight_files(Path(model))
     config = PagedConfig.from_env().with_arguments(args)
     if len(args.models) > 1:
         config = replace(config, kv_cache_memory=shared_budget(args.models, config))

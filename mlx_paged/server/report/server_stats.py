@@ -166,7 +166,7 @@ def _families(stats: dict[str, Any]) -> Iterator[Any]:
     yield requests
     for name, text in _CLIENT_COUNTERS.items():
         by_client = CounterMetricFamily(f"mlx_paged_client_{name}", f"{text}, by client", labels=["client"])
-        for each in stats["clients"]:
+        for each in stats.get("clients", ()):
             by_client.add_metric([each["client"]], each[name])
         yield by_client
     yield GaugeMetricFamily("mlx_paged_running_requests", "Requests that run", value=running["running"])
