@@ -34,7 +34,7 @@ from ..model_folder import check_model_folder, check_weight_files, explain_load_
 from ..prefix.identity import identity_of, noting_configs
 from ..prefix.spill import SpillStore
 from ..prefix.store import SharedPrefixes
-from ..server.engine_loop import check_pool
+from ..server.engine_loop import check_pool, likeliest_of
 from ..server.errors import not_found
 from ..server.options import ServerConfig
 from ..server.request import ModelKey, Prompt, ServerRequest
@@ -50,6 +50,10 @@ from .sharded import sharded_load
 KNOWN = {"ResponseGenerator._tokenize": "ec31a09902520a3e"}
 # Tokens of a prompt that are scored together, at least and at most; between two slices others have their steps.
 SCORED, MOST_SCORED, SLICE_SECONDS = 1, 256, 0.25
+SAMPLER = ("top_p", "top_k", "min_p", "min_tokens_to_keep", "xtc_probability", "xtc_threshold")
+PROCESSORS = tuple(
+    f"{kind}_{what}" for kind in ("repetition", "presence", "frequency") for what in ("penalty", "context_size")
+)
 MAX_TOKENS = 1 << 24  # of a sequence; what holds these holds any
 
 
@@ -338,17 +342,9 @@ class LoadedModels:
             begin, end = end, min(end + length, len(tokens) - 1)
             logits = model(mx.array([tokens[begin:end]]), cache=caches)[0].astype(mx.float32)
             rows = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            wanted = mx.array(tokens[begin + 1 : end + 1])[:, None]
-            most = min(num_top, rows.shape[-1])
-            if most:
-                likeliest = mx.argpartition(-rows, kth=most - 1, axis=-1)[:, :most]
-                wanted = mx.concatenate([wanted, likeliest.astype(wanted.dtype)], axis=1)
-            values = mx.take_along_axis(rows, wanted, axis=1)
-            mx.eval(values, wanted)
-            fetched: Any = wanted.tolist(), values.tolist()
-            for ids, logprobs in zip(*fetched, strict=True):
-                found.append(logprobs[0])
-                top.append(sorted(zip(ids[1:], logprobs[1:], strict=True), key=lambda pair: -pair[1]))
+            for logprob, likeliest in likeliest_of(rows, tokens[begin + 1 : end + 1], num_top):
+                found.append(logprob)
+                top.append(list(likeliest))
             seconds = time.monotonic() - started
             length = min(2 * length, MOST_SCORED) if seconds < SLICE_SECONDS / 2 else length
             length = max(length // 2, SCORED) if seconds > SLICE_SECONDS else length
@@ -573,29 +569,14 @@ def _grammar_of(request: ServerRequest, prompt: Prompt, tokenizer: Any) -> Any:
 
 def sampler_of(params: SamplingParams) -> Callable[[mx.array], mx.array]:
     """Return mlx-lm's sampler, for where it computes."""
+    given = {name: getattr(params, name) for name in SAMPLER}
     sampler: Callable[[mx.array], mx.array] = sample_utils.make_sampler(
-        params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        min_tokens_to_keep=params.min_tokens_to_keep,
-        xtc_probability=params.xtc_probability,
-        xtc_threshold=params.xtc_threshold,
-        xtc_special_tokens=list(params.xtc_special_tokens),
+        params.temperature, **given, xtc_special_tokens=list(params.xtc_special_tokens)
     )
     return sampler
 
 
 def processors_of(params: SamplingParams) -> list[Any]:
     """Return mlx-lm's logits processors, for where it computes."""
-    return list(
-        sample_utils.make_logits_processors(
-            dict(params.logit_bias) or None,
-            params.repetition_penalty,
-            params.repetition_context_size,
-            params.presence_penalty,
-            params.presence_context_size,
-            params.frequency_penalty,
-            params.frequency_context_size,
-        )
-    )
+    given = {name: getattr(params, name) for name in PROCESSORS}
+    return list(sample_utils.make_logits_processors(dict(params.logit_bias) or None, **given))

@@ -505,27 +505,33 @@ def for_seconds(seconds: float) -> Callable[[], bool]:
 
 
 def fetch_logprobs(asking: list[tuple[Any, int]]) -> dict[int, tuple[float, tuple[tuple[int, float], ...]]]:
-    """Return, by uid, the log-probability of each token and of the likeliest: computed together, in one transfer.
+    """Return, by uid, the log-probability of each token and of the likeliest.
 
     Args:
         asking: responses, and how many of the likeliest each wants.
     """
     if not asking:
         return {}
-    rows = mx.stack([response.logprobs for response, _ in asking])
-    tokens = mx.array([[response.token] for response, _ in asking])
-    most = min(max(top for _, top in asking), rows.shape[-1])
+    rows, tokens = mx.stack([response.logprobs for response, _ in asking]), [response.token for response, _ in asking]
+    found = likeliest_of(rows, tokens, max(top for _, top in asking))
+    wanted = zip(asking, found, strict=True)
+    return {response.uid: (logprob, likeliest[:top]) for (response, top), (logprob, likeliest) in wanted}
+
+
+def likeliest_of(rows: mx.array, tokens: list[int], num_top: int) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+    """Return the log-probability of each row's token, and the row's likeliest tokens with theirs: all computed
+    together, in one transfer."""
+    wanted, most = mx.array(tokens)[:, None], min(num_top, rows.shape[-1])
     if most:
         likeliest = mx.argpartition(-rows, kth=most - 1, axis=-1)[:, :most].astype(mx.int32)
-        tokens = mx.concatenate([tokens, likeliest], axis=1)
-    values = mx.take_along_axis(rows, tokens, axis=1).astype(mx.float32)
-    # Both in one array, so that there is one transfer; float32 is exact for as many tokens as there are.
-    fetched: Any = mx.stack([tokens.astype(mx.float32), values], axis=1).tolist()
-    told = {}
-    for (response, top), (ids, logprobs) in zip(asking, fetched, strict=True):
-        order = sorted(range(1, len(ids)), key=logprobs.__getitem__, reverse=True)[:top]
-        told[response.uid] = logprobs[0], tuple((int(ids[place]), logprobs[place]) for place in order)
-    return told
+        wanted = mx.concatenate([wanted, likeliest], axis=1)
+    values = mx.take_along_axis(rows, wanted, axis=1).astype(mx.float32)
+    # Both in one array; float32 is exact for as many tokens as there are.
+    fetched: Any = mx.stack([wanted.astype(mx.float32), values], axis=1).tolist()
+    return [
+        (logprobs[0], tuple(sorted(zip(map(int, ids[1:]), logprobs[1:], strict=True), key=lambda pair: -pair[1])))
+        for ids, logprobs in fetched
+    ]
 
 
 def check_pool(pool: BlockPool, prompt_cache: Any) -> None:

@@ -7,7 +7,7 @@ import base64
 import functools
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.client import HTTPException
@@ -119,10 +119,12 @@ class PromptMaker:
         Raises:
             RequestRefused: 400, the model takes none, or one is elsewhere.
         """
-        for part in _image_parts(given.messages) if isinstance(given, ChatInput) else ():
+        for part in parts_of(given):
+            url = _url_of(part)
+            if url is None:
+                continue
             if not texts.takes_images:
                 raise invalid("this model takes text only", "messages")
-            url = _url_of(part)
             if isinstance(url, str) and url.startswith("data:"):
                 continue
             if _host_of(url) not in self._image_hosts:
@@ -138,11 +140,10 @@ def _size(given: Input) -> int:
     return sum(len(str(message.get("content"))) for message in given.messages) + len(str(given.tools or ""))
 
 
-def _image_parts(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list):
-            yield from (part for part in content if _url_of(part) is not None)
+def parts_of(given: Input) -> list[dict[str, Any]]:
+    """Return the parts of a chat's contents that are lists."""
+    contents = [message.get("content") for message in given.messages] if isinstance(given, ChatInput) else []
+    return [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
 
 
 def _url_of(part: dict[str, Any]) -> Any:

@@ -36,11 +36,11 @@ from .http import (
 from .memory import MemoryWatch
 from .model_names import ModelNames
 from .options import ServerConfig
-from .prompting import PromptMaker
+from .prompting import PromptMaker, parts_of
 from .ranked_loop import RankedLoop, ranked_memory_watch
 from .report.server_report import server_report
 from .report.server_stats import ServerStats
-from .request import ChatInput, ModelKey, ServerRequest
+from .request import ModelKey, ServerRequest
 from .requests.kept import MAX_KEPT_BYTES, KeptResponses
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Service:
         if request.model != self.names.resolve(None):
             what = "several ranks serve one model, and what can be computed in its batch"
             raise RequestRefused(501, what, param="model")
-        if any(isinstance(part, dict) and part.get("type") != "text" for part in _parts(request)):
+        if any(part.get("type") != "text" for given in request.inputs for part in parts_of(given)):
             raise RequestRefused(501, "several ranks take text only", param="messages")
         if request.scores_prompt:
             raise RequestRefused(501, "several ranks cannot tell log-probabilities of prompts", param="echo")
@@ -293,14 +293,3 @@ def listening(host: str, port: int) -> socket.socket:
         listener.close()
         raise OSError(f"{host} port {port}: {error.strerror}; --port names another") from None
     return listener
-
-
-def _parts(request: ServerRequest) -> list[Any]:
-    return [
-        part
-        for given in request.inputs
-        if isinstance(given, ChatInput)
-        for message in given.messages
-        if isinstance(message.get("content"), list)
-        for part in message["content"]
-    ]

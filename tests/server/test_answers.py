@@ -15,11 +15,14 @@ from mlx_paged.patches.server_texts import LoadedParts
 from mlx_paged.server.answer_stream import Generated
 from mlx_paged.server.answers import Answer
 from mlx_paged.server.request import ChatInput, Prompt, ServerRequest
-from mlx_paged.server.requests.chat import ChatForm
-from mlx_paged.server.requests.messages import MessageForm
+from mlx_paged.server.requests.chat import ChatBody, ChatForm
+from mlx_paged.server.requests.messages import CountBody, MessageForm, MessageParam
 from mlx_paged.server.requests.pieces import Head, Piece, Usage
 from mlx_paged.server.requests.responses import ResponseBody, ResponseForm
 
+HEAD = Head("x", "m", 0, "")
+CHAT = ChatBody(messages=[{"role": "user", "content": "Hi."}])
+MESSAGE = CountBody(messages=[MessageParam(role="user", content="Hi.")])
 MACHINE = {"normal": [("<tool_call>", "tool")], "tool": [("</tool_call>", "normal")]}
 
 
@@ -73,7 +76,7 @@ def test_a_call_has_an_object_of_arguments(call: dict[str, Any], arguments: dict
     assert told.text == "Hello " and told.finish == "tool_calls"
     (made,) = told.calls
     assert made["function"]["name"] == "f" and json.loads(made["function"]["arguments"]) == arguments
-    whole = MessageForm(Head("x", "m", 0, "")).whole([told], Usage())
+    whole = MessageForm(HEAD, MESSAGE).whole([told], Usage())
     assert whole["content"][1]["input"] == arguments and whole["stop_reason"] == "tool_use"
 
 
@@ -215,14 +218,14 @@ OPEN = '<tool_call>{"name": "go", "arguments": {"a": [{"b": 1'
 def test_arguments_are_told_while_they_are_written(text: str, given: list[Any]) -> None:
     head = Head("x", "m", 0, "")
     deltas: dict[int, list[str]] = {}
-    for event in streamed(text, ChatForm(head)):
+    for event in streamed(text, ChatForm(head, CHAT)):
         for call in [] if event == "[DONE]" else event["choices"][0]["delta"].get("tool_calls", []):
             assert ("id" in call) is (call["index"] not in deltas)
             deltas.setdefault(call["index"], []).append(call["function"]["arguments"])
     assert [json.loads("".join(each)) for each in deltas.values()] == given and all(len(d) > 3 for d in deltas.values())
 
     blocks: dict[int, str] = {}
-    for event in streamed(text, MessageForm(head)):
+    for event in streamed(text, MessageForm(head, MESSAGE)):
         if event["type"] == "content_block_start" and event["content_block"]["type"] == "tool_use":
             blocks[event["index"]] = ""
         elif event.get("delta", {}).get("type") == "input_json_delta":
@@ -242,10 +245,10 @@ def test_arguments_are_told_while_they_are_written(text: str, given: list[Any]) 
 
 
 def test_channels_stream_arguments_of_known_tools_only() -> None:
-    told = streamed(f"<|channel|>commentary to=functions.go {CALL}", ChatForm(Head("x", "m", 0, "")), HARMONY_TEXTS)
+    told = streamed(f"<|channel|>commentary to=functions.go {CALL}", ChatForm(HEAD, CHAT), HARMONY_TEXTS)
     calls = [call for event in told[:-1] for call in event["choices"][0]["delta"].get("tool_calls", [])]
     assert len(calls) > 2 and "".join(call["function"]["arguments"] for call in calls) == UTC
-    cut = streamed(OPEN, ChatForm(Head("x", "m", 0, "")), finish="length")
+    cut = streamed(OPEN, ChatForm(HEAD, CHAT), finish="length")
     assert cut[-2]["choices"][0]["finish_reason"] == "length"
-    stranger = streamed(OPEN.replace("go", "fly"), ChatForm(Head("x", "m", 0, "")))
+    stranger = streamed(OPEN.replace("go", "fly"), ChatForm(HEAD, CHAT))
     assert not any("tool_calls" in event["choices"][0]["delta"] for event in stranger[:-1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema
 
@@ -26,6 +26,9 @@ from .fields import (
     refused,
 )
 from .pieces import Echo, Event, Head, Piece, Usage, content_logprobs
+
+if TYPE_CHECKING:
+    from .completions import CompletionBody
 
 
 def check_messages(given: Any) -> Any:
@@ -224,17 +227,17 @@ class ChatForm:
 
     Args:
         head: of the answer.
-        includes_usage: whether a stream ends with it.
-        tells_logprobs: whether log-probabilities are wanted.
+        body: of the request.
     """
 
     stream_object = "chat.completion.chunk"
     whole_object = "chat.completion"
     id_prefix = "chatcmpl-"
 
-    def __init__(self, head: Head, *, includes_usage: bool = False, tells_logprobs: bool = False) -> None:
+    def __init__(self, head: Head, body: ChatBody | CompletionBody) -> None:
         self._head = head
-        self._includes_usage, self._tells_logprobs = includes_usage, tells_logprobs
+        self._includes_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._tells_logprobs = bool(body.logprobs) or (body.top_logprobs or 0) > 0
         self._begun: set[int] = set()  # answers that have said their role: clients join what deltas say
 
     def begin(self, usage: Usage, echoes: Sequence[Echo] = ()) -> list[Event]:

@@ -140,11 +140,7 @@ class CompletionForm(ChatForm):
     id_prefix = "cmpl-"
 
     def __init__(self, head: Head, body: CompletionBody) -> None:
-        super().__init__(
-            head,
-            includes_usage=bool(body.stream_options and body.stream_options.include_usage),
-            tells_logprobs=bool(body.logprobs) or (body.top_logprobs or 0) > 0,
-        )
+        super().__init__(head, body)
         self._num_top = _num_top(body)
         self._offsets: dict[int, int] = {}  # of the texts so far, by index, in characters
 

@@ -60,19 +60,12 @@ class Endpoint(NamedTuple):
     aliases: tuple[str, ...] = ()
 
 
-def _chat_form(head: Head, body: ChatBody) -> ChatForm:
-    includes_usage = bool(body.stream_options and body.stream_options.include_usage)
-    return ChatForm(
-        head, includes_usage=includes_usage, tells_logprobs=bool(body.logprobs) or (body.top_logprobs or 0) > 0
-    )
-
-
 CHAT = Endpoint(
     "/v1/chat/completions",
     "Answers to a chat, as OpenAI's",
     ChatBody,
     chat_request,
-    _chat_form,
+    ChatForm,
     ("/chat/completions",),  # of mlx-lm
 )
 COMPLETIONS = Endpoint(
@@ -90,7 +83,7 @@ MESSAGES = Endpoint(
     "An answer in the form of Anthropic's Messages",
     MessageBody,
     message_request,
-    lambda head, body: MessageForm(head),
+    MessageForm,
 )
 COUNT_TOKENS = Endpoint(
     "/v1/messages/count_tokens", "How many tokens the prompt of a message has, as Anthropic's", CountBody

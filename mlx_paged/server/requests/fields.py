@@ -116,6 +116,12 @@ class StreamOptions(Body):
 Stops = Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]]
 
 
+def check_not_empty(value: Any) -> Any:
+    if not value:
+        raise ValueError("must not be empty")
+    return value
+
+
 def check_stops(value: Any) -> Any:
     if value is not None and sum(map(len, value)) > MAX_STOP_CHARACTERS:
         raise ValueError(f"must have at most {MAX_STOP_CHARACTERS} characters in all")

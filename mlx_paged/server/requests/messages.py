@@ -13,7 +13,7 @@ from ..errors import RequestRefused, invalid
 from ..request import ChatInput, ServerRequest
 from .agents import result_text
 from .chat import TemplateParameters, engine_options, stop_list, template_kwargs
-from .fields import Body, ModelParameters, SamplingParameters, Tokens, check_stops, no_effect, refused
+from .fields import Body, ModelParameters, SamplingParameters, Tokens, check_not_empty, check_stops, no_effect, refused
 from .pieces import Echo, Event, Head, Piece, Usage
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -65,19 +65,13 @@ class OutputConfig(Body):
     effort: str | None = None
 
 
-def _not_empty(value: Any) -> Any:
-    if not value:
-        raise ValueError("must not be empty")
-    return value
-
-
 class CountBody(TemplateParameters, SamplingParameters, ModelParameters):
     """The body of ``/v1/messages/count_tokens``: a message's, but for the length of the answer."""
 
-    messages: Annotated[list[MessageParam], AfterValidator(_not_empty)] = Field(
+    messages: Annotated[list[MessageParam], AfterValidator(check_not_empty)] = Field(
         description="texts, images, tool uses and results, thinking"
     )
-    system: Annotated[str | list[dict[str, Any]], AfterValidator(_not_empty)] | None = None
+    system: Annotated[str | list[dict[str, Any]], AfterValidator(check_not_empty)] | None = None
     stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], AfterValidator(check_stops)] | None = None
     tools: list[MessageTool] | None = Field(
         None, description="of type `custom`; others, which a server of Anthropic's runs, are left out"
@@ -245,9 +239,10 @@ class MessageForm:
 
     Args:
         head: of the answer.
+        body: of the request.
     """
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, body: CountBody) -> None:
         self._head = head
         self._num_blocks = 0
         self._open: str | None = None  # type of the block that is being said

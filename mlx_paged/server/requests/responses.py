@@ -20,6 +20,7 @@ from .fields import (
     SamplingParameters,
     StreamOptions,
     Tokens,
+    check_not_empty,
     no_effect,
     refused,
 )
@@ -65,12 +66,6 @@ class ReasoningOptions(Body):
     summary: Any = None
 
 
-def _not_empty(value: Any) -> Any:
-    if not value:
-        raise ValueError("must not be empty")
-    return value
-
-
 def _check_tools(tools: list[ResponseTool]) -> list[ResponseTool]:
     callable_tools([tool.model_dump() for tool in tools])
     return tools
@@ -79,7 +74,7 @@ def _check_tools(tools: list[ResponseTool]) -> list[ResponseTool]:
 class ResponseBody(RecordParameters, TemplateParameters, SamplingParameters, ModelParameters):
     """The body of ``/v1/responses``."""
 
-    input: Annotated[str | list[dict[str, Any]], AfterValidator(_not_empty)] = Field(
+    input: Annotated[str | list[dict[str, Any]], AfterValidator(check_not_empty)] = Field(
         description="messages, function calls, their outputs, reasoning"
     )
     instructions: str | None = Field(None, description="a system message before all others")
