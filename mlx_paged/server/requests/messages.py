@@ -145,17 +145,11 @@ def _blocks(where: str, given: Any) -> list[dict[str, Any]]:
     return given
 
 
-def _text(where: str, blocks: Sequence[Mapping[str, Any]]) -> str:
-    for block in blocks:
-        if block.get("type") != "text" or not isinstance(block.get("text"), str):
-            raise invalid(f"{where}: blocks must be of type text, with a text", where)
-    return "\n".join(block["text"] for block in blocks)
-
-
 def _system(given: Any) -> list[dict[str, Any]]:
-    if given is None:
-        return []
-    text = _text("system", _blocks("system", given))
+    blocks = [] if given is None else _blocks("system", given)
+    if any(block.get("type") != "text" or not isinstance(block.get("text"), str) for block in blocks):
+        raise invalid("system: blocks must be of type text, with a text", "system")
+    text = "\n".join(block["text"] for block in blocks)
     return [{"role": "system", "content": text}] if text else []
 
 

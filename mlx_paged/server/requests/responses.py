@@ -166,19 +166,16 @@ def _add(messages: list[dict[str, Any]], where: str, item: Mapping[str, Any]) ->
             last["content"] = message["content"]  # behind its reasoning
         else:
             messages.append(message)
-    elif kind == "function_call":
-        if last is None:
-            messages.append(last := {"role": "assistant", "content": ""})
-        if not isinstance(item.get("name"), str) or not isinstance(item.get("arguments"), str):
+    elif kind in ("function_call", "custom_tool_call", "local_shell_call"):
+        name, arguments = item.get("name"), item.get("arguments")
+        if kind != "function_call":
+            given = {INPUT: str(item.get("input", ""))} if kind == "custom_tool_call" else item.get("action")
+            name, arguments = name or "local_shell", json.dumps(given, ensure_ascii=False)
+        if not isinstance(name, str) or not isinstance(arguments, str):
             raise invalid(f"{where} must have a name and arguments, which are strings", "input")
-        function = {"name": function_name(item["name"], item.get("namespace")), "arguments": item["arguments"]}
-        last.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
-    elif kind in ("custom_tool_call", "local_shell_call"):
         if last is None:
             messages.append(last := {"role": "assistant", "content": ""})
-        given = {INPUT: str(item.get("input", ""))} if kind == "custom_tool_call" else item.get("action")
-        name = function_name(item.get("name") or "local_shell", item.get("namespace"))
-        function = {"name": name, "arguments": json.dumps(given, ensure_ascii=False)}
+        function = {"name": function_name(name, item.get("namespace")), "arguments": arguments}
         last.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
     elif kind in ("function_call_output", "custom_tool_call_output", "local_shell_call_output"):
         output = item.get("output")
