@@ -18,13 +18,16 @@ from mlx_paged.kernels.products.narrow_matmul import (
     BIASED,
     BITS,
     BODIES,
+    FEW,
     GATED,
     GROUPED,
     LARGE,
+    MANY,
     PLAIN,
     SMALL,
     TILES,
     PackedWeight,
+    Tile,
     covers,
     covers_gated,
     covers_sum,
@@ -64,13 +67,26 @@ def test_what_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not covers_sum(x, w, residual[..., :4]) and not covers_gated(x, w, w[:4])
     assert not covers_gated(x, w, w.astype(mx.float16)) and covers_sum(x[:1], w, residual[:1])
     assert bodies == (PLAIN, PLAIN, PLAIN, BIASED, GROUPED, GROUPED)
-    assert tiles == (SMALL, SMALL, LARGE, LARGE, LARGE, LARGE) and dtypes[2] == mx.float16
+    assert tiles == (FEW[SMALL], FEW[SMALL], *[FEW[LARGE]] * 4) and dtypes[2] == mx.float16
     assert not covers(*arrays(2, 5, 64, mx.float32))
     assert not covers(*arrays(0, 5, 64)) and not covers(*arrays(33, 5, 64)) and not covers(*arrays(2, 5, 60))
     assert not covers(*arrays(2, (1 << 17) + 1, 512))
     assert not covers(x.astype(mx.float32), [w]) and not covers(x, [w[None]]) and not covers(x[..., :32], [w])
     assert not covers(x, [w, w.astype(mx.float16)]) and not covers(x, [w] * 4) and not covers(x, [w, w], bias)
     assert not covers(x, [w], bias[:4]) and not covers(x, [w], bias.astype(mx.float32))
+
+
+@pytest.mark.parametrize(("tile", "most"), [(SMALL, 4 * 132), (LARGE, 3 * 132)])
+def test_tiles_follow_how_many_thread_groups_there_are(tile: Tile, most: int) -> None:
+    expected = {1: FEW[tile], 132: FEW[tile], 133: tile, 264: tile, 265: MANY[tile], most: MANY[tile], most + 1: tile}
+    for groups, found in expected.items():
+        width = groups * tile.columns
+        weights = [mx.zeros((n, 8), mx.bfloat16) for n in (width - 3, 0)]
+        assert narrow_matmul._tile_of(PLAIN, tile.rows, weights) == found, groups
+        assert narrow_matmul._tile_of(GATED, tile.rows, weights) == tile
+    halves = [mx.zeros((16 * 133, 8), mx.bfloat16)] * 2
+    assert narrow_matmul._tile_of(GROUPED, tile.rows, halves) == MANY[tile]
+    assert narrow_matmul._tile_of(PLAIN, tile.rows, [packed(5, 64)]) == tile
 
 
 def packed(width: int, depth: int, bits: int = 4, group_size: int = 32, dtype: mx.Dtype = mx.bfloat16) -> PackedWeight:
@@ -149,7 +165,7 @@ def test_a_kernel_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPat
 @pytest.mark.skipif(kernel_build.backend() != "cuda", reason="needs CUDA")
 @pytest.mark.parametrize("dtype", narrow_matmul.DTYPES)
 def test_products_on_a_gpu(dtype: mx.Dtype) -> None:
-    for tile in TILES:
+    for tile in (*TILES, *FEW.values(), *MANY.values()):
         for body in BODIES:
             result = self_check(body, dtype, tile)
             assert result.ok, result.reason
@@ -162,7 +178,10 @@ def test_products_on_a_gpu(dtype: mx.Dtype) -> None:
             (got,) = products(x, [w])
             want = (x.astype(mx.float32) * w.astype(mx.float32)).sum(-1)[:, None]
             assert mx.sqrt(mx.square(got.astype(mx.float32) - want).mean()).item() < MAX_RMS, (num_rows, width, depth)
-            for again in products(x, [w[: width // 2], w, w])[1:]:
+            for again in products(x, [w[: width // 2], w, w])[1:]:  # by another tile for some
+                assert mx.array_equal(got, again).item()
+            for tile in (FEW, MANY):
+                (again,) = narrow_matmul._launch(PLAIN, x, [w], None, tile[LARGE], [got.shape])
                 assert mx.array_equal(got, again).item()
     residual, up = mx.random.normal((32, 1, 33)).astype(dtype), (mx.random.normal((33, 3000)) * 0.02).astype(dtype)
     assert mx.array_equal(product_sum(x, w, residual), residual + got).item()

@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels.products import narrow_matmul
-from mlx_paged.kernels.products.narrow_matmul import ADDED, BIASED, DTYPES, GATED, GROUPED, PLAIN, TILES, PackedWeight
+from mlx_paged.kernels.products.narrow_matmul import (
+    ADDED,
+    BIASED,
+    DTYPES,
+    FEW,
+    GATED,
+    GROUPED,
+    MANY,
+    PLAIN,
+    TILES,
+    PackedWeight,
+)
 from mlx_paged.kernels.trial import launch_alone
 from tests.support.msl import registers
 from tests.support.msl.emulator import EmuError
@@ -104,7 +115,7 @@ def test_a_row_depends_neither_on_others_nor_on_the_tile(emulated, form):
     depth = 1096 if form is None else 2208
     x, w = rows(37, depth, mx.float16), weight(40, depth, form, mx.float16)
     whole = run(x, w, None, TILES[0])
-    for tile in TILES:
+    for tile in TILES if form is not None else (*TILES, *FEW.values(), *MANY.values()):
         for some in ([3, 4], [36, 0, 12], list(range(37))):
             assert np.array_equal(run(x[mx.array(some)], w, None, tile), whole[some])
 
@@ -193,7 +204,8 @@ def check_residual(emulated, form):
 
 PACKED = (4, 64)
 MUTATIONS = {
-    "a share twice": (None, check_product, "k += (SG - 1) * SHARE", "k += (SG - 2) * SHARE"),
+    "a share twice": (None, check_product, "k += (SHARES * SG - 1) * SHARE", "k += (SG - 2) * SHARE"),
+    "the same share for both": (None, check_order, "u / 4 * (SG * SHARE)", "u / 4 * SHARE"),
     "a warp's sum left out": (None, check_product, "s < SG", "s < SG - 1"),
     "fragments exchanged": (None, check_product, "low.x, high.x, low.y, high.y", "low.x, low.y, high.x, high.y"),
     "past the end of rows": (None, check_product, "!live ? make_uint4(0, 0, 0, 0) : aligned ? stream_load", "aligned ? stream_load"),
@@ -260,6 +272,15 @@ def test_the_self_check_passes_and_finds_a_mutation(emulated, body, monkeypatch)
     assert result.ok, result.reason
     emulated("depth == groups * 64 ? 6 : 7", "7")
     assert not narrow_matmul.self_check(body, mx.bfloat16, TILES[0], 4).ok
+
+
+@NO_COMPILER
+@pytest.mark.parametrize("tile", [*FEW.values(), *MANY.values()], ids=str)
+def test_other_tiles_do_not_spill(tile):
+    for body in (ADDED, GROUPED):
+        text = narrow_matmul.text_of(body, mx.bfloat16, tile, 3)
+        found = registers.registers_of(text.body, text.constants, most=None)
+        assert found.stored <= 16 and found.loaded <= 16, (body, found)  # outside of the loop
 
 
 @NO_COMPILER

@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from ..build import backend, build_kernel, compile_ahead, warn_when_compiling
 from ..check import outcome_of
+from ..cuda.device import cuda_limits
 from ..trial import LAUNCHES, Text, failure_of, seconds_of
 
 BITS = (4, 8)
@@ -96,14 +97,20 @@ class Tile(NamedTuple):
     Attributes:
         rows, columns: of the result.
         unroll: loads of 32 values of each row that are in flight.
+        groups: thread groups that must fit a multiprocessor together.
     """
 
     rows: int
     columns: int
     unroll: int
+    groups: int = 2
 
 
 TILES = SMALL, LARGE = Tile(16, 16, 4), Tile(32, 16, 4)
+# With the same bits: where there is a thread group for each multiprocessor at most, more loads in flight; where there
+# are a few more than two for each, fewer, so that all run together (docs/adr/0064).
+FEW = {SMALL: SMALL._replace(unroll=8, groups=1), LARGE: LARGE._replace(unroll=8, groups=1)}
+MANY = {SMALL: SMALL._replace(unroll=2, groups=4), LARGE: LARGE._replace(unroll=2, groups=3)}
 
 
 class TileCheck(NamedTuple):
@@ -152,7 +159,8 @@ def products(
         ``[..., width]`` for each matrix. A row's bits depend neither on the other rows nor on their number.
     """
     shapes = shapes or [(*x.shape[:-1], w.shape[0]) for w in weights]
-    return _launch(_body_of(weights, bias), x, weights, bias, _tile_of(_num_rows(x)), shapes)
+    body = _body_of(weights, bias)
+    return _launch(body, x, weights, bias, _tile_of(body, _num_rows(x), weights), shapes)
 
 
 def covers_sum(x: mx.array, weight: Matrix, residual: mx.array) -> bool:
@@ -169,7 +177,8 @@ def product_sum(x: mx.array, weight: Matrix, residual: mx.array) -> mx.array:
         weight: ``[width, depth]``.
         residual: ``[..., width]``.
     """
-    return _launch(ADDED, x, [weight], residual, _tile_of(_num_rows(residual)), [residual.shape])[0]
+    tile = _tile_of(ADDED, _num_rows(residual), [weight])
+    return _launch(ADDED, x, [weight], residual, tile, [residual.shape])[0]
 
 
 def covers_gated(x: mx.array, gate: Matrix, up: Matrix) -> bool:
@@ -184,7 +193,7 @@ def gated_product(x: mx.array, gate: Matrix, up: Matrix) -> mx.array:
         x, gate, up: as for :func:`products`.
     """
     shape = (*x.shape[:-1], gate.shape[0])
-    return _launch(GATED, x, [gate, up], None, _tile_of(_num_rows(x)), [shape])[0]
+    return _launch(GATED, x, [gate, up], None, _tile_of(GATED, _num_rows(x), [gate, up]), [shape])[0]
 
 
 def _covers(body: str, x: mx.array, num_rows: int, weights: Sequence[Matrix]) -> bool:
@@ -196,7 +205,7 @@ def _covers(body: str, x: mx.array, num_rows: int, weights: Sequence[Matrix]) ->
         and all(len(w.shape) == 2 and w.shape[1] == depth and w.dtype == x.dtype for w in weights)
         and len({_form_of(w) for w in weights}) == 1
         and all(w.shape[0] * depth <= (MAX_PACKED_SIZE if isinstance(w, PackedWeight) else MAX_SIZE) for w in weights)
-        and works(body, x.dtype, _tile_of(num_rows), x.ndim, _bits_of(weights))
+        and works(body, x.dtype, _tile_of(body, num_rows, weights), x.ndim, _bits_of(weights))
     )
 
 
@@ -213,8 +222,19 @@ def _num_rows(x: mx.array) -> int:
     return x.size // x.shape[-1]
 
 
-def _tile_of(num_rows: int) -> Tile:
-    return SMALL if num_rows <= SMALL.rows else LARGE
+def _tile_of(body: str, num_rows: int, weights: Sequence[Matrix]) -> Tile:
+    tile = SMALL if num_rows <= SMALL.rows else LARGE
+    if body == GATED or _bits_of(weights):
+        return tile
+    groups, cores = _num_tiles(weights, tile), cuda_limits().multiprocessors
+    if groups <= cores:
+        return FEW[tile]
+    many = MANY[tile]
+    return many if tile.groups * cores < groups <= many.groups * cores else tile
+
+
+def _num_tiles(weights: Sequence[Matrix], tile: Tile) -> int:
+    return sum(-(-w.shape[0] // tile.columns) for w in weights)
 
 
 def _body_of(weights: Sequence[Matrix], bias: mx.array | None) -> str:
@@ -235,7 +255,7 @@ def text_of(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int = 0
         ("R", tile.columns * matrices // 16),
         ("U", unroll),
         ("SG", _SIMDGROUPS),
-        ("GROUPS", 2),
+        ("GROUPS", tile.groups),
     )
     if not bits:
         return Text(body, constants)
@@ -252,7 +272,7 @@ def _launch(
 ) -> list[mx.array]:
     text = text_of(body, x.dtype, tile, x.ndim, _bits_of(weights))
     threads = 32 * _SIMDGROUPS
-    tiles = sum(-(-w.shape[0] // tile.columns) for w in weights[: len(shapes)])
+    tiles = _num_tiles(weights[: len(shapes)], tile)
     outputs = list(shapes)
     if body == GROUPED and len(weights) < MAX_MATRICES:  # the grid ends before the third
         weights = [*weights, weights[-1]]
@@ -276,8 +296,12 @@ def works(body: str, dtype: mx.Dtype, tile: Tile, num_dims: int, bits: int) -> b
     if dtype not in DTYPES or not is_available():
         return False
     if num_dims == CHECKED_DIMS:
-        # A model that needs one body mostly needs them all.
-        texts = (text_of(each, dtype, tile, CHECKED_DIMS, bits) for each in BODIES)
+        texts = [text_of(body, dtype, tile, CHECKED_DIMS, bits)]
+        if tile in TILES:  # a model that needs one body mostly needs them all
+            texts = [text_of(each, dtype, tile, CHECKED_DIMS, bits) for each in BODIES]
+            if not bits:
+                others = (ADDED, FEW[tile]), (GROUPED, MANY[tile])
+                texts += [text_of(each, dtype, other, CHECKED_DIMS) for each, other in others]
         compile_ahead((text.body, text.constants) for text in texts)
         with warn_when_compiling():
             reason = self_check(body, dtype, tile, bits).reason

@@ -9,6 +9,7 @@
 constexpr int HALVES = R * 2 / MATRICES;  // eight rows of a matrix each
 constexpr int ROWS = 8 * MT;
 constexpr int SHARE = 128;
+constexpr int SHARES = (U + 3) / 4;  // of a warp, in flight
 
 // Padded, so that the stores below spread over all banks.
 threadgroup float sums[SG][ROWS][16 * R + 4];
@@ -51,7 +52,7 @@ while (k < depth) {
   uint4 b[U][MT];
   UNROLL
   for (int u = 0; u < U; u++) {
-    const int at = k + u * 32 + c * 8;
+    const int at = k + u / 4 * (SG * SHARE) + u % 4 * 32 + c * 8;
     const bool live = at < depth;
     UNROLL
     for (int i = 0; i < R * 2; i++) {
@@ -77,6 +78,6 @@ while (k < depth) {
       }
     }
   }
-  k += 32 * U;
-  if (k % SHARE == 0) k += (SG - 1) * SHARE;
+  k += U < 4 ? 32 * U : SHARE;
+  if (k % SHARE == 0) k += (SHARES * SG - 1) * SHARE;
 }
