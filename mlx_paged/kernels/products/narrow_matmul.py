@@ -108,7 +108,7 @@ class Tile(NamedTuple):
 
 TILES = SMALL, LARGE = Tile(16, 16, 4), Tile(32, 16, 4)
 # With the same bits: where there is a thread group for each multiprocessor at most, more loads in flight; where there
-# are a few more than two for each, fewer, so that all run together (docs/adr/0064).
+# are a few more than two for each, fewer, so that all run together (docs/adr/0065).
 FEW = {SMALL: SMALL._replace(unroll=8, groups=1), LARGE: LARGE._replace(unroll=8, groups=1)}
 MANY = {SMALL: SMALL._replace(unroll=2, groups=4), LARGE: LARGE._replace(unroll=2, groups=3)}
 
