@@ -28,15 +28,9 @@ from mlx_paged.cli.generate import extend_parser, main
 from mlx_paged.cli.prompts_file import Counts, Prompt, Results, read_prompts
 from mlx_paged.cli.terminal import BatchProgress
 from mlx_paged.errors import PromptsFileError
-from tests.cli.test_command_line import save_model
 from tests.support.cases import slow
 from tests.support.processes import commands
 from tests.support.processes.terminal import on_a_terminal
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def words(count: int, seed: int) -> str:

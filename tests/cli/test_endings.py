@@ -13,15 +13,10 @@ import pytest
 
 from mlx_paged.__main__ import UPSTREAM
 from mlx_paged.cli.terminal import restrict, whole_number
-from tests.cli.test_command_line import PROMPT, command, generate, save_model
+from tests.cli.test_command_line import PROMPT, command, generate
 from tests.support.processes import commands
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize("arguments", [(), ("generate",), ("server",), ("doctor",), ("chat",)])

@@ -17,16 +17,11 @@ from mlx_paged.cli.prompts_file import Prompt, Results, read_prompts
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.requests.completions import CompletionBody
 from mlx_paged.server.requests.fields import parsed
-from tests.cli.test_command_line import PROMPT, check_error, command, generate, save_model, text_of
+from tests.cli.test_command_line import PROMPT, check_error, command, generate, text_of
 from tests.support.processes import commands
 
 BITS = ("--kv-bits", "4", "--kv-group-size", "32")
 QUANTISED = "quantised in 3 layer(s)"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def test_generate_quantises_alone_from_a_file_and_in_a_batch(folder: Path, tmp_path: Path) -> None:

@@ -318,7 +318,7 @@ def test_sampled_bytes_of_each_tensor_count(at: int, tmp_path: Path) -> None:
 
 def test_keys_of_clients_are_not_sent() -> None:
     ranks = Others()
-    args = argparse.Namespace(model="model", api_key=["sekrit"], port=8080)
+    args = argparse.Namespace(model="model", api_keys=["sekrit"], port=8080)
     check_ranks(args, ranks)  # type: ignore[arg-type]
     assert "sekrit" not in ranks.said
     assert "8080" in ranks.said

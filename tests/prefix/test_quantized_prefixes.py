@@ -1,5 +1,5 @@
-"""What sequences have in common is quantised once: adopted, parked, spilled, restored and saved prefixes are the same
-rows, and a run from them has the same bits as one that computed everything."""
+"""What sequences have in common is quantised once, in rotated pages, too: adopted, parked, spilled, restored and saved
+prefixes are the same rows, and a run from them has the same bits as one that computed everything."""
 
 from pathlib import Path
 from typing import Any
@@ -44,17 +44,22 @@ def logits_of(model: Any, caches: list[Any]) -> mx.array:
 
 
 @pytest.mark.parametrize(
-    ("bits", "kind"), quick(crossed(BITS, ["llama", "gemma3"]), (8, "llama"), ((8, 4), "llama"), (4, "gemma3")), ids=str
+    ("rotate", "bits", "kind"),
+    quick(
+        crossed([False, True], BITS, ["llama", "gemma3"]),
+        (False, 8, "llama"), (False, (8, 4), "llama"), (False, 4, "gemma3"), (True, 8, "llama"), (True, 4, "gemma3"),
+    ), ids=str,
 )  # fmt: skip
-def test_a_prefix_is_the_same_rows_wherever_it_comes_from(kind: str, bits: Any, tmp_path: Path) -> None:
+def test_a_prefix_is_the_same_rows_wherever_it_comes_from(kind: str, bits: Any, rotate: bool, tmp_path: Path) -> None:
     model = build(kind)
-    configure(bits)
+    configure(bits, kv_rotate=rotate)
     cold = make_prompt_cache(model)
     mx.eval(model(PREFIX[None], cache=cold))
     sequence, pool = cold[0].sequence, cold[0].pool
     tokens = PREFIX.tolist()
     parked, tree = DetachedPrefix(sequence), RadixTree(pool)
     node = donate(tree, tokens, sequence).node
+    assert all(group.geometry.format.rotate == rotate for group in pool.groups)
     assert SpillStore(tmp_path / "prefixes").save(pool, node, "weights") == 8
     save_prompt_cache(str(tmp_path / "cache.safetensors"), cold)
     expected = logits_of(model, cold)
@@ -69,7 +74,7 @@ def test_a_prefix_is_the_same_rows_wherever_it_comes_from(kind: str, bits: Any, 
 
     # In a new pool, as after a restart.
     mlx_paged.remove_patches()
-    configure(bits)
+    configure(bits, kv_rotate=rotate)
     fresh = make_prompt_cache(model)
     other = fresh[0].pool
     assert other is not pool
@@ -78,7 +83,7 @@ def test_a_prefix_is_the_same_rows_wherever_it_comes_from(kind: str, bits: Any, 
     restored = adopt_longest(again, [*tokens, 1])
     assert other.stats().quantized_tokens == 0
     assert mx.array_equal(logits_of(model, caches_over(restored, fresh)), expected)
-    if kind == "llama" and bits != (8, 4):  # what mlx-lm has a quantised cache for
+    if kind == "llama" and bits != (8, 4) and not rotate:  # what mlx-lm has a quantised cache for
         saved = mlx_paged.adopt_prompt_cache(model, load_prompt_cache(str(tmp_path / "cache.safetensors")))
         assert mx.array_equal(logits_of(model, saved), expected)
         assert other.stats().quantized_tokens == 2 * 10  # what the two runs computed
@@ -87,14 +92,14 @@ def test_a_prefix_is_the_same_rows_wherever_it_comes_from(kind: str, bits: Any, 
 
 def test_pages_of_another_format_are_never_served(tmp_path: Path) -> None:
     model, tokens = build("llama"), PREFIX.tolist()
-    for group_size, bits in ((32, 8), (32, 4), (32, (8, 4)), (32, None)):
-        mlx_paged.apply_patches(PagedConfig(block_size=SIZE, kv_bits=bits, kv_group_size=group_size))
+    for bits, rotate in ((8, False), (4, True), (4, False), ((8, 4), False), (None, False)):
+        configure(bits, kv_rotate=rotate)
         cache = make_prompt_cache(model)
         pool = cache[0].pool
         tree, store = RadixTree(pool), SpillStore(tmp_path)
         assert store.restore(tree, [*tokens, 1], None, "weights") == 0
         model(PREFIX[None], cache=cache)
-        store.save(pool, donate(tree, tokens, cache[0].sequence).node, "weights")
+        assert store.save(pool, donate(tree, tokens, cache[0].sequence).node, "weights") == 8
         assert store.restore(RadixTree(pool), [*tokens, 1], None, "weights") == 64
         mlx_paged.remove_patches()
 

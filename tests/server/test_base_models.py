@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.server_process import ServerProcess
+
+FLAGS = ("--kv-cache-memory", "8MB", "--max-tokens", "5")
 
 pytestmark = pytest.mark.demo_model
 
@@ -26,14 +27,6 @@ def folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
         kept = {key: value for key, value in json.loads((base / name).read_text()).items() if key not in dropped}
         (base / name).write_text(json.dumps(kept))
     return base
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    process = ServerProcess(folder, tmp_path_factory.mktemp("server"), "--kv-cache-memory", "8MB", "--max-tokens", "5")
-    yield process
-    assert process.stop() == 0, process.log
-    assert "Traceback" not in process.log, process.log
 
 
 def test_completions_are_those_of_stock(server: ServerProcess, folder: Path) -> None:

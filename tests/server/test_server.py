@@ -8,7 +8,6 @@ import json
 import random
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,28 +23,10 @@ from tests.support.processes.server_process import ServerProcess
 pytestmark = pytest.mark.demo_model
 
 BUDGET = 8 << 20  # some 16,000 tokens of the tiny model
+FLAGS = ("--kv-cache-memory", str(BUDGET), "--max-tokens", "4", "--log-level", "WARNING")
 SYSTEM = "You answer in rhyme, always in the language of the question, and never with more than a line. " * 6
 SEVEN = {"39": 1000}  # makes the tokenizer's "7" the only answer
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder)
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    flags = ("--kv-cache-memory", str(BUDGET), "--max-tokens", "4", "--log-level", "WARNING")
-    process = ServerProcess(folder, tmp_path_factory.mktemp("server"), *flags)
-    yield process
-    assert process.stop() == 0, process.log
-    assert "Traceback" not in process.log, process.log
-
-
-@pytest.fixture
-def client(server: ServerProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def messages_of(question: str, system: str = SYSTEM) -> list[dict[str, Any]]:

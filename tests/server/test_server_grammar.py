@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ import jsonschema
 import openai
 import pytest
 
-from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.server_process import ServerProcess
+
+FLAGS = ("--kv-cache-memory", str(4 << 20), "--max-tokens", "160", "--log-level", "WARNING")
 
 pytestmark = pytest.mark.demo_model
 
@@ -31,25 +31,6 @@ SCHEMA = {
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": SCHEMA}}
 WHITE = {str(token): -100 for token in (216, 197, 198, 201, 202, 216, 220, 222)}  # of the demo model's tokenizer
-
-
-@pytest.fixture(scope="module")
-def folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder)
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    flags = ("--kv-cache-memory", str(4 << 20), "--max-tokens", "160", "--log-level", "WARNING")
-    process = ServerProcess(folder, tmp_path_factory.mktemp("server"), *flags)
-    yield process
-    assert process.stop() == 0, process.log
-    assert "Traceback" not in process.log, process.log
-
-
-@pytest.fixture
-def client(server: ServerProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
 def ask(client: openai.OpenAI, question: str, **options: Any) -> Any:

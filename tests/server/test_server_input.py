@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +16,9 @@ from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.requests import fields
 from mlx_paged.server.requests.completions import completion_request
 from mlx_paged.server.requests.endpoints import ENDPOINTS, is_refused
-from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.server_process import ServerProcess
+
+FLAGS = ("--max-tokens", "3", "--kv-cache-memory", "8MB")
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 2}
@@ -168,15 +167,6 @@ def test_null_is_as_not_given_and_seeds_are_made_fit() -> None:
 
 
 # The server -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def server(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    model = make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder)
-    process = ServerProcess(model, tmp_path_factory.mktemp("server"), "--max-tokens", "3", "--kv-cache-memory", "8MB")
-    yield process
-    assert process.stop() == 0, process.log[-3000:]
-    assert "Traceback" not in process.log, process.log[process.log.index("Traceback") - 500 :][:5000]
 
 
 EDGES: dict[str, list[Any]] = {

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.server_process import ServerProcess
+
+FAMILY = "llama of wide heads"
 
 pytestmark = pytest.mark.demo_model
 
@@ -21,11 +22,6 @@ def ask(server: ServerProcess, prompt: str) -> tuple[str, int]:
     """The text, and how many tokens of the prompt were found cached."""
     answer = server.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 12}).json
     return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
-@pytest.fixture(scope="module")
-def folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder, "llama of wide heads")
 
 
 def test_requests_are_batched_share_and_survive_a_crash(folder: Path, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +25,9 @@ from mlx_paged.server.ranked_loop import UncompiledWork
 from mlx_paged.server.request import Prompt, ServerRequest
 from mlx_paged.server.stops import StopList
 from tests.support.models.builders import build
-from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.server_process import ServerProcess
+
+FLAGS = ("--watchdog-timeout", "5")
 
 GRAMMAR = 'start: "a" "b"*\n// ' + "x" * 10_000
 
@@ -87,15 +87,6 @@ def test_patches_alone_import_nothing_of_the_server() -> None:
 
 
 # Prompts' own scores ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def server(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder)
-    process = ServerProcess(folder, tmp_path_factory.mktemp("server"), "--watchdog-timeout", "5")
-    yield process
-    assert process.stop() == 0, process.log
-    assert "Traceback" not in process.log, process.log
 
 
 LONG = {"prompt": [[5 + n] * 700 for n in range(60)], "max_tokens": 0, "echo": True, "logprobs": 0}

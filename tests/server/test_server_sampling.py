@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.server_process import ServerProcess
 
+FLAGS = ("--log-level", "WARNING")
+
 pytestmark = pytest.mark.demo_model
-
-
-@pytest.fixture(scope="module")
-def server(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder)
-    process = ServerProcess(folder, tmp_path_factory.mktemp("server"), "--log-level", "WARNING")
-    yield process
-    assert process.stop() == 0, process.log
-    assert "Traceback" not in process.log, process.log
 
 
 OPTIONS: list[dict[str, Any]] = [

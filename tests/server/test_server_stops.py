@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,19 +24,6 @@ FLAGS = ("--kv-cache-memory", str(8 << 20), "--log-level", "WARNING")
 SEVEN = {"39": 1000}  # makes the tokenizer's "7" the only answer
 NUM_TOKENS = 24
 WIDE = "Émile naïve 日本語の 🙂🤝🏽 e\u0301 ﷽ π≈3"  # its characters lie across tokens
-
-
-@pytest.fixture(scope="module")
-def folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder)
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    process = ServerProcess(folder, tmp_path_factory.mktemp("server"), *FLAGS)
-    yield process
-    assert process.stop() == 0, process.log
-    assert "Traceback" not in process.log, process.log
 
 
 class Unstopped(NamedTuple):

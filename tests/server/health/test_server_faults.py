@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes import faulty_server
 from tests.support.processes.server_process import Answer, ServerProcess
 
@@ -21,11 +20,6 @@ pytestmark = pytest.mark.demo_model
 COMPLETIONS = "/v1/completions"
 SHORT = {"prompt": "Once upon a time, in a forest far away from here, " * 5, "max_tokens": 8}
 LONG = {**SHORT, "prompt": "In the beginning " * 20, "max_tokens": 100_000}
-
-
-@pytest.fixture(scope="module")
-def folder(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder)
 
 
 class FaultyServer(ServerProcess):

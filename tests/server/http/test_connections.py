@@ -6,10 +6,8 @@ import asyncio
 import functools
 import json
 import socket
-from collections.abc import Iterator
 from contextlib import suppress
 from http.client import HTTPConnection
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,19 +16,11 @@ from starlette.responses import Response
 from uvicorn.server import ServerState
 
 from mlx_paged.server.http import Protocol
-from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.server_process import ServerProcess
 
+FLAGS = ("--max-tokens", "3", "--log-level", "WARNING")
+
 COMPLETIONS = "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def server(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder)
-    process = ServerProcess(folder, tmp_path_factory.mktemp("server"), "--max-tokens", "3", "--log-level", "WARNING")
-    yield process
-    assert process.stop() == 0, process.log
-    assert "Traceback" not in process.log, process.log
 
 
 @pytest.mark.demo_model

