@@ -19,6 +19,7 @@ from .startup import MissingBackendError  # first: it loads MLX
 
 # isort: split
 from .attention.dispatch import Dispatch, dispatch_counts, last_dispatch, reset_dispatch_counts
+from .by_model import kept_of
 from .cache.batch_cache import PagedBatchKVCache
 from .cache.paged_kv_cache import PagedKVCache
 from .cache.sequence import SequenceTables
@@ -107,6 +108,7 @@ __all__ = [
     "apply_patches",
     "dispatch_counts",
     "is_applied",
+    "kept_of",
     "last_dispatch",
     "pool_of",
     "remove_patches",

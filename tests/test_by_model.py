@@ -2,12 +2,13 @@
 
 import mlx.nn as nn
 
-from mlx_paged.by_model import ByModel
+from mlx_paged import by_model
+from mlx_paged.by_model import ByModel, kept_of
 from tests.support.without_collector import without_collector
 
 
 def test_a_value_is_its_models_and_goes_with_it() -> None:
-    values: ByModel[list[int]] = ByModel()
+    values: ByModel[list[int]] = ByModel("numbers")
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     assert values.get(first) is None
     assert values.put(first, [1]) is values.get(first)
@@ -26,8 +27,24 @@ def test_a_value_is_its_models_and_goes_with_it() -> None:
 
 
 def test_a_model_in_the_place_of_a_dead_one_has_nothing() -> None:
-    values: ByModel[int] = ByModel()
+    values: ByModel[int] = ByModel("a number")
     model = nn.Linear(2, 2)
     values.put(model, 1)
-    values._entries[id(other := nn.Linear(2, 2))] = values._entries[id(model)]
+    by_model._kept[id(other := nn.Linear(2, 2))] = by_model._kept[id(model)]
     assert values.get(other) is None and values.get(model) == 1
+    del by_model._kept[id(other)]
+
+
+def test_one_registry_shows_all_that_is_kept_of_a_model() -> None:
+    numbers: ByModel[int] = ByModel("a number")
+    texts: ByModel[str] = ByModel("a text")
+    model = nn.Linear(2, 2)
+    assert kept_of(model) == {}
+    numbers.put(model, 1)
+    texts.put(model, "one")
+    assert kept_of(model) == {"a number": 1, "a text": "one"}
+    kept_of(model).clear()
+    numbers.forget(model)
+    assert kept_of(model) == {"a text": "one"} and (len(numbers), len(texts)) == (0, 1)
+    texts.clear()
+    assert kept_of(model) == {}

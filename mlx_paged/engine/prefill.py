@@ -82,7 +82,7 @@ def most_step_tokens() -> int:
     return IN_PLACE_STEP_TOKENS if on_metal() else STEP_TOKENS
 
 
-_not_packed: ByModel[str] = ByModel()  # why not, of models that packs turned out to be nothing for
+_not_packed: ByModel[str] = ByModel("why not packed")  # why not, of models that packs turned out to be nothing for
 
 
 class Prefill:

@@ -95,7 +95,7 @@ def identity_of(models: Sequence[Any]) -> str:
 
 
 # The config.json that each model was loaded with: the file may have changed by the time it is needed.
-loaded_configs: ByModel[dict[str, Any]] = ByModel()
+loaded_configs: ByModel[dict[str, Any]] = ByModel("configuration")
 
 
 def noting_configs(load: Callable[..., Any]) -> Callable[..., Any]:

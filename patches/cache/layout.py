@@ -186,7 +186,7 @@ PADDING_MATTERS = {
 
 _lock = threading.RLock()
 # A model's layouts by the kinds of its caches (max_kv_size), the latest one last.
-_layouts: ByModel[dict[tuple[Hashable, ...], PagedLayout]] = ByModel()
+_layouts: ByModel[dict[tuple[Hashable, ...], PagedLayout]] = ByModel("layouts")
 MAX_LAYOUTS = 8
 
 

@@ -44,8 +44,8 @@ class _Pools:
         )
 
 
-_pools: ByModel[_Pools] = ByModel()
-_state_pools: ByModel[tuple[PagedConfig, BlockPool]] = ByModel()  # of models without any paged layer
+_pools: ByModel[_Pools] = ByModel("pools")
+_state_pools: ByModel[tuple[PagedConfig, BlockPool]] = ByModel("pool of states")  # of models without any paged layer
 
 
 def pool_for(model: Any, layout: PagedLayout, config: PagedConfig, dtype: mx.Dtype | None = None) -> BlockPool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ...by_model import ByModel
 from ...cache.batch_cache import PagedBatchKVCache
 from ...cache.composites import leaves
 from ...cache.packed_cache import PackedKVCache
@@ -21,7 +22,7 @@ from ...kv.pool import BlockPool
 from ...warn import warn_once
 
 ModelCall = Callable[..., mx.array]
-_steps: weakref.WeakKeyDictionary[BlockPool, CompiledStep] = weakref.WeakKeyDictionary()
+_steps: ByModel[CompiledStep] = ByModel("compiled step")  # by pool
 
 
 def adapt(original: ModelCall) -> ModelCall:
@@ -60,10 +61,7 @@ def is_upstreams(call: ModelCall) -> bool:
 
 def step_of(pool: BlockPool, original: ModelCall) -> CompiledStep:
     """Return the pool's compiled step."""
-    step = _steps.get(pool)
-    if step is None:
-        step = _steps[pool] = CompiledStep(pool, original)
-    return step
+    return _steps.get(pool) or _steps.put(pool, CompiledStep(pool, original))
 
 
 _guarded: weakref.WeakSet[type] = weakref.WeakSet()

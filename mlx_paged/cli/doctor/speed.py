@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.models import llama
 
+from ...by_model import kept_of
 from ...config import PagedConfig
 from ..generate import raise_cpu_cache_limit
 
@@ -112,7 +113,7 @@ def measure() -> dict[str, Any]:
     Returns:
         ``model``, ``prompt`` and ``tokens`` (counts), ``stock`` and ``paged`` (tokens per second), ``path`` that the
         paged cache's attention took last, and ``same_tokens``, how many of the tokens agree before the first that
-        does not. (With weights in 16 bits they may part.)
+        does not (with weights in 16 bits they may part), and ``kept``, what is kept of the model.
     """
     from ... import patches
     from ...attention.dispatch import last_dispatch
@@ -129,7 +130,7 @@ def measure() -> dict[str, Any]:
         runs = [tokens_per_second(model, prompt, work.tokens) for _ in range(1 + work.repeats)]
         speeds[which] = round(max(speed for speed, _ in runs[1:]), 1)
         tokens[which] = runs[-1][1]
-    path = last_dispatch()
+    path, kept = last_dispatch(), sorted(kept_of(model))
     patches.remove_patches()
     pairs = zip(tokens["stock"], tokens["paged"], strict=True)
     return {
@@ -139,6 +140,7 @@ def measure() -> dict[str, Any]:
         **speeds,
         "path": None if path is None else f"{path.path}: {path.reason}",
         "same_tokens": next((i for i, (a, b) in enumerate(pairs) if a != b), work.tokens),
+        "kept": kept,
     }
 
 

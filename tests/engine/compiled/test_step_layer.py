@@ -176,7 +176,7 @@ def run(model: Any, steps: int = STEPS) -> tuple[list[np.ndarray], compiled_step
         logits_of(model, steps)
         found = logits_of(model, steps)
     mlx_paged.pool_of(model).check_integrity()
-    return found, model_calls._steps[mlx_paged.pool_of(model)], [str(warning.message) for warning in caught]
+    return found, model_calls._steps.get(mlx_paged.pool_of(model)), [str(warning.message) for warning in caught]
 
 
 def run_planted(monkeypatch: pytest.MonkeyPatch, attend: Attend) -> tuple[compiled_step.CompiledStep, list[str]]:
@@ -208,7 +208,7 @@ def test_a_model_that_stops_attending_is_not_compiled(monkeypatch: pytest.Monkey
     plant(monkeypatch, does_not_attend)
     model = model_configs.build("qwen2")
     run(model, steps=1)
-    step = model_calls._steps[mlx_paged.pool_of(model)]
+    step = model_calls._steps.get(mlx_paged.pool_of(model))
     step._functions.clear()
     monkeypatch.setattr(does_not_attend, "now", True)
     found, _, told = run(model)
