@@ -122,7 +122,7 @@ class GrammarError(PagedCacheError, ValueError):
 
 
 class GrammarAbandoned(GrammarError):
-    """A grammar was not compiled because nobody waits for it any more."""
+    """A grammar was not compiled because its request was cancelled."""
 
 
 class PromptsFileError(PagedCacheError, ValueError):

@@ -49,5 +49,5 @@ def warn_when_slow(what: str) -> Iterator[None]:
 def _tell(what: str) -> None:
     if what not in _told:
         _told.add(what)
-        with suppress(OSError, ValueError):  # whoever reads it may have gone
+        with suppress(OSError, ValueError):  # its reader may have gone
             print(f"mlx_paged: {what}", file=sys.stderr, flush=True)

@@ -379,7 +379,7 @@ class BatchRun:
         except RequestFailedError as error:
             self.results.add(self._leave(error.uid).prompt, error=str(error))
             return
-        except Exception as error:  # of mlx-lm's own generator: whose fault it was, nobody knows
+        except Exception as error:  # of mlx-lm's own generator, which does not say whose fault it was
             failed = list(self._running)
             self.generator.remove(failed)
             for uid in failed:

@@ -145,7 +145,7 @@ def _check_batches() -> None:
 
 
 def _teaching(grammars: AnswerGrammars, load: Callable[..., Any]) -> Callable[..., Any]:
-    """mlx-lm's ``load``, which tells the grammars of the tokenizer."""
+    """Return mlx-lm's ``load``, which hands the tokenizer to the grammars."""
 
     def load_and_tell(*args: Any, **kw: Any) -> Any:
         loaded = load(*args, **kw)

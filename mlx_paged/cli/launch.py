@@ -28,7 +28,7 @@ END_SECONDS = 45.0  # the server drains for 30 of them
 
 
 class Access(NamedTuple):
-    """A server, as a client is told of it.
+    """How a client reaches a server.
 
     Attributes:
         url: without a path.

@@ -94,8 +94,8 @@ def bounded_wait(timeout: float | None) -> Iterator[None]:
     if timeout is None:
         timeout = parse_timeout(os.environ.get(VARIABLE) or RANK_TIMEOUT)
     seconds, rank = START_FACTOR * timeout, os.environ.get("MLX_RANK", "?")
-    told = f"mlx_paged: rank {rank} waits for the other ranks; ends if one has not come in {seconds:.0f} s"
-    print(told, file=sys.stderr, flush=True)
+    line = f"mlx_paged: rank {rank} waits for the other ranks; ends if one has not come in {seconds:.0f} s"
+    print(line, file=sys.stderr, flush=True)
     faulthandler.dump_traceback_later(seconds, exit=True)
     try:
         yield

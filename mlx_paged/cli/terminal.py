@@ -142,7 +142,7 @@ def orderly_end(command: str) -> Iterator[None]:
 
 
 def _end_line(tracker: LineTracker) -> None:
-    with suppress(OSError):  # whoever reads it may have gone
+    with suppress(OSError):  # its reader may have gone
         tracker.end_line()
 
 

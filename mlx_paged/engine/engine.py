@@ -136,7 +136,7 @@ class Engine:
         chunk = min(step_size, most_step_tokens()) if self.packs else step_size
         grid = min(step_size, IN_PLACE_STEP_TOKENS) if self.in_place or self.packs else step_size
         token_budget = grid
-        if self.packs:  # a step size that somebody has chosen bounds every step
+        if self.packs:  # a step size that was chosen bounds every step
             token_budget = chunk if chunk < UPSTREAM_STEP_TOKENS else most_step_tokens()
         chosen_by_none = self.packs and most_prefilling >= UPSTREAM_PREFILLING
         return Scheduler(
@@ -146,7 +146,7 @@ class Engine:
             # Where tokens are pinned, what a chunk's tokens see depends on where it begins.
             grid=grid if self.in_place or self.packs or pins_tokens else None,
             max_running=most_running,
-            # A step of packs is bounded by its tokens, unless somebody has chosen fewer prompts.
+            # A step of packs is bounded by its tokens, unless fewer prompts were chosen.
             max_prefilling=max(most_prefilling, most_running) if chosen_by_none else most_prefilling,
             headroom=1 if self.pool is None else self.pool.block_size,
         )
@@ -243,7 +243,7 @@ class Engine:
         finished = [(self.requests[r.uid], r) for r in responses if r.finish_reason is not None]
         self._remove_from_batch([request for request, _ in finished])
         for request, response in finished:
-            failed.pop(request, None)  # what failed is a token that nobody is going to see
+            failed.pop(request, None)  # what failed is a token that will not be delivered
             self._cut(request, unwanted[request])
             self._finish(request, response)
         for request, error in failed.items():
@@ -409,11 +409,11 @@ class Engine:
             return False
 
     def _evict_idle(self) -> bool:
-        """Free something that nobody is using. Returns whether there was anything."""
+        """Free something unused. Returns whether there was anything."""
         return self._drop_finished() or (self.sharing is not None and self.sharing.evict())
 
     def _drop_finished(self) -> bool:
-        """Release a finished request's cache that came with its last response and that nobody has looked at."""
+        """Release a finished request's cache that came with its last response and was not read."""
         while (uid := next(iter(self._finished), None)) is not None:
             response = self._finished.pop(uid, None)
             if response is not None and response.drop_cache():
@@ -509,7 +509,7 @@ class Engine:
         for request in gone:
             if request.caches is not None:  # it runs
                 self._remove_from_batch([request], keep_caches=finished)
-                with suppress(Exception):  # nobody is left to be told what becomes of its prefix
+                with suppress(Exception):  # its caller has the last token already
                     if self.sharing is not None and finished:
                         self.sharing.insert_all(request, request.cached_tokens())
                     elif self.sharing is not None:
@@ -587,7 +587,7 @@ class Engine:
                     self._note(request, error)
 
     def _disband(self) -> None:
-        """The decode batch is in an unknown state: whoever is in it is preempted, and computed again."""
+        """Preempt all rows of the decode batch, whose state is unknown; they are computed again."""
         try:
             requests = self.batch.disband()
         except Exception as error:  # not even the tokens can be had

@@ -23,7 +23,7 @@ _CONSTANTS = (
 
 
 class StateNotKnown(Exception):
-    """A model keeps something where nothing tells whether it has changed."""
+    """A model keeps something whose changes cannot be noticed."""
 
 
 class Member(NamedTuple):

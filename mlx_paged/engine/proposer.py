@@ -120,7 +120,7 @@ class Drafts(NamedTuple):
 class Proposer:
     """Follows what stood behind a row's latest tokens before, as long as the row repeats it.
 
-    Each token of the row tells whether it was the one predicted, be it that it was proposed or not. How often that is
+    Each token of the row shows whether it was the one predicted, proposed or not. How often that is
     so is kept by how many tokens had matched, so a row that repeats nothing stops proposing, and begins again when it
     does: watching costs no step.
 

@@ -23,7 +23,7 @@ class RequestOptions(NamedTuple):
 
     Attributes:
         salt: only requests with the same one share prefixes.
-        seed: the answer's tokens are a function of it and of the logits, whoever else is in the batch; None draws from
+        seed: the answer's tokens are a function of it and of the logits, in any batch; None draws from
             ``mx.random``'s state. It needs a sampler of mlx-lm's ``make_sampler``; others draw as they do.
         grammar: what its answer has to be; None: anything.
         prompt_lookup: most tokens proposed in a step because the prompt or the answer had them before; 0:
@@ -51,7 +51,7 @@ class Request:
         segments: of the prompt; a chunk ends where one does.
         max_tokens: to generate.
         caches: one per layer, empty or with what came with the request. Those are forked: their owner may go on.
-        history: the tokens in them, as far as the caller told them.
+        history: the tokens in them, as far as the caller gave them.
         sampler, processors, matcher: of mlx-lm, or like its own.
         options: what else the caller says of it.
 
@@ -135,7 +135,7 @@ class Request:
     @property
     def knows_history(self) -> bool:
         """Return whether :meth:`cached_tokens` are all tokens in its cache: those of a cache that came with it were
-        told."""
+        given."""
         return self.given is None or 0 < len(self.history) == self.kept
 
     @property
@@ -194,7 +194,7 @@ class Request:
 
     def release(self) -> None:
         """Give back the blocks that it holds beyond the cache it came with."""
-        # Let go first: whatever happens below, tables that nobody holds give their blocks back.
+        # Let go first: if something fails below, tables that are dropped give their blocks back.
         caches, self.caches, self._known = self.caches, None, (None, None)
         sequence = None if caches is None else sequence_of(caches)
         if sequence is not None:

@@ -45,7 +45,7 @@ class RequestBudget:
         """Return whether all these requests can grow by so many tokens.
 
         Args:
-            evict: frees something that nobody uses; False if there is nothing left.
+            evict: frees something unused; False if there is nothing left.
         """
         num_blocks = len(growth)
         if all(num_tokens == 1 for _, num_tokens in growth) and (
@@ -95,7 +95,7 @@ class RequestBudget:
         if all(group.allocator.num_free >= enough for group in groups):
             return
         soon = [(request, 1) for request in plan.decode] + [(c.request, c.num_tokens) for c in plan.chunks]
-        with suppress(Exception):  # whoever appends without room for it grows the pool then, or fails alone
+        with suppress(Exception):  # an append without room grows the pool then, or fails alone
             self.budget.grow_for(
                 [_append(request, num_tokens) for request, num_tokens in soon],
                 lambda: self._expected(list(islice(requests, most_running))),

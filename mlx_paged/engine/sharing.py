@@ -23,8 +23,8 @@ _Start = tuple[Hashable, tuple[int, ...]]  # the salt, and the tokens of the fir
 class PrefixSharing:
     """Finds prefixes when a request starts: in the prefix cache, or in the blocks of a request that still runs.
 
-    The blocks of a running request are put into the cache, by reference, when somebody needs them. Where a window
-    moves on they would be gone by then, so there they are put in as they are computed.
+    The blocks of a running request are put into the cache, by reference, when another request needs them. Where a
+    window moves on they would be gone by then, so there they are put in as they are computed.
 
     Args:
         prefixes: the prefix cache.

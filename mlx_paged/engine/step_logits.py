@@ -10,7 +10,7 @@ Sampler = Callable[[mx.array], mx.array]
 
 
 class StepLogits:
-    """The logits ``[B, vocab]`` of one step. Log-probabilities are computed when somebody asks for them; those of all
+    """The logits ``[B, vocab]`` of one step. Log-probabilities are computed only on request; those of all
     rows take the logits' place."""
 
     def __init__(self, logits: mx.array, *, is_normalised: bool = False) -> None:
@@ -38,8 +38,8 @@ class StepLogits:
 
 
 class TokenLogits:
-    """One row of a step, that of a token that was delivered. The step's rows share their memory: whoever keeps one for
-    longer than that gets a copy (:meth:`detach`).
+    """One row of a step, that of a token that was delivered. The step's rows share their memory: to keep one for
+    longer, copy it (:meth:`detach`).
 
     Args:
         step, index: where it is.

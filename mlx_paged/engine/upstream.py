@@ -20,7 +20,7 @@ class TokenResponse(Protocol):
         """The finished request, whose cache is this response's from now on."""
 
     def drop_cache(self) -> bool:
-        """Release that cache unless somebody has read it. Returns whether it was released."""
+        """Release that cache unless it was read. Returns whether it was released."""
 
 
 class Upstream(NamedTuple):

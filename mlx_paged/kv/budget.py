@@ -74,7 +74,7 @@ class PoolBudget:
         return missing <= self.pool.memory.unreserved_bytes
 
     def has_blocks(self, num_blocks: int) -> bool:
-        """Return whether so many blocks of each group can be had, prefixes that nobody uses being evicted for it."""
+        """Return whether so many blocks of each group can be had, evicting unused prefixes."""
         self.pool.collect()
         return self._has_bytes(num_blocks * sum(group.bytes_per_block for group in self.pool.groups))
 

@@ -121,7 +121,7 @@ class BlockGroup:
         self.block_size = block_size
         self.allocator = BlockAllocator()
         self.geometry: Geometry | None = None
-        self.storages: list[Storage] = []  # none before the first write, and none while nobody uses the pool
+        self.storages: list[Storage] = []  # none before the first write, and none while the pool is idle
         self._form: Callable[[Geometry, int, int], Storage] | None = None
         self.in_place = False  # whether the blocks are written in place and read by kernels only
         self.storage_reason = "nothing written yet"
@@ -156,7 +156,7 @@ class BlockGroup:
         return self._step, True
 
     def is_current(self, step: Step) -> bool:
-        """Return whether a step that somebody knows is the group's latest, of the tables as they are."""
+        """Return whether a step is the group's latest, and its tables unchanged."""
         return step is self._step and step.epoch == self.epoch
 
     def packed_step(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> tuple[PackedStep, bool]:
@@ -349,7 +349,7 @@ class BlockGroup:
                 mx.eval(storage.fence())  # the copies are let go layer by layer
 
     def renumber(self, moves: Mapping[int, int], num_blocks: int) -> None:
-        """After :meth:`move`, when nobody uses the old ids any more: have ``num_blocks`` ids, and tensors of that size.
+        """Complete a :meth:`move`, when the old ids are unused: have ``num_blocks`` ids, and tensors of that size.
         If that fails, some tensors stay larger."""
         self.allocator.renumber(moves, num_blocks)
         self.touch()

@@ -1,4 +1,4 @@
-"""IdleWatch: pools that nobody uses any more let go of their tensors, by one thread for all pools of a process.
+"""IdleWatch: idle pools release their tensors, by one thread for all pools of a process.
 
 Called by finalizers, anywhere; calls nothing that raises.
 """
@@ -25,7 +25,7 @@ class _Droppable(Protocol):
 class IdleWatch:
     """Notes when tables of a pool go. Keeps the pool weakly.
 
-    Pools that nobody uses any more let go of their tensors without a call: one thread for all pools of a process.
+    An idle pool releases its tensors without a call: one thread looks after all pools of a process.
     """
 
     def __init__(self, pool: _Droppable) -> None:

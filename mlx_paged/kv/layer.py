@@ -205,7 +205,7 @@ class PoolLayer:
         """Write the pinned tokens of a table made by :meth:`BlockPool.new_table` with a ``start``: k and v
         ``[1, n_kv_heads, pinned, head_dim]``, accepted by :meth:`set_geometry`."""
         self._check(table)
-        # Writing goes to the end of a table: one that ends there, over the same blocks, and known to nobody else.
+        # Writing goes to the end of a table: one that ends there, over the same blocks, and used here only.
         head = BlockTable(table.group, table.block_size)
         head.block_ids.extend(table.block_ids[: table.num_pinned_blocks])
         head.length = table.pinned
@@ -264,7 +264,7 @@ class PoolLayer:
         return self.storage.after_writes(k, v)
 
     def note_read(self, *results: mx.array) -> None:
-        """Tell the pool what was computed from the layer's blocks in this step (see BlockGroup.wait_for_reads)."""
+        """Note what was computed from the layer's blocks in this step (see BlockGroup.wait_for_reads)."""
         self.group.note_read(self.position, *results)
 
     def watch_read(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

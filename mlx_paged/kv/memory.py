@@ -40,7 +40,7 @@ class StateSlots:
     """All slots of one pool. Any thread may take and drop them."""
 
     def __init__(self) -> None:
-        # By number, bytes of the slots that somebody holds. Finalizers of other threads remove entries, so it is copied
+        # By number, bytes of the slots in use. Finalizers of other threads remove entries, so it is copied
         # in one operation before it is summed.
         self._held: dict[int, int] = {}
         self._taken = 0
@@ -150,7 +150,7 @@ class PoolMemory:
             raise PoolExhaustedError.too_small(self.budget, least)
         known = group.allocator.num_blocks
         if known * per_block > self.unreserved_bytes:
-            # The null block is nobody's need.
+            # The null block is not part of the need.
             raise self.exhausted(known - 1, (known - 1) * per_block, apart=per_block)
         self.turn.is_dirty = True
         group.set_geometry(geometry, heads)

@@ -100,14 +100,14 @@ class BlockOwners:
         self._idle.put(self._abandoned, (group, block_ids))
 
     def collect(self) -> None:
-        """Release what was abandoned; for whoever is going to count free blocks."""
+        """Release what was abandoned; to be called before free blocks are counted."""
         if not self._abandoned:
             return
         with self._lock:
             while self._abandoned:
                 group, block_ids = self._abandoned[0]
                 self._groups[group].allocator.release(block_ids)
-                self._abandoned.popleft()  # not before: whoever fails in between is followed by another
+                self._abandoned.popleft()  # not before: if it fails in between, the next call releases them
                 self._lists.pop(id(block_ids), None)
 
     # Prefix caches --------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class BlockOwners:
     # All ------------------------------------------------------------------------------------------------------
 
     def renumber(self, group: int, moves: Mapping[int, int]) -> None:
-        """Blocks of the group have other ids now: tell whoever holds them. All of them are found before any is told.
+        """Give blocks of the group new ids, in all that holds them. All holders are found before any is changed.
         A table that another thread adds meanwhile is empty."""
         known = list(self._lists.values())
         others = [entry for entry in list(self._abandoned) if id(entry[1]) not in self._lists]

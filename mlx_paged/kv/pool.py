@@ -68,7 +68,7 @@ class BlockPool:
         self._cow_forks = 0
         # Whether an idle pool lets go of its tensors by itself. Over ranks the engines agree on when to.
         self.drops_when_idle = True
-        # Counted by whoever schedules sequences over this pool.
+        # Counted by the scheduler of the pool's sequences.
         self.preemptions = self.drafted = self.accepted = 0
 
     @property
@@ -103,7 +103,7 @@ class BlockPool:
                 if count > block_group.allocator.num_free:
                     self.memory.grow(block_group, count)
                 blocks = block_group.allocator.allocate(count)
-        except Exception:  # with blocks: what was built could not be computed at the turn's end, and nobody gets them
+        except Exception:  # with blocks: what was built could not be computed at the turn's end
             self.release(group, blocks)
             raise
         return blocks
@@ -124,7 +124,7 @@ class BlockPool:
         self._owners.abandon(group, block_ids)
 
     def collect(self) -> None:
-        """Release what tables held that their owners have dropped; for whoever is going to count free blocks."""
+        """Release what dropped tables held; to be called before free blocks are counted."""
         self._owners.collect()
 
     def add_holder(self, holder: BlockHolder) -> None:
@@ -145,10 +145,10 @@ class BlockPool:
 
     def drop_if_idle(self) -> bool:
         """Let go of all tensors if no block is in use; the next sequence makes new ones. For a thread that does not
-        compute: it waits for nobody, and MLX has nothing to compute.
+        compute: it never blocks, and MLX has nothing to compute.
 
         Returns:
-            False if somebody is at work in the pool, so that it is not known.
+            False if the pool is in use, so that it is not known.
         """
         if not self._lock.acquire(blocking=False):
             return False
@@ -177,7 +177,7 @@ class BlockPool:
         return table
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """Return a second table over the same blocks: references, no bytes. Whoever writes to a shared block copies
+        """Return a second table over the same blocks: references, no bytes. A write to a shared block copies
         it."""
         self._owners.check(table)
         with self._lock:
@@ -406,7 +406,7 @@ class BlockPool:
     # Accounts -------------------------------------------------------------------------------------------------
 
     def stats(self) -> PagedCacheStats:
-        """Figures of the moment; waits for nobody who computes."""
+        """Return a snapshot of the figures; never blocks on the compute thread."""
 
         def read(is_exact: bool) -> PagedCacheStats:
             if is_exact:

@@ -16,7 +16,7 @@ from .group import BlockGroup
 
 P = ParamSpec("P")
 R = TypeVar("R")
-GLANCE_SECONDS = 0.02  # for the lock: whoever has it longer computes, and changes nothing meanwhile
+GLANCE_SECONDS = 0.02  # for the lock: a thread that holds it longer computes, and changes nothing meanwhile
 GLANCES = 5
 
 
@@ -111,7 +111,7 @@ class Turn:
         look takes the lock if it is free soon; otherwise figures are those of the moment, and seldom of two.
 
         Args:
-            read: told whether it has the lock.
+            read: called with whether it has the lock.
 
         Raises:
             RuntimeError, LookupError: what was read changed each time.

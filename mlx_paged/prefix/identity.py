@@ -1,4 +1,4 @@
-"""model_identity(): what tells a model's keys and values from those of any other model, across processes."""
+"""model_identity(): what distinguishes a model's keys and values from any other model's, across processes."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class RadixTree:
 
     Args:
         pool: kept weakly: a cache must not keep a model's memory alive.
-        ttl: seconds after which a prefix that nobody used is evicted.
+        ttl: evict prefixes idle for longer than this, in seconds.
         clock: the time, in seconds.
         on_evict: called with a prefix' salt and a node before any of the node's blocks are evicted.
     """
@@ -130,8 +130,8 @@ class RadixTree:
         """Tables, one per group, over the blocks of the longest prefix (see :meth:`match`): references, no bytes.
 
         Returns:
-            How many tokens they hold, and the tables; they are the caller's to use and to release. Whoever writes on
-            in a shared, partially filled block writes into a copy of it.
+            How many tokens they hold, and the tables; they are the caller's to use and to release. A write
+            in a shared, partially filled block copies it first.
         """
         with self.pool.lock:
             match = self.match(tokens, salt)
@@ -266,7 +266,7 @@ class RadixTree:
         empty cache, and no others.
 
         Args:
-            states: called if they are not there yet; returns their bytes and caches that nobody writes to.
+            states: called if they are not there yet; returns their bytes and caches that are not written to.
 
         Returns:
             Whether the tree has them now: checkpoints take up to :data:`MOST_SHARE` of the pool's budget.
@@ -383,7 +383,7 @@ class RadixTree:
         if node.children:
             # An inner node of a window group: prefixes that end beyond its window need only what comes after it.
             self._notify(node)
-            self.checkpoints.forget(node)  # nobody can go on from here
+            self.checkpoints.forget(node)  # it cannot be adopted any more
             gone, node.blocks[group] = node.blocks[group], [NULL_BLOCK] * len(node.blocks[group])
             node.valid_from[group] = node.end
             return self._drop(group, gone)
@@ -399,7 +399,7 @@ class RadixTree:
         return self.checkpoints.nbytes
 
     def evict_states(self, num_bytes: int) -> int:
-        """Drop the checkpoints of least value, and what serves nobody without them. Returns their bytes."""
+        """Drop the checkpoints of least value, and nodes that are useless without them. Returns their bytes."""
         with self._changing():
             freed = 0
             for node in self.checkpoints.cheapest(num_bytes):
@@ -438,7 +438,7 @@ class RadixTree:
         return freed
 
     def _notify(self, node: RadixNode) -> None:
-        """Tell who watches, before blocks of the node are evicted."""
+        """Call :attr:`on_evict`, before blocks of the node are evicted."""
         if self.on_evict is not None:
             self.on_evict(self.salt_of(node), node)
 

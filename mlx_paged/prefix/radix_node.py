@@ -69,7 +69,7 @@ class HeldBlocks:
         return sum(b != NULL_BLOCK and refcount(b) == 1 for b in block_ids)
 
     def num_cached(self, group: int, without: Iterable[int] = (), enough: int | None = None) -> int:
-        """Return how many blocks nobody else holds, except those in ``without``; counting stops at ``enough``."""
+        """Return how many blocks only the tree holds, except those in ``without``; counting stops at ``enough``."""
         held, refcount = self.counts[group], self.pool.groups[group].allocator.refcount
         excluded = self.num_cached_of(group, set(without))
         # Asked for in many steps while the pool is full: no Python code for each block.
@@ -77,7 +77,7 @@ class HeldBlocks:
         return sum(islice(cached, None if enough is None else enough + excluded)) - excluded
 
     def num_cached_of(self, group: int, block_ids: Iterable[int]) -> int:
-        """Return how many of these blocks, each given once, nobody else holds."""
+        """Return how many of these blocks, each given once, only the tree holds."""
         held, refcount = self.counts[group], self.pool.groups[group].allocator.refcount
         return sum(b != NULL_BLOCK and refcount(b) == held[b] for b in block_ids)
 
@@ -346,7 +346,7 @@ def _check_node(node: RadixNode, block_size: int) -> None:
             raise BlockStateError(f"{node} does not hold its blocks from {valid_from} on")
 
 
-# Most of a pool's budget that checkpoints take: keys and values without a checkpoint behind them serve nobody, and
+# Most of a pool's budget that checkpoints take: keys and values without a checkpoint behind them are useless, and
 # neither do checkpoints without keys and values.
 MOST_SHARE = 1 / 4
 
@@ -393,7 +393,7 @@ class Checkpoints:
         self._value(node, node.checkpoint)
 
     def hit(self, node: RadixNode) -> Checkpoint:
-        """Return the node's checkpoint; somebody goes on from it."""
+        """Return the node's checkpoint for a sequence that adopts it, and count a hit."""
         checkpoint = node.checkpoint
         assert checkpoint is not None
         checkpoint.hits += 1

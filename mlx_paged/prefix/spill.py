@@ -377,7 +377,7 @@ class SpillStore:
             return False
         hits = tree.hit_tokens
         tables = tree.adopt(wanted, salt)[1] if tree.windows else []
-        tree.hit_tokens = hits  # nobody was served yet
+        tree.hit_tokens = hits  # no request was served yet
         try:
             done = tree.insert_checkpoint(tokens, tables, lambda: (saved.nbytes, saved), salt)
         finally:
@@ -415,7 +415,7 @@ class SpillStore:
         pool = tree.pool
         hits = tree.hit_tokens
         tables += tree.adopt(tokens[: length + 1], salt)[1]
-        tree.hit_tokens = hits  # nobody was served yet
+        tree.hit_tokens = hits  # no request was served yet
         for group, window in enumerate(tree.windows):
             start = length
             if window is not None and window.first_seen(end) > length:

@@ -21,7 +21,7 @@ from ..kv.storage.base import Geometry, PageFormat
 
 
 class SavedStates(NamedTuple):
-    """States of a checkpoint that came from a file. They become caches when somebody goes on from them.
+    """States of a checkpoint that came from a file. They become caches when a sequence adopts them.
 
     Attributes:
         text: JSON, a list with the class and the state of each cache, arrays by name.
@@ -185,7 +185,7 @@ class SpillFolder:
 
     def _read_header(self, path: Path) -> tuple[int, SpilledBlock]:
         """Return when the file was written, and what it is. Makes it private if it is not."""
-        # Neither following a link nor waiting for whoever writes to a pipe.
+        # Neither following a link nor waiting for the writer of a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)

@@ -23,7 +23,7 @@ class PagedLayerCache(PagedKVCache):
     """PagedKVCache that can turn into mlx-lm's caches, for what is not paged.
 
     For ``isinstance`` it is a ``KVCache``, or with a window a ``RotatingKVCache`` or ``ChunkedKVCache``: scripts ask
-    which of them a layer has. It inherits nothing of them, and ``type`` tells it apart. mlx-lm's library asks for none.
+    which of them a layer has. It inherits nothing of them; ``type`` distinguishes it. mlx-lm's library asks for none.
     """
 
     def __init__(self, sequence: SequenceTables, layer: int) -> None:

@@ -160,7 +160,7 @@ class PagedLayout(NamedTuple):
     Attributes:
         groups: of the layers to page; a layer is an index into the model's list of caches,
             in which the parts of composite ones count by themselves.
-        geometries: of each group, with the queries that attend over it; empty where an adapter will tell.
+        geometries: of each group, with the queries that attend over it; empty where an adapter determines it.
         adapted: attention goes through adapters, not through the seam.
         reasons: why other layers keep mlx-lm's own caches, one per kind.
     """

@@ -71,7 +71,7 @@ class PagedPromptCache:
         self._identities: weakref.WeakKeyDictionary[BlockPool, str] = weakref.WeakKeyDictionary()
 
     def tree_of(self, pool: BlockPool) -> RadixTree:
-        """Return the pool's tree, for whoever else shares prefixes of it. Salts are ``(model, number)``: the key the
+        """Return the pool's tree, also for batches that share its prefixes. Salts are ``(model, number)``: the key the
         caches were inserted under, and 0 for a model's own caches (1 for its draft model's); and :class:`Salted` ones
         of these."""
         tree = self._trees.get(pool)
@@ -120,10 +120,10 @@ class PagedPromptCache:
         self.others.trim_to(n_sequences=0)
 
     def forget_pool(self, pool: BlockPool) -> None:
-        """Know nothing more of a pool that is no good, and save nothing of it. Waits for nobody who works on it."""
+        """Forget a broken pool, and save nothing of it. Never blocks on its compute thread."""
         self._trees.pop(pool, None)
         self._identities.pop(pool, None)
-        self._salt = None  # of whoever was at it
+        self._salt = None  # of the request that was being computed
 
     def tidy(self, is_wanted: Callable[[], bool] = lambda: False) -> None:
         """In idle moments, drop what has expired, and write what is not on disk yet, so that it outlives a crash.

@@ -34,7 +34,7 @@ class _Pools:
 
     Attributes:
         latest: the pool that its latest prompt cache lies in, and what that was made for.
-        in_use: also those before, as long as somebody holds one: with and without max_kv_size it has two.
+        in_use: also those before, as long as they are referenced: with and without max_kv_size it has two.
     """
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ def prefix_pool_of(model: Any) -> BlockPool:
 
 
 def forget_pool(model: Any) -> None:
-    """Let the registry drop a model's pools: its next prompt cache lies in a new one. Waits for nobody's turn."""
+    """Let the registry drop a model's pools: its next prompt cache lies in a new one. Never waits for a turn."""
     with _lock:
         _pools.put(model, _Pools())
         _state_pools.forget(model)

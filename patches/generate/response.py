@@ -57,7 +57,7 @@ class Response(GenerationBatch.Response):  # type: ignore[misc]
     """A token of a request; a dataclass with the fields of mlx-lm's, which can be set and replaced as there.
 
     Log-probabilities are computed when they are read. The cache of a finished request keeps that request's blocks, and
-    no others, for as long as the response or the cache is kept; until somebody has read ``prompt_cache``, requests
+    no others, for as long as the response or the cache is kept; until ``prompt_cache`` was read, requests
     that need the blocks may take them.
 
     Args:
@@ -105,7 +105,7 @@ class Response(GenerationBatch.Response):  # type: ignore[misc]
         """The caches of all layers, if this is the request's last token. Setting it lets go of them.
 
         Raises:
-            PromptCacheError: the blocks were needed before anybody read this.
+            PromptCacheError: the blocks were needed before this was read.
         """
         if self._is_dropped:
             raise PromptCacheError(
@@ -126,7 +126,7 @@ class Response(GenerationBatch.Response):  # type: ignore[misc]
         self._request = request
 
     def drop_cache(self) -> bool:
-        """Release the cache unless somebody has read it. Returns whether it was released."""
+        """Release the cache unless it was read. Returns whether it was released."""
         if self._request is None or self._claimed:
             return False
         request, self._request, self._is_dropped = self._request, None, True

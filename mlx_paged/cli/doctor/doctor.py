@@ -48,7 +48,7 @@ def facts() -> dict[str, str]:
         "python": platform.python_version(),
         "system": _system(),
         "device": f"{mx.default_device()} {info.get('device_name', '')}".strip(),
-        "architecture": str(info.get("architecture", "") or "not told"),
+        "architecture": str(info.get("architecture", "") or "unknown"),
         "GPU cores": str(gpu_cores() or "not known"),
         "memory": _memory(info),
         **_wheel(),
@@ -113,11 +113,11 @@ def run(block_size: int, config: PagedConfig, *, everything: bool, report_file: 
         ConfigError: the report cannot be written.
     """
     begin = time.perf_counter()
-    told = facts()
-    report = Report(report_file, told)
+    found = facts()
+    report = Report(report_file, found)
     if config.page_format is not None:
-        told["pages"] = _pages(config.page_format)
-    for name, value in told.items():
+        found["pages"] = _pages(config.page_format)
+    for name, value in found.items():
         print(f"{name:<16}{value}")
     # MLX compiles one CUDA kernel at a time in a process, in some seconds.
     workers = num_workers(free_memory()) if device_unsupported_reason() is None and backend() == "cuda" else 1

@@ -418,8 +418,8 @@ class Worker:
             self._ended = True
         rows: dict[int, list[Row]] = {}
         while not self._ended and len(rows) < len(self.share):
-            if (told := self.receive()) is not None:
-                rows[told[0]] = told[1]
+            if (timed := self.receive()) is not None:
+                rows[timed[0]] = timed[1]
         return rows
 
     def how_it_ended(self) -> str:
@@ -462,8 +462,8 @@ def rows_of_workers(
 def _work(
     connection: Connection, share: Sequence[int], folder: str, block_size: int, everything: bool, config: PagedConfig
 ) -> None:
-    """A worker: says the number of each job that it has checked; told to, it times all and says their rows."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever began this ends it
+    """Run a worker: send the number of each job that was checked; then, when asked, time all and send their rows."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
     warnings.simplefilter("ignore")  # a row says what failed
     os.environ[FOLDER] = folder
     listed = jobs(block_size, everything=everything)

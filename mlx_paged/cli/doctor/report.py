@@ -63,7 +63,7 @@ def _values(output: bytes) -> list[Any]:
     return values
 
 
-# Whose values are told. Not all of the environment: it holds keys and names.
+# Variables that are reported. Not all of the environment: it holds keys and names.
 VARIABLES = (
     "MLX_MAX_MB_PER_BUFFER",
     "MLX_MAX_OPS_PER_BUFFER",

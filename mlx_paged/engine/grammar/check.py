@@ -191,7 +191,7 @@ class Checker:
         """Return a number out of range that llguidance allows all the same, or ""."""
         fault, matcher = self.matcher("json", json.dumps(bounds))
         if fault:
-            return ""  # that of the whole schema, which has been told
+            return ""  # that of the whole schema, which was reported
         given = [bounds[name] for name in BOUNDS if name in bounds]
         texts = {str(number) for number in LIMITS_OF_INTEGERS}
         for number in given:

@@ -117,7 +117,7 @@ class Peer:
             with self._sending:
                 size = send_frame(self._connection, kind, value)
         except OSError as error:
-            # A connection that is closed at the other end says the same here as to whoever reads from it.
+            # A connection that is closed at the other end raises the same here as in the thread that reads from it.
             closed = isinstance(error, BrokenPipeError | ConnectionResetError)
             what = "has ended" if self.has_left else "has died" if closed else f"cannot be reached: {error}"
             raise RankError(f"rank {self.rank} {what}") from None
@@ -205,7 +205,7 @@ class Watch:
         looked_at = time.monotonic()
         while not self._closed.wait(min(0.5, self.timeout / 6)):
             now = time.monotonic()
-            if now - looked_at > self.timeout / 2:  # this process was stopped itself, and has heard nobody
+            if now - looked_at > self.timeout / 2:  # this process was stopped itself, and has received nothing
                 for peer in self.peers:
                     peer.heard_at = now
             looked_at = now
@@ -239,11 +239,11 @@ class Watch:
         self.end_process(text)
 
     def end_process(self, text: str, *, report: Any = None) -> None:
-        """Tell everybody, and leave. Does not return.
+        """Report to all ranks and end the process. Does not return.
 
         Args:
             text: what has happened.
-            report: what the others are told, if not that.
+            report: what is sent to the others, if not that.
         """
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()  # another thread is at it
@@ -302,7 +302,7 @@ def meet(group: Any, timeout: float) -> list[Peer]:
 
 
 def _own_hosts() -> list[str]:
-    """Return where others may reach this process, as the launcher has told it; else the machine's own names."""
+    """Return where others may reach this process, as the launcher's variables say; else the machine's own names."""
     hosts: list[str] = []
     with suppress(KeyError, OSError, ValueError, IndexError, TypeError):
         listed = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text())
@@ -345,7 +345,7 @@ def _tell(group: Any, where: list[Any] | None) -> list[Any]:
 
 
 def _accept(listener: socket.socket, size: int, token: str, timeout: float) -> list[Peer]:
-    """Wait for the other ranks. A thread per connection: a stranger keeps nobody waiting."""
+    """Wait for the other ranks. A thread per connection: a stranger delays no rank."""
     found: Queue[tuple[int, socket.socket]] = Queue()
     peers: dict[int, Peer] = {}
     until = time.monotonic() + timeout

@@ -87,7 +87,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """What ranks tell each other beside the model's reductions (docs/adr/0035).
+    """Messages between ranks, beside the model's reductions (docs/adr/0035).
 
     All ranks run the same program: they make the same calls here, in the same order, from one thread. What comes from
     outside (a file, a client, a clock, free memory) is known to rank 0 or differs; :meth:`broadcast` and
@@ -107,7 +107,7 @@ class Ranks:
     Attributes:
         rank, size: of this process, and of the group.
         record: of what this rank has decided.
-        now: rank 0's clock, as it has last told the others; seconds. For what all ranks must think due together.
+        now: rank 0's clock as last sent to the others, in seconds; for what must be due on all ranks at once.
     """
 
     def __init__(self, group: Any, timeout: float) -> None:

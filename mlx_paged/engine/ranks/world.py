@@ -64,7 +64,7 @@ def connect(group: Any, timeout: float | None = None) -> Ranks:
 def group_of(model: Any) -> Any | None:
     """Return the group that a model is sharded over; None: all of it is here, or its layers are in several places.
 
-    A process may be one of several and compute a model of its own, as in an evaluation: the layers tell.
+    A process may be one of several and compute a model of its own, as in an evaluation: the layers decide.
     """
     if not isinstance(model, nn.Module) or not mx.distributed.is_available():
         return None

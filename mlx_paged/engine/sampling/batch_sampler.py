@@ -80,7 +80,7 @@ def _column(values: Sequence[float], dtype: mx.Dtype = mx.float32) -> mx.array:
 
 _LOG2_E = 1.4426950408889634
 _SIGN = 0x80000000
-# Bits of a float32 that tell values of these dtypes apart.
+# Bits of a float32 that distinguish values of these dtypes.
 _BITS = {mx.bfloat16: 16, mx.float16: 19}
 
 
@@ -90,7 +90,7 @@ def exponential(x: mx.array) -> mx.array:
 
 
 def bits_of(dtype: mx.Dtype) -> int:
-    """Return how many leading bits of a float32 tell values of a dtype apart."""
+    """Return how many leading bits of a float32 distinguish values of a dtype."""
     return _BITS.get(dtype, 32)
 
 
@@ -102,7 +102,7 @@ def largest_above(x: mx.array, weights: mx.array | None, target: mx.array, bits:
         x: ``[R, n]`` float32.
         weights: ``[R, n]``, none negative, or whether they count at all; None: 1 each.
         target: ``[R, 1]``, positive.
-        bits: leading ones that tell the values of x apart.
+        bits: number of leading bits that distinguish the values of x.
 
     Returns:
         ``[R, 1]``; minus infinity where all of it weighs less.
@@ -457,7 +457,7 @@ class BatchSampler:
 def greedy(logits: mx.array) -> mx.array:
     """Return the most likely token of each row ``[T, vocab]``.
 
-    In 16 bits, mlx-lm's log-probabilities make several tokens equally likely that logits tell apart, and it takes the
+    In 16 bits, mlx-lm's log-probabilities make several tokens equally likely whose logits differ, and it takes the
     first of them (docs/adr/0015).
     """
     return mx.argmax(logits if logits.dtype == mx.float32 else normalised(logits), axis=-1)

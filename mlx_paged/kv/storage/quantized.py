@@ -28,7 +28,7 @@ def functional_storage(geometry: Geometry, block_size: int, heads: QueryHeads | 
 class QuantizedStorage(GatheredStorage):
     """:class:`FunctionalStorage` of rows (see :class:`QuantizedRows`): keys and values are quantised when they are
     written, and dequantised, one layer at a time, when they are read. If the format says so, the rows are those of
-    rotated keys and values, which nobody sees but who moves rows."""
+    rotated keys and values, which only code that moves rows sees."""
 
     def __init__(self, geometry: Geometry, block_size: int, num_blocks: int) -> None:
         forms = geometry.rows
