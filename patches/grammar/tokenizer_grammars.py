@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,10 +17,6 @@ from ...engine.grammar.trial import IsCancelled
 from ...errors import GrammarAbandoned, GrammarError
 from ...server.constraint import Constraint, Tool, Tools
 from ...server.errors import RequestRefused, invalid
-
-JSON_TOOLS = "mlx_lm.tool_parsers.json_tools"  # the parser of calls that are a JSON object of name and arguments
-
-TAGGED_TOOLS = "mlx_lm.tool_parsers.qwen3_coder"
 
 
 class TokenizerGrammars:
@@ -74,6 +71,8 @@ class TokenizerGrammars:
         tools = constraint.tools
         if tools is not None and (tools.required or self._tokenizer.has_tool_calling):
             return self._of_tools(constraint, tools)
+        if tools is not None and tools.strict:
+            logging.warning("tools: strict: this model's tool calls are not known here and are left as they are")
         return None if constraint.answer is None else _Wanted(constraint.answer, constraint.param)
 
     def _of_tools(self, constraint: Constraint, tools: Tools) -> _Wanted | None:
@@ -137,19 +136,66 @@ def _refusing(param: str) -> Iterator[None]:
 # The grammar of calls ----------------------------------------------------------------------------------------------
 
 
-class ToolFormat(NamedTuple):
-    """How a model writes a call: ``start``, a JSON object of name and arguments or Qwen3-Coder's tags, ``end``.
+class CallForm(NamedTuple):
+    """How a model writes a call, as text in which NAME is the function's name, ``~`` a line break that may lack, and
+    ``#`` a number.
 
     Attributes:
-        start, end: as they stand in a Lark grammar.
+        begin, end: around the arguments.
+        key: before an argument, whose name is KEY; empty: the arguments are one JSON object.
+        value_end: behind an argument. A string is written as it is, what has another type in JSON.
+        repeats: several calls may stand between the marks of one.
+    """
+
+    begin: str
+    end: str
+    key: str = ""
+    value_end: str = ""
+    repeats: bool = False
+
+
+_KIMI = "<|tool_call_begin|>functions.NAME:#<|tool_call_argument_begin|>"
+FORMS = {  # by the module of mlx-lm's parser
+    "json_tools": CallForm('{"name": "NAME", "arguments": ', "}"),
+    "qwen3_coder": CallForm("<function=NAME>\n", "</function>", "<parameter=KEY>\n", "\n</parameter>\n"),
+    "glm47": CallForm("NAME~", "", "<arg_key>KEY</arg_key>~<arg_value>", "</arg_value>~"),
+    "longcat": CallForm(
+        "NAME~", "", "<longcat_arg_key>KEY</longcat_arg_key>~<longcat_arg_value>", "</longcat_arg_value>~"
+    ),
+    "minimax_m2": CallForm('<invoke name="NAME">~', "</invoke>", '<parameter name="KEY">', "</parameter>~", True),
+    "kimi_k2": CallForm(_KIMI, "<|tool_call_end|>", repeats=True),
+    "mistral": CallForm("NAME[ARGS]", ""),
+}
+
+
+class ToolFormat(NamedTuple):
+    """How a model marks and writes calls.
+
+    Attributes:
+        start, end: what stands around them, as terms of a Lark grammar.
         trigger: the token that ``start`` is, or None if it is text.
-        is_tagged: the call is tags, one for each argument.
+        form: of a call.
+        special: texts that are special tokens, and not what their characters say, with their numbers.
     """
 
     start: str
     end: str
     trigger: int | None
-    is_tagged: bool = False
+    form: CallForm
+    special: Mapping[str, int]
+
+    def terms(self, text: str, name: str = "") -> str:
+        """Return a text of the form as terms of a Lark grammar; without a name, KEY is a terminal."""
+        found = []
+        marks = sorted(self.special, key=len, reverse=True)
+        for part in re.split("(" + "|".join([*map(re.escape, marks), "NAME", "KEY", "[~#]"]) + ")", text):
+            if part in self.special:
+                found.append(f"<[{self.special[part]}]>")
+            elif part in ("~", "#", "KEY") and not (part == "KEY" and name):
+                found.append({"~": r'"\n"?', "#": "/[0-9]+/", "KEY": "KEY"}[part])
+            elif part:
+                found.append(text_in_lark(name if part in ("NAME", "KEY") else part))
+        return " ".join(found)
 
 
 def calls(tools: Tools, form: ToolFormat, *, answer: Any = None, is_triggered: bool = False) -> GrammarSource:
@@ -162,7 +208,8 @@ def calls(tools: Tools, form: ToolFormat, *, answer: Any = None, is_triggered: b
         is_triggered: the grammar begins behind the token that begins a call, and ends with that call.
     """
     lines = []
-    body = '"\\n"? call "\\n"? ' + form.end
+    again = ' ("\\n"? call)*' if form.form.repeats and tools.parallel else ""
+    body = f'"\\n"? call{again} "\\n"? {form.end}'
     if is_triggered:
         lines.append(f"start: {body}")
     else:
@@ -172,38 +219,47 @@ def calls(tools: Tools, form: ToolFormat, *, answer: Any = None, is_triggered: b
         if answer is not None:
             lines.append(f"answer: {json_in_lark(answer)}")
     lines.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools.callable))))
-    if form.is_tagged:
-        lines.append('free: "<parameter=" KEY ">\\n" text')
-        lines += [r"KEY: /[^<>\s]+/", r"text[lazy]: /(?s:.*)\n<\/parameter>\n/"]
+    if form.form.key:
+        lines += [f"free: {form.terms(form.form.key)} text"]
+        lines += [r"KEY: /[^<>\s\"]+/", _free_text(form)]
     for index, tool in enumerate(tools.callable):
-        if form.is_tagged:
-            lines += _tagged(index, tool)
+        if form.form.key:
+            lines += _tagged(index, tool, form)
             continue
-        begin = text_in_lark('{"name": ' + json.dumps(tool.name, ensure_ascii=False) + ', "arguments": ')
-        lines.append(f'call_{index}: {begin} arguments_{index} "}}"')
+        name = json.dumps(tool.name, ensure_ascii=False)[1:-1]
+        begin, end = form.terms(form.form.begin, name), form.terms(form.form.end)
+        lines.append(f"call_{index}: {begin} arguments_{index} {end}")
         lines.append(f"arguments_{index}: {json_in_lark(tool.schema)}")
     return GrammarSource("tools", "\n".join(lines))
 
 
-def _tagged(index: int, tool: Tool) -> list[str]:
-    """Return the lines of a call in Qwen3-Coder's tags, with its arguments in the schema's order."""
-    schema = tool.schema
+def _free_text(form: ToolFormat) -> str:
+    """Return the lines of a text that ends where an argument does."""
+    end = form.form.value_end.removesuffix("~")
+    behind = form.terms("~") if form.form.value_end.endswith("~") else ""
+    if end in form.special:
+        return f"text: /(?s:.*)/ {form.terms(end)} {behind}"
+    pattern = re.escape(end).replace("\\\n", r"\n").replace("/", r"\/")
+    return f"text: rest {behind}\nrest[lazy]: /(?s:.*){pattern}/"
+
+
+def _tagged(index: int, tool: Tool, form: ToolFormat) -> list[str]:
+    """Return the lines of a call with a tag for each argument, in the schema's order."""
+    schema, (begin, end, key, *_) = tool.schema, form.form
     properties = schema.get("properties")
     terms, lines = [], []
     for number, (name, given) in enumerate(properties.items() if isinstance(properties, dict) else ()):
-        begin = text_in_lark(f"<parameter={name}>\n")
-        lines.append(f"value_{index}_{number}: {_value(given, schema)}")
+        lines.append(f"value_{index}_{number}: {_value(given, schema, form)}")
         is_required = name in (schema.get("required") or ())
-        terms.append(f"({begin} value_{index}_{number}){'' if is_required else '?'}")
+        terms.append(f"({form.terms(key, name)} value_{index}_{number}){'' if is_required else '?'}")
     if not terms and schema.get("additionalProperties") is not False:
         terms.append("free*")
-    begin = text_in_lark(f"<function={tool.name}>\n")
-    return [f'call_{index}: {begin} {" ".join(terms)} "</function>"', *lines]
+    return [f"call_{index}: {form.terms(begin, tool.name)} {' '.join(terms)} {form.terms(end)}", *lines]
 
 
-def _value(given: Any, schema: Mapping[str, Any]) -> str:
+def _value(given: Any, schema: Mapping[str, Any], form: ToolFormat) -> str:
     """Return an argument and its end as terms of a Lark grammar: text for strings, JSON for what has another type."""
-    end = text_in_lark("\n</parameter>\n")
+    end = form.terms(form.form.value_end)
     if not isinstance(given, dict) or not isinstance(given.get("type"), str):
         return "text"
     if given["type"] != "string":
@@ -221,9 +277,18 @@ def inner_of(tokenizer: Any) -> Any:
 
 def tool_format(tokenizer: Any) -> ToolFormat | None:
     """Return how a model writes tool calls, if a grammar can say it."""
-    parser = getattr(tokenizer.tool_parser, "__module__", None)
-    if parser not in (JSON_TOOLS, TAGGED_TOOLS):
+    package, _, name = (getattr(tokenizer.tool_parser, "__module__", None) or "").rpartition(".")
+    form = FORMS.get(name) if package == "mlx_lm.tool_parsers" else None
+    if form is None:
         return None
+    known = getattr(inner_of(tokenizer), "added_tokens_decoder", {})
+    texts = {str(token.content): (number, token.special) for number, token in known.items()}
+    # llguidance takes added tokens in angle brackets for special ones, whatever the tokenizer says.
+    special = {
+        text: number for text, (number, is_special) in texts.items() if is_special or text[:1] + text[-1:] == "<>"
+    }
+    if name == "mistral" and "[ARGS]" not in tokenizer.get_vocab():  # the older ones write a list
+        form = CallForm('[{"name": "NAME", "arguments": ', "}]")
     (start, trigger), (end, _) = (
         _marker(text, tokens)
         for text, tokens in (
@@ -231,7 +296,7 @@ def tool_format(tokenizer: Any) -> ToolFormat | None:
             (tokenizer.tool_call_end, tokenizer.tool_call_end_tokens),
         )
     )
-    return ToolFormat(start, end, trigger, parser == TAGGED_TOOLS)
+    return ToolFormat(start, end if tokenizer.tool_call_end else "", trigger, form, special)
 
 
 def _marker(text: str, tokens: tuple[int, ...]) -> tuple[str, int | None]:

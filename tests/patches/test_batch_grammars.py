@@ -2,16 +2,21 @@
 
 import json
 import random
+from contextlib import nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import mlx.core as mx
+import mlx_lm.utils
 import numpy as np
 import pytest
 from mlx_lm.generate import StopSequences, generate_step, make_text_state_machine, speculative_generate_step
 from mlx_lm.sample_utils import make_sampler
-from mlx_lm.tool_parsers import glm47, json_tools, qwen3_coder
+from mlx_lm.tool_parsers import glm47, json_tools, kimi_k2, longcat, minimax_m2, mistral, pythonic, qwen3_coder
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
 
 import mlx_paged
 from mlx_paged.config import PagedConfig
@@ -23,7 +28,13 @@ from mlx_paged.engine.grammar.grammar import CompiledGrammar, Grammar, GrammarPr
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.errors import GrammarError, RequestFailedError
 from mlx_paged.patches.generate.upstream import UPSTREAM
-from mlx_paged.patches.grammar.tokenizer_grammars import TokenizerGrammars, behind_reasoning, reasons_first, tool_format
+from mlx_paged.patches.grammar.tokenizer_grammars import (
+    FORMS,
+    TokenizerGrammars,
+    behind_reasoning,
+    reasons_first,
+    tool_format,
+)
 from mlx_paged.server.constraint import constraint_of
 from mlx_paged.server.errors import RequestRefused
 from tests.support.cases import quick, slow
@@ -456,16 +467,26 @@ EDIT = {
 }
 
 
-def tags(**arguments: str) -> str:
-    given = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in arguments.items())
-    return f"\n<function=edit>\n{given}</function>\n"
+def tags(begin: str, argument: str, end: str, arguments: dict[str, str]) -> str:
+    return begin + "".join(argument.format(*each) for each in arguments.items()) + end
 
 
-def test_calls_in_tags_have_the_arguments_of_their_schema() -> None:
+GLM = "\n<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>"
+TAGS: dict[str, tuple[Any, str, str, str]] = {
+    "qwen3_coder": (qwen3_coder, "\n<function=edit>\n", "<parameter={}>\n{}\n</parameter>\n", "</function>\n"),
+    "glm47": (glm47, "edit", GLM, "\n"),
+    "longcat": (longcat, "edit", GLM.replace("arg_", "longcat_arg_"), "\n"),
+    "minimax_m2": (minimax_m2, '\n<invoke name="edit">\n', '<parameter name="{}">{}</parameter>\n', "</invoke>\n"),
+}
+
+
+@pytest.mark.parametrize("form", TAGS)
+def test_calls_in_tags_have_the_arguments_of_their_schema(form: str) -> None:
+    parser, *texts = TAGS[form]
     edit = {"type": "function", "function": {"name": "edit", "strict": True, "parameters": EDIT}}
-    tools = [edit, {"type": "function", "function": {"name": "clock"}}]
+    tools = [edit, {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
     body = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
-    grammar = compiled(body, parser=qwen3_coder.parse_tool_call)
+    grammar = compiled(body, parser=parser.parse_tool_call)
     assert grammar is not None
 
     def fault(text: str) -> str | None:
@@ -480,22 +501,92 @@ def test_calls_in_tags_have_the_arguments_of_their_schema() -> None:
 
     path = "a <b> </parameter \n.py"
     for given in ({"line": "12", "mode": "insert"}, {"line": "9", "mode": "replace", "marks": "[true, false]"}):
-        text = tags(path=path, **given)
+        text = tags(*texts, {"path": path, **given})
         assert fault(text) is None
-        call = qwen3_coder.parse_tool_call(text, tools)
+        call = parser.parse_tool_call(text, tools)
+        call = call[0] if isinstance(call, list) else call
         jsonschema.validate(call["arguments"], EDIT)
         assert call["arguments"]["path"] == path
-    assert fault("\n<function=clock>\n<parameter=x>\n1\n</parameter>\n</function>\n") is None
+    assert fault(tags(*texts, {"x": "1"}).replace("edit", "clock")) is None
     for wrong in ({"line": "12x", "mode": "insert"}, {"line": "1", "mode": "undo"}, {"mode": "insert"}, {"line": "1"}):
-        assert fault(tags(path=path, **wrong)) is not None
-    assert fault("\n<function=fly>") == "\n<function="
+        assert fault(tags(*texts, {"path": path, **wrong})) is not None
+    begin = texts[0].replace("edit", "fly")
+    assert fault(begin) == begin[: begin.index("fly")]
+
+
+HEADS = {
+    "kimi_k2": (kimi_k2, "<|tool_call_begin|>functions.edit:{}<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    "mistral": (mistral, '[{{"name": "edit", "arguments": ', "}}]"),
+}
+
+
+@pytest.mark.parametrize("form", HEADS)
+def test_calls_in_json_behind_a_head_are_of_their_schema(form: str) -> None:
+    parser, begin, end = HEADS[form]
+    tools = [{"type": "function", "function": {"name": "edit", "strict": True, "parameters": EDIT}}]
+    grammar = compiled({"tools": tools}, parser=parser.parse_tool_call)
+    assert grammar is not None and grammar.trigger == CALL
+    arguments = {"path": "a", "line": 3, "mode": "insert"}
+
+    def taken(text: str) -> bool:
+        state = grammar.start()
+        for token in [CALL, *text.encode(), CALL_END]:
+            if token not in allowed(state):
+                return False
+            state.accept(token)
+        return True
+
+    one = begin.format(0) + json.dumps(arguments) + end.format()
+    for text in (one, one + begin.format(1) + json.dumps(arguments) + end.format()) if form == "kimi_k2" else (one,):
+        assert taken(text)
+        calls = parser.parse_tool_call(text, tools)
+        for call in calls if isinstance(calls, list) else [calls]:
+            assert (call["name"], call["arguments"]) == ("edit", arguments)
+    assert not taken(begin.format(0) + json.dumps({**arguments, "mode": "undo"}) + end.format())
+
+
+MARKED = {  # tokens that stand within calls, and a call
+    "glm47": (
+        ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
+        "<tool_call>edit\n<arg_key>path</arg_key>\n<arg_value>a <b></arg_value>\n"
+        "<arg_key>line</arg_key>\n<arg_value>{}</arg_value>\n<arg_key>mode</arg_key>\n"
+        "<arg_value>insert</arg_value>\n</tool_call>",
+    ),
+    "mistral": (["[TOOL_CALLS]", "[ARGS]"], '[TOOL_CALLS]edit[ARGS]{{"path": "a", "line": {}, "mode": "insert"}}'),
+}
+
+
+@pytest.mark.demo_model
+@pytest.mark.parametrize(("form", "special"), [("glm47", False), ("mistral", True)])
+def test_marks_within_calls_may_be_tokens(form: str, special: bool, demo_model_folder: Path, tmp_path: Path) -> None:
+    marks, text = MARKED[form]
+    parser = {"glm47": glm47, "mistral": mistral}[form]
+    inner: Any = AutoTokenizer.from_pretrained(demo_model_folder)
+    inner.add_tokens([AddedToken(mark, special=special, normalized=False) for mark in marks])
+    inner.save_pretrained(tmp_path)
+    tokenizer = mlx_lm.utils.load_tokenizer(tmp_path)
+    tokenizer._tool_parser, tokenizer._tool_call_start = parser.parse_tool_call, parser.tool_call_start
+    tokenizer._tool_call_end = parser.tool_call_end
+    for name in ("start", "end"):
+        mark = getattr(parser, f"tool_call_{name}")
+        setattr(tokenizer, f"_tool_call_{name}_tokens", tuple(inner.encode(mark, add_special_tokens=False)))
+    tools = [{"type": "function", "function": {"name": "edit", "strict": True, "parameters": EDIT}}]
+    constraint = constraint_of({"tools": tools}, chat=True)
+    assert constraint is not None
+    grammar = TokenizerGrammars(tokenizer).compile(constraint)
+    assert grammar is not None
+    for value, is_right in (("3", True), ("x", False)):
+        state = grammar.start()
+        with nullcontext() if is_right else pytest.raises(GrammarError):
+            for token in inner.encode(text.format(value), add_special_tokens=False):
+                state.accept(token)
 
 
 def test_strict_holds_for_tags_and_is_logged_for_other_forms(caplog: pytest.LogCaptureFixture) -> None:
     strict = {"tools": [{"type": "function", "function": {**WEATHER["function"], "strict": True}}]}
     tagged = compiled(strict, parser=qwen3_coder.parse_tool_call)
     assert tagged is not None and tagged.trigger == CALL and not caplog.records
-    assert compiled(strict, parser=glm47.parse_tool_call) is None
+    assert compiled(strict, parser=pythonic.parse_tool_call) is None
     assert "cannot be constrained" in caplog.text
     bad = {"name": "f", "strict": True, "parameters": {"properties": {"x": {"not": {}}}}}
     assert compiled({"tools": [{"type": "function", "function": bad}]}) is None
@@ -517,7 +608,7 @@ def test_json_or_a_call() -> None:
 def test_what_cannot_be_kept_is_refused() -> None:
     required = {"tools": [WEATHER], "tool_choice": "required"}
     with pytest.raises(RequestRefused, match="in a form that cannot be constrained") as caught:
-        compiled(required, parser=glm47.parse_tool_call)
+        compiled(required, parser=pythonic.parse_tool_call)
     assert caught.value.status == 400 and caught.value.param == "tool_choice"
     constraint = constraint_of(required, chat=True)
     assert constraint is not None
@@ -559,7 +650,7 @@ def test_a_model_without_tools_makes_no_calls_to_be_strict_about() -> None:
 def test_the_format_of_calls() -> None:
     assert tool_format(byte_tokenizer()) is None
     form = tool_format(byte_tokenizer(calls_tools=True))
-    assert form == (f"<[{CALL}]>", f"<[{CALL_END}]>", CALL, False)
+    assert form is not None and form[:4] == (f"<[{CALL}]>", f"<[{CALL_END}]>", CALL, FORMS["json_tools"])
 
 
 def test_reasoning_that_the_prompt_begins_is_free() -> None:
