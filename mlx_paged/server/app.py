@@ -125,7 +125,7 @@ class App:
             given = message_request(body, service.defaults).inputs[0]
         else:
             given = tokenize_input(body)
-        await prompts.take_images(given, texts)
+        await prompts.fetch_images(given, texts)
         made = await prompts.run(lambda: prompts.made(given, texts), size=len(str(given)))
         if endpoint is TOKENIZE:
             return {"count": len(made.tokens), "tokens": made.tokens}

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..kv.pool import BlockPool
 from .constraint import Constraint
-from .errors import too_many_tokens
+from .errors import invalid
 from .request import Input, ModelKey, Prompt, ServerRequest
 
 
@@ -30,8 +30,13 @@ class PromptLimits(NamedTuple):
 
     def check(self, num_tokens: int, *, at_least: bool = False) -> None:
         """Raise RequestRefused (400) for more tokens than allowed."""
-        if self.tokens is not None and num_tokens > self.tokens:
-            raise too_many_tokens(num_tokens, self.tokens, of_model=self.of_model, at_least=at_least)
+        if self.tokens is None or num_tokens <= self.tokens:
+            return
+        why = "the whole KV cache budget holds no more; raise kv_cache_memory (--kv-cache-memory) or shorten the prompt"
+        if self.of_model:
+            why = "the model's context length"
+        number = f"at least {num_tokens}" if at_least else str(num_tokens)
+        raise invalid(f"{number} tokens > {self.tokens} maximum: {why}", code="context_length_exceeded")
 
 
 class TextParts(Protocol):

@@ -75,14 +75,6 @@ def not_found(message: str, *, param: str | None = None, code: str | None = None
     return RequestRefused(404, message, param=param, code=code)
 
 
-def too_many_tokens(num_tokens: int, most: int, *, of_model: bool = False, at_least: bool = False) -> RequestRefused:
-    number = f"at least {num_tokens}" if at_least else str(num_tokens)
-    why = "the whole KV cache budget holds no more; raise kv_cache_memory (--kv-cache-memory) or shorten the prompt"
-    if of_model:
-        why = "the model's context length"
-    return invalid(f"{number} tokens > {most} maximum: {why}", code="context_length_exceeded")
-
-
 def refusal_of(error: BaseException) -> RequestRefused:
     """Return what a client is told of an error; log what only the server's owner can mend."""
     if isinstance(error, RequestRefused):

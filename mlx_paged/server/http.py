@@ -119,13 +119,13 @@ class BodyBudget:
     def __init__(self, most: int = MAX_BODIES_BYTES) -> None:
         self._most, self.used = most, 0
 
-    def take(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int) -> None:
         """Raise RequestRefused (429) if there is no room."""
         if self.used and self.used + num_bytes > self._most:
             raise RequestRefused(429, "too many large requests are waiting", kind="overloaded", retry_after=5)
         self.used += num_bytes
 
-    def give_back(self, num_bytes: int) -> None:
+    def release(self, num_bytes: int) -> None:
         self.used -= num_bytes
 
 
@@ -156,12 +156,12 @@ async def body_of(request: Request, budget: BodyBudget) -> AsyncIterator[bytes]:
             if num_bytes > MAX_BODY_BYTES:
                 raise too_large
             if num_bytes > SMALL_BODY:
-                budget.take(num_bytes - taken)
+                budget.reserve(num_bytes - taken)
                 taken = num_bytes
             parts.append(chunk)
         yield b"".join(parts)
     finally:
-        budget.give_back(taken)
+        budget.release(taken)
 
 
 # Every request ----------------------------------------------------------------------------------------------------

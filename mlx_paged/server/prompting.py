@@ -69,7 +69,7 @@ class PromptMaker:
         for given in request.inputs:
             if isinstance(given, ChatInput) and given.tools:
                 given.tools = self._tool_orders.steady(given.tools, request.salt)
-            await self.take_images(given, texts)
+            await self.fetch_images(given, texts)
         if (constraint := request.constraint) is not None:
             request.grammar = await self._waited_for(lambda: texts.compile(constraint, is_cancelled=is_gone))
             if request.grammar is None:
@@ -113,7 +113,7 @@ class PromptMaker:
 
     # Images ---------------------------------------------------------------------------------------------------
 
-    async def take_images(self, given: Input, texts: ModelTexts) -> None:
+    async def fetch_images(self, given: Input, texts: ModelTexts) -> None:
         """Have every image of a chat be there, as a data URL.
 
         Raises:

@@ -203,7 +203,7 @@ def test_images_of_a_host_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> No
 
     def take(url: str) -> str:
         chat = ChatInput([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
-        asyncio.run(maker.take_images(chat, texts))  # type: ignore[arg-type]
+        asyncio.run(maker.fetch_images(chat, texts))  # type: ignore[arg-type]
         return str(chat.messages[0]["content"][0]["image_url"]["url"])
 
     with ThreadingHTTPServer(("127.0.0.1", 0), ImageHost) as host:
@@ -223,12 +223,12 @@ def test_images_of_a_host_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_bodies_together_are_bounded() -> None:
     budget = BodyBudget(100)
-    budget.take(90)
+    budget.reserve(90)
     with pytest.raises(RequestRefused) as caught:
-        budget.take(20)
+        budget.reserve(20)
     assert caught.value.status == 429 and caught.value.retry_after
-    budget.give_back(90)
-    budget.take(120)  # one alone may be as large as a body may be
+    budget.release(90)
+    budget.reserve(120)  # one alone may be as large as a body may be
 
 
 @pytest.mark.parametrize(
