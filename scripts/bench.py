@@ -21,7 +21,6 @@ COMMANDS = {
     "batch": "batches and bursts: throughput, latency, first tokens and memory",
     "prefix": "requests that share a prefix, against the stock server's prompt cache",
     "kernel": "the kernels by themselves, on a GPU",
-    "lookup": "prompt look-up, where answers repeat their prompts and where they do not",
     "ranks": "two ranks of one machine, and one",
     "engine": "what a step of the engine takes of the host, by rows, by who waits, by what is cached",
 }

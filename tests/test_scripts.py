@@ -26,7 +26,6 @@ RUNS = [
     ("generate", *TINY, "--synthetic-context", "--contexts", 100, "--block-sizes", 32, "--repeats", 1),
     ("batch", *TINY, "--cases", "3xragged64,4xmixed5-40", "--decode-tokens", 12, "--arrivals", 50, "--requests", 4),
     ("prefix", *TINY, "--prefix", 192, "--suffix", 16, "--sharers", 4, "--decode-tokens", 4, "--pattern", "burst"),
-    ("lookup", *TINY, "--batches", 1, "--lookup", 6, "--prompt", 48, "--num-tokens", 24, "--repeats", 1),
     ("engine", "--rows", "1,2", "--nodes", 20, "--waiting", 300),
     pytest.param(("ranks", *TINY, "--rows", 2, "--prompt", 20, "--answer", 16, "--rounds", 1), marks=CPU_ONLY),
     *(pytest.param(("kernel", "--what", what), marks=pytest.mark.gpu) for what in ("decode", "latents", "prefill")),

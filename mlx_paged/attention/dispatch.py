@@ -56,6 +56,7 @@ def dispatch_counts() -> dict[Dispatch, int]:
 
 
 def reset_dispatch_counts() -> None:
+    """Forget the counts, and the last dispatch."""
     global _last
     _counts.clear()
     _last = None

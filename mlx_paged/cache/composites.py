@@ -10,6 +10,7 @@ from typing import Any
 
 
 def is_composite(cache: Any) -> bool:
+    """Return whether a cache is made of several, as a CacheList is."""
     return isinstance(getattr(cache, "caches", None), list | tuple)
 
 

@@ -164,4 +164,5 @@ def loading(ranks: Ranks, *, pipeline: bool) -> Callable[..., Any]:
 
 
 def warn_of_pipeline() -> None:
+    """Warn that a model in stages is not paged."""
     warn_once("--pipeline runs in mlx-lm's own caches: each rank has layers of its own, and pages are of whole models")

@@ -61,4 +61,5 @@ class TokenLogits:
 
 
 def normalised(logits: mx.array) -> mx.array:
+    """Return log-probabilities of logits ``[..., vocab]``."""
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -259,6 +259,7 @@ def kernel_source(body: str, dialect: str, constants: Constants) -> tuple[str, s
 
 @lru_cache(maxsize=1024)
 def build_kernel(body: str, constants: Constants) -> Callable[..., list[mx.array]]:
+    """Return what launches a kernel with these constants. Raises KernelUnavailable where MLX has no GPU."""
     dialect = backend()
     if dialect is None:
         raise KernelUnavailable("the paged kernels need a GPU that MLX can use")

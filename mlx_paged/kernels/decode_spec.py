@@ -154,6 +154,7 @@ def _page_constants(pages: PageShape | None) -> Constants:
 def pool_constants_of(
     dtype: mx.Dtype, head_dim: int, value_dim: int, block_size: int, pages: PageShape | None = None
 ) -> Constants:
+    """Return the constants of kernels over a pool. Raises KernelUnavailable if there is none for it."""
     why = unsupported(dtype, head_dim, value_dim, 1, block_size) if dtype != mx.uint32 else None  # words of pages
     if why:
         raise ValueError(why)

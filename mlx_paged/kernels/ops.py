@@ -78,6 +78,7 @@ def variants_of(
     sinks: bool,
     pages: PageShape | None = None,
 ) -> tuple[Variant, ...]:
+    """Return the kernels for a shape, fastest first. Raises ValueError if there is none for it."""
     gqa, rest = divmod(n_q_heads, n_kv_heads)
     why = unsupported(dtype, head_dim, value_dim, gqa, block_size)
     if rest or why:
