@@ -84,8 +84,10 @@ def test_what_is_missing_is_said_before_anything_starts(tmp_path: Path, path: st
     assert done.returncode != 0 and "npm install -g @openai/codex" in done.stderr
 
 
-def test_every_client_is_told_where_and_which() -> None:
+def test_every_client_is_told_where_and_which(tmp_path: Path) -> None:
     assert _key(["--api-key", "given", "--model", "x"]) == _key(["--api-key=given"]) == "given"
+    (tmp_path / "keys.json").write_text('{"me": {"key": "mine"}, "you": {"key": "yours"}}')
+    assert _key(["--api-key", f"@{tmp_path}/keys.json"]) == "mine"
     access = Access("http://127.0.0.1:5", "mine", "secret")
     for name, client in CLIENTS.items():
         told = " ".join([*client.environment(access).values(), *client.arguments(access)])
