@@ -1,6 +1,7 @@
 """Decode kernels: arguments, choice of variants, and results on a GPU, of latents, too."""
 
 import random
+import threading
 
 import mlx.core as mx
 import numpy as np
@@ -12,6 +13,7 @@ from mlx_paged.kernels.check import self_check
 from mlx_paged.kernels.latent.check import self_check_latent
 from mlx_paged.kernels.latent.variants import latent_variants_of
 from mlx_paged.kernels.launch_shape import count_partitions, run_length, shape_for
+from mlx_paged.kv.step import DeviceTables
 
 HAS_GPU = kernel_build.backend() is not None
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="MLX sees no GPU")
@@ -79,6 +81,15 @@ def test_rows_of_a_step_are_small_arrays_nowhere_on_cuda(shape, dialect, monkeyp
         found = kernel_build.rows_array(rows)
     assert found.dtype == mx.int32 and np.array_equal(np.array(found), rows)
     assert made == [16 if dialect == "cuda" and 0 < rows.nbytes <= 8 else rows.nbytes]
+
+
+def test_starts_are_kept_for_the_steps_of_other_threads(monkeypatch):
+    monkeypatch.setattr(kernel_build, "backend", lambda: "cuda")
+    own, made = DeviceTables(), []
+    maker = threading.Thread(target=lambda: made.append(own.starts((1, 1))))
+    maker.start()
+    maker.join()
+    assert own.starts((1, 1)) is made[0] and made[0].tolist() == [[0]]
 
 
 @pytest.mark.gpu
