@@ -16,6 +16,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.cases import slow
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes import commands
 from tests.support.processes.server_process import ServerProcess
@@ -135,8 +136,7 @@ def test_ten_turns_compute_only_what_is_new(server: ServerProcess) -> None:
     chat_of_ten_turns(server)
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("kind", ["gemma3", "mamba"])
+@pytest.mark.parametrize("kind", ["gemma3", *slow("mamba")])
 def test_ten_turns_across_a_window_or_with_states(kind: str, demo_model_folder: Path, tmp_path: Path) -> None:
     server = ServerProcess(make_tiny_model(tmp_path / kind, demo_model_folder, kind), tmp_path)
     chat_of_ten_turns(server)
@@ -173,8 +173,7 @@ def test_a_killed_server_finds_its_prefixes_again(folder: Path, tmp_path: Path) 
     assert third.stop() == 0, third.log
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("kind", ["llama", "mamba"])
+@pytest.mark.parametrize("kind", ["llama", *slow("mamba")])
 def test_a_model_saved_again_under_its_path_is_another_model(
     kind: str, folder: Path, demo_model_folder: Path, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.server.test_stop_strings import cut_of
+from tests.support.cases import slow
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.server_process import ServerProcess
 
@@ -179,10 +180,9 @@ def check_sentence(server: ServerProcess, question: str, **extra: Any) -> None:
     assert (ends.message.content, ends.finish_reason) == ("The capital of France is Paris.", "stop")
 
 
-@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
-    ("kind", "flags"), [("llama", ()), ("llama", ("--no-prefix-cache",)), ("gemma3", ()), ("mamba", ())]
-)
+    ("kind", "flags"), [("llama", ()), ("mamba", ()), *slow(("llama", ("--no-prefix-cache",)), ("gemma3", ()))]
+)  # fmt: skip
 def test_a_stopped_request_is_gone_at_once_and_what_it_computed_is_kept(
     kind: str, flags: tuple[str, ...], demo_model_folder: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

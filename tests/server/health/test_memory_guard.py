@@ -13,6 +13,7 @@ from mlx_paged import PagedConfig
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.server.memory import MemoryReading, MemoryWatch, Pressure
+from tests.support.cases import slow
 from tests.support.models.batch_runs import Outcome, Spec, check, collect, insert, kv_budget, make_solos, model_of
 
 LIMIT = 1 << 40
@@ -57,8 +58,7 @@ class Batch:
             self.step(-LIMIT // 4)
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", ["llama", *slow("gemma3")])
 def test_what_goes_first(kind: str) -> None:
     batch = Batch(kind)
     insert(batch.generator, [Spec(100, 2, seed=30 + n) for n in range(4)], batch.outcomes)
