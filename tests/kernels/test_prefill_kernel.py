@@ -3,6 +3,7 @@
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import mlx.core as mx
@@ -23,7 +24,11 @@ from tests.support.cases import slow
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.msl import prefill_harness
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(backend() != "cuda", reason="MLX sees no GPU with CUDA")]
+
+def on_cuda(test: Any) -> Any:
+    return pytest.mark.gpu(pytest.mark.skipif(backend() != "cuda", reason="MLX sees no GPU with CUDA")(test))
+
+
 COUNTS, PREFIXES = [333, 1, 200, 77], [64, 500, 0, 129]
 
 
@@ -96,6 +101,7 @@ def rms(out, expected):
     return float(np.sqrt(np.square(np.array(out.astype(mx.float32)) - expected).mean()))
 
 
+@on_cuda
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 def test_matches_attention_in_float32(head_dim, dtype):
@@ -103,6 +109,7 @@ def test_matches_attention_in_float32(head_dim, dtype):
     assert rms(pack.run(), pack.reference()) < 2e-3
 
 
+@on_cuda
 @pytest.mark.parametrize("block", BLOCK_SIZES)
 def test_every_block_size_with_a_window(block):
     pack = Pack(block=block, window=90, heads=(6, 2))
@@ -110,6 +117,7 @@ def test_every_block_size_with_a_window(block):
     assert rms(pack.run(softcap=5.0, sinks=sinks), pack.reference(5.0, sinks)) < 2e-3
 
 
+@on_cuda
 @pytest.mark.parametrize("chunk", [64, 90])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_chunks(head_dim, chunk):
@@ -117,6 +125,7 @@ def test_chunks(head_dim, chunk):
     assert rms(pack.run(), pack.reference()) < 2e-3
 
 
+@on_cuda
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_sequence_has_the_same_bits_alone_and_in_a_pack(head_dim):
     pack = Pack(head_dim=head_dim)
@@ -129,6 +138,7 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_pack(head_dim):
     np.testing.assert_array_equal(backwards[: COUNTS[3]], together[-COUNTS[3] :])
 
 
+@on_cuda
 def test_more_shared_memory_than_a_text_may_have():
     pack = Pack(head_dim=128)
     launch_shape = PrefillShape(4, 2, 64, 1, True, 1)
@@ -136,6 +146,7 @@ def test_more_shared_memory_than_a_text_may_have():
     assert rms(pack.run(launch_shape=launch_shape), pack.reference()) < 2e-3
 
 
+@on_cuda
 @pytest.mark.parametrize("block", [8, 32, 128])
 @pytest.mark.parametrize(
     ("head_dim", "gqa", "extras"), [(64, 4, False), (128, 8, True), (256, 2, True), (96, 1, False)]
@@ -185,16 +196,16 @@ def emulated() -> Iterator[Callable[[tuple[str, str]], None]]:
 
 
 @pytest.mark.parametrize(
-    "change", [*slow({}, {"softcap": True, "sinks": True, "dtype": mx.float16}, {"gqa": 3, "head_dim": 80,
-    "block_size": 8})]
-)  # fmt: skip
+    "change",
+    [{}, *slow({"softcap": True, "sinks": True, "dtype": mx.float16}, {"gqa": 3, "head_dim": 80, "block_size": 8})],
+)
 def test_the_kernel_passes(emulated: object, change: dict[str, object]) -> None:
     result = self_check_prefill(VARIANT._replace(**change))
     assert result.ok and result.rms < 2e-3, result.reason
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [*slow(("token > own ||", "token > own + 1 ||"), ("token < from)", "token < from - 1)"),
+    ("old", "new"), [("token > own ||", "token > own + 1 ||"), *slow(("token < from)", "token < from - 1)"),
     ("< static_cast<uint>(hi - lo);", "< static_cast<uint>(BS * 1000);"), ("n_kv + kv_head) * G", "n_kv + 0) * G"),
     ("l[i] = metal::fma(l[i], shrink[i], sum);", "l[i] += sum;"))]
 )  # fmt: skip
