@@ -69,6 +69,8 @@ SIGNATURES: dict[str, tuple[list[str], list[str], bool]] = {
     "quantized_prefill_tensor": _PREFILL,
     "quantized_write": ([*_POOL, "k", "v", "slots"], ["fence_out"], True),
     "quantized_gather": ([*_POOL, "blocks", "span"], ["k_out", "v_out", "fence_out"], False),
+    "matrix_decode": _DECODE,
+    "quantized_matrix_decode": _DECODE,
     "latent_decode": _DECODE,
     "latent_decode_tensor": _DECODE,
     "latent_prefill_tensor": (
@@ -106,10 +108,20 @@ def _gate(body: str) -> tuple[str, ...]:
     return ("layers/silu_gate",) if body.endswith("gate") else ()
 
 
-def _decode_parts(pages: str, scores: str, values: str) -> tuple[str, ...]:
-    """Return the files of a portable decode body; ``pages`` begins the names of those that know its pages."""
-    loop = "decode/first_blocks", f"{pages}_loads", scores, "decode/softmax", values
-    return ("decode/begin", f"{pages}_newest", *loop, "decode/end")
+def _decode_parts(newest: tuple[str, ...], loads: str, scores: str, values: str) -> tuple[str, ...]:
+    """Return the files of a portable decode body."""
+    return ("decode/begin", *newest, "decode/first_blocks", loads, scores, "decode/softmax", values, "decode/end")
+
+
+def _matrix_parts(folder: str, pages: str, *begin: str) -> tuple[str, ...]:
+    """Return the files of a body by 8 x 8 matrices; ``begin`` names those before its loop, of its folder or another."""
+    steps = f"matrix/{pages}_keys", "matrix/softmax", f"matrix/{pages}_values"
+    own = (part if "/" in part else f"{folder}/{part}" for part in (f"{pages}_pages", *begin))
+    return (*own, *steps, f"{folder}/end")
+
+
+# Pages of quantised values: the newest token is quantised into its slot.
+_PAGES, _NEWEST = ("quantized/page_words", "quantized/page_sizes"), "quantized/quantized_newest"
 
 
 # Files that the text of a body is made of, for those that are CUDA only.
@@ -152,22 +164,27 @@ _QUANTIZED_HELPERS = ("tensor_loads.cuh", "groups.metal", "tensor_codes.cuh", "t
 _CUDA_HEADER = "#undef device\nnamespace mlx::core::cu {{\n{}}}\n#define device\n"
 # Those of other bodies, where they are not one file of the body's name.
 _PARTS = {
-    "paged_decode": _decode_parts("decode/paged", "decode/scores", "decode/values"),
+    "paged_decode": _decode_parts(("decode/paged_newest",), "decode/paged_loads", "decode/scores", "decode/values"),
     "quantized_decode": _decode_parts(
-        "quantized/quantized", "quantized/quantized_scores", "quantized/quantized_values"
+        (*_PAGES, "quantized/query_sums", _NEWEST),
+        *(f"quantized/quantized_{part}" for part in ("loads", "scores", "values")),
     ),
-    "latent_decode": _decode_parts("latent/latent", "decode/scores", "decode/values"),
-    **{
-        body: tuple(
-            f"prefill_matrix/{part}"
-            for part in (f"{pages}_pages", "begin", f"{pages}_keys", "softmax", f"{pages}_values", "end")
-        )
-        for body, pages in (("prefill_matrix", "dense"), ("quantized_prefill_matrix", "quantized"))
-    },
+    "latent_decode": _decode_parts(("latent/latent_newest",), "latent/latent_loads", "decode/scores", "decode/values"),
+    "prefill_matrix": _matrix_parts("prefill_matrix", "dense", "begin"),
+    "quantized_prefill_matrix": _matrix_parts("prefill_matrix", "quantized", "begin"),
+    "matrix_decode": _matrix_parts("matrix_decode", "dense", "begin", "dense_newest", "loop"),
+    "quantized_matrix_decode": _matrix_parts("matrix_decode", "quantized", "begin", _PAGES[1], _NEWEST, "loop"),
     **{body: (f"quantized/{body}",) for body in ("quantized_write", "quantized_gather", "write_rows", "gather_rows")},
 }
 # Bodies that cut what a row sees into partitions.
-_PARTITIONED = ("paged_decode", "quantized_decode", "latent_decode", "merge_partitions")
+_PARTITIONED = (
+    "paged_decode",
+    "quantized_decode",
+    "matrix_decode",
+    "quantized_matrix_decode",
+    "latent_decode",
+    "merge_partitions",
+)
 
 
 class KernelUnavailable(RuntimeError):
@@ -231,7 +248,7 @@ def _functions_of(body: str, suffix: str) -> tuple[str, ...]:
     """Files of functions that a portable body needs beyond the prelude."""
     pages = (f"quantized/codes.{suffix}", "quantized/groups.metal") if body.startswith("quantized") else ()
     partitions = ("decode/partitions.metal",) if body in _PARTITIONED else ()
-    staged = ("prefill_matrix/stage.metal",) if body == "quantized_prefill_matrix" else ()
+    staged = ("matrix/stage.metal",) if body in ("quantized_prefill_matrix", "quantized_matrix_decode") else ()
     return (*pages, *partitions, *staged)
 
 

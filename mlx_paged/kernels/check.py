@@ -14,7 +14,7 @@ from . import ops as kernels
 from . import quantized as moves
 from .build import Constants, compile_ahead, warn_when_compiling
 from .decode_spec import pool_constants_of, spec_of
-from .launch_shape import MAX_QUERY_LENGTH, Variant, shape_for
+from .launch_shape import MAX_QUERY_LENGTH, LaunchShape, Variant, shape_for
 from .quantized import PageShape, new_blocks
 from .trial import MANY
 
@@ -23,7 +23,8 @@ _QUERY_HEADS = 8  # at least, as models have
 # Block tables are as wide as those of real steps (kv/step.py): the launch then has several partitions, and a merge.
 _TABLE_WIDTH = 16
 _FREE_BLOCKS = 5  # to copy blocks to
-_WINDOW = 100  # tokens: a token too many shows in the result; more than one partition on any GPU
+_WINDOW = 100  # tokens: a token too many shows in the result
+_MORE = 44  # tokens of a longer window, beyond what one partition may hold on Metal
 
 
 Bounds = list[list[int]]  # of each row, of each query
@@ -60,7 +61,8 @@ def self_check(variant: Variant) -> SelfCheck:
     block = variant.block_size
     mixed = [1, block - 1, block, block + 1, 3 * block + 5, 300, 2100, 7, 2 * block]
     # With 8 queries each, windows that begin at 0, 1, 2, ... 63.
-    windows = [_WINDOW + MAX_QUERY_LENGTH * (row + 1) - 1 for row in range(8)]
+    longest = shape_for(variant).first + _MORE if variant.backend == "metal" else _WINDOW
+    windows = [longest + MAX_QUERY_LENGTH * (row + 1) - 1 for row in range(8)]
     cases = [300, 5], mixed, windows
     return SelfCheck(
         variant,
@@ -129,7 +131,7 @@ def pool_texts_of(variant: Variant) -> list[tuple[str, Constants]]:
 
 def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
     """RMS between the variant and float32 attention. Raises RuntimeError if bytes went astray."""
-    rows = _Rows(variant, contexts, seed)
+    rows, own = _Rows(variant, contexts, seed), shape_for(variant, kernels.gpu_cores())
     q, ends, starts = rows.queries(1), [[n] for n in contexts], [[0]] * len(contexts)
     out = rows.decode(q, ends, starts)
     rows.compare_appends(q, ends, starts, out)
@@ -138,16 +140,27 @@ def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
     for q_len in (1, 2, 3, 4, 5, 6, 7) if 2 * len(contexts) < MANY else (1, MAX_QUERY_LENGTH):
         # Windows of several partitions that begin inside one.
         q, ends = rows.queries(q_len), [[max(n - q_len + 1 + i, 0) for i in range(q_len)] for n in contexts]
-        starts = [[max(end - _WINDOW, 0) for end in row] for row in ends]
-        errors += rows.errors_of(rows.decode(q, ends, starts, max_visible=_WINDOW), q, ends, starts)
+        for window in _windows_of(own, contexts, q_len):
+            starts = [[max(end - window, 0) for end in row] for row in ends]
+            errors += rows.errors_of(rows.decode(q, ends, starts, max_visible=window), q, ends, starts)
     # All that one partition can hold, by the launch for windows that are sure to lie in one.
-    own = shape_for(variant, kernels.gpu_cores())
+    most = max(own.partition, own.first)
     q, ends = rows.queries(1), [[n] for n in contexts]
-    starts = [[-(-max(n - own.partition, 0) // own.alignment) * own.alignment] for n in contexts]
-    out = rows.decode(q, ends, starts, max_visible=own.partition - own.alignment + 1)
+    starts = [[-(-max(n - most, 0) // own.alignment) * own.alignment] for n in contexts]
+    out = rows.decode(q, ends, starts, max_visible=most - own.alignment + 1)
     errors += rows.errors_of(out, q, ends, starts)
     rows.copy_blocks()
     return worst_rms(errors)
+
+
+def _windows_of(own: LaunchShape, contexts: list[int], q_len: int) -> list[int]:
+    """Return windows of one partition on Metal, wherever they begin, and of several: the first by few queries once and
+    by many, the others by few and by as many as there may be."""
+    if not own.first:
+        return [_WINDOW]
+    longer, few = own.first + _MORE, 2 * len(contexts) < MANY
+    short = [_WINDOW] if not few or q_len == 2 else []
+    return [*short, longer] if few or (q_len == MAX_QUERY_LENGTH and min(contexts) > longer) else short
 
 
 class _Rows:

@@ -10,7 +10,16 @@ import mlx.core as mx
 
 from .build import Constants
 from .cuda.device import cuda_limits
-from .launch_shape import FUSED_BODIES, LATENT_BODIES, LaunchShape, Variant, latent_run, run_length, unsupported
+from .launch_shape import (
+    FUSED_BODIES,
+    LATENT_BODIES,
+    MATRIX_BODIES,
+    LaunchShape,
+    Variant,
+    latent_run,
+    run_length,
+    unsupported,
+)
 from .quantized import PageShape
 from .trial import MANY, Text, few_of
 
@@ -118,7 +127,7 @@ def _fused_spec(
 
 
 def _partition_constants(launch_shape: LaunchShape) -> Constants:
-    return (("PART", launch_shape.partition), ("SPAN", launch_shape.span))
+    return (("PART", launch_shape.partition), ("SPAN", launch_shape.span), ("FIRST", launch_shape.first))
 
 
 def decode_constants_of(variant: Variant, launch_shape: LaunchShape) -> Constants:
@@ -131,6 +140,16 @@ def decode_constants_of(variant: Variant, launch_shape: LaunchShape) -> Constant
             ("SINKS", variant.sinks),
             ("SHARED", launch_shape.latent_bytes(variant.head_dim)),
             ("GROUPS", launch_shape.groups),
+        )
+    if variant.body in MATRIX_BODIES:
+        return (
+            *variant.constants,
+            ("SG", launch_shape.simdgroups),
+            ("KEYS", launch_shape.keys),
+            ("SOFTCAP", variant.softcap),
+            ("SINKS", variant.sinks),
+            *_partition_constants(launch_shape),
+            *_page_constants(variant.pages),
         )
     return (
         *variant.constants,

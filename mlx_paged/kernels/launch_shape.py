@@ -99,6 +99,9 @@ SPAN = 16
 # On a GPU of more cores, smaller ones, so that a context of 512 tokens and 8 kv heads gives each core work.
 CORES_OF_PARTITION = ((20, 128), (32, 64))  # (most cores, tokens); beyond, SMALLEST_PARTITION
 SMALLEST_PARTITION = 32
+# On Metal a row that ends at most so many tokens after its first partition begins has that one alone: the results of
+# several would need another launch in each layer (docs/adr/0062).
+FIRST_PARTITION = 256
 # A row's first partition begins at a multiple of this or of the smallest partition, which every chunk size divides.
 ALIGNMENT = 64
 # Apple GPUs abort the process above this, so it is checked here.
@@ -107,6 +110,11 @@ MAX_THREADGROUP_BYTES = 32 * 1024
 MAX_TENSOR_HEAD_DIM = 256
 # Bodies for tensor cores, which join their partial results themselves.
 FUSED_BODIES = ("paged_decode_tensor", "quantized_decode_tensor")
+# Bodies by Metal's 8 x 8 matrices, for at least this many query heads per kv head: with fewer, rows of padding cost
+# more instructions than matrices save (docs/adr/0062).
+MATRIX_BODIES = ("matrix_decode", "quantized_matrix_decode")
+LEAST_MATRIX_GQA = 5
+LEAST_MATRIX_GQA_OF_PAGES = 7  # quantised ones: what is dequantised passes through threadgroup memory
 # Bodies over latents (MLA), whose one head all query heads attend to: portable, and for tensor cores.
 LATENT_BODIES = ("latent_decode", "latent_decode_tensor")
 LATENT_TENSOR_HEADS = 64  # query heads that a thread group of the latter takes
@@ -168,7 +176,8 @@ class LaunchShape(NamedTuple):
     run: int | None = (
         None  # partitions that a thread group takes, None: as the launch suggests (bodies for tensor cores)
     )
-    keys: int = 0  # tokens at a time (latent_decode_tensor)
+    keys: int = 0  # tokens at a time (latent_decode_tensor, and the bodies by matrices)
+    first: int = 0  # a row that reaches so many tokens has one partition
 
     @property
     def alignment(self) -> int:
@@ -179,6 +188,15 @@ class LaunchShape(NamedTuple):
         """Threadgroup memory in bytes of one group."""
         heads = -(-gqa // self.head_split)
         return 4 * self.simdgroups * (2 * heads + self.head_round * value_dim)
+
+    def matrix_bytes(self, variant: Variant) -> int:
+        """Threadgroup memory in bytes of a group of a body by matrices: queries, scores, weights, diagonals, largest
+        scores and sums; values at a block's edge, or what is dequantised."""
+        tiles, size = -(-variant.gqa // 8), variant.dtype.size
+        widest = max(variant.head_dim, variant.value_dim)
+        staged = 64 if variant.pages is None else self.keys * widest
+        simdgroup = 8 * tiles * self.keys * (4 + size) + 256 * tiles + 64 * tiles + size * staged
+        return 8 * tiles * variant.head_dim * size + self.simdgroups * simdgroup
 
     def latent_bytes(self, head_dim: int) -> int:
         """Shared memory in bytes of a group of latent_decode_tensor: queries, keys twice, scores and sums, flags."""
@@ -231,6 +249,9 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
         return LaunchShape(8, 4, unroll, 1, head_round, 4, groups=groups)
     if variant.body in LATENT_BODIES:
         return _latent_shape(variant, cores)
+    if variant.body in MATRIX_BODIES:
+        keys = matrix_keys(variant)
+        return LaunchShape(8, 4, 1, 1, 1, 4, max(partition_for(cores), 4 * keys), keys=keys, first=FIRST_PARTITION)
     if variant.backend == "metal":
         shape = variant.gqa, variant.head_dim, variant.value_dim
         if variant.pages is None:
@@ -247,10 +268,33 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
         unroll = 4 if heads * per_lane <= 32 else 2
     simdgroups = max(4, head_split)
     head_round = max(1, min(heads, _COMBINE_FLOATS // (simdgroups * variant.value_dim)))
-    launch_shape = LaunchShape(vec, lanes, unroll, head_split, head_round, simdgroups, partition_for(cores))
+    first = FIRST_PARTITION if variant.backend == "metal" else 0
+    launch_shape = LaunchShape(
+        vec, lanes, unroll, head_split, head_round, simdgroups, partition_for(cores), first=first
+    )
     if launch_shape.threadgroup_bytes(variant.gqa, variant.value_dim) > MAX_THREADGROUP_BYTES:
         raise ValueError(f"{variant} needs more than {MAX_THREADGROUP_BYTES} bytes of threadgroup memory")
     return launch_shape
+
+
+def matrix_keys(variant: Variant) -> int:
+    """Return the tokens that a simdgroup of a body by matrices takes at a time: fewer where it dequantises wide heads
+    into threadgroup memory."""
+    return 8 if variant.pages is not None and max(variant.head_dim, variant.value_dim) > 128 else 16
+
+
+def unsupported_matrix(variant: Variant) -> str | None:
+    """Why the body by matrices cannot serve a variant's geometry, or None if it can."""
+    if variant.dtype.size != 2:
+        return f"dtype {variant.dtype} is not one of float16, bfloat16"
+    least = LEAST_MATRIX_GQA if variant.pages is None else LEAST_MATRIX_GQA_OF_PAGES
+    if variant.gqa < least:
+        return f"{variant.gqa} query heads per kv head are fewer than {least}"
+    # The sums of 8 heads are two floats of a lane for 8 elements of the values.
+    most = MAX_TENSOR_HEAD_DIM if variant.gqa <= 8 else MAX_TENSOR_HEAD_DIM // 2
+    if max(variant.head_dim, variant.value_dim) > most:
+        return f"head_dim {variant.head_dim}/{variant.value_dim} is more than {most}"
+    return None
 
 
 def _latent_shape(variant: Variant, cores: int | None) -> LaunchShape:
@@ -260,7 +304,8 @@ def _latent_shape(variant: Variant, cores: int | None) -> LaunchShape:
     head_split = -(-variant.gqa // 2)
     unroll = 4 if variant.backend == "cuda" else 2 if variant.dtype.size == 2 else 1
     simdgroups = head_split * max(1, 4 // head_split)
-    return LaunchShape(4, 32, unroll, head_split, 1, simdgroups, partition_for(cores))
+    first = FIRST_PARTITION if variant.backend == "metal" else 0
+    return LaunchShape(4, 32, unroll, head_split, 1, simdgroups, partition_for(cores), first=first)
 
 
 def latent_run(groups: int, n_partitions: int, cores: int) -> int:
@@ -305,7 +350,9 @@ def _groups_of_codes(variant: Variant, unroll: int) -> int:
 
 @lru_cache(maxsize=4096)
 def count_partitions(visible: int, launch_shape: LaunchShape) -> int:
-    """Partitions that a launch needs if no row sees more than `visible` tokens."""
+    """Partitions that a launch needs if no row ends more than `visible` tokens after its first partition begins."""
+    if visible <= launch_shape.first:
+        return 1
     most, size = 1, launch_shape.partition
     while True:
         limit = size // launch_shape.partition * size * launch_shape.span

@@ -22,6 +22,7 @@ from .build import Constants, KernelUnavailable, Launch, backend, build_kernel, 
 from .decode_spec import counters_of, params_of, pool_constants_of, spec_of
 from .latent.variants import latent_variants_of
 from .launch_shape import (
+    MATRIX_BODIES,
     MAX_QUERY_LENGTH,
     MAX_TENSOR_HEAD_DIM,
     LaunchShape,
@@ -29,6 +30,7 @@ from .launch_shape import (
     count_partitions,
     shape_for,
     unsupported,
+    unsupported_matrix,
 )
 from .quantized import PageShape
 from .trial import MANY, failure_of
@@ -90,6 +92,9 @@ def variants_of(
     if dialect == "cuda" and dtype.size == 2 and max(head_dim, value_dim) <= MAX_TENSOR_HEAD_DIM:
         bodies.insert(0, "paged_decode_tensor" if pages is None else "quantized_decode_tensor")
     geometry = (dialect, dtype, head_dim, value_dim, gqa, block_size, softcap, sinks, pages)
+    matrix = Variant(MATRIX_BODIES[pages is not None], *geometry)
+    if dialect == "metal" and unsupported_matrix(matrix) is None:
+        bodies.insert(0, matrix.body)
     return tuple(Variant(body, *geometry) for body in bodies)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from .build import SIGNATURES, Constants
-from .launch_shape import FUSED_BODIES, LATENT_BODIES
+from .launch_shape import FUSED_BODIES, LATENT_BODIES, MATRIX_BODIES
 from .quantized import QuantizedRows
 
 LAUNCHES, REPEATS = 20, 3
@@ -251,6 +251,7 @@ _SCRATCH: dict[str, Callable[[_Known], Scratch]] = {
     "paged_decode_tensor": _decode,
     **dict.fromkeys(("paged_prefill_tensor", "prefill_matrix", "quantized_prefill_matrix"), _prefill),
     "quantized_decode": _decode,
+    **dict.fromkeys(MATRIX_BODIES, _decode),
     "quantized_decode_tensor": _decode,
     "quantized_prefill_tensor": _prefill,
     "latent_prefill_tensor": _prefill,

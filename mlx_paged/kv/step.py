@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ..kernels.availability import on_metal
 from ..kernels.build import rows_array
 from ..kernels.latent.prompts import PromptLaunch
 from ..kernels.ops import DecodeLaunch, WriteLaunch
@@ -185,9 +186,14 @@ class Step:
         return found
 
 
+SHORT_TABLE = 8  # blocks
+
+
 def table_width(tables: Sequence[BlockTable]) -> int:
     """Width of the device's table for these."""
-    return rounded_up(max(len(table.block_ids) for table in tables), 16)
+    count = max(len(table.block_ids) for table in tables)
+    # Where one partition holds short contexts, half the width saves the launch that would merge several.
+    return SHORT_TABLE if count <= SHORT_TABLE and on_metal() else rounded_up(count, 2 * SHORT_TABLE)
 
 
 def rounded_up(count: int, least: int) -> int:

@@ -19,7 +19,7 @@ from mlx_paged.kernels.cuda.launch import CompiledKernel, Source
 from mlx_paged.kernels.decode_spec import pool_constants_of
 from mlx_paged.kernels.latent import prompts
 from mlx_paged.kernels.latent.check import latent_texts_of
-from mlx_paged.kernels.launch_shape import Variant
+from mlx_paged.kernels.launch_shape import MATRIX_BODIES, Variant
 from mlx_paged.kernels.prefill import (
     BODY,
     MATRIX_BODY,
@@ -113,7 +113,11 @@ def texts() -> list[tuple[str, Constants]]:
     listed = _texts_of(TENSOR) + _texts_of(PLAIN) + quantized + [PREFILL, QUANTIZED_PREFILL, PROMPTS]
     listed += [(text.body, text.constants) for text in products + layers]
     listed += latent_texts_of(LATENT) + latent_texts_of(LATENT_TENSOR)
-    assert {body for body, _ in listed} >= set(SIGNATURES) - {MATRIX_BODY, QUANTIZED_MATRIX_BODY}  # Metal only
+    assert {body for body, _ in listed} >= set(SIGNATURES) - {
+        MATRIX_BODY,
+        QUANTIZED_MATRIX_BODY,
+        *MATRIX_BODIES,
+    }  # Metal only
     return listed
 
 

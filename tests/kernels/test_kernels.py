@@ -55,10 +55,14 @@ def test_partitions_cover_every_row():
         for _ in range(200):
             end = rng.randint(1, table)
             begin = rng.randint(0, end - 1)
-            size = launch_shape.partition
-            while end - begin > launch_shape.span * size * size // launch_shape.partition:
+            reach, size = end - begin // 64 * 64, launch_shape.partition
+            if reach <= launch_shape.first:
+                size = launch_shape.first
+            while (
+                reach > launch_shape.first and end - begin > launch_shape.span * size * size // launch_shape.partition
+            ):
                 size *= 2
-            assert -(-(end - begin // 64 * 64) // size) <= launched
+            assert -(-reach // size) <= launched
 
 
 def test_runs_leave_two_thread_groups_per_core_or_many():

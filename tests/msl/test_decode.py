@@ -54,7 +54,8 @@ def body_of(case):
 
 def check(case, launch_shape=None, backend="metal", **options):
     with emulated(backend, **options) as fake:
-        out, fence = case.run(launch_shape=launch_shape or shape_for(case.variant()))
+        # Short contexts are cut, too: what one partition holds is test_matrix_decode's.
+        out, fence = case.run(launch_shape=launch_shape or shape_for(case.variant())._replace(first=0))
     np.testing.assert_allclose(out, case.reference(), atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
     assert int(np.asarray(fence)[0]) == 8 and {body for body, _ in fake.calls} <= {body_of(case), "merge_partitions"}
     return out

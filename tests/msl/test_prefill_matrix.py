@@ -156,10 +156,10 @@ def test_quantised_pages_match_reference(name):
     check_pack(pack_of(*RAGGED, **QUANTIZED[name]))
 
 
-VALUES = "  for (int i = own_group * 32 + lane; i < KEYS * (DV / 8);"
+VALUES = "  for (int i = TOGETHER ? sg * 32 + lane : lane; i < KEYS * (DV / 8);"
 QUANTIZED_WRONG = {
-    "no barriers": ("threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
-    "values over keys that are read": ("  threadgroup_barrier(mem_flags::mem_threadgroup);\n" + VALUES, VALUES),
+    "no barriers": ("stage_barrier<TOGETHER>();", ""),
+    "values over keys that are read": ("  stage_barrier<TOGETHER>();\n" + VALUES, VALUES),
     "dead slots are read": ("lo), hi - 1);", "0), 1 << 30);"),
     "another slot": ("position % BS, i", "0, i"),
     "another head": ("* n_kv + kv_head;\n    stage_codes", "* n_kv;\n    stage_codes"),
@@ -206,8 +206,8 @@ def test_emulator_catches(name):
 
 WRONG = {  # the numbers come out wrong
     "fence input dropped": ("fence[0] + 1u", "1u"),
-    "wrong kv head of keys": ("k_pool + static_cast<int64_t>(kv_head)", "k_pool + static_cast<int64_t>(0)"),
-    "wrong kv head of values": ("v_pool + static_cast<int64_t>(kv_head)", "v_pool + static_cast<int64_t>(0)"),
+    "wrong kv head of keys": ("k_pages + static_cast<int64_t>(kv_head)", "k_pages + static_cast<int64_t>(0)"),
+    "wrong kv head of values": ("v_pages + static_cast<int64_t>(kv_head)", "v_pages + static_cast<int64_t>(0)"),
     "a token sees the next": ("token > own ||", "token > own + 1 ||"),
     "a token does not see itself": ("token > own ||", "token >= own ||"),
     "window one longer": ("token < from)", "token < from - 1)"),
@@ -217,14 +217,14 @@ WRONG = {  # the numbers come out wrong
     "dead slots are read": ("const bool live = token + row >= lo && token + row < hi;", "const bool live = true;"),
     "edges taken for whole": ("const bool whole = token >= lo && token + 8 <= hi;", "const bool whole = true;"),
     "eight values left out": ("if (token + 8 > lo && token < hi) {", "if (token > lo && token < hi) {"),
-    "skip the rescale": ("if (simd_any(shrink != 1.0f)) {", "if (false) {"),
-    "rescale by the other side": ("simdgroup_multiply(scaled, shrinks, acc[v])", "simdgroup_multiply(scaled, acc[v], shrinks)"),
-    "skip the rescale of the sum": ("metal::fma(l, shrink, sum)", "l + sum"),
+    "skip the rescale": ("if (simd_any(grows)) {", "if (false) {"),
+    "rescale by the other side": ("simdgroup_multiply(scaled, shrinks, acc[r * (DV / 8) + v])", "simdgroup_multiply(scaled, acc[r * (DV / 8) + v], shrinks)"),
+    "skip the rescale of the sum": ("metal::fma(l[r], shrink, sum)", "l[r] + sum"),
     "diagonal not cleared": ("diagonal[lane * 2] = 0.0f;", "diagonal[lane * 2] = 1.0f;"),
     "maximum of half a row": ("top = metal::max(top, simd_shuffle_xor(top, 2));", ""),
-    "sum of half a row": ("l += simd_shuffle_xor(l, 2);", ""),
+    "sum of half a row": ("l[0] += simd_shuffle_xor(l[0], 2);", ""),
     "nothing seen yet": ("top == NOTHING ? 0.0f : top * gain", "top * gain"),
-    "weights of other tokens": ("simdgroup_load(weight, own_weights + j * 8, KEYS)", "simdgroup_load(weight, own_weights, KEYS)"),
+    "weights of other tokens": ("own_weights + r * 8 * KEYS + j * 8, KEYS)", "own_weights + r * 8 * KEYS, KEYS)"),
     "queries of another row": ("own_queries[row * D + i + j]", "own_queries[(7 - row) * D + i + j]"),
     "softcap left out": ("} else if (SOFTCAP) {", "} else if (false) {"),
     "sink of another head": ("sinks[kv_head * G + (first_line + row) % G]", "sinks[kv_head * G]"),
@@ -370,10 +370,10 @@ def test_types_are_clean(head_dim, dtype):
     "edit",
     [
         ("threadgroup T* const edge", "device T* const edge"),
-        ("simdgroup_load(query, own_queries", "simdgroup_load(query, own_scores"),
+        ("simdgroup_load(query[r], own_queries", "simdgroup_load(query[r], own_scores"),
         ("simdgroup_matrix<float, 8, 8>", "simdgroup_matrix<float, 8, 16>"),
         ("const int64_t line", "const int line"),
-        ("own_weights[row * KEYS + part * PART + i] = static_cast<T>(weight)", "own_weights[row * KEYS + part * PART + i] = weight"),
+        ("own_weights[at + i] = static_cast<T>(weight)", "own_weights[at + i] = weight"),
     ],
 )  # fmt: skip
 def test_the_checker_finds_wrong_types(edit):

@@ -14,7 +14,7 @@ from mlx_paged.kernels import quantized as moves
 from mlx_paged.kernels.build import SIGNATURES
 from mlx_paged.kernels.check import SelfCheck, self_check
 from mlx_paged.kernels.latent.check import self_check_latent
-from mlx_paged.kernels.launch_shape import LaunchShape, Variant
+from mlx_paged.kernels.launch_shape import MATRIX_BODIES, LaunchShape, Variant
 from mlx_paged.kernels.quantized import QuantizedRows
 from mlx_paged.kernels.trial import MANY
 from tests.msl.test_windows import CORES
@@ -28,8 +28,12 @@ VARIANTS = {
     "quantised": Variant(
         "quantized_decode", "metal", mx.float32, 64, 64, 4, 16, pages=page_shape(64, (8, 4), 32, mx.float32)
     ),
+    "matrices": Variant("matrix_decode", "metal", mx.bfloat16, 64, 64, 5, 16, sinks=True),
+    "matrices over codes": Variant(
+        "quantized_matrix_decode", "metal", mx.float16, 64, 64, 8, 32, pages=page_shape(64, (4, 4), 64, mx.float16)
+    ),
 }
-DENSE = VARIANTS["dense"]
+DENSE, MATRICES, CODES = VARIANTS["dense"], VARIANTS["matrices"], VARIANTS["matrices over codes"]
 LARGE = 38  # cores of a GPU whose partitions are shorter than the step that windows begin at
 
 
@@ -52,7 +56,7 @@ def outcome(variant: Variant, cores: int, edit: Any = None) -> SelfCheck:
 @pytest.mark.parametrize(
     ("name", "cores"), quick(crossed(list(VARIANTS), CORES), ("dense", 8), ("extras", 10), ("quantised", 16),
     ("dense", 20), ("dense", 30), ("dense", 32), ("dense", 38), ("dense", 40), ("dense", 60), ("dense", 64),
-    ("dense", 76), ("dense", 80))
+    ("dense", 76), ("dense", 80), ("matrices", 38), ("matrices", 16), ("matrices over codes", 30))
 )  # fmt: skip
 def test_it_passes(name: str, cores: int) -> None:
     result = outcome(VARIANTS[name], cores)
@@ -76,6 +80,39 @@ PLANTED: dict[str, dict[str, list[tuple[str, str]]]] = {
 def test_planted_defects_are_found(name: str) -> None:
     result = outcome(DENSE, LARGE, PLANTED[name])
     assert not result.ok and ("not finite" in result.reason or "RMS" in result.reason), result.reason
+
+
+MATRIX_PLANTED: dict[str, tuple[Variant, str, str]] = {
+    "keys of another head": (MATRICES, "kv_head) * (BS * D)", "0) * (BS * D)"),
+    "keys not transposed": (MATRICES, "ulong2(0), true)", "ulong2(0), false)"),
+    "a token too many": (MATRICES, "own = hi - 1", "own = hi"),
+    "a token before the window": (MATRICES, "from = lo;", "from = lo - 1;"),
+    "values beyond the window": (MATRICES, "token >= lo && token + 8 <= hi", "true"),
+    "sums never rescaled": (MATRICES, "if (simd_any(grows))", "if (false)"),
+    "weights of another simdgroup": (MATRICES, "exp2(tg_m[s * LINES + head] - top)", "exp2(tg_m[head] - top)"),
+    "sum of one simdgroup": (MATRICES, "total = metal::fma(tg_l[s * LINES", "total = metal::fma(tg_l[0 * LINES"),
+    "a simdgroup without tokens": (MATRICES, "step += SG) {", "step += 2 * SG) {"),
+    "every query is a row's first": (MATRICES, "* G * q_len + query_row % q_len", "* G * q_len"),
+    "a single partition's denominator": (MATRICES, ", 0.0f) / denominator", ", 0.0f)"),
+    "the newest token is not stored": (MATRICES, "if (fresh >= lo && fresh < hi)", "if (false)"),
+    "values of the keys' pages": (CODES, "stage_codes<T, VBITS, DV, GS, BS>(v_pages", "stage_codes<T, VBITS, DV, GS, BS>(k_pages"),
+    "one scale for all groups": (CODES, "factors[at * 8 / GS]", "factors[0]"),
+    "another token's codes": (CODES, "page, position % BS", "page, 0"),
+}  # fmt: skip
+_FEW_GROUPS = page_shape(64, (4, 4), 32, mx.float16)
+
+
+@pytest.mark.parametrize(
+    "name",
+    quick(MATRIX_PLANTED, "a token before the window", "sum of one simdgroup", "the newest token is not stored",
+    "one scale for all groups"),
+)  # fmt: skip
+def test_planted_defects_of_matrices_are_found(name: str) -> None:
+    variant, old, new = MATRIX_PLANTED[name]
+    if variant is CODES:
+        variant = variant._replace(pages=_FEW_GROUPS)
+    result = outcome(variant, LARGE, {variant.body: [(old, new)]})
+    assert not result.ok, result
 
 
 def test_memory_that_nobody_wrote_is_found() -> None:
@@ -110,7 +147,7 @@ def test_planted_defects_over_latents_are_found(name: str) -> None:
 
 
 COUNTED = {
-    **dict.fromkeys(("paged_decode", "quantized_decode", "merge_partitions"), "ends"),
+    **dict.fromkeys(("paged_decode", "quantized_decode", *MATRIX_BODIES, "merge_partitions"), "ends"),
     **dict.fromkeys(("write_slots", "quantized_write", "write_rows"), "slots"),
     **dict.fromkeys(("gather_blocks", "quantized_gather", "gather_rows"), "blocks"),
     "copy_blocks": "pairs",
@@ -154,6 +191,7 @@ def every_text(body: str, *moved: str) -> list[Seen]:
 TEXTS = {
     "dense": every_text("paged_decode", "write_slots", "gather_blocks"),
     "quantised": every_text("quantized_decode", "quantized_write", "quantized_gather"),
+    "matrices": every_text("matrix_decode", "write_slots", "gather_blocks"),
 }
 
 

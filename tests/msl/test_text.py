@@ -13,7 +13,7 @@ from mlx_paged.kernels import draw_rows, penalise_rows
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import quantized as moves
 from mlx_paged.kernels.decode_spec import decode_constants_of
-from mlx_paged.kernels.launch_shape import HEAD_DIMS, shape_for
+from mlx_paged.kernels.launch_shape import HEAD_DIMS, MATRIX_BODIES, shape_for
 from tests.support.cases import crossed, quick
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl import msl_source
@@ -93,15 +93,42 @@ def test_quantized_decode_is_clean(bits, single, rows, dtype):
     assert quantized_problems(dtype, rows, head_dim=256, gqa=16, group_size=128, bits=bits) == []
 
 
+@pytest.mark.parametrize(
+    ("bits", "rows", "dtype"), quick(crossed([None, (8, 8), (8, 4)], [2, 9], DTYPES[1:]), (None, 2, mx.bfloat16),
+    (None, 9, mx.float16), ((8, 4), 9, mx.bfloat16))
+)  # fmt: skip
+def test_matrix_decode_is_clean(bits, rows, dtype):
+    for single, gqa, head_dim in ((True, 5, 96), (False, 16, 128)):
+        assert matrix_problems(dtype, rows, bits, single, gqa, head_dim) == []
+
+
+def matrix_problems(dtype, rows=9, bits=None, single=True, gqa=8, head_dim=64, edit=None):
+    pages, body = bits and page_shape(head_dim, bits, 32, dtype), MATRIX_BODIES[bits is not None]
+    variant = kernels.Variant(body, "metal", dtype, head_dim, head_dim, gqa, 32, True, True, pages)
+    out, d = dtype if single else mx.float32, name_of(dtype)
+    constants = (*decode_constants_of(variant, shape_for(variant)), ("SINGLE", single), ("O", out))
+    inputs = [
+        (n, size, "uint32" if bits and i in (1, 2) else kind)
+        for i, (n, size, kind) in enumerate(decode_inputs(rows, d))
+    ]
+    return problems(body, constants, inputs, [name_of(out), "float32", "uint32"], edit)
+
+
+def test_checker_catches_in_matrix_decode():
+    assert matrix_problems(mx.bfloat16, edit=("const_cast<device T*>(k_pool)", "k_pool"))
+    assert matrix_problems(mx.float16, edit=("static_cast<O>(o)", "o"))
+    assert matrix_problems(mx.float16, bits=(8, 4), edit=("threadgroup T* const own_staged", "T* const own_staged"))
+
+
 STORED = re.compile(r"const_cast<device \w+\*>\(([^)]*)\)")
 
 
-@pytest.mark.parametrize("body", ["paged_decode", "quantized_decode", "latent_decode"])
+@pytest.mark.parametrize("body", ["paged_decode", "quantized_decode", *MATRIX_BODIES, "latent_decode"])
 def test_no_pointer_that_is_read_back_is_chosen_between_two_buffers(body):
     """Apple's compiler takes two buffer arguments for memory that does not overlap."""
     _, source = kernel_build.kernel_text(body, "metal")
     assert sorted(set(STORED.findall(source))) == ["k_pool", "v_pool"]
-    if body == "quantized_decode":  # its newest token is read back from its page
+    if body in ("quantized_decode", *MATRIX_BODIES):  # the newest token is read back from its page
         assert source.count("k_pool") == source.count("v_pool") == 1
 
 
@@ -165,7 +192,7 @@ def other_problems(body, dtype, rows, edit=None):
     constants = [("T", dtype), ("D", 64), ("DV", 80), ("BS", 16), ("S", mx.int64)]
     if body == "merge_partitions":
         constants = [("T", dtype), ("DV", 80), ("SG", 4), ("SINKS", True)]
-        constants += [("PART", 128), ("SPAN", 16)]
+        constants += [("PART", 128), ("SPAN", 16), ("FIRST", 256)]
     d = name_of(dtype)
     outs = {"merge_partitions": [d], "gather_blocks": [d, d, "uint32"]}.get(body, ["uint32"])
     return problems(body, tuple(constants), OTHERS[body](d, rows), outs, edit)

@@ -13,6 +13,7 @@ from tests.support.msl.harness import Case, emulated
 
 CORES = (8, 10, 16, 20, 30, 32, 38, 40, 60, 64, 76, 80)
 WINDOWS = (64, 128, 512, 1024)
+LONG = 320  # more than one partition holds
 STARTS = list(range(64))
 PAGES = [None, page_shape(64, (8, 4), 32, mx.bfloat16, 0)]
 IDS = ["dense", "quantized"]
@@ -50,19 +51,20 @@ def test_every_core_count_has_a_shape() -> None:
 @pytest.mark.parametrize("pages", PAGES, ids=IDS)
 @pytest.mark.parametrize("cores", [20, 32, 38])
 def test_windows_that_begin_inside_a_partition(cores: int, pages: Any) -> None:
-    case = case_of(128, [0, 31, 32, 40, 63], pages, sinks=True)
-    with emulated():
-        launch_shape = shape_for(case.variant(), cores)
-    check(case, 128, launch_shape)
+    for window in (128, LONG):
+        case = case_of(window, [0, 31, 32, 40, 63], pages, sinks=True)
+        with emulated():
+            launch_shape = shape_for(case.variant(), cores)
+        check(case, window, launch_shape)
 
 
 def test_a_first_partition_without_a_visible_token_is_caught() -> None:
     edit = {body: [("PART < 64 ? PART : 64", "64")] for body in ("paged_decode", "merge_partitions")}
-    case = case_of(128, [40], None)
+    case = case_of(LONG, [40], None)
     with emulated():
         launch_shape = shape_for(case.variant(), 38)
     with pytest.raises((EmuError, AssertionError)):
-        check(case, 128, launch_shape, edit)
+        check(case, LONG, launch_shape, edit)
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ const int heads = partial_shape[0] / (ends_shape[0] * q_len);
 const int row = line / (heads * q_len) * q_len + line % q_len;
 const int begin = metal::max(static_cast<int>(starts[row]), 0);
 const int end = static_cast<int>(ends[row]);
-const int size = partition_size<PART, SPAN>(end - begin);
+const bool is_short = FIRST > 0 && end - first_partition<PART>(begin) <= FIRST;
+const int size = is_short ? FIRST : partition_size<PART, SPAN>(end - begin);
 const int n_live = begin < end ? (end - first_partition<PART>(begin) + size - 1) / size : 0;
 const int64_t base = static_cast<int64_t>(line) * n_partitions;
 

@@ -10,17 +10,26 @@ from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import quantized as moves
 from mlx_paged.kernels.latent import variants as latent_variants
-from mlx_paged.kernels.launch_shape import FUSED_BODIES, LATENT_BODIES
+from mlx_paged.kernels.launch_shape import FUSED_BODIES, LATENT_BODIES, MATRIX_BODIES
 from tests.support.kernels.quantized_pages import UNSET, dequantized, pages_of, quantized
 from tests.support.msl import emulator
 
 # Outputs that a kernel may leave partly unwritten, and inputs it stores to.
 SPARSE = {
-    **dict.fromkeys(("paged_decode", "quantized_decode", *LATENT_BODIES), ("out",)),
+    **dict.fromkeys(("paged_decode", "quantized_decode", *MATRIX_BODIES, *LATENT_BODIES), ("out",)),
     **dict.fromkeys(FUSED_BODIES, ("partial",)),
 }
 WRITES = dict.fromkeys(
-    ("paged_decode", "quantized_decode", *LATENT_BODIES, "write_slots", "copy_blocks", "quantized_write", "write_rows"),
+    (
+        "paged_decode",
+        "quantized_decode",
+        *MATRIX_BODIES,
+        *LATENT_BODIES,
+        "write_slots",
+        "copy_blocks",
+        "quantized_write",
+        "write_rows",
+    ),
     ("k_pool", "v_pool"),
 ) | dict.fromkeys(FUSED_BODIES, ("k_pool", "v_pool", "arrivals"))
 

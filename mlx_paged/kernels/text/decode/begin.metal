@@ -44,7 +44,9 @@ const int64_t line0 = static_cast<int64_t>(sequence * n_kv + kv_head) * G * q_le
 
 const int begin = metal::max(static_cast<int>(starts[row]), 0);
 const int end = static_cast<int>(ends[row]);
-const int size = partition_size<PART, SPAN>(end - begin);
+// A row that ends at most FIRST tokens after its first partition begins has that one alone: such launches need no merge.
+const bool is_short = FIRST > 0 && end - first_partition<PART>(begin) <= FIRST;
+const int size = is_short ? FIRST : partition_size<PART, SPAN>(end - begin);
 const int origin = first_partition<PART>(begin);
 const int lo = metal::max(begin, origin + partition * size);
 const int hi = metal::min(end, origin + partition * size + size);

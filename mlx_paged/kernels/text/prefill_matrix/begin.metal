@@ -5,7 +5,8 @@
 // Tiles start at a sequence's first new token and keys at multiples of KEYS, so a row's bits do not depend on the pack.
 typedef simdgroup_matrix<T, 8, 8> Matrix;
 typedef simdgroup_matrix<float, 8, 8> Sums;
-constexpr int PART = KEYS / 4;  // scores of a row that a lane takes
+constexpr int RT = 1;            // times 8 rows that a simdgroup takes
+constexpr int SHARE = KEYS / 4;  // scores of a row that a lane takes
 constexpr float NOTHING = -1.0e30f;
 constexpr float LOG2E = 1.44269504088896341f;
 threadgroup T queries[8 * SG * D];
@@ -16,15 +17,15 @@ threadgroup float diagonals[64 * SG];
 const int n_kv = k_pool_shape[1];
 const int unit = static_cast<int>(threadgroup_position_in_grid.x);
 const int lane = static_cast<int>(thread_index_in_simdgroup);
-const int own_group = static_cast<int>(simdgroup_index_in_threadgroup);
+const int sg = static_cast<int>(simdgroup_index_in_threadgroup);
 const int kv_head = unit % n_kv;
 const auto tile = tiles + unit / n_kv * 4;
 const auto table = tables + static_cast<int64_t>(tile[0]) * tables_shape[1];
 const int first_row = tile[1];  // of the tile's tokens, in the pack
 const int origin = tile[2];     // position of the first
 const int n_tokens = tile[3];
-const int first_line = own_group * 8;
-if (unit + own_group + lane == 0) {
+const int first_line = sg * 8;
+if (unit + sg + lane == 0) {
   fence_out[0] = fence[0] + 1u;
 }
 if (n_tokens == 0 || (!TOGETHER && first_line >= n_tokens * G)) return;
@@ -32,7 +33,7 @@ if (n_tokens == 0 || (!TOGETHER && first_line >= n_tokens * G)) return;
 threadgroup T* const own_queries = queries + first_line * D;
 threadgroup float* const own_scores = scores + first_line * KEYS;
 threadgroup T* const own_weights = weights + first_line * KEYS;
-threadgroup float* const diagonal = diagonals + own_group * 64;
+threadgroup float* const diagonal = diagonals + sg * 64;
 const int row = lane / 4;
 const int part = lane % 4;
 const int window = static_cast<int>(params[2]);
@@ -58,7 +59,7 @@ diagonal[lane * 2] = 0.0f;
 diagonal[lane * 2 + 1] = 0.0f;
 simdgroup_barrier(mem_flags::mem_threadgroup);
 
-float m = NOTHING, l = 0.0f;  // of the lane's row; the sum is of the lane's scores
+float m[RT] = {NOTHING}, l[RT] = {0.0f};  // of the lane's row; the sum is of the lane's scores
 Sums acc[DV / 8];
 UNROLL
 for (int v = 0; v < DV / 8; v++) {

@@ -3,3 +3,6 @@
 // takes its score away, and its values are finite.
 constexpr bool TOGETHER = true;
 threadgroup T staged[KEYS * (D > DV ? D : DV)];
+threadgroup T* const own_staged = staged;
+const device uint* const k_pages = k_pool;
+const device uint* const v_pages = v_pool;

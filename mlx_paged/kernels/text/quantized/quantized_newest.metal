@@ -1,31 +1,3 @@
-  // Pages of quantised keys and values. A packet of VEC values lies in one group, whose scale and bias stay outside the
-  // products: q . k = scale * (q . codes) + bias * sum(q). Codes are used where they stand in their word, times a power of
-  // two, which the query takes away beforehand, and the accumulators in the end.
-  constexpr int KW = VEC * KBITS / 32;
-  constexpr int VW = VEC * VBITS / 32;
-  constexpr int K_CODES = D * KBITS / 32;
-  constexpr int V_CODES = DV * VBITS / 32;
-  constexpr int K_GROUPS = D / GS;
-  constexpr int V_GROUPS = DV / GS;
-  constexpr int FACTOR = static_cast<int>(sizeof(T));
-  constexpr int K_PAGE = BS * (K_CODES + K_GROUPS * FACTOR / 2);
-  constexpr int V_PAGE = BS * (V_CODES + V_GROUPS * FACTOR / 2);
-  float query_sum[HG * NK];
-  float base[HG * NV];  // of the accumulators: the weighted biases
-  UNROLL
-  for (int i = 0; i < HG * NV; i++) {
-    base[i] = 0.0f;
-  }
-  UNROLL
-  for (int i = 0; i < HG * NK; i++) {
-    query_sum[i] = 0.0f;
-    UNROLL
-    for (int j = 0; j < VEC; j++) {
-      query_sum[i] += query[i * VEC + j];
-      query[i * VEC + j] *= 1.0f / static_cast<float>(1 << PLACE(j * KBITS));
-    }
-  }
-
   // Pages are written and read through one pointer each: a compiler may take for granted that memory reached by one buffer
   // argument, or by a const one, is not stored to by another.
   auto k_pages = const_cast<device uint*>(k_pool);

@@ -1,5 +1,5 @@
-  const device T* const v_head = v_pool + static_cast<int64_t>(kv_head) * (BS * DV);
-  threadgroup T* const edge = edges + own_group * 64;
+  const device T* const v_head = v_pages + static_cast<int64_t>(kv_head) * (BS * DV);
+  threadgroup T* const edge = edges + sg * 64;
   UNROLL
   for (int j = 0; j < KEYS / 8; j++) {
     const int token = step * KEYS + j * 8;
@@ -9,8 +9,11 @@
       // Slots that no row sees may hold anything, and a weight of zero does not make a NaN go away.
       const bool whole = token >= lo && token + 8 <= hi;
       const bool live = token + row >= lo && token + row < hi;
-      Matrix weight;
-      simdgroup_load(weight, own_weights + j * 8, KEYS);
+      Matrix weight[RT];
+      UNROLL
+      for (int r = 0; r < RT; r++) {
+        simdgroup_load(weight[r], own_weights + r * 8 * KEYS + j * 8, KEYS);
+      }
       UNROLL
       for (int v = 0; v < DV / 8; v++) {
         Matrix values;
@@ -24,7 +27,10 @@
           simdgroup_load(values, edge, 8);
           simdgroup_barrier(mem_flags::mem_threadgroup);
         }
-        simdgroup_multiply_accumulate(acc[v], weight, values, acc[v]);
+        UNROLL
+        for (int r = 0; r < RT; r++) {
+          simdgroup_multiply_accumulate(acc[r * (DV / 8) + v], weight[r], values, acc[r * (DV / 8) + v]);
+        }
       }
     }
   }

@@ -1,4 +1,16 @@
-// Metal: dequantise eight codes, number `at` of a row, into threadgroup memory, to the bits that a gather gives.
+// Metal: what kernels by matrices need that dequantise into threadgroup memory.
+
+// All simdgroups of the thread group, or each one alone.
+template <bool TOGETHER>
+inline void stage_barrier() {
+  if (TOGETHER) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  } else {
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
+}
+
+// Dequantise eight codes, number `at` of a row, into threadgroup memory, to the bits that a gather gives.
 template <typename T, int BITS, int DIM, int GS, int BS>
 inline void stage_codes(const device uint* pool, int64_t page, int slot, int at, threadgroup T* target) {
   constexpr int CODES = DIM * BITS / 32;  // words of a row

@@ -1,0 +1,1 @@
+threadgroup T edges[64 * SG];
