@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar, overload
 
 import mlx.core as mx
 
+from .engine.pace import LATENCY_MS
 from .errors import ConfigError, KernelUnavailableError
 from .kernels.availability import device_unsupported_reason
 from .kernels.quantized import GROUP_SIZES
@@ -130,6 +131,14 @@ def parse_prompt_lookup(value: str | int) -> int:
     text = str(value).strip()
     if isinstance(value, bool) or not text.isdecimal() or int(text) > MAX_PROMPT_LOOKUP:
         raise ConfigError(f"prompt_lookup must be a whole number from 0 to {MAX_PROMPT_LOOKUP}, not {value!r}")
+    return int(text)
+
+
+def parse_prefill_latency(value: str | int) -> int:
+    """Milliseconds, at least 1. Raises ConfigError."""
+    text = str(value).strip()
+    if isinstance(value, bool) or not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"prefill_latency must be at least 1 ms, not {value!r}")
     return int(text)
 
 
@@ -296,6 +305,16 @@ class PagedConfig:
         "TOKENS",
         default_text="auto",
         section="checkpoints",
+    )
+
+    prefill_latency: Option[int | str, int] = Option(
+        LATENCY_MS,
+        parse_prefill_latency,
+        "Milliseconds that the prompts of a step may take, on a Mac and on a CPU, while other requests decode or "
+        "wait; how long a token takes is learnt from the steps before. Lower is steadier for the others, higher "
+        "faster for prompts",
+        "MS",
+        section="batches",
     )
 
     @classmethod

@@ -69,6 +69,12 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, ...]], list[tuple[
         [(64, 64), (None, None)],
         (1, True, 64.0),
     ),
+    "prefill_latency": (
+        {"1": 1, "250": 250},
+        {"at least 1 ms": ("0", "-5", "x", "1.5")},
+        [(100, 100)],
+        (0, True, 2.0, ""),
+    ),
 }
 CASES = [(name, text, value) for name, (values, *_) in OPTIONS.items() for text, value in values.items()]
 WRONG = [(name, text, why) for name, (_, said, *_) in OPTIONS.items() for why, texts in said.items() for text in texts]

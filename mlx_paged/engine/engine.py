@@ -17,19 +17,20 @@ from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..errors import PoolExhaustedError, RequestFailedError, RequestTooLargeError, without_frames
 from ..kernels.availability import on_metal, packs_prompts
+from ..kernels.fused_attention import has_nax, least_fused_queries
 from ..kv.pool import BlockPool
 from ..prefix.store import SharedPrefixes
 from ..warn import warn_once
 from .decode_batch import DecodeBatch, Delivery
 from .look_up import WHY_NOT, LookUp
+from .pace import LATENCY_MS, PrefillPace
 from .prefill import (
-    IN_PLACE_STEP_TOKENS,
     UPSTREAM_PREFILLING,
     UPSTREAM_STEP_TOKENS,
     Prefill,
-    PrefillPace,
     can_pack,
     can_share_calls,
+    grid_tokens,
     most_step_tokens,
 )
 from .ranks.ranks import Agreement
@@ -66,6 +67,8 @@ class Engine:
             written in place and MLX's attention prepares plans.
         reads_blocks_only: the model's attention hands keys and values to attention functions, and does nothing else.
         state_interval: see :class:`CheckpointSharing`.
+        prefill_latency: milliseconds that the prompts of a step may take beside requests that decode or wait, where
+            time bounds them (see :class:`PrefillPace`).
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Engine:
         packs: bool | None = None,
         reads_blocks_only: bool = True,
         state_interval: int | None = None,
+        prefill_latency: int = LATENCY_MS,
     ) -> None:
         self.batch, self.counters = batch, counters
         self.requests: dict[int, Request] = {}
@@ -122,27 +126,41 @@ class Engine:
         if self.can_pack and reads_blocks_only and self.pool is not None and self.budget is not None:
             self.look_up = LookUp(batch, self.pool, self.budget.has_room)
         # Over ranks, whose clocks differ, and where chunks lie on a grid, the tokens of a step do not depend on time.
-        bounded = not self.in_place and not self.packs and self.agreement is None and self.scheduler.grid is None
-        self._pace = PrefillPace(batch.model) if bounded else None
+        bounded = not self.in_place and not self.packs and self.scheduler.grid is None
+        self._pace: PrefillPace | None = None
+        if self.agreement is None and (bounded or self._is_on_metal):
+            self._pace = PrefillPace(batch.model, prefill_latency, self._least_fused())
         self._step_tokens = self.scheduler.token_budget
         self._prefill_steps = 0
         info = mx.device_info()
         self._most_kept = int(info.get("memory_size") or info.get("total_memory") or 0) // KEPT_PART
         self._worked_at: float | None = None  # None: memory has been given back since
 
+    @property
+    def _is_on_metal(self) -> bool:
+        """Whether prompts are computed over blocks in place on an Apple GPU."""
+        return self.in_place and on_metal()
+
+    def _least_fused(self) -> int:
+        """Return the tokens of a step below which MLX's attention, where it attends, would make all scores."""
+        if not self._is_on_metal or self.pool is None or self.packs:
+            return 0
+        dims = [group.geometry.k_head_dim for group in self.pool.groups if group.geometry is not None]
+        return max((least_fused_queries(dim, has_nax()) for dim in dims), default=0)
+
     def _new_scheduler(self, step_size: int, most_running: int, most_prefilling: int) -> Scheduler:
         """Return a scheduler whose steps suit the way prompts are computed."""
         pins_tokens = self.pool is not None and self.pool.pins_tokens
-        chunk = min(step_size, most_step_tokens()) if self.packs else step_size
-        grid = min(step_size, IN_PLACE_STEP_TOKENS) if self.in_place or self.packs else step_size
-        token_budget = grid
-        if self.packs:  # a step size that was chosen bounds every step
+        chunk = min(step_size, most_step_tokens())
+        grid = min(step_size, grid_tokens()) if self.in_place or self.packs else step_size
+        token_budget, has_chunks = grid, self.packs or self._is_on_metal
+        if has_chunks:  # a step size that was chosen bounds every step
             token_budget = chunk if chunk < UPSTREAM_STEP_TOKENS else most_step_tokens()
         chosen_by_none = self.packs and most_prefilling >= UPSTREAM_PREFILLING
         return Scheduler(
             weakref.proxy(self),  # its owner: an engine that is dropped goes at once, with what its requests hold
             token_budget=token_budget,
-            chunk=chunk if self.packs else None,
+            chunk=chunk if has_chunks else None,
             # Where tokens are pinned, what a chunk's tokens see depends on where it begins.
             grid=grid if self.in_place or self.packs or pins_tokens else None,
             max_running=most_running,
@@ -363,7 +381,11 @@ class Engine:
             mx.clear_cache()
         seconds = time.perf_counter() - begin
         self.counters.prompt_time += seconds
-        if self._pace is not None and len(computed) == len(chunks):
+        waited_for, self.prefill.took = self.prefill.took, []
+        if self._pace is not None and self.in_place:
+            for took in waited_for:
+                self._pace.note(*took)
+        elif self._pace is not None and len(computed) == len(chunks):
             self._pace.note(sum(num_tokens for _, num_tokens in chunks), seconds)
         return responses
 

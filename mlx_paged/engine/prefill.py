@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from ..by_model import ByModel
 from ..cache.composites import leaves, with_leaves
@@ -19,54 +19,14 @@ from .decode_batch import batch_of
 from .request import Request
 from .scheduler import Chunk
 
-BESIDE_SECONDS = 0.5  # for the prompts of a step beside requests that decode or wait
-ALONE_SECONDS = 5.0  # for a prompt with nobody beside it: until then it cannot be cancelled
-LEAST_TOKENS = 32  # fewer take hardly less time: the weights are read once for all of them
-GRID = 32  # tokens; shapes that are multiples of it recur
-# Operations a second until a step has shown how many there are: of some CPU cores, in float32; with quantised weights.
-ASSUMED_SPEED, ASSUMED_QUANTIZED_SPEED = 1e11, 3e9
-WEIGHTS_PER_WORD = 8  # of quantised weights in 4 bits
-
-
-class PrefillPace:
-    """Learns how long prompt tokens take, and bounds a step by time where the host waits for its chunks, as on a CPU.
-
-    There a chunk of 2,048 tokens can take minutes. Where it takes less than the bound, nothing changes.
-
-    Args:
-        model: whose parameters give the first estimate.
-    """
-
-    def __init__(self, model: Any) -> None:
-        parameters: Any = getattr(model, "parameters", dict)()
-        arrays = [array for _, array in tree_flatten(parameters) if isinstance(array, mx.array)]
-        quantized = sum(array.size for array in arrays if array.dtype == mx.uint32) * WEIGHTS_PER_WORD
-        others = sum(array.nbytes for array in arrays if array.dtype != mx.uint32) / 4
-        self.seconds_per_token = 2 * others / ASSUMED_SPEED + 2 * quantized / ASSUMED_QUANTIZED_SPEED
-
-    def note(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a step's chunks: their tokens, and how long they took."""
-        if num_tokens >= LEAST_TOKENS:  # fewer cost more each
-            self.seconds_per_token += (seconds / num_tokens - self.seconds_per_token) / 2
-
-    def most_tokens(self, is_alone: bool) -> int | None:
-        """Return the prompt tokens of the next step, a multiple of :data:`GRID`; None if there is no bound.
-
-        Args:
-            is_alone: there is one request in all.
-        """
-        if not self.seconds_per_token:
-            return None
-        seconds = ALONE_SECONDS if is_alone else BESIDE_SECONDS
-        return max(LEAST_TOKENS, int(seconds / self.seconds_per_token) // GRID * GRID)
-
-
 # Short chunks share a call: on a GPU, calls and not their few tokens take the time. A longer one keeps it busy by
 # itself, and others would have to be padded to it.
 MOST_TOKENS = 64
 # Prompt tokens a step on a GPU without packs: less memory and shorter waits for decode than with longer chunks
 # (docs/adr/0006). Prompts are cut at its multiples.
 IN_PLACE_STEP_TOKENS = 512
+# On Metal they are cut at multiples of this, so that a step takes no longer than others may wait (docs/adr/0063).
+METAL_GRID = 128
 # The same with packs (docs/adr/0023).
 STEP_TOKENS = 4096
 # A chunk alone goes as a pack up to this context: MLX's attention would prepare a plan of some 30 ms for its length.
@@ -78,8 +38,13 @@ UPSTREAM_PREFILLING = 8  # the same for prompts that are computed at a time
 
 
 def most_step_tokens() -> int:
-    """Prompt tokens a step with packs: on a Mac as few as without."""
-    return IN_PLACE_STEP_TOKENS if on_metal() else STEP_TOKENS
+    """Prompt tokens a step with packs, and on a Mac without: what time allows there is often less."""
+    return UPSTREAM_STEP_TOKENS if on_metal() else STEP_TOKENS
+
+
+def grid_tokens() -> int:
+    """Return what multiples of tokens prompts are cut at where blocks are in place."""
+    return METAL_GRID if on_metal() else IN_PLACE_STEP_TOKENS
 
 
 _not_packed: ByModel[str] = ByModel("why not packed")  # why not, of models that packs turned out to be nothing for
@@ -112,6 +77,8 @@ class Prefill:
         self.shares_calls = shares_calls
         self.packs = packs and _not_packed.get(model) is None
         self._under_way: list[mx.array] = []  # ready when the chunks are that were computed last
+        self._launched = (0, 0.0)  # their tokens, and when that began
+        self.took: list[tuple[int, float]] = []  # tokens and seconds of those waited for, for whoever empties it
 
     def compute(
         self, chunks: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]
@@ -125,6 +92,7 @@ class Prefill:
         self.wait()
         if self.packs and on_metal() and _attend_apart(chunks):
             self.packs = False  # as without a kernel for packs: MLX's attention has no plans to prepare there
+        begin = time.perf_counter()
         done: set[Request] = set()
         for call in self._calls(chunks):
             try:
@@ -143,6 +111,7 @@ class Prefill:
                 fences = _fences([request for request, _ in computed])
                 mx.async_eval(fences)
                 self._under_way = fences
+                self._launched = sum(chunk.num_tokens for chunk in computed), begin
         except Exception as error:
             for chunk in computed:
                 on_failure([chunk], error)
@@ -153,6 +122,9 @@ class Prefill:
         """Return when the chunks are there that were computed last, so that no more than one step is under way."""
         under_way, self._under_way = self._under_way, []
         mx.eval(under_way)
+        if under_way:
+            num_tokens, begin = self._launched
+            self.took.append((num_tokens, time.perf_counter() - begin))
 
     def _calls(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
         if self.packs:

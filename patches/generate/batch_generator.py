@@ -73,6 +73,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                     packs=self.packs,
                     reads_blocks_only=reads_blocks_only(model),
                     state_interval=self._factory.config.state_interval,
+                    prefill_latency=self._factory.config.prefill_latency,
                 )
 
     def insert(self, prompts: list[list[int]], *args: Any, **options: Any) -> list[int]:

@@ -19,6 +19,7 @@ from mlx_paged.engine import prefill
 from mlx_paged.engine.prefill import can_pack, packs_of
 from mlx_paged.engine.scheduler import Chunk
 from mlx_paged.kernels.build import KernelUnavailable
+from mlx_paged.kernels.fused_attention import least_fused_queries
 from mlx_paged.kv.storage import in_place
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.radix import RadixTree
@@ -233,10 +234,36 @@ def test_on_a_mac_what_follows_a_prefix_is_packed_if_the_kernel_works(
             assert len(calls) == 1, "one pack was enough to know"
 
 
-def test_on_a_mac_steps_of_packs_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_mac_steps_of_packs_are_cut_finely(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "on_metal", lambda: True)
     scheduler = ToyEngine(make_pool(), packs=True, prefill_step_size=2048).engine.scheduler
-    assert (scheduler.grid, scheduler.token_budget, scheduler.chunk) == (512, 512, 512)
+    assert (scheduler.grid, scheduler.token_budget, scheduler.chunk) == (128, 2048, 2048)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "nax", "least"), [(64, False, 0), (256, True, 1024), (512, False, 1024), (256, False, 2048)]
+)
+def test_least_queries_of_fused_attention(head_dim: int, nax: bool, least: int) -> None:
+    assert least_fused_queries(head_dim, nax) == least
+
+
+def test_on_a_mac_time_bounds_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (engine_module, prefill):
+        monkeypatch.setattr(module, "on_metal", lambda: True)
+    with fake_kernels():
+        mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on", prefill_latency=100))
+        gen = generator(model_of("qwen3", head_dim=64))
+        engine = gen._engine
+        assert engine.in_place and engine._pace is not None and engine._pace.latency == 0.1
+        assert (engine.scheduler.grid, engine.scheduler.chunk) == (128, 2048)
+        engine._pace.seconds_per_token = 0.1 / 256
+        taken: list[tuple[int, float]] = []
+        monkeypatch.setattr(engine._pace, "note", lambda *took: taken.append(took))
+        outcomes = insert(gen, [[1 + i % 50 for i in range(700)], [2 + i % 40 for i in range(300)]], 4)
+        run_all(gen, outcomes)
+        tokens = [num_tokens for num_tokens, _ in taken]
+        assert tokens and max(tokens) <= 256 and sum(tokens) >= 900 and all(seconds > 0 for _, seconds in taken)
+        gen.close()
 
 
 @pytest.mark.parametrize(
