@@ -1,4 +1,4 @@
-"""Write the Metal texts of decoding and of packs, as MLX generates them, for a compiler that needs no GPU.
+"""Write all Metal texts as MLX generates them, for a compiler that needs no GPU.
 
     python scripts/dump_kernels.py FOLDER          # one .metal file for each text, and mlx_include.txt beside them
     python scripts/dump_kernels.py FOLDER --all    # every dtype, head dimension and ratio (takes long to compile)
@@ -26,10 +26,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mlx_paged.cli.doctor.jobs import Shape, all_shapes, popular_shapes
 from mlx_paged.kernels import build as kernel_build
+from mlx_paged.kernels import draw_rows, penalise_rows, prefill
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels import prefill
+from mlx_paged.kernels import quantized as moves
+from mlx_paged.kernels.decode_spec import spec_of
+from mlx_paged.kernels.latent import variants as latent_variants
 from mlx_paged.kernels.launch_shape import DTYPES, Variant, shape_for
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows, new_blocks
+from mlx_paged.kernels.trial import MANY, launch_alone
+from mlx_paged.kernels.trial import Text as Trial
 from tests.support.msl.msl_source import mlx_source
 
 PREAMBLE = '#include "mlx/backend/metal/kernels/utils.h"\n'  # MLX puts its text before every kernel
@@ -111,6 +116,7 @@ def recorded() -> Iterator[Recorder]:
             kernel_build.build_kernel,
             kernels.variants_of,
             prefill.prefill_variants_of,
+            latent_variants.latent_variants_of,
             kernel_build.kernel_text,
         ):
             function.cache_clear()
@@ -121,6 +127,7 @@ def recorded() -> Iterator[Recorder]:
             mock.patch.object(kernel_build, "backend", lambda: "metal"),
             mock.patch.object(kernels, "backend", lambda: "metal"),
             mock.patch.object(prefill, "backend", lambda: "metal"),
+            mock.patch.object(latent_variants, "backend", lambda: "metal"),
             mock.patch.object(prefill, "failure_of", lambda text, build: None),
             mock.patch.object(mx.fast, "metal_kernel", recorder),
         ):
@@ -198,12 +205,49 @@ def launch_pack(shape: Shape, pages: PageShape | None) -> None:
     launch(q, *pools, kernels.new_fence(), mx.zeros((q.shape[1],)) if shape.sinks else None)
 
 
+def launch_decode(shape: Shape, cores: int | None) -> None:
+    """Launch the other decode kernels for this shape, and what writes and reads quantised pages, each alone."""
+    block, gqa = shape.block_size, shape.gqa
+    for pages in (None, *quantized_pages(shape)):
+        variants = kernels.variants_of(
+            shape.dtype, shape.head_dim, shape.head_dim, gqa, 1, block, shape.softcap, shape.sinks, pages
+        )
+        for variant in variants:
+            launch_variant(variant, gqa, cores)
+        for body, constants in () if pages is None else moves.texts_of(pages, block):
+            for few in ((), ("slots", "blocks")):
+                launch_alone(Trial(body, constants, few), kernel_build.build_kernel)
+
+
+def launch_variant(variant: Variant, num_heads: int, cores: int | None) -> None:
+    """Launch all that a decode variant's steps launch: for few rows and many, of one partition and several."""
+    for rows in ROWS.values():
+        for partitions in (1, 2):
+            for few_tables in (True, False) if rows < MANY and partitions == 1 else (False,):
+                spec = spec_of(variant, shape_for(variant, cores), rows, num_heads, 1, partitions, few_tables)
+                for text in spec.texts:
+                    launch_alone(text, kernel_build.build_kernel)
+
+
+def launch_others(cores: int | None) -> None:
+    """Launch the kernels over latents, and those that sample."""
+    for dtype in DTYPES:
+        for rank, rope, heads in ((512, 64, 16), (256, 64, 8)):
+            for variant in latent_variants.latent_variants_of(dtype, rank, rope, heads, 1, 32):
+                launch_variant(variant, heads, cores)
+        draw, penalise = draw_rows.text_of(dtype, "metal"), penalise_rows.text_of(dtype)
+        for text in (draw, draw._replace(few=("positions",)), penalise, penalise._replace(few=("tokens",))):
+            launch_alone(text, kernel_build.build_kernel)
+
+
 def texts_of(shapes: Sequence[Shape], cores: int | None = None) -> list[Text]:
     """All texts for these shapes, each once; on a GPU of so many cores (None: as many as not known)."""
     with recorded() as recorder:
         for shape in shapes:
             launch_all(shape, cores)
             launch_prefill(shape)
+            launch_decode(shape, cores)
+        launch_others(cores)
     return recorder.texts
 
 

@@ -78,7 +78,7 @@ class Prefill:
         self.packs = packs and _not_packed.get(model) is None
         self._under_way: list[mx.array] = []  # ready when the chunks are that were computed last
         self._launched = (0, 0.0)  # their tokens, and when that began
-        self.took: list[tuple[int, float]] = []  # tokens and seconds of those waited for, for whoever empties it
+        self.took: list[tuple[int, float]] = []  # tokens and seconds of those waited for, until read
 
     def compute(
         self, chunks: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]

@@ -1,3 +1,4 @@
+  (void)fresh_row;  // of keys with heads
   // Of latent_decode: a token is a latent of DV elements and, in the other pool, D - DV that positions are in. A key is both,
   // one after the other, and the value is the latent: packets of a lane's keys that it has loaded already.
   if (kv_head == 0 && fresh >= lo && fresh < hi) {
