@@ -34,7 +34,7 @@ class Access(NamedTuple):
     Attributes:
         url: without a path.
         model: a name that it lists.
-        key: its API key, or any word.
+        key: its API key, or any text.
     """
 
     url: str
@@ -136,7 +136,7 @@ def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[st
 
 
 def _key(options: Sequence[str]) -> str:
-    """Return the first API key of the server's options, or of the variable; any word where there is none."""
+    """Return the first API key of the server's options, or of the variable; "local" where there is none."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--api-key", action="append", default=[])
     given = [*parser.parse_known_args(list(options))[0].api_key, *os.environ.get(KEY_VARIABLE, "").split(",")]

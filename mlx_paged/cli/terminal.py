@@ -106,7 +106,7 @@ class LineTracker:
 @contextmanager
 def orderly_end(command: str) -> Iterator[None]:
     """Turn what ends a command into its exit: this package's errors into one line, an interrupt into status 130, a
-    reader of stdout that has gone into status 141 without a word.
+    reader of stdout that has gone into status 141 without a message.
 
     Args:
         command: named before an error.

@@ -88,7 +88,7 @@ class Peer:
         """Begin to read.
 
         Args:
-            on_fault: called by the reading thread with what the other reports; None: it has gone without a word.
+            on_fault: called by the reading thread with what the other reports; None: it has ended without a report.
         """
         threading.Thread(target=self._read_all, args=(on_fault,), name=f"rank {self.rank}", daemon=True).start()
 

@@ -26,15 +26,15 @@ class RowParameters:
 
     Args:
         rows: in the order of the logits.
-        vocab_size: words.
+        vocab_size: of the model.
 
     Attributes:
         draws: some row's tokens are drawn.
         greedy: which rows' are not, ``[R, 1]``; None: no row's are not.
         temperature, top_p, log_min_p, xtc_probability, xtc_threshold: ``[R, 1]``, float32.
-        top_k, min_kept: ``[R, 1]``, int32; ``top_k`` is the number of words in rows without.
-        xtc_special: ``[R, vocab]``, words that XTC leaves alone.
-        drops_words: any of these is not None.
+        top_k, min_kept: ``[R, 1]``, int32; ``top_k`` is the size of the vocabulary in rows without.
+        xtc_special: ``[R, vocab]``, tokens that XTC leaves alone.
+        drops_tokens: any of these is not None.
         keys: of the rows with a seed, ``[R, 2]``; None: no row has one.
         seeded: which rows have one, ``[R, 1]``; None: all.
     """
@@ -66,7 +66,7 @@ class RowParameters:
         if any(row.top_k > 0 for row in drawn):
             self.top_k = _column([row.top_k if row.draws and row.top_k > 0 else vocab_size for row in rows], mx.int32)
         filters = (self.top_p, self.log_min_p, self.xtc_probability, self.top_k)
-        self.drops_words = any(parameter is not None for parameter in filters)
+        self.drops_tokens = any(parameter is not None for parameter in filters)
         seeds = [row.seed if row.draws else None for row in rows]
         if any(seed is not None for seed in seeds):
             self.keys = mx.stack([mx.random.key((seed or 0) % (1 << 64)) for seed in seeds])
@@ -134,8 +134,8 @@ def largest(x: mx.array, count: mx.array, bits: int, among: mx.array | None = No
     return above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=-1) <= num_missing))
 
 
-def kept_words(logits: mx.array, rows: RowParameters, drawn: mx.array) -> mx.array | None:
-    """Return which words are left after top-p, min-p, XTC and top-k, in mlx-lm's order. All are asked of the logits as
+def kept_tokens(logits: mx.array, rows: RowParameters, drawn: mx.array) -> mx.array | None:
+    """Return which tokens are left after top-p, min-p, XTC and top-k, in mlx-lm's order. All filters see the logits as
     they are, not as the temperature changes them.
 
     Args:
@@ -146,7 +146,7 @@ def kept_words(logits: mx.array, rows: RowParameters, drawn: mx.array) -> mx.arr
     Returns:
         ``[R, vocab]``, or None if nothing can be dropped.
     """
-    if not rows.drops_words:
+    if not rows.drops_tokens:
         return None
     kept: mx.array | None = None
     bits = bits_of(logits.dtype)
@@ -179,7 +179,7 @@ def _both(first: mx.array | None, second: mx.array) -> mx.array:
     return second if first is None else first & second
 
 
-_BLOCK = 128  # words; about the root of a vocabulary, and a divisor of most
+_BLOCK = 128  # tokens; about the root of a vocabulary, and a divisor of most
 
 _uniforms = mx.vmap(lambda key: mx.random.uniform(shape=(3,), key=key))
 
@@ -199,12 +199,12 @@ def uniforms(rows: RowParameters, positions: mx.array) -> mx.array:
 def draw(
     logits: mx.array, kept: mx.array | None, temperature: mx.array, numbers: mx.array, *, keeps_top: bool
 ) -> mx.array:
-    """Return a word of each row with probabilities ``softmax(logits / temperature)`` among those kept. First a block of
-    words is drawn and then one of it: sums stay short, so that float32 loses nothing of words that are unlikely.
+    """Return a token of each row with probabilities ``softmax(logits / temperature)`` among those kept. First a
+    block of tokens is drawn and then one of it: sums stay short, so that float32 loses nothing of unlikely tokens.
 
     Args:
         logits: ``[R, vocab]``.
-        kept: which words may be drawn, ``[R, vocab]``; None: all.
+        kept: which tokens may be drawn, ``[R, vocab]``; None: all.
         temperature: ``[R, 1]``.
         numbers: ``[R, 2]`` or more in [0, 1).
         keeps_top: the largest logit of every row is kept.
@@ -222,8 +222,8 @@ def draw(
         weights = mx.pad(weights, [(0, 0), (0, -vocab % _BLOCK)])
     blocks = weights.reshape(num_rows, -1, _BLOCK)
     block = _place(blocks.sum(axis=-1), numbers[:, :1])
-    word = _place(mx.take_along_axis(blocks, block[:, :, None], axis=1)[:, 0], numbers[:, 1:2])
-    return (block * _BLOCK + word)[:, 0].astype(mx.uint32)
+    token = _place(mx.take_along_axis(blocks, block[:, :, None], axis=1)[:, 0], numbers[:, 1:2])
+    return (block * _BLOCK + token)[:, 0].astype(mx.uint32)
 
 
 def _place(weights: mx.array, numbers: mx.array) -> mx.array:
@@ -237,12 +237,12 @@ _SEEDS = 1 << 64
 
 class KernelRows:
     """How one launch chooses the tokens of some rows. A row's token is a function of its logits, its key and the
-    position, so it is the same whatever rows are beside it. XTC's words are not a beginning of the words by
+    position, so it is the same whatever rows are beside it. XTC's tokens are not the first ones by
     likelihood: MLX's operations find them, for the rows that need it.
 
     Args:
         rows: in the order of the logits.
-        vocab_size: words.
+        vocab_size: of the model.
 
     Attributes:
         draws: some row's tokens are drawn.
@@ -273,7 +273,7 @@ class KernelRows:
             positions: of the tokens in their answers, ``[R]`` uint32.
         """
         if self._xtc is not None:
-            kept = kept_words(logits, self._xtc, uniforms(self._xtc, positions)[:, 2:])
+            kept = kept_tokens(logits, self._xtc, uniforms(self._xtc, positions)[:, 2:])
             assert kept is not None
             logits = mx.where(kept, logits, mx.array(-mx.inf, logits.dtype))
         return draw_rows.draw_rows(logits, self._params, self._keys, positions)
@@ -447,7 +447,7 @@ class BatchSampler:
                 return drawn
         else:
             numbers = uniforms(params, positions)
-            kept = kept_words(logits, params, numbers[:, 2:])
+            kept = kept_tokens(logits, params, numbers[:, 2:])
             drawn = draw(logits, kept, params.temperature, numbers, keeps_top=params.xtc_probability is None)
         if params.greedy is None:
             return drawn

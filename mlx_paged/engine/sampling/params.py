@@ -22,20 +22,20 @@ class SamplingParams:
     ``make_logits_processors``. The defaults are greedy.
 
     Args:
-        temperature: 0 takes the largest logit, and nothing of what follows matters but the penalties and the bias.
-        top_p: in (0, 1), or off: words are dropped that likelier ones with so much probability together stand before.
-        min_p: words are dropped whose probability is less than this part of the likeliest one's; 0 is off.
-        min_tokens_to_keep: so many of the likeliest words ``min_p`` drops in no case.
-        xtc_probability: of a step in which all words likelier than ``xtc_threshold`` are dropped but the least likely
-            of them; never those in ``xtc_special_tokens``.
-        top_k: so many words are left; 0 is off.
+        temperature: 0 takes the largest logit; then only the penalties and the bias matter.
+        top_p: keep the smallest set of most likely tokens whose probability reaches it; off outside of (0, 1).
+        min_p: drop tokens whose probability is less than this part of the most likely one's; 0 is off.
+        min_tokens_to_keep: ``min_p`` keeps at least this many of the most likely tokens.
+        xtc_probability: of a step that drops all tokens likelier than ``xtc_threshold`` but the least likely of them;
+            never those in ``xtc_special_tokens``.
+        top_k: keep the k most likely tokens; 0 is off.
         repetition_penalty, presence_penalty, frequency_penalty: None or 0 is off.
-        repetition_context_size, ...: tokens, the last ones, that count for it. None or 0 is all, as 0 is in mlx-lm.
+        repetition_context_size, ...: number of last tokens that count for it. None or 0 is all, as 0 is in mlx-lm.
         logit_bias: added to the logits of these tokens, before the penalties.
         seed: the tokens are a function of it and the logits; None draws from ``mx.random``'s state.
 
     Raises:
-        ConfigError: a value is none that can be used.
+        ConfigError: a value is out of range.
     """
 
     temperature: float = 0.0
@@ -71,8 +71,8 @@ class SamplingParams:
             _check(name, size is None or _is_int(size, 0), size)
         _check("seed", self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool)), self.seed)
 
-    def check_words(self, vocab_size: int) -> None:
-        """Raise ConfigError if these cannot be used with so many words."""
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ConfigError if these cannot be used with a vocabulary of this size."""
         _check("top_k", not self.draws or self.top_k < vocab_size, self.top_k)
         tokens = [*self.logit_bias, *(self.xtc_special_tokens if self.draws and self.uses_xtc else ())]
         _check("token", all(_is_int(token, 0) and token < vocab_size for token in tokens), tokens)

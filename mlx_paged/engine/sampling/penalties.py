@@ -1,4 +1,4 @@
-"""Penalties: the words that rows have seen, how often each, and what that costs."""
+"""Penalties: the tokens that rows have seen, how often each, and what that costs."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Seen(NamedTuple):
 
 
 class Penalties:
-    """Histories of some rows, on the device. They are lists of words rather than counts of all there are: a step reads
+    """Histories of some rows, on the device. They are lists of tokens rather than counts of all there are: a step reads
     and writes as many logits as a row has seen tokens, in the whole history or in the longest of its windows.
 
-    Every entry knows how often its word stands in each of the row's three windows, so it does not matter how often a
-    word has an entry; free entries repeat another one (:class:`.penalise_rows.Histories`).
+    Every entry knows how often its token stands in each of the row's three windows, so it does not matter how often
+    a token has an entry; free entries repeat another one (:class:`.penalise_rows.Histories`).
     """
 
     def __init__(self) -> None:

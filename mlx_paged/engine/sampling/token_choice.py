@@ -86,7 +86,7 @@ class TokenChoice:
     def _known(self, request: Request) -> tuple[_Row, SamplingParams]:
         if (own := request.options.sampling) is not None:
             if self._vocab_size is not None:
-                own.check_words(self._vocab_size)
+                own.check_vocabulary(self._vocab_size)
             return _Row(request, None, False), own
         chooses = self._usable(self.upstream.known_sampler(request.sampler))
         changes = self._usable(self.upstream.known_processors(request.processors)) if request.processors else {}
@@ -100,7 +100,7 @@ class TokenChoice:
         try:
             params = SamplingParams(**fields)
             if self._vocab_size is not None:
-                params.check_words(self._vocab_size)
+                params.check_vocabulary(self._vocab_size)
         except ConfigError:
             return None
         return fields

@@ -15,7 +15,7 @@ from mlx_paged.engine.sampling.batch_sampler import (
     SampledRow,
     bits_of,
     draw,
-    kept_words,
+    kept_tokens,
     largest,
     largest_above,
 )
@@ -73,7 +73,7 @@ def test_every_row_keeps_the_words_of_its_own_parameters(
 ) -> None:
     logits = logits_of(len(rows), seed, dtype, spread=spread)
     before = np.array(logits.astype(mx.float32))
-    kept = kept_words(logits, RowParameters(rows, VOCAB), mx.full((len(rows), 1), 0.5))
+    kept = kept_tokens(logits, RowParameters(rows, VOCAB), mx.full((len(rows), 1), 0.5))
     for index, row in enumerate(rows):
         if not row.draws:
             continue
@@ -98,7 +98,7 @@ def test_top_p_keeps_what_mlx_lms_keeps(dtype: mx.Dtype, top_p: float) -> None:
     logits = mx.round(logits_of(64, 3, mx.float32) * 4) / 4
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     expected = sample_utils.apply_top_p(logprobs, top_p) > -math.inf
-    kept = kept_words(logits.astype(dtype), RowParameters([SamplingParams(1.0, top_p)] * 64, VOCAB), mx.zeros((64, 1)))
+    kept = kept_tokens(logits.astype(dtype), RowParameters([SamplingParams(1.0, top_p)] * 64, VOCAB), mx.zeros((64, 1)))
     assert mx.array_equal(kept, expected)
 
 
@@ -112,7 +112,7 @@ def test_what_is_masked_is_never_drawn() -> None:
             numbers = mx.random.uniform(shape=(4, 3), key=mx.random.key(seed))
             numbers[:2] = mx.array([[0.0] * 3, [1 - 2**-24] * 3])
             rows = RowParameters([params] * 4, VOCAB)
-            kept = kept_words(logits, rows, numbers[:, 2:])
+            kept = kept_tokens(logits, rows, numbers[:, 2:])
             for row, token in enumerate(draw(logits, kept, rows.temperature, numbers, keeps_top=True).tolist()):
                 seen[row].add(token)
         assert seen == [{0}, {VOCAB - 1}, {5, 200}, {127, 128}]

@@ -154,5 +154,5 @@ def test_words_that_there_are_not_are_refused() -> None:
         SamplingParams(logit_bias={-1: 1.0}),
     ):
         with pytest.raises(ConfigError):
-            params.check_words(8)
-    SamplingParams(0.0, top_k=8).check_words(8)
+            params.check_vocabulary(8)
+    SamplingParams(0.0, top_k=8).check_vocabulary(8)
