@@ -23,6 +23,7 @@ from .patch import PATCHES, Patch, fingerprint
 # Modules of adapters, which register their patches when they are imported (see replaces()).
 ADAPTERS = (
     "models.seam",
+    "models.states",
     "models.attention",
     "models.latent",
     "models.llama4",

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import importlib
 import random
 import tempfile
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models import cache as upstream_cache
+from mlx_lm.sample_utils import make_sampler
 
 import mlx_paged
 from mlx_paged import PagedConfig
@@ -29,6 +31,7 @@ from tests.support.kernels.fake_kernels import fake_kernels
 
 mlx_lm_generate = importlib.import_module("mlx_lm.generate")
 AMPLE = 1 << 26
+DRAWING = make_sampler(temp=0.9, top_p=0.95)
 TOLERANCE = 1e-3
 # Two words this close are told apart by the order in which a sum was rounded.
 TIE = 1e-5
@@ -79,7 +82,13 @@ def run(case: Case) -> int:
     rng = random.Random(f"{case.seed} as it runs")
     expected = expect(case, rng)
     caches = [_stock_cache(case, request) for request in case.requests]
-    with patched(case) as (pool, prefixes, store):
+    with tempfile.TemporaryDirectory() as folder:
+        return sum(_live(case, expected, caches, rng, folder) for _ in range(1 + case.restarts))
+
+
+def _live(case: Case, expected: list[Expected], caches: list[list[Any] | None], rng: random.Random, folder: str) -> int:
+    """Run a case in the patched generator, with the prefixes that a life before left in the folder."""
+    with patched(case, folder) as (pool, prefixes, store):
         generator = PagedBatchGenerator(
             model_of(case.family),
             prefixes=prefixes,
@@ -90,12 +99,14 @@ def run(case: Case) -> int:
         )
         delivered = [Delivered(request, wanted) for request, wanted in zip(case.requests, expected, strict=True)]
         Driver(case, generator, store, delivered, caches, rng).run()
-        caches.clear()
         for each in delivered:
             each.check()
         preemptions = generator.preemptions
         generator.close()
         del generator
+        if case.restarts and store is not None:
+            store.tidy()
+            store.spill = None  # killed: nothing is written any more
         check_nothing_left(pool, store)
     return preemptions
 
@@ -108,11 +119,12 @@ def expect(case: Case, rng: random.Random) -> list[Expected]:
         if request.follows is not None and rng.random() < 0.7:
             request.replace_prompt(request.follows.prompt + expected[id(request.follows)].tokens + request.prompt[-3:])
         tokens, logprobs = [], []
+        drawn = iter(()) if request.seed is None else iter(_drawn(case, request))
         for token, logprob in mlx_lm_generate.generate_step(
             mx.array(request.prompt, mx.uint32),
             model_of(case.family),
             max_tokens=request.num_tokens,
-            sampler=request.sampler,
+            sampler=request.sampler if request.seed is None else lambda _, drawn=drawn: mx.array([next(drawn, 0)]),
             logits_processors=request.processors,
             prefill_step_size=case.step_size,
             **options,
@@ -123,6 +135,25 @@ def expect(case: Case, rng: random.Random) -> list[Expected]:
         end = len(tokens) if stop is None else tokens.index(stop) + 1
         expected[id(request)] = Expected(tokens[:end], logprobs, "length" if stop is None else "stop", stop)
     return [expected[id(request)] for request in case.requests]
+
+
+def _drawn(case: Case, request: Request) -> list[int]:
+    """The tokens that a request with a seed draws where nobody is beside it and nothing is cached."""
+    with patched(dataclasses.replace(case, prefixes="none", budget_slack=None), ""):
+        generator = PagedBatchGenerator(
+            model_of(case.family), prefill_step_size=case.step_size, max_kv_size=case.max_kv_size
+        )
+        generator.insert_segments(
+            [[request.prompt]],
+            [request.num_tokens],
+            samplers=[DRAWING],
+            options=[RequestOptions(seed=request.seed)],
+        )
+        tokens = []
+        while any(answer := generator.next()):
+            tokens += [response.token for response in answer[1]]
+        generator.close()
+    return tokens
 
 
 def _stock_cache(case: Case, request: Request) -> list[Any] | None:
@@ -143,23 +174,24 @@ def _filled_cache(case: Case, request: Request) -> list[Any]:
 
 
 @contextlib.contextmanager
-def patched(case: Case) -> Iterator[tuple[BlockPool | None, Any, PagedPromptCache | None]]:
-    """The patches with the case's configuration; its pool, the prefixes for the generator and the cache behind them."""
+def patched(case: Case, folder: str) -> Iterator[tuple[BlockPool | None, Any, PagedPromptCache | None]]:
+    """The patches with the case's configuration; its pool, the prefixes for the generator and the cache behind them,
+    in the folder if it spills."""
     with contextlib.ExitStack() as stack:
         if case.in_place:
             stack.enter_context(fake_kernels())
         stack.callback(registry.remove_patches)
-        mlx_paged.apply_patches(PagedConfig(block_size=case.block_size, kv_cache_memory=AMPLE))
+        config = PagedConfig(block_size=case.block_size, kv_cache_memory=AMPLE, state_interval=case.interval)
+        mlx_paged.apply_patches(config)
         if case.budget_slack is not None and (budget := _least_budget(case)) is not None:
             registry.remove_patches()
-            mlx_paged.apply_patches(PagedConfig(block_size=case.block_size, kv_cache_memory=budget))
+            mlx_paged.apply_patches(dataclasses.replace(config, kv_cache_memory=budget))
         caches = factory_of(model_of(case.family), case.max_kv_size)()
         pool = mlx_paged.pool_of(model_of(case.family))
         if case.prefixes == "none":
             yield pool, None, None
             return
         if case.prefixes == "disk":
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
             store = PagedPromptCache(None, spill=SpillStore(folder), identify=lambda key: f"model {key}")
         else:
             store = PagedPromptCache(None)
@@ -211,6 +243,8 @@ class Driver:
             if self.store is not None and self.rng.random() < 0.05:
                 self._meddle()
             is_busy = self._step()
+            if self.case.preempts and self.rng.random() < self.case.preempts:
+                self.generator.preempt_youngest()
             if not is_busy and not pending:
                 return
         raise AssertionError("it does not come to an end")
@@ -230,10 +264,10 @@ class Driver:
         (uid,) = self.generator.insert_segments(
             [segments],
             [request.num_tokens],
-            samplers=[request.sampler],
+            samplers=[request.sampler if request.seed is None else DRAWING],
             logits_processors=[request.processors],
             **options,
-            **({"options": [RequestOptions(prompt_lookup=self.case.lookup)]} if self.case.lookup else {}),
+            options=[RequestOptions(prompt_lookup=self.case.lookup or None, seed=request.seed)],
         )
         self.by_uid[uid] = each
 

@@ -22,6 +22,11 @@ SEAM = (
 )  # fmt: skip
 # The adapters' families come four times as often as one that goes through mlx-lm's attention function.
 FAMILIES = builders.KINDS * 4 + SEAM
+HYBRIDS = (  # every module of mlx-lm whose layers keep states beside keys and values, or in their place
+    "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "falcon_h1", "granitemoehybrid", "jamba",
+    "kimi_k3", "kimi_linear", "lfm2", "lfm2_moe", "longcat_flash_ngram", "mamba", "mamba2", "nemotron_h", "olmo_hybrid",
+    "plamo2", "qwen3_5", "qwen3_5_moe", "qwen3_next", "recurrent_gemma", "rwkv7",
+)  # fmt: skip
 BOUNDED = ("llama", "qwen3", "qwen2", "phi3", "mixtral", "jamba")  # max_kv_size makes a difference to them
 BLOCK_SIZES = (8, 8, 16, 32, 64, 128)
 STEP_SIZES = (8, 16, 17, 33, 64, 512)
@@ -52,6 +57,7 @@ class Request:
         arrives: the call of ``next()`` before which it is inserted.
         cancelled: the call before which it is cancelled, or None.
         has_stop: one of its own tokens is a stop token.
+        seed: its tokens are drawn with this seed; None: as the sampler says.
     """
 
     prompt: list[int]
@@ -64,6 +70,7 @@ class Request:
     arrives: int = 0
     cancelled: int | None = None
     has_stop: bool = False
+    seed: int | None = None
 
     def replace_prompt(self, prompt: list[int]) -> None:
         """Another prompt, in which what is cut or given ends before its last token, too."""
@@ -85,6 +92,9 @@ class Case:
         prefixes: "none", "memory", or "disk" for a prefix cache that spills.
         lookup: most tokens that are looked up in a step.
         tell: told of each request's tokens before it runs, prompt and answer.
+        interval: tokens between checkpoints of states.
+        preempts: the share of steps after which a request is preempted.
+        restarts: how often the process is killed and another goes on with what is on disk.
     """
 
     seed: int
@@ -100,11 +110,15 @@ class Case:
     requests: list[Request]
     lookup: int = 0
     tell: Callable[[list[int], list[int]], None] = lambda prompt, tokens: None
+    interval: int | None = None
+    preempts: float = 0.0
+    restarts: int = 0
 
     def __str__(self) -> str:
         return (
             f"seed {self.seed}: {self.family}, blocks of {self.block_size}, steps of {self.step_size}, max_kv_size "
             f"{self.max_kv_size}, in place {self.in_place}, prefixes {self.prefixes}, slack {self.budget_slack}, "
+            f"interval {self.interval}, preempts {self.preempts}, restarts {self.restarts}, "
             f"{len(self.requests)} requests"
         )
 
@@ -129,6 +143,24 @@ def draw(seed: int, families: tuple[str, ...] = FAMILIES) -> Case:
         budget_slack=rng.choice((0, 0, 1, 2, 5, 10)) if rng.random() < 0.6 and not has_given else None,
         requests=requests,
     )
+
+
+def draw_hybrid(seed: int) -> Case:
+    """A case of a model with states: checkpoints, preemption at any step, edits in the middle, draws and kills."""
+    case = draw(seed, HYBRIDS)
+    rng = random.Random(f"{seed} states")
+    case.interval = rng.choice((0, 32, 32, 64, None))
+    case.preempts = rng.choice((0.0, 0.1, 0.5))
+    if case.prefixes == "disk":
+        case.restarts = rng.choice((0, 1))
+    for request in case.requests:
+        if request.follows is None and request.given is None and len(request.prompt) > 2 and rng.random() < 0.3:
+            edited = list(rng.choice(case.requests).prompt)
+            edited[rng.randrange(len(edited))] = rng.randrange(vocabulary(case.family))
+            request.replace_prompt([*edited, 1, 2])
+        if rng.random() < 0.3:
+            request.seed, request.processors = rng.randrange(1 << 30), []
+    return case
 
 
 def _requests(rng: random.Random, family: str, *, is_bounded: bool) -> list[Request]:

@@ -15,7 +15,7 @@ from mlx_lm.models import cache as upstream_cache
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.patches import registry
-from tests.fuzz.cases import model_of, vocabulary
+from tests.fuzz.cases import HYBRIDS, model_of, vocabulary
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models import builders
 
@@ -75,13 +75,13 @@ class Outcome(NamedTuple):
 
     tokens: list[int]
     logprobs: list[np.ndarray]
-    offsets: tuple[int, ...]
+    offsets: tuple[int | None, ...]
     trimmed: int | None
 
 
-def draw(seed: int) -> Conversation:
+def draw(seed: int, families: tuple[str, ...] = FAMILIES) -> Conversation:
     rng = random.Random(seed)
-    family = rng.choice(FAMILIES)
+    family = rng.choice(families)
     has_adapter = family in builders.KINDS
     is_speculative = family in SPECULATIVE and rng.random() < 0.5
     max_kv_size = None if is_speculative else rng.choice((None, None, rng.randint(5, 60)))
@@ -120,8 +120,10 @@ def run(conversation: Conversation, folder: Path) -> None:
         mlx_paged.apply_patches(PagedConfig(block_size=conversation.block_size, kv_cache_memory=1 << 26))
         outcomes = _hold(conversation, folder)
         pool = mlx_paged.pool_of(model_of(conversation.family))
-        assert pool is not None and pool.stats().live_blocks == 0
-        pool.check_integrity()
+        assert pool is not None or conversation.family in HYBRIDS  # some have no layer of keys and values
+        if pool is not None:
+            pool.check_integrity()
+            assert pool.stats().live_blocks == 0
     for turn, (got, wanted) in enumerate(zip(outcomes, expected, strict=True)):
         assert (got.tokens, got.offsets, got.trimmed) == (wanted.tokens, wanted.offsets, wanted.trimmed), f"turn {turn}"
         for a, b in zip(got.logprobs, wanted.logprobs, strict=True):
@@ -162,7 +164,7 @@ def _take(turn: Turn, steps: Any, cache: list[Any]) -> Outcome:
         if len(tokens) == turn.leaves_after:
             break
     steps.close()
-    offsets = tuple(layer.offset for layer in cache)
+    offsets = tuple(getattr(layer, "offset", None) for layer in cache)
     can_trim = turn.trims and upstream_cache.can_trim_prompt_cache(cache)
     return Outcome(tokens, logprobs, offsets, upstream_cache.trim_prompt_cache(cache, turn.trims) if can_trim else None)
 

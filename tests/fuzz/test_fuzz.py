@@ -11,7 +11,7 @@ import pytest
 
 from mlx_paged.engine import look_up
 from tests.fuzz import batches, conversations, threads
-from tests.fuzz.cases import FAMILIES, Case, draw, vocabulary
+from tests.fuzz.cases import FAMILIES, HYBRIDS, Case, draw, draw_hybrid, vocabulary
 from tests.support.models.builders import KINDS
 from tests.support.models.oracle import oracles
 
@@ -19,7 +19,10 @@ REPEATING = (*KINDS, *KINDS, "qwen2", "phi3", "gpt_oss", "gemma2", "olmo3")
 
 
 def run_batch(seed: int, families: tuple[str, ...] = FAMILIES) -> None:
-    case = draw(seed, families)
+    run_case(draw(seed, families))
+
+
+def run_case(case: Case) -> None:
     try:
         batches.run(case)
     except Exception as error:
@@ -27,8 +30,8 @@ def run_batch(seed: int, families: tuple[str, ...] = FAMILIES) -> None:
         raise
 
 
-def run_conversation(seed: int, folder: Path) -> None:
-    conversation = conversations.draw(seed)
+def run_conversation(seed: int, folder: Path, families: tuple[str, ...] = conversations.FAMILIES) -> None:
+    conversation = conversations.draw(seed, families)
     try:
         conversations.run(conversation, folder)
     except Exception as error:
@@ -77,7 +80,9 @@ RUNS = {
     # 336 and 1853: cached prefixes made room for each other for ever; one, behind windows, was counted twice.
     "batches": Kind(lambda seed, _: run_batch(seed), (0, 2, 4, 6, 8, 10, 336), 2_000),
     "chunks": Kind(lambda seed, _: run_batch(seed, ("llama4",)), (0, 2), 200),
+    "hybrids": Kind(lambda seed, _: run_case(draw_hybrid(seed)), (0, 1, 2, 3), 2_000),
     "conversations": Kind(run_conversation, (0, 4, 8), 500),
+    "hybrid conversations": Kind(lambda seed, folder: run_conversation(seed, folder, HYBRIDS), (0, 4), 500),
     "look-up": Kind(lambda seed, _: run_look_up(seed), (0, 4), 1_000),
     "threads": Kind(lambda seed, _: threads.run(seed), (0, 2, 4), 66, 1),
 }

@@ -1,0 +1,133 @@
+"""The gated delta rule over chunks of tokens, as products of matrices, in place of a loop over tokens.
+
+In a chunk, token i writes to the state what its value differs from what the state says at its key. With the state ``S``
+before the chunk, these differences are the solution of a triangular system of the chunk's size; with them, outputs and
+the state behind the chunk are sums over the chunk (Yang et al., arXiv:2412.06464).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from ..warn import warn_once
+
+CPU_CHUNK, GPU_CHUNK = 16, 64  # tokens (docs/adr/0066)
+LEAST_LOG_DECAY = -30.0  # of one token: e^-30 forgets all of a float32, and sums of it stay exact enough
+TOLERANCE = {mx.float32: 1e-5, mx.float16: 1e-2, mx.bfloat16: 2e-2}  # RMS against the loop's
+
+DeltaRule = Callable[..., tuple[mx.array, mx.array]]
+_passed: dict[tuple[object, ...], bool] = {}  # by variant, whether its self-check did
+
+
+def chunk_size() -> int:
+    """Return the tokens of a chunk on the default device."""
+    return GPU_CHUNK if mx.default_device() == mx.Device(mx.gpu) else CPU_CHUNK
+
+
+def unsupported_reason(q: mx.array, v: mx.array, g: mx.array, loop: DeltaRule) -> str | None:
+    """Return why the loop is to be used for these arguments, or None. The first time for a variant, its self-check runs
+    against the loop."""
+    if q.shape[1] < CPU_CHUNK:
+        return "few tokens"
+    if g.ndim != 3:
+        return "a decay for each channel"
+    if q.dtype not in TOLERANCE or q.shape[2] == 0 or v.shape[2] % q.shape[2]:
+        return "a dtype or a ratio of heads that is not known"
+    variant = (*q.shape[2:], *v.shape[2:], q.dtype, v.dtype, str(mx.default_device()))
+    if variant not in _passed:
+        _passed[variant] = _agrees(q, v, loop)
+        if not _passed[variant]:
+            warn_once("gated delta rule: the chunked form differs from mlx-lm's loop here, which is used")
+    return None if _passed[variant] else "the self-check failed"
+
+
+def _agrees(q: mx.array, v: mx.array, loop: DeltaRule) -> bool:
+    """Compare with the loop on random arguments of this variant: two rows, a part of a chunk at the end, a mask."""
+    tokens = chunk_size() + 5
+    keys = [mx.random.key(seed) for seed in range(6)]
+    query, key = (mx.random.normal((2, tokens, *q.shape[2:]), key=each) * q.shape[3] ** -0.5 for each in keys[:2])
+    value = mx.random.normal((2, tokens, *v.shape[2:]), key=keys[2])
+    decay, beta = (mx.random.uniform(shape=(2, tokens, v.shape[2]), key=each) for each in keys[3:5])
+    state = mx.random.normal((2, *v.shape[2:], q.shape[3]), key=keys[5])
+    mask = mx.arange(tokens)[None] < mx.array([[tokens], [tokens - 7]])
+    arguments = (query.astype(q.dtype), key.astype(q.dtype), value.astype(v.dtype), decay, beta, state, mask)
+    given, wanted = chunked(*arguments), loop(*arguments)
+    live = mask[..., None, None]
+    outputs = [(mx.where(live, a, 0), mx.where(live, b, 0)) for a, b in [(given[0], wanted[0])]]
+    return all(_rms(a - b) <= TOLERANCE[q.dtype] * _rms(b) for a, b in [*outputs, (given[1], wanted[1])])
+
+
+def _rms(x: mx.array) -> float:
+    mean: float = mx.mean(mx.square(x.astype(mx.float32))).item()  # type: ignore[assignment]
+    return math.sqrt(mean)
+
+
+def chunked(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Return the outputs ``[B, T, Hv, Dv]`` and the state behind the last token.
+
+    Args:
+        q, k: queries and keys, ``[B, T, Hk, Dk]``.
+        v: values, ``[B, T, Hv, Dv]``.
+        g, beta: decay, in (0, 1], and rate of each token, ``[B, T, Hv]``.
+        state: before the first token, ``[B, Hv, Dv, Dk]``; None is zeros.
+        mask: tokens that count, ``[B, T]``; others leave the state as it is, and their outputs say nothing.
+    """
+    batch, tokens, key_heads, key_size = k.shape
+    heads, value_size, dtype = *v.shape[2:], q.dtype
+    ratio, size = heads // key_heads, min(chunk_size(), _rounded(tokens))
+    decay = mx.maximum(mx.log(g.astype(mx.float32)), LEAST_LOG_DECAY)
+    if mask is not None:  # a token without key, value and decay changes nothing
+        k, v = (mx.where(mask[..., None, None], each, 0) for each in (k, v))
+        decay, beta = (mx.where(mask[..., None], each, 0) for each in (decay, beta))
+
+    def split(x: mx.array, per_head: int) -> mx.array:
+        """``[B, T, H, ...]`` to ``[B, chunks, Hk, H / Hk, tokens, ...]``, padded by tokens that change nothing."""
+        x = mx.pad(x.astype(mx.float32), [(0, 0), (0, -tokens % size), *[(0, 0)] * (x.ndim - 2)])
+        x = x.reshape(batch, -1, size, key_heads, per_head, *x.shape[3:])
+        return x.transpose(0, 1, 3, 4, 2, *range(5, x.ndim))
+
+    q, k, v, decay, rate = split(q, 1), split(k, 1), split(v, ratio), split(decay, ratio), split(beta, ratio)
+    total = mx.cumsum(decay, axis=-1)  # from the chunk's start
+    between = mx.exp(mx.minimum(total[..., :, None] - total[..., None, :], 0))
+    since, until = mx.exp(total)[..., None], mx.exp(total[..., -1:] - total)[..., None]
+    rate = rate[..., None]
+    keys_by_token = k.swapaxes(-1, -2)
+    solve = _inverse(mx.tril((k @ keys_by_token) * between, -1) * rate)
+    writes, reads = solve @ (rate * v), solve @ (rate * since * k)
+    scores, queries = mx.tril((q @ keys_by_token) * between), q * since
+    last, keys = since[..., -1:, :], (k * until).swapaxes(-1, -2)
+    if state is None:
+        state = mx.zeros((batch, heads, value_size, key_size))
+    now = state.astype(mx.float32).swapaxes(-1, -2).reshape(batch, key_heads, ratio, key_size, value_size)
+    outputs = []
+    for chunk in range(q.shape[1]):
+        differences = writes[:, chunk] - reads[:, chunk] @ now
+        outputs.append(queries[:, chunk] @ now + scores[:, chunk] @ differences)
+        now = now * last[:, chunk] + keys[:, chunk] @ differences
+    out = mx.stack(outputs, axis=1).transpose(0, 1, 4, 2, 3, 5).reshape(batch, -1, heads, value_size)
+    return out[:, :tokens].astype(dtype), now.reshape(batch, heads, key_size, value_size).swapaxes(-1, -2)
+
+
+def _rounded(tokens: int) -> int:
+    return max(CPU_CHUNK, -(-tokens // CPU_CHUNK) * CPU_CHUNK)
+
+
+def _inverse(lower: mx.array) -> mx.array:
+    """Return the inverse of 1 + L for strictly lower triangular L, as a product over its powers of two."""
+    size, power = lower.shape[-1], -lower
+    inverse, done = mx.eye(size) + power, 2
+    while done < size:
+        power = power @ power
+        inverse, done = inverse + inverse @ power, 2 * done
+    return inverse
