@@ -98,7 +98,8 @@ def test_the_log_and_the_end(server: ServerProcess) -> None:
     server.wait_until(lambda: refused.headers["x-request-id"] in server.log)
     one, other, *_ = server.log[before:].splitlines()
     assert re.search(
-        r"POST /v1/completions 200 id=mine-1 model='house' prompt=1 cached=\d+ generated=3 first=\S+s tokens/s=\S+ ",
+        r"POST /v1/completions 200 id=mine-1 client='key 1' model='house' prompt=1 cached=\d+ generated=3 "
+        r"first=\S+s tokens/s=\S+ ",
         one,
     )
     assert "400" in other and "reason='max_tokens must be at least 1 without echo'" in other
