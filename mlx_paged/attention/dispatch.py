@@ -1,4 +1,4 @@
-"""paged_attention(): attention of new queries over the blocks of their sequences; says which path it took."""
+"""attend(): attention of new queries over the blocks of their sequences; says which path it took."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..kv.block_table import BlockTable
 from ..kv.group import BlockGroup
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
-from ..kv.step import PackedStep, Step
+from ..kv.step import Step
 from ..kv.storage.attention_params import AttentionParams, QueryHeads, Window
 from ..kv.storage.choice import kernel_unsupported_reason, prefill_unsupported_reason
 from . import gather
@@ -80,181 +80,113 @@ def record_compiled(num_layers: int) -> None:
     record(_KERNEL_ONE, num_layers)
 
 
-def prefill_attention(
+def attend(
     q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    pool: BlockPool,
-    layer: int,
-    table: BlockTable,
-    params: AttentionParams,
-    step: Step | None = None,
-) -> mx.array:
-    """Attention of several new tokens of one sequence, whose k and v are already written to the pool.
-
-    Args:
-        q: ``[1, n_q_heads, n_new, head_dim]``.
-        k: the new keys ``[1, n_kv_heads, n_new, k_head_dim]``, as written.
-        v: the new values ``[1, n_kv_heads, n_new, v_head_dim]``.
-        pool, layer, table: where they were written.
-        params: its mask is over the visible keys (prefix and new ones).
-        step: as for :func:`paged_attention`.
-
-    Returns:
-        ``[1, n_q_heads, n_new, v_head_dim]``.
-    """
-    group = pool.layer(layer).group
-    # What quantised pages hold is what everybody else is going to see of these tokens.
-    fresh = table.num_visible == q.shape[2] and not group.is_quantized
-    if fresh and prepares_plans():
-        fresh = _unsupported_reason(q, group, table.length, params) is not None
-    if fresh:
-        record(_FRESH)
-        k, v = pool.layer(layer).after_writes(k, v)
-        return gather.attention(q, k, v, params)
-    return paged_attention(q, pool, layer, [table], params, step)
-
-
-def paged_attention(
-    q: mx.array,
-    pool: BlockPool,
-    layer: int,
-    tables: Sequence[BlockTable],
-    params: AttentionParams,
-    step: Step | None = None,
-) -> mx.array:
-    """Attention of the newest tokens of each sequence over its visible tokens, themselves included.
-
-    Args:
-        q: ``[B, n_q_heads, q_len, head_dim]``: the last ``q_len`` tokens of each sequence.
-        pool: holds the keys and values, those of the new tokens included.
-        layer: model layer.
-        tables: B block tables of the layer's group.
-        params: its mask is over the visible tokens.
-        step: of these tables and tokens, if the caller has it.
-
-    Returns:
-        ``[B, n_q_heads, q_len, v_head_dim]``.
-
-    Raises:
-        GeometryError: the queries are not one row per table.
-    """
-    return _attend(q, pool, layer, tables, step, None, params)
-
-
-def takes_rows(q: mx.array, pool: BlockPool, layer: int, longest: int, params: AttentionParams) -> bool:
-    """Return whether kernels serve several new tokens of each of B sequences together.
-
-    Args:
-        q: ``[B, n_q_heads, n_new, head_dim]``.
-        pool, layer: where their keys and values are going to be.
-        longest: tokens of the longest sequence, the new ones included.
-        params: without a mask.
-    """
-    return _unsupported_reason(q, pool.layer(layer).group, longest, params) is None
-
-
-def serves_latents(num_q_heads: int, pool: BlockPool, layer: int) -> bool:
-    """Return whether a kernel attends over a layer's latents, from so many query heads and for one new token per
-    sequence."""
-    group = pool.layer(layer).group
-    return group.in_place and _heads_unsupported_reason(group, QueryHeads(num_q_heads, latent=True)) is None
-
-
-def ragged_attention(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    pool: BlockPool,
-    layer: int,
-    tables: Sequence[BlockTable],
-    counts: Sequence[int],
-    params: AttentionParams,
-) -> mx.array:
-    """Write a few new tokens of each of B sequences and attend from them, by kernels, each in one launch for all.
-    Only where :func:`takes_rows` says so.
-
-    Args:
-        q: ``[B, n_q_heads, n_new, head_dim]``.
-        k, v: ``[B, n_kv_heads, n_new, head_dim]``, accepted by :meth:`PoolLayer.set_geometry`.
-        pool, layer, tables: where to write; the positions are reserved.
-        counts: real tokens of each row, at least one; the rest is padding on the right.
-        params: without a mask.
-
-    Returns:
-        ``[B, n_q_heads, n_new, v_head_dim]``, zeros at padding.
-    """
-    kv = pool.layer(layer)
-    step = kv.step(tables, q.shape[2], counts)
-    kv.write_step(tables, step, k, v)
-    group, window = kv.group, kv.sees
-    try:
-        out = kv.storage.decode(q, tables, step, params._replace(window=window))
-    except KernelUnavailable as error:
-        record(Dispatch("gather", _note_unsupported(group, q, params, error)))
-        outputs = []
-        for row, (table, count) in enumerate(zip(tables, counts, strict=True)):
-            mask = causal_mask(count, table.num_visible - count, window)
-            one = q[row : row + 1, :, :count]
-            out = gather.gather_attention(one, pool, layer, [table], params._replace(mask=mask))
-            outputs.append(mx.pad(out, [(0, 0), (0, 0), (0, q.shape[2] - count), (0, 0)]))
-        return mx.concatenate(outputs)
-    record(_KERNEL_FEW)
-    return out
-
-
-def append_attention(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
+    new: tuple[mx.array, mx.array] | None,
     pool: BlockPool,
     layer: int,
     tables: Sequence[BlockTable],
     step: Step,
     params: AttentionParams,
-) -> mx.array:
-    """Write one new token per sequence and attend from it; one kernel does both where there is one.
-
-    Args:
-        q: ``[B, n_q_heads, 1, head_dim]``.
-        k, v: ``[B, n_kv_heads, 1, head_dim]``, accepted by :meth:`PoolLayer.set_geometry`.
-        pool, layer, tables: where to write; the positions are reserved.
-        step: of these tables, one token each.
-        params: as for :func:`paged_attention`.
-
-    Returns:
-        ``[B, n_q_heads, 1, v_head_dim]``.
-    """
-    return _attend(q, pool, layer, tables, step, (k, v), params)
-
-
-def packed_attention(
-    q: mx.array,
-    k: mx.array | None,
-    v: mx.array | None,
-    pool: BlockPool,
-    layer: int,
-    tables: Sequence[BlockTable],
-    step: PackedStep,
-    params: AttentionParams,
     *,
+    is_written: bool = False,
     as_rows: bool = False,
 ) -> mx.array:
-    """Attention of several sequences' new tokens, T in all, which are written: in one kernel for all sequences, or for
-    one after the other as :func:`prefill_attention` does it.
+    """Write the new tokens of B sequences, unless they are written, and attend from them over what each sees, itself
+    included. By one kernel for all, by one that also writes where each sequence has one token, or by MLX's attention.
 
     Args:
-        q: ``[T, n_q_heads, 1, head_dim]``.
-        k, v: the new keys ``[T, n_kv_heads, 1, head_dim]`` and values, as written; None if they are not at hand.
-        pool, layer, tables: where they were written.
+        q: ``[B, n_q_heads, n, head_dim]`` for n new tokens of each sequence, or, where they have different numbers of
+            them, T in all, ``[T, n_q_heads, 1, head_dim]``.
+        new: the new keys ``[B, n_kv_heads, n, head_dim]`` or ``[T, n_kv_heads, 1, head_dim]`` and values, accepted by
+            :meth:`PoolLayer.set_geometry`; None if they are written and not at hand.
+        pool, layer, tables: where they go; the positions are reserved.
         step: of these tables.
-        params: without a mask; a window of its own may be narrower than the layer's.
-        as_rows: the kernel is that of decode steps, which cuts long contexts up, and reads them for each token.
+        params: of a sequence alone its mask is over the visible keys; of several there is none.
+        is_written: the new tokens are written.
+        as_rows: take the kernel of decode steps for tokens that are few behind long contexts.
 
     Returns:
-        ``[T, n_q_heads, 1, v_head_dim]``.
+        Like q, with the values' head size.
+
+    Raises:
+        GeometryError: the queries are not those of the step.
     """
+    shape = q.shape
+    if len(shape) != 4 or shape[0] * shape[2] != step.num_tokens or shape[0] not in (len(tables), step.num_tokens):
+        raise GeometryError(f"queries {shape} for {step.num_tokens} new tokens of {len(tables)} sequence(s)")
     kv = pool.layer(layer)
+    if not step.is_pack:
+        return _attend_rows(q, None if is_written else new, kv, tables, step, params)
+    if new is not None and not is_written:
+        kv.write_step(tables, step, *new)
+    if shape[0] == len(tables) == 1:
+        return _attend_one(q, new, kv, tables, step, params)
+    if shape[0] == len(tables):
+        return _attend_rows(q, None, kv, tables, step, params)
+    return _attend_pack(q, new, kv, tables, step, params, as_rows)
+
+
+def _attend_one(
+    q: mx.array,
+    new: tuple[mx.array, mx.array] | None,
+    kv: PoolLayer,
+    tables: Sequence[BlockTable],
+    step: Step,
+    params: AttentionParams,
+) -> mx.array:
+    """Attend from several new tokens of one sequence, which are written: over them alone if there is no prefix."""
+    group, table = kv.group, tables[0]
+    # What quantised pages hold is what everybody else is going to see of these tokens.
+    fresh = new is not None and table.num_visible == q.shape[2] and not group.is_quantized
+    if fresh and prepares_plans():
+        fresh = _unsupported_reason(q, group, table.length, params) is not None
+    if fresh and new is not None:
+        record(_FRESH)
+        k, v = kv.after_writes(*new)
+        return gather.attention(q, k, v, params)
+    return _attend_rows(q, None, kv, tables, step, params)
+
+
+def _attend_rows(
+    q: mx.array,
+    append: tuple[mx.array, mx.array] | None,
+    kv: PoolLayer,
+    tables: Sequence[BlockTable],
+    step: Step,
+    params: AttentionParams,
+) -> mx.array:
+    """Attend from the same number of tokens of each sequence by the kernel of decode steps, or over gathered arrays;
+    ``append``: keys and values of the step that are not written yet."""
+    group, q_len = kv.group, q.shape[2]
+    longest = max(table.length for table in tables) if q_len > MAX_QUERY_LENGTH else 0
+    unsupported = _unsupported_reason(q, group, longest, params)
+    if unsupported is None:
+        window = _seen(kv, params)
+        seen = params if window is params.window else params._replace(window=window)
+        try:
+            out = kv.storage.decode(q, tables, step, seen, append=append)
+            record(_KERNEL_ONE if q_len == 1 else _KERNEL_FEW)
+            return out
+        except KernelUnavailable as error:  # raised before anything of the layer was launched
+            unsupported = _note_unsupported(group, q, params, error)
+    if append is not None:
+        kv.write_step(tables, step, *append)
+    record(Dispatch("gather", unsupported))
+    return gather.gather_attention(q, kv, tables, params, step)
+
+
+def _attend_pack(
+    q: mx.array,
+    new: tuple[mx.array, mx.array] | None,
+    kv: PoolLayer,
+    tables: Sequence[BlockTable],
+    step: Step,
+    params: AttentionParams,
+    as_rows: bool,
+) -> mx.array:
+    """Attend from several sequences' new tokens, which are written: in one kernel for all of them, or for one after the
+    other."""
     params = params._replace(window=_seen(kv, params))
     if as_rows and _unsupported_reason(q, kv.group, 0, params) is None:
         try:
@@ -274,15 +206,19 @@ def packed_attention(
             kv.group.packs_unsupported[params.heads(q.shape[1])] = unsupported
     record(Dispatch("apart", unsupported))
     queries = step.split(q)
-    new = [None] * len(queries) if k is None or v is None else list(zip(step.split(k), step.split(v), strict=True))
+    pairs = [None] * len(queries) if new is None else list(zip(*map(step.split, new), strict=True))
     outputs = []
-    for index, (one, table, pair) in enumerate(zip(queries, tables, new, strict=True)):
+    for index, (one, table, pair) in enumerate(zip(queries, tables, pairs, strict=True)):
         own = params._replace(mask=_mask_of(one.shape[2], table, params.window))
-        if pair is None:
-            outputs.append(paged_attention(one, pool, layer, [table], own, step.part(tables, index)))
-        else:
-            outputs.append(prefill_attention(one, *pair, pool, layer, table, own, step.part(tables, index)))
+        outputs.append(_attend_one(one, pair, kv, [table], step.part(tables, index), own))
     return step.join(outputs)
+
+
+def serves_latents(num_q_heads: int, pool: BlockPool, layer: int) -> bool:
+    """Return whether a kernel attends over a layer's latents, from so many query heads and for one new token per
+    sequence."""
+    group = pool.layer(layer).group
+    return group.in_place and _heads_unsupported_reason(group, QueryHeads(num_q_heads, latent=True)) is None
 
 
 def _mask_of(num_tokens: int, table: BlockTable, window: Window | None) -> mx.array | str:
@@ -298,41 +234,6 @@ def _seen(kv: PoolLayer, params: AttentionParams) -> Window | None:
     if kv.sees is None or (params.window is not None and params.window.size < kv.sees.size):
         return params.window
     return kv.sees
-
-
-def _attend(
-    q: mx.array,
-    pool: BlockPool,
-    layer: int,
-    tables: Sequence[BlockTable],
-    step: Step | None,
-    append: tuple[mx.array, mx.array] | None,
-    params: AttentionParams,
-) -> mx.array:
-    """Attend by the kernel or over gathered arrays; ``append``: keys and values of the step that are not written
-    yet."""
-    shape = q.shape
-    if len(shape) != 4 or shape[0] != len(tables):
-        raise GeometryError(f"queries {shape} for {len(tables)} sequence(s)")
-    kv = pool.layer(layer)
-    group, q_len = kv.group, shape[2]
-    longest = max(table.length for table in tables) if q_len > MAX_QUERY_LENGTH else 0
-    unsupported = _unsupported_reason(q, group, longest, params)
-    if unsupported is None:
-        window = _seen(kv, params)
-        seen = params if window is params.window else params._replace(window=window)
-        try:
-            step_now = step or kv.step(tables, q_len)
-            out = kv.storage.decode(q, tables, step_now, seen, append=append)
-            record(_KERNEL_ONE if q_len == 1 else _KERNEL_FEW)
-            return out
-        except KernelUnavailable as error:  # raised before anything of the layer was launched
-            unsupported = _note_unsupported(group, q, params, error)
-    if append is not None:
-        assert step is not None
-        kv.write_step(tables, step, *append)
-    record(Dispatch("gather", unsupported))
-    return gather.gather_attention(q, pool, layer, tables, params, step)
 
 
 def _packed_unsupported_reason(q: mx.array, group: BlockGroup, params: AttentionParams) -> str | None:

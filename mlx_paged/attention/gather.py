@@ -11,7 +11,6 @@ from ..errors import GeometryError
 from ..kv.block_table import BlockTable
 from ..kv.group import LayerGroup
 from ..kv.layer import PoolLayer
-from ..kv.pool import BlockPool
 from ..kv.step import Columns, RowsTogether, Step
 from ..kv.storage.attention_params import AttentionParams, Window
 
@@ -43,22 +42,6 @@ def window_under(group: LayerGroup, size: int | None) -> Window | None:
 # Keys and values of a row of up to so many bytes are copied faster than a row's operations are launched. Then the
 # fewest rows for which that pays, and how many bytes are gathered at a time.
 SHORT_BYTES, FEWEST_TOGETHER, MOST_BYTES_TOGETHER = 1 << 17, 2, 1 << 24
-
-
-def ring_rotation(table: BlockTable, ring: int | None) -> int:
-    """Return where the order of gathered keys starts so that it equals mlx-lm's rotating buffer, in visible tokens.
-
-    Attention is a sum over keys in any order, but floating-point sums are not: a decode step reproduces dense
-    mlx-lm bit for bit only in the order of its buffer. Once ``ring`` tokens are visible, that buffer holds position
-    p in slot ``(p - ring_origin) % ring``; with fewer or (after a prefill) more, it is in order of position. Pinned
-    tokens come first and are not counted, neither in positions nor in the window.
-    """
-    if ring is None or table.length <= ring or table.num_visible != ring:
-        return 0
-    ring -= table.pinned
-    newest_slot = (table.length - 1 - table.pinned - table.ring_origin) % ring
-    # The window's oldest token has index 0 here; slot 0 holds the token `newest_slot` before the newest.
-    return (ring - 1 - newest_slot) % ring
 
 
 def attention(
@@ -111,37 +94,33 @@ def _latent_attention(
 
 def gather_attention(
     q: mx.array,
-    pool: BlockPool,
-    layer: int,
+    kv: PoolLayer,
     tables: Sequence[BlockTable],
     params: AttentionParams,
-    step: Step | None = None,
+    step: Step,
 ) -> mx.array:
     """Attention of the last tokens of each sequence over all its visible tokens: one SDPA call per sequence, or for
     short ones of one length together, which gives the same bits.
 
     Args:
         q: ``[B, n_q_heads, q_len, head_dim]``; the queries are the last ``q_len`` tokens of each sequence.
-        pool, layer, tables: where the keys and values lie, those of the queries included.
+        kv, tables: where the keys and values lie, those of the queries included.
         params: its mask is over the visible tokens.
-        step: of these tables, if it is at hand.
+        step: of these tables.
 
     Returns:
         ``[B, n_q_heads, q_len, v_head_dim]``.
     """
-    kv = pool.layer(layer)
     parts = [RowsTogether([row], None) for row in range(len(tables))]
     is_plain = params.softcap is None and not params.latent and not isinstance(params.mask, mx.array)
-    if is_plain and step is not None and q.shape[2] == 1:
+    if is_plain and not step.is_pack:
         parts = _together(kv, tables, step)
     outputs = []
     for rows, columns in parts:
         if columns is not None:
             k, v = kv.storage.read_rows(columns)
         else:
-            table = tables[rows[0]]
-            rotation = ring_rotation(table, kv.spec.ring) if q.shape[2] == 1 else 0
-            k, v = kv.gather_visible(table, rotation=rotation, copy=False)
+            k, v = kv.gather_visible(tables[rows[0]], copy=False)
         outputs.append(attention(_rows_of(q, rows), k, v, params))
     output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     order = [row for rows, _ in parts for row in rows]
@@ -163,7 +142,7 @@ def _together(kv: PoolLayer, tables: Sequence[BlockTable], step: Step) -> list[R
     together: list[RowsTogether] = []
     by_extent: dict[tuple[int, int], list[int]] = {}
     for row, table in enumerate(tables):
-        if kv.in_place or table.num_head or ring_rotation(table, kv.spec.ring):
+        if kv.in_place:
             alone.append(row)
         else:
             by_extent.setdefault((table.logical_start, table.length), []).append(row)

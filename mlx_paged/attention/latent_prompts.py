@@ -14,7 +14,7 @@ from ..kernels.latent.prompts import prepare_prompts, prompt_variant_of
 from ..kv.block_table import BlockTable
 from ..kv.group import BlockGroup
 from ..kv.pool import BlockPool
-from ..kv.step import PackedStep
+from ..kv.step import Step
 from ..kv.storage.attention_params import LatentHeads
 from ..kv.storage.choice import latent_prefill_unsupported_reason
 from . import dispatch
@@ -54,12 +54,12 @@ def attend(
     pool: BlockPool,
     layer: int,
     tables: Sequence[BlockTable],
-    step: PackedStep,
+    step: Step,
     heads: LatentHeads,
     scale: float,
     expand: Expand,
 ) -> mx.array:
-    """Causal attention of the tokens of a packed step, whose latents are written. Only where :func:`serves` says so.
+    """Causal attention of the tokens of a step, whose latents are written. Only where :func:`serves` says so.
 
     Args:
         nope: part of the queries that is not rotated, ``[T, n_heads, 1, head_dim - rope]``.

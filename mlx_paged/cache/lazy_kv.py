@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from threading import get_ident
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ..attention import dispatch
-from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
 from ..kv.step import Step
-from ..kv.storage.attention_params import AttentionParams, Window
+from ..kv.storage.attention_params import AttentionParams
 from ..kv.turn import in_turn
+from .rows import Rows, SequenceTables
 
 
 class Fences(NamedTuple):
@@ -33,18 +32,6 @@ class Append(NamedTuple):
     step: Step
 
 
-class Rows(Protocol):
-    """The sequences that a cache is of: one, or those of a batch."""
-
-    pool: BlockPool
-
-    def tables_of(self, layer: int) -> Sequence[BlockTable]:
-        """Return the block tables of the layer's group, one per sequence."""
-
-    def window_of(self, mask: mx.array | str | None) -> Window | None:
-        """Return the window that a mask stands for; None if it is one of the caller's own."""
-
-
 class LazyKV:
     """How to attend over the blocks that a pair of arrays was gathered from, instead of over the arrays.
 
@@ -59,18 +46,16 @@ class LazyKV:
         rows, layer: where the keys and values lie, those of the step's tokens included.
         append: what the attention kernel itself may still write.
         fences: of in-place storage.
-        batched: the rows are those of a batch, each masked by its own length: a mask with a window says no more.
     """
 
     is_rewound = False  # whether in-place storage has forgotten the gather
 
     def __init__(
         self,
-        rows: Rows,
+        rows: Rows | SequenceTables,
         layer: int,
         append: Append | None = None,
         fences: Fences | None = None,
-        batched: bool = False,
     ) -> None:
         pool = rows.pool
         self.layer = layer
@@ -78,7 +63,7 @@ class LazyKV:
         self._pool = weakref.ref(pool)
         self._append = append
         self._fences = fences
-        self._batched = batched
+        self._batched = isinstance(rows, Rows)  # each is masked by its own length: a mask with a window says no more
         self._epoch = pool.layer(layer).group.epoch
         self.thread = get_ident()  # which alone can compute the arrays
 
@@ -122,17 +107,18 @@ class LazyKV:
             scale, mask, _, softcap, sinks, latent = params
             params = AttentionParams(scale, None if self._batched else mask, window, softcap, sinks, latent)
         pool, layer, tables, num_tokens = rows.pool, self.layer, rows.tables_of(self.layer), queries.shape[2]
+        kv = pool.layer(layer)
         if num_tokens == 1 and self._append is not None and self._rewind(pool, to_write=True):
             keys, values, step = self._append
-            if step.epoch != pool.layer(layer).group.epoch:
-                step = pool.layer(layer).step(tables, 1)
-            return dispatch.append_attention(queries, keys, values, pool, layer, tables, step, params)
-        is_fresh = not self._batched and tables[0].num_visible == num_tokens and not pool.layer(layer).is_quantized
+            if step.epoch != kv.group.epoch:
+                step = kv.step(tables, 1)
+            return dispatch.attend(queries, (keys, values), pool, layer, tables, step, params)
+        is_fresh = not self._batched and tables[0].num_visible == num_tokens and not kv.is_quantized
         if not is_fresh:  # else the arrays are all there is to attend over, and are used
             self._rewind(pool, to_write=False)
-        if not self._batched:
-            return dispatch.prefill_attention(queries, keys, values, pool, layer, tables[0], params)
-        return dispatch.paged_attention(queries, pool, layer, tables, params)
+        new = (keys, values) if is_fresh else None
+        step = kv.step(tables, num_tokens)
+        return dispatch.attend(queries, new, pool, layer, tables, step, params, is_written=True)
 
     def _rewind(self, pool: BlockPool, *, to_write: bool) -> bool:
         """Forget the gather, and with ``to_write`` the write before it; False if other kernels came since."""

@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 
 from ..attention import dispatch, latent_prompts
-from ..attention.gather import causal_mask, ring_rotation, window_under
+from ..attention.gather import causal_mask, window_under
 from ..attention.latent_prompts import Expand
-from ..errors import GeometryError, PromptCacheError
+from ..errors import BlockStateError, GeometryError, PromptCacheError
 from ..kv.block_table import BlockTable
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
@@ -18,12 +18,12 @@ from ..kv.step import Step
 from ..kv.storage.attention_params import AttentionParams, LatentHeads, QueryHeads, Window
 from ..kv.turn import MovedError, in_turn
 from .lazy_kv import Append, Fences, LazyKV, compute_rewound, hand_out
-from .sequence import SequenceTables
+from .rows import SequenceTables
 
 
 class PagedKVCache:
     """What one attention layer sees of a sequence. Stands in for mlx-lm's ``KVCache`` and, in a group with a sliding
-    window, for its ``RotatingKVCache``, whose first ``keep`` tokens are pinned ones here.
+    window, for its ``RotatingKVCache``.
 
     Args:
         sequence: the sequence's tables, shared by the caches of all its layers.
@@ -60,14 +60,9 @@ class PagedKVCache:
         return self._kv.sees
 
     @property
-    def pinned(self) -> int:
-        """Tokens at the start that stay visible behind the window."""
-        return self._kv.spec.pinned
-
-    @property
     def offset(self) -> int:
         """Tokens this layer has seen: the position of the next one."""
-        return self.sequence.offsets[self.layer]
+        return self.sequence.offset(self.layer)
 
     # Writing and reading --------------------------------------------------------------------------------------
 
@@ -95,7 +90,7 @@ class PagedKVCache:
             keys, values = kv.fitted(keys, values)
             kv.set_geometry(keys, values, batch=1, heads=heads)
         num_tokens = keys.shape[2]
-        tables = [self.sequence.reserve(self.layer, num_tokens)]
+        tables = [self.sequence.take_next(self.layer, num_tokens)]
         return tables, kv.step(tables, num_tokens), keys, values
 
     @in_turn
@@ -121,10 +116,7 @@ class PagedKVCache:
         pool, layer = self.sequence.pool, self.layer
         if params.mask is not None:
             params = params._replace(window=self.sequence.window_of(params.mask))
-        if step.num_tokens == 1:
-            return dispatch.append_attention(queries, keys, values, pool, layer, tables, step, params)
-        self._kv.write_step(tables, step, keys, values)
-        return dispatch.prefill_attention(queries, keys, values, pool, layer, tables[0], params, step)
+        return dispatch.attend(queries, (keys, values), pool, layer, tables, step, params)
 
     @in_turn
     def attend_expanded(
@@ -133,18 +125,18 @@ class PagedKVCache:
     ) -> mx.array:  # fmt: skip
         """Write the next tokens' latents and attend from them over the keys and values that these stand for, as a pack
         of one sequence: all arrays, and the result, have a row for each of the n tokens. The rest is as in
-        :meth:`.packed_cache.PackedKVCache.attend_expanded`.
+        :meth:`.batch_cache.PagedBatchKVCache.attend_expanded`.
         """
         kv, count = self._kv, latent.shape[0]
         kv.set_geometry(latent, rotated, batch=count)
-        tables, counts = [self.sequence.reserve(self.layer, count)], [count]
-        step = kv.packed_step(tables, counts)
-        kv.write_packed(tables, step, latent, rotated)
+        tables = [self.sequence.take_next(self.layer, count)]
+        step = kv.step(tables, count)
+        kv.write_step(tables, step, latent, rotated)
         return latent_prompts.attend(*queries, self.pool, self.layer, tables, step, heads, scale, expand)
 
     @in_turn
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the next tokens and return all visible keys and values, gathered lazily, in mlx-lm's order.
+        """Write the next tokens and return all visible keys and values, gathered lazily, by position.
 
         Given to the attention function of mlx-lm that :mod:`.patches.seam` replaces, they are recognised and nothing is
         gathered. A copy even where the blocks are consecutive: who reads it is not known here.
@@ -161,22 +153,21 @@ class PagedKVCache:
 
     @in_turn
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return the visible keys and values ``[1, n_kv_heads, n, head_dim]``, in mlx-lm's order (a copy), also those
+        """Return the visible keys and values ``[1, n_kv_heads, n, head_dim]``, by position (a copy), also those
         that another layer wrote; recognised as those of :meth:`update_and_fetch` are."""
         return self._fetch(self._kv, self.table, None, None)
 
     def _fetch(
         self, kv: PoolLayer, table: BlockTable, append: Append | None, before: mx.array | None
     ) -> tuple[mx.array, mx.array]:
-        # After several new tokens mlx-lm's order is by position, and so is this (see ring_rotation).
-        rotation, fences = ring_rotation(table, kv.spec.ring), None
+        fences = None
         if kv.in_place:
             storage = kv.storage
             written = storage.fence()
-            keys, values = (kv.gather_visible if before is None else storage.read_visible)(table, rotation=rotation)
+            keys, values = (kv.gather_visible if before is None else storage.read_visible)(table)
             fences = Fences(written if before is None else before, written, storage.fence())
         else:
-            keys, values = kv.gather_visible(table, rotation=rotation)
+            keys, values = kv.gather_visible(table)
             if append is not None:
                 keys, values = kv.watch_read(keys, values)
         hand_out(keys, values, LazyKV(self.sequence, self.layer, append, fences))
@@ -187,8 +178,7 @@ class PagedKVCache:
         """Fill an empty cache with dense keys and values, in order of position; they end at position ``offset``.
 
         Args:
-            keys: ``[1, n_kv_heads, n, head_dim]`` of positions ``offset - n .. offset - 1``; if these are not all, the
-                first ones are those of the pinned tokens instead.
+            keys: ``[1, n_kv_heads, n, head_dim]`` of positions ``offset - n .. offset - 1``.
             values: ``[1, n_kv_heads, n, v_head_dim]``.
             offset: tokens seen so far; more than ``n`` only behind a sliding window.
             stored: keys and values are as :meth:`PoolLayer.read_stored` gives them of pages like these, which are known
@@ -199,8 +189,6 @@ class PagedKVCache:
             GeometryError, PoolExhaustedError: before anything is changed.
         """
         start, spec = offset - keys.shape[2], self._kv.spec
-        head = spec.pinned if start > 0 else 0
-        start += head
         surplus = -start % spec.stride  # tokens of a chunk that has begun before them
         if self.offset or start < 0 or start + surplus > spec.first_kept(offset):
             raise PromptCacheError(
@@ -212,18 +200,10 @@ class PagedKVCache:
         if not stored:
             kv.set_geometry(keys, values, batch=1)
         keys, values, start = keys[:, :, surplus:], values[:, :, surplus:], start + surplus
-        table = self.table
-        if table.length == 0:
-            table = self.pool.new_table(table.group, start=start)
-            if offset > start:
-                self.pool.append_tokens(table, offset - start)
-            self.sequence.tables[table.group] = table
-        elif (table.length, table.logical_start) != (offset, start):
-            raise PromptCacheError(f"layer {self.layer} ends at {offset}, the layers before it at {table.length}")
-        self.sequence.offsets[self.layer] = offset
-        if head:
-            kv.write_pinned(table, keys[:, :, :head], values[:, :, :head])
-            keys, values = keys[:, :, head:], values[:, :, head:]
+        try:
+            table = self.sequence.load(self.layer, offset, start)
+        except BlockStateError as error:
+            raise PromptCacheError(str(error)) from None
         if offset == start:
             return
         (kv.write_stored if stored else kv.write)([table], keys, values)
@@ -246,7 +226,6 @@ class PagedKVCache:
                 is_alike = source._kv.group.geometry == self._kv.group.geometry
                 k, v = (source._kv.read_stored if is_alike else source._kv.gather_visible)(source.table)
                 self.load(k, v, source.offset, stored=is_alike)
-                self.table.ring_origin = source.table.ring_origin
         elif len(value) == 3 and isinstance(value[0], mx.array):
             keys, values, offset = value
             self.load(keys[..., :offset, :], values[..., :offset, :], offset)
@@ -314,31 +293,14 @@ class PagedKVCache:
         assert seen is not None
         if N > 1:
             before = self.offset - own.first_seen(self.offset)
-            decoded = self.sequence.decoded
-            if self.pinned and decoded and self.offset < decoded.stop and seen == own and own.size < everything:
-                return self._recomputing_mask(N, before), own
             if return_array or seen.first_seen(before + N - 1):
                 return causal_mask(N, before, seen), seen
             return "causal", seen
         if window_size is None or self.offset < window_size or own.size <= window_size:
             return None, own
-        # A narrower window than the one kept, over one new token: the newest `window_size` slots of the ring.
+        # A narrower window than the one kept, over one new token.
         visible = min(self.offset + 1, self.window)
-        newest = self.offset
-        if self.offset >= self.window:
-            slot = (self.offset - self.pinned - self.table.ring_origin) % (self.window - self.pinned)
-            newest = self.pinned + slot if slot else 0  # mlx-lm's, which takes no account of pinned tokens here
-        return mx.roll(mx.arange(visible) >= visible - window_size, newest + 1), seen
-
-    def _recomputing_mask(self, N: int, before: int) -> mx.array:
-        """Mask for ``N`` tokens some of which were decoded one by one: each of these saw the pinned tokens and the
-        latest others, while in a chunk the pinned ones leave the window first."""
-        assert self.window is not None
-        prompt = causal_mask(N, before, Window(self.window))
-        decoded = causal_mask(N, before, Window(self.window - self.pinned))
-        decoded = decoded | (mx.arange(before + N) < self.pinned)
-        was_decoded = mx.array([self.offset + i in self.sequence.decoded for i in range(N)])
-        return mx.where(was_decoded[:, None], decoded, prompt)
+        return mx.arange(visible) >= visible - window_size, seen
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
         return type(self)(copy.deepcopy(self.sequence, memo), self.layer)

@@ -12,13 +12,10 @@ import mlx.core as mx
 
 from ..attention import dispatch
 from ..cache.batch_cache import PagedBatchKVCache
-from ..cache.batch_tables import BatchTables
 from ..cache.composites import leaves, with_leaves
 from ..cache.lazy_kv import LazyKV, hand_out
-from ..cache.pack import Pack
-from ..cache.packed_cache import PackedKVCache
 from ..cache.paged_kv_cache import PagedKVCache
-from ..cache.sequence import SequenceTables
+from ..cache.rows import Rows, SequenceTables
 from ..kernels.products.inference import Inference
 from ..kernels.quantized import PageShape
 from ..kv.block_table import BlockTable
@@ -46,112 +43,56 @@ class GroupArrays(NamedTuple):
     slots: tuple[mx.array, ...] = ()
 
 
-class _Newest:
-    """Rows of one new token for each table."""
+class StepRows:
+    """The rows that a step's caches belong to: of a decode step or a pack, or one sequence alone."""
+
+    def __init__(self, rows: Rows | SequenceTables) -> None:
+        self.rows = rows
+        self.pool = rows.pool
+        self.counts: Sequence[int] = rows.counts if isinstance(rows, Rows) else (1,)
+        self.num_tokens = sum(self.counts)
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    @property
+    def is_pack(self) -> bool:
+        """Return whether several rows may be tokens of one sequence."""
+        return self.num_tokens > len(self.counts)
+
+    def take(self, caches: Sequence[Any]) -> list[list[BlockTable]]:
+        """Return the tables of each group, every layer having taken its next tokens."""
+        rows = self.rows
+        if isinstance(rows, Rows):
+            return rows.take_all()
+        rows.begin(1)  # of all groups, or nothing is reserved
+        for cache in caches:
+            rows.take_next(cache.layer, 1)
+        return [[table] for table in rows.tables]
+
+    def give_up(self) -> None:
+        """Have the layers take the positions again, which stay reserved."""
+        self.rows.give_up()
 
     def arrays(self, layer: PoolLayer, tables: Sequence[BlockTable], shape: tuple[int, int]) -> GroupArrays:
         """Return what the layers of a group share, with block tables of the shape."""
-        step = layer.step(tables, 1)
-        return GroupArrays(step.visible(tables, layer.sees, shape), step.offsets(shape[0]))
-
-
-class SequenceRows(_Newest):
-    """The caches of one sequence's layers, as a batch of one."""
-
-    def __init__(self, sequence: SequenceTables) -> None:
-        self.sequence = sequence
-        self.pool = sequence.pool
-
-    def __len__(self) -> int:
-        return 1
-
-    def reserve(self, caches: Sequence[Any]) -> list[list[BlockTable]]:
-        done = []
-        try:
-            for cache in caches:
-                self.sequence.reserve(cache.layer, 1)
-                done.append(cache.layer)
-        except Exception:  # for want of blocks of another group
-            for layer in done:
-                self.sequence.offsets[layer] -= 1
-            raise
-        return [[table] for table in self.sequence.tables]
-
-    def unreserve(self) -> None:
-        for layer in self.sequence.offsets:
-            self.sequence.offsets[layer] -= 1  # the position stays reserved, for the layers to take again
-
-
-class BatchRows(_Newest):
-    """The caches of a batch's layers."""
-
-    def __init__(self, batch: BatchTables) -> None:
-        self.batch = batch
-        self.pool = batch.pool
-
-    def __len__(self) -> int:
-        return len(self.batch)
-
-    def reserve(self, caches: Sequence[Any]) -> list[list[BlockTable]]:
-        done: list[int] = []
-        try:
-            for cache in caches:
-                self.batch.tables_for(cache.layer)
-                done.append(cache.layer)
-        except Exception:
-            self.batch.unreserve(done)
-            raise
-        return self.batch.tables
-
-    def unreserve(self) -> None:
-        self.batch.unreserve(self.batch.layers)
-
-
-class PackRows:
-    """The caches of a pack's layers: a row for each of its tokens."""
-
-    def __init__(self, pack: Pack) -> None:
-        self.pack = pack
-        self.pool = pack.pool
-
-    def __len__(self) -> int:
-        return len(self.pack)
-
-    def reserve(self, caches: Sequence[Any]) -> list[list[BlockTable]]:
-        return self.pack.write_all()
-
-    def unreserve(self) -> None:
-        self.pack.unwrite_all()
-
-    def arrays(self, layer: PoolLayer, tables: Sequence[BlockTable], shape: tuple[int, int]) -> GroupArrays:
-        """Return what the layers of a group share, with block tables of the shape."""
-        step = layer.packed_step(tables, self.pack.counts)
-        visible = step.visible(tables, layer.sees, shape)
-        return GroupArrays(visible, step.offsets(tables, shape[0]), (step.slots(tables, shape[0]),))
-
-
-StepRows = SequenceRows | BatchRows | PackRows
+        step = layer.step(tables, self.counts)
+        slots = (step.slots(tables, shape[0]),) if self.is_pack else ()
+        return GroupArrays(step.visible(tables, layer.sees, None, shape), step.offsets(shape[0]), slots)
 
 
 def rows_of(caches: Sequence[Any]) -> StepRows | None:
     """Return the rows these caches belong to, if they are all paged, of the same rows, and cover the pool's layers."""
-    first = caches[0] if caches else None
-    if isinstance(first, PagedKVCache):
-        sequence = first.sequence
-        layers = len(sequence.offsets)
-        if len(caches) == layers and all(isinstance(c, PagedKVCache) and c.sequence is sequence for c in caches):
-            return SequenceRows(sequence)
-    elif isinstance(first, PagedBatchKVCache):
-        batch = first.batch
-        if len(caches) == batch.num_layers and all(
-            isinstance(c, PagedBatchKVCache) and c.batch is batch and not c.is_padded for c in caches
-        ):
-            return BatchRows(batch)
-    elif isinstance(first, PackedKVCache):
-        pack = first.pack
-        if len(caches) == pack.num_layers and all(isinstance(c, PackedKVCache) and c.pack is pack for c in caches):
-            return PackRows(pack)
-    return None
+    rows = _rows_behind(caches[0]) if caches else None
+    if rows is None or len(caches) != rows.num_layers or any(_rows_behind(cache) is not rows for cache in caches):
+        return None
+    return StepRows(rows)
+
+
+def _rows_behind(cache: Any) -> Rows | SequenceTables | None:
+    if isinstance(cache, PagedBatchKVCache):
+        return cache.rows
+    return cache.sequence if isinstance(cache, PagedKVCache) else None
 
 
 class NotCompilable(Exception):
@@ -464,15 +405,15 @@ class CompiledStep:
         """Return the step, compiled; None if it is not, and nothing has been done. ``parts``: the caches' leaves."""
         pool = rows.pool
         arrays = []
-        tables = rows.reserve(parts)
+        tables = rows.take(parts)
         try:
-            shapes = self._shapes_for(StepShapes.of(len(rows), pool, tables, is_pack=isinstance(rows, PackRows)))
+            shapes = self._shapes_for(StepShapes.of(len(rows), pool, tables, is_pack=rows.is_pack))
             if shapes is None:
-                rows.unreserve()
+                rows.give_up()
                 return None
             weights = self._weights_of(model)
             if weights is None:
-                rows.unreserve()
+                rows.give_up()
                 return None
             for group, own, width in zip(pool.groups, tables, shapes.widths, strict=True):
                 arrays.append(rows.arrays(pool.layer(group.spec.layers[0]), own, (shapes.num_rows, width)))
@@ -487,7 +428,7 @@ class CompiledStep:
         except Exception as error:
             # The step runs uncompiled now. Whatever went wrong may be of this step alone: a model that fails there too
             # says so itself.
-            rows.unreserve()
+            rows.give_up()
             self._failures += 1
             if isinstance(error, NotCompilable | StateNotKnown) or self._failures == MOST_FAILURES:
                 said = str(error).splitlines() or [""]  # MLX goes on with all forms of its functions

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..cache.batch_cache import PagedBatchKVCache
-from ..cache.batch_tables import BatchTables, FailedRow
 from ..cache.composites import leaves, with_leaves
 from ..cache.paged_kv_cache import PagedKVCache
+from ..cache.rows import FailedRow, Rows
 from ..errors import without_frames
 from .grammar.grammar import constrain
 from .proposer import Proposer, proposers_of
@@ -63,7 +63,7 @@ class DecodeBatch:
         self.looks_up = False  # whether rows that ask for it have a proposer
         self.proposers: dict[Request, Proposer] = {}
         self._inputs: mx.array | None = None  # next token of each row, not delivered yet, [B]
-        self._tables: BatchTables | None = None
+        self._tables: Rows | None = None
         # One per layer, parts of composite ones by themselves; paged ones are made anew when the members change.
         self._caches: list[Any] = []
         self._changed = True
@@ -166,13 +166,13 @@ class DecodeBatch:
         self._tables, self._changed = None, True
 
     def settle_tables(self) -> None:
-        """Make the rows' own offsets right, to use the rows by themselves."""
-        if self._tables is not None:
-            self._tables.commit()
+        """Take back what no layer has written, to use the rows by themselves."""
+        if self._tables is not None and not self._tables.is_level():
+            self._tables.take_back()
 
     def _settle(self) -> None:
         if self._tables is not None:
-            self._tables.commit()
+            self.settle_tables()
             self._tables = None
             self._caches = [None if _is_paged(cache) else cache for cache in self._caches]
         self._changed = True
@@ -217,7 +217,7 @@ class DecodeBatch:
     # Steps ----------------------------------------------------------------------------------------------------
 
     def reserve(self) -> FailedRow | None:
-        """Return a block position for every row's next token; see :meth:`BatchTables.reserve`."""
+        """Return a block position for every row's next token; see :meth:`Rows.reserve`."""
         if self._changed:
             self._caches, self._tables = batch_of(self.rows, self._caches)
             self._changed = False
@@ -298,7 +298,6 @@ class DecodeBatch:
                 self.fail_all(error)
                 return None
             self._tables.take_back()
-            self._tables.commit()
             found = self._forward_parts(list(range(len(self.rows))), error)
         else:
             for leaf in leaves(self._caches):
@@ -330,10 +329,8 @@ class DecodeBatch:
                 logits = self.call(self._inputs[mx.array(half)][:, None], cache=self._composed(caches))[:, -1, :]
             except Exception as again:
                 tables.take_back()
-                tables.commit()
                 found.update(self._forward_parts(half, again))
             else:
-                tables.commit()
                 found.update({index: logits[i : i + 1] for i, index in enumerate(half)})
         return found
 
@@ -361,15 +358,15 @@ def _elements(x: mx.array, indices: Sequence[int]) -> mx.array:
     return mx.concatenate([x[indices[a] : indices[b] + 1] for a, b in zip(begins, ends, strict=True)])
 
 
-def batch_of(rows: Sequence[Request], states: Sequence[Any]) -> tuple[list[Any], BatchTables | None]:
+def batch_of(rows: Sequence[Request], states: Sequence[Any]) -> tuple[list[Any], Rows | None]:
     """Return the layers' batch caches over the rows' block tables, and those tables; None: no layer is paged."""
     caches = leaves(rows[0].caches or [])
     sequences = [sequence for row in rows if (sequence := row.sequence) is not None]
     if not sequences:
         return list(states), None
-    tables = BatchTables(sequences[0].pool, sequences)
+    tables = Rows(sequences[0].pool, sequences)
     batch = [
-        PagedBatchKVCache(tables, layer, type(cache)) if isinstance(cache, PagedKVCache) else state
+        PagedBatchKVCache(tables, layer, cache.masks_rows) if isinstance(cache, PagedKVCache) else state
         for layer, (cache, state) in enumerate(zip(caches, states, strict=True))
     ]
     return batch, tables
@@ -434,19 +431,14 @@ class RowByRowBatch(DecodeBatch):
         done = []
         for index, row in enumerate(self.rows):
             sequence = row.sequence
-            if sequence is None:
-                continue
-            for group, table in enumerate(sequence.tables):
-                try:
-                    if table.length == max(
-                        sequence.offsets[layer] for layer in sequence.pool.groups[group].spec.layers
-                    ):
-                        sequence.pool.append_tokens(table, 1)
-                        done.append((sequence.pool, table))
-                except Exception as error:
-                    for pool, reserved in done:
-                        pool.trim(reserved, 1)
-                    return FailedRow(index, without_frames(error))
+            try:
+                if sequence is not None and sequence.is_level():
+                    sequence.reserve(1)
+                    done.append(sequence)
+            except Exception as error:
+                for reserved in done:
+                    reserved.cut(1)
+                return FailedRow(index, without_frames(error))
         return None
 
     def _forward(self) -> mx.array | None:

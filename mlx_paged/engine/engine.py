@@ -12,9 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..cache.batch_tables import FailedRow
 from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
+from ..cache.rows import FailedRow
 from ..errors import PoolExhaustedError, RequestFailedError, RequestTooLargeError, without_frames
 from ..kernels.availability import on_metal, packs_prompts
 from ..kernels.fused_attention import has_nax, least_fused_queries
@@ -29,7 +29,6 @@ from .prefill import (
     UPSTREAM_STEP_TOKENS,
     Prefill,
     can_pack,
-    can_share_calls,
     grid_tokens,
     most_step_tokens,
 )
@@ -100,7 +99,6 @@ class Engine:
             self.pool.drops_when_idle = False
         self.all_paged = all(isinstance(cache, PagedKVCache) for cache in fresh)
         self.in_place = self.all_paged and self.pool is not None and all(g.in_place for g in self.pool.groups)
-        self.shares_calls = self.in_place and batch.kind == "together" and can_share_calls(fresh)
         self.can_pack = self.all_paged and batch.kind == "together" and can_pack(fresh)
         if packs is None:
             # A Mac that finds its kernel wrong packs no more; ranks have to do the same.
@@ -108,8 +106,9 @@ class Engine:
         self.packs = packs and self.can_pack and reads_blocks_only
         self.sharing: PrefixSharing | CheckpointSharing | None = None
         self.budget: RequestBudget | None = None
-        pins_tokens = self.pool is not None and self.pool.pins_tokens
-        if prefixes is not None and not pins_tokens:
+        # Caches that keep a prompt's first tokens (max_kv_size): what a token sees depends on where chunks begin.
+        self.keeps_tokens = any(getattr(cache, "keep", 0) for cache in leaves(fresh))
+        if prefixes is not None and not self.keeps_tokens:
             if self.all_paged and self.pool is not None:
                 self.sharing = PrefixSharing(prefixes, self.pool)
             else:
@@ -119,9 +118,7 @@ class Engine:
             self.budget = RequestBudget(self.pool, chunk=chunk, sharing=self.sharing)
         self.scheduler = self._new_scheduler(prefill_step_size, completion_batch_size, prefill_batch_size)
         self.computed_prompt_tokens = self.num_steps = 0
-        self.prefill = Prefill(
-            batch.model, in_place=self.in_place, shares_calls=self.shares_calls, packs=self.packs, call=batch.call
-        )
+        self.prefill = Prefill(batch.model, in_place=self.in_place, packs=self.packs, call=batch.call)
         self.look_up: LookUp | None = None
         if self.can_pack and reads_blocks_only and self.pool is not None and self.budget is not None:
             self.look_up = LookUp(batch, self.pool, self.budget.has_room)
@@ -150,7 +147,6 @@ class Engine:
 
     def _new_scheduler(self, step_size: int, most_running: int, most_prefilling: int) -> Scheduler:
         """Return a scheduler whose steps suit the way prompts are computed."""
-        pins_tokens = self.pool is not None and self.pool.pins_tokens
         chunk = min(step_size, most_step_tokens())
         grid = min(step_size, grid_tokens()) if self.in_place or self.packs else step_size
         token_budget, has_chunks = grid, self.packs or self._is_on_metal
@@ -161,8 +157,7 @@ class Engine:
             weakref.proxy(self),  # its owner: an engine that is dropped goes at once, with what its requests hold
             token_budget=token_budget,
             chunk=chunk if has_chunks else None,
-            # Where tokens are pinned, what a chunk's tokens see depends on where it begins.
-            grid=grid if self.in_place or self.packs or pins_tokens else None,
+            grid=grid if self.in_place or self.packs or self.keeps_tokens else None,
             max_running=most_running,
             # A step of packs is bounded by its tokens, unless fewer prompts were chosen.
             max_prefilling=max(most_prefilling, most_running) if chosen_by_none else most_prefilling,

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
+from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
-from ..cache.pack import NotPackableError, Pack
-from ..cache.packed_cache import PackedKVCache
-from ..cache.sequence import SequenceTables
+from ..cache.rows import NotPackableError, Rows
 from ..errors import PoolExhaustedError
 from ..kv.pool import BlockPool
 from ..warn import warn_once
@@ -103,20 +102,18 @@ class LookUp:
         batch = self.batch
         batch.settle_tables()
         sequences = [sequence for row in batch.rows if (sequence := row.sequence) is not None]
-        reserved: list[tuple[SequenceTables, int]] = []
+        rows = Rows(self.pool, sequences, counts, as_rows=True)
         try:
-            for sequence, count in zip(sequences, counts, strict=True):
-                sequence.reserve_all(count)
-                reserved.append((sequence, count))
+            failed = rows.reserve()
+            if failed is not None:
+                raise failed.error
             inputs = self._inputs(drafts)
-            pack = Pack(sequences, counts, as_rows=True)
             caches = batch.rows[0].caches or []
-            layers = [PackedKVCache(pack, cache.layer) for cache in leaves(caches)]
+            layers = [PagedBatchKVCache(rows, cache.layer) for cache in leaves(caches)]
             logits: mx.array = batch.call(inputs[:, None], cache=with_leaves(caches, layers))[:, -1, :]
-            pack.commit()
+            rows.commit()
         except Exception as error:  # a step without drafts says whose fault it is
-            for sequence, count in reserved:
-                sequence.take_back(count)
+            rows.take_back()
             if isinstance(error, NotPackableError):
                 batch.looks_up = False
                 batch.proposers.clear()

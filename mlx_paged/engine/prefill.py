@@ -9,19 +9,15 @@ from typing import Any
 import mlx.core as mx
 
 from ..by_model import ByModel
+from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
-from ..cache.pack import NotPackableError, Pack
-from ..cache.packed_cache import PackedKVCache
 from ..cache.paged_kv_cache import PagedKVCache
+from ..cache.rows import NotPackableError, Rows
 from ..kernels.availability import on_metal
 from ..warn import warn_once
-from .decode_batch import batch_of
 from .request import Request
 from .scheduler import Chunk
 
-# Short chunks share a call: on a GPU, calls and not their few tokens take the time. A longer one keeps it busy by
-# itself, and others would have to be padded to it.
-MOST_TOKENS = 64
 # Prompt tokens a step on a GPU without packs: less memory and shorter waits for decode than with longer chunks
 # (docs/adr/0006). Prompts are cut at its multiples.
 IN_PLACE_STEP_TOKENS = 512
@@ -57,7 +53,6 @@ class Prefill:
     Args:
         model: whose forward pass takes ``cache``, a list.
         in_place: the caches write blocks in place.
-        shares_calls: short chunks of several requests may go through the model together, padded.
         packs: all chunks of a step go through the model together, as a pack.
         call: calls the model; None: it is called itself.
     """
@@ -67,14 +62,12 @@ class Prefill:
         model: Any,
         *,
         in_place: bool,
-        shares_calls: bool,
         packs: bool = False,
         call: Callable[..., Any] | None = None,
     ) -> None:
         self.model = model
         self.call = model if call is None else call
         self.in_place = in_place
-        self.shares_calls = shares_calls
         self.packs = packs and _not_packed.get(model) is None
         self._under_way: list[mx.array] = []  # ready when the chunks are that were computed last
         self._launched = (0, 0.0)  # their tokens, and when that began
@@ -96,9 +89,7 @@ class Prefill:
         done: set[Request] = set()
         for call in self._calls(chunks):
             try:
-                if self._is_pack(call):
-                    call = self._reserved(call, on_failure)
-                self._call(call)
+                call = list(self._call(call, on_failure))
             except Exception as error:
                 on_failure(call, error)
                 continue
@@ -127,11 +118,7 @@ class Prefill:
             self.took.append((num_tokens, time.perf_counter() - begin))
 
     def _calls(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-        if self.packs:
-            return packs_of(chunks)
-        if self.shares_calls:
-            return calls_of(chunks, IN_PLACE_STEP_TOKENS)
-        return [[chunk] for chunk in chunks]
+        return packs_of(chunks) if self.packs else [[chunk] for chunk in chunks]
 
     def _is_pack(self, call: Sequence[Chunk]) -> bool:
         if not self.packs or len(call) > 1:
@@ -141,43 +128,31 @@ class Prefill:
             return not request.alone and request.length > 0
         return not request.alone and request.length + num_tokens <= MOST_ALONE
 
-    def _reserved(self, call: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]) -> list[Chunk]:
-        """Those of the chunks for which there is room, which is reserved."""
-        ready = []
-        for chunk in call:
-            sequence = chunk.request.sequence
-            assert sequence is not None
-            try:
-                sequence.reserve_all(chunk.num_tokens)
-            except Exception as error:
-                on_failure([chunk], error)
-            else:
-                ready.append(chunk)
-        return ready
-
-    def _call(self, call: Sequence[Chunk]) -> None:
-        is_packed = bool(call) and self._is_pack(call) and self._packed(call)
-        if not is_packed and len(call) > 1:
-            compute_together(self.call, call)
-        elif not is_packed:
+    def _call(self, call: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]) -> Sequence[Chunk]:
+        """Compute the chunks of a call. Returns those for which there was room."""
+        packed = self._packed(call, on_failure) if self._is_pack(call) else None
+        if packed is None:
             for request, num_tokens in call:
                 self.call(mx.array(request.next_tokens(num_tokens), mx.uint32)[None], cache=request.caches)
         if not self.in_place:  # its reads must be over before the next one writes, or the pool is copied
             mx.eval([cache.state for request, _ in call for cache in request.caches or ()])
+        return call if packed is None else packed
 
-    def _packed(self, chunks: Sequence[Chunk]) -> bool:
-        """Compute the chunks as a pack; False if the model does not pack, as it turns out, and a chunk that is alone is
-        to be computed otherwise, at the positions it has. Several are for whoever catches the NotPackableError."""
+    def _packed(
+        self, chunks: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]
+    ) -> Sequence[Chunk] | None:
+        """Compute the chunks as a pack. Returns those for which there was room; None if the model does not pack, as it
+        turns out, and a chunk that is alone is to be computed otherwise. Several are for whoever catches the
+        NotPackableError."""
         try:
-            compute_pack(self.call, chunks)
+            return compute_pack(self.call, chunks, on_failure)
         except NotPackableError as error:
             self.packs = False
             _not_packed.put(self.model, str(error))
             warn_once(f"prompts go one by one through models of {type(self.model).__module__}: {error}")
             if len(chunks) > 1:
                 raise
-            return False
-        return True
+            return None
 
 
 def _attend_apart(chunks: Sequence[Chunk]) -> bool:
@@ -202,63 +177,42 @@ def packs_of(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
 
 def can_pack(caches: Sequence[Any]) -> bool:
     """Return whether new tokens of several sequences can go through the model as rows of one token each, as far as its
-    caches tell: every layer must be paged, and see a sequence as one range of tokens."""
-    parts = leaves(caches)
-    return all(isinstance(cache, PagedKVCache) and not cache.pinned for cache in parts)
+    caches tell: every layer must be paged."""
+    return all(isinstance(cache, PagedKVCache) for cache in leaves(caches))
 
 
-def compute_pack(model: Any, chunks: Sequence[Chunk]) -> None:
-    """Build the call for all chunks, whose positions are reserved, as a pack.
+def compute_pack(
+    model: Any, chunks: Sequence[Chunk], on_failure: Callable[[Sequence[Chunk], Exception], None]
+) -> list[Chunk]:
+    """Build the call for all chunks as a pack.
+
+    Args:
+        on_failure: told of a chunk for which there is no room.
+
+    Returns:
+        The chunks for which there was.
 
     Raises:
         NotPackableError: the model cannot be called so.
-        Exception: whatever the model or the pool raises. Some layers may have written their tokens then.
+        Exception: whatever the model or the pool raises. Nothing is reserved then.
     """
-    sequences = [chunk.request.sequence for chunk in chunks]
-    pack = Pack([sequence for sequence in sequences if sequence is not None], [chunk.num_tokens for chunk in chunks])
-    tokens = [token for chunk in chunks for token in chunk.request.next_tokens(chunk.num_tokens)]
-    caches = chunks[0].request.caches or []
-    layers = [PackedKVCache(pack, cache.layer) for cache in leaves(caches)]
-    model(mx.array(tokens, mx.uint32)[:, None], cache=with_leaves(caches, layers))
-    pack.commit()
-
-
-def can_share_calls(caches: Sequence[Any]) -> bool:
-    """Return whether several new tokens of rows of different lengths can go through the model together: every layer
-    masks them row by row itself, and leaves padding out."""
-    return all(isinstance(cache, PagedKVCache) and not cache.masks_rows for cache in leaves(caches))
-
-
-def calls_of(chunks: Sequence[Chunk], most_tokens: int) -> list[list[Chunk]]:
-    """Return which chunks are computed in one call: short ones, by length, of at most so many tokens with their
-    padding."""
-    alone: list[list[Chunk]] = []
-    shared: list[list[Chunk]] = []
-    for chunk in sorted(chunks, key=lambda chunk: chunk.num_tokens):
-        if chunk.num_tokens > MOST_TOKENS or chunk.request.alone:
-            alone.append([chunk])
-        elif shared and (len(shared[-1]) + 1) * chunk.num_tokens <= most_tokens:
-            shared[-1].append(chunk)
-        else:
-            shared.append([chunk])
-    return alone + shared
-
-
-def compute_together(model: Any, chunks: Sequence[Chunk]) -> None:
-    """Build the call for all chunks, padded on the right to the longest; padding is neither written nor read.
-
-    Raises:
-        Exception: whatever the model or the pool raises. Some layers of some rows may have taken their tokens then.
-    """
-    requests = [chunk.request for chunk in chunks]
-    batch, tables = batch_of(requests, [None] * len(leaves(requests[0].caches or [])))
-    assert tables is not None
-    lengths = [chunk.num_tokens for chunk in chunks]
-    width = max(lengths)
-    if min(lengths) < width:
-        for cache in batch:
-            cache.prepare(lengths=lengths)
-    tokens = [chunk.request.next_tokens(chunk.num_tokens) for chunk in chunks]
-    inputs = mx.array([row + [0] * (width - len(row)) for row in tokens], mx.uint32)
-    model(inputs, cache=with_leaves(chunks[0].request.caches or [], batch))
-    tables.commit()
+    ready = [chunk for chunk in chunks if chunk.request.sequence is not None]
+    while ready:
+        sequences = [sequence for chunk in ready if (sequence := chunk.request.sequence) is not None]
+        rows = Rows(sequences[0].pool, sequences, [chunk.num_tokens for chunk in ready])
+        failed = rows.reserve()
+        if failed is None:
+            break
+        on_failure([ready.pop(failed.row)], failed.error)
+    if not ready:
+        return []
+    try:
+        tokens = [token for chunk in ready for token in chunk.request.next_tokens(chunk.num_tokens)]
+        caches = ready[0].request.caches or []
+        layers = [PagedBatchKVCache(rows, cache.layer, cache.masks_rows) for cache in leaves(caches)]
+        model(mx.array(tokens, mx.uint32)[:, None], cache=with_leaves(caches, layers))
+        rows.commit()
+    except Exception:
+        rows.take_back()
+        raise
+    return ready

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
-from ..cache.sequence import SequenceTables
+from ..cache.rows import SequenceTables
 from ..kv.block_table import BlockTable
 from .grammar.grammar import CompiledGrammar
 from .sampling.params import SamplingParams
@@ -62,7 +62,6 @@ class Request:
             a preemption all that was computed.
         kept: tokens in the cache that came with the request: they stay when it is preempted.
         boundaries: positions where a chunk must end, ascending.
-        origin: where the grid of chunks begins.
         source: tokens computed here: the prompt, then what was generated and delivered.
         prompt_length: of the prompt.
         given: a fork of the cache that came with the request, never written to; None if there was none.
@@ -110,9 +109,6 @@ class Request:
             ends.append(ends[-1] + len(segment))
         self.boundaries = deque(ends[1:])
         self.segment_ends = frozenset(ends[1:])
-        # Where tokens are pinned, chunks must be those of a run alone, which begins at the cache that was given.
-        pins_tokens = sequence is not None and sequence.pool.pins_tokens
-        self.origin = self.kept if pins_tokens else 0
         self.max_tokens = max_tokens
         self.sampler = sampler
         self.processors = processors
@@ -145,14 +141,14 @@ class Request:
 
     def chunk_length(self, most: int | None, grid: int | None = None) -> int:
         """Return the length of its next chunk: to the next boundary or the end of the prefill, ``most`` tokens at most.
-        What has to be cut with ``grid`` is cut at the last of its multiples after ``origin`` that is not further, if
-        need be at the next one; without ``most``, always at the next one."""
+        What has to be cut with ``grid`` is cut at the last of its multiples that is not further, if need be at the next
+        one; without ``most``, always at the next one."""
         while self.boundaries and self.boundaries[0] <= self.length:
             self.boundaries.popleft()
         end = min(self.boundaries[0], self.prefill_end) if self.boundaries else self.prefill_end
         left = end - self.length
         if grid is not None and (most is None or left > most):
-            behind = (self.length - self.origin) % grid
+            behind = self.length % grid
             most = max(1, (behind + (most or 0)) // grid) * grid - behind
         return left if most is None else min(most, left)
 
@@ -180,10 +176,8 @@ class Request:
         return self.history + self.source[: self.length - self.kept]
 
     def next_tokens(self, num_tokens: int) -> list[int]:
-        """Return the next tokens to compute. The block tables learn which of them had been decoded before."""
+        """Return the next tokens to compute."""
         start = self.length - self.kept
-        if self.sequence is not None:
-            self.sequence.decoded = range(self.kept + self.prompt_length - 1, self.prefill_end)
         return self.source[start : start + num_tokens]
 
     def next_input(self) -> int:

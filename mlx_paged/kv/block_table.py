@@ -29,14 +29,9 @@ class BlockTable:
     Attributes:
         group: index of the group of layers.
         block_ids: by absolute position: token ``p`` is in ``block_ids[p // block_size]`` at ``p % block_size``.
-            Blocks behind a sliding window are the null block, but for those of pinned tokens. The list is mutated,
-            never replaced.
+            Blocks behind a sliding window are the null block. The list is mutated, never replaced.
         length: tokens reserved so far (positions ``0 .. length - 1``).
-        logical_start: first position that is still visible, pinned ones not counted; 0 or greater than ``pinned``.
-        pinned: tokens at the start that always are.
-        ring_origin: position, counted from ``pinned`` and modulo the rest of the window, that sits in the first slot
-            of the rotating buffer mlx-lm would keep. Attention does not depend on the order of keys, but its rounding
-            does.
+        logical_start: first position that is still visible.
         released: the table has given its blocks back and must not be used.
         uid: no other table of the process has it.
         owner: known to the pool that made it; None of a table that no pool looks after.
@@ -55,21 +50,17 @@ class BlockTable:
         "length",
         "logical_start",
         "owner",
-        "pinned",
         "released",
-        "ring_origin",
         "uid",
         "version",
     )
 
-    def __init__(self, group: int, block_size: int, pinned: int = 0) -> None:
+    def __init__(self, group: int, block_size: int) -> None:
         self.group = group
         self.block_size = block_size
         self.block_ids: list[int] = []
         self.length = 0
         self.logical_start = 0
-        self.pinned = pinned
-        self.ring_origin = 0
         self.released = False
         self.uid = next(_uids)
         self.owner: object | None = None
@@ -84,19 +75,9 @@ class BlockTable:
         return len(self.block_ids) - self.block_ids.count(NULL_BLOCK)
 
     @property
-    def num_head(self) -> int:
-        """Pinned tokens that are visible apart from those from ``logical_start`` on."""
-        return self.pinned if self.logical_start else 0
-
-    @property
     def num_visible(self) -> int:
-        """Tokens that can be read: pinned ones and those from ``logical_start`` on."""
-        return self.length - self.logical_start + self.num_head
-
-    @property
-    def num_pinned_blocks(self) -> int:
-        """Entries at the start of ``block_ids`` that are never released."""
-        return -(-self.pinned // self.block_size)
+        """Tokens that can be read: those from ``logical_start`` on."""
+        return self.length - self.logical_start
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` more tokens need beyond those the table has."""
@@ -104,7 +85,7 @@ class BlockTable:
 
     def behind(self, start: int) -> slice:
         """Return which entries of ``block_ids`` are released when ``logical_start`` becomes ``start``."""
-        first = max(self.logical_start // self.block_size, self.num_pinned_blocks)
+        first = self.logical_start // self.block_size
         return slice(first, max(first, start // self.block_size))
 
     def tail_segments(self, num_tokens: int) -> list[Segment]:

@@ -11,7 +11,7 @@ from ..errors import ConfigError, GeometryError
 from ..warn import warn_once
 from .allocator import NULL_BLOCK, BlockAllocator
 from .block_table import BlockTable
-from .step import DeviceTables, PackedStep, Step, packed_key, step_key
+from .step import DeviceTables, Step, step_key
 from .storage.attention_params import LatentHeads, QueryHeads, Window
 from .storage.base import ChooseStorage, Geometry, PageFormat, Storage
 from .storage.quantized import functional_storage
@@ -37,7 +37,6 @@ class LayerGroup(NamedTuple):
         layers: indices of the model's layers, in order.
         window: most tokens that a query sees, itself included, or None.
         name: for messages and statistics.
-        pinned: so many tokens at a sequence's start stay visible, at the cost of the oldest others in the window.
         latent: some layer computes with what it wrote by itself, as with MLA's latents, not by an attention function.
         stride: what a query sees begins at a multiple of it: 1 in a sliding window; the window itself where tokens see
             the chunk of so many tokens that they lie in.
@@ -46,7 +45,6 @@ class LayerGroup(NamedTuple):
     layers: tuple[int, ...]
     window: int | None = None
     name: str = "global"
-    pinned: int = 0
     latent: bool = False
     stride: int = 1
 
@@ -63,15 +61,11 @@ class LayerGroup(NamedTuple):
     @property
     def why_dense(self) -> str | None:
         """Why pages of the group are never quantised, or None."""
-        if self.pinned:
-            return "the first tokens are pinned (max_kv_size)"
         return "the model computes with what it writes by itself (latents)" if self.latent else None
 
     def first_kept(self, length: int) -> int:
-        """Return, for a sequence of ``length`` tokens, the first position after the pinned ones that the next token
-        sees; 0 if it sees them all."""
-        start = 0 if self.window is None else Window(self.window, self.stride).first_seen(length)
-        return start + self.pinned if start else 0
+        """Return, for a sequence of ``length`` tokens, the first position that the next token sees."""
+        return 0 if self.window is None else Window(self.window, self.stride).first_seen(length)
 
     def most_blocks(self, length: int, num_tokens: int, chunk: int, block_size: int) -> int:
         """Most blocks a sequence of ``length`` tokens holds while so many are appended, ``chunk`` at a time."""
@@ -81,13 +75,7 @@ class LayerGroup(NamedTuple):
         # What the next token sees and a chunk: so many tokens in a row, wherever they begin in a block.
         in_a_row = self.window - 1 + min(num_tokens, chunk)
         widest = min(end - self.first_kept(length) // block_size, (in_a_row + block_size - 2) // block_size + 1)
-        return min(end, widest + -(-self.pinned // block_size))
-
-    def ring_origin(self, length: int) -> int:
-        """``BlockTable.ring_origin`` after several tokens at once, up to ``length``."""
-        if self.ring is None or length < self.ring:
-            return 0
-        return (length - self.pinned) % (self.ring - self.pinned)
+        return min(end, widest)
 
 
 def check_layout(groups: Sequence[LayerGroup], block_size: int) -> None:
@@ -103,8 +91,6 @@ def check_layout(groups: Sequence[LayerGroup], block_size: int) -> None:
         raise ConfigError("a window must be at least one token")
     if any(group.stride != 1 and group.stride != group.window for group in groups):
         raise ConfigError("what a token sees begins at a multiple of one token (a sliding window) or of the window")
-    if any(group.pinned and not 0 < group.pinned < (group.ring or 0) for group in groups):
-        raise ConfigError("tokens can be pinned in a sliding window only, and fewer than it has")
 
 
 class BlockGroup:
@@ -136,37 +122,29 @@ class BlockGroup:
         self.prompts_unsupported: dict[LatentHeads, str | None] = {}
         self.epoch = 0
         self._choose_storage = choose_storage
-        self._device_tables = DeviceTables()
-        self._step: Step | None = None
-        self._packed_tables = DeviceTables()  # of other tables than those that decode
-        self._packed_step: PackedStep | None = None
+        # The latest step in which each table has one new token, and the latest of another kind: they are of other
+        # tables, and a server takes them in turns.
+        self._steps: list[Step | None] = [None, None]
+        self._device_tables = DeviceTables(), DeviceTables()
         self._last_read: tuple[mx.array, ...] | None = None
 
     def touch(self) -> None:
         """Called whenever a table of the group or a reference count has changed: steps made before are void."""
         self.epoch += 1
 
-    def step(self, tables: Sequence[BlockTable], num_tokens: int, counts: Sequence[int] | None) -> tuple[Step, bool]:
-        """Return the step of the tables' last ``num_tokens`` (or ``counts``) positions, and whether it had to be
-        made."""
-        step = self._step
-        if step is not None and step.epoch == self.epoch and step.key == step_key(tables, num_tokens, counts):
+    def step(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> tuple[Step, bool]:
+        """Return the step of the tables' last ``counts`` positions, and whether it had to be made."""
+        is_pack = max(counts) > 1
+        step = self._steps[is_pack]
+        if step is not None and step.epoch == self.epoch and step.key == step_key(tables, counts):
             return step, False
-        self._step = Step(tables, num_tokens, self.epoch, self.allocator.num_blocks, self._device_tables, counts)
-        return self._step, True
+        step = Step(tables, counts, self.epoch, self.allocator.num_blocks, self._device_tables[is_pack])
+        self._steps[is_pack] = step
+        return step, True
 
     def is_current(self, step: Step) -> bool:
         """Return whether a step is the group's latest, and its tables unchanged."""
-        return step is self._step and step.epoch == self.epoch
-
-    def packed_step(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> tuple[PackedStep, bool]:
-        """Return the packed step of the tables' last ``counts`` positions, and whether it had to be made."""
-        step = self._packed_step
-        if step is not None and step.epoch == self.epoch and step.key == packed_key(tables, counts):
-            return step, False
-        step = PackedStep(tables, counts, self.epoch, self.allocator.num_blocks, self._packed_tables)
-        self._packed_step = step
-        return step, True
+        return step is self._steps[step.is_pack] and step.epoch == self.epoch
 
     # Blocks of tables -----------------------------------------------------------------------------------------
 
@@ -308,7 +286,7 @@ class BlockGroup:
             KernelUnavailableError: a kernel is demanded and there is none. Nothing has been changed.
         """
         geometry, self.dense_reason = geometry.in_format(self.page_format, self.spec.why_dense)
-        form, self.storage_reason = self._choose_storage(geometry, self.block_size, heads, self.spec.pinned)
+        form, self.storage_reason = self._choose_storage(geometry, self.block_size, heads)
         self.geometry = geometry
         self._form = form
         self._make_storages(self.allocator.num_blocks)
@@ -325,7 +303,7 @@ class BlockGroup:
 
     def drop(self) -> None:
         """Let go of every layer's tensors; no block is in use. What is known of the keys and values stays."""
-        self.storages, self._last_read, self._step, self._packed_step = [], None, None, None
+        self.storages, self._last_read, self._steps = [], None, [None, None]
         self.allocator.renumber({}, 1)
         self.touch()
 

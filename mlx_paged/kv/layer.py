@@ -10,7 +10,7 @@ from ..errors import BlockStateError, GeometryError
 from .block_table import BlockTable
 from .group import BlockGroup
 from .memory import PoolMemory
-from .step import DeviceTables, PackedStep, Step
+from .step import Step
 from .storage.attention_params import QueryHeads
 from .storage.base import Storage
 
@@ -91,34 +91,21 @@ class PoolLayer:
 
     # Writing --------------------------------------------------------------------------------------------------
 
-    def step(self, tables: Sequence[BlockTable], num_tokens: int, counts: Sequence[int] | None = None) -> Step:
-        """Return the tables' last ``num_tokens`` positions: checked, and made for the device, once for all layers of a
-        group.
+    def step(self, tables: Sequence[BlockTable], counts: Sequence[int] | int) -> Step:
+        """Return the tables' last positions: checked, and made for the device, once for all layers of a group.
 
         Args:
             tables: one per sequence, of the layer's group.
-            num_tokens: new tokens of each sequence.
-            counts: real ones among them, at least one each; the rest is padding on the right.
+            counts: new tokens of each sequence, at least one; a number: so many of each.
 
         Raises:
             GeometryError: the layer is not of the tables' group, or fewer tokens are reserved.
             BlockStateError: a table was released, or a block of those positions is shared.
         """
+        if isinstance(counts, int):
+            counts = (counts,) * len(tables)
         self.owners.collect()
-        step, is_new = self.group.step(tables, num_tokens, counts)
-        if is_new:
-            try:
-                for index, table in enumerate(tables):
-                    self._check_positions(table, num_tokens if counts is None else counts[index])
-            except Exception:
-                self.group.touch()
-                raise
-        return step
-
-    def packed_step(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> PackedStep:
-        """:meth:`step` of so many positions of each table, one table after the other and without padding."""
-        self.owners.collect()
-        step, is_new = self.group.packed_step(tables, counts)
+        step, is_new = self.group.step(tables, counts)
         if is_new:
             try:
                 for table, count in zip(tables, counts, strict=True):
@@ -180,19 +167,18 @@ class PoolLayer:
             step = self.step(tables, k.shape[2])
             self._before_write(k, v)
             self.group.storages[self.position].write_stored(tables, step, k, v)
-            self.group.pace(self.position, step.num_tokens)
+            self._pace(step)
 
     def write_step(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
-        """:meth:`write` for k and v that :meth:`set_geometry` has accepted, and a step of :meth:`step`; in a turn."""
+        """:meth:`write` for k and v that :meth:`set_geometry` has accepted, and a step of :meth:`step`; in a turn.
+        ``[T, n_kv_heads, 1, head_dim]`` will do, too, for all tokens of a step."""
         self._before_write(k, v)
         self.group.storages[self.position].write(tables, step, k, v)
-        self.group.pace(self.position, step.num_tokens)
+        self._pace(step)
 
-    def write_packed(self, tables: Sequence[BlockTable], step: PackedStep, k: mx.array, v: mx.array) -> None:
-        """:meth:`write_step` for the tokens of a packed step: k and v ``[T, n_kv_heads, 1, head_dim]``."""
-        self._before_write(k, v)
-        self.group.storages[self.position].write_packed(tables, step, k, v)
-        self.group.pace(self.position, step.num_tokens)
+    def _pace(self, step: Step) -> None:
+        if step.is_pack:
+            self.group.pace(self.position, step.num_tokens)
 
     def _before_write(self, k: mx.array, v: mx.array) -> None:
         if self.turn.is_newcomer:  # what it cannot compute, such as lazy weights of another thread, is not let in
@@ -201,29 +187,13 @@ class PoolLayer:
         if not self.group.in_place:
             self.group.wait_for_reads(self.position)
 
-    def write_pinned(self, table: BlockTable, k: mx.array, v: mx.array) -> None:
-        """Write the pinned tokens of a table made by :meth:`BlockPool.new_table` with a ``start``: k and v
-        ``[1, n_kv_heads, pinned, head_dim]``, accepted by :meth:`set_geometry`."""
-        self._check(table)
-        # Writing goes to the end of a table: one that ends there, over the same blocks, and used here only.
-        head = BlockTable(table.group, table.block_size)
-        head.block_ids.extend(table.block_ids[: table.num_pinned_blocks])
-        head.length = table.pinned
-        group = self.group
-        if any(group.allocator.refcount(block_id) != 1 for block_id in head.block_ids):
-            raise BlockStateError(f"pinned blocks {head.block_ids} are to be written but shared")
-        with self.turn:
-            step = Step([head], head.length, group.epoch, group.allocator.num_blocks, DeviceTables())
-            self.write_step([head], step, k, v)
-
     # Reading --------------------------------------------------------------------------------------------------
 
-    def gather_visible(self, table: BlockTable, *, rotation: int = 0, copy: bool = True) -> tuple[mx.array, mx.array]:
-        """Keys and values of positions ``logical_start .. length - 1``, after those of pinned tokens (lazy).
+    def gather_visible(self, table: BlockTable, *, copy: bool = True) -> tuple[mx.array, mx.array]:
+        """Keys and values of positions ``logical_start .. length - 1`` (lazy).
 
         Args:
             table: the sequence's table.
-            rotation: start the order at this visible token, pinned ones not counted, and wrap around (0: by position).
             copy: False allows a view of the pool where the blocks are consecutive. Drop it, and whatever was computed
                 from it unevaluated, before the next write: a view held makes that write copy the pool.
 
@@ -238,12 +208,12 @@ class PoolLayer:
         if self.group.geometry is None or not table.num_visible:
             raise BlockStateError("nothing has been written to this table")
         with self.turn:
-            return self.storage.read_visible(table, rotation=rotation, copy=copy)
+            return self.storage.read_visible(table, copy=copy)
 
     def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
-        """Return what the blocks hold of positions ``logical_start .. length - 1``, after those of pinned tokens, as
-        they hold it, for :meth:`write_stored` (lazy copies): of quantised pages rows ``[1, n_kv_heads, n, num_words]``
-        (uint32), else keys and values.
+        """Return what the blocks hold of positions ``logical_start .. length - 1``, as they hold it, for
+        :meth:`write_stored` (lazy copies): of quantised pages rows ``[1, n_kv_heads, n, num_words]`` (uint32), else
+        keys and values.
 
         Raises:
             BlockStateError, GeometryError: as :meth:`gather_visible`.

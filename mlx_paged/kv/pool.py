@@ -77,12 +77,6 @@ class BlockPool:
         return self.memory.budget
 
     @property
-    def pins_tokens(self) -> bool:
-        """Return whether some group keeps its first tokens. Beyond its window keys then depend on how the tokens came:
-        in a chunk, as in mlx-lm, pinned tokens leave the window before others do."""
-        return any(group.spec.pinned for group in self.groups)
-
-    @property
     def lock(self) -> AbstractContextManager[bool]:
         """Guards every change; a holder takes it for its own changes, so that the two cannot wait for each other."""
         return self.turn
@@ -165,16 +159,11 @@ class BlockPool:
     # Tables ---------------------------------------------------------------------------------------------------
 
     def new_table(self, group: int = 0, *, start: int = 0) -> BlockTable:
-        """Return an empty table, or one whose first ``start`` tokens, pinned ones excepted, are not held (already
-        behind a sliding window). Pinned ones are to be written by :meth:`PoolLayer.write_pinned`."""
-        table = BlockTable(group, self.block_size, self.groups[group].spec.pinned)
+        """Return an empty table, or one whose first ``start`` tokens are not held (already behind a sliding window)."""
+        table = BlockTable(group, self.block_size)
         table.block_ids.extend([NULL_BLOCK] * (start // self.block_size))
         table.length = table.logical_start = start
-        self._owners.add_table(table)
-        pinned = min(table.num_pinned_blocks, len(table.block_ids))
-        if pinned:
-            table.block_ids[:pinned] = self.allocate(group, pinned)
-        return table
+        return self._owners.add_table(table)
 
     def fork(self, table: BlockTable) -> BlockTable:
         """Return a second table over the same blocks: references, no bytes. A write to a shared block copies
@@ -182,10 +171,10 @@ class BlockPool:
         self._owners.check(table)
         with self._lock:
             # Known to the pool before it holds anything: if something fails here, its blocks come back.
-            copy = self._owners.add_table(BlockTable(table.group, self.block_size, table.pinned))
+            copy = self._owners.add_table(BlockTable(table.group, self.block_size))
             self.retain(table.group, table.block_ids)
             copy.block_ids.extend(table.block_ids)
-            copy.length, copy.logical_start, copy.ring_origin = table.length, table.logical_start, table.ring_origin
+            copy.length, copy.logical_start = table.length, table.logical_start
             return copy
 
     def release_table(self, table: BlockTable) -> None:
@@ -225,8 +214,7 @@ class BlockPool:
         with self.turn:
             self._owners.collect()  # a block shared only with a dropped table is not shared
             group = self._group(table)
-            spec = group.spec
-            if spec.window is not None:
+            if group.spec.window is not None:
                 group.slide(table)
             references = group.tail_references(table)
             if num_tokens == 1 and references == 1:  # as nearly every decode step
@@ -249,8 +237,6 @@ class BlockPool:
             group.touch()
             if blocks:
                 table.forget_indices()
-            if spec.window is not None and num_tokens > 1:
-                table.ring_origin = spec.ring_origin(table.length)
 
     def append_token(self, group: int, tables: Sequence[BlockTable]) -> list[int]:
         """Reserve one position at the end of each of a group's tables that has it in a block of its own, as nearly all
@@ -393,11 +379,9 @@ class BlockPool:
             raise GeometryError(f"decode writes one token per sequence, not {k.shape[2]}")
         self._layers[layer].write(tables, k, v)
 
-    def gather_visible(
-        self, table: BlockTable, layer: int, *, rotation: int = 0, copy: bool = True
-    ) -> tuple[mx.array, mx.array]:
+    def gather_visible(self, table: BlockTable, layer: int, *, copy: bool = True) -> tuple[mx.array, mx.array]:
         """See :meth:`PoolLayer.gather_visible`."""
-        return self._layers[layer].gather_visible(table, rotation=rotation, copy=copy)
+        return self._layers[layer].gather_visible(table, copy=copy)
 
     def fence(self, layer: int) -> mx.array:
         """See :meth:`PoolLayer.fence`."""

@@ -148,8 +148,7 @@ def check_group(group: BlockGroup, tables: Sequence[BlockTable], held: Sequence[
         fewest = table.length // group.block_size if table.length == table.logical_start else entries
         if len(table.block_ids) not in (fewest, entries):
             raise BlockStateError(f"{table} has {len(table.block_ids)} entries")
-        head = table.block_ids[: table.num_pinned_blocks]
-        if NULL_BLOCK in head or NULL_BLOCK in table.block_ids[table.logical_start // group.block_size :]:
+        if NULL_BLOCK in table.block_ids[table.logical_start // group.block_size :]:
             raise BlockStateError(f"{table} has released a block that is still visible")
     for storage in group.storages:
         excess = storage.num_blocks - group.allocator.num_blocks

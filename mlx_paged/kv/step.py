@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -16,8 +17,10 @@ from ..kernels.prefill import PrefillLaunch
 from .block_table import BlockTable
 from .storage.attention_params import LatentHeads, Window
 
-# Number of query heads, scale, window, softcap, whether there are no sinks, nothing is appended, it is over latents.
-DecodeKey = tuple[int, float, Window | None, float | None, bool, bool, bool]
+# Rows, query heads, scale, window, softcap, whether there are no sinks, nothing is appended, it is over latents.
+DecodeKey = tuple[int, int, float, Window | None, float | None, bool, bool, bool]
+# Number of query heads, scale, window, softcap, whether there are sinks.
+PrefillKey = tuple[int, float, Window | None, float | None, bool]
 ThreeArrays = tuple[mx.array, mx.array, mx.array]
 
 _MAX_INT32 = (1 << 31) - 1
@@ -57,8 +60,7 @@ class DeviceTables:
     def starts(self, shape: tuple[int, ...]) -> mx.array:
         """Starts without a window: zeros, int32."""
         if self._starts is None or self._starts.shape != shape:
-            self._starts = rows_array(np.zeros(shape, np.int32))
-            mx.async_eval(self._starts)  # another thread's steps may read it
+            self._starts = rows_array(np.zeros(shape, np.int32))  # in memory already, not to be computed
         return self._starts
 
 
@@ -98,14 +100,18 @@ class RowsTogether(NamedTuple):
 
 
 class Step:
-    """The last ``num_tokens`` reserved positions of each of B tables of one group; or, with ``counts``, so many of each
-    table, padded on the right to ``num_tokens``.
+    """The last ``counts[b]`` reserved positions of each of B tables of one group: T tokens, table by table. A decode
+    step is one of counts of 1, and a sequence alone one of a single table.
+
+    Arrays of its tokens are ``[T, n_heads, 1, head_dim]``, or, where all counts are n, ``[B, n_heads, n, head_dim]``.
 
     Attributes:
-        key: the tables' uids, ``num_tokens`` and ``counts``.
+        key: ``counts`` and the tables' uids.
         epoch: state of the group this was made in; a step of another epoch must not be used.
-        write_launch, decode_launches: kernel launches prepared for this step, for all layers; of decoding by what the
-            layers ask for.
+        counts: new tokens of each table, at least one.
+        num_tokens: T, all of them.
+        write_launch, decode_launches, prefill_launches, prompt_launches: kernel launches prepared for this step, for
+            all layers; of attention by what the layers ask for.
         columns: what all layers read of rows padded to a length, by that length.
         together: how attention without a kernel takes the rows, in all layers; None: not asked for yet.
     """
@@ -113,27 +119,41 @@ class Step:
     def __init__(
         self,
         tables: Sequence[BlockTable],
-        num_tokens: int,
+        counts: Sequence[int],
         epoch: int,
         num_blocks: int,
         device_tables: DeviceTables,
-        counts: Sequence[int] | None = None,
     ) -> None:
-        self.key = step_key(tables, num_tokens, counts)
+        self.key = step_key(tables, counts)
         self.epoch = epoch
-        self.num_tokens = num_tokens
         self.counts = counts
+        self.num_tokens = sum(counts)
         self.write_launch: WriteLaunch | None = None
         self.decode_launches: dict[DecodeKey, DecodeLaunch] = {}
+        self.prefill_launches: dict[PrefillKey, PrefillLaunch] = {}
+        self.prompt_launches: dict[tuple[LatentHeads, float], PromptLaunch] = {}
         self.columns: dict[int, Columns] = {}
         self.together: list[RowsTogether] | None = None
+        self._num_blocks = num_blocks
         self._device_tables = device_tables
         self._lengths = np.array([table.length for table in tables], np.int32)
-        size = tables[0].block_size
-        self._wide = num_blocks * size > _MAX_INT32
         self._rows: tuple[mx.array, mx.array] | None = None
-        self._slots: mx.array | None = None
-        self._visible: dict[tuple[Window | None, tuple[int, int] | None], ThreeArrays] = {}  # by window and shape
+        self._slots: dict[int | None, mx.array] = {}  # by the number of rows
+        self._visible: dict[tuple[Window | None, int, tuple[int, int] | None], ThreeArrays] = {}
+        self._parts: dict[int, Step] = {}
+        self._all_blocks: mx.array | None = None
+        self._gathered_tables: mx.array | None = None
+
+    @property
+    def is_pack(self) -> bool:
+        """Return whether some table has several new tokens."""
+        return self.num_tokens > len(self.counts)
+
+    @cached_property
+    def spans(self) -> list[slice]:
+        """Where each table's tokens are among the T."""
+        ends = np.cumsum(self.counts).tolist()
+        return [slice(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
 
     def rows(self, tables: Sequence[BlockTable]) -> tuple[mx.array, mx.array]:
         """Block id and offset in the block, int32 ``[B]`` each, of the newest token of each table."""
@@ -142,48 +162,118 @@ class Step:
             self._rows = (mx.array(ids, mx.int32), mx.array((self._lengths - 1) % tables[0].block_size))
         return self._rows
 
-    def slots(self, tables: Sequence[BlockTable]) -> mx.array:
-        """``block_id * block_size + offset`` of each position, ``[B * num_tokens]``; int64 where int32 is too short.
-        Padding has the slot -1, which is not written."""
-        if self._slots is None:
+    def slots(self, tables: Sequence[BlockTable], num_rows: int | None = None) -> mx.array:
+        """``block_id * block_size + offset`` of each token, ``[T]``; int64 where int32 is too short. Up to
+        ``num_rows``, -1, which is not written."""
+        found = self._slots.get(num_rows)
+        if found is None:
             size = tables[0].block_size
-            if self.counts is not None:
-                padded = np.full((len(tables), self.num_tokens), -1, np.int64)
-                for row, (table, count) in enumerate(zip(tables, self.counts, strict=True)):
-                    padded[row, :count] = tail_slots(table, count)
-                slots = padded.reshape(-1)
-            elif self.num_tokens == 1:
+            if self.is_pack:
+                slots = np.concatenate([tail_slots(table, n) for table, n in zip(tables, self.counts, strict=True)])
+            else:
                 slots = np.array([table.block_ids[-1] for table in tables], np.int64) * size
                 slots += (self._lengths - 1) % size
-            else:
-                slots = np.concatenate([tail_slots(table, self.num_tokens) for table in tables])
-            self._slots = mx.array(slots if self._wide else slots.astype(np.int32))
-        return self._slots
+            if num_rows is not None:
+                slots = np.concatenate([slots, np.full(num_rows - len(slots), -1, slots.dtype)])
+            wide = self._num_blocks * size > _MAX_INT32
+            found = self._slots[num_rows] = mx.array(slots if wide else slots.astype(np.int32))
+        return found
+
+    def _positions(self) -> np.ndarray:
+        """Position of each token, int32 ``[T]``."""
+        if not self.is_pack:
+            return self._lengths - 1
+        ends = zip(self._lengths.tolist(), self.counts, strict=True)
+        return np.concatenate([np.arange(end - count, end, dtype=np.int32) for end, count in ends])
 
     def offsets(self, num_rows: int | None = None) -> mx.array:
-        """Position of the first of each row's new tokens, int32 ``[B]``; up to ``num_rows``, rows at position 0."""
-        return rows_array(padded(self._lengths - np.array(self.counts or self.num_tokens, np.int32), num_rows))
+        """Position of each token, int32 ``[T]``; up to ``num_rows``, rows at position 0."""
+        return rows_array(padded(self._positions(), num_rows))
 
     def visible(
-        self, tables: Sequence[BlockTable], window: Window | None, shape: tuple[int, int] | None = None
+        self,
+        tables: Sequence[BlockTable],
+        window: Window | None,
+        num_rows: int | None = None,
+        shape: tuple[int, int] | None = None,
     ) -> ThreeArrays:
-        """Return what each new token sees: block tables ``[B, max_blocks]``, and as int32 ``[B, num_tokens]`` the end
-        (exclusive: its own position + 1) and the start of its visible positions. With ``shape``, block tables of that
-        shape. Padding sees nothing, and neither do the rows that the shape adds."""
-        known = self._visible.get((window, shape))
+        """Return what each new token sees: block tables ``[rows, max_blocks]``, and as int32 ``[rows, n]`` the end
+        (exclusive: its own position + 1) and the start of its visible positions.
+
+        Args:
+            tables: of the step.
+            window: of the tokens.
+            num_rows: B for rows of n tokens each, or T, the default, for rows of one token, with the table of its
+                sequence for each.
+            shape: of the block tables, if that is larger; the rows that it adds see nothing.
+        """
+        num_rows = num_rows or self.num_tokens
+        known = self._visible.get((window, num_rows, shape))
         if known is not None:
             return known
-        if self.counts is None:
-            ends = self._lengths[:, None] + np.arange(1 - self.num_tokens, 1, dtype=np.int32)
-        else:
-            counts, index = np.array(self.counts, np.int32)[:, None], np.arange(self.num_tokens, dtype=np.int32)
-            ends = np.where(index < counts, self._lengths[:, None] - counts + index + 1, 0)
-        ends = padded(ends, None if shape is None else shape[0])
         own = self._device_tables
+        if num_rows == self.num_tokens:
+            ends = self._positions()[:, None] + 1
+        else:
+            ends = self._lengths[:, None] + np.arange(1 - self.counts[0], 1, dtype=np.int32)
+        ends = padded(ends, None if shape is None else shape[0])
         starts = own.starts(ends.shape) if window is None else rows_array(window.first_seen_by(ends - 1))
-        found = (own.of(tables, shape), rows_array(ends), starts)
-        self._visible[window, shape] = found
+        if num_rows == len(tables):
+            each = tables
+        else:
+            each = [table for table, count in zip(tables, self.counts, strict=True) for _ in range(count)]
+        found = (own.of(each, shape), rows_array(ends), starts)
+        self._visible[window, num_rows, shape] = found
         return found
+
+    def block_tables(self, tables: Sequence[BlockTable]) -> mx.array:
+        """Return the tables on the device, int32 ``[B, max_blocks]``, by absolute position."""
+        return self._device_tables.of(tables)
+
+    def all_blocks(self, tables: Sequence[BlockTable]) -> mx.array:
+        """Return the ids of all blocks of the tables, one table's after the other's; int32."""
+        if self._all_blocks is None:
+            self._all_blocks = mx.array([block_id for table in tables for block_id in table.block_ids], mx.int32)
+        return self._all_blocks
+
+    @staticmethod
+    def num_slots(tables: Sequence[BlockTable]) -> int:
+        """Number of slots of all their blocks."""
+        return sum(len(table.block_ids) for table in tables) * tables[0].block_size
+
+    def gathered_tables(self, tables: Sequence[BlockTable]) -> mx.array:
+        """Return where each table's blocks are among :meth:`all_blocks`, int32 ``[B, max_blocks]``, by absolute
+        position."""
+        if self._gathered_tables is None:
+            found = np.zeros((len(tables), table_width(tables)), np.int32)
+            first = 0
+            for row, table in enumerate(tables):
+                count = len(table.block_ids)
+                found[row, :count] = np.arange(first, first + count)
+                first += count
+            self._gathered_tables = mx.array(found)
+        return self._gathered_tables
+
+    def part(self, tables: Sequence[BlockTable], index: int) -> Step:
+        """Return the step of one table alone, for attention sequence by sequence."""
+        step = self._parts.get(index)
+        if step is None:
+            counts = (self.counts[index],)
+            step = self._parts[index] = Step([tables[index]], counts, self.epoch, self._num_blocks, DeviceTables())
+        return step
+
+    def split(self, x: mx.array) -> list[mx.array]:
+        """Split the tokens' array into each table's ``[1, n_heads, counts[b], head_dim]``."""
+        if len(self.counts) == 1 and x.shape[0] == 1:
+            return [x]
+        if x.shape[0] == len(self.counts):
+            return [x[row : row + 1] for row in range(x.shape[0])]
+        return [x[span].swapaxes(0, 2) for span in self.spans]
+
+    @staticmethod
+    def join(parts: Sequence[mx.array]) -> mx.array:
+        """Join parts ``[1, n_heads, counts[b], head_dim]`` to ``[T, n_heads, 1, head_dim]``."""
+        return mx.concatenate([part.swapaxes(0, 2) for part in parts])
 
 
 SHORT_TABLE = 8  # blocks
@@ -210,9 +300,9 @@ def padded(rows: np.ndarray, num_rows: int | None) -> np.ndarray:
     return np.concatenate([rows, np.zeros((num_rows - len(rows), *rows.shape[1:]), rows.dtype)])
 
 
-def step_key(tables: Sequence[BlockTable], num_tokens: int, counts: Sequence[int] | None = None) -> tuple[int, ...]:
+def step_key(tables: Sequence[BlockTable], counts: Sequence[int]) -> tuple[Sequence[int], ...]:
     """Return what identifies a step within an epoch."""
-    return (num_tokens, *[table.uid for table in tables], *(counts or ()))
+    return (tuple(counts), tuple([table.uid for table in tables]))
 
 
 def tail_slots(table: BlockTable, num_tokens: int) -> np.ndarray:
@@ -223,137 +313,3 @@ def tail_slots(table: BlockTable, num_tokens: int) -> np.ndarray:
     ids = np.array(table.block_ids[first:], np.int64)
     slots: np.ndarray = ids[positions // size - first] * size + positions % size
     return slots
-
-
-# Number of query heads, scale, window, softcap, whether there are sinks.
-PrefillKey = tuple[int, float, Window | None, float | None, bool]
-
-
-class PackedStep:
-    """The last ``counts[b]`` reserved positions of each of B tables of one group: T tokens, table by table.
-
-    Attributes:
-        key: the tables' uids and ``counts``.
-        epoch: state of the group this was made in; a step of another epoch must not be used.
-        counts: new tokens of each table, at least one.
-        num_tokens: T, all of them.
-        spans: where each table's tokens are among the T.
-        write_launch, prefill_launches, decode_launches, prompt_launches: kernel launches prepared for this step, for
-            all layers; of attention by what the layers ask for.
-    """
-
-    def __init__(
-        self,
-        tables: Sequence[BlockTable],
-        counts: Sequence[int],
-        epoch: int,
-        num_blocks: int,
-        device_tables: DeviceTables,
-    ) -> None:
-        self.key = packed_key(tables, counts)
-        self.epoch = epoch
-        self.counts = list(counts)
-        self.num_tokens = sum(counts)
-        ends = np.cumsum(self.counts).tolist()
-        self.spans = [slice(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
-        self.write_launch: WriteLaunch | None = None
-        self.prefill_launches: dict[PrefillKey, PrefillLaunch] = {}
-        self.decode_launches: dict[DecodeKey, DecodeLaunch] = {}
-        self.prompt_launches: dict[tuple[LatentHeads, float], PromptLaunch] = {}
-        self._num_blocks = num_blocks
-        self._device_tables = device_tables
-        self._slots: dict[int | None, mx.array] = {}  # by the number of rows
-        self._visible: dict[tuple[Window | None, tuple[int, int] | None], ThreeArrays] = {}  # by window and shape
-        self._parts: dict[int, Step] = {}
-        self._all_blocks: mx.array | None = None
-        self._gathered_tables: mx.array | None = None
-
-    def slots(self, tables: Sequence[BlockTable], num_rows: int | None = None) -> mx.array:
-        """``block_id * block_size + offset`` of each token, ``[T]``; int64 where int32 is too short. Up to
-        ``num_rows``, -1, which is not written."""
-        found = self._slots.get(num_rows)
-        if found is None:
-            slots = np.concatenate([tail_slots(table, n) for table, n in zip(tables, self.counts, strict=True)])
-            if num_rows is not None:
-                slots = np.concatenate([slots, np.full(num_rows - len(slots), -1, slots.dtype)])
-            wide = self._num_blocks * tables[0].block_size > _MAX_INT32
-            found = self._slots[num_rows] = mx.array(slots if wide else slots.astype(np.int32))
-        return found
-
-    def block_tables(self, tables: Sequence[BlockTable]) -> mx.array:
-        """Return the tables on the device, int32 ``[B, max_blocks]``, by absolute position."""
-        return self._device_tables.of(tables)
-
-    def offsets(self, tables: Sequence[BlockTable], num_rows: int | None = None) -> mx.array:
-        """Position of each token, int32 ``[T]``; up to ``num_rows``, rows at position 0."""
-        return rows_array(padded(self._positions(tables), num_rows))
-
-    def _positions(self, tables: Sequence[BlockTable]) -> np.ndarray:
-        spans = [
-            np.arange(table.length - count, table.length, dtype=np.int32)
-            for table, count in zip(tables, self.counts, strict=True)
-        ]
-        return np.concatenate(spans)
-
-    def all_blocks(self, tables: Sequence[BlockTable]) -> mx.array:
-        """Return the ids of all blocks of the tables, one table's after the other's; int32."""
-        if self._all_blocks is None:
-            self._all_blocks = mx.array([block_id for table in tables for block_id in table.block_ids], mx.int32)
-        return self._all_blocks
-
-    @staticmethod
-    def num_slots(tables: Sequence[BlockTable]) -> int:
-        """Number of slots of all their blocks."""
-        return sum(len(table.block_ids) for table in tables) * tables[0].block_size
-
-    def gathered_tables(self, tables: Sequence[BlockTable]) -> mx.array:
-        """Return where each table's blocks are among :meth:`all_blocks`, int32 ``[B, max_blocks]``, by absolute
-        position."""
-        if self._gathered_tables is None:
-            found = np.zeros((len(tables), table_width(tables)), np.int32)
-            first = 0
-            for row, table in enumerate(tables):
-                count = len(table.block_ids)
-                found[row, :count] = np.arange(first, first + count)
-                first += count
-            self._gathered_tables = mx.array(found)
-        return self._gathered_tables
-
-    def visible(
-        self, tables: Sequence[BlockTable], window: Window | None, shape: tuple[int, int] | None = None
-    ) -> ThreeArrays:
-        """Return what each token sees, as a row of a decode step: block tables ``[T, max_blocks]``, that of a sequence
-        for each of its tokens, and as int32 ``[T, 1]`` the end and the start of its visible positions. With ``shape``,
-        block tables of that shape; the rows that it adds see nothing."""
-        known = self._visible.get((window, shape))
-        if known is None:
-            if shape is None:
-                shape = (self.num_tokens, table_width(tables))
-            ends = padded(self._positions(tables)[:, None] + 1, shape[0])
-            starts = np.zeros_like(ends) if window is None else window.first_seen_by(ends - 1)
-            each = [table for table, count in zip(tables, self.counts, strict=True) for _ in range(count)]
-            known = (self._device_tables.of(each, shape), rows_array(ends), rows_array(starts))
-            self._visible[window, shape] = known
-        return known
-
-    def part(self, tables: Sequence[BlockTable], index: int) -> Step:
-        """Return the step of one table alone, for attention sequence by sequence."""
-        step = self._parts.get(index)
-        if step is None:
-            table, count = tables[index], self.counts[index]
-            step = self._parts[index] = Step([table], count, self.epoch, self._num_blocks, DeviceTables())
-        return step
-
-    def split(self, x: mx.array) -> list[mx.array]:
-        """From ``[T, n_heads, 1, head_dim]`` to each table's ``[1, n_heads, counts[b], head_dim]``."""
-        return [x[span].swapaxes(0, 2) for span in self.spans]
-
-    @staticmethod
-    def join(parts: Sequence[mx.array]) -> mx.array:
-        """Return what :meth:`split` gave, together again."""
-        return mx.concatenate([part.swapaxes(0, 2) for part in parts])
-
-
-def packed_key(tables: Sequence[BlockTable], counts: Sequence[int]) -> tuple[int, ...]:
-    """Return what identifies a packed step within an epoch."""
-    return (*[table.uid for table in tables], *counts)

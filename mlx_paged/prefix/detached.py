@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from ..cache.sequence import SequenceTables
+from ..cache.rows import SequenceTables
 from ..errors import BlockStateError, TrimError
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
@@ -71,7 +71,6 @@ class DetachedPrefix:
         if length is not None and length < self.length:
             for table in tables:
                 self.pool.trim(table, self.length - length)
-                table.ring_origin = self.pool.groups[table.group].spec.ring_origin(length)
         return sequence_over(self.pool, tables)
 
     def discard(self) -> None:
@@ -120,7 +119,7 @@ def donate(
         whole_blocks: leave a partly filled last block out, for a sequence that goes on at once: it would have to copy
             that block.
     """
-    length = min(len(tokens), *sequence.offsets.values(), *(table.length for table in sequence.tables))
+    length = min(len(tokens), sequence.length)
     if whole_blocks:
         length -= length % sequence.pool.block_size
     return tree.insert(tokens[:length], sequence.tables, salt, label=label) if length else None

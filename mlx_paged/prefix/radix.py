@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
-from ..errors import BlockStateError, ConfigError
+from ..errors import BlockStateError
 from ..kv.allocator import NULL_BLOCK
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
@@ -80,8 +80,6 @@ class RadixTree:
         clock: Callable[[], float] = time.monotonic,
         on_evict: Callable[[Hashable, RadixNode], None] | None = None,
     ) -> None:
-        if pool.pins_tokens:
-            raise ConfigError("keys of a pool that pins tokens depend on how prompts were cut, so are not shared")
         self._held = HeldBlocks(pool)
         self.block_size, self.windows = self._held.block_size, self._held.windows
         self.ttl, self.clock, self.on_evict = ttl, clock, on_evict
@@ -663,8 +661,8 @@ def table_over(pool: BlockPool, group: int, block_ids: Sequence[int], length: in
     Args:
         pool: the blocks' pool.
         group: index of their group.
-        block_ids: by absolute position, ``ceil(length / block_size)`` of them; null behind the group's window, but for
-            pinned tokens. Where the next token sees itself only, whole blocks.
+        block_ids: by absolute position, ``ceil(length / block_size)`` of them; null behind the group's window. Where
+            the next token sees itself only, whole blocks.
         length: tokens they hold.
     """
     spec = pool.groups[group].spec
@@ -673,6 +671,6 @@ def table_over(pool: BlockPool, group: int, block_ids: Sequence[int], length: in
         pool.retain(group, block_ids)
         table.block_ids.extend(block_ids)
         table.length = length
-        table.logical_start, table.ring_origin = spec.first_kept(length), spec.ring_origin(length)
+        table.logical_start = spec.first_kept(length)
         table.forget_indices()
         return table

@@ -275,7 +275,6 @@ class SpillStore:
                 continue
             table = table_over(pool, group, [0] * first + blocks, node.end)
             table.logical_start = begin = max(valid_from, first * pool.block_size)
-            table.ring_origin = 0
             for layer in pool.groups[group].spec.layers:
                 for name, x in zip("kv", pool.layer(layer).read_stored(table), strict=True):
                     layers[f"{name}{layer}"] = x, begin
@@ -523,7 +522,8 @@ def _is_like(a: Sequence[BlockGeometry], b: Sequence[BlockGeometry]) -> bool:
 def _root(identity: str, pool: BlockPool) -> str:
     """Return the chain of a pool's first blocks under an identity."""
     specs = [group.spec for group in pool.groups]
-    groups = [(spec.layers, spec.window if spec.stride == 1 else spec.sees, spec.pinned) for spec in specs]
+    # The 0 stands where earlier versions had pinned tokens, so that their files are found.
+    groups = [(spec.layers, spec.window if spec.stride == 1 else spec.sees, 0) for spec in specs]
     pages = "" if pool.page_format is None else f" {tuple(pool.page_format)}"
     return hashlib.sha256(f"{FORMAT} {pool.block_size}{pages} {groups} {identity}".encode()).hexdigest()[:32]
 

@@ -15,7 +15,7 @@ from ...engine.request import sequence_of
 from ...errors import GeometryError, PromptCacheError
 from ...warn import warn_once
 from .layer_cache import PagedLayerCache
-from .layout import can_be_paged, pinned_in, window_of
+from .layout import can_be_paged, window_of
 from .prompt_cache import CacheFactory, factory_of
 
 
@@ -34,15 +34,14 @@ def adopt_prompt_cache(model: Any, cache: list[Any], factory: CacheFactory | Non
     """
     if not cache or any(isinstance(c, PagedLayerCache) for c in leaves(cache)):
         return cache
-    bounded = next((c for c in leaves(cache) if type(c) is RotatingKVCache and pinned_in(c)), None)
     quantized = next((c for c in leaves(cache) if type(c) is QuantizedKVCache), None)
-    if factory is None or bounded is not None:
+    if factory is None:
         held = None if quantized is None else KVBits(quantized.bits, quantized.group_size)
 
         def as_held(config: PagedConfig) -> PagedConfig:
             return config if held is None or config.kv_bits is not None else held.configured(config)
 
-        factory = factory_of(model, None if bounded is None else bounded.max_size, as_held)
+        factory = factory_of(model, None, as_held)
     fresh = factory()
     if len(fresh) != len(cache):
         raise PromptCacheError(f"the prompt cache has {len(cache)} layers, the model {len(fresh)}")
@@ -50,7 +49,7 @@ def adopt_prompt_cache(model: Any, cache: list[Any], factory: CacheFactory | Non
     if len(olds) != len(news):
         raise PromptCacheError(f"the prompt cache has {len(olds)} parts, the model's {len(news)}")
     pairs = [(old, new) for old, new in zip(olds, news, strict=True) if isinstance(new, PagedLayerCache)]
-    if any(not _can_be_paged(old) or pinned_in(old) != new.pinned for old, new in pairs):
+    if any(not _can_be_paged(old) for old, _ in pairs):
         kinds = ", ".join(sorted({type(c).__name__ for c in cache}))
         warn_once(f"a prompt cache of type {kinds} with these options is not paged yet: mlx-lm's own cache is used")
         return cache
@@ -77,11 +76,6 @@ def adopt_prompt_cache(model: Any, cache: list[Any], factory: CacheFactory | Non
             new.load(keys, values, old.offset)
         except GeometryError as error:
             raise PromptCacheError(f"layer {new.layer} of the prompt cache: {error}") from None
-    # From here on the order of keys follows the cache that was loaded, as it would in mlx-lm.
-    for old, new in pairs:
-        if isinstance(old, RotatingKVCache) and old.offset >= old.max_size:
-            next_slot = old._idx if old._idx < old.max_size and old.keys.shape[2] <= old.max_size else old.keep
-            new.table.ring_origin = (old.offset - next_slot) % (old.max_size - old.keep)
     paged = {new.layer for _, new in pairs}
     parts = [new if place in paged else old for place, (old, new) in enumerate(zip(olds, news, strict=True))]
     return with_leaves(cache, parts)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
-from ...attention.gather import ring_rotation
-from ...cache.batch_cache import PagedBatchKVCache
 from ...cache.paged_kv_cache import PagedKVCache
-from ...cache.sequence import SequenceTables
+from ...cache.rows import SequenceTables
 from ...config import STOCK_QUANTISES
 from ...errors import PromptCacheError
 from ...kv.storage.base import Geometry, PageFormat, first_keys
@@ -48,7 +45,7 @@ class PagedLayerCache(PagedKVCache):
     @property
     def keep(self) -> int:
         """Like ``RotatingKVCache``'s. Raises AttributeError without a sliding window."""
-        return self._if(RotatingKVCache, "keep", self.pinned)
+        return self._if(RotatingKVCache, "keep", 0)
 
     @property
     def chunk_size(self) -> int:
@@ -79,15 +76,15 @@ class PagedLayerCache(PagedKVCache):
         return self.window is None and held.format.k_bits == held.format.v_bits and not held.format.rotate
 
     def to_stock(self) -> KVCache | RotatingKVCache | ChunkedKVCache | QuantizedKVCache:
-        """Return the same tokens in mlx-lm's own cache, bit for bit and in the same order (a copy); dequantised unless
+        """Return the same tokens in mlx-lm's own cache, bit for bit and by position (a copy); dequantised unless
         :attr:`has_stock_form`."""
         if self._kv.is_quantized and self.has_stock_form and not self.empty():
             return self._to_stock_quantized()
-        ring, pinned = self._kv.spec.ring, self.pinned
+        ring = self._kv.spec.ring
         if self.window is None:
             stock = KVCache()
         else:
-            stock = RotatingKVCache(max_size=ring, keep=pinned) if ring else ChunkedKVCache(self.window)
+            stock = RotatingKVCache(max_size=ring) if ring else ChunkedKVCache(self.window)
         if self.empty():
             return stock
         keys, values = self.keys_and_values()
@@ -99,12 +96,8 @@ class PagedLayerCache(PagedKVCache):
         # its slot before reading it, so zeros do.
         missing = max(0, min(self.offset, ring) - keys.shape[2])
         if missing:
-            keys, values = (
-                mx.concatenate([x[:, :, :pinned], mx.zeros_like(x[:, :, :missing]), x[:, :, pinned:]], axis=2)
-                for x in (keys, values)
-            )
-        rotation = ring_rotation(self.table, ring)
-        stock.state = (keys, values, self.offset, pinned, ring, ring - rotation if rotation else keys.shape[2])
+            keys, values = (mx.concatenate([mx.zeros_like(x[:, :, :missing]), x], axis=2) for x in (keys, values))
+        stock.state = (keys, values, self.offset, 0, ring, keys.shape[2])
         return stock
 
     @in_turn
@@ -167,11 +160,6 @@ class PagedLayerCache(PagedKVCache):
             return self  # as mlx-lm's, which cannot be quantised
         warn_once(STOCK_QUANTISES)
         return self.to_stock().to_quantized(group_size=group_size, bits=bits)
-
-    @classmethod
-    def merge(cls, caches: Sequence[Any]) -> PagedBatchKVCache:
-        """Return a batch of forks of these caches."""
-        return PagedBatchKVCache.merge(caches)
 
 
 def mask_rows(value: bool) -> None:

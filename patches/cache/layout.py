@@ -270,10 +270,7 @@ def forget_layouts() -> None:
 def can_be_paged(cache: Any) -> bool:
     """Return whether a stock cache is one that blocks can stand in for; with chunks, only where an adapter makes the
     masks."""
-    # A cache with no room beyond what it keeps drops new tokens in mlx-lm.
-    if type(cache) is RotatingKVCache:
-        return bool(0 <= cache.keep < cache.max_size)
-    return type(cache) in (KVCache, ChunkedKVCache)
+    return type(cache) in (KVCache, ChunkedKVCache) or (type(cache) is RotatingKVCache and not cache.keep)
 
 
 def pinned_in(cache: Any) -> int:
@@ -293,18 +290,16 @@ def _kind(cache: Any) -> Hashable:
 
 
 def _adapter_layout(stock: Sequence[Any]) -> PagedLayout:
-    by_window: dict[tuple[Window | None, int], list[int]] = {}
+    by_window: dict[Window | None, list[int]] = {}
     for layer, cache in enumerate(stock):
-        by_window.setdefault((window_of(cache), pinned_in(cache)), []).append(layer)
-    groups = tuple(_group(layers, w, _name(w, pinned), pinned) for (w, pinned), layers in by_window.items())
+        by_window.setdefault(window_of(cache), []).append(layer)
+    groups = tuple(_group(layers, window, _name(window)) for window, layers in by_window.items())
     return PagedLayout(groups, (), True, ())
 
 
-def _group(
-    layers: Sequence[int], window: Window | None, name: str, pinned: int = 0, latent: bool = False
-) -> LayerGroup:
+def _group(layers: Sequence[int], window: Window | None, name: str, latent: bool = False) -> LayerGroup:
     size, stride = (None, 1) if window is None else window
-    return LayerGroup(tuple(layers), size, name, pinned, latent, stride)
+    return LayerGroup(tuple(layers), size, name, latent, stride)
 
 
 def _seam_layout(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> PagedLayout:
@@ -319,16 +314,16 @@ def _seam_layout(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> Page
     unused = [layer for layer in candidates if layer not in probed]
     if unused:
         reasons = (*reasons, f"{len(unused)} cache(s) that no attention writes to")
-    by_kind: dict[tuple[Window | None, int, Geometry], list[int]] = {}
+    by_kind: dict[tuple[Window | None, Geometry], list[int]] = {}
     for layer, found in probed.items():
-        by_kind.setdefault((window_of(stock[layer]), pinned_in(stock[layer]), found.geometry), []).append(layer)
-    names = [_name(window, pinned) for window, pinned, _ in by_kind]
+        by_kind.setdefault((window_of(stock[layer]), found.geometry), []).append(layer)
+    names = [_name(window) for window, _ in by_kind]
     groups, geometries = [], []
-    for ((window, pinned, geometry), layers), name in zip(by_kind.items(), names, strict=True):
+    for ((window, geometry), layers), name in zip(by_kind.items(), names, strict=True):
         if names.count(name) > 1:
             name += f", {geometry.num_kv_heads} x {geometry.k_head_dim}/{geometry.v_head_dim}"
         latent = any(probed[layer].heads is None for layer in layers)
-        groups.append(_group(layers, window, name, pinned, latent))
+        groups.append(_group(layers, window, name, latent))
         geometries.append((geometry, probed[layers[0]].heads))
     return PagedLayout(tuple(groups), tuple(geometries), False, reasons)
 
@@ -338,7 +333,7 @@ def _reasons(stock: Sequence[Any]) -> tuple[str, ...]:
     for cache in stock:
         if not _seam_can_page(cache):
             name = type(cache).__name__
-            kinds[name + (" with no room beyond the tokens it keeps (max_kv_size)" if pinned_in(cache) else "")] = None
+            kinds[name + (" that keeps a sequence's first tokens (max_kv_size)" if pinned_in(cache) else "")] = None
     return tuple(f"cache type {kind}" for kind in kinds)
 
 
@@ -356,9 +351,7 @@ def _seam_can_page(cache: Any) -> bool:
     return can_be_paged(cache) and type(cache) is not ChunkedKVCache
 
 
-def _name(window: Window | None, pinned: int) -> str:
+def _name(window: Window | None) -> str:
     if window is None:
         return "global"
-    if window.stride > 1:
-        return f"chunk {window.size}"
-    return f"window {window.size}" + (f" with {pinned} pinned" if pinned else "")
+    return f"{'chunk' if window.stride > 1 else 'window'} {window.size}"

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
-from ...cache.sequence import SequenceTables
+from ...cache.rows import SequenceTables
 from ...errors import PoolExhaustedError
 from ...kv.pool import BlockPool
 from ...prefix.detached import donate, sequence_over
@@ -405,11 +405,11 @@ def _on_disk(identity: str, number: int, salt: Hashable) -> str:
 def _sequences(caches: Sequence[Any]) -> list[SequenceTables]:
     """Return the sequences that a prompt cache is made of, or none unless every layer of each is there, paged, and can
     be shared by prefix."""
-    if not caches or not all(isinstance(cache, PagedLayerCache) and not cache.pool.pins_tokens for cache in caches):
+    if not caches or not all(isinstance(cache, PagedLayerCache) for cache in caches):
         return []
     sequences: list[SequenceTables] = []
     for cache in caches:
         if not sequences or cache.sequence is not sequences[-1]:
             sequences.append(cache.sequence)
-    expected = [(id(s), layer) for s in sequences for layer in range(len(s.offsets))]
+    expected = [(id(s), layer) for s in sequences for layer in range(s.num_layers)]
     return sequences if [(id(c.sequence), c.layer) for c in caches] == expected else []

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ...cache.composites import leaves, with_leaves
-from ...cache.sequence import SequenceTables
+from ...cache.rows import SequenceTables
 from ...config import KVBits, PagedConfig
 from ...errors import ConfigError, PromptCacheError
 from ...kv.pool import BlockPool
@@ -191,8 +191,7 @@ def _convert(models: Sequence[Any], given: list[Any], asked: KVBits) -> None:
         held = " and ".join(str(each) for each in present)
         wanted = f"{asked.bits} bits in groups of {asked.group_size}"
         raise PromptCacheError(f"the prompt cache holds {held}; {asked.why_not or f'{wanted} were asked for'}")
-    bounded = next((cache.window for cache in paged if cache.pinned), None)
-    fresh = leaves([cache for model in models for cache in factory_of(model, bounded, asked.configured)()])
+    fresh = leaves([cache for model in models for cache in factory_of(model, None, asked.configured)()])
     if len(fresh) != len(parts):
         raise PromptCacheError(f"the prompt cache has {len(parts)} parts, the model's {len(fresh)}")
     for place, (old, new) in enumerate(zip(parts, fresh, strict=True)):

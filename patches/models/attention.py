@@ -9,7 +9,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...cache.batch_cache import PagedBatchKVCache
-from ...cache.packed_cache import PackedKVCache
 from ...engine.compiled_step import StepLayer
 from ...engine.narrow_layers import projected
 from ...kv.storage.attention_params import AttentionParams
@@ -56,11 +55,11 @@ def paged_call(
     return adapt
 
 
-def takes(cache: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCache | PackedKVCache | StepLayer]:
+def takes(cache: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCache | StepLayer]:
     """Return whether the paged path serves ``batch`` rows with this cache."""
     if isinstance(cache, PagedLayerCache):
         return cache.takes(batch)
-    return isinstance(cache, PagedBatchKVCache | PackedKVCache | StepLayer)
+    return isinstance(cache, PagedBatchKVCache | StepLayer)
 
 
 def project_heads(

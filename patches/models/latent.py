@@ -18,8 +18,7 @@ from mlx_lm.models.mla import QuantizedMultiLinear
 
 from ...attention import dispatch, latent_prompts
 from ...cache.batch_cache import PagedBatchKVCache
-from ...cache.pack import NotPackableError
-from ...cache.packed_cache import PackedKVCache
+from ...cache.rows import NotPackableError
 from ...engine.compiled_step import StepLayer
 from ...kernels.launch_shape import MAX_QUERY_LENGTH
 from ...kv.storage.attention_params import AttentionParams, LatentHeads, Window
@@ -161,7 +160,7 @@ def _attention(
         scales: of the queries, by their positions: ``[L, 1]``, or ``[B, 1, L, 1]`` where rows have their own.
         apart: upstream's code, of x, a mask and a cache, and, for the tokens of a sequence in a pack, which they are.
     """
-    if isinstance(cache, PackedKVCache):
+    if isinstance(cache, PagedBatchKVCache) and cache.rows.is_pack:
         return _packed(self, x, scales, mask, cache, finish, apart)
     if x.shape[1] == 1 and _serves(cache, self, x.shape[0]):
         return finish(self, _absorbed(self, _projected(self, x, cache.offset, scales), mask, cache), x)
@@ -182,13 +181,13 @@ def _packed(
     x: mx.array,
     scales: mx.array | None,
     mask: mx.array | str | None,
-    cache: PackedKVCache,
+    cache: PagedBatchKVCache,
     finish: Finish,
     apart: Callable[..., mx.array],
 ) -> mx.array:
     if mask is not None:
         raise NotPackableError("the model's attention makes a mask of its own")
-    pool, layer, few = cache.pool, cache.layer, cache.pack.as_rows or max(cache.pack.counts) <= MOST_AS_ROWS
+    pool, layer, few = cache.pool, cache.layer, cache.rows.as_rows or max(cache.rows.counts) <= MOST_AS_ROWS
     if few and dispatch.serves_latents(_heads_of(self), pool, layer):
         made = _projected(self, x, cache.offset, scales)
         return finish(self, _absorbed(self, made, None, cache, as_rows=True), x)
@@ -232,7 +231,7 @@ def _by_head(layer: Any, x: mx.array) -> mx.array:
     return layer(x.swapaxes(0, 2)).swapaxes(0, 2)
 
 
-def _expanded(self: Any, made: Projected, cache: PackedKVCache | PagedLayerCache) -> mx.array:
+def _expanded(self: Any, made: Projected, cache: PagedBatchKVCache | PagedLayerCache) -> mx.array:
     """Attention over what latents stand for: ``[T, n_heads, 1, v_head_dim]``."""
 
     def expand(latents: mx.array, heads: slice) -> tuple[mx.array, mx.array]:
@@ -276,8 +275,6 @@ def _serves(cache: Any, module: Any, batch: int) -> TypeGuard[PagedLayerCache | 
         return False
     if isinstance(cache, StepLayer):
         return True
-    if isinstance(cache, PagedBatchKVCache) and cache.is_padded:
-        return False
     return dispatch.serves_latents(_heads_of(module), cache.pool, cache.layer)
 
 

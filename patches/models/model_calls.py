@@ -14,7 +14,6 @@ import mlx.core as mx
 from ...by_model import ByModel
 from ...cache.batch_cache import PagedBatchKVCache
 from ...cache.composites import leaves
-from ...cache.packed_cache import PackedKVCache
 from ...cache.paged_kv_cache import PagedKVCache
 from ...engine.compiled_step import CompiledStep
 from ...kernels.products.inference import Inference
@@ -36,8 +35,8 @@ def adapt(original: ModelCall) -> ModelCall:
         caches = given.pop("cache", None)
         if caches and inputs.shape[1] == 1 and not any(value is not None for value in given.values()):
             first: Any = next(iter(leaves(caches[:1])), None)
-            is_pack = isinstance(first, PackedKVCache) and first.pack.as_rows
-            if is_pack or isinstance(first, PagedKVCache | PagedBatchKVCache):
+            is_step = isinstance(first, PagedBatchKVCache) and (first.rows.as_rows or not first.rows.is_pack)
+            if is_step or isinstance(first, PagedKVCache):
                 step = step_of(first.pool, original)
                 # Of a model in a model, whichever is called first has the step; the other is a part of it.
                 if step.forward is original and step.failure is None:
@@ -66,7 +65,7 @@ def step_of(pool: BlockPool, original: ModelCall) -> CompiledStep:
 
 _guarded: weakref.WeakSet[type] = weakref.WeakSet()
 _lock = threading.Lock()
-_PAGED = PagedKVCache | PagedBatchKVCache | PackedKVCache
+_PAGED = PagedKVCache | PagedBatchKVCache
 
 
 def guard(model: Any) -> None:

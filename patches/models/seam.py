@@ -11,7 +11,6 @@ from mlx_lm.models import base
 
 from ...cache.batch_cache import PagedBatchKVCache
 from ...cache.lazy_kv import lazy_kv_of
-from ...cache.packed_cache import PackedKVCache
 from ...cache.paged_kv_cache import PagedKVCache
 from ...engine.compiled_step import StepLayer
 from ...kv.storage.attention_params import AttentionParams
@@ -201,7 +200,7 @@ def _reusing(
 
 
 def _is_paged(cache: Any) -> bool:
-    return isinstance(cache, PagedKVCache | PagedBatchKVCache | PackedKVCache | StepLayer | ProbeLayer)
+    return isinstance(cache, PagedKVCache | PagedBatchKVCache | StepLayer | ProbeLayer)
 
 
 def _rotated_attention(

@@ -7,24 +7,23 @@ from collections.abc import Iterator
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import RotatingKVCache
 
 from mlx_paged.attention import gather
 from mlx_paged.attention.dispatch import (
+    attend,
     dispatch_counts,
     last_dispatch,
-    paged_attention,
-    prefill_attention,
     reset_dispatch_counts,
 )
-from mlx_paged.attention.gather import attention, causal_mask, gather_attention, ring_rotation
+from mlx_paged.attention.gather import attention, causal_mask, gather_attention
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
-from mlx_paged.cache.sequence import SequenceTables
+from mlx_paged.cache.rows import SequenceTables
 from mlx_paged.errors import GeometryError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.storage.attention_params import AttentionParams, Window
+from tests.support.pools import paged_attention
 
 HEADS, Q_HEADS, DIM, VDIM, SCALE = 2, 6, 16, 8, 0.25
 
@@ -187,7 +186,9 @@ def test_prefill_equals_dense_with_and_without_a_prefix(prefix: int, mask: str |
     pool, tables, [(k, v)] = pool_with([prefix + n])
     q = noise(99, 1, Q_HEADS, n, DIM)
     given = causal_mask(n, prefix, Window(3)) if mask == "array" else mask
-    got = prefill_attention(q, k[:, :, prefix:], v[:, :, prefix:], pool, 0, tables[0], AttentionParams(SCALE, given))
+    new = k[:, :, prefix:], v[:, :, prefix:]
+    step, params = pool.layer(0).step(tables, n), AttentionParams(SCALE, given)
+    got = attend(q, new, pool, 0, tables, step, params, is_written=True)
     assert_equal(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=SCALE, mask=given))
     dispatch = last_dispatch()
     assert dispatch is not None and dispatch.path == ("gather" if prefix else "prefill")
@@ -197,27 +198,9 @@ def test_prefill_without_a_prefix_reads_nothing_from_the_pool(monkeypatch: pytes
     pool, tables, [(k, v)] = pool_with([5])
     monkeypatch.setattr(pool, "gather_visible", None)
     q = noise(99, 1, Q_HEADS, 5, DIM)
-    got = prefill_attention(q, k, v, pool, 0, tables[0], AttentionParams(SCALE, "causal"))
+    step = pool.layer(0).step(tables, 5)
+    got = attend(q, (k, v), pool, 0, tables, step, AttentionParams(SCALE, "causal"), is_written=True)
     assert_equal(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=SCALE, mask="causal"))
-
-
-@pytest.mark.parametrize("prefill", [1, 3, 5, 6, 7, 12, 13])
-def test_the_rotation_is_that_of_the_dense_ring(prefill: int) -> None:
-    window = 6
-    pool = BlockPool([LayerGroup((0,), window)], block_size=4)
-    table, ring = pool.new_table(), RotatingKVCache(max_size=window)
-    position = 0
-    for n in (prefill, *([1] * 20)):
-        pool.append_tokens(table, n)
-        k = mx.arange(position, position + n, dtype=mx.float32).reshape(1, 1, n, 1)
-        pool.write_prefill(table, 0, k, k)
-        slots = [int(x) for x in ring.update_and_fetch(k, k)[0].flatten().tolist()]
-        position += n
-        if n == 1:
-            visible = list(range(max(0, position - window), position))
-            rotation = ring_rotation(table, window)
-            assert visible[rotation:] + visible[:rotation] == slots
-    assert ring_rotation(table, None) == 0
 
 
 def test_gather_attention_in_a_window_group_sees_the_window_only() -> None:
@@ -232,7 +215,7 @@ def test_gather_attention_in_a_window_group_sees_the_window_only() -> None:
         pool.append_tokens(table, 1)
         pool.write_decode([table], 0, k[:, :, n - 1 :], v[:, :, n - 1 :])
     q = noise(99, 2, Q_HEADS, 1, DIM)
-    got = gather_attention(q, pool, 0, tables, AttentionParams(SCALE))
+    got = gather_attention(q, pool.layer(0), tables, AttentionParams(SCALE), pool.layer(0).step(tables, 1))
     for row, (k, v) in enumerate(parts):
         expected = mx.fast.scaled_dot_product_attention(
             q[row : row + 1], k[:, :, -window:], v[:, :, -window:], scale=SCALE
@@ -273,12 +256,13 @@ def test_short_rows_of_one_length_are_computed_together_with_the_same_bits(
 
     monkeypatch.setattr(gather, "attention", counted)
     step = pool.layer(0).step(tables, 1)
-    got = gather_attention(q, pool, 0, tables, AttentionParams(SCALE), step)
-    # In a window that moves, rows lie as in mlx-lm's ring, each in an order of its own.
-    parts = [1, 5, 4] if window is None else [1] * 6 + [4]
-    assert calls == parts
-    assert_equal(got, gather_attention(q, pool, 0, tables, AttentionParams(SCALE)))
-    assert calls == parts + [1] * len(lengths)
+    got = gather_attention(q, pool.layer(0), tables, AttentionParams(SCALE), step)
+    assert calls == [1, 5, 4]
+    for row, table in enumerate(tables):
+        alone = gather_attention(
+            q[row : row + 1], pool.layer(0), [table], AttentionParams(SCALE), step.part(tables, row)
+        )
+        assert_equal(got[row : row + 1], alone)
 
 
 def test_what_is_long_masked_or_capped_is_computed_a_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +279,7 @@ def test_what_is_long_masked_or_capped_is_computed_a_row_at_a_time(monkeypatch: 
     def parts(params: AttentionParams = plain, rows: int = 5) -> list[int]:
         calls.clear()
         pool.groups[0].touch()
-        gather_attention(q[:rows], pool, 0, tables[:rows], params, pool.layer(0).step(tables[:rows], 1))
+        gather_attention(q[:rows], pool.layer(0), tables[:rows], params, pool.layer(0).step(tables[:rows], 1))
         return list(calls)
 
     assert parts() == [5]

@@ -1,16 +1,16 @@
-"""PagedBatchKVCache: mlx-lm's batch cache protocol on block tables. Each row against a cache of its own."""
+"""PagedBatchKVCache in decode steps: rows of one token over block tables. Each against a cache of its own."""
 
 from __future__ import annotations
 
 import copy
-import gc
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from mlx_paged import BlockPool, LayerGroup, PagedKVCache, PoolExhaustedError, SequenceTables
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
-from mlx_paged.cache.batch_tables import BatchTables, OncePerBatch
+from mlx_paged.cache.rows import Rows
 from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
 from mlx_paged.kv import group, step
 from mlx_paged.kv.storage.attention_params import AttentionParams
@@ -38,7 +38,9 @@ def sequence(pool: BlockPool, length: int, seed: int = 0) -> list[PagedKVCache]:
 
 
 def merged(rows: list[list[PagedKVCache]]) -> list[PagedBatchKVCache]:
-    return [PagedBatchKVCache.merge(list(layer)) for layer in zip(*rows, strict=True)]
+    """A batch of forks of these sequences."""
+    batch = Rows(rows[0][0].pool, [copy.deepcopy(row[0].sequence) for row in rows])
+    return [PagedBatchKVCache(batch, layer) for layer in range(LAYERS)]
 
 
 def random_step(batch: int, width: int, seed: int) -> list[tuple[mx.array, mx.array, mx.array]]:
@@ -53,8 +55,16 @@ def random_step(batch: int, width: int, seed: int) -> list[tuple[mx.array, mx.ar
     ]
 
 
+def reserve(caches: list[PagedBatchKVCache]) -> None:
+    failed = caches[0].rows.reserve()
+    if failed is not None:
+        raise failed.error
+
+
 def attend(caches: list, step: list[tuple[mx.array, mx.array, mx.array]]) -> list[mx.array]:
     width = step[0][0].shape[2]
+    if isinstance(caches[0], PagedBatchKVCache):
+        reserve(caches)
     outputs = []
     for cache, (q, k, v) in zip(caches, step, strict=True):
         mask = cache.make_mask(width, window_size=cache.window)
@@ -89,141 +99,15 @@ def test_decode_of_a_merged_batch_equals_each_row_alone() -> None:
         check_decode(pool, batch, rows, seed)
 
 
-def test_filter_extend_extract_keep_each_row_what_it_is() -> None:
-    pool = pool_of()
-    solo = [sequence(pool, n, seed=n) for n in (5, 8, 30)]
-    late = [sequence(pool, n, seed=n) for n in (17, 1)]
-    batch = merged(solo)
-    check_decode(pool, batch, solo, 0)
-    other = merged(late)
-    for mine, theirs in zip(batch, other, strict=True):
-        mine.extend(theirs)
-    assert all(cache.batch is batch[0].batch for cache in batch)
-    solo += late
-    check_decode(pool, batch, solo, 1)
-    for cache in batch:
-        cache.filter([4, 0, 2])
-    solo = [solo[4], solo[0], solo[2]]
-    check_decode(pool, batch, solo, 2)
-    for index in range(3):
-        row = [cache.extract(index) for cache in batch]
-        assert len({id(cache.sequence) for cache in row}) == 1
-        step = random_step(1, 1, 9)
-        expected = attend(copy.deepcopy(solo[index]), step)
-        assert all(mx.array_equal(a, b) for a, b in zip(attend(row, step), expected, strict=True))
-    check_decode(pool, batch, solo, 3)
-    for cache in batch:
-        cache.filter(mx.array([1]))
-    check_decode(pool, batch, solo[1:2], 4)
-
-
-def test_members_move_without_moving_bytes() -> None:
-    pool = pool_of()
-    solo = [sequence(pool, n, seed=n) for n in LENGTHS]
-    before = pool.stats()
-    batch = merged(solo)
-    other = copy.deepcopy(batch)
-    for cache, twin in zip(batch, other, strict=True):
-        cache.filter([0, 3, 5])
-        twin.filter([1])
-        cache.extend(twin)
-    rows = [[cache.extract(i) for cache in batch] for i in range(4)]
-    after = pool.stats()
-    assert (after.live_blocks, after.bytes_in_use, after.cow_forks) == (
-        before.live_blocks,
-        before.bytes_in_use,
-        before.cow_forks,
-    )
-    assert [row[0].offset for row in rows] == [1, 19, 21, 7]
-    pool.check_integrity()
-
-
-def test_what_leaves_is_released_and_what_is_kept_holds_only_itself() -> None:
-    pool = pool_of()
-    batch = merged([sequence(pool, n, seed=n) for n in (16, 40, 24)])
-    kept = [cache.extract(2) for cache in batch]
-    for cache in batch:
-        cache.filter([0])
-    gc.collect()
-    assert pool.stats().live_blocks == (2 + 3) * 2  # ceil(n / 8) in both groups; the window still covers 24 tokens
-    del batch, cache
-    gc.collect()
-    assert pool.stats().live_blocks == 3 * 2
-    del kept
-    gc.collect()
-    assert pool.stats().live_blocks == 0
-
-
-def test_empty_batches() -> None:
-    pool = pool_of()
-    batch = merged([sequence(pool, 3), sequence(pool, 9)])
-    for cache in batch:
-        cache.filter([])
-    assert all(cache.empty() and cache.size() == 0 and cache.nbytes == 0 for cache in batch)
-    assert batch[0].offset.shape == (0,)
-    more = merged([sequence(pool, 4)])
-    for cache, other in zip(batch, more, strict=True):
-        cache.extend(other)
-    assert batch[1].offset.tolist() == [4]
-    fresh = merged([sequence(pool, 0), sequence(pool, 0)])
-    assert all(cache.empty() for cache in fresh)
-    row = [cache.extract(1) for cache in fresh]
-    assert all(cache.empty() and cache.offset == 0 for cache in row)
-
-
-def test_sizes_and_trim() -> None:
-    pool = pool_of()
-    solo = [sequence(pool, n, seed=n) for n in (5, 18)]
-    batch = merged(solo)
-    assert [cache.size() for cache in batch] == [18, 18, 18]
-    assert batch[0].nbytes == sum(row[0].nbytes for row in solo)
-    assert all(cache.is_trimmable() for cache in batch)
-    assert [cache.trim(3) for cache in batch] == [3, 3, 3]
-    for row in solo:
-        for cache in row:
-            cache.trim(3)
-    check_decode(pool, batch, solo, 1)
-    long = merged([sequence(pool, 40)])
-    assert [cache.is_trimmable() for cache in long] == [True, False, True]
-    assert [cache.size() for cache in long] == [40, WINDOW, 40]
-
-
-@pytest.mark.parametrize("before", [(0, 0, 0), (3, 17, 30)])
-def test_right_padding_is_neither_written_nor_read(before: tuple[int, ...]) -> None:
-    pool = pool_of()
-    solo = [sequence(pool, n, seed=n) for n in before]
-    batch = merged(solo)
-    lengths, width = (25, 1, 12), 25
-    step = random_step(3, width, 5)
-    for index, length in enumerate(lengths):
-        for tensors in step:
-            for x in tensors:
-                x[index, :, length:] = float("nan")
-    for cache in batch:
-        cache.prepare(lengths=list(lengths), right_padding=[width - n for n in lengths])
-    outputs = [attend(batch, [tuple(x[:, :, a:b] for x in layer) for layer in step]) for a, b in ((0, 10), (10, 25))]
-    for cache in batch:
-        cache.finalize()
-    for index, length in enumerate(lengths):
-        parts = [(0, min(10, length)), (10, length)]
-        for part, (a, b) in enumerate(parts):
-            if a >= b:
-                continue
-            expected = attend(solo[index], [tuple(x[index : index + 1, :, a:b] for x in layer) for layer in step])
-            for got, layer in zip(outputs[part], expected, strict=True):
-                assert mx.array_equal(got[index : index + 1, :, : b - a], layer)
-                assert mx.all(got[index, :, b - a :] == 0)
-    check_decode(pool, batch, solo, 6)
-
-
 def test_offsets_are_one_array_per_step_and_depend_on_nothing() -> None:
     pool = pool_of()
     batch = merged([sequence(pool, n, seed=n) for n in (5, 9)])
     for _ in range(3):
-        assert batch[0].batch.reserve() is None
+        reserve(batch)
         first = batch[0].offset
         assert all(cache.offset is first for cache in batch)
-        attend(batch, random_step(2, 1, 0))
+        for cache, (q, k, v) in zip(batch, random_step(2, 1, 0), strict=True):
+            cache.attend(q, k, v, AttentionParams(SCALE))
     assert batch[0].offset.tolist() == [8, 12]
 
 
@@ -233,7 +117,7 @@ def test_rows_are_looked_at_once_in_a_step_not_once_in_each_layer(monkeypatch: p
     asked = []
     whole = group.step_key
 
-    def counted(tables: list, *args: int) -> tuple[int, ...]:
+    def counted(tables: list, *args: Any) -> tuple[Any, ...]:
         asked.append(len(tables))
         return whole(tables, *args)
 
@@ -243,9 +127,9 @@ def test_rows_are_looked_at_once_in_a_step_not_once_in_each_layer(monkeypatch: p
         attend(batch, random_step(2, 1, seed))
     assert sum(asked) <= 3 * 2 * 2  # 3 steps of 2 rows: when it is made, and by the first that asks
     # A table that changes behind the batch's back has the step made and checked again.
-    before = batch[0].batch.step(0)
+    before = batch[0].rows.step(0)
     pool.groups[0].touch()
-    assert batch[0].batch.step(0) is not before
+    assert batch[0].rows.step(0) is not before
 
 
 def test_a_missing_block_changes_nothing() -> None:
@@ -256,12 +140,12 @@ def test_a_missing_block_changes_nothing() -> None:
         while True:  # take what is left
             taken += pool.allocate(0, 1)
     before = pool.stats()
-    batch = BatchTables(pool, [row[0].sequence for row in solo])
+    batch = Rows(pool, [row[0].sequence for row in solo])
     failed = batch.reserve()
     assert failed is not None and failed.row == 0 and isinstance(failed.error, PoolExhaustedError)
     caches = [PagedBatchKVCache(batch, layer) for layer in range(LAYERS)]
-    with pytest.raises(PoolExhaustedError):
-        attend(caches, random_step(3, 1, 0))
+    with pytest.raises(BlockStateError, match="not reserved"):
+        caches[0].attend(*random_step(3, 1, 0)[0], AttentionParams(SCALE))
     assert [cache.offset.tolist() for cache in caches] == [[8, 7, 16]] * LAYERS
     assert pool.stats() == before
     pool.release(0, taken)
@@ -273,7 +157,7 @@ def test_take_back_undoes_a_step_that_some_layers_have_written() -> None:
     solo = [sequence(pool, n, seed=n) for n in (8, 15, 40)]
     batch = merged(solo)
     check_decode(pool, batch, solo, 0)
-    tables = batch[0].batch
+    tables = batch[0].rows
     assert tables.reserve() is None
     q, k, v = random_step(3, 1, 7)[0]
     batch[0].attend(q, k, v, AttentionParams(SCALE))
@@ -282,46 +166,28 @@ def test_take_back_undoes_a_step_that_some_layers_have_written() -> None:
     check_decode(pool, batch, solo, 1)
 
 
-@pytest.mark.parametrize("width", [1, 5])
 @pytest.mark.parametrize("lengths", [(0, 0, 0), (3, 17, 30), (40, 0, 25)])
-def test_fetched_arrays_are_padded_on_the_left(lengths: tuple[int, ...], width: int) -> None:
+def test_fetched_arrays_are_padded_on_the_left(lengths: tuple[int, ...]) -> None:
     """What update_and_fetch returns, under make_mask's array, gives each row what it would have alone."""
     pool = pool_of()
     solo = [sequence(pool, n, seed=n) for n in lengths]
     batch = merged(solo)
     for seed in range(3):
-        step = random_step(len(solo), width, seed)
+        step = random_step(len(solo), 1, seed)
+        reserve(batch)
         for layer, (cache, (q, k, v)) in enumerate(zip(batch, step, strict=True)):
-            mask = cache.make_mask(width, return_array=True)
+            mask = cache.make_mask(1, return_array=True)
             keys, values = cache.update_and_fetch(k, v)
             again = cache.keys_and_values()
-            assert mask.shape == (len(solo), 1, width, keys.shape[2])
+            assert mask.shape == (len(solo), 1, 1, keys.shape[2])
             assert mx.array_equal(keys, again[0]) and mx.array_equal(values, again[1])
             got = mx.fast.scaled_dot_product_attention(q, keys, values, scale=SCALE, mask=mask)
             for index, caches in enumerate(solo):
                 row = tuple(x[index : index + 1] for x in (q, k, v))
-                own = caches[layer].make_mask(width, window_size=caches[layer].window)
+                own = caches[layer].make_mask(1, window_size=caches[layer].window)
                 expected = caches[layer].attend(*row, AttentionParams(SCALE, own))
                 assert mx.allclose(got[index : index + 1], expected, atol=1e-5)
     pool.check_integrity()
-
-
-def test_padding_on_the_right_of_fetched_arrays_is_masked() -> None:
-    pool = pool_of()
-    solo = [sequence(pool, n, seed=n) for n in (3, 30)]
-    batch = merged(solo)
-    q, k, v = random_step(2, 4, 0)[1]
-    k[0, :, 2:] = v[0, :, 2:] = float("nan")
-    batch[1].prepare(lengths=[2, 4])
-    mask = batch[1].make_mask(4, return_array=True)
-    keys, values = batch[1].update_and_fetch(k, v)
-    batch[1].finalize()
-    got = mx.fast.scaled_dot_product_attention(q, keys, values, scale=SCALE, mask=mask)
-    for index, count in enumerate((2, 4)):
-        row = tuple(x[index : index + 1, :, :count] for x in (q, k, v))
-        cache = solo[index][1]
-        expected = cache.attend(*row, AttentionParams(SCALE, cache.make_mask(count, window_size=WINDOW)))
-        assert mx.allclose(got[index : index + 1, :, :count], expected, atol=1e-5)
 
 
 def test_a_narrower_window_than_the_layers() -> None:
@@ -330,6 +196,7 @@ def test_a_narrower_window_than_the_layers() -> None:
     solo = [sequence(pool, n, seed=n) for n in (3, 30)]
     batch = merged(solo)
     q, k, v = random_step(2, 1, 0)[0]
+    reserve(batch)
     mask = batch[0].make_mask(1, window_size=4)
     got = batch[0].attend(q, k, v, AttentionParams(SCALE, mask))
     for index, caches in enumerate(solo):
@@ -344,48 +211,19 @@ def test_refusals_name_what_is_wrong() -> None:
     q, k, v = random_step(3, 1, 0)[0]
     with pytest.raises(GeometryError, match="3"):
         batch[0].attend(q, k, v, AttentionParams(SCALE))
-    with pytest.raises(GeometryError, match="left"):
-        batch[0].prepare(left_padding=[0, 3])
-    with pytest.raises(GeometryError, match="lengths"):
-        batch[0].prepare(lengths=[1])
+    with pytest.raises(GeometryError, match="2 tokens"):
+        batch[0].make_mask(2)
     with pytest.raises(GeometryError, match="3"):
         batch[0].update_and_fetch(k, v)
     with pytest.raises(BlockStateError, match="another pool"):
-        BatchTables(pool, [sequence(stranger, 3)[0].sequence])
+        Rows(pool, [sequence(stranger, 3)[0].sequence])
     uneven = sequence(pool, 3)
     uneven[0].update(k[:1], v[:1])
     with pytest.raises(BlockStateError, match="different offsets"):
-        BatchTables(pool, [uneven[0].sequence])
-    with pytest.raises(PromptCacheError):
-        batch[0].state = (mx.zeros(1),)
+        Rows(pool, [uneven[0].sequence])
+    with pytest.raises(PromptCacheError, match="nothing"):
+        reserve(batch)
+        batch[0].keys_and_values()
+    with pytest.raises(BlockStateError, match="step before"):
+        reserve(batch)
     pool.check_integrity()
-
-
-def test_state_goes_to_another_cache() -> None:
-    pool = pool_of()
-    solo = [sequence(pool, n, seed=n) for n in (5, 9)]
-    batch = merged(solo)
-    twin = merged([sequence(pool, 1)])
-    mx.eval([cache.state for cache in batch])
-    for cache, other in zip(twin, batch, strict=True):
-        cache.state = other.state
-    check_decode(pool, twin, solo, 0)
-
-
-def test_one_object_for_all_layers_and_a_new_one_the_second_time() -> None:
-    class Thing:
-        pass
-
-    once: OncePerBatch[Thing] = OncePerBatch()
-    source, other = Thing(), Thing()
-    first = once.get("a", (source,), 0, Thing)
-    assert once.get("a", (source,), 1, Thing) is first
-    second = once.get("a", (source,), 1, Thing)
-    assert second is not first
-    assert once.get("a", (source,), 0, Thing) is second
-    assert once.get("a", (other,), 2, Thing) is not second
-    assert once.get("b", (source,), 2, Thing) is not second
-    third = once.get("c", (), 0, Thing)
-    del third
-    gc.collect()
-    assert "c" not in once._made

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
-from mlx_paged.cache.sequence import SequenceTables
+from mlx_paged.cache.rows import Rows, SequenceTables
 from mlx_paged.errors import ConfigError, GeometryError, TrimError
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
@@ -53,24 +53,24 @@ def test_every_write_attends_to_its_chunk(chunk: int, lengths: list[int]) -> Non
     pool.check_integrity()
 
 
-@pytest.mark.parametrize("width", [1, 3])
-def test_rows_side_by_side_see_their_own_chunks(width: int) -> None:
+def test_rows_side_by_side_see_their_own_chunks() -> None:
     pool, lengths = make_pool(), (3, 9, 10, 24)
     rows = [keys_of(length + 12, seed) for seed, length in enumerate(lengths)]
     caches = [PagedKVCache(SequenceTables(pool), 0) for _ in lengths]
     for cache, x, length in zip(caches, rows, lengths, strict=True):
         cache.update(x[:, :, :length], x[:, :, :length])
-    batch = PagedBatchKVCache.merge(caches)
-    for step in range(0, 12, width):
-        new = mx.concatenate([x[:, :, n + step : n + step + width] for x, n in zip(rows, lengths, strict=True)])
-        mask = batch.make_mask(width, return_array=True)
+    batch = PagedBatchKVCache(Rows(pool, [cache.sequence for cache in caches]), 0)
+    for step in range(12):
+        new = mx.concatenate([x[:, :, n + step : n + step + 1] for x, n in zip(rows, lengths, strict=True)])
+        assert batch.rows.reserve() is None
+        mask = batch.make_mask(1, return_array=True)
         if step % 2:
             out = batch.attend(new, new, new, AttentionParams(0.25, mask))
         else:
             keys, values = batch.update_and_fetch(new, new)
             out = mx.fast.scaled_dot_product_attention(new, keys, values, scale=0.25, mask=mask)
         for row, (x, n) in enumerate(zip(rows, lengths, strict=True)):
-            wanted = expected(x[:, :, : n + step + width], n + step, CHUNK)
+            wanted = expected(x[:, :, : n + step + 1], n + step, CHUNK)
             np.testing.assert_allclose(np.array(out)[row : row + 1], wanted, atol=1e-6)
 
 
@@ -99,7 +99,7 @@ def test_a_mask_of_another_window_is_refused(size: int) -> None:
     assert cache.make_mask(1, window_size=CHUNK) is None
     if size < CHUNK:
         with pytest.raises(GeometryError, match="chunks"):
-            PagedBatchKVCache.merge([cache]).make_mask(1, window_size=size)
+            PagedBatchKVCache(Rows(pool, [cache.sequence]), 0).make_mask(1, window_size=size)
 
 
 def test_what_a_group_cannot_be() -> None:
@@ -107,8 +107,6 @@ def test_what_a_group_cannot_be() -> None:
         BlockPool([LayerGroup((0,), 10, stride=5)])
     with pytest.raises(ConfigError, match="multiple"):
         BlockPool([LayerGroup((0,), None, stride=5)])
-    with pytest.raises(ConfigError, match="pinned"):
-        BlockPool([LayerGroup((0,), 10, pinned=2, stride=10)])
 
 
 @pytest.mark.parametrize("size", [1, 2, 7])

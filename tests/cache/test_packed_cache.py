@@ -1,4 +1,4 @@
-"""PackedKVCache: several sequences' new tokens as rows of one token. Each sequence against a cache of its own."""
+"""PagedBatchKVCache in packs: several sequences' new tokens as rows of one token. Each against a cache of its own."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 
 from mlx_paged import BlockPool, LayerGroup, PagedKVCache, PoolExhaustedError, SequenceTables
 from mlx_paged.attention.dispatch import Dispatch, dispatch_counts, reset_dispatch_counts
+from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.cache.lazy_kv import lazy_kv_of
-from mlx_paged.cache.pack import NotPackableError, Pack
-from mlx_paged.cache.packed_cache import PackedKVCache
+from mlx_paged.cache.rows import NotPackableError, Rows
 from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
 from mlx_paged.kernels.build import KernelUnavailable
 from mlx_paged.kv import group as group_module
 from mlx_paged.kv.storage import in_place
-from mlx_paged.kv.storage.attention_params import AttentionParams
+from mlx_paged.kv.storage.attention_params import AttentionParams, Window
 from mlx_paged.kv.storage.choice import storage_choice
 from tests.support.kernels.fake_kernels import fake_kernels
 
@@ -70,11 +70,12 @@ def sequences(pool: BlockPool, lengths: tuple[int, ...] = LENGTHS) -> list[Seque
     return rows
 
 
-def pack_of(rows: list[SequenceTables], counts: tuple[int, ...] = COUNTS) -> tuple[Pack, list[PackedKVCache]]:
-    for row, count in zip(rows, counts, strict=True):
-        row.reserve_all(count)
-    pack = Pack(rows, counts)
-    return pack, [PackedKVCache(pack, layer) for layer in range(LAYERS)]
+def pack_of(rows: list[SequenceTables], counts: tuple[int, ...] = COUNTS) -> tuple[Rows, list[PagedBatchKVCache]]:
+    pack = Rows(rows[0].pool, rows, counts)
+    failed = pack.reserve()
+    if failed is not None:
+        raise failed.error
+    return pack, [PagedBatchKVCache(pack, layer) for layer in range(LAYERS)]
 
 
 def solo(cache: PagedKVCache, q: mx.array, k: mx.array, v: mx.array, window: int | None = None) -> mx.array:
@@ -123,7 +124,7 @@ def test_every_token_sees_what_it_would_see_alone(form: str) -> None:
     assert caches[0].offset is caches[1].offset, "one array for all layers"
     pack.commit()
     after = [n + count for n, count in zip(LENGTHS, COUNTS, strict=True)]
-    assert all([row.offsets[layer] for row in rows] == after for layer in range(LAYERS))
+    assert all([row.offset(layer) for row in rows] == after for layer in range(LAYERS))
     counts = dispatch_counts()
     apart = sum(times for choice, times in counts.items() if choice.path == "apart")
     together = counts.get(Dispatch("kernel", "several sequences' new tokens"), 0)
@@ -159,7 +160,7 @@ def test_a_window_narrower_than_the_layers(form: str) -> None:
     pack, caches = pack_of(rows)
     for layer in (0, 1):
         mask = caches[layer].make_mask(1, window_size=6)
-        assert mask is caches[layer].make_mask(1, window_size=6) and pack.window_of(mask) == 6
+        assert mask is caches[layer].make_mask(1, window_size=6) and pack.window_of(mask) == Window(6)
         got = caches[layer].attend(*parts[layer], AttentionParams(SCALE, mask))
         assert_close(got, expected_of(others, parts, layer, window=6))
     with pytest.raises(NotPackableError, match="a mask of 21 tokens over a window of 20"):
@@ -222,7 +223,8 @@ def test_a_layer_that_does_not_attend_is_noticed_before_changes() -> None:
     caches[2].update_and_fetch(*noise(94, TOKENS, 1)[2][1:])
     with pytest.raises(NotPackableError, match="layer 2"):
         pack.commit()
-    assert all([row.offsets[layer] for row in rows] == list(LENGTHS) for layer in range(LAYERS))
+    pack.take_back()
+    assert all([row.offset(layer) for row in rows] == list(LENGTHS) for layer in range(LAYERS))
 
 
 def test_the_layers_of_a_large_pack_are_computed_as_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,8 +256,8 @@ def test_the_layers_of_a_large_pack_are_computed_as_they_are_built(monkeypatch: 
 def test_shapes_and_sequences_that_do_not_fit_are_refused() -> None:
     pool = pool_of()
     rows = sequences(pool)
-    with pytest.raises(BlockStateError, match="not reserved"):
-        Pack(rows, COUNTS)
+    with pytest.raises(NotPackableError, match="writes twice"):  # nothing is reserved
+        Rows(pool, rows, COUNTS).take(0)
     pack, caches = pack_of(rows)
     q, k, v = noise(93, TOKENS, 1)[0]
     for bad in ((q[:3], k, v), (q, k[:3], v[:3]), (q, k.astype(mx.float16), v.astype(mx.float16))):
@@ -264,10 +266,10 @@ def test_shapes_and_sequences_that_do_not_fit_are_refused() -> None:
     wide = [mx.concatenate([x, x], axis=2) for x in (q, k, v)]
     with pytest.raises(GeometryError):
         caches[0].attend(*wide, AttentionParams(SCALE))
-    assert not pack.written
+    assert all(pack.is_behind(layer) for layer in range(LAYERS))
     caches[0].attend(q, k, v, AttentionParams(SCALE))
     with pytest.raises(BlockStateError, match="another pool"):
-        Pack([*rows[:2], *sequences(pool_of())[2:]], COUNTS)
+        Rows(pool, [*rows[:2], *sequences(pool_of())[2:]], COUNTS)
 
 
 # Positions --------------------------------------------------------------------------------------------------------
@@ -288,16 +290,16 @@ def test_positions_are_reserved_in_all_groups_or_in_none() -> None:
 
     pool.append_tokens = fails_in_the_second_group  # type: ignore[method-assign, assignment]
     with pytest.raises(OSError, match="injected"):
-        rows[0].reserve_all(12)
+        rows[0].reserve(12)
     del pool.append_tokens
     with pytest.raises(PoolExhaustedError):
-        rows[1].reserve_all(400)
+        rows[1].reserve(400)
     assert [[table.length for table in row.tables] for row in rows] == lengths
     assert pool.stats().live_blocks <= stats.live_blocks, "only blocks behind a window are given up"
-    rows[0].reserve_all(12)  # for whoever goes on alone as well
+    rows[0].reserve(12)  # for whoever goes on alone as well
     for layer, (q, k, v) in enumerate(noise(5, 1, 12)):
         solo(PagedKVCache(rows[0], layer), q, k, v)
-    assert set(rows[0].offsets.values()) == {21}
+    assert {rows[0].offset(layer) for layer in range(LAYERS)} == {21}
     pool.check_integrity()
 
 

@@ -13,7 +13,7 @@ import pytest
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
-from mlx_paged.cache.sequence import SequenceTables
+from mlx_paged.cache.rows import SequenceTables
 from mlx_paged.errors import BlockStateError, GeometryError, PoolExhaustedError, TrimError
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
@@ -174,10 +174,12 @@ def test_a_table_is_trimmed_with_its_last_layer() -> None:
     caches = caches_of(layers=2)
     for layer, cache in enumerate(caches):
         cache.update(*kv(layer, 9))
-    caches[0].trim(8)
-    assert caches[0].table.length == 9 and (caches[0].offset, caches[1].offset) == (1, 9)
+    caches[0].trim(6)
+    assert caches[0].table.length == 9 and (caches[0].offset, caches[1].offset) == (3, 9)
+    with pytest.raises(BlockStateError, match="lose the same"):
+        caches[1].trim(8)
     caches[1].trim(6)
-    assert caches[0].table.length == 3
+    assert caches[0].table.length == caches[1].offset == 3
 
 
 def test_trim_past_a_window_is_refused_and_changes_nothing() -> None:

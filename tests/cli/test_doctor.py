@@ -138,10 +138,10 @@ def test_the_prefill_kernel_is_run_for_the_shapes_it_covers(monkeypatch: pytest.
 def test_attention_through_the_pool_that_differs_fails_the_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original = doctor_jobs.paged_attention
+    original = doctor_jobs.attend
     monkeypatch.setattr(doctor, "device_unsupported_reason", lambda: "no GPU")
     monkeypatch.setattr(doctor_jobs, "device_unsupported_reason", lambda: "no GPU")
-    monkeypatch.setattr(doctor_jobs, "paged_attention", lambda *a, **k: original(*a, **k) + 0.1)
+    monkeypatch.setattr(doctor_jobs, "attend", lambda *a, **k: original(*a, **k) + 0.1)
     with pytest.raises(SystemExit) as ended:
         doctor.main(["--kernel", "off"])
     assert ended.value.code == 1

@@ -165,7 +165,7 @@ def test_random_steps_in_packs(num_blocks: int, in_place: bool, monkeypatch: pyt
     sizes = []
     original = prefill.compute_pack
     monkeypatch.setattr(
-        prefill, "compute_pack", lambda model, chunks: sizes.append(len(chunks)) or original(model, chunks)
+        prefill, "compute_pack", lambda model, chunks, *to: sizes.append(len(chunks)) or original(model, chunks, *to)
     )
     with fake_kernels() if in_place else contextlib.nullcontext():
         driver = random_steps(num_blocks, 160, packs=45)

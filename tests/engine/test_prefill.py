@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -16,8 +15,6 @@ from mlx_paged import PagedConfig
 from mlx_paged.attention import dispatch
 from mlx_paged.engine import engine as engine_module
 from mlx_paged.engine import prefill as prefill_module
-from mlx_paged.engine.prefill import MOST_TOKENS, calls_of
-from mlx_paged.engine.scheduler import Chunk
 from mlx_paged.errors import RequestFailedError
 from tests.support.models.batch_runs import Outcome, Spec, collect, generator, model_of, run_all, solo
 from tests.support.models.builders import WINDOW, build, greedy, prompt_of
@@ -58,17 +55,6 @@ def clean_prompt(length: int, seed: int) -> list[int]:
     prompt = np.array(prompt_of(length, seed=seed))
     prompt[prompt == POISON] = POISON + 1
     return prompt.tolist()  # type: ignore[no-any-return]
-
-
-def chunk(length: int, alone: bool = False) -> Chunk:
-    return Chunk(SimpleNamespace(alone=alone), length)  # type: ignore[arg-type]
-
-
-def test_calls_share_what_is_short_and_pad_little() -> None:
-    chunks = [chunk(MOST_TOKENS + 1), chunk(5), chunk(60), chunk(6), chunk(7, alone=True), chunk(64), chunk(2)]
-    calls = [[c.num_tokens for c in call] for call in calls_of(chunks, 130)]
-    assert calls == [[7], [65], [2, 5, 6], [60, 64]]
-    assert calls_of([], 100) == []
 
 
 @pytest.mark.sample(every=5)

@@ -202,11 +202,11 @@ def patched(case: Case, folder: str) -> Iterator[tuple[BlockPool | None, Any, Pa
 
 
 def _least_budget(case: Case) -> int | None:
-    """Bytes that hold the longest request alone, and the case's slack; None if no layer is paged."""
+    """Bytes that hold the longest request alone, and the case's slack; None if its layers are not paged."""
     model = model_of(case.family)
     caches = factory_of(model, case.max_kv_size)()
     pool = mlx_paged.pool_of(model)
-    if pool is None:
+    if pool is None or case.max_kv_size is not None:
         return None
     probe_geometry(model, caches)
     tree = None if case.prefixes == "none" else RadixTree(pool)  # with which a sequence takes a block more of a group

@@ -1,4 +1,4 @@
-"""PackedStep: where several tables' new tokens go, without padding; written so, and read back."""
+"""Step of packs: where several tables' new tokens go, without padding; written so, and read back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlx_paged.errors import BlockStateError, GeometryError
 from mlx_paged.kernels.build import KernelUnavailable
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.pool import BlockPool
-from mlx_paged.kv.step import DeviceTables, PackedStep
+from mlx_paged.kv.step import DeviceTables, Step
 from mlx_paged.kv.storage.choice import storage_choice
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 from tests.support.pools import assert_holds, joined, kv, pool_of, put
@@ -38,7 +38,7 @@ def packed(parts: list[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
 def test_every_token_has_the_slot_of_its_position() -> None:
     pool = pool_of()
     tables, _ = tables_of(pool)
-    step = pool.layer(0).packed_step(tables, COUNTS)
+    step = pool.layer(0).step(tables, COUNTS)
     expected = [
         table.block_ids[position // 4] * 4 + position % 4
         for table, count in zip(tables, COUNTS, strict=True)
@@ -60,7 +60,7 @@ def test_slots_are_wide_where_int32_is_too_short() -> None:
     table = BlockTable(0, 4)
     table.block_ids.append(1 << 29)
     table.length = 2
-    step = PackedStep([table], [2], 0, (1 << 29) + 1, DeviceTables())
+    step = Step([table], (2,), 0, (1 << 29) + 1, DeviceTables())
     assert step.slots([table]).dtype == mx.int64
     assert step.slots([table]).tolist() == [1 << 31, (1 << 31) + 1]
 
@@ -68,18 +68,18 @@ def test_slots_are_wide_where_int32_is_too_short() -> None:
 def test_one_step_serves_all_layers_until_a_table_changes() -> None:
     pool = pool_of(layers=2)
     tables, _ = tables_of(pool)
-    step = pool.layer(0).packed_step(tables, COUNTS)
-    assert pool.layer(1).packed_step(tables, COUNTS) is step
-    assert pool.layer(1).packed_step(tables[:2], COUNTS[:2]) is not step
-    step = pool.layer(0).packed_step(tables, COUNTS)
+    step = pool.layer(0).step(tables, COUNTS)
+    assert pool.layer(1).step(tables, COUNTS) is step
+    assert pool.layer(1).step(tables[:2], COUNTS[:2]) is not step
+    step = pool.layer(0).step(tables, COUNTS)
     pool.append_tokens(tables[0], 1)
-    assert pool.layer(0).packed_step(tables, COUNTS) is not step
+    assert pool.layer(0).step(tables, COUNTS) is not step
 
 
 def test_rows_are_split_by_table_and_joined_again() -> None:
     pool = pool_of()
     tables, _ = tables_of(pool)
-    step = pool.layer(0).packed_step(tables, COUNTS)
+    step = pool.layer(0).step(tables, COUNTS)
     x = kv(1, 1, batch=sum(COUNTS))[0]
     parts = step.split(x)
     assert [part.shape for part in parts] == [(1, 2, count, 8) for count in COUNTS]
@@ -101,11 +101,11 @@ def test_what_is_written_together_is_read_table_by_table(form: str, stand_ins: F
     parts = [kv(50 + i, count) for i, count in enumerate(COUNTS)]
     k, v = packed(parts)
     layer = pool.layer(0)
-    step = layer.packed_step(tables, COUNTS)
+    step = layer.step(tables, COUNTS)
     calls = stand_ins.calls["write_slots"]
     with pool.turn:
         layer.set_geometry(k, v, batch=sum(COUNTS))
-        layer.write_packed(tables, step, k, v)
+        layer.write_step(tables, step, k, v)
     if form == "in place":
         assert stand_ins.calls["write_slots"] == calls + 1, "one launch for all tables"
     for table, before, part in zip(tables, held, parts, strict=True):
@@ -121,9 +121,9 @@ def test_all_blocks_are_read_together() -> None:
     tables, held = tables_of(pool)
     parts = [kv(50 + i, count) for i, count in enumerate(COUNTS)]
     layer = pool.layer(0)
-    step = layer.packed_step(tables, COUNTS)
+    step = layer.step(tables, COUNTS)
     with pool.turn:
-        layer.write_packed(tables, step, *packed(parts))
+        layer.write_step(tables, step, *packed(parts))
     k, v = layer.storage.read_packed(tables, step)
     ids = step.all_blocks(tables)
     assert ids.tolist() == [block_id for table in tables for block_id in table.block_ids]
@@ -140,7 +140,7 @@ def test_blocks_that_mlx_reads_are_not_gathered_so() -> None:
     tables, _ = tables_of(pool)
     layer = pool.layer(0)
     with pytest.raises(KernelUnavailable, match="not written in place"):
-        layer.storage.read_packed(tables, layer.packed_step(tables, COUNTS))
+        layer.storage.read_packed(tables, layer.step(tables, COUNTS))
 
 
 def test_positions_that_cannot_be_written_are_refused() -> None:
@@ -149,14 +149,14 @@ def test_positions_that_cannot_be_written_are_refused() -> None:
     layer = pool.layer(0)
     fork = pool.fork(tables[1])
     with pytest.raises(BlockStateError, match="held 2 times"):
-        layer.packed_step(tables, COUNTS)
+        layer.step(tables, COUNTS)
     with pytest.raises(BlockStateError, match="held 2 times"):  # a step that was refused is not kept
-        layer.packed_step(tables, COUNTS)
+        layer.step(tables, COUNTS)
     pool.release_table(fork)
-    assert layer.packed_step(tables, COUNTS).counts == list(COUNTS)
+    assert layer.step(tables, COUNTS).counts == COUNTS
     with pytest.raises(GeometryError, match="reserved"):
-        layer.packed_step(tables, [7, 1, 9, 3])
+        layer.step(tables, [7, 1, 9, 3])
     pool.release_table(tables[3])
     with pytest.raises(BlockStateError):
-        layer.packed_step(tables, COUNTS)
+        layer.step(tables, COUNTS)
     assert np.isfinite(np.array(layer.fence())).all()

@@ -116,7 +116,7 @@ def test_other_groups_are_refused(group_size: int) -> None:
     [
         (LayerGroup((0,)), {"kd": 80, "vd": 80}, "a head of 80"),
         (LayerGroup((0,)), {"kd": 128, "vd": 96}, "a head of 96"),
-        (LayerGroup((0,), 16, "window 16 with 4 pinned", 4), {"kd": 64, "vd": 64}, "pinned"),
+        (LayerGroup((0,), None, "latents", latent=True), {"kd": 64, "vd": 64}, "latents"),
     ],
 )
 def test_what_cannot_be_quantised_stays_as_it_is_and_says_why(spec: LayerGroup, shape: dict, why: str) -> None:
@@ -187,7 +187,6 @@ def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: in
             n = 1 if action == "token" else int(rng.integers(1, 13))
             k, v = append(pool, table, 1000 * seed + turn, n)
             tokens += [(k[:, :, i : i + 1], v[:, :, i : i + 1]) for i in range(n)]
-            sequence.offsets[0] = table.length
             written += n
         elif action == "fork" and len(sequences) < 5:
             sequences.append((sequence_over(pool, [pool.fork(table)]), list(tokens)))
@@ -196,7 +195,6 @@ def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: in
             if window is None or len(tokens) < window:
                 pool.trim(table, n)
                 del tokens[len(tokens) - n :]
-                sequence.offsets[0] = table.length
         elif action == "drop" and len(sequences) > 1:
             del sequences[index]
         elif action == "detach" and len(parked) < 3:
@@ -313,10 +311,10 @@ def test_attention_is_over_what_the_pages_hold(page_format: PageFormat, fake: Fa
     for pool, table in zip(pair.pools, tables, strict=True):
         pool.append_tokens(table, 1)
         step = pool.layer(0).step([table], 1)
-        found.append(dispatch.append_attention(q, k, v, pool, 0, [table], step, AttentionParams(0.125)))
+        found.append(dispatch.attend(q, (k, v), pool, 0, [table], step, AttentionParams(0.125)))
         q2 = noise(4, 1, 4, 1, DIM)
         found[-1] = mx.concatenate(
-            [found[-1], dispatch.paged_attention(q2, pool, 0, [table], AttentionParams(0.125), step)]
+            [found[-1], dispatch.attend(q2, None, pool, 0, [table], step, AttentionParams(0.125), is_written=True)]
         )
     np.testing.assert_allclose(np.array(found[0]), np.array(found[1]), atol=1e-6)
     assert fake.calls["append"] == 1 and fake.calls["paged_decode"] == 2

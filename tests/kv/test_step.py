@@ -22,8 +22,8 @@ def tables_of(pool: BlockPool, lengths: tuple[int, ...] = LENGTHS) -> list[Block
     return tables
 
 
-def step_of(tables: list[BlockTable], num_tokens: int, own: DeviceTables, counts: list[int] | None = None) -> Step:
-    return Step(tables, num_tokens, 0, 100, own, counts)
+def step_of(tables: list[BlockTable], counts: int | tuple[int, ...], own: DeviceTables) -> Step:
+    return Step(tables, (counts,) * len(tables) if isinstance(counts, int) else counts, 0, 100, own)
 
 
 def seen(step: Step, tables: list[BlockTable], *how: object) -> list[list[list[int]]]:
@@ -40,48 +40,45 @@ def test_a_new_token_sees_all_up_to_itself() -> None:
     tables = tables_of(pool_of())
     own = DeviceTables()
     assert seen(step_of(tables, 1, own), tables, None) == [[list(range(n))] for n in LENGTHS]
-    assert seen(step_of(tables, 2, own), tables, None) == [[list(range(n - 1)), list(range(n))] for n in LENGTHS]
-    assert seen(step_of(tables, 2, own), tables, Window(3)) == [
+    assert seen(step_of(tables, 2, own), tables, None, 3) == [[list(range(n - 1)), list(range(n))] for n in LENGTHS]
+    assert seen(step_of(tables, 2, own), tables, Window(3), 3) == [
         [[*range(n - 1)][-3:], [*range(n)][-3:]] for n in LENGTHS
     ]
 
 
-def test_padding_sees_nothing() -> None:
+def test_tokens_of_a_pack_are_rows_and_padding_sees_nothing() -> None:
     tables = tables_of(pool_of())
-    step = step_of(tables, 3, DeviceTables(), [1, 3, 2])
-    assert seen(step, tables, None) == [
-        [list(range(3)), [], []],
-        [list(range(7)), list(range(8)), list(range(9))],
-        [list(range(3)), list(range(4)), []],
-    ]
-    assert step.offsets().tolist() == [2, 6, 2]
+    step = step_of(tables, (1, 3, 2), DeviceTables())
+    assert seen(step, tables, None) == [[list(range(n))] for n in (3, 7, 8, 9, 3, 4)]
+    assert step.offsets().tolist() == [2, 6, 7, 8, 2, 3]
+    assert step.visible(tables, None)[0].shape[0] == 6
     more = step_of(tables, 1, DeviceTables())
-    assert seen(more, tables, None, (5, 8)) == [*([list(range(n))] for n in LENGTHS), [[]], [[]]]
+    assert seen(more, tables, None, None, (5, 8)) == [*([list(range(n))] for n in LENGTHS), [[]], [[]]]
     assert more.offsets(5).tolist() == [2, 8, 3, 0, 0]
-    assert more.visible(tables, None, (5, 8))[0].shape == (5, 8)
+    assert more.visible(tables, None, None, (5, 8))[0].shape == (5, 8)
 
 
 @pytest.mark.parametrize("shape", [None, (4, 16)])
 def test_what_does_not_change_is_not_sent_again(shape: tuple[int, int] | None) -> None:
     pool = pool_of()
     tables, own = tables_of(pool), DeviceTables()
-    ids, ends, starts = step_of(tables, 1, own).visible(tables, None, shape)
+    ids, ends, starts = step_of(tables, 1, own).visible(tables, None, None, shape)
     pool.append_tokens(tables[0], 1)  # in its block
-    ids1, ends1, starts1 = step_of(tables, 1, own).visible(tables, None, shape)
+    ids1, ends1, starts1 = step_of(tables, 1, own).visible(tables, None, None, shape)
     assert ids1 is ids and starts1 is starts and ends1[0].item() == ends[0].item() + 1
     pool.append_tokens(tables[0], 1)  # in the next one
-    ids2, _, starts2 = step_of(tables, 1, own).visible(tables, None, shape)
+    ids2, _, starts2 = step_of(tables, 1, own).visible(tables, None, None, shape)
     assert ids2 is not ids and starts2 is starts
     assert ids2[0, :2].tolist() == tables[0].block_ids
     two = step_of(tables[:2], 1, own).visible(tables[:2], None)
     assert two[0].shape[0] == 2 and two[2].shape == (2, 1) and not two[2].any().item()
-    windowed = step_of(tables, 1, own).visible(tables, Window(2), shape)
+    windowed = step_of(tables, 1, own).visible(tables, Window(2), None, shape)
     assert windowed[2][0].item() == tables[0].length - 2
 
 
 def test_what_tokens_see_of_their_chunks() -> None:
     tables = tables_of(pool_of())
-    assert seen(step_of(tables, 3, DeviceTables()), tables, Window(4, 4)) == [
+    assert seen(step_of(tables, 3, DeviceTables()), tables, Window(4, 4), 3) == [
         [[0], [0, 1], [0, 1, 2]],
         [[4, 5, 6], [4, 5, 6, 7], [8]],
         [[0, 1], [0, 1, 2], [0, 1, 2, 3]],

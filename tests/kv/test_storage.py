@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from mlx_paged.kv.block_table import Segment
+from mlx_paged.kv.step import Columns
 from mlx_paged.kv.storage.base import Geometry
 from mlx_paged.kv.storage.functional import FunctionalStorage
 
@@ -26,8 +27,10 @@ def storage_of(num_blocks: int, dtype: mx.Dtype = mx.float32) -> FunctionalStora
 
 
 def slots(storage: FunctionalStorage, places: list[tuple[int, int]]) -> tuple[mx.array, mx.array]:
-    block_ids, offsets = (mx.array(column) for column in zip(*places, strict=True))
-    return storage.gather_slots(storage.slot_index(block_ids, offsets))
+    block_ids, offsets = zip(*places, strict=True)
+    rows = mx.array([block_ids], mx.int32)
+    positions = mx.array([[place * SIZE + offset for place, offset in enumerate(offsets)]], mx.int32)
+    return storage.read_rows(Columns(rows, positions))
 
 
 def test_geometry_of_keys_and_values() -> None:

@@ -126,19 +126,6 @@ def test_speculative_runs_free_the_blocks_of_both_models(model: Any) -> None:
     assert gone[0]() is None and gone[1]() is None
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_bounded_runs_and_batches_free_their_blocks(model: Any) -> None:
-    greedy(model, mx.array(PROMPT), 9, max_kv_size=32)
-    assert live_blocks(model) == 0
-    gen = generator(model, max_kv_size=32)
-    gen.insert([PROMPT, PROMPT[:9]], [30, 30])
-    for _ in range(8):
-        gen.next()
-    assert live_blocks(model) > 0
-    del gen
-    assert live_blocks(model) == 0
-
-
 # Responses ------------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from mlx_lm.models import cache as upstream
 
 import mlx_paged
 from mlx_paged import BlockStateError, PagedConfig, TrimError
-from mlx_paged.cache.sequence import SequenceTables
+from mlx_paged.cache.rows import SequenceTables
 from mlx_paged.patches.cache.layer_cache import PagedLayerCache
 from mlx_paged.prefix.detached import DetachedPrefix, donate, sequence_over
 from mlx_paged.prefix.radix import RadixTree
@@ -22,7 +22,7 @@ BLOCK = 8
 
 
 def caches_of(sequence: SequenceTables) -> list[PagedLayerCache]:
-    return [PagedLayerCache(sequence, layer) for layer in range(len(sequence.offsets))]
+    return [PagedLayerCache(sequence, layer) for layer in range(sequence.num_layers)]
 
 
 def paged(kind: str):
@@ -67,7 +67,7 @@ def test_prefill_after_an_adopted_prefix_allocates_suffix_blocks_only() -> None:
     siblings = []
     for number in range(4):
         adopted = parked.adopt()
-        assert set(adopted.offsets.values()) == {len(prefix)}
+        assert adopted.length == len(prefix)
         stats = pool.stats()
         assert stats.live_blocks == before.live_blocks + number * 3 and stats.bytes_reserved >= before.bytes_reserved
         forward(model, prompt_of(suffix_tokens, seed=number).tolist(), caches_of(adopted))
@@ -99,7 +99,7 @@ def test_shared_prefix_gives_the_bits_of_a_cold_prefill_cut_alike(kind: str, cut
     tree = RadixTree(cold[0].pool)
     donate(tree, tokens, cold[0].sequence)
     shared = adopt_longest(tree, tokens)
-    assert shared is not None and set(shared.offsets.values()) == {cut}
+    assert shared is not None and shared.length == cut
     expected = generate(model, tokens[cut:], cold)
     got = generate(model, tokens[cut:], caches_of(shared))
     assert got[0] == expected[0]
@@ -187,7 +187,7 @@ def test_nothing_is_detached_in_the_middle_of_a_step() -> None:
     cache = upstream.make_prompt_cache(model)
     forward(model, [1, 2, 3], cache)
     sequence = cache[0].sequence
-    sequence.offsets[0] += 1
+    sequence.take_next(0, 1)
     with pytest.raises(BlockStateError, match="under way"):
         DetachedPrefix(sequence)
     tables = new_tables(pool := make_pool((None, 6)))
@@ -233,9 +233,9 @@ def test_a_chunk_behind_another_prefix_never_matches() -> None:
     assert adopt_longest(tree, [*chunk, 0], "model") is None
     assert adopt_longest(tree, [*first, 0], "other model") is None
     whole = adopt_longest(tree, [*first, 0], "model")
-    assert whole is not None and whole.offsets[0] == len(first)
+    assert whole is not None and whole.length == len(first)
     again = adopt_longest(tree, first, "model")  # one token is left to compute
-    assert again is not None and again.offsets[0] == len(first) - 1
+    assert again is not None and again.length == len(first) - 1
     assert tree.pool.stats().prefix_hit_tokens == 2 * len(first) - 1
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
-from mlx_paged.cache.sequence import SequenceTables
+from mlx_paged.cache.rows import SequenceTables
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 
@@ -34,8 +34,22 @@ def caches_of(
     return [PagedKVCache(sequence, layer) for layer in range(layers)]
 
 
+class OrderedRing(RotatingKVCache):
+    """mlx-lm's rotating cache, whose keys and values are given by position, not by slot of its buffer."""
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        keys, values = map(self._temporal_order, super().keys_and_values())
+        return keys, values
+
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array | str | None:
+        mask: mx.array | str | None = super().make_mask(N, window_size=window_size, return_array=return_array)
+        if N > 1 or not isinstance(mask, mx.array) or self.offset < self.max_size:
+            return mask
+        return mx.roll(mask, -1 - (0 if self._idx >= self.max_size else self._idx))
+
+
 def dense_of(window: int | None) -> KVCache | RotatingKVCache:
-    return KVCache() if window is None else RotatingKVCache(max_size=window)
+    return KVCache() if window is None else OrderedRing(max_size=window)
 
 
 def assert_same(got: tuple[mx.array, mx.array], expected: tuple[mx.array, mx.array]) -> None:

@@ -1,13 +1,16 @@
 """Small pools, noise to write to them, and what they are to hold."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged.attention.dispatch import attend
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.storage.attention_params import AttentionParams
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 TOKEN_BYTES = 2 * (8 + 8) * 4  # of kv() in one layer
@@ -75,7 +78,7 @@ class Watched:
 
     def picture(self) -> tuple[Any, ...]:
         table = self.table
-        return self.pool.stats(), list(table.block_ids), table.length, table.logical_start, table.ring_origin
+        return self.pool.stats(), list(table.block_ids), table.length, table.logical_start
 
     def assert_unchanged(self, picture: tuple[Any, ...]) -> None:
         assert self.picture() == picture
@@ -90,3 +93,11 @@ class Watched:
             self.pool.write_prefill(self.table, layer, *more)
             assert_holds(self.pool, self.table, *joined(self.parts[layer], more), layer)
         self.pool.check_integrity()
+
+
+def paged_attention(
+    q: mx.array, pool: BlockPool, layer: int, tables: Sequence[BlockTable], params: AttentionParams
+) -> mx.array:
+    """Attention from the last ``q_len`` tokens of each table, which are written, for q
+    ``[B, n_q_heads, q_len, head_dim]``."""
+    return attend(q, None, pool, layer, tables, pool.layer(layer).step(tables, q.shape[2]), params, is_written=True)

@@ -400,14 +400,14 @@ def agreed_storage(ranks: Ranks, choose: ChooseStorage) -> ChooseStorage:
     """
     without_kernel = storage_choice(False)
 
-    def choose_alike(geometry: Geometry, block_size: int, heads: QueryHeads | None, pinned: int) -> StorageChoice:
+    def choose_alike(geometry: Geometry, block_size: int, heads: QueryHeads | None) -> StorageChoice:
         mine: StorageChoice | None = None
         error: KernelUnavailableError | None = None
         try:
-            mine = choose(geometry, block_size, heads, pinned)
+            mine = choose(geometry, block_size, heads)
         except KernelUnavailableError as raised:
             error = raised
-        functional = without_kernel(geometry, block_size, heads, pinned)
+        functional = without_kernel(geometry, block_size, heads)
         in_place = mine is not None and mine.form is not functional.form
         found = ranks.exchange([in_place, str(error or ""), "" if mine is None else mine.reason])
         if error is not None:

@@ -11,7 +11,7 @@ import mlx.core as mx
 from ...errors import ConfigError
 from ...kernels.quantized import BITS, GROUP_SIZES, QuantizedRows
 from ..block_table import BlockTable
-from ..step import Columns, PackedStep, Step
+from ..step import Columns, Step
 from .attention_params import AttentionParams, QueryHeads
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -136,10 +136,8 @@ class Storage(Protocol):
     def num_blocks(self) -> int: ...
 
     def write(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
-        """Write k, v ``[B, n_kv_heads, n, head_dim]``: the last n reserved tokens of B tables."""
-
-    def write_packed(self, tables: Sequence[BlockTable], step: PackedStep, k: mx.array, v: mx.array) -> None:
-        """Write k, v ``[T, n_kv_heads, 1, head_dim]``: the tokens of a packed step, table by table."""
+        """Write the step's tokens: k, v ``[B, n_kv_heads, n, head_dim]``, or ``[T, n_kv_heads, 1, head_dim]``, table by
+        table."""
 
     def write_stored(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
         """:meth:`write` of what :meth:`read_stored` gave, here or in another storage of the same geometry."""
@@ -148,13 +146,9 @@ class Storage(Protocol):
         """Return what the blocks hold of the positions of :meth:`read_visible`, by position, as they hold it (lazy
         copies): of quantised pages rows ``[1, n_kv_heads, n, num_words]`` (uint32), else keys and values."""
 
-    def read_visible(self, table: BlockTable, *, rotation: int, copy: bool = True) -> tuple[mx.array, mx.array]:
-        """K ``[1, n_kv_heads, n, k_head_dim]`` and V of positions ``logical_start .. length - 1``, after those of
-        pinned tokens (lazy).
-
-        ``rotation``: start the order at this visible token, pinned ones not counted, and wrap around; ``copy``: never a
-        view of the blocks.
-        """
+    def read_visible(self, table: BlockTable, *, copy: bool = True) -> tuple[mx.array, mx.array]:
+        """K ``[1, n_kv_heads, n, k_head_dim]`` and V of positions ``logical_start .. length - 1`` (lazy);
+        ``copy``: never a view of the blocks."""
 
     def read_rows(self, columns: Columns) -> tuple[mx.array, mx.array]:
         """K ``[B, n_kv_heads, n, k_head_dim]`` and V of the columns' positions (lazy copies), zeros where a row has
@@ -164,7 +158,7 @@ class Storage(Protocol):
         self,
         q: mx.array,
         tables: Sequence[BlockTable],
-        step: Step | PackedStep,
+        step: Step,
         params: AttentionParams,
         *,
         append: tuple[mx.array, mx.array] | None = None,
@@ -172,8 +166,9 @@ class Storage(Protocol):
         """Return the fused kernel over this layer's blocks.
 
         Args:
-            q: ``[B, n_q_heads, q_len, head_dim]``: the step's positions.
-            tables, step: of the B sequences; or of B tokens of a packed step, which are written.
+            q: ``[B, n_q_heads, q_len, head_dim]``: the step's positions; or ``[T, n_q_heads, 1, head_dim]``, if they
+                are written.
+            tables, step: of the B sequences.
             params: no query sees more tokens than its window; there is no mask.
             append: keys and values of the step's positions (q_len 1), for the same kernel to write first.
 
@@ -185,8 +180,8 @@ class Storage(Protocol):
                 :meth:`write` and :meth:`read_visible` go on from here.
         """
 
-    def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: PackedStep, params: AttentionParams) -> mx.array:
-        """Return the fused kernel over this layer's blocks, for the tokens of a packed step, which are written.
+    def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: Step, params: AttentionParams) -> mx.array:
+        """Return the fused kernel over this layer's blocks, for the tokens of a step, which are written.
 
         Args:
             q: ``[T, n_q_heads, 1, head_dim]``.
@@ -200,9 +195,9 @@ class Storage(Protocol):
             KernelUnavailable: as :meth:`decode`.
         """
 
-    def read_packed(self, tables: Sequence[BlockTable], step: PackedStep) -> tuple[mx.array, mx.array]:
-        """Return all blocks of a packed step's tables, one table's after the other's, as
-        :meth:`PackedStep.gathered_tables` counts them: K ``[1, n_kv_heads, slots, k_head_dim]`` and V (lazy copies).
+    def read_packed(self, tables: Sequence[BlockTable], step: Step) -> tuple[mx.array, mx.array]:
+        """Return all blocks of a step's tables, one table's after the other's, as
+        :meth:`Step.gathered_tables` counts them: K ``[1, n_kv_heads, slots, k_head_dim]`` and V (lazy copies).
         Slots that hold no token hold anything. Only of blocks in place."""
 
     def rewind(self, to: mx.array, latest: mx.array) -> bool:
@@ -243,6 +238,6 @@ class StorageChoice(NamedTuple):
     reason: str
 
 
-# From a group's geometry, block size, (if known) the queries that will attend over it and the number of its pinned
-# tokens to the form of its storage. May raise KernelUnavailableError.
-ChooseStorage = Callable[[Geometry, int, QueryHeads | None, int], StorageChoice]
+# From a group's geometry, block size and (if known) the queries that will attend over it to the form of its storage.
+# May raise KernelUnavailableError.
+ChooseStorage = Callable[[Geometry, int, QueryHeads | None], StorageChoice]

@@ -88,13 +88,10 @@ def storage_choice(use_kernel: bool | None) -> ChooseStorage:
     """Return how a pool chooses its storage: True demands the kernel, False forbids it, None takes it where it
     works."""
 
-    def choose(geometry: Geometry, block_size: int, heads: QueryHeads | None, pinned: int) -> StorageChoice:
+    def choose(geometry: Geometry, block_size: int, heads: QueryHeads | None) -> StorageChoice:
         if use_kernel is False:
             return StorageChoice(functional_form(geometry), "kernel=off")
-        if pinned:
-            why: str | None = "the kernel reads one range of a sequence, and its first tokens are pinned apart from it"
-        else:
-            why = kernel_unsupported_reason(geometry, block_size, heads or QueryHeads(geometry.num_kv_heads))
+        why = kernel_unsupported_reason(geometry, block_size, heads or QueryHeads(geometry.num_kv_heads))
         if why is None:
             return StorageChoice(InPlaceStorage, "the fused kernel works here")
         if use_kernel:

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ...kernels.build import KernelUnavailable
 from ..block_table import BlockTable, Segment
-from ..step import Columns, PackedStep, Step
+from ..step import Columns, Step
 from .attention_params import AttentionParams
 from .base import Geometry
 
@@ -24,17 +24,17 @@ class GatheredStorage:
         self,
         q: mx.array,
         tables: Sequence[BlockTable],
-        step: Step | PackedStep,
+        step: Step,
         params: AttentionParams,
         *,
         append: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
         raise KernelUnavailable("the blocks are not written in place")
 
-    def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: PackedStep, params: AttentionParams) -> mx.array:
+    def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: Step, params: AttentionParams) -> mx.array:
         raise KernelUnavailable("the blocks are not written in place")
 
-    def read_packed(self, tables: Sequence[BlockTable], step: PackedStep) -> tuple[mx.array, mx.array]:
+    def read_packed(self, tables: Sequence[BlockTable], step: Step) -> tuple[mx.array, mx.array]:
         raise KernelUnavailable("the blocks are not written in place")
 
     def rewind(self, to: mx.array, latest: mx.array) -> bool:
@@ -68,14 +68,9 @@ class FunctionalStorage(GatheredStorage):
         return self._keys.shape[1]
 
     def write(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
-        if step.num_tokens == 1 and len(tables) > 1:
+        if len(tables) > 1 and not step.is_pack:
             self.write_rows(*step.rows(tables), k, v)
             return
-        for row, table in enumerate(tables):
-            part_k, part_v = (k, v) if len(tables) == 1 else (k[row : row + 1], v[row : row + 1])
-            self.write_segments(table.tail_segments(step.num_tokens), part_k, part_v)
-
-    def write_packed(self, tables: Sequence[BlockTable], step: PackedStep, k: mx.array, v: mx.array) -> None:
         for table, count, part_k, part_v in zip(tables, step.counts, step.split(k), step.split(v), strict=True):
             self.write_segments(table.tail_segments(count), part_k, part_v)
 
@@ -101,11 +96,9 @@ class FunctionalStorage(GatheredStorage):
         self._keys[:, block_ids, offsets] = k[:, :, 0].transpose(1, 0, 2)
         self._values[:, block_ids, offsets] = v[:, :, 0].transpose(1, 0, 2)
 
-    def read_visible(self, table: BlockTable, *, rotation: int, copy: bool = True) -> tuple[mx.array, mx.array]:
+    def read_visible(self, table: BlockTable, *, copy: bool = True) -> tuple[mx.array, mx.array]:
         """Read in place where the blocks are consecutive and a view will do, else gathered; the table keeps the device
         indices, so that all layers of a step share them."""
-        if rotation or table.num_head:
-            return self.gather_slots(_rotated_index(table, self, rotation))
         size = table.block_size
         start, end = table.logical_start, table.length
         first, last = start // size, -(-end // size)
@@ -122,7 +115,7 @@ class FunctionalStorage(GatheredStorage):
         return k[:, :, skip : skip + end - start], v[:, :, skip : skip + end - start]
 
     def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
-        return self.read_visible(table, rotation=0, copy=True)
+        return self.read_visible(table)
 
     def read_rows(self, columns: Columns) -> tuple[mx.array, mx.array]:
         key, index = columns.prepared or (None, None)
@@ -158,16 +151,6 @@ class FunctionalStorage(GatheredStorage):
             pool.reshape(-1, self.block_size * pool.shape[3])[index].reshape(1, -1, tokens, pool.shape[3])
             for pool in (self._keys, self._values)
         )
-        return k, v
-
-    def slot_index(self, block_ids: mx.array, offsets: mx.array) -> mx.array:
-        """Index ``[n_kv_heads, n]`` of single tokens for :meth:`gather_slots`; holds until the pool grows."""
-        heads = mx.arange(self.geometry.num_kv_heads, dtype=mx.int32)[:, None]
-        return (heads * self.num_blocks + block_ids[None]) * self.block_size + offsets[None]
-
-    def gather_slots(self, index: mx.array) -> tuple[mx.array, mx.array]:
-        """Single tokens in any order: K ``[1, n_kv_heads, n, k_head_dim]`` and V likewise."""
-        k, v = (pool.reshape(-1, pool.shape[3])[index][None] for pool in (self._keys, self._values))
         return k, v
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -235,18 +218,3 @@ def _runs(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int
         else:
             runs.append((source, target, 1))
     return runs
-
-
-def _rotated_index(table: BlockTable, storage: FunctionalStorage, rotation: int) -> mx.array:
-    start, end, size = table.logical_start, table.length, table.block_size
-    key = ("rotated", start, end, rotation, storage.num_blocks)
-    index = table.indices.get(key)
-    if index is None:
-        table.forget_indices()  # one such index per step: the one before is of no use any more
-        runs = (0, table.num_head), (start + rotation, end), (start, start + rotation)
-        positions = mx.concatenate([mx.arange(*run, dtype=mx.int32) for run in runs if run[0] < run[1]])
-        first = 0 if table.num_head else start // size
-        block_ids = mx.array(table.block_ids[first:], dtype=mx.int32)
-        index = storage.slot_index(block_ids[positions // size - first], positions % size)
-        table.indices[key] = index
-    return index

@@ -14,7 +14,7 @@ from ...kernels.launch_shape import MAX_QUERY_LENGTH
 from ...kernels.prefill import prepare_prefill
 from ...kernels.quantized import PageShape, new_blocks, rotate
 from ..block_table import BlockTable
-from ..step import Columns, PackedStep, Step
+from ..step import Columns, Step
 from .attention_params import AttentionParams, Window
 from .base import Geometry
 
@@ -90,7 +90,7 @@ class InPlaceStorage:
     def num_blocks(self) -> int:
         return int(self.__keys.shape[0])
 
-    def write(self, tables: Sequence[BlockTable], step: Step | PackedStep, k: mx.array, v: mx.array) -> None:
+    def write(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
         launch = step.write_launch
         if launch is None:
             launch = step.write_launch = kernels.prepare_write(
@@ -107,9 +107,6 @@ class InPlaceStorage:
             self.num_quantized += num_tokens
             self._last_write = self.__fence, num_tokens
 
-    def write_packed(self, tables: Sequence[BlockTable], step: PackedStep, k: mx.array, v: mx.array) -> None:
-        self.write(tables, step, k, v)
-
     def write_stored(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
         if self.pages is None:
             self.write(tables, step, k, v)
@@ -122,16 +119,16 @@ class InPlaceStorage:
         self,
         q: mx.array,
         tables: Sequence[BlockTable],
-        step: Step | PackedStep,
+        step: Step,
         params: AttentionParams,
         *,
         append: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
         q_len, (scale, _, window, softcap, sinks, latent) = q.shape[2], params
-        key = (q.shape[1], scale, window, softcap, sinks is None, append is None, latent)
+        key = (q.shape[0], q.shape[1], scale, window, softcap, sinks is None, append is None, latent)
         launch = step.decode_launches.get(key)
         if launch is None:
-            visible = step.visible(tables, window)
+            visible = step.visible(tables, window, q.shape[0])
             self.decoded_by_kernel = False  # until one that works is known
             launch = step.decode_launches[key] = kernels.prepare_decode(
                 self.__keys, self.__values, visible if q_len <= MAX_QUERY_LENGTH else split_visible(visible),
@@ -150,7 +147,7 @@ class InPlaceStorage:
             out = join_queries(out, q_len)
         return rotate(out) if self.rotates else out
 
-    def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: PackedStep, params: AttentionParams) -> mx.array:
+    def prefill(self, q: mx.array, tables: Sequence[BlockTable], step: Step, params: AttentionParams) -> mx.array:
         scale, _, window, softcap, sinks, _ = params
         key = (q.shape[1], scale, window, softcap, sinks is not None)
         launch = step.prefill_launches.get(key)
@@ -195,20 +192,17 @@ class InPlaceStorage:
             storage.__fence = fence
         return result
 
-    def read_visible(self, table: BlockTable, *, rotation: int, copy: bool = True) -> tuple[mx.array, mx.array]:
+    def read_visible(self, table: BlockTable, *, copy: bool = True) -> tuple[mx.array, mx.array]:
         # Prepared for all layers; one at a time, as the range is another in the next step.
         span, known = (table.logical_start, table.length), table.indices.get("gather")
         if known is None or known[0] != span:
             launch = kernels.prepare_gather(self.__keys, self.__values, *self._range_of(table), self.pages)
             known = table.indices["gather"] = span, launch
-        k, v = self._gathered(known[1])
-        if rotation:
-            k, v = (mx.concatenate([x[:, :, rotation:], x[:, :, :rotation]], axis=2) for x in (k, v))
-        return k, v
+        return self._gathered(known[1])
 
     def read_stored(self, table: BlockTable) -> tuple[mx.array, mx.array]:
         if self.pages is None:
-            return self.read_visible(table, rotation=0, copy=True)
+            return self.read_visible(table)
         k, v, self.__fence = moves.gather_rows(
             self.__keys, self.__values, self.__fence, *self._range_of(table), self.pages
         )
@@ -249,7 +243,7 @@ class InPlaceStorage:
         k, v, self.__fence = launch(self.__keys, self.__values, self.__fence)
         return (rotate(k), rotate(v)) if self.rotates else (k, v)
 
-    def read_packed(self, tables: Sequence[BlockTable], step: PackedStep) -> tuple[mx.array, mx.array]:
+    def read_packed(self, tables: Sequence[BlockTable], step: Step) -> tuple[mx.array, mx.array]:
         ids, num_slots = step.all_blocks(tables), step.num_slots(tables)
         return self._gathered(kernels.prepare_gather(self.__keys, self.__values, ids, 0, num_slots, self.pages))
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ...kernels.quantized import rotate
 from ..block_table import BlockTable
-from ..step import Columns, PackedStep, Step
+from ..step import Columns, Step
 from .attention_params import QueryHeads
 from .base import Geometry, Storage, StorageChoice
 from .functional import FunctionalStorage, GatheredStorage
@@ -20,7 +20,7 @@ def functional_form(geometry: Geometry) -> Callable[[Geometry, int, int], Storag
     return FunctionalStorage if geometry.format is None else QuantizedStorage
 
 
-def functional_storage(geometry: Geometry, block_size: int, heads: QueryHeads | None, pinned: int) -> StorageChoice:
+def functional_storage(geometry: Geometry, block_size: int, heads: QueryHeads | None) -> StorageChoice:
     """Return the choice that works everywhere."""
     return StorageChoice(functional_form(geometry), "the pool was made without kernels")
 
@@ -46,9 +46,6 @@ class QuantizedStorage(GatheredStorage):
     def write(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
         self._rows.write(tables, step, *self._quantized(k, v))
 
-    def write_packed(self, tables: Sequence[BlockTable], step: PackedStep, k: mx.array, v: mx.array) -> None:
-        self._rows.write_packed(tables, step, *self._quantized(k, v))
-
     def write_stored(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
         self._rows.write(tables, step, k, v)
 
@@ -58,8 +55,8 @@ class QuantizedStorage(GatheredStorage):
             k, v = rotate(k), rotate(v)
         return self._k.quantize(k), self._v.quantize(v)
 
-    def read_visible(self, table: BlockTable, *, rotation: int, copy: bool = True) -> tuple[mx.array, mx.array]:
-        return self._dequantized(*self._rows.read_visible(table, rotation=rotation, copy=copy))
+    def read_visible(self, table: BlockTable, *, copy: bool = True) -> tuple[mx.array, mx.array]:
+        return self._dequantized(*self._rows.read_visible(table, copy=copy))
 
     def read_rows(self, columns: Columns) -> tuple[mx.array, mx.array]:
         return columns.masked(*self._dequantized(*self._rows.read_rows(columns)))

@@ -15,9 +15,8 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
-from mlx_paged.cache.batch_tables import BatchTables
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
-from mlx_paged.cache.sequence import SequenceTables
+from mlx_paged.cache.rows import Rows, SequenceTables
 from mlx_paged.engine import compiled_step
 from mlx_paged.engine.compiled_step import StepRows, rows_of
 from mlx_paged.errors import PoolExhaustedError
@@ -415,27 +414,24 @@ def full_pool() -> tuple[BlockPool, SequenceTables]:
         pool.set_geometry(layer, x, x, batch=1)
     sequence = SequenceTables(pool)
     for layer in range(4):
-        sequence.reserve(layer, 4)
+        sequence.take_next(layer, 4)
     return pool, sequence
 
 
-def caches_of(sequence: SequenceTables, batch: bool) -> list[Any]:
-    if not batch:
-        return [PagedKVCache(sequence, layer) for layer in range(4)]
-    tables = BatchTables(sequence.pool, [sequence])
-    return [PagedBatchKVCache(tables, layer) for layer in range(4)]
-
-
-@pytest.mark.parametrize("batch", [False, True])
-def test_layers_stay_where_they_are_if_a_group_has_no_block(batch: bool) -> None:
+def test_layers_stay_where_they_are_if_a_group_has_no_block() -> None:
     pool, sequence = full_pool()
-    caches = caches_of(sequence, batch)
+    caches = [PagedKVCache(sequence, layer) for layer in range(4)]
     rows: StepRows | None = rows_of(caches)
     assert rows is not None
-    before = [cache.offset if not batch else cache.batch.offsets(cache.layer) for cache in caches]
     with pytest.raises(PoolExhaustedError):
-        rows.reserve(caches)
-    assert [cache.offset if not batch else cache.batch.offsets(cache.layer) for cache in caches] == before
+        rows.take(caches)
+    assert [cache.offset for cache in caches] == [4] * 4
+    pool.check_integrity()
+    batch = Rows(pool, [sequence])
+    assert rows_of([PagedBatchKVCache(batch, layer) for layer in range(4)]) is not None
+    failed = batch.reserve()
+    assert failed is not None and isinstance(failed.error, PoolExhaustedError)
+    assert batch.lengths(0) == batch.lengths(2) == [4]
     pool.check_integrity()
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mlx_paged
-from mlx_paged.cache.pack import NotPackableError
+from mlx_paged.cache.rows import NotPackableError, Rows
 from mlx_paged.engine import look_up, proposer
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.kv.pool import BlockPool
@@ -259,7 +259,7 @@ def test_a_model_that_does_not_pack_stops_looking_up(oracle: type[Oracle], monke
     def refuse(*_: object, **__: object) -> None:
         raise NotPackableError("it does something else")
 
-    monkeypatch.setattr(look_up, "Pack", refuse)
+    monkeypatch.setattr(Rows, "commit", refuse)
     pool = make_pool()
     toy = Engine(pool)
     toy.ask(PROMPTS[0], 20)

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
-from mlx_paged.cache.sequence import SequenceTables
+from mlx_paged.cache.rows import SequenceTables
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.storage.attention_params import AttentionParams
 from tests.support.pools import kv, noise, pool_of
@@ -66,7 +66,6 @@ def test_write_never_copies_the_pool(big_pool: BlockPool) -> None:
         tables = [sequence.tables[0], pool.new_table()]
         for table in tables:
             pool.append_tokens(table, 1)
-        cache.sequence.offsets[0] += 1
         pool.write_decode(tables, 0, *kv(next(seeds), 1, batch=2, **shape))
         mx.eval(pool.fence(0))
 
@@ -104,7 +103,7 @@ def test_write_never_copies_the_pool(big_pool: BlockPool) -> None:
         assert pool.stats().cow_forks == before + 3
 
     actions = (prefill, decode, batched_decode, write_then_read, chunk_then_read, pipelined, fork_and_copy)
-    sequence.reserve(0, 5)  # so that the tail block is never full when it is forked
+    sequence.take_next(0, 5)  # so that the tail block is never full when it is forked
     pool.write_prefill(sequence.tables[0], 0, *kv(0, 5, **shape))
     peaks = {action.__name__: extra_peak(action) for action in actions}
     assert max(peaks.values()) < FEW_MB, peaks

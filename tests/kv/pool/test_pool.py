@@ -9,9 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.attention.dispatch import paged_attention
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
-from mlx_paged.cache.sequence import SequenceTables
+from mlx_paged.cache.rows import SequenceTables
 from mlx_paged.errors import BlockStateError, ConfigError, PoolExhaustedError, TrimError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
@@ -27,6 +26,7 @@ from tests.support.pools import (
     joined,
     kv,
     noise,
+    paged_attention,
     pool_of,
     put,
     scatter_free_blocks,
@@ -96,17 +96,6 @@ def test_batched_decode_writes_each_sequence_its_own_row(dtype: mx.Dtype) -> Non
         for layer in range(2):
             assert_holds(pool, table, *joined(*history[layer]), layer)
     pool.check_integrity()
-
-
-@pytest.mark.parametrize("rotation", [1, 3, 9])
-def test_a_rotated_gather_starts_later_and_wraps_around(rotation: int) -> None:
-    pool = pool_of()
-    scatter_free_blocks(pool)
-    table = pool.new_table()
-    k, v = put(pool, table, 1, 10)
-    got_k, got_v = pool.gather_visible(table, 0, rotation=rotation)
-    np.testing.assert_array_equal(np.array(got_k), np.roll(np.array(k), -rotation, axis=2))
-    np.testing.assert_array_equal(np.array(got_v), np.roll(np.array(v), -rotation, axis=2))
 
 
 def test_a_write_replaces_the_tokens_reserved_last_only() -> None:

@@ -12,7 +12,7 @@ import mlx_paged
 from mlx_paged import GeometryError, PagedConfig, PoolExhaustedError
 from mlx_paged.patches.cache.layout import layout_of, why_one_by_one
 from scripts.support import model_configs
-from tests.support.models.batch_runs import fall_throughs, generator
+from tests.support.models.batch_runs import fall_throughs
 from tests.support.models.builders import COMMON, assert_same, build, greedy, prompt_of
 from tests.support.models.recurrent import build_recurrent
 
@@ -26,22 +26,6 @@ def test_quantized_kv_goes_on_in_mlx_lms_cache() -> None:
     assert_same(got, expected)
     assert len(messages) == 1 and "kv_bits" in messages[0]
     assert mlx_paged.pool_of(model).stats().live_blocks == 0
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_max_kv_size_without_room_uses_mlx_lms_cache(size: int) -> None:
-    """mlx-lm keeps the first four tokens: with no more room than that, new ones are dropped."""
-    model = build("qwen3")
-    expected = greedy(model, prompt_of(7), 30, max_kv_size=size)
-    mlx_paged.apply_patches()
-    for times in (1, 0):  # the reason is given once
-        got, messages = fall_throughs(lambda: greedy(model, prompt_of(7), 30, max_kv_size=size))
-        assert got[0] == expected[0]
-        assert len(messages) == times and all("max_kv_size" in m for m in messages)
-    gen, messages = fall_throughs(lambda: generator(model, max_kv_size=size))
-    assert gen._engine.batch.kind == "one by one"
-    assert len(messages) == 1 and "forgets in a batch which tokens it keeps" in messages[0]
-    gen.close()
 
 
 def test_ssm_layers_use_mlx_lms_cache() -> None:

@@ -165,15 +165,6 @@ def test_two_widths_are_for_pages_only() -> None:
         next(generate_step(prompt_of(3), model, prompt_cache=[KVCache() for _ in model.layers], kv_bits=(8, 4)))
 
 
-def test_bounded_caches_keep_their_keys_and_say_why() -> None:
-    model = wide("qwen3")
-    expected = greedy(model, prompt_of(50), 20, max_kv_size=32)
-    mlx_paged.apply_patches()
-    got, messages = fall_throughs(lambda: greedy(model, prompt_of(50), 20, max_kv_size=32, kv_bits=8))
-    assert_same(got, expected)
-    assert len(messages) == 1 and "pinned" in messages[0] and "not quantised" in messages[0]
-
-
 # Files ----------------------------------------------------------------------------------------------------------------
 
 

@@ -1,232 +1,125 @@
-"""``max_kv_size`` on blocks: pinned first tokens and a window, as in mlx-lm's single runs."""
+"""``max_kv_size``: mlx-lm's own rotating caches serve it, alone and row by row in batches."""
 
 from __future__ import annotations
 
-import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models import cache as upstream
 
 import mlx_paged
-from mlx_paged import KernelUnavailableError, PagedConfig, PagedKVCache, PromptCacheError
-from mlx_paged.patches.cache import layout as layouts
-from tests.support.kernels.fake_kernels import fake_kernels
-from tests.support.models.batch_runs import Outcome, collect, generator
-from tests.support.models.builders import assert_same, build, greedy, prompt_of, rms
-from tests.support.processes.bounded import (
-    KINDS,
-    PINNED,
-    SIZE,
-    STEP,
-    assert_gathered,
-    blocks_at_most,
-    conversation,
-    model_of,
-    solo,
-)
-from tests.support.samples import each_value
+from mlx_paged import NotPagedWarning, PagedConfig
+from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
+from mlx_paged.prefix.detached import SharedPrefixes
+from mlx_paged.prefix.radix import RadixTree
+from tests.support.models.batch_runs import Outcome, generator, run_all
+from tests.support.models.builders import greedy, prompt_of, rms
+from tests.support.processes.bounded import KINDS, SIZE, STEP, conversation, model_of, solo
 
-pytestmark = pytest.mark.usefixtures("no_fall_through")
+LENGTHS = (1, 5, SIZE, SIZE + 2, 75)
 
 
-STEPS = (7, STEP, 2048)
-LENGTHS = (1, 3, 20, SIZE - 1, SIZE, SIZE + 1, SIZE + 2, 75)
+def fall_throughs(run: Any) -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = run()
+    return result, [str(each.message) for each in caught if each.category is NotPagedWarning]
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("size", [5, SIZE])
 @pytest.mark.parametrize("kind", KINDS)
-def test_single_sequences_equal_stock_bit_for_bit(kind: str, step: int, part: int) -> None:
-    # Always every second length: each with each kind, and with each step by one of the two kinds.
-    lengths = LENGTHS[(KINDS.index(kind) + STEPS.index(step) + part) % 2 :: 2]
-    # Each goes twice through what is not pinned; the longest one's prompt does.
-    counts = [max(20, PINNED + 2 * (SIZE - PINNED) + 4 - length) for length in lengths]
-    expected = [solo(kind, length, count, SIZE, step) for length, count in zip(lengths, counts, strict=True)]
+def test_alone_it_gives_stocks_tokens_and_one_warning(kind: str, size: int) -> None:
+    expected = [solo(kind, length, 24, size, 7) for length in LENGTHS]
     mlx_paged.apply_patches(PagedConfig(block_size=8))
-    for length, count, (tokens, logprobs) in zip(lengths, counts, expected, strict=True):
+    messages = []
+    for length, (tokens, logprobs) in zip(LENGTHS, expected, strict=True):
         prompt = prompt_of(length, seed=length)
-        got = greedy(model_of(kind), prompt, count, max_kv_size=SIZE, prefill_step_size=step)
+        got, told = fall_throughs(
+            lambda prompt=prompt: greedy(model_of(kind), prompt, 24, max_kv_size=size, prefill_step_size=7)
+        )
+        messages += told
         assert got[0] == tokens
         assert rms(got[1], logprobs) == 0.0
-        assert_gathered()
-    pool = mlx_paged.pool_of(model_of(kind))
-    pool.check_integrity()
-    assert pool.stats().live_blocks == 0
-    assert pool.stats().peak_live_blocks <= blocks_at_most(SIZE, min(step, 75), 8)
-
-
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize(("kind", "size"), each_value(KINDS, (5, 6, 9)))
-def test_hardly_more_room_than_is_pinned(kind: str, size: int) -> None:
-    lengths = (1, 4, 5, 6, 30)
-    expected = [solo(kind, length, 24, size, 7) for length in lengths]
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    for length, (tokens, logprobs) in zip(lengths, expected, strict=True):
-        prompt = prompt_of(length, seed=length)
-        got = greedy(model_of(kind), prompt, 24, max_kv_size=size, prefill_step_size=7)
-        assert got[0] == tokens
-        assert rms(got[1], logprobs) == 0.0
+    assert len(messages) == 1 and "max_kv_size" in messages[0] and "keeps a sequence's first tokens" in messages[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_turns_forks_and_trims_equal_stock(kind: str) -> None:
-    model = model_of(kind)
-
-    def run() -> list[np.ndarray]:
-        cache, logits = conversation(model, (9, 1, 1, 15))
-        assert upstream.can_trim_prompt_cache(cache)
-        assert upstream.trim_prompt_cache(cache, 7) == 7
-        for turn in (3, 1, 1, 20, 1, 1, 1, 11, *[1] * 40, 2, 1):
-            logits.append(np.array(model(prompt_of(turn, seed=turn)[None], cache=cache)))
-        assert not upstream.can_trim_prompt_cache(cache)
-        assert cache[0].size() == SIZE and cache[0].offset == sum((9, 1, 1, 15, -7, 3, 1, 1, 20, 1, 1, 1, 11, 40, 2, 1))
-        fork = copy.deepcopy(cache)
-        for each in (fork, cache):
-            for turn in (1, 1, 6, 1):
-                logits.append(np.array(model(prompt_of(turn, seed=50 + turn)[None], cache=each)))
-        return logits
-
-    expected = run()
+def test_rows_of_a_batch_equal_stocks_single_runs(kind: str) -> None:
+    """mlx-lm's own batches forget which tokens to keep, and their rows are other than single runs."""
+    counts = dict(zip(LENGTHS, (60, 50, 20, 40, 30), strict=True))
+    for length, num_tokens in counts.items():
+        solo(kind, length, num_tokens)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
-    for got, want in zip(run(), expected, strict=True):
-        np.testing.assert_array_equal(got, want)
-    mlx_paged.pool_of(model).check_integrity()
-
-
-HISTORIES = [
-    (5,),
-    (SIZE - 1,),
-    (SIZE,),
-    (SIZE + 1, 1, 1, 1),
-    (75,),
-    (75, *[1] * 17),
-    (3, *[1] * (SIZE + 9)),
-    (40, 1, 9),
-]
-
-
-@pytest.mark.sample(every=3)
-@pytest.mark.parametrize(("kind", "turns"), each_value(KINDS, HISTORIES), ids=str)
-def test_saved_caches_are_stocks_both_ways(kind: str, turns: tuple[int, ...], tmp_path: Path) -> None:
-    model = model_of(kind)
-    file, paged_file = str(tmp_path / "stock.safetensors"), str(tmp_path / "paged.safetensors")
-
-    def goes_on(cache: list[Any], first: int = 6) -> tuple[list[int], np.ndarray]:
-        return greedy(model, prompt_of(first, seed=5), 36, prompt_cache=cache)
-
-    upstream.save_prompt_cache(file, conversation(model, turns)[0])
-    expected = goes_on(upstream.load_prompt_cache(file))
-    decoded = goes_on(upstream.load_prompt_cache(file), 1)
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    adopted = mlx_paged.adopt_prompt_cache(model, upstream.load_prompt_cache(file))
-    assert all(isinstance(c, PagedKVCache) and c.pinned == PINNED for c in adopted)
-    again = str(tmp_path / "again.safetensors")
-    upstream.save_prompt_cache(again, adopted)
-    got = goes_on(adopted)
-    assert_same(got, expected)
-    got = goes_on(mlx_paged.adopt_prompt_cache(model, upstream.load_prompt_cache(file)), 1)
-    assert got[0] == decoded[0]
-    assert rms(got[1], decoded[1]) == 0.0
-    upstream.save_prompt_cache(paged_file, conversation(model, turns)[0])
-    mlx_paged.pool_of(model).check_integrity()
-    mlx_paged.remove_patches()
-    stock = upstream.load_prompt_cache(file)
-    for name in (paged_file, again):
-        loaded = upstream.load_prompt_cache(name)
-        for ours, theirs in zip(loaded, stock, strict=True):
-            for x, y in zip(ours.keys_and_values(), theirs.keys_and_values(), strict=True):
-                assert mx.array_equal(x, y)
-            assert (ours.offset, ours.keep, ours.max_size) == (theirs.offset, theirs.keep, theirs.max_size)
-        got = goes_on(loaded)
-        assert_same(got, expected)
-
-
-def test_speculative_decoding_within_the_bound_equals_stock() -> None:
-    model, draft = model_of("qwen3"), build("qwen3", num_hidden_layers=1)
-
-    def run() -> list[int]:
-        caches = upstream.make_prompt_cache(model, 128) + upstream.make_prompt_cache(draft, 128)
-        steps = speculative_generate_step(prompt_of(20), model, draft, max_tokens=40, prompt_cache=caches)
-        return [int(token) for token, *_ in steps]
-
-    expected = run()
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    assert run() == expected
-
-
-# Models and pools -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("kind", KINDS)
-def test_with_and_without_a_bound_alternately(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, sizes = model_of(kind), (SIZE, None, 48)
-    expected = {size: greedy(model, prompt_of(40), 60, max_kv_size=size)[1] for size in sizes}
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    caches = {size: upstream.make_prompt_cache(model, size) for size in sizes}
-    runs = {size: [np.array(model(prompt_of(40)[None, :39], cache=caches[size]))] for size in sizes}
-    monkeypatch.setattr(layouts, "probe_layers", lambda *_: pytest.fail("looked at the model again"))
-    pools = {size: cache[0].pool for size, cache in caches.items()}
-    assert len(set(map(id, pools.values()))) == 3
-    for size in sizes * 2:
-        assert upstream.make_prompt_cache(model, size)[0].pool is pools[size] is mlx_paged.pool_of(model)
-    steps = {size: [] for size in sizes}
-    last = {size: prompt_of(40)[-1:] for size in sizes}
-    for _ in range(60):
-        for size in sizes:
-            logits = model(last[size][None], cache=caches[size])[:, -1]
-            steps[size].append(np.array(logits - mx.logsumexp(logits, keepdims=True))[0])
-            last[size] = mx.argmax(logits, axis=-1)
-    for size in sizes:
-        assert rms(np.stack(steps[size]), expected[size]) == 0.0
-        pools[size].check_integrity()
-        assert runs[size]
-    # One batch of each, at the same time.
-    gens = {size: generator(model, max_kv_size=size, prefill_step_size=64) for size in (SIZE, 48)}
-    outcomes = {size: {gen.insert([prompt_of(40).tolist()], [60])[0]: Outcome()} for size, gen in gens.items()}
-    for _ in range(70):
-        for size, gen in gens.items():
-            collect(outcomes[size], *gen.next())
-    for size, gen in gens.items():
-        (outcome,) = outcomes[size].values()
-        assert np.abs(np.stack(outcome.logprobs) - expected[size]).max() <= 1e-5
-        gen.close()
-
-
-def test_a_cache_of_another_bound_is_refused() -> None:
-    model = model_of("qwen3")
-    stock, paged = upstream.make_prompt_cache(model, 48), None
-    model(prompt_of(9)[None], cache=stock)
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    paged = upstream.make_prompt_cache(model, 48)
-    model(prompt_of(9)[None], cache=paged)
-    gen = generator(model, max_kv_size=SIZE)
-    for given in (stock, paged):
-        with pytest.raises(PromptCacheError, match="other options"):
-            gen.insert([[1, 2, 3]], [4], caches=[given])
+    gen, messages = fall_throughs(
+        lambda: generator(model_of(kind), max_kv_size=SIZE, prefill_step_size=STEP, completion_batch_size=3)
+    )
+    assert any("forgets in a batch which tokens it keeps" in message for message in messages)
+    assert gen._engine.batch.kind == "one by one" and gen._engine.pool is None
+    uids = gen.insert([prompt_of(n, seed=n).tolist() for n in counts], list(counts.values()))
+    outcomes = {uid: Outcome() for uid in uids}
+    run_all(gen, outcomes)
+    for uid, (length, num_tokens) in zip(uids, counts.items(), strict=True):
+        tokens, logprobs = solo(kind, length, num_tokens)
+        assert outcomes[uid].tokens == tokens
+        assert np.abs(np.stack(outcomes[uid].logprobs) - logprobs).max() <= 1e-5
     gen.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_kernel_demanded_is_an_error_before_anything_is_changed(kind: str) -> None:
-    model = model_of(kind)
-    with fake_kernels():
-        mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
-        with pytest.raises(KernelUnavailableError, match=r"kernel=on, but .*pinned"):
-            greedy(model, prompt_of(9), 4, max_kv_size=SIZE)
-        pool = mlx_paged.pool_of(model)
-        assert pool is None or pool.stats().live_blocks == 0
-        mlx_paged.remove_patches()
-        mlx_paged.apply_patches(PagedConfig(block_size=8))  # not demanded: gathered, and the rest in place
-        assert len(greedy(model, prompt_of(9), 50, max_kv_size=SIZE)[0]) == 50
-        assert_gathered()
-        assert not mlx_paged.pool_of(model).groups[0].in_place
-        upstream.make_prompt_cache(model)
-        greedy(model, prompt_of(9), 4)
-        assert mlx_paged.pool_of(model).groups[0].in_place
+@pytest.mark.filterwarnings("ignore")
+def test_a_bounded_cache_joins_a_batch_and_a_file_and_stays_stocks(tmp_path: Path) -> None:
+    model, tail = model_of("qwen3"), prompt_of(30, seed=9)
+    file = str(tmp_path / "stock.safetensors")
+    upstream.save_prompt_cache(file, conversation(model, (SIZE + 5, 1, 1))[0])
+    expected = greedy(model, tail, 30, prompt_cache=upstream.load_prompt_cache(file), prefill_step_size=64)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    adopted = mlx_paged.adopt_prompt_cache(model, upstream.load_prompt_cache(file))
+    assert all(type(cache) is upstream.RotatingKVCache for cache in adopted)
+    assert greedy(model, tail, 30, prompt_cache=adopted, prefill_step_size=64)[0] == expected[0]
+    gen = generator(model, max_kv_size=SIZE, prefill_step_size=64)
+    (uid,) = gen.insert([tail.tolist()], [30], caches=[upstream.load_prompt_cache(file)])
+    outcomes = {uid: Outcome()}
+    run_all(gen, outcomes)
+    assert outcomes[uid].tokens == expected[0]
+    gen.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_bounded_requests_share_no_prefixes() -> None:
+    model = model_of("qwen3")
+    tokens, _ = solo("qwen3", 61, 45)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    upstream.make_prompt_cache(model)
+    prefixes = SharedPrefixes(RadixTree(mlx_paged.pool_of(model)))  # of the unbounded pool
+    gen = generator(model, max_kv_size=SIZE, prefill_step_size=STEP, prefixes=prefixes)
+    assert not gen.shares_prefixes
+    uids = gen.insert([prompt_of(61, seed=61).tolist()] * 2, [45] * 2)
+    outcomes = {uid: Outcome() for uid in uids}
+    run_all(gen, outcomes)
+    assert all(outcome.tokens == tokens for outcome in outcomes.values())
+    gen.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_prompt_cache_store_keeps_whole_bounded_caches() -> None:
+    model = model_of("qwen3")
+    tokens = prompt_of(60, seed=4).tolist()
+
+    def run(store: Any) -> list[np.ndarray]:
+        store.insert_cache("m", tokens[:50], conversation(model, (50,))[0])
+        cache, rest = store.fetch_nearest_cache("m", tokens)
+        logits = [np.array(model(mx.array(rest)[None], cache=cache))]
+        assert len(rest) == 10
+        cache, rest = store.fetch_nearest_cache("m", [*tokens[:20], 1, 2, 3])
+        return [*logits, np.array([cache is None, len(rest)])]
+
+    expected = run(upstream.LRUPromptCache())
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    store = PagedPromptCache()
+    for got, want in zip(run(store), expected, strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert len(store) == 1
+    store.close()

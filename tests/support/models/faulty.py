@@ -10,7 +10,6 @@ from mlx_lm.models import llama
 import mlx_paged
 from mlx_paged import PagedConfig, PoolExhaustedError, SequenceTables
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
-from mlx_paged.cache.packed_cache import PackedKVCache
 from mlx_paged.errors import RequestFailedError
 from mlx_paged.patches import registry
 from tests.support.models.batch_runs import generator, packing_generator
@@ -31,10 +30,7 @@ class FaultyModel(llama.Model):
         output = super().__call__(inputs, cache, **options)
         if FaultyModel.poisoned:
             first = cache[0]
-            if isinstance(first, PagedBatchKVCache):
-                rows = first.batch.rows
-            else:
-                rows = first.pack.rows if isinstance(first, PackedKVCache) else (first.sequence,)
+            rows = first.rows.sequences if isinstance(first, PagedBatchKVCache) else (first.sequence,)
             if any(row in FaultyModel.poisoned for row in rows):
                 raise RuntimeError("injected: model")
         return output

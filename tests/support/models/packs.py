@@ -21,9 +21,9 @@ def note_packs(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     noted: list[list[int]] = []
     original = prefill.compute_pack
 
-    def noting(model: Any, chunks: Sequence[Chunk]) -> None:
+    def noting(model: Any, chunks: Sequence[Chunk], *rest: Any) -> Any:
         noted.append([chunk.num_tokens for chunk in chunks])
-        original(model, chunks)
+        return original(model, chunks, *rest)
 
     monkeypatch.setattr(prefill, "compute_pack", noting)
     return noted

@@ -14,7 +14,6 @@ from tests.support.models.builders import COMMON, build, greedy, prompt_of
 
 KINDS = ("qwen3", "qwen2")  # an adapter, and the seam
 SIZE, STEP = 32, 16
-PINNED = 4
 
 
 @functools.cache
@@ -36,16 +35,6 @@ def solo(kind: str, length: int, num_tokens: int, size: int = SIZE, step: int = 
     """Stock mlx-lm's single run."""
     assert not mlx_paged.patches.is_applied()
     return greedy(model_of(kind), prompt_of(length, seed=length), num_tokens, max_kv_size=size, prefill_step_size=step)
-
-
-def blocks_at_most(size: int, step: int, block_size: int) -> int:
-    """Blocks of one sequence."""
-    return -(-(size + step) // block_size) + 1 + -(-PINNED // block_size)
-
-
-def assert_gathered() -> None:
-    last = mlx_paged.last_dispatch()
-    assert last is not None and last.path == "gather" and "pinned" in last.reason
 
 
 def conversation(model: Any, turns: Sequence[int]) -> tuple[list[Any], list[np.ndarray]]:

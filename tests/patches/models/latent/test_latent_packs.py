@@ -13,8 +13,8 @@ import mlx_paged
 from mlx_paged import PagedConfig, dispatch_counts, reset_dispatch_counts
 from mlx_paged.attention import latent_prompts
 from mlx_paged.attention.dispatch import Dispatch
-from mlx_paged.cache.pack import NotPackableError, Pack
-from mlx_paged.cache.packed_cache import PackedKVCache
+from mlx_paged.cache.batch_cache import PagedBatchKVCache
+from mlx_paged.cache.rows import NotPackableError, Rows
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.cache import layout
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
@@ -266,13 +266,13 @@ def test_what_a_pack_of_latents_cannot_take_is_refused(kernels: FakeKernels | No
     model = build("deepseek_v3")
     mlx_paged.apply_patches(config("functional"))
     caches = make_prompt_cache(model)
-    caches[0].sequence.reserve_all(5)
-    pack = Pack([caches[0].sequence], [5])
+    pack = Rows(caches[0].pool, [caches[0].sequence], [5])
+    assert pack.reserve() is None
     attention, x = model.layers[0].self_attn, mx.zeros((5, 1, model.args.hidden_size))
     with pytest.raises(NotPackableError, match="a mask of its own"):
-        attention(x, mx.ones((5, 1)), PackedKVCache(pack, 0))
-    part = PackedKVCache(pack, 0).apart()[0]
+        attention(x, mx.ones((5, 1)), PagedBatchKVCache(pack, 0))
+    part = PagedBatchKVCache(pack, 0).apart()[0]
     with pytest.raises(mlx_paged.GeometryError, match=r"for 5 token\(s\)"):
         part.update_and_fetch(mx.zeros((1, 1, 4, 64)), mx.zeros((1, 1, 4, 64)))
     with pytest.raises(NotPackableError, match="writes twice"):
-        PackedKVCache(pack, 0).apart()
+        PagedBatchKVCache(pack, 0).apart()

@@ -1,0 +1,446 @@
+"""Rows: the block tables of sequences in a model call, and which layers have written its tokens."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import BlockStateError, without_frames
+from ..kv.block_table import BlockTable
+from ..kv.pool import BlockPool
+from ..kv.step import Step
+from ..kv.storage.attention_params import Window
+from .left_padding import LeftPadding
+
+
+class NotPackableError(Exception):
+    """The model does something with its caches that packs have no answer to. Requests go through it one by one."""
+
+
+class FailedRow(NamedTuple):
+    """A row for which no block could be had, and why; the error has no frames."""
+
+    row: int
+    error: Exception
+
+
+class Ledger:
+    """What is reserved for the present step, and which layers have written it.
+
+    Each group reserves its positions once; each of its layers then takes them once. Between two steps every layer is at
+    the end of its table.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._lay_out(pool)
+
+    def _lay_out(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self._place = {layer: index for index, group in enumerate(pool.groups) for layer in group.spec.layers}
+        self.set_level()
+        # The latest mask made for each group, with its window: a mask that comes back can then be told to a kernel.
+        self.masks: dict[int, tuple[mx.array, Window]] = {}
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._place)
+
+    def set_level(self) -> None:
+        """Have every layer end where its table does."""
+        # Layers of each group that have not taken what is reserved.
+        self._behind: list[set[int]] = [set() for _ in self.pool.groups]
+
+    def is_level(self) -> bool:
+        """Return whether every layer ends where its table does."""
+        return not any(self._behind)
+
+    def is_behind(self, layer: int) -> bool:
+        """Return whether positions are reserved that the layer has not taken."""
+        return layer in self._behind[self._place[layer]]
+
+    def _note_reserved(self, group: int) -> None:
+        self._behind[group] = set(self.pool.groups[group].spec.layers)
+
+    def take(self, layer: int) -> None:
+        """Note that a layer writes the positions that are reserved for it. Raises BlockStateError if there are none."""
+        behind = self._behind[self._place[layer]]
+        if layer not in behind:
+            raise BlockStateError(f"layer {layer} takes what is not reserved for it")
+        behind.remove(layer)
+
+    def give_up(self) -> None:
+        """Undo :meth:`take` of every layer; the positions stay reserved, for the layers to take again."""
+        for group in range(len(self._behind)):
+            self._note_reserved(group)
+
+    def window_of(self, mask: mx.array | str | None) -> Window | None:
+        """Return the window that a mask made here stands for; None for any other."""
+        if mask is not None and not isinstance(mask, str):
+            for made, window in self.masks.values():
+                if made is mask:
+                    return window
+        return None
+
+
+class SequenceTables(Ledger):
+    """The block tables of one sequence, one per group of layers. Shared by its layer caches.
+
+    ``copy.deepcopy`` makes a fork: references to the same blocks, no bytes.
+
+    Args:
+        pool: of the blocks.
+        elsewhere: from a dtype of keys to a pool of the same groups that holds such keys, or None if there is none.
+    """
+
+    def __init__(self, pool: BlockPool, elsewhere: Callable[[mx.Dtype], BlockPool | None] | None = None) -> None:
+        super().__init__(pool)
+        self._elsewhere = elsewhere
+        self.tables: list[BlockTable] = [pool.new_table(group) for group in range(len(pool.groups))]
+        self._counts = [0] * len(self.tables)  # tokens of each group's present step
+
+    def move(self, dtype: mx.Dtype) -> bool:
+        """Go to a pool for keys of this dtype, if there is one and nothing has been written yet."""
+        if self._elsewhere is None or any(table.length for table in self.tables):
+            return False
+        pool = self._elsewhere(dtype)
+        if pool is None or pool is self.pool:
+            return False
+        for table in self.tables:
+            self.pool.release_table(table)
+        self._lay_out(pool)
+        self.tables[:] = [pool.new_table(group) for group in range(len(pool.groups))]
+        return True
+
+    def table(self, layer: int) -> BlockTable:
+        return self.tables[self._place[layer]]
+
+    def tables_of(self, layer: int) -> list[BlockTable]:
+        """Return the layer's table, as that of a batch of one."""
+        return [self.tables[self._place[layer]]]
+
+    @property
+    def length(self) -> int:
+        """Tokens that all layers have seen."""
+        counts = zip(self.tables, self._behind, self._counts, strict=True)
+        return min(table.length - bool(behind) * count for table, behind, count in counts)
+
+    def offset(self, layer: int) -> int:
+        """Tokens that the layer has seen."""
+        length = self.table(layer).length
+        return length - self._counts[self._place[layer]] if self.is_behind(layer) else length
+
+    def take_next(self, layer: int, num_tokens: int) -> BlockTable:
+        """Take positions for the layer's next tokens; the first layer of a group to come by in a step reserves them.
+
+        Raises:
+            BlockStateError: other layers of the group have not taken theirs of the step before, or other numbers.
+        """
+        group = self._place[layer]
+        table, behind = self.tables[group], self._behind[group]
+        if not behind:
+            if len(self.tables) > 1 and table.blocks_for(num_tokens):
+                others = [other for other in self.tables if other is not table and other.length == table.length]
+                self.pool.ensure_free_for([table, *others], num_tokens)
+            self.pool.append_tokens(table, num_tokens)
+            self._counts[group] = num_tokens
+            self._note_reserved(group)
+        elif layer not in behind or self._counts[group] != num_tokens:
+            raise BlockStateError(
+                f"layer {layer} is to take {num_tokens} tokens at {self.offset(layer)} while its group ends at "
+                f"{table.length}: all layers of a group must take the same tokens"
+            )
+        self.take(layer)
+        return table
+
+    def reserve(self, num_tokens: int) -> None:
+        """Reserve positions for the next tokens in all groups, for :meth:`take_next` to find.
+
+        Raises:
+            Exception: as :meth:`BlockPool.append_tokens`; nothing is reserved then.
+        """
+        if len(self.tables) > 1:
+            self.pool.ensure_free_for(self.tables, num_tokens)
+        done = []
+        try:
+            for table in self.tables:
+                self.pool.append_tokens(table, num_tokens)
+                done.append(table)
+        except Exception:
+            for table in done:
+                self.pool.trim(table, num_tokens)
+            raise
+        self._counts = [num_tokens] * len(self.tables)
+        self.give_up()
+
+    def begin(self, num_tokens: int) -> None:
+        """:meth:`reserve` in those groups that have nothing reserved yet; nothing else is reserved if that fails."""
+        level = [group for group, behind in enumerate(self._behind) if not behind]
+        if len(level) == len(self.tables):
+            self.reserve(num_tokens)
+            return
+        for group in level:
+            self.pool.append_tokens(self.tables[group], num_tokens)
+            self._counts[group] = num_tokens
+            self._note_reserved(group)
+
+    def cut(self, num_tokens: int) -> None:
+        """Drop the last tokens of all layers, which are all at the end of their tables; or undo :meth:`reserve`."""
+        if num_tokens:
+            for table in self.tables:
+                self.pool.trim(table, num_tokens)
+        self.set_level()
+
+    def trim(self, layer: int, num_tokens: int) -> None:
+        """Take the layer back; the table follows when its last layer has been trimmed.
+
+        Raises:
+            BlockStateError: other layers of the group are being trimmed by another number, or are in a step.
+        """
+        group = self._place[layer]
+        table, behind = self.tables[group], self._behind[group]
+        if behind and (layer in behind or self._counts[group] != num_tokens):
+            raise BlockStateError(f"layer {layer} is to lose {num_tokens} tokens: all layers of a group lose the same")
+        self.pool.check_trim(table, table.length - num_tokens)
+        self._counts[group] = num_tokens
+        behind.add(layer)
+        if len(behind) == len(self.pool.groups[group].spec.layers):
+            self.pool.trim(table, num_tokens)
+            behind.clear()
+
+    def load(self, layer: int, length: int, start: int) -> BlockTable:
+        """Return the layer's table with ``length`` tokens for it to write, those before ``start`` not held; the first
+        layer of a group to be loaded makes it, of an empty sequence.
+
+        Raises:
+            BlockStateError: the table is otherwise, or the layer has been loaded.
+        """
+        group = self._place[layer]
+        table = self.tables[group]
+        if table.length == 0:
+            table = self.pool.new_table(group, start=start)
+            if length > start:
+                self.pool.append_tokens(table, length - start)
+            self.tables[group] = table
+            self._counts[group] = length
+            self._note_reserved(group)
+        elif (table.length, table.logical_start) != (length, start):
+            raise BlockStateError(f"layer {layer} ends at {length}, the layers before it at {table.length}")
+        self.take(layer)
+        return table
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceTables:
+        fork = object.__new__(SequenceTables)
+        memo[id(self)] = fork
+        fork._lay_out(self.pool)
+        fork._elsewhere = None if any(table.length for table in self.tables) else self._elsewhere
+        fork.tables = [self.pool.fork(table) for table in self.tables]
+        fork._counts = list(self._counts)
+        fork._behind = [set(layers) for layers in self._behind]
+        return fork
+
+
+class Rows(Ledger):
+    """New tokens of B sequences in a model call, T in all, for the model a batch of T rows of one token each. Shared by
+    the caches of all layers; its members never change.
+
+    A decode step is one of a token of each sequence, and goes on from step to step. A pack has several tokens of some:
+    for the model's own code each is a row at its own position, and what it sees of the tokens before it, those of the
+    pack included, only attention knows. So nothing is padded.
+
+    Args:
+        pool: of all the sequences.
+        sequences: each at the end of its tables in all layers.
+        counts: new tokens of each, at least one; None: one of each.
+        as_rows: they are few behind many, so they are attended to like the rows of a decode step.
+
+    Raises:
+        BlockStateError: a sequence stopped in the middle of a step, or is of another pool.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        sequences: Sequence[SequenceTables],
+        counts: Sequence[int] | None = None,
+        *,
+        as_rows: bool = False,
+    ) -> None:
+        for sequence in sequences:
+            if sequence.pool is not pool:
+                raise BlockStateError("a sequence of another pool cannot join others")
+            if not sequence.is_level():
+                raise BlockStateError("a sequence whose layers are at different offsets cannot join others")
+        super().__init__(pool)
+        self.sequences = tuple(sequences)
+        self.counts = (1,) * len(sequences) if counts is None else tuple(counts)
+        self.num_tokens = sum(self.counts)
+        self.as_rows = as_rows
+        self.tables: list[list[BlockTable]] = [[each.tables[g] for each in sequences] for g in range(len(pool.groups))]
+        self.is_reserved = False
+        self._attended: set[int] = set()
+        self._steps: list[weakref.ref[Step] | None] = [None] * len(pool.groups)
+        self._offsets: dict[bool, mx.array] = {}
+        self._columns: dict[int, LeftPadding] = {}
+        self._narrow_masks: dict[int, mx.array] = {}
+
+    def __len__(self) -> int:
+        """Rows that the model sees: tokens."""
+        return self.num_tokens
+
+    @property
+    def is_pack(self) -> bool:
+        """Return whether some sequence has several new tokens."""
+        return self.num_tokens > len(self.sequences)
+
+    def tables_of(self, layer: int) -> list[BlockTable]:
+        """Return the block tables of the layer's group, one per sequence."""
+        return self.tables[self._place[layer]]
+
+    def step(self, layer: int) -> Step:
+        """Return the positions in the layer's group, made and checked once for all its layers."""
+        group = self._place[layer]
+        known = self._steps[group]
+        step = None if known is None else known()
+        if step is None or not self.pool.groups[group].is_current(step):
+            step = self.pool.layer(layer).step(self.tables[group], self.counts)
+            self._steps[group] = weakref.ref(step)
+        return step
+
+    # Reserving ------------------------------------------------------------------------------------------------
+
+    def reserve(self) -> FailedRow | None:
+        """Reserve the new tokens of every sequence in every group.
+
+        Returns:
+            None; or the sequence for which a block was missing, and why. Nothing has been reserved then.
+
+        Raises:
+            BlockStateError: a layer has not written what was reserved before.
+        """
+        if not self.is_level():
+            raise BlockStateError("a layer has not written the tokens of the step before")
+        self._offsets, self._columns, self._attended = {}, {}, set()
+        if self.is_pack and len(self.tables) > 1:
+            for sequence, count in zip(self.sequences, self.counts, strict=True):
+                self.pool.ensure_free_for(sequence.tables, count)
+        done = 0
+        try:
+            while done < len(self.tables):
+                failed = self._reserve_group(done)
+                if failed is not None:
+                    return failed
+                done += 1
+            self.give_up()
+        finally:
+            if done < len(self.tables):
+                for group in range(done):
+                    self._trim(group)
+            failed = None  # whose error's frames hold this one
+        self.is_reserved = True
+        return None
+
+    def _reserve_group(self, group: int) -> FailedRow | None:
+        tables = self.tables[group]
+        others: Sequence[int] = range(len(tables)) if self.is_pack else self.pool.append_token(group, tables)
+        for place, index in enumerate(others):
+            try:
+                self.pool.append_tokens(tables[index], self.counts[index])
+            except Exception as error:
+                self._trim(group, set(range(len(tables))).difference(others[place:]))
+                return FailedRow(index, without_frames(error))
+        return None
+
+    def _trim(self, group: int, indices: set[int] | None = None) -> None:
+        for index in range(len(self.counts)) if indices is None else indices:
+            self.pool.trim(self.tables[group][index], self.counts[index])
+
+    def take_back(self) -> None:
+        """Undo the latest :meth:`reserve`; what layers wrote for it is forgotten."""
+        if self.is_reserved:
+            for group in range(len(self.tables)):
+                self._trim(group)
+        self.is_reserved = False
+        self._offsets, self._columns = {}, {}
+        self.set_level()
+
+    def take(self, layer: int) -> None:
+        if not self.is_behind(layer) and self.is_pack:
+            raise NotPackableError(f"layer {layer} writes twice")
+        super().take(layer)
+
+    def take_all(self) -> list[list[BlockTable]]:
+        """Every layer writes and attends to its tokens in one go. Returns the tables of each group."""
+        for layer in self._place:
+            self.take(layer)
+            self.attended(layer)
+        return self.tables
+
+    def give_up(self) -> None:
+        super().give_up()
+        self._attended.clear()
+
+    def attended(self, layer: int) -> None:
+        """Note that what the layer has written has been attended to."""
+        self._attended.add(layer)
+
+    def commit(self) -> None:
+        """Check, after the call of a pack, that every layer has written its tokens and attended to them.
+
+        Raises:
+            NotPackableError: one has not.
+        """
+        for layer in self._place:
+            if self.is_behind(layer) or (self.is_pack and layer not in self._attended):
+                raise NotPackableError(f"layer {layer} does not attend to what it has written")
+
+    # What layers see ------------------------------------------------------------------------------------------
+
+    def offsets(self, layer: int) -> mx.array:
+        """Position of each token, int32 ``[T]``; of the one behind it once the layer has written it. One array for all
+        layers."""
+        behind = self.is_behind(layer)
+        known = self._offsets.get(behind)
+        if known is None:
+            ends = [table.length for table in self.tables_of(layer)]
+            if behind and self.is_pack:
+                spans = [np.arange(end - n, end, dtype=np.int32) for end, n in zip(ends, self.counts, strict=True)]
+                known = mx.array(np.concatenate(spans))
+            elif self.is_pack:
+                known = self._offsets.get(True)
+                known = mx.array(ends, mx.int32) if known is None else known + 1
+            else:
+                known = mx.array(np.array(ends, np.int32) - behind)
+            self._offsets[behind] = known
+        return known
+
+    def lengths(self, layer: int) -> list[int]:
+        """Tokens that the layer has seen of each sequence."""
+        behind = self.is_behind(layer)
+        return [table.length - behind * n for table, n in zip(self.tables_of(layer), self.counts, strict=True)]
+
+    def columns(self, layer: int) -> LeftPadding:
+        """Return where the rows of a decode step lie side by side; made once for all layers of a group."""
+        group = self._place[layer]
+        known = self._columns.get(group)
+        if known is None:
+            known = LeftPadding(self.lengths(layer), self.pool.groups[group].spec.sees)
+            self._columns[group] = known
+        return known
+
+    def narrow_mask(self, window: int) -> mx.array:
+        """Return an array that stands in a pack for a window narrower than the layer's, to be recognised when it comes
+        back."""
+        made = self._narrow_masks.get(window)
+        if made is None:
+            made = self._narrow_masks[window] = mx.ones((len(self), 1, 1, 1), mx.bool_)
+        return made
+
+    def window_of(self, mask: mx.array | str | None) -> Window | None:
+        for window, made in self._narrow_masks.items():
+            if made is mask:
+                return Window(window)
+        return super().window_of(mask)
