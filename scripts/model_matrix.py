@@ -222,7 +222,6 @@ With `kv_bits` ([ADR 0026](adr/0026-quantised-pages.md)), by kind of layer:
 
 - global layers, sliding windows, layers with sinks or soft caps, layers that attend to another one's keys, keys and
   values beside states in a hybrid or a composite: quantised, if key and value are multiples of `kv_group_size` long;
-- tokens pinned by `max_kv_size`: their layers stay as they are;
 - latents (MLA), and whatever else a model computes with by itself ("gathered" above): stay as they are;
 - states (SSM, convolutions, linear attention), and layers that are not paged: mlx-lm's own caches, as without.
 

@@ -22,6 +22,7 @@ from mlx_paged.server.engine_loop import EngineLoop, Row, Work
 from mlx_paged.server.memory import MemoryWatch
 from mlx_paged.server.report.server_stats import ServerStats
 from mlx_paged.server.request import ModelKey, Prompt, ServerRequest
+from tests.support.caches import batch_over
 from tests.support.models.batch_runs import generator, kv_budget
 from tests.support.models.builders import build, greedy, perturbed, prompt_of
 from tests.support.models.tokenizers import plain_tokenizer
@@ -242,16 +243,14 @@ def test_a_request_that_outgrows_the_budget_leaves_nothing(model: Any) -> None:
 
 
 def test_a_batch_cache_without_a_block_raises_an_error_that_goes(model: Any) -> None:
-    """As somebody who drives batch caches himself meets it: the layer that comes by first raises."""
+    """As somebody who drives batch caches himself meets it."""
     with_blocks(model, 5)
     rows = [upstream.make_prompt_cache(model) for _ in range(2)]
     for row in rows:
         model(mx.array([PROMPT[:32]]), cache=row)
-    batch = [type(layers[0]).merge(layers) for layers in zip(*rows, strict=True)]
-    del rows, row
     with pytest.raises(PoolExhaustedError):
-        model(mx.array([[1], [2]]), cache=batch)
-    del batch
+        batch_over(rows)
+    del rows, row
     assert live_blocks(model) == 0
 
 

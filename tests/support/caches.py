@@ -1,13 +1,17 @@
 """Paged and dense caches of one sequence, the keys and values they take, and what "the same" means."""
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from mlx_paged.cache.batch_cache import PagedBatchKVCache
+from mlx_paged.cache.composites import leaves, with_leaves
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
-from mlx_paged.cache.rows import SequenceTables
+from mlx_paged.cache.rows import Rows, SequenceTables
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 
@@ -65,3 +69,20 @@ def filled(window: int | None = None, chunks: tuple[int, ...] = (6,), **options:
         paged.update(*kv(seed, n))
         dense.update_and_fetch(*kv(seed, n))
     return paged, dense
+
+
+def batch_over(rows: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return the caches of a decode step of forks of these prompt caches, whose tokens are reserved.
+
+    Raises:
+        PoolExhaustedError: there is no room for a row's token.
+    """
+    parts = [leaves(row) for row in rows]
+    batch = Rows(parts[0][0].pool, [copy.deepcopy(row[0].sequence) for row in parts])
+    failed = batch.reserve()
+    if failed is not None:
+        try:
+            raise failed.error
+        finally:
+            del failed, batch, parts
+    return with_leaves(rows[0], [PagedBatchKVCache(batch, part.layer, part.masks_rows) for part in parts[0]])

@@ -18,12 +18,12 @@ from mlx_lm.models.switch_layers import SwitchLinear
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine import compiled_step, proposer
-from mlx_paged.engine.compiled_step import PackRows
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.models import model_calls
 from scripts import model_matrix
 from scripts.model_matrix import NOT_COMPILED, alone, batched, difference, lines_of_page
 from scripts.support import model_configs
+from tests.support.caches import batch_over
 from tests.support.cases import quick, slow
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.kernels.traceable_kernels import traceable_kernels
@@ -54,7 +54,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def count(self: Any, rows: Any, *rest: Any) -> mx.array | None:
         logits = original(self, rows, *rest)
         if logits is not None:
-            counted["pack" if isinstance(rows, PackRows) else "alone" if len(rows) == 1 else "rows"] += 1
+            counted["pack" if rows.is_pack else "alone" if len(rows) == 1 else "rows"] += 1
         return logits
 
     monkeypatch.setattr(compiled_step.CompiledStep, "_compiled", count)
@@ -89,7 +89,7 @@ def next_logits(model: Any, *, batches: bool = True) -> list[np.ndarray]:
         found.append(np.array(logits[0, -1]))
     if batches:
         rows = [prefilled(model, length) for length in (7, 30)]
-        logits = model(FIRST, cache=[type(a).merge([a, b]) for a, b in zip(*rows, strict=True)])
+        logits = model(FIRST, cache=batch_over(rows))
         found += [np.array(logits[0, -1]), np.array(logits[1, -1])]
     return found
 

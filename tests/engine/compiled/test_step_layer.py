@@ -382,7 +382,7 @@ def test_masks_are_made_for_narrower_windows_only() -> None:
         (None, queries(dtype=mx.float16), keys_and_values(), None),
         (None, queries(), keys_and_values(2), None),
         (None, queries(), keys_and_values(), mx.ones((3, 1, 1, 5), mx.bool_)),
-        (Window(9), queries(), keys_and_values(), 4),  # of a ring, which may have pinned tokens
+        (Window(9), queries(), keys_and_values(), 4),  # of a ring
         (Window(9, 9), queries(), keys_and_values(), 4),
     ],
 )

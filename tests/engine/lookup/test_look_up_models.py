@@ -13,7 +13,6 @@ from mlx_lm.sample_utils import make_sampler
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine import compiled_step, proposer
-from mlx_paged.engine.compiled_step import PackRows
 from mlx_paged.engine.proposer import Drafts
 from mlx_paged.engine.request import RequestOptions
 from scripts.support import model_configs
@@ -91,7 +90,7 @@ def test_pools_in_place(
 
     def count(self: Any, rows: Any, *rest: Any) -> Any:
         logits = original(self, rows, *rest)
-        compiled["pack" if isinstance(rows, PackRows) else "rows"] += logits is not None
+        compiled["pack" if rows.is_pack else "rows"] += logits is not None
         return logits
 
     monkeypatch.setattr(compiled_step.CompiledStep, "_compiled", count)

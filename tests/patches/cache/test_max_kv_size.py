@@ -14,8 +14,8 @@ from mlx_lm.models import cache as upstream
 import mlx_paged
 from mlx_paged import NotPagedWarning, PagedConfig
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
-from mlx_paged.prefix.detached import SharedPrefixes
 from mlx_paged.prefix.radix import RadixTree
+from mlx_paged.prefix.store import SharedPrefixes
 from tests.support.models.batch_runs import Outcome, generator, run_all
 from tests.support.models.builders import greedy, prompt_of, rms
 from tests.support.processes.bounded import KINDS, SIZE, STEP, conversation, model_of, solo

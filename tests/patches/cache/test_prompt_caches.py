@@ -137,13 +137,13 @@ def test_trim_and_reuse_of_a_prompt_cache_equals_stock() -> None:
     assert_same(got, expected)
 
 
-@pytest.mark.parametrize("max_kv_size", [None, 24])
-def test_scripts_that_ask_for_mlx_lms_classes_get_yes(max_kv_size: int | None) -> None:
+@pytest.mark.parametrize("kind", ["llama-sliding", "llama"])
+def test_scripts_that_ask_for_mlx_lms_classes_get_yes(kind: str) -> None:
     """With the attributes that go with them; ``type`` is the paged one, and nothing of the others is inherited."""
-    model = build("llama-sliding") if max_kv_size is None else build("llama")
-    stock = upstream.make_prompt_cache(model, max_kv_size)
+    model = build(kind)
+    stock = upstream.make_prompt_cache(model)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
-    paged = upstream.make_prompt_cache(model, max_kv_size)
+    paged = upstream.make_prompt_cache(model)
     for old, new in zip(stock, paged, strict=True):
         assert type(new) is not type(old) and isinstance(new, PagedKVCache)
         for kind in (KVCache, RotatingKVCache):

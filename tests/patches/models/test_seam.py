@@ -22,6 +22,7 @@ from mlx_paged.cache.composites import leaves
 from mlx_paged.patches.cache.layout import PADDING_MATTERS, layout_of, why_one_by_one
 from mlx_paged.patches.models import seam
 from scripts.support import model_configs
+from tests.support.caches import batch_over
 from tests.support.cases import slow
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.builders import KINDS, build, greedy, prompt_of, rms
@@ -153,7 +154,7 @@ def test_arrays_that_were_handed_out_keep_neither_blocks_nor_pool(use_kernel: bo
             step for row in rows for layers in zip(*[steps(cache, 3) for cache in row], strict=True) for step in layers
         ]
         kept = [array for step in taken for array in step[1:3]]
-        batch = type(rows[0][0]).merge([rows[0][0], rows[1][0]])
+        batch = batch_over(rows)[0]
         kept += batch.update_and_fetch(*mx.ones((2, 2, 2, 1, 16)))
         mx.eval(kept)
         pool = mlx_paged.pool_of(model)
