@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
@@ -160,6 +161,12 @@ class PagedLayerCache(PagedKVCache):
             return self  # as mlx-lm's, which cannot be quantised
         warn_once(STOCK_QUANTISES)
         return self.to_stock().to_quantized(group_size=group_size, bits=bits)
+
+    @classmethod
+    def merge(cls, caches: Sequence[Any]) -> NoReturn:
+        """Raise PromptCacheError. mlx-lm's server asks by this name whether requests of a model can be batched; the
+        batch generator that replaces mlx-lm's makes its batches itself."""
+        raise PromptCacheError(f"{len(caches)} paged caches can be batched by BatchGenerator only")
 
 
 def mask_rows(value: bool) -> None:

@@ -137,6 +137,14 @@ def test_trim_and_reuse_of_a_prompt_cache_equals_stock() -> None:
     assert_same(got, expected)
 
 
+def test_paged_caches_say_they_can_be_batched_and_mlx_lm_cannot_merge_them() -> None:
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    caches = [upstream.make_prompt_cache(build("llama"))[0] for _ in range(2)]
+    assert hasattr(caches[0], "merge")  # mlx-lm's server asks so
+    with pytest.raises(PromptCacheError, match="2 paged caches can be batched by BatchGenerator only"):
+        caches[0].merge(caches)
+
+
 @pytest.mark.parametrize("kind", ["llama-sliding", "llama"])
 def test_scripts_that_ask_for_mlx_lms_classes_get_yes(kind: str) -> None:
     """With the attributes that go with them; ``type`` is the paged one, and nothing of the others is inherited."""
