@@ -23,7 +23,9 @@ def note_packs(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
     def noting(model: Any, chunks: Sequence[Chunk], *rest: Any) -> Any:
         noted.append([chunk.num_tokens for chunk in chunks])
-        return original(model, chunks, *rest)
+        computed = original(model, chunks, *rest)
+        noted[-1] = [chunk.num_tokens for chunk in computed]
+        return computed
 
     monkeypatch.setattr(prefill, "compute_pack", noting)
     return noted
