@@ -151,7 +151,7 @@ class Step:
 
     @cached_property
     def spans(self) -> list[slice]:
-        """Where each table's tokens are among the T."""
+        """Return where each table's tokens are among the T."""
         ends = np.cumsum(self.counts).tolist()
         return [slice(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
 
