@@ -215,6 +215,9 @@ in steps of {chunk}, blocks of {block}. `make test-models` repeats it.
 - **Alone**, **batched**, **packed**: RMS of the log-probabilities against stock's run, on a CPU. The tokens are equal.
 - **Compiled**: where all layers are paged and attend in the kernel, decode steps run as one compiled function
   ([ADR 0005](adr/0005-compiled-decode-step.md)), but for {not_compiled}.
+- **States**: of layers that are not paged, checkpoints exist ([ADR 0053](adr/0053-checkpoints.md)). Prompts of models
+  with states are not packed, and their steps are not compiled. Linear attention of Qwen3-Next, Qwen3.5 and OLMo hybrid
+  takes prompts by chunks of tokens where mlx-lm has no kernel ([ADR 0066](adr/0066-gated-delta-rule.md)).
 - **Prefixes**: whether requests share what they have in common: to the token, or with states, at
   [checkpoints](reference.md#checkpoints).
 

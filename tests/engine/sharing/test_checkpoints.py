@@ -111,6 +111,31 @@ def test_a_turn_computes_its_new_tokens_and_an_interval_at_most(kind: str) -> No
         assert cached >= kept - turn % 3 - INTERVAL
 
 
+@pytest.mark.slow
+def test_twelve_turns_over_8k_tokens_compute_what_is_new_and_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Qwen3.5 of 24 layers, 1 of 4 with full attention, and the default interval."""
+    shape = {**model_configs.OVERRIDES["qwen3_5"]["text_config"], "num_hidden_layers": 24, "full_attention_interval": 4}
+    monkeypatch.setitem(
+        model_configs.OVERRIDES, "qwen3_5", {"text_config": {**shape, "max_position_embeddings": 1 << 14}}
+    )
+    chats = Chats(model_configs.build("qwen3_5"), interval=None)
+    tokens = vocabulary_prompt(2500, seed=1)
+    for turn in range(12):
+        known = len(tokens) - 500 if turn else 0  # the answer before is known, too
+        chats.gen.insert([list(tokens)], [4])
+        answer: list[int] = []
+        cached = 0
+        while any(step := chats.gen.next()):
+            for response in step[1]:
+                answer.append(response.token)
+                cached = response.num_cached
+        assert known - cached <= LEAST_INTERVAL  # which so small states have by default
+        if turn < 11:
+            tokens += [*answer, *vocabulary_prompt(500, seed=2 + turn)]
+    assert len(tokens) > 8000 and chats.pool.stats().checkpoint_bytes > 0
+    assert answer == greedy_stock(chats, tokens, 4)
+
+
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_where_prompts_part_a_checkpoint_is_kept_for_the_next(kind: str) -> None:
     chats = Chats(model_of(kind), interval=0)
