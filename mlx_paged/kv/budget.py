@@ -69,8 +69,7 @@ class PoolBudget:
         """Return whether so many blocks of each group can be had without moving or evicting any: enough for a token of
         as many sequences."""
         self.pool.collect()
-        groups = self.pool.groups
-        missing = sum(max(0, num_blocks - group.allocator.num_free) * group.bytes_per_block for group in groups)
+        missing = sum(group.bytes_to_free(num_blocks) for group in self.pool.groups)
         return missing <= self.pool.memory.unreserved_bytes
 
     def has_blocks(self, num_blocks: int) -> bool:

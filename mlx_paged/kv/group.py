@@ -222,6 +222,13 @@ class BlockGroup:
     def bytes_reserved(self) -> int:
         return self.bytes_per_block * self.allocator.num_blocks if self.storages else 0
 
+    def bytes_to_free(self, count: int) -> int:
+        """Return the bytes to reserve to have ``count`` blocks free. The first tensors hold the null block, too."""
+        missing = count - self.allocator.num_free
+        if missing <= 0:
+            return 0
+        return self.bytes_per_block * (self.allocator.num_blocks + missing) - self.bytes_reserved
+
     def validate(self, k: mx.array, v: mx.array, batch: int) -> Geometry:
         """Geometry of k and v, checked.
 

@@ -179,8 +179,7 @@ class PoolMemory:
 
     def _missing_bytes(self, counts: Sequence[int]) -> int:
         """Bytes to grow by to have so many blocks of each group free."""
-        groups = zip(counts, self.groups, strict=True)
-        return sum(max(0, count - group.allocator.num_free) * group.bytes_per_block for count, group in groups)
+        return sum(group.bytes_to_free(count) for count, group in zip(counts, self.groups, strict=True))
 
     def grow(self, group: BlockGroup, count: int, most: int | None = None, kept: Sequence[int] | None = None) -> None:
         """Have ``count`` blocks of the group free, if need be at the cost of others' free blocks beyond ``kept``.
@@ -193,7 +192,7 @@ class PoolMemory:
         if most is not None:
             target = min(target, allocator.num_blocks - allocator.num_free + max(count, most))
         if group.geometry is not None:
-            if (count - allocator.num_free) * per_block > self.unreserved_bytes:
+            if group.bytes_to_free(count) > self.unreserved_bytes:
                 step = (target - allocator.num_blocks) * per_block
                 self._make_way(group, count, step, kept or [0] * len(self.groups))
             missing = count - allocator.num_free
@@ -221,7 +220,7 @@ class PoolMemory:
         others = [index for index in range(len(self.groups)) if index != own]
 
         def short() -> int:
-            return (count - group.allocator.num_free) * group.bytes_per_block - self.unreserved_bytes
+            return group.bytes_to_free(count) - self.unreserved_bytes
 
         def spare() -> int:
             return sum(self._spare(index, kept) * self.groups[index].bytes_per_block for index in others)

@@ -394,3 +394,16 @@ def test_a_budget_that_holds_no_sequence_says_the_least_that_does() -> None:
     pool.set_geometry(2, x, x, batch=1)
     for group in (0, 1):
         pool.append_tokens(pool.new_table(group), 4)
+
+
+def test_first_tensors_of_a_group_hold_the_null_block_within_the_budget(in_place: bool) -> None:
+    """A group whose tensors were dropped has none for its null block either, which must fit beside what it needs."""
+    per_block = [len(layers) for layers in LAYERS]  # in blocks of a layer
+    pool = make_pool(4 * per_block[0] + 6 * per_block[1], in_place)
+    pool.return_memory()
+    pool.memory.grow(pool.groups[0], 3, most=3)
+    with pytest.raises(PoolExhaustedError):
+        pool.memory.grow(pool.groups[1], 6, most=6, kept=[3, 0])
+    assert pool.stats().bytes_reserved <= pool.memory_budget
+    pool.memory.grow(pool.groups[1], 5, most=5)
+    assert pool.stats().bytes_reserved == pool.memory_budget
