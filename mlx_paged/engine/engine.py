@@ -25,6 +25,7 @@ from .decode_batch import DecodeBatch, Delivery
 from .look_up import WHY_NOT, LookUp
 from .pace import LATENCY_MS, PrefillPace
 from .prefill import (
+    IN_PLACE_STEP_TOKENS,
     UPSTREAM_PREFILLING,
     UPSTREAM_STEP_TOKENS,
     Prefill,
@@ -152,6 +153,8 @@ class Engine:
         token_budget, has_chunks = grid, self.packs or self._is_on_metal
         if has_chunks:  # a step size that was chosen bounds every step
             token_budget = chunk if chunk < UPSTREAM_STEP_TOKENS else most_step_tokens()
+            if self._is_on_metal and self.agreement is not None:  # no bound by time: the clocks of ranks differ
+                token_budget = chunk = min(chunk, IN_PLACE_STEP_TOKENS)
         chosen_by_none = self.packs and most_prefilling >= UPSTREAM_PREFILLING
         return Scheduler(
             weakref.proxy(self),  # its owner: an engine that is dropped goes at once, with what its requests hold

@@ -265,6 +265,21 @@ def test_on_a_mac_time_bounds_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         gen.close()
 
 
+def test_on_a_mac_steps_over_ranks_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over ranks no time bounds a step."""
+    for module in (engine_module, prefill):
+        monkeypatch.setattr(module, "on_metal", lambda: True)
+    with fake_kernels():
+        mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
+        gen = generator(model_of("qwen3", head_dim=64))
+        assert gen._engine._new_scheduler(2048, 32, 8).token_budget == 2048
+        monkeypatch.setattr(gen._engine, "agreement", object())
+        scheduler = gen._engine._new_scheduler(2048, 32, 8)
+        assert (scheduler.token_budget, scheduler.chunk) == (512, 512)
+        monkeypatch.undo()
+        gen.close()
+
+
 @pytest.mark.parametrize(
     ("step", "grid", "budget", "chunk"),
     [(2048, 512, 4096, 2048), (3000, 512, 4096, 3000), (10000, 512, 4096, 4096), (600, 512, 600, 600), (64,) * 4],
