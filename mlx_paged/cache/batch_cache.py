@@ -79,13 +79,18 @@ class PagedBatchKVCache:
             NotPackableError: the mask is another, in a pack.
         """
         rows, layer = self.rows, self.layer
-        if queries.shape[0] != len(rows) or queries.shape[2] != 1:
-            raise GeometryError(f"queries {queries.shape} for {len(rows)} row(s) of one token")
-        if not rows.is_pack and isinstance(params.mask, mx.array) and rows.window_of(params.mask) is None:
-            keys, values = self.update_and_fetch(keys, values)
-            return gather.attention(queries, keys, values, params)
-        params = known_mask(rows, params) if rows.is_pack else params._replace(mask=None)
-        keys, values = self._accepted(keys, values, params.heads(queries.shape[1]))
+        shape = queries.shape
+        if shape[0] != rows.num_tokens or shape[2] != 1:
+            raise GeometryError(f"queries {shape} for {len(rows)} row(s) of one token")
+        if params.mask is not None:
+            if rows.is_pack:
+                params = known_mask(rows, params)
+            elif isinstance(params.mask, mx.array) and rows.window_of(params.mask) is None:
+                keys, values = self.update_and_fetch(keys, values)
+                return gather.attention(queries, keys, values, params)
+            else:
+                params = params._replace(mask=None)
+        keys, values = self._accepted(keys, values, params.heads(shape[1]))
         step = rows.step(layer)
         rows.take(layer)
         rows.attended(layer)

@@ -278,6 +278,7 @@ class Rows(Ledger):
         self.sequences = tuple(sequences)
         self.counts = (1,) * len(sequences) if counts is None else tuple(counts)
         self.num_tokens = sum(self.counts)
+        self.is_pack = self.num_tokens > len(self.sequences)  # some sequence has several new tokens
         self.as_rows = as_rows
         self.tables: list[list[BlockTable]] = [[each.tables[g] for each in sequences] for g in range(len(pool.groups))]
         self.is_reserved = False
@@ -290,11 +291,6 @@ class Rows(Ledger):
     def __len__(self) -> int:
         """Rows that the model sees: tokens."""
         return self.num_tokens
-
-    @property
-    def is_pack(self) -> bool:
-        """Return whether some sequence has several new tokens."""
-        return self.num_tokens > len(self.sequences)
 
     def tables_of(self, layer: int) -> list[BlockTable]:
         """Return the block tables of the layer's group, one per sequence."""

@@ -110,6 +110,7 @@ class Step:
         epoch: state of the group this was made in; a step of another epoch must not be used.
         counts: new tokens of each table, at least one.
         num_tokens: T, all of them.
+        is_pack: some table has several.
         write_launch, decode_launches, prefill_launches, prompt_launches: kernel launches prepared for this step, for
             all layers; of attention by what the layers ask for.
         columns: what all layers read of rows padded to a length, by that length.
@@ -128,6 +129,7 @@ class Step:
         self.epoch = epoch
         self.counts = counts
         self.num_tokens = sum(counts)
+        self.is_pack = self.num_tokens > len(counts)
         self.write_launch: WriteLaunch | None = None
         self.decode_launches: dict[DecodeKey, DecodeLaunch] = {}
         self.prefill_launches: dict[PrefillKey, PrefillLaunch] = {}
@@ -143,11 +145,6 @@ class Step:
         self._parts: dict[int, Step] = {}
         self._all_blocks: mx.array | None = None
         self._gathered_tables: mx.array | None = None
-
-    @property
-    def is_pack(self) -> bool:
-        """Return whether some table has several new tokens."""
-        return self.num_tokens > len(self.counts)
 
     @cached_property
     def spans(self) -> list[slice]:
