@@ -27,7 +27,6 @@ from mlx_paged.patches import registry
 from mlx_paged.warn import forget_warnings
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 from tests.support.processes.precompiled import precompile_headers
-from tests.support.samples import mark_surplus
 
 # The same examples in every run; HYPOTHESIS_PROFILE=default draws new ones, as "make test-slow" does.
 settings.register_profile("fixed", derandomize=True, database=None)
@@ -45,7 +44,6 @@ REAL = gpu_kernels.prepare_decode, compiled_step.compile_function
 
 @pytest.hookimpl(tryfirst=True)  # before "-m" chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mark_surplus(items)
     has_gpu = mx.default_device() == mx.Device(mx.gpu)
     has_metal = mx.metal.is_available()
     items.sort(key=lambda item: "demo_model" not in item.keywords)  # the longest: not at the end, one after the other

@@ -20,6 +20,7 @@ from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.storage.attention_params import AttentionParams
 from mlx_paged.patches.cache.layer_cache import PagedLayerCache
 from tests.support.caches import HEADS, KD, VD, assert_same, bits, caches_of, dense_of, filled, kv, noise
+from tests.support.cases import crossed, quick
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 
@@ -27,10 +28,19 @@ DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 # update_and_fetch -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("window", [None, 1, 2, 5, 8, 16])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("window", "seed", "dtype"),
+    quick(
+        crossed([None, 1, 2, 5, 8, 16], range(4), DTYPES),
+        (None, 0, mx.float32),
+        (1, 1, mx.float16),
+        (2, 2, mx.bfloat16),
+        (5, 3, mx.float32),
+        (8, 0, mx.float16),
+        (16, 1, mx.bfloat16),
+    ),
+    ids=str,
+)
 def test_update_and_fetch_equals_the_dense_cache_over_random_chunks(
     window: int | None, seed: int, dtype: mx.Dtype
 ) -> None:
@@ -93,10 +103,17 @@ def assert_same_mask(got: mx.array | str | None, expected: mx.array | str | None
         assert got == expected
 
 
-@pytest.mark.sample(every=7)
-@pytest.mark.parametrize("prefill", [0, 1, 3, 4, 5, 7, 8, 9, 20])
-@pytest.mark.parametrize("decoded", [0, 1, 2, 6])
-@pytest.mark.parametrize("window", [None, 5, 8])
+MASKS = [  # window, tokens of the prompt, tokens decoded: blocks have 4 tokens
+    *((None, 0, 0), (None, 1, 1), (None, 4, 0), (None, 9, 6), (None, 20, 2)),
+    *((5, 0, 1), (5, 3, 0), (5, 4, 1), (5, 5, 2), (5, 7, 6), (5, 20, 0)),
+    *((8, 0, 2), (8, 7, 1), (8, 8, 0), (8, 8, 1), (8, 9, 6)),
+]
+
+
+@pytest.mark.parametrize(
+    ("window", "prefill", "decoded"),
+    quick(crossed([None, 5, 8], [0, 1, 3, 4, 5, 7, 8, 9, 20], [0, 1, 2, 6]), *MASKS),
+)
 def test_make_mask_equals_the_dense_cache(window: int | None, prefill: int, decoded: int) -> None:
     chunks = ((prefill,) if prefill else ()) + (1,) * decoded
     paged, dense = filled(window, chunks)

@@ -25,6 +25,7 @@ from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
 from scripts.support import model_configs
+from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.batch_runs import Spec, collect, generator, kv_budget, model_of, run_all, solo
 from tests.support.models.builders import KINDS, VOCAB, build, greedy, prompt_of
@@ -39,7 +40,6 @@ from tests.support.models.packs import (
 )
 from tests.support.models.toy_engine import ToyEngine, answer, caches_of, make_pool
 from tests.support.models.toy_engine import prompt_of as toy_prompt
-from tests.support.samples import each_value
 
 GENERIC = ("phi3", "olmo2", "qwen3_moe", "gpt_oss", "gemma3n", "gemma4_text", "gemma2")
 
@@ -77,9 +77,12 @@ def no_kernel(*_: object, **__: object) -> None:
     raise KernelUnavailable("not here")
 
 
-@pytest.mark.sample(every=3)
 @pytest.mark.usefixtures("no_fall_through")
-@pytest.mark.parametrize(("kind", "config"), each_value(KINDS, STORAGES, times=2), indirect=["config"])
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    quick(crossed(KINDS, STORAGES), ("llama", "functional"), ("llama-sliding", "in place"), ("gemma3", "kernel")),
+    indirect=["config"],
+)
 def test_requests_in_packs_get_their_solo_tokens(kind: str, config: PagedConfig, calls: list[list[int]]) -> None:
     model, prompts = model_of(kind, head_dim=64), prompts_for(VOCAB)
     expected = [solo(kind, Spec(length, 8, seed=length), head_dim=64) for length in LENGTHS]
@@ -93,9 +96,8 @@ def test_requests_in_packs_get_their_solo_tokens(kind: str, config: PagedConfig,
     assert_nothing_is_left(model)
 
 
-@pytest.mark.sample(every=5)
 @pytest.mark.usefixtures("no_fall_through")
-@pytest.mark.parametrize("name", GENERIC)
+@pytest.mark.parametrize("name", quick(GENERIC, "phi3", "gemma4_text"))
 def test_models_behind_the_seam_pack_too(name: str, calls: list[list[int]]) -> None:
     model = model_configs.build(name)
     prompts = prompts_for(model_configs.VOCAB)
@@ -109,8 +111,7 @@ def test_models_behind_the_seam_pack_too(name: str, calls: list[list[int]]) -> N
     assert_nothing_is_left(model)
 
 
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("kind", ["llama", "llama-sliding"])
+@pytest.mark.parametrize("kind", ["llama", *slow("llama-sliding")])
 def test_requests_go_on_behind_prefixes_that_others_have_computed(kind: str, calls: list[list[int]]) -> None:
     model = build(kind)
     first = prompt_of(61, seed=1).tolist()
@@ -145,8 +146,7 @@ def test_requests_make_room_in_the_middle_of_their_prompts(calls: list[list[int]
     assert_nothing_is_left(model)
 
 
-@pytest.mark.sample(every=3)
-@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("steps", [1, *slow(2, 3)])
 def test_requests_that_are_cancelled_in_the_middle_leave_the_others_alone(steps: int, calls: list[list[int]]) -> None:
     model = build("gemma3")
     prompts = prompts_for(320, (70, 100, 33, 129, 66))

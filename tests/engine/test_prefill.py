@@ -57,7 +57,6 @@ def clean_prompt(length: int, seed: int) -> list[int]:
     return prompt.tolist()  # type: ignore[no-any-return]
 
 
-@pytest.mark.sample(every=2)
 @pytest.mark.usefixtures("in_kernel", "no_fall_through")
 def test_second_turns_give_stocks_tokens_without_packs() -> None:
     """Short chunks behind prompts of different lengths, past a window and in the middle of blocks."""
