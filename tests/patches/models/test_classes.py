@@ -340,7 +340,10 @@ def check_figures(server: ServerProcess, case: Case, most_tokens: int) -> None:
     pool = stats["pool"]
     assert pool["live_blocks"] + pool["free_blocks"] == pool["total_blocks"] and not stats["sequences"]
     assert 0 < pool["live_blocks"] <= len(stats["blocks"]) * -(-most_tokens // BLOCK)
-    # Models with states keep forks of their caches; all others, nodes of the prefix cache.
-    assert pool["cached_blocks"] == (0 if case.has_states else pool["live_blocks"])
+    # Only nodes of the prefix cache hold blocks, and beside them the checkpoints of models with states.
+    assert pool["cached_blocks"] == pool["live_blocks"]
+    checkpoints = stats["prefix_cache"]["checkpoints"]
+    assert pool["checkpoint_bytes"] == pool["state_bytes"] == checkpoints["bytes"], "no request holds a state"
+    assert (checkpoints["number"] > 0) == (checkpoints["bytes"] > 0) == case.has_states
     assert stats["server"]["requests"] == {"ok": 3, "refused": 0, "failed": 0, "cancelled": 0}
     assert "gather" in {choice["path"] for choice in stats["dispatch"]}
