@@ -75,6 +75,13 @@ def test_health_is_among_the_metrics() -> None:
     assert (samples["mlx_paged_memory_used_bytes"], samples["mlx_paged_memory_limit_bytes"]) == (5, 10)
 
 
+def test_bytes_of_states_and_checkpoints_are_among_the_metrics() -> None:
+    pool = BlockPool([LayerGroup((0,))], block_size=4).stats().as_dict() | {"state_bytes": 96, "checkpoint_bytes": 64}
+    text = ServerStats().metrics({**report(ServerStats()), "pool": pool}).decode()
+    samples = {sample.name: sample.value for f in text_string_to_metric_families(text) for sample in f.samples}
+    assert (samples["mlx_paged_pool_state_bytes"], samples["mlx_paged_pool_checkpoint_bytes"]) == (96, 64)
+
+
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     health = {"status": "ok", "restarts": 0, "memory": {"used_bytes": 1, "limit_bytes": 2}}
     pool = BlockPool([LayerGroup((0,))], block_size=4).stats().as_dict()
