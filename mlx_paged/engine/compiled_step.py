@@ -281,10 +281,7 @@ MOST_FAILURES = 3
 # Steps of the same shapes that run uncompiled first, in a row or not: a trace takes as long as some steps save, and
 # while prompts join or requests finish, many shapes come that are not seen again.
 PATIENCE = 4
-PATIENCE_PADDED = 32  # where a step of larger shapes serves meanwhile
-ANY_ROWS = 32  # a step may be padded to so many rows, or to twice as many as it has
-MOST_TRACES = 256  # kept, the latest used ones
-MOST_COUNTED = 4096  # shapes whose steps are counted; then all counts are forgotten
+MOST_TRACES = 256  # kept, the latest used ones; of as many other shapes steps are counted, then counts begin anew
 compile_function: Callable[[Any], Any] = mx.compile
 
 
@@ -310,14 +307,6 @@ class StepShapes(NamedTuple):
         """Return the smallest for so many rows with these tables, one list for each group."""
         sizes = tuple(group.allocator.num_blocks for group in pool.groups)
         return cls(padded_rows(num_rows), tuple(map(table_width, tables)), sizes, is_pack)
-
-    def can_hold(self, other: StepShapes) -> bool:
-        """Return whether a step of the other's shapes can be padded to these. One sequence alone never is."""
-        return (
-            1 < other.num_rows <= self.num_rows <= max(ANY_ROWS, 2 * other.num_rows)
-            and (self.sizes, self.is_pack) == (other.sizes, other.is_pack)
-            and all(mine >= theirs for mine, theirs in zip(self.widths, other.widths, strict=True))
-        )
 
 
 def padded_rows(num_rows: int) -> int:
@@ -407,8 +396,9 @@ class CompiledStep:
         arrays = []
         tables = rows.take(parts)
         try:
-            shapes = self._shapes_for(StepShapes.of(len(rows), pool, tables, is_pack=rows.is_pack))
-            if shapes is None:
+            shapes = StepShapes.of(len(rows), pool, tables, is_pack=rows.is_pack)
+            function = self._function_for(shapes)
+            if function is None:
                 rows.give_up()
                 return None
             weights = self._weights_of(model)
@@ -423,7 +413,6 @@ class CompiledStep:
             self._model, self._caches = model, caches
             own_storages = cast(list[InPlaceStorage], storages)
             self._pages = [(storage.pages, storage.rotates) for storage in own_storages]
-            function = self._functions[shapes]
             logits = InPlaceStorage.run(function, own_storages, weights, tokens, arrays, appended=len(rows))
         except Exception as error:
             # The step runs uncompiled now. Whatever went wrong may be of this step alone: a model that fails there too
@@ -455,24 +444,22 @@ class CompiledStep:
             self._uncompiled.clear()
         return weights
 
-    def _shapes_for(self, own: StepShapes) -> StepShapes | None:
-        """Return the shapes of the compiled step to use: these, or larger ones; None as long as there is none."""
-        if own in self._functions:
-            self._functions.move_to_end(own)
-            return own
-        larger = min((shapes for shapes in self._functions if shapes.can_hold(own)), default=None)
-        if len(self._uncompiled) >= MOST_COUNTED:
+    def _function_for(self, shapes: StepShapes) -> Callable[..., Any] | None:
+        """Return the compiled step of these shapes; None while they are new."""
+        function = self._functions.get(shapes)
+        if function is not None:
+            self._functions.move_to_end(shapes)
+            return function
+        if len(self._uncompiled) >= MOST_TRACES and shapes not in self._uncompiled:
             self._uncompiled.clear()
-        self._uncompiled[own] += 1
-        if self._uncompiled[own] <= (PATIENCE if larger is None else PATIENCE_PADDED):
-            if larger is not None:
-                self._functions.move_to_end(larger)
-            return larger
+        self._uncompiled[shapes] += 1
+        if self._uncompiled[shapes] <= PATIENCE:
+            return None
         if len(self._functions) == MOST_TRACES:
             self._functions.popitem(last=False)
         trace = weakref.WeakMethod(self._trace)  # what is compiled is kept here, and must not keep this in turn
-        self._functions[own] = compile_function(lambda *inputs: cast(Any, trace())(*inputs))
-        return own
+        function = self._functions[shapes] = compile_function(lambda *inputs: cast(Any, trace())(*inputs))
+        return function
 
     def _trace(
         self, tensors: Sequence[Any], weights: Sequence[mx.array], tokens: mx.array, arrays: Sequence[Sequence[Any]]

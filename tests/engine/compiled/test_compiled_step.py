@@ -144,37 +144,23 @@ def test_shapes_that_come_back_are_compiled(monkeypatch: pytest.MonkeyPatch) -> 
     pool, step = step_of_a_pool()
 
     def find(size: int) -> Any:
-        found = step._shapes_for(compiled_step.StepShapes.of(size, pool, [[pool.new_table()] * size]))
-        return found and found.num_rows
+        return step._function_for(compiled_step.StepShapes.of(size, pool, [[pool.new_table()] * size]))
 
-    monkeypatch.setattr(compiled_step, "ANY_ROWS", 0)
     for _ in range(3):
         assert find(4) is None and find(16) is None
-    assert find(4) == 4 and find(16) == 16 and find(4) == 4
-    assert [find(40) for _ in range(4)] == [None] * 3 + [40]
-    assert len(step._functions) == 2 and find(4) == 4  # 16 was used the longest ago
-    monkeypatch.setattr(compiled_step, "MOST_COUNTED", len(step._uncompiled))
-    assert find(100) is None and list(step._uncompiled.values()) == [1]
+    few, many = find(4), find(16)
+    assert few is not None is not many and find(4) is few
+    assert [find(40) for _ in range(3)] == [None] * 3 and find(40) is not None
+    assert len(step._functions) == 2 and find(4) is few  # 16 was used the longest ago
 
 
 @pytest.mark.usefixtures("kernels")
-def test_larger_steps_serve_until_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_step, "PATIENCE", 2)
-    monkeypatch.setattr(compiled_step, "PATIENCE_PADDED", 3)
+def test_steps_are_counted_of_so_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_step, "MOST_TRACES", 3)
     pool, step = step_of_a_pool()
-    long = pool.new_table()
-    pool.append_tokens(long, 17 * 16)
-
-    def find(size: int, table: Any = None) -> Any:
-        found = step._shapes_for(compiled_step.StepShapes.of(size, pool, [[table or pool.new_table()] * size]))
-        return found and (found.num_rows, found.widths)
-
-    assert [find(24, long) for _ in range(3)] == [None, None, (24, (32,))]
-    assert [find(8) for _ in range(4)] == [(24, (32,))] * 3 + [(8, (0,))]
-    assert find(5) == (8, (0,)) and find(4) == (8, (0,)) and find(12) == (24, (32,))
-    assert find(1) is None and find(28) is None  # alone: stock's own steps; 28: too many
-    pool.append_tokens(long, 16 * pool.groups[0].allocator.num_blocks)
-    assert find(8) is None  # the pool has grown
+    for size in (4, 8, 12, 16):
+        assert step._function_for(compiled_step.StepShapes.of(size, pool, [[pool.new_table()] * size])) is None
+    assert [(shapes.num_rows, count) for shapes, count in step._uncompiled.items()] == [(16, 1)]
 
 
 @pytest.mark.usefixtures("kernels")
