@@ -60,7 +60,8 @@ class DeviceTables:
     def starts(self, shape: tuple[int, ...]) -> mx.array:
         """Starts without a window: zeros, int32."""
         if self._starts is None or self._starts.shape != shape:
-            self._starts = rows_array(np.zeros(shape, np.int32))  # in memory already, not to be computed
+            self._starts = rows_array(np.zeros(shape, np.int32))
+            mx.async_eval(self._starts)  # another thread's steps may read it
         return self._starts
 
 

@@ -131,7 +131,8 @@ def test_fences_are_followed(monkeypatch: pytest.MonkeyPatch, plant: object) -> 
     follow = FakeKernels._pass
     monkeypatch.setattr(FakeKernels, "_pass", lambda self, *args: passed.append(args[0]) or follow(self, *args))
     assert self_check(VARIANT).ok
-    assert passed.count("paged_decode") == (3 + 8) + 2 * (3 + 3) and passed.count("write_slots") == 3 * 3
+    # Each case has 3 with the newest tokens and 1 of a single partition; then come windows, by how many rows there are.
+    assert passed.count("paged_decode") == (4 + 8) + (4 + 2) + (4 + 3) and passed.count("write_slots") == 3 * 3
 
 
 class Texts:
@@ -254,12 +255,15 @@ def test_a_text_is_tried_once(launched: Callable[..., Launched]) -> None:
     for rows in (1, 2, 7):
         for width in (16, 32, 64):
             prepare(rows, width=width)
-    assert [text.body for text in texts] == ["paged_decode", "merge_partitions"]
+    assert [text.body for text in texts] == ["paged_decode", "paged_decode", "merge_partitions"]
+    assert [dict(text.constants)["SINGLE"] for text in texts[:2]] == [True, False]  # 256 tokens are one partition
+    prepare(8, width=32)
+    prepare(300, width=32)
+    assert [text.body for text in texts[3:]] == ["paged_decode", "merge_partitions"]
     prepare(8)
-    prepare(300)
-    assert [text.body for text in texts[2:]] == ["paged_decode", "merge_partitions"]
-    prepare(2, max_visible=32)
-    assert [dict(text.constants)["SINGLE"] for text in texts[4:]] == [True]
+    assert [dict(text.constants)["SINGLE"] for text in texts[5:]] == [True]
+    prepare(2, width=64, max_visible=32)
+    assert len(texts) == 6
     assert len(set(texts)) == len(texts)
 
 
@@ -291,13 +295,13 @@ def test_without_a_working_variant_new_pools_are_functional(
         mock.patch.object(kernel_check, "self_check", lambda variant: SelfCheck(variant, True, 0.0, 0.1, "")),
     ):
         choose = storage_choice(None)
-        assert choose(geometry, 16, heads, 0).form is InPlaceStorage
+        assert choose(geometry, 16, heads).form is InPlaceStorage
         prepare(1)
         with pytest.warns(UserWarning, match="is off"), pytest.raises(KernelUnavailable, match="does not compile"):
             prepare(9)
         with pytest.raises(KernelUnavailable, match="does not compile"):
             prepare(1)
-        choice = choose(geometry, 16, heads, 0)
+        choice = choose(geometry, 16, heads)
     assert choice.form is FunctionalStorage and "it does not compile" in choice.reason
 
 

@@ -257,5 +257,5 @@ def test_no_mlx_op_can_read_the_blocks() -> None:
         "after_writes", "checkpoint", "copy_blocks", "decode", "fence", "forget_failed_writes", "go_back", "in_place",
         "latest", "num_blocks",
         "prefill", "read_packed", "read_rows", "read_stored", "read_visible", "resize", "rewind", "run", "write",
-        "write_packed", "write_stored",
+        "write_stored",
     }  # fmt: skip
