@@ -13,13 +13,15 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.attention import dispatch
 from mlx_paged.engine import compiled_step
+from mlx_paged.engine.request import RequestOptions
 from mlx_paged.kernels.trial import Text
 from tests.support.cases import quick, slow
 from tests.support.kernels.broken_texts import Launched, broken_texts
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.kernels.traceable_kernels import traceable_kernels
 from tests.support.models.batch_runs import Outcome, generator, run_all
-from tests.support.models.builders import build, perturbed, prompt_of
+from tests.support.models.builders import VOCAB, build, perturbed, prompt_of
+from tests.support.models.oracle import oracles
 
 pytestmark = pytest.mark.usefixtures("no_fall_through")
 KINDS = ["llama", "llama-sliding", "gemma3"]
@@ -76,9 +78,9 @@ def one_text_broken(model: Any, is_broken: Callable[[Text], bool], **config: Any
 def test_a_generation_whose_table_grows_goes_on(
     monkeypatch: pytest.MonkeyPatch, kind: str, patience: int, is_broken: Callable[[Text], bool]
 ) -> None:
-    """With compiled steps and without; 16 blocks of 8 are one partition, more of them are several."""
+    """With compiled steps and without; 32 blocks of 8 are one partition, more of them are several."""
     monkeypatch.setattr(compiled_step, "PATIENCE", patience)
-    model, prompt = MODELS[kind], prompt_of(110)
+    model, prompt = MODELS[kind], prompt_of(240)
     stock = solo(model, prompt, 40)
     with one_text_broken(model, is_broken, kernel="on"):
         assert solo(model, prompt, 40) == stock
@@ -107,16 +109,22 @@ def test_a_batch_that_gets_more_rows_goes_on(monkeypatch: pytest.MonkeyPatch, ki
 
 @pytest.mark.parametrize("kind", quick(KINDS, "llama", "gemma3"))
 def test_a_few_tokens_of_several_rows_go_on(kind: str) -> None:
-    """Rows of a batch get different numbers of tokens in one launch; its text is the first that does not compile."""
+    """Rows with drafts get different numbers of tokens in one launch; its text is the first that does not compile."""
     model = MODELS[kind]
-    prompts = [prompt_of(length, seed=length) for length in (3, 5, 7, 8)]
-    stock = [solo(model, prompt, 12) for prompt in prompts]
-    with one_text_broken(model, many_rows):
-        assert solo(model, prompts[0], 12) == stock[0]
+    prompts = [prompt_of(length, seed=length).tolist() for length in (3, 5, 7, 8)]
+    stock = [solo(model, mx.array(prompt), 26) for prompt in prompts]
+    with oracles(VOCAB) as oracle, one_text_broken(model, many_rows):
+        assert solo(model, mx.array(prompts[0]), 12) == stock[0][:12]
+        oracle.answers.update({tuple(prompt): tokens for prompt, tokens in zip(prompts, stock, strict=True)})
         gen = generator(model)
-        outcomes = {uid: Outcome() for uid in gen.insert([prompt.tolist() for prompt in prompts], [12] * 4)}
+        asked = [RequestOptions(), *[RequestOptions(prompt_lookup=4)] * 3]
+        counts = [20, 12, 12, 12]  # the last tokens of the first are decoded one by one
+        uids = gen.insert_segments([[prompt] for prompt in prompts], counts, options=asked)
+        outcomes = {uid: Outcome() for uid in uids}
         run_all(gen, outcomes)
-        assert [outcome.tokens for outcome in outcomes.values()] == stock
+        expected = [tokens[:count] for tokens, count in zip(stock, counts, strict=True)]
+        assert [outcome.tokens for outcome in outcomes.values()] == expected
+        assert mlx_paged.pool_of(model).stats().accepted_tokens > 0
 
 
 def test_a_verification_of_drafts_goes_on() -> None:
