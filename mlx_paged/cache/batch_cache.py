@@ -17,6 +17,7 @@ from ..kv.pool import BlockPool
 from ..kv.storage.attention_params import AttentionParams, LatentHeads, QueryHeads, Window
 from ..kv.turn import in_turn
 from .lazy_kv import Append, Fences, LazyKV, compute_rewound, hand_out
+from .paged_kv_cache import PagedKVCache
 from .rows import NotPackableError, Rows
 
 
@@ -29,13 +30,14 @@ class PagedBatchKVCache:
     Args:
         rows: the sequences, shared by the caches of all layers; their new tokens are reserved.
         layer: index of the model layer.
-        masks_rows: whether the layer's attention reads it by :meth:`update_and_fetch`, and needs array masks.
+        row_type: of the rows' own caches, which says whether attention needs array masks; asked at each mask, as that
+            changes when the patches are removed.
     """
 
-    def __init__(self, rows: Rows, layer: int, masks_rows: bool = False) -> None:
+    def __init__(self, rows: Rows, layer: int, row_type: type[PagedKVCache] = PagedKVCache) -> None:
         self.rows = rows
         self.layer = layer
-        self.masks_rows = masks_rows
+        self.row_type = row_type
 
     @property
     def pool(self) -> BlockPool:
@@ -218,7 +220,7 @@ class PagedBatchKVCache:
         if N != 1:
             message = f"a mask for {N} tokens of each row"
             raise NotPackableError(message) if rows.is_pack else GeometryError(message)
-        if window_size in (None, window) and (rows.is_pack or not (return_array or self.masks_rows)):
+        if window_size in (None, window) and (rows.is_pack or not (return_array or self.row_type.masks_rows)):
             return None
         if not rows.is_pack:
             seen = window_under(self._kv.spec, window_size and min(window_size, window or window_size))

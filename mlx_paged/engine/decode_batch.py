@@ -366,7 +366,7 @@ def batch_of(rows: Sequence[Request], states: Sequence[Any]) -> tuple[list[Any],
         return list(states), None
     tables = Rows(sequences[0].pool, sequences)
     batch = [
-        PagedBatchKVCache(tables, layer, cache.masks_rows) if isinstance(cache, PagedKVCache) else state
+        PagedBatchKVCache(tables, layer, type(cache)) if isinstance(cache, PagedKVCache) else state
         for layer, (cache, state) in enumerate(zip(caches, states, strict=True))
     ]
     return batch, tables

@@ -109,7 +109,7 @@ class LookUp:
                 raise failed.error
             inputs = self._inputs(drafts)
             caches = batch.rows[0].caches or []
-            layers = [PagedBatchKVCache(rows, cache.layer) for cache in leaves(caches)]
+            layers = [PagedBatchKVCache(rows, cache.layer, type(cache)) for cache in leaves(caches)]
             logits: mx.array = batch.call(inputs[:, None], cache=with_leaves(caches, layers))[:, -1, :]
             rows.commit()
         except Exception as error:  # a step without drafts says whose fault it is

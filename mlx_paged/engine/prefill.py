@@ -209,7 +209,7 @@ def compute_pack(
     try:
         tokens = [token for chunk in ready for token in chunk.request.next_tokens(chunk.num_tokens)]
         caches = ready[0].request.caches or []
-        layers = [PagedBatchKVCache(rows, cache.layer, cache.masks_rows) for cache in leaves(caches)]
+        layers = [PagedBatchKVCache(rows, cache.layer, type(cache)) for cache in leaves(caches)]
         model(mx.array(tokens, mx.uint32)[:, None], cache=with_leaves(caches, layers))
         rows.commit()
     except Exception:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
@@ -163,10 +163,19 @@ class PagedLayerCache(PagedKVCache):
         return self.to_stock().to_quantized(group_size=group_size, bits=bits)
 
     @classmethod
-    def merge(cls, caches: Sequence[Any]) -> NoReturn:
-        """Raise PromptCacheError. mlx-lm's server asks by this name whether requests of a model can be batched; the
-        batch generator that replaces mlx-lm's makes its batches itself."""
-        raise PromptCacheError(f"{len(caches)} paged caches can be batched by BatchGenerator only")
+    def merge(cls, caches: Sequence[PagedLayerCache]) -> Any:
+        """Return mlx-lm's own batch of copies of these caches, which is not paged. The batch generator that replaces
+        mlx-lm's has no use for it: it is for mlx-lm's own, where that could not be replaced, and for mlx-lm's server,
+        which asks by this name whether requests of a model can be batched.
+
+        Raises:
+            PromptCacheError: they hold quantised tokens, of which mlx-lm has no batches.
+        """
+        stock = [cache.to_stock() for cache in caches]
+        if not hasattr(stock[0], "merge"):
+            raise PromptCacheError(f"mlx-lm's batch generator takes no {type(stock[0]).__name__}")
+        warn_once("batches of mlx-lm's own batch generator are not paged: mlx-lm's own caches are used")
+        return stock[0].merge(stock)
 
 
 def mask_rows(value: bool) -> None:

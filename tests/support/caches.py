@@ -85,4 +85,4 @@ def batch_over(rows: Sequence[Sequence[Any]]) -> list[Any]:
             raise failed.error
         finally:
             del failed, batch, parts
-    return with_leaves(rows[0], [PagedBatchKVCache(batch, part.layer, part.masks_rows) for part in parts[0]])
+    return with_leaves(rows[0], [PagedBatchKVCache(batch, part.layer, type(part)) for part in parts[0]])
