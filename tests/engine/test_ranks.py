@@ -1,6 +1,5 @@
 """Ranks that run one engine together: starts, answers, faults and ends."""
 
-import argparse
 import functools
 import json
 import signal
@@ -20,7 +19,7 @@ from mlx_lm.models import cache as cache_module
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.cli.server import check_ranks
+from mlx_paged.cli.server import check_ranks, parse
 from mlx_paged.engine.ranks import peers as rendezvous
 from mlx_paged.engine.ranks.peers import DATA, EXIT_STATUS, Peer
 from mlx_paged.engine.ranks.ranks import StepRecord, checkpoint
@@ -318,11 +317,12 @@ def test_sampled_bytes_of_each_tensor_count(at: int, tmp_path: Path) -> None:
 
 def test_keys_of_clients_are_not_sent() -> None:
     ranks = Others()
-    args = argparse.Namespace(model="model", api_keys=["sekrit"], port=8080)
+    args = parse(["--model", "model", "--api-key", "sekrit"])
     check_ranks(args, ranks)  # type: ignore[arg-type]
     assert "sekrit" not in ranks.said
     assert "8080" in ranks.said
-    other = Others({"model": repr("model"), "port": "8081"})
+    given = {name: repr(value) for name, value in vars(args).items() if name != "api_keys"}
+    other = Others(given | {"port": "8081"})
     with pytest.raises(ConfigError, match="the arguments of rank 0 and rank 1 differ: port: 8080 and 8081"):
         check_ranks(args, other)  # type: ignore[arg-type]
 

@@ -26,7 +26,7 @@ from tests.support.models.builders import (
     greedy,
     perturbed,
     prompt_of,
-    rms,
+    tolerance_of,
 )
 from tests.support.models.tokenizers import plain_tokenizer
 
@@ -56,8 +56,7 @@ def check_parity(kind: str, length: int, block_size: int, step: int, num_tokens:
     paged_tokens, paged_logprobs = greedy(model, prompt_of(length), num_tokens, prefill_step_size=step)
     assert mlx_paged.last_dispatch().path == "gather"
     assert sum(mlx_paged.dispatch_counts().values()) >= num_tokens * len(model.layers)
-    assert paged_tokens == tokens
-    assert rms(paged_logprobs, logprobs) == 0.0
+    assert_same((paged_tokens, paged_logprobs), (tokens, logprobs), tolerance_of(kind, length + num_tokens))
     pool = mlx_paged.pool_of(model)
     pool.check_integrity()
     assert pool.stats().live_blocks == 0
@@ -69,7 +68,7 @@ def check_parity(kind: str, length: int, block_size: int, step: int, num_tokens:
     ("kind", "length", "block_size"), quick([*SAMPLE, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)],
     ("llama", 1, 8), ("llama-sliding", 1, 16), ("qwen3", 1, 32), ("gemma3", 1, 128))
 )  # fmt: skip
-def test_logits_equal_stock_bit_for_bit(kind: str, length: int, block_size: int) -> None:
+def test_logits_equal_stock(kind: str, length: int, block_size: int) -> None:
     check_parity(kind, length, block_size, 2048, 64 if length in LONG_LENGTHS else 24)
 
 
@@ -101,7 +100,7 @@ def test_gemma3_wrapper_is_paged() -> None:
     expected = greedy(model, prompt_of(90), 24)
     mlx_paged.apply_patches()
     got = greedy(model, prompt_of(90), 24)
-    assert_same(got, expected)
+    assert_same(got, expected, tolerance_of("gemma3", 90))
     assert len(mlx_paged.pool_of(model).groups) == 2
 
 
@@ -118,9 +117,8 @@ def test_multi_turn_chat_equals_stock(kind: str) -> None:
     expected = chat()
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     got = chat()
-    for (tokens, logprobs), (stock_tokens, stock_logprobs) in zip(got, expected, strict=True):
-        assert tokens == stock_tokens
-        assert rms(logprobs, stock_logprobs) == 0.0
+    for turn, stock_turn in zip(got, expected, strict=True):
+        assert_same(turn, stock_turn, tolerance_of(kind, 145))
 
 
 def make_prompt_cache_now(model):

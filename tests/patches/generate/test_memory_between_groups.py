@@ -256,7 +256,7 @@ def test_an_idle_server_gives_memory_back(monkeypatch: pytest.MonkeyPatch) -> No
     run.finish()
     run.pool.release(0, run.pool.allocate(0, 600))
     reserved = run.pool.stats().bytes_reserved
-    models: Any = SimpleNamespace(prompt_cache=None, pool=run.pool, pools=[run.pool])
+    models: Any = SimpleNamespace(prompt_cache=None, pool=run.pool, pools=[run.pool], idle_unload=None)
     loop = EngineLoop(models, SimpleQueue(), ServerStats(), MemoryWatch(0.0), lambda: False)
     for worked_ago, given_back in ((1, False), (6, True)):
         loop._worked_at = time.monotonic() - worked_ago

@@ -181,7 +181,8 @@ def test_a_prompt_cache_over_turns_saved_and_loaded(case: Case, tmp_path: Path) 
         return results, cache
 
     def assert_same(got: tuple[list[int], np.ndarray], wanted: tuple[list[int], np.ndarray]) -> None:
-        assert got[0] == wanted[0] and rms(got[1], wanted[1]) <= 1e-6
+        # Past its window a model differs from mlx-lm's run, which sums in the order of its ring, in the last bits.
+        assert got[0] == wanted[0] and rms(got[1], wanted[1]) <= (1e-5 if case.has_windows else 1e-6)
 
     expected, _ = two_turns_and_save("stock")
     third = turn(2, upstream.load_prompt_cache(files["stock"]))

@@ -18,6 +18,7 @@ HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
 
 LATENT_SIZES = {"kv_lora_rank": 64, "qk_rope_head_dim": 64}  # that the kernels take
 KINDS = ("llama", "llama-sliding", "qwen3", "gemma3")
+WINDOWED = ("llama-sliding", "gemma3")
 
 
 def build(kind: str, seed: int = 0, **changes: Any) -> Any:
@@ -90,7 +91,15 @@ def rms(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.sqrt(np.mean((a.astype(np.float64) - b.astype(np.float64)) ** 2)))
 
 
-def assert_same(got: tuple[list[int], np.ndarray], expected: tuple[list[int], np.ndarray]) -> None:
-    """The same tokens, and log-probabilities that are equal bit for bit."""
+def tolerance_of(kind: str, num_tokens: int) -> float:
+    """Most RMS by which float32 log-probabilities after so many tokens may differ from mlx-lm's: it sums over a full
+    window in the order of its ring, and sums of floats depend on their order. Otherwise they are equal bit for bit."""
+    return 1e-5 if kind in WINDOWED and num_tokens > WINDOW else 0.0
+
+
+def assert_same(
+    got: tuple[list[int], np.ndarray], expected: tuple[list[int], np.ndarray], tolerance: float = 0.0
+) -> None:
+    """The same tokens, and log-probabilities that are equal bit for bit, or up to ``tolerance``."""
     assert got[0] == expected[0]
-    assert rms(got[1], expected[1]) == 0.0
+    assert rms(got[1], expected[1]) <= tolerance
