@@ -87,7 +87,8 @@ def test_half_precision_equals_stock(kind: str, dtype: mx.Dtype) -> None:
     expected = greedy(model, prompt_of(77), 24)
     mlx_paged.apply_patches()
     got = greedy(model, prompt_of(77), 24)
-    assert_same(got, expected)
+    # Past a window the last bits may differ: one of float16, for values from 4 to 8.
+    assert_same(got, expected, 2**-8 if tolerance_of(kind, 101) else 0.0)
     assert mlx_paged.pool_of(model).groups[0].geometry.dtype == dtype
 
 
