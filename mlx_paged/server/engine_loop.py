@@ -245,6 +245,7 @@ class EngineLoop:
         for queue in (self.pending, self.scoring):
             for work in [work for work in queue if not work.is_wanted]:
                 queue.remove(work)
+                work.scoring = None  # and its blocks, whoever still holds the request
         if self.is_busy:
             self._worked_at = self._used_at = self._clock()
 
