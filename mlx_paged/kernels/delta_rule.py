@@ -54,10 +54,10 @@ def _agrees(q: mx.array, v: mx.array, loop: DeltaRule) -> bool:
     state = mx.random.normal((2, *v.shape[2:], q.shape[3]), key=keys[5])
     mask = mx.arange(tokens)[None] < mx.array([[tokens], [tokens - 7]])
     arguments = (query.astype(q.dtype), key.astype(q.dtype), value.astype(v.dtype), decay, beta, state, mask)
-    given, wanted = chunked(*arguments), loop(*arguments)
-    live = mask[..., None, None]
-    outputs = [(mx.where(live, a, 0), mx.where(live, b, 0)) for a, b in [(given[0], wanted[0])]]
-    return all(_rms(a - b) <= TOLERANCE[q.dtype] * _rms(b) for a, b in [*outputs, (given[1], wanted[1])])
+    (given, given_state), (wanted, wanted_state) = chunked(*arguments), loop(*arguments)
+    given, wanted = (mx.where(mask[..., None, None], each, 0) for each in (given, wanted))
+    pairs = (given, wanted), (given_state, wanted_state)
+    return all(_rms(a - b) <= TOLERANCE[q.dtype] * _rms(b) for a, b in pairs)
 
 
 def _rms(x: mx.array) -> float:

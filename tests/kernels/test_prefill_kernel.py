@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.kernels import check, ops, prefill
+from mlx_paged.kernels import ops, prefill
 from mlx_paged.kernels.build import backend
 from mlx_paged.kernels.launch_shape import BLOCK_SIZES, Variant
 from mlx_paged.kernels.prefill import (
@@ -21,7 +21,6 @@ from mlx_paged.kernels.prefill import (
     self_check_prefill,
 )
 from tests.support.cases import slow
-from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.msl import prefill_harness
 
 
@@ -159,40 +158,18 @@ def test_self_check_passes(head_dim, gqa, extras, block):
 
 
 VARIANT = Variant(prefill.BODY, "cuda", mx.bfloat16, 64, 64, 8, 32)
-WRITE_SLOTS = ops.write_slots
 
 
 @pytest.fixture
 def emulated() -> Iterator[Callable[[tuple[str, str]], None]]:
     """The kernel runs on the emulator, and writes are stand-ins; calling the fixture's value plants a mutation."""
-    edits: list[tuple[str, str]] = []
-    with fake_kernels() as fake, prefill_harness.emulated(edits, orders=(0,), checked=False):
-        build, launched = prefill.build_kernel, prefill.PrefillLaunch.__call__
-        fake.calls["paged_prefill"] = 0
 
-        def follow(launch: prefill.PrefillLaunch, q: mx.array, *pools_and_fence: mx.array) -> tuple[mx.array, mx.array]:
-            # The stand-ins check that each use of a pool is given the fence of the one before.
-            out, _ = launched(launch, q, *pools_and_fence)
-            return out, fake._pass("paged_prefill", *pools_and_fence[:3])
+    def arrays_of(kernel: Any, options: dict[str, Any]) -> list[mx.array]:
+        outs = zip(kernel(**options), options["output_dtypes"], strict=True)
+        return [mx.array(np.asarray(out)).view(dtype) for out, dtype in outs]
 
-        def build_arrays(body: str, constants: object) -> Callable[..., list[mx.array]]:
-            kernel = build(body, constants)
-
-            def launch(**options: object) -> list[mx.array]:
-                outs = zip(kernel(**options), options["output_dtypes"], strict=True)
-                return [mx.array(np.asarray(out)).view(dtype) for out, dtype in outs]
-
-            return launch
-
-        # write_slots calls the stand-in's prepare_write.
-        with (
-            mock.patch.object(ops, "write_slots", WRITE_SLOTS),
-            mock.patch.object(prefill, "build_kernel", build_arrays),
-            mock.patch.object(prefill.PrefillLaunch, "__call__", follow),
-            mock.patch.dict(check._results, clear=True),
-            mock.patch.dict(ops._switched_off, clear=True),
-        ):
-            yield edits.append
+    with prefill_harness.emulated_self_check(arrays_of) as plant:
+        yield plant
 
 
 @pytest.mark.parametrize(

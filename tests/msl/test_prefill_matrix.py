@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels import build as kernel_build
-from mlx_paged.kernels import check, ops, prefill
+from mlx_paged.kernels import prefill
 from mlx_paged.kernels.launch_shape import BLOCK_SIZES, HEAD_DIMS, MAX_TENSOR_HEAD_DIM, MAX_THREADGROUP_BYTES, Variant
 from mlx_paged.kernels.prefill import (
     MATRIX_BODY,
@@ -22,7 +22,6 @@ from mlx_paged.kernels.prefill import (
 )
 from mlx_paged.kernels.trial import MANY, Text, launch_alone
 from tests.support.cases import crossed, quick, slow
-from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl import prefill_harness
 from tests.support.msl.emulator import EmuError
@@ -32,7 +31,6 @@ from tests.support.msl.prefill_harness import Pack
 TOLERANCE = {mx.float16: 2e-3, mx.bfloat16: 2e-2}
 RAGGED = [5, 40, 1, 130], [0, 30, 64, 3]
 VARIANT = Variant(MATRIX_BODY, "metal", mx.bfloat16, 64, 64, 4, 32)
-WRITE_SLOTS = ops.write_slots
 
 CLASSES = {
     "bf16": {},
@@ -263,32 +261,13 @@ def test_wrong_numbers_are_seen(name):
 @pytest.fixture
 def planted() -> Iterator[Callable[[tuple[str, str]], None]]:
     """The kernel runs on the emulator, as on a Mac, and writes are stand-ins; the fixture's value plants a mutation."""
-    edits: list[tuple[str, str]] = []
-    with fake_kernels() as fake, prefill_harness.emulated(edits, orders=(0,), checked=False, backend="metal"):
-        build, launched = prefill.build_kernel, prefill.PrefillLaunch.__call__
-        fake.calls["paged_prefill"] = 0
 
-        def follow(launch, q, *pools_and_fence):
-            out, _ = launched(launch, q, *pools_and_fence)
-            return out, fake._pass("paged_prefill", *pools_and_fence[:3])
+    def arrays_of(kernel, options):
+        assert np.isnan(options["init_value"])
+        return [to_mlx(out) for out in kernel(strict=False, **options)]  # fast functions take NaN
 
-        def build_arrays(body, constants):
-            kernel = build(body, constants)
-
-            def launch(**options):
-                assert np.isnan(options["init_value"])
-                return [to_mlx(out) for out in kernel(strict=False, **options)]  # fast functions take NaN
-
-            return launch
-
-        with (
-            mock.patch.object(ops, "write_slots", WRITE_SLOTS),
-            mock.patch.object(prefill, "build_kernel", build_arrays),
-            mock.patch.object(prefill.PrefillLaunch, "__call__", follow),
-            mock.patch.dict(check._results, clear=True),
-            mock.patch.dict(ops._switched_off, clear=True),
-        ):
-            yield edits.append
+    with prefill_harness.emulated_self_check(arrays_of, "metal") as plant:
+        yield plant
 
 
 @pytest.mark.parametrize(

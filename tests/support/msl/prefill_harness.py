@@ -1,14 +1,16 @@
 """A pack of prompts' new tokens over a pool, and the prefill kernel's real launch code on the emulator."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.kernels import prefill
+from mlx_paged.kernels import check, ops, prefill
+from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.kernels.quantized_pages import UNSET, dequantized, pages_of, quantized
 from tests.support.msl.harness import Emulated, tensor_kernel, to_float
 
@@ -23,6 +25,44 @@ def emulated(
     """Inside, the prefill kernel runs on the emulator as if on ``backend``, without trials. ``edit``: mutations."""
     with emulated_launches(prefill, prefill.prefill_variants_of, edit, orders, checked, backend):
         yield
+
+
+WRITE_SLOTS = ops.write_slots
+
+
+@contextmanager
+def emulated_self_check(
+    arrays_of: Callable[[Any, dict[str, Any]], list[mx.array]], backend: str = "cuda"
+) -> Iterator[Callable[[tuple[str, str]], None]]:
+    """Inside, the self-check's kernel runs on the emulator, and writes are stand-ins; the value plants a mutation.
+
+    Args:
+        arrays_of: launches an emulated kernel with these options and returns its outputs as MLX's arrays.
+        backend: that the text is for.
+    """
+    edits: list[tuple[str, str]] = []
+    with fake_kernels() as fake, emulated(edits, orders=(0,), checked=False, backend=backend):
+        build, launched = prefill.build_kernel, prefill.PrefillLaunch.__call__
+        fake.calls["paged_prefill"] = 0
+
+        def follow(launch: prefill.PrefillLaunch, q: mx.array, *pools_and_fence: mx.array) -> tuple[mx.array, mx.array]:
+            # The stand-ins check that each use of a pool is given the fence of the one before.
+            out, _ = launched(launch, q, *pools_and_fence)
+            return out, fake._pass("paged_prefill", *pools_and_fence[:3])
+
+        def build_arrays(body: str, constants: Any) -> Callable[..., list[mx.array]]:
+            kernel = build(body, constants)
+            return lambda **options: arrays_of(kernel, options)
+
+        # write_slots calls the stand-in's prepare_write.
+        with (
+            mock.patch.object(ops, "write_slots", WRITE_SLOTS),
+            mock.patch.object(prefill, "build_kernel", build_arrays),
+            mock.patch.object(prefill.PrefillLaunch, "__call__", follow),
+            mock.patch.dict(check._results, clear=True),
+            mock.patch.dict(ops._switched_off, clear=True),
+        ):
+            yield edits.append
 
 
 @contextmanager
