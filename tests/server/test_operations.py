@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +18,7 @@ from mlx_paged.cli.server import parse
 from mlx_paged.patches import server_texts
 from mlx_paged.server.backend import PromptLimits
 from mlx_paged.server.errors import RequestRefused
-from mlx_paged.server.prompting import MAX_DEFAULT_TOKENS, PromptMaker
+from mlx_paged.server.prompting import MAX_DEFAULT_TOKENS, SMALL_CHARACTERS, PromptMaker
 from mlx_paged.server.request import Prompt, ServerRequest
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.server_process import ServerProcess
@@ -136,6 +138,28 @@ def test_tokens_of_an_answer(
     request = ServerRequest([[1]], prompts=[Prompt.of_tokens([1] * 100)], max_tokens=asked)
     PromptMaker(default_tokens=option)._complete(request, texts)
     assert request.max_tokens == most
+
+
+def test_small_prompts_do_not_wait_for_a_huge_one() -> None:
+    released = threading.Event()
+
+    def make(given: Any, limits: PromptLimits) -> Prompt:
+        if len(given) > SMALL_CHARACTERS:
+            assert released.wait(60)
+        return Prompt.of_tokens([1])
+
+    texts: Any = SimpleNamespace(context_length=8192, capacity=None, make_prompt=make, completed=lambda request: None)
+    maker = PromptMaker()
+
+    async def run() -> None:
+        huge = asyncio.create_task(maker.complete(ServerRequest(["a" * (SMALL_CHARACTERS + 1)]), texts, lambda: False))
+        for _ in range(3):
+            await maker.complete(ServerRequest(["Hello"]), texts, lambda: False)
+        assert not huge.done() and maker.num_waiting == 1
+        released.set()
+        await huge
+
+    asyncio.run(run())
 
 
 def test_a_long_text_is_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
