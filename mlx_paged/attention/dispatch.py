@@ -9,7 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..errors import GeometryError
-from ..kernels.availability import prepares_plans
+from ..kernels.availability import on_metal, prepares_plans
 from ..kernels.build import KernelUnavailable
 from ..kernels.launch_shape import MAX_QUERY_LENGTH
 from ..kv.block_table import BlockTable
@@ -18,7 +18,7 @@ from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
 from ..kv.step import Step
 from ..kv.storage.attention_params import AttentionParams, QueryHeads, Window
-from ..kv.storage.choice import kernel_unsupported_reason, prefill_unsupported_reason
+from ..kv.storage.choice import kernel_unsupported_reason, prefill_path, prefill_unsupported_reason
 from . import gather
 from .gather import causal_mask
 
@@ -66,6 +66,7 @@ _FRESH = Dispatch("prefill", "no prefix: the new keys are all there is")
 _KERNEL_ONE = Dispatch("kernel", "one new token per sequence")
 _KERNEL_FEW = Dispatch("kernel", "a few new tokens per sequence")
 _KERNEL_PACK = Dispatch("kernel", "several sequences' new tokens")
+_KERNEL_PROMPT = Dispatch("kernel", "several new tokens after a prefix")
 
 
 def record(choice: Dispatch, times: int = 1) -> None:
@@ -145,7 +146,14 @@ def _attend_one(
         record(_FRESH)
         k, v = kv.after_writes(*new)
         return gather.attention(q, k, v, params)
-    return _attend_rows(q, None, kv, tables, step, params)
+    why = None
+    if q.shape[2] > MAX_QUERY_LENGTH and on_metal() and not params.latent and not _has_other_mask(params):
+        own = params._replace(mask=None, window=_seen(kv, params))
+        out, why = _attend_prompts(q.swapaxes(0, 2), kv, tables, step, own)
+        if out is not None:
+            record(_KERNEL_PROMPT)
+            return out.swapaxes(0, 2)
+    return _attend_rows(q, None, kv, tables, step, params, why)
 
 
 def _attend_rows(
@@ -155,12 +163,14 @@ def _attend_rows(
     tables: Sequence[BlockTable],
     step: Step,
     params: AttentionParams,
+    unsupported: str | None = None,
 ) -> mx.array:
     """Attend from the same number of tokens of each sequence by the kernel of decode steps, or over gathered arrays;
-    ``append``: keys and values of the step that are not written yet."""
+    ``append``: keys and values of the step that are not written yet; ``unsupported``: why no kernel serves, if that is
+    known."""
     group, q_len = kv.group, q.shape[2]
     longest = max(table.length for table in tables) if q_len > MAX_QUERY_LENGTH else 0
-    unsupported = _unsupported_reason(q, group, longest, params)
+    unsupported = unsupported or _unsupported_reason(q, group, longest, params)
     if unsupported is None:
         window = _seen(kv, params)
         seen = params if window is params.window else params._replace(window=window)
@@ -195,16 +205,11 @@ def _attend_pack(
             return out
         except KernelUnavailable as error:  # raised before anything was launched
             _note_unsupported(kv.group, q, params, error)
-    unsupported = _packed_unsupported_reason(q, kv.group, params)
-    if unsupported is None:
-        try:
-            out = kv.storage.prefill(q, tables, step, params)
-            record(_KERNEL_PACK)
-            return out
-        except KernelUnavailable as error:  # raised before anything was launched
-            unsupported = f"the kernel is off: {error}"
-            kv.group.packs_unsupported[params.heads(q.shape[1])] = unsupported
-    record(Dispatch("apart", unsupported))
+    out, why = _attend_prompts(q, kv, tables, step, params)
+    if out is not None:
+        record(_KERNEL_PACK)
+        return out
+    record(Dispatch("apart", why))
     queries = step.split(q)
     pairs = [None] * len(queries) if new is None else list(zip(*map(step.split, new), strict=True))
     outputs = []
@@ -212,6 +217,27 @@ def _attend_pack(
         own = params._replace(mask=_mask_of(one.shape[2], table, params.window))
         outputs.append(_attend_one(one, pair, kv, [table], step.part(tables, index), own))
     return step.join(outputs)
+
+
+def _attend_prompts(
+    q: mx.array, kv: PoolLayer, tables: Sequence[BlockTable], step: Step, params: AttentionParams
+) -> tuple[mx.array | None, str]:
+    """Attend from ``[T, n_q_heads, 1, head_dim]`` over what is written, in one launch; None, and why, where the kernel
+    does not serve, or MLX's attention is faster for each of the sequences."""
+    group, heads = kv.group, params.heads(q.shape[1])
+    unsupported = _packed_unsupported_reason(q, group, params)
+    if unsupported is not None:
+        return None, unsupported
+    if on_metal() and group.geometry is not None:
+        longest, window = max(table.length for table in tables), None if params.window is None else params.window.size
+        path = prefill_path(group.geometry, group.block_size, heads, min(step.counts), longest, window)
+        if not path.in_place:
+            return None, path.reason
+    try:
+        return kv.storage.prefill(q, tables, step, params), ""
+    except KernelUnavailable as error:  # raised before anything was launched
+        unsupported = group.packs_unsupported[heads] = f"the kernel is off: {error}"
+        return None, unsupported
 
 
 def serves_latents(num_q_heads: int, pool: BlockPool, layer: int) -> bool:
@@ -267,9 +293,14 @@ def _unsupported_reason(q: mx.array, group: BlockGroup, longest: int, params: At
         return "several new tokens after a prefix"
     if not group.in_place:
         return group.storage_reason
-    if params.window is None and isinstance(params.mask, mx.array):
+    if _has_other_mask(params):
         return "a mask that is not causality and a window"
     return _dtype_unsupported_reason(q, group, params) or _heads_unsupported_reason(group, params.heads(num_q_heads))
+
+
+def _has_other_mask(params: AttentionParams) -> bool:
+    """Return whether the mask says something that kernels are not told."""
+    return params.window is None and isinstance(params.mask, mx.array)
 
 
 def _heads_unsupported_reason(group: BlockGroup, heads: QueryHeads) -> str | None:

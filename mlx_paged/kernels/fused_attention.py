@@ -1,16 +1,25 @@
-"""When MLX's attention on Metal is fused: otherwise it makes the scores of all queries and keys of a layer.
+"""MLX's fused attention on Metal, and whether a prompt's new tokens attend by it or over their blocks in place.
 
-As in MLX 0.32.4 (docs/adr/0063). Up to 8 queries it has another kernel; so these are prompts.
+When it is fused, as in MLX 0.32.4 (docs/adr/0063): otherwise it makes the scores of all queries and keys of a layer. Up
+to 8 queries it has another kernel; so these are prompts. Which one serves after a prefix: docs/adr/0067.
 """
 
 from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from importlib import metadata
+from typing import NamedTuple
 
 import mlx.core as mx
+
+from . import ops
+from .launch_shape import MAX_QUERY_LENGTH, Variant
+from .prefill import prepare_prefill
+from .quantized import new_blocks
+from .trial import seconds_of
 
 FUSED_DIMS = (64, 80, 128)  # for any number of queries
 # The first generation of Apple GPUs with matrix units, and the first macOS whose wheels use them ("NAX" in MLX).
@@ -40,3 +49,120 @@ def has_nax() -> bool:
     """Return whether MLX uses an Apple GPU's matrix units."""
     found = re.match(r"applegpu_g(\d+)", str(mx.device_info().get("architecture", "")))
     return found is not None and int(found[1]) >= NAX_GENERATION and (wheel_release() or 0) >= NAX_RELEASE
+
+
+class PromptPath(NamedTuple):
+    """What attends for a prompt's new tokens after a prefix.
+
+    Attributes:
+        in_place: our kernel, over the blocks; else MLX's attention, over a copy of the layer's context.
+        reason: for people.
+    """
+
+    in_place: bool
+    reason: str
+
+
+# A path is measured for the largest of these new tokens and contexts that a chunk has, or the smallest. Longer contexts
+# cost both paths as much more.
+TOKENS, CONTEXTS = (256, 1024), (2048, 8192)
+QUERY_HEADS = 16  # at least, so that both fill a GPU
+MOST_SECONDS = 0.3  # that further launches of a path may take once one was timed
+
+_measured: dict[tuple[Variant, int, int], PromptPath] = {}
+
+
+def prompt_path(variant: Variant, num_tokens: int, length: int, window: int | None = None) -> PromptPath:
+    """Return what attends fastest on this machine, as far as it is known; where it is not, both are timed once, and
+    the result holds for the process.
+
+    Args:
+        variant: of the prefill kernel, which has passed its self-check.
+        num_tokens: new ones of a sequence.
+        length: of the sequence, the new tokens included.
+        window: tokens that each sees.
+    """
+    known = _known_reason(variant, num_tokens, length, window)
+    if known is not None:
+        return PromptPath(True, known)
+    tokens = max((n for n in TOKENS if n <= num_tokens), default=TOKENS[0])
+    context = max((n for n in CONTEXTS if n <= length), default=CONTEXTS[0])
+    found = _measured.get((variant, tokens, context))
+    if found is None:
+        found = _measured[variant, tokens, context] = _measure(variant, tokens, context)
+    return found
+
+
+def _known_reason(variant: Variant, num_tokens: int, length: int, window: int | None) -> str | None:
+    """Why our kernel serves, without a measurement; None where that may be slower than MLX's attention."""
+    if not has_nax():
+        return "MLX uses no matrix units here"
+    if num_tokens <= MAX_QUERY_LENGTH:
+        return "few tokens"
+    if variant.softcap:
+        return "MLX's attention has no soft cap"
+    if window is not None and window < length:
+        return "MLX's attention would need an array for the window"
+    dim = variant.head_dim
+    least = 0 if dim in FUSED_DIMS else least_fused_queries(dim, nax=True)
+    if dim != variant.value_dim or (dim not in FUSED_DIMS and not least):
+        return f"MLX's attention is not fused for heads of {dim}"
+    return f"MLX's attention is fused from {least} tokens on" if num_tokens < least else None
+
+
+def _measure(variant: Variant, tokens: int, context: int) -> PromptPath:
+    """Time both paths. One that fails is not taken; if both do, our kernel serves, and says itself what is wrong."""
+    seconds, failures = {}, {}
+    for path, prepare in PATHS.items():
+        try:
+            seconds[path] = seconds_of(prepare(variant, tokens, context), MOST_SECONDS)
+        except (RuntimeError, ValueError) as error:
+            failures[path] = f"{path} failed: {type(error).__name__}: {str(error)[:200]}"
+    told = [f"{1e3 * seconds[path]:.2f} ms {path}" if path in seconds else failures[path] for path in PATHS]
+    copied = seconds.get(COPY, float("inf"))
+    in_place = seconds.get(IN_PLACE, float("inf")) <= copied
+    return PromptPath(in_place, f"measured, {tokens} tokens of {context}: {', '.join(told)}")
+
+
+def paths_of(variant: Variant) -> str:
+    """Return what attends for chunks of each size that is told apart, and why, for people."""
+    found = dict.fromkeys(prompt_path(variant, tokens, context) for tokens in TOKENS for context in CONTEXTS)
+    return "; ".join(f"{IN_PLACE if path.in_place else COPY} ({path.reason})" for path in found)
+
+
+def _blocks(variant: Variant, context: int) -> tuple[mx.array, mx.array, mx.array, int]:
+    """Return keys and values of one sequence, the ids of its blocks, and the number of query heads."""
+    kv_heads, num_blocks = -(-QUERY_HEADS // variant.gqa), context // variant.block_size
+    dims = variant.head_dim, variant.value_dim
+    k_pool, v_pool = new_blocks(num_blocks, kv_heads, variant.block_size, dims, variant.dtype, variant.pages)
+    return k_pool, v_pool, mx.arange(num_blocks, dtype=mx.int32), kv_heads * variant.gqa
+
+
+def _in_place(variant: Variant, tokens: int, context: int) -> Callable[[], list[mx.array]]:
+    k_pool, v_pool, ids, n_q_heads = _blocks(variant, context)
+    q = mx.zeros((tokens, n_q_heads, 1, variant.head_dim), variant.dtype)
+    sinks = mx.zeros((n_q_heads,)) if variant.sinks else None
+    launch = prepare_prefill(
+        k_pool, v_pool, ids[None], [tokens], [context], n_q_heads=n_q_heads, scale=1.0, sinks=variant.sinks,
+        variant=variant, pages=variant.pages,
+    )  # fmt: skip
+    mx.eval(q, k_pool, v_pool, ids)
+    return lambda: list(launch(q, k_pool, v_pool, ops.new_fence(), sinks))
+
+
+def _over_copy(variant: Variant, tokens: int, context: int) -> Callable[[], list[mx.array]]:
+    k_pool, v_pool, ids, n_q_heads = _blocks(variant, context)
+    q = mx.zeros((1, n_q_heads, tokens, variant.head_dim), variant.dtype)
+    sinks = mx.zeros((n_q_heads,), variant.dtype) if variant.sinks else None
+    gather = ops.prepare_gather(k_pool, v_pool, ids, 0, context, variant.pages)
+    mx.eval(q, k_pool, v_pool, ids)
+
+    def attend() -> list[mx.array]:
+        k, v, _ = gather(k_pool, v_pool, ops.new_fence())
+        return [mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask="causal", sinks=sinks)]
+
+    return attend
+
+
+IN_PLACE, COPY = "in place", "by MLX's attention over a copy"
+PATHS = {IN_PLACE: _in_place, COPY: _over_copy}

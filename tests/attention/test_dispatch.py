@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.attention import gather
+from mlx_paged.attention import dispatch, gather
 from mlx_paged.attention.dispatch import (
     attend,
     dispatch_counts,
@@ -19,10 +19,13 @@ from mlx_paged.attention.gather import attention, causal_mask, gather_attention
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.rows import SequenceTables
 from mlx_paged.errors import GeometryError
+from mlx_paged.kernels.fused_attention import PromptPath
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.kv.storage.attention_params import AttentionParams, Window
+from mlx_paged.kv.storage.choice import storage_choice
+from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.pools import paged_attention
 
 HEADS, Q_HEADS, DIM, VDIM, SCALE = 2, 6, 16, 8, 0.25
@@ -291,3 +294,78 @@ def test_what_is_long_masked_or_capped_is_computed_a_row_at_a_time(monkeypatch: 
     assert parts() == [1, 4]
     monkeypatch.setattr(gather, "SHORT_BYTES", 100)
     assert parts() == [1] * 5
+
+
+# On a Mac ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("window", [None, 16])
+def test_on_a_mac_a_chunk_after_a_prefix_takes_the_path_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, in_place: bool, window: int | None
+) -> None:
+    asked: list[tuple[int, int, int | None]] = []
+
+    def path(geometry: object, block_size: int, heads: object, *sizes: int | None) -> PromptPath:
+        asked.append(sizes)  # type: ignore[arg-type]
+        return PromptPath(in_place, "measured")
+
+    monkeypatch.setattr(dispatch, "on_metal", lambda: True)
+    monkeypatch.setattr(dispatch, "prefill_path", path)
+    dense = PagedKVCache(SequenceTables(BlockPool([LayerGroup((0,), window)], block_size=4)), 0)
+    with fake_kernels() as fake:
+        pool = BlockPool([LayerGroup((0,), window)], block_size=4, choose_storage=storage_choice(None))
+        cache = PagedKVCache(SequenceTables(pool), 0)
+        for seed, n in enumerate((5, 9, 30, 3)):
+            outputs = [
+                one.attend(noise(seed, 1, Q_HEADS, n, DIM), *kv(seed, n), AttentionParams(SCALE, one.make_mask(n)))
+                for one in (cache, dense)
+            ]
+            np.testing.assert_allclose(*map(np.array, outputs), rtol=1e-5, atol=1e-6)
+        assert asked == [(9, 14, window), (30, 44, window)], "of the first chunk there is no prefix, the last is short"
+        assert fake.calls["paged_prefill"] == 2 * in_place
+    paths = {(one.path, one.reason) for one in dispatch_counts()}
+    assert (("kernel", "several new tokens after a prefix") in paths) is in_place
+    assert (("gather", "measured") in paths) is not in_place
+
+
+def test_on_a_mac_a_mask_of_another_kind_is_gathered_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "on_metal", lambda: True)
+    with fake_kernels() as fake:
+        pool = BlockPool([LayerGroup((0,))], block_size=4, choose_storage=storage_choice(None))
+        cache = PagedKVCache(SequenceTables(pool), 0)
+        cache.attend(noise(1, 1, Q_HEADS, 5, DIM), *kv(1, 5), AttentionParams(SCALE, "causal"))
+        mask = causal_mask(9, 5) & (mx.arange(14) != 2)
+        cache.attend(noise(2, 1, Q_HEADS, 9, DIM), *kv(2, 9), AttentionParams(SCALE, mask))
+        assert fake.calls["paged_prefill"] == 0 and fake.calls["gather_blocks"] == 1
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_on_a_mac_a_pack_goes_by_its_shortest_chunk(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def path(geometry: object, block_size: int, heads: object, tokens: int, length: int, window: object) -> PromptPath:
+        asked.append((tokens, length))
+        return PromptPath(in_place, "measured")
+
+    monkeypatch.setattr(dispatch, "on_metal", lambda: True)
+    monkeypatch.setattr(dispatch, "prefill_path", path)
+    counts, prefixes = [12, 20], [30, 7]
+    with fake_kernels() as fake:
+        pool = BlockPool([LayerGroup((0,))], block_size=4, choose_storage=storage_choice(None))
+        tables, dense = [], []
+        for seed, (count, prefix) in enumerate(zip(counts, prefixes, strict=True)):
+            k, v = kv(seed, count + prefix)
+            table = pool.new_table()
+            pool.set_geometry(0, k, v, batch=1)
+            pool.append_tokens(table, count + prefix)
+            pool.write_prefill(table, 0, k, v)
+            tables.append(table)
+            dense.append(attention(noise(9 + seed, 1, Q_HEADS, count, DIM), k, v, AttentionParams(SCALE, "causal")))
+        q = mx.concatenate([noise(9 + i, 1, Q_HEADS, n, DIM).swapaxes(0, 2) for i, n in enumerate(counts)])
+        step = pool.layer(0).step(tables, counts)
+        got = attend(q, None, pool, 0, tables, step, AttentionParams(SCALE), is_written=True)
+        expected = mx.concatenate([x.swapaxes(0, 2) for x in dense])
+        np.testing.assert_allclose(np.array(got), np.array(expected), rtol=1e-5, atol=1e-6)
+        assert asked == [(12, 42)] if in_place else [(12, 42), (12, 42), (20, 27)]
+        assert fake.calls["paged_prefill"] == in_place

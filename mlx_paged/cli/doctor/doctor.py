@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,13 +20,13 @@ from ... import __version__
 from ...config import PagedConfig, free_memory
 from ...kernels.availability import device_unsupported_reason
 from ...kernels.build import backend, compiled_by, gpu_cores
+from ...kernels.fused_attention import NAX_RELEASE, wheel_release
 from ...kv.storage.base import Geometry, PageFormat
 from ...startup import raise_at_interrupt
 from ..terminal import add_version, orderly_end
 from .jobs import jobs, num_workers, rows_of_workers
 from .report import HEADER, Report, Row
 
-_NAX_RELEASE = 26  # of macOS
 AT_A_TIME = 64  # jobs whose kernels are kept until they are timed
 
 
@@ -89,17 +88,12 @@ def _memory(info: Mapping[str, Any]) -> str:
 def _wheel() -> dict[str, str]:
     """Return, on macOS, the release that MLX's wheel was built for. Those for macOS 26 have kernels for an M5's matrix
     units."""
-    mac = platform.mac_ver()[0]
-    try:
-        tags = metadata.distribution("mlx-metal").read_text("WHEEL") if mac else None
-    except metadata.PackageNotFoundError:
-        tags = None
-    found = re.search(r"macosx_(\d+)_", tags or "")
-    if found is None:
+    release, mac = wheel_release(), platform.mac_ver()[0]
+    if release is None:
         return {}
-    text = f"for macOS {found[1]}"
-    if int(found[1]) < _NAX_RELEASE <= int(mac.partition(".")[0]):
-        text += f", which does not use an M5's matrix units: one for macOS {_NAX_RELEASE} comes with a current pip"
+    text = f"for macOS {release}"
+    if release < NAX_RELEASE <= int(mac.partition(".")[0]):
+        text += f", which does not use an M5's matrix units: one for macOS {NAX_RELEASE} comes with a current pip"
     return {"MLX wheel": text}
 
 

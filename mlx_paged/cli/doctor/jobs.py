@@ -24,6 +24,7 @@ from ...kernels import ops as kernels
 from ...kernels.availability import device_unsupported_reason
 from ...kernels.build import backend
 from ...kernels.check import MAX_RMS, SelfCheck, self_check
+from ...kernels.fused_attention import paths_of
 from ...kernels.launch_shape import BLOCK_SIZES, DTYPES, HEAD_DIMS, MAX_GQA, Variant
 from ...kernels.ops import variants_of
 from ...kernels.prefill import prefill_seconds, prefill_variants_of, self_check_prefill, unsupported_prefill
@@ -243,10 +244,10 @@ class ShapeJob(NamedTuple):
             yield Checked(Row(passed, str(shape), "-", "-", error, None, None, use))
             return
         for variant in self.prefill_variants():
-            result = self_check_prefill(variant)
-            yield _checked(
-                True, str(shape), variant.body, result, "prompts in packs", partial(prefill_seconds, variant)
-            )
+            result, use = self_check_prefill(variant), "prompts in packs"
+            if result.ok and variant.backend == "metal":
+                use += f", {paths_of(variant)}"
+            yield _checked(True, str(shape), variant.body, result, use, partial(prefill_seconds, variant))
         for variant in self.variants():
             result = self_check(variant)
             times = partial(launch_seconds, variant), partial(dense_seconds, variant)

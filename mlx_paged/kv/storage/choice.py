@@ -9,6 +9,7 @@ from ...errors import KernelUnavailableError
 from ...kernels import availability
 from ...kernels import ops as kernels
 from ...kernels.check import SelfCheck, checked
+from ...kernels.fused_attention import PromptPath, prompt_path
 from ...kernels.latent.check import checked_latent, checked_prompts
 from ...kernels.latent.prompts import prompt_variant_of, unsupported_prompts
 from ...kernels.latent.variants import latent_variants_of, unsupported_latent
@@ -63,6 +64,17 @@ def prefill_unsupported_reason(geometry: Geometry, block_size: int, heads: Query
     return availability.device_unsupported_reason() or _variant_unsupported_reason(
         geometry, block_size, heads, unsupported_prefill, prefill_variants_of, checked_prefill
     )
+
+
+def prefill_path(
+    geometry: Geometry, block_size: int, heads: QueryHeads, num_tokens: int, length: int, window: int | None
+) -> PromptPath:
+    """Return what attends for so many new tokens of a sequence, where the kernel for them can."""
+    num_kv_heads, k_dim, v_dim, dtype, _ = geometry
+    (variant,) = prefill_variants_of(
+        dtype, k_dim, v_dim, heads.num_q_heads, num_kv_heads, block_size, heads.softcap, heads.sinks, pages_of(geometry)
+    )
+    return prompt_path(variant, num_tokens, length, window)
 
 
 def latent_prefill_unsupported_reason(geometry: Geometry, block_size: int, heads: LatentHeads) -> str | None:
