@@ -149,10 +149,10 @@ def _attend_one(
     why = None
     if q.shape[2] > MAX_QUERY_LENGTH and on_metal() and not params.latent and not _has_other_mask(params):
         own = params._replace(mask=None, window=_seen(kv, params))
-        out, why = _attend_prompts(q.swapaxes(0, 2), kv, tables, step, own)
-        if out is not None:
+        attended, why = _attend_prompts(q.swapaxes(0, 2), kv, tables, step, own)
+        if attended is not None:
             record(_KERNEL_PROMPT)
-            return out.swapaxes(0, 2)
+            return attended.swapaxes(0, 2)
     return _attend_rows(q, None, kv, tables, step, params, why)
 
 
@@ -205,10 +205,10 @@ def _attend_pack(
             return out
         except KernelUnavailable as error:  # raised before anything was launched
             _note_unsupported(kv.group, q, params, error)
-    out, why = _attend_prompts(q, kv, tables, step, params)
-    if out is not None:
+    attended, why = _attend_prompts(q, kv, tables, step, params)
+    if attended is not None:
         record(_KERNEL_PACK)
-        return out
+        return attended
     record(Dispatch("apart", why))
     queries = step.split(q)
     pairs = [None] * len(queries) if new is None else list(zip(*map(step.split, new), strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import mlx.core as mx
 import pytest
@@ -11,7 +11,7 @@ from mlx_paged.cli.doctor import jobs
 from mlx_paged.config import PagedConfig
 from mlx_paged.kernels import fused_attention, trial
 from mlx_paged.kernels.check import SelfCheck
-from mlx_paged.kernels.fused_attention import COPY, CONTEXTS, IN_PLACE, TOKENS, PromptPath, prompt_path
+from mlx_paged.kernels.fused_attention import CONTEXTS, COPY, IN_PLACE, TOKENS, PromptPath, prompt_path
 from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.prefill import MATRIX_BODY, QUANTIZED_MATRIX_BODY
 from mlx_paged.kernels.quantized import PageShape
@@ -43,8 +43,8 @@ class Paths:
 
 
 @pytest.fixture
-def paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[Paths]:
-    return Paths(monkeypatch)  # type: ignore[return-value]
+def paths(monkeypatch: pytest.MonkeyPatch) -> Paths:
+    return Paths(monkeypatch)
 
 
 @pytest.mark.parametrize(("in_place", "copy", "expected"), [(2e-3, 3e-3, True), (3e-3, 2e-3, False), (1.0, 1.0, True)])
@@ -52,7 +52,9 @@ def test_the_faster_path_serves_and_is_remembered(paths: Paths, in_place: float,
     paths.seconds = {IN_PLACE: in_place, COPY: copy}
     path = prompt_path(VARIANT, 2048, 30_000)
     assert path.in_place is expected
-    assert path.reason == f"measured, 1024 tokens of 8192: {1e3 * in_place:.2f} ms {IN_PLACE}, {1e3 * copy:.2f} ms {COPY}"
+    assert (
+        path.reason == f"measured, 1024 tokens of 8192: {1e3 * in_place:.2f} ms {IN_PLACE}, {1e3 * copy:.2f} ms {COPY}"
+    )
     paths.seconds = {IN_PLACE: copy, COPY: in_place}
     assert prompt_path(VARIANT, 1024, 8192) is path
     assert [name for name, *_ in paths.prepared] == [IN_PLACE, COPY]
@@ -137,7 +139,9 @@ def test_the_copy_that_is_measured_is_attended_to(monkeypatch: pytest.MonkeyPatc
     variant = Variant(body, "metal", mx.float16, 64, 64, 3, 32, sinks=True, pages=pages)
     copied: list[tuple[int, ...]] = []
 
-    def prepare_gather(k_pool: mx.array, v_pool: mx.array, ids: mx.array, start: int, length: int, form: object) -> object:
+    def prepare_gather(
+        k_pool: mx.array, v_pool: mx.array, ids: mx.array, start: int, length: int, form: object
+    ) -> object:
         assert form is pages and start == 0 and length == 64 and ids.tolist() == [0, 1]
         copied.append(k_pool.shape)
         rows = mx.ones((1, k_pool.shape[1], length, 64), mx.float16)
@@ -149,14 +153,14 @@ def test_the_copy_that_is_measured_is_attended_to(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("passed", [True, False])
-def test_the_doctor_says_which_path_serves_and_why(
-    paths: Paths, monkeypatch: pytest.MonkeyPatch, passed: bool
-) -> None:
+def test_the_doctor_says_which_path_serves_and_why(paths: Paths, monkeypatch: pytest.MonkeyPatch, passed: bool) -> None:
     paths.seconds = {IN_PLACE: 3e-3, COPY: 2e-3}
     monkeypatch.setattr(jobs, "device_unsupported_reason", lambda: None)
     monkeypatch.setattr(jobs.ShapeJob, "prefill_variants", lambda job: (VARIANT,))
     monkeypatch.setattr(jobs, "variants_of", lambda *shape: ())
-    monkeypatch.setattr(jobs, "self_check_prefill", lambda v: SelfCheck(v, passed, 1e-4, 0.5, "" if passed else "wrong"))
+    monkeypatch.setattr(
+        jobs, "self_check_prefill", lambda v: SelfCheck(v, passed, 1e-4, 0.5, "" if passed else "wrong")
+    )
     (checked,) = jobs.ShapeJob(jobs.Shape(mx.bfloat16, 128, 4, 32), False).run(PagedConfig(kernel=False))
     told = f"prompts in packs, {COPY} (measured, 256 tokens of 2048: 3.00 ms {IN_PLACE}, 2.00 ms {COPY})"
     assert checked.row.use.startswith(told) is passed

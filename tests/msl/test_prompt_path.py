@@ -7,7 +7,6 @@ from unittest import mock
 
 import mlx.core as mx
 import numpy as np
-import pytest
 
 from mlx_paged.attention import dispatch
 from mlx_paged.attention.dispatch import attend

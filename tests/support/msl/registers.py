@@ -20,13 +20,29 @@ from tests.support.msl import emulator
 
 REGISTERS = 128
 _TYPES = kernel_build._TYPE_NAMES["cuda"]
-_INT_INPUTS = ("tables", "ends", "starts", "tiles", "places", "counts", "spans")
+_INT_INPUTS = ("tables", "ends", "starts", "tiles", "places", "counts", "spans", "blocks", "span")
 _FLOAT_INPUTS = ("params", "sinks", "stats", "partial", "penalties")
 _WORDS = ("fence", "fence_out", "arrivals", "words", "words1", "words2", "keys", "positions", "tokens")
 _OUTPUTS = {"stats": "float", "partial": "float", "fence_out": "uint32_t", "words_out": "uint32_t"}
 _OUTPUTS |= {"counts_out": "int", "spans_out": "int"}
 _POOLS = ("k_pool", "v_pool")
-_SHAPES = ("q", "k_pool", "tables", "tiles", "ends", "x", "w", "w1", "w2", "words", "words1", "words2", "scales")
+_SHAPES = (
+    "q",
+    "partial",
+    "stats",
+    "k_pool",
+    "tables",
+    "tiles",
+    "ends",
+    "x",
+    "w",
+    "w1",
+    "w2",
+    "words",
+    "words1",
+    "words2",
+    "scales",
+)
 _HEAD = """#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cstdint>
@@ -52,8 +68,15 @@ def compiler() -> str | None:
 def registers_of(body: str, constants: Constants, most: int | None = REGISTERS, arch: str = "sm_80") -> Registers:
     """Compile one instance of a body for CUDA; ``most`` None: with the registers that its GROUPS leave a thread. Raises
     RuntimeError if it does not compile."""
+    options = [f"-arch={arch}", "-std=c++17", "-cubin", "-Xptxas", "-v"]
+    if most is not None:
+        options.append(f"-maxrregcount={most}")
+    return _parse(_said_of(program_of(body, constants, *kernel_build.kernel_source(body, "cuda", constants)), options))
+
+
+def program_of(body: str, constants: Constants, header: str, source: str) -> str:
+    """What nvcc compiles: the kernel with its parameters."""
     known = dict(constants)
-    header, source = kernel_build.kernel_source(body, "cuda", constants)
     inputs, outputs, _ = SIGNATURES[body]
     parameters = []
     for name in inputs:
@@ -65,14 +88,10 @@ def registers_of(body: str, constants: Constants, most: int | None = REGISTERS, 
         kind = _OUTPUTS.get(name) or _TYPES[known.get("O", known["T"])]
         parameters.append(f"{kind}* {name}")
     bounds = f"__launch_bounds__({32 * known['SG']}, {known['GROUPS']})" if "GROUPS" in known else ""
-    text = (
+    return (
         f"{_HEAD}{header}namespace mlx::core::cu {{\n"
         f"__global__ void {bounds} kernel({', '.join(parameters)}) {{\n{source}\n}}\n}}\n"
     )
-    options = [f"-arch={arch}", "-std=c++17", "-cubin", "-Xptxas", "-v"]
-    if most is not None:
-        options.append(f"-maxrregcount={most}")
-    return _parse(_said_of(text, options))
 
 
 def _said_of(text: str, options: list[str]) -> str:

@@ -1,0 +1,48 @@
+"""Counts of instructions: of machine code as it is listed, and of kernels where nvcc and nvdisasm are here."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlx_paged.kernels.launch_shape import LEAST_MATRIX_GQA, LEAST_MATRIX_GQA_OF_PAGES
+from mlx_paged.kernels.prefill import MATRIX_BODY
+from tests.support.msl.instructions import Loop, counted, per_token, token_loop, tools, variants
+
+LOOP = ["LDG.E R1, [R2.64]", "MUFU.EX2 R3, R1", "@P0 FFMA R4, R3, R1, R4", "MOV R5, RZ", "@!P1 BRA `(.L_x_1)"]
+
+
+def test_the_loop_over_tokens_is_the_shortest_that_does_all() -> None:
+    scan = [".L_x_0:", "LDG.E R1, [R2.64]", "@P0 BRA `(.L_x_0)"]
+    aside = ["FADD R1, R1, R1", "BRA `(.L_x_1)", "BRA `(.L_x_2)"]  # out of line, and back
+    code = [*scan, ".L_x_1:", *LOOP, *aside, ".L_x_2:", "EXIT"]
+    assert token_loop(code) == [".L_x_1:", *LOOP]
+    with pytest.raises(ValueError, match="min"):
+        token_loop(scan)
+
+
+def test_moves_do_not_count_and_a_product_is_16() -> None:
+    assert counted([".L_x_1:", *LOOP, "IMAD.MOV.U32 R1, RZ, RZ, R2", "CS2R R2, SRZ", "NOP"]) == Loop(4, 0)
+    found = counted(["HMMA.1688.F32.BF16 R8, R8, R9, RZ", "IMAD.WIDE R1, R2, R3, R4"])
+    assert found == Loop(2, 1) and found.issued == 17
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not tools(), reason="nvcc and nvdisasm are not here")
+@pytest.mark.parametrize(
+    ("bits", "gqa", "fewer"),
+    [
+        *((bits, 4, False) for bits in (0, 8, 4)),
+        *((0, gqa, True) for gqa in (LEAST_MATRIX_GQA, 16)),
+        *((bits, LEAST_MATRIX_GQA_OF_PAGES, True) for bits in (8, 4)),
+    ],
+)
+def test_matrices_serve_where_they_take_fewer_instructions(bits: int, gqa: int, fewer: bool) -> None:
+    lanes, matrices = variants(gqa, bits)
+    assert (per_token(matrices) < per_token(lanes)) is fewer
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not tools(), reason="nvcc and nvdisasm are not here")
+def test_most_of_a_prompts_instructions_are_products() -> None:
+    variant = variants(4, 0)[0]._replace(body=MATRIX_BODY)
+    assert per_token(variant) < 1.5 * 16 * 2 * 128 / 64
