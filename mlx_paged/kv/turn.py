@@ -41,8 +41,8 @@ class Turn:
 
     MLX computes what a thread has built in that thread only: lazy writes left in a pool could not be computed by the
     next thread, nor by anybody once theirs has ended. So at the end of a turn what is in the pool is computed or being
-    computed. Inside :class:`Stepwise` the end of the step is early enough, which costs nothing: mlx-lm has had it
-    computed by then. Who comes between waits for it.
+    computed. Inside :class:`Stepwise` the end of the step is early enough where blocks are written in place, which
+    costs nothing: mlx-lm has had it computed by then. Who comes between waits for it.
 
     Args:
         lock: of the pool.
@@ -84,22 +84,27 @@ class Turn:
             raise
         self._num_waiting -= 1
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if self._depth == 1:
                 self.owner = 0
                 if not self.is_dirty:
                     return
                 self._known.here = True
-                if _thread.steps and not self._num_waiting:
+                in_place, is_in_step = all(group.in_place for group in self._groups), bool(_thread.steps)
+                if is_in_step and not self._num_waiting and (in_place or kind is not None):
                     if self._pending == 0:
                         self._pending = get_ident()
                         _thread.pending.append(self)
+                elif is_in_step and not self._num_waiting:
+                    # What is computed together is ready together: a write that waits for the reads of a step would
+                    # wait for the model's output and the choice of tokens, too.
+                    self._compute(wait=False)
                 else:
                     # A thread that ends while its work is computed would end the process. And MLX holds on to what it
                     # is asked for until that is computed: the next write would copy functional blocks.
                     is_main = threading.current_thread() is threading.main_thread()
-                    self._compute(wait=not is_main or not all(group.in_place for group in self._groups))
+                    self._compute(wait=not is_main or not in_place)
         finally:
             self._depth -= 1
             self._lock.release()
