@@ -22,6 +22,7 @@ COMMANDS = {
     "prefix": "requests that share a prefix, against the stock server's prompt cache",
     "kernel": "the kernels by themselves, on a GPU",
     "ranks": "two ranks of one machine, and one",
+    "servers": "both servers side by side: chats alone and at once",
     "engine": "what a step of the engine takes of the host, by rows, by who waits, by what is cached",
 }
 

@@ -26,7 +26,7 @@ RUNS = [
     ("generate", *TINY, "--synthetic-context", "--contexts", 100, "--block-sizes", 32, "--repeats", 1),
     ("batch", *TINY, "--cases", "3xragged64,4xmixed5-40", "--decode-tokens", 12, "--arrivals", 50, "--requests", 4),
     ("prefix", *TINY, "--prefix", 192, "--suffix", 16, "--sharers", 4, "--decode-tokens", 4, "--pattern", "burst"),
-    ("engine", "--rows", "1,2", "--nodes", 20, "--waiting", 300),
+    ("engine", "--rows", "1,2", "--nodes", "20,0", "--waiting", 300),
     pytest.param(("ranks", *TINY, "--rows", 2, "--prompt", 20, "--answer", 16, "--rounds", 1), marks=CPU_ONLY),
     *(pytest.param(("kernel", "--what", what), marks=pytest.mark.gpu) for what in ("decode", "latents", "prefill")),
 ]
@@ -60,20 +60,31 @@ def test_each_command_measures_both_sides(tmp_path: Path, arguments: tuple[Any, 
             assert r["accepted"] > 12 and r["accepted"] >= 0.9 * r["drafted"]
 
 
+@CPU_ONLY
+@pytest.mark.slow
+def test_servers_are_measured_in_turns(tmp_path: Path, demo_model_folder: Path) -> None:
+    results = results_of(
+        tmp_path, "servers", "--tokenizer", demo_model_folder, "--chats", "1,2", "--rounds", 1, "--answer", 3
+    )
+    assert [(r["side"], r["chats"], r["tokens"]) for r in results] == [
+        (side, chats, 3 * chats) for chats in (1, 2) for side in ("stock", "paged")
+    ]
+    assert bench("servers", "--random", "tiny", "--tokenizer", demo_model_folder).returncode == 1
+
+
 @pytest.mark.slow
 def test_a_steps_cost_grows_with_what_changes(tmp_path: Path) -> None:
-    """Ratios, not times: of 256 rows to 32, of a full prefix tree to a small one, of 10,000 that wait to 256."""
-    results = results_of(tmp_path, "engine", "--rows", "32,256", "--nodes", 10_000)
-    few = results_of(tmp_path, "engine", "--rows", "32,256", "--nodes", 100)
+    """Ratios, not times: of 256 rows to 32, of 10,000 nodes of the prefix tree to none, of 10,000 that wait to 256."""
+    results = results_of(tmp_path, "engine", "--rows", "32,256", "--nodes", "10000,0")
 
-    def ms(given: list[dict[str, Any]], case: str, **sizes: int) -> float:
-        return next(r["ms"] for r in given if r["case"] == case and sizes.items() <= r.items())
+    def ms(case: str, **sizes: int) -> float:
+        return next(r["ms"] for r in results if r["case"] == case and sizes.items() <= r.items())
 
-    assert ms(results, "decode", rows=256) < 6 * ms(results, "decode", rows=32)
+    assert ms("decode", rows=256) < 6 * ms("decode", rows=32)
     full = "pool full of prefixes"
-    assert ms(results, full, rows=32) < 2 * ms(few, full, rows=32)
+    assert ms(full, rows=32, nodes=10_000) < 2 * ms(full, rows=32, nodes=0)
     for case in ("256 start", "256 start, prefix cache", "20 join in each step"):
-        assert ms(results, case, waiting=10_000) < 2 * ms(results, case, waiting=256), case
+        assert ms(case, waiting=10_000) < 2 * ms(case, waiting=256), case
 
 
 def test_help_lists_commands_and_bad_values_are_refused(tmp_path: Path) -> None:

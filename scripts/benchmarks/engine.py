@@ -239,8 +239,8 @@ def steady(rows: int, windows: Sequence[int | None] = (None,)) -> float:
 
 
 def full(rows: int, nodes: int) -> float:
-    """The pool is full, and each new block takes one of a cached prefix."""
-    per_row = 11
+    """The pool is full, and each new block takes one of a cached prefix; without any, blocks are free."""
+    per_row = 11 if nodes else 16
     bench = Bench(4, blocks=nodes + rows * per_row + rows + 2, caches_prefixes=True)
     assert bench.tree is not None
     bench.add(rows, 300)
@@ -317,7 +317,7 @@ def functional(rows: int) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=list_of(positive), default=[1, 32, 128, 256])
-    parser.add_argument("--nodes", type=positive, default=10_000, help="of the prefix tree")
+    parser.add_argument("--nodes", type=list_of(int), default=[10_000], help="of the prefix tree")
     parser.add_argument("--waiting", type=positive, default=10_000, help="requests")
     add_out_argument(parser)
 
@@ -335,8 +335,8 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> None:
             note("decode", steady(count), rows=count)
             note("decode, two groups", steady(count, (None, 512)), rows=count)
         for count in rows:
-            if count < most:
-                note("pool full of prefixes", full(count, nodes), rows=count, nodes=nodes)
+            for number in nodes if count < most else ():
+                note("pool full of prefixes", full(count, number), rows=count, nodes=number)
         for total in (256, waiting):
             note("256 start", admitted(total, caches_prefixes=False), waiting=total)
             note("256 start, prefix cache", admitted(total, caches_prefixes=True), waiting=total)

@@ -61,6 +61,7 @@ PRESETS = {
     "deep": Preset(
         llama, "float32", {"model_type": "llama", "tie_word_embeddings": False} | _shape(64, 32, "4/2", 16, 64, 512)
     ),
+    "llama-22m": Preset(llama, "float32", {"model_type": "llama"} | _shape(256, 8, "8/4", 32, 1024, 49152)),
     "llama-135m": Preset(llama, "float32", {"model_type": "llama"} | _shape(576, 30, "9/3", 64, 1536, 49152)),
     "llama-1b": Preset(llama, "bfloat16", {"model_type": "llama"} | _shape(2048, 16, "32/8", 64, 8192, 128256)),
     "qwen3-small": Preset(
