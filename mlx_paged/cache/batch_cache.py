@@ -14,7 +14,7 @@ from ..attention.latent_prompts import Expand
 from ..errors import GeometryError, PromptCacheError
 from ..kv.layer import PoolLayer
 from ..kv.pool import BlockPool
-from ..kv.storage.attention_params import AttentionParams, LatentHeads, QueryHeads, Window
+from ..kv.storage.attention_params import AttentionParams, LatentHeads, Window
 from ..kv.turn import in_turn
 from .lazy_kv import Append, Fences, LazyKV, compute_rewound, hand_out
 from .paged_kv_cache import PagedKVCache
@@ -92,18 +92,23 @@ class PagedBatchKVCache:
                 return gather.attention(queries, keys, values, params)
             else:
                 params = params._replace(mask=None)
-        keys, values = self._accepted(keys, values, params.heads(shape[1]))
+        keys, values = self._accepted(keys, values, params, shape[1])
         step = rows.step(layer)
         rows.take(layer)
-        rows.attended(layer)
+        if rows.is_pack:  # nothing else is asked whether it was attended to
+            rows.attended(layer)
         tables, few = rows.tables_of(layer), as_rows or rows.as_rows
         return dispatch.attend(queries, (keys, values), rows.pool, layer, tables, step, params, as_rows=few)
 
-    def _accepted(self, keys: mx.array, values: mx.array, heads: QueryHeads | None) -> tuple[mx.array, mx.array]:
+    def _accepted(
+        self, keys: mx.array, values: mx.array, params: AttentionParams | None = None, num_q_heads: int = 0
+    ) -> tuple[mx.array, mx.array]:
         """Return the keys and values, in the pool's dtype. Raises GeometryError if they do not fit otherwise."""
-        kv, count = self._kv, len(self.rows)
+        kv, count = self.rows.pool.layer(self.layer), self.rows.num_tokens
         if keys.ndim != 4 or keys.shape[2] != 1:
             raise GeometryError(f"keys {keys.shape} for {count} row(s) of one token")
+        is_first = kv.group.geometry is None
+        heads = params.heads(num_q_heads) if is_first and params is not None else None
         try:
             kv.set_geometry(keys, values, batch=count, heads=heads)
         except GeometryError:
@@ -125,7 +130,7 @@ class PagedBatchKVCache:
         rows, kv, layer = self.rows, self._kv, self.layer
         compute_rewound(rows.pool, layer)
         columns = None if rows.is_pack else rows.columns(layer)
-        keys, values = self._accepted(keys, values, None)
+        keys, values = self._accepted(keys, values)
         step, tables = rows.step(layer), rows.tables_of(layer)
         rows.take(layer)
         before = kv.storage.fence() if kv.in_place else None
@@ -186,7 +191,7 @@ class PagedBatchKVCache:
         rows, layer = self.rows, self.layer
         if queries[0].shape[0] != len(rows) or queries[0].shape[2] != 1:
             raise GeometryError(f"queries {queries[0].shape} for {len(rows)} row(s) of one token")
-        latent, rotated = self._accepted(latent, rotated, None)
+        latent, rotated = self._accepted(latent, rotated)
         tables, step = rows.tables_of(layer), rows.step(layer)
         rows.take(layer)
         rows.attended(layer)

@@ -364,7 +364,7 @@ class Rows(Ledger):
         self.set_level()
 
     def take(self, layer: int) -> None:
-        if not self.is_behind(layer) and self.is_pack:
+        if self.is_pack and not self.is_behind(layer):
             raise NotPackableError(f"layer {layer} writes twice")
         super().take(layer)
 

@@ -8,6 +8,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -18,9 +19,11 @@ from ..cache.rows import FailedRow
 from ..errors import PoolExhaustedError, RequestFailedError, RequestTooLargeError, without_frames
 from ..kernels.availability import on_metal, packs_prompts
 from ..kernels.fused_attention import has_nax, least_fused_queries
+from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
 from ..prefix.store import SharedPrefixes
 from ..warn import warn_once
+from . import appends
 from .decode_batch import DecodeBatch, Delivery
 from .look_up import WHY_NOT, LookUp
 from .pace import LATENCY_MS, PrefillPace
@@ -35,7 +38,6 @@ from .prefill import (
 )
 from .ranks.ranks import Agreement
 from .request import Request, sequence_of
-from .request_budget import RequestBudget
 from .scheduler import Chunk, Growth, Scheduler
 from .sharing import CheckpointSharing, PrefixSharing
 from .upstream import TokenResponse
@@ -106,7 +108,7 @@ class Engine:
             packs = self.in_place and packs_prompts() and not (on_metal() and batch.ranks is not None)
         self.packs = packs and self.can_pack and reads_blocks_only
         self.sharing: PrefixSharing | CheckpointSharing | None = None
-        self.budget: RequestBudget | None = None
+        self.budget: PoolBudget | None = None
         # Caches that keep a prompt's first tokens (max_kv_size): what a token sees depends on where chunks begin.
         self.keeps_tokens = any(getattr(cache, "keep", 0) for cache in leaves(fresh))
         if prefixes is not None and not self.keeps_tokens:
@@ -116,13 +118,13 @@ class Engine:
                 self.sharing = CheckpointSharing(prefixes, self.requests, state_interval)
         if self.pool is not None:
             chunk = min(prefill_step_size, most_step_tokens()) if self.packs else prefill_step_size
-            self.budget = RequestBudget(self.pool, chunk=chunk, sharing=self.sharing)
+            self.budget = PoolBudget(self.pool, chunk=chunk)
         self.scheduler = self._new_scheduler(prefill_step_size, completion_batch_size, prefill_batch_size)
         self.computed_prompt_tokens = self.num_steps = 0
         self.prefill = Prefill(batch.model, in_place=self.in_place, packs=self.packs, call=batch.call)
         self.look_up: LookUp | None = None
         if self.can_pack and reads_blocks_only and self.pool is not None and self.budget is not None:
-            self.look_up = LookUp(batch, self.pool, self.budget.has_room)
+            self.look_up = LookUp(batch, self.pool, partial(appends.has_room, self.budget))
         # Over ranks, whose clocks differ, and where chunks lie on a grid, the tokens of a step do not depend on time.
         bounded = not self.in_place and not self.packs and self.scheduler.grid is None
         self._pace: PrefillPace | None = None
@@ -208,15 +210,18 @@ class Engine:
             most = self._pace.most_tokens(len(self.scheduler) == 1)
             self.scheduler.token_budget = self._step_tokens if most is None else min(self._step_tokens, most)
         plan = self.scheduler.plan()
-        for request, error in plan.failed:
-            self._end_failed(request, error)
-        self._fail_noted()
-        alive = plan._replace(
-            decode=[request for request in plan.decode if self._is_alive(request)],
-            chunks=[chunk for chunk in plan.chunks if self._is_alive(chunk.request)],
-        )
+        alive = plan
+        if plan.failed or self._noted:
+            for request, error in plan.failed:
+                self._end_failed(request, error)
+            self._fail_noted()
+            alive = plan._replace(
+                decode=[request for request in plan.decode if self._is_alive(request)],
+                chunks=[chunk for chunk in plan.chunks if self._is_alive(chunk.request)],
+            )
         if self.budget is not None:
-            self.budget.grow_for(alive, self.requests.values(), self.scheduler.max_running)
+            most_running = self.scheduler.max_running
+            appends.grow_for(self.budget, alive, self.requests.values(), most_running, self.sharing)
         joining = [r for r in alive.decode if r not in self.batch.members and r.caches is not None]
         self._join(joining)
         self._fail_noted()
@@ -414,7 +419,7 @@ class Engine:
 
     def fits(self, growth: Growth) -> bool:
         try:
-            return self.budget is None or self.budget.fits(growth, self._evict_idle)
+            return self.budget is None or appends.fits(self.budget, growth, self.sharing, self._evict_idle)
         except Exception as error:  # on behalf of the last one, which fails before anything is appended
             self._note(growth[-1][0], error)
             return True
@@ -485,7 +490,7 @@ class Engine:
     def exhausted(self, request: Request, num_tokens: int) -> Exception:
         assert self.budget is not None
         try:
-            return self.budget.exhausted(request, num_tokens)
+            return self.budget.exhausted(request.tables, num_tokens)
         except Exception as error:
             return error
 

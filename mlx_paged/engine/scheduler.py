@@ -170,9 +170,10 @@ class Scheduler:
         failed: list[tuple[Request, Exception]] = []
         self._blocks_ahead = None
         self._preempted.clear()
-        self._num_running = Counter(request.options.client for request in self.running)
+        # Nobody waits: what is preempted meanwhile does not start in this step.
+        self._num_running = Counter(each.options.client for each in self.running) if self.waiting else Counter()
         while True:
-            decode = [(request, 1) for request in self.running if request.is_prefilled]
+            decode = [(request, 1) for request in self.running if request.length >= request.prefill_end]
             if not decode or self._fits_after_preempting(decode, self.running[0], failed):
                 break
         # What a failed request held is released after the plan: the next one counts with it.
@@ -180,13 +181,15 @@ class Scheduler:
         self._num_plans += 1
         self._served.update((chunk.request.options.client, self._num_plans) for chunk in chunks)
         return ScheduledStep(
-            [request for request, _ in self._alive(decode)],
-            [Chunk(request, num_tokens) for request, num_tokens in self._alive(chunks)],
+            [request for request, _ in self._alive(decode, failed)],
+            [Chunk(request, num_tokens) for request, num_tokens in self._alive(chunks, failed)],
             failed,
         )
 
-    def _alive(self, growth: Growth) -> list[tuple[Request, int]]:
+    def _alive(self, growth: Growth, failed: Sequence[tuple[Request, Exception]]) -> list[tuple[Request, int]]:
         """Return the part of the growth whose requests have not been preempted and have not failed meanwhile."""
+        if not self._preempted and not failed:
+            return list(growth)
         running = set(self.running)
         return [(request, num_tokens) for request, num_tokens in growth if request in running]
 
@@ -225,7 +228,9 @@ class Scheduler:
         planned = list(decode)
         num_blocks = len(planned) * self.memory.most_blocks(1)
         chunks: list[Chunk] = []
-        queue = deque(sorted((request for request in self.running if not request.is_prefilled), key=self._turn))
+        queue: deque[Request] = deque()
+        if len(decode) < len(self.running):
+            queue.extend(sorted((request for request in self.running if not request.is_prefilled), key=self._turn))
         admits = True
         while budget > 0:
             while queue and queue[0] in self._preempted:
@@ -267,7 +272,7 @@ class Scheduler:
         self, planned: Growth, request: Request, num_tokens: int, failed: list[tuple[Request, Exception]]
     ) -> bool:
         """Return whether the chunk can be computed in this step, after younger ones have been preempted for it."""
-        while not self.memory.fits([*self._alive(planned), (request, num_tokens)]):
+        while not self.memory.fits([*self._alive(planned, failed), (request, num_tokens)]):
             if self._make_room(request, self.running) or self.preempt_for(request):
                 continue
             if self.running == [request]:

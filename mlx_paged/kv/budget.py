@@ -72,6 +72,11 @@ class PoolBudget:
         missing = sum(group.bytes_to_free(num_blocks) for group in self.pool.groups)
         return missing <= self.pool.memory.unreserved_bytes
 
+    def most_blocks(self, num_tokens: int) -> int:
+        """Return how many blocks of each group an append of so many tokens takes at most: behind a block that is full
+        but for one token, or behind one that others hold, too, and that is copied."""
+        return -(-(num_tokens - 1) // self.pool.block_size) + 1
+
     def has_blocks(self, num_blocks: int) -> bool:
         """Return whether so many blocks of each group can be had, evicting unused prefixes."""
         self.pool.collect()

@@ -108,8 +108,7 @@ class PoolLayer:
         step, is_new = self.group.step(tables, counts)
         if is_new:
             try:
-                for table, count in zip(tables, counts, strict=True):
-                    self._check_positions(table, count)
+                self._check_positions(tables, counts)
             except Exception:
                 self.group.touch()
                 raise
@@ -120,14 +119,18 @@ class PoolLayer:
         if table.group != self.group_index:
             raise GeometryError(f"layer {self.number} is not of the table's group {table.group}")
 
-    def _check_positions(self, table: BlockTable, num_tokens: int) -> None:
-        self._check(table)
-        if num_tokens > table.length:
-            raise GeometryError(f"{num_tokens} tokens to write, only {table.length} reserved: append_tokens first")
-        refcount = self.group.allocator.refcount
-        for block_id in table.block_ids[(table.length - num_tokens) // table.block_size :]:
-            if refcount(block_id) != 1:
-                raise BlockStateError(f"block {block_id} is to be written but held {refcount(block_id)} times")
+    def _check_positions(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> None:
+        refcount, size = self.group.allocator.refcount, self.group.block_size
+        owner, group = self.owners.owner, self.group_index
+        for table, num_tokens in zip(tables, counts, strict=True):
+            if table.released or table.owner is not owner or table.group != group:
+                self._check(table)  # which says what is wrong
+            first = table.length - num_tokens
+            if first < 0:
+                raise GeometryError(f"{num_tokens} tokens to write, only {table.length} reserved: append_tokens first")
+            for block_id in table.block_ids[first // size :]:
+                if refcount(block_id) != 1:
+                    raise BlockStateError(f"block {block_id} is to be written but held {refcount(block_id)} times")
 
     def write(self, tables: Sequence[BlockTable], k: mx.array, v: mx.array) -> None:
         """Write keys and values of the last n reserved tokens of each of B sequences, as they are (no cast).

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_paged.engine.request_budget import GENERATED_AHEAD
+from mlx_paged.engine.appends import GENERATED_AHEAD
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes

@@ -1,0 +1,105 @@
+"""What requests are going to append to a pool, asked of its budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from itertools import islice
+
+from ..kv.budget import Append, PoolBudget
+from .request import Request
+from .scheduler import Growth, ScheduledStep
+from .sharing import CheckpointSharing, PrefixSharing
+
+# Tokens to be generated that the pool grows for at once (docs/adr/0001).
+GENERATED_AHEAD = 512
+
+Sharing = PrefixSharing | CheckpointSharing | None
+
+
+def append_of(request: Request, num_tokens: int, sharing: Sharing = None, block_size: int = 1) -> Append:
+    """Return the request's next tokens; a cache that it came with stays as it is.
+
+    Args:
+        request: that grows.
+        num_tokens: by so many.
+        sharing: finds its prefix if it has not started; None: there is none.
+        block_size: of that prefix.
+    """
+    is_forked = request.caches is None and request.given is not None
+    if request.sequence is not None or sharing is None:
+        return Append(request.tables, num_tokens, is_forked)
+    cached = min(sharing.available(request), num_tokens - 1)
+    cached -= cached % block_size  # a block shared in part is copied
+    # The pool counts these among the blocks that can be had. Once the request holds them, they cannot.
+    return Append(request.tables, num_tokens - cached, is_forked, sharing.held_alone(request), cached)
+
+
+def fits(budget: PoolBudget, growth: Growth, sharing: Sharing, evict: Callable[[], bool]) -> bool:
+    """Return whether all these requests can grow by so many tokens.
+
+    Args:
+        budget: of their pool.
+        growth: requests and tokens.
+        sharing: see :func:`append_of`.
+        evict: frees something unused; False if there is nothing left.
+    """
+    num_blocks = len(growth)
+    if all(num_tokens == 1 for _, num_tokens in growth) and (
+        budget.fits_blocks(num_blocks) or budget.has_blocks(num_blocks)
+    ):
+        return True  # every decode step asks, and there mostly is plenty
+    listed = [append_of(request, num_tokens, sharing, budget.pool.block_size) for request, num_tokens in growth]
+    while not budget.fits(listed):
+        if not evict():
+            return False
+    return True
+
+
+def has_room(budget: PoolBudget, growth: Growth) -> bool:
+    """Return whether running requests can grow by so many tokens, without evicting prefixes."""
+    most = sum(budget.most_blocks(num_tokens) for _, num_tokens in growth)
+    return budget.fits_blocks(most) or fits(budget, growth, None, lambda: False)
+
+
+def grow_for(
+    budget: PoolBudget, plan: ScheduledStep, requests: Iterable[Request], most_running: int, sharing: Sharing
+) -> None:
+    """Have the pool grow for a step, once for the requests known now.
+
+    Args:
+        budget: of the pool.
+        plan: the step.
+        requests: all that run or wait, oldest first.
+        most_running: most of them that run at a time.
+        sharing: finds the prefixes of requests that have not started; None: there are none.
+    """
+    pool = budget.pool
+    enough = len(plan.decode) + sum(chunk.num_tokens // pool.block_size + 2 for chunk in plan.chunks)
+    if all(group.allocator.num_free >= enough for group in pool.groups):
+        return
+    soon = [(request, 1) for request in plan.decode] + [(c.request, c.num_tokens) for c in plan.chunks]
+    with suppress(Exception):  # an append without room grows the pool then, or fails alone
+        budget.grow_for(
+            [append_of(request, num_tokens) for request, num_tokens in soon],
+            lambda: _expected(budget, list(islice(requests, most_running)), sharing),
+        )
+
+
+def _expected(budget: PoolBudget, requests: Sequence[Request], sharing: Sharing) -> list[Append]:
+    """Return what requests that can run together are going to append: their prompts but for what they will find cached,
+    and the tokens that they may generate, no more than :data:`GENERATED_AHEAD` of them: few answers are as long as they
+    may be."""
+    expected = []
+    left = budget.pool.memory.unheld_bytes
+    cached = [0] * len(requests) if sharing is None else sharing.will_find(requests)
+    for request, found in zip(requests, cached, strict=True):
+        prompt = max(0, request.prefill_end + 1 - request.length)
+        num_tokens = min(request.num_missing, prompt + GENERATED_AHEAD)
+        if request.sequence is None:
+            num_tokens -= min(found - found % budget.pool.block_size, num_tokens - 1)
+        expected.append(append_of(request, num_tokens))
+        left -= budget.bytes_to_append(expected[-1])
+        if left < 0 and request.caches is None:
+            break  # those after it wait until others have finished
+    return expected
