@@ -25,8 +25,8 @@ import mlx.core as mx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mlx_paged.cli.doctor.jobs import Shape, all_shapes, popular_shapes
+from mlx_paged.kernels import bodies, draw_rows, penalise_rows, prefill
 from mlx_paged.kernels import build as kernel_build
-from mlx_paged.kernels import draw_rows, penalise_rows, prefill
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import quantized as moves
 from mlx_paged.kernels.decode_spec import spec_of
@@ -117,7 +117,7 @@ def recorded() -> Iterator[Recorder]:
             kernels.variants_of,
             prefill.prefill_variants_of,
             latent_variants.latent_variants_of,
-            kernel_build.kernel_text,
+            bodies.kernel_text,
         ):
             function.cache_clear()
 

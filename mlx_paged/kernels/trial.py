@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .build import SIGNATURES, Constants
-from .launch_shape import FUSED_BODIES, LATENT_BODIES, MATRIX_BODIES
+from .bodies import BODIES, Family
+from .build import Constants
 from .quantized import QuantizedRows
 
 LAUNCHES, REPEATS = 20, 3
@@ -79,9 +79,9 @@ def failure_of(text: Text, build: Build) -> str | None:
 def launch_alone(text: Text, build: Build) -> list[mx.array]:
     """Launch a text on scratch arrays of a few KB up to some 4 MB, in which nothing is to be seen. The results are
     lazy, and of no meaning."""
-    scratch = _SCRATCH.get(text.body, _product)
-    given, options = scratch(_Known(dict(text.constants), text))
-    inputs = [given[name] for name in SIGNATURES[text.body][0]]
+    body = BODIES[text.body]
+    given, options = _SCRATCH[body.family](_Known(dict(text.constants), text))
+    inputs = [given[name] for name in body.inputs]
     return build(text.body, text.constants)(inputs=inputs, **options)
 
 
@@ -144,7 +144,7 @@ def _decode(known: _Known) -> Scratch:
         "sinks": known.sinks(heads),
     }
     out = (1, heads, q_len, known["DV"])
-    if known.body in FUSED_BODIES:
+    if BODIES[known.body].family is Family.FUSED_DECODE:
         given["arrivals"] = mx.zeros((max(MANY, kv_heads * q_len),), mx.uint32)
         return given, _options((kv_heads * threads, q_len, 1), threads, (out, dtype), ((1,), mx.float32), _FENCE)
     parts = 1 if known["SINGLE"] else 2
@@ -215,7 +215,7 @@ def _product(known: _Known) -> Scratch:
     for number in ("", "1", "2"):
         given |= {f"w{number}": w, f"words{number}": mx.zeros((size, bits or 1), mx.uint32)}
         given |= {f"{name}{number}": mx.zeros((size, 1), dtype) for name in ("scales", "biases")}
-    outputs = [((rows, size), dtype)] * len(SIGNATURES[known.body][1])
+    outputs = [((rows, size), dtype)] * len(BODIES[known.body].outputs)
     return given, _options((len(outputs) * threads, 1, 1), threads, *outputs)
 
 
@@ -249,22 +249,17 @@ def _penalise(known: _Known) -> Scratch:
     return given, _options((rows * threads, 1, 1), threads, *outputs)
 
 
-_SCRATCH: dict[str, Callable[[_Known], Scratch]] = {
-    "paged_decode": _decode,
-    "paged_decode_tensor": _decode,
-    **dict.fromkeys(("paged_prefill_tensor", "prefill_matrix", "quantized_prefill_matrix"), _prefill),
-    "quantized_decode": _decode,
-    **dict.fromkeys(MATRIX_BODIES, _decode),
-    "quantized_decode_tensor": _decode,
-    "quantized_prefill_tensor": _prefill,
-    "latent_prefill_tensor": _prefill,
-    **dict.fromkeys(LATENT_BODIES, _decode),
-    "merge_partitions": _merge,
-    **dict.fromkeys(("write_slots", "quantized_write", "write_rows"), _write),
-    **dict.fromkeys(("gather_blocks", "quantized_gather", "gather_rows"), _gather),
-    "copy_blocks": _copy,
-    "silu_product": _silu,
-    "embedding_rows": _rows,
-    "draw_rows": _draw,
-    "penalise_rows": _penalise,
+_SCRATCH: dict[Family, Callable[[_Known], Scratch]] = {
+    Family.DECODE: _decode,
+    Family.FUSED_DECODE: _decode,
+    Family.PREFILL: _prefill,
+    Family.MERGE: _merge,
+    Family.WRITE: _write,
+    Family.GATHER: _gather,
+    Family.COPY: _copy,
+    Family.PRODUCT: _product,
+    Family.SILU: _silu,
+    Family.EMBEDDING: _rows,
+    Family.DRAW: _draw,
+    Family.PENALISE: _penalise,
 }

@@ -12,7 +12,8 @@ import pytest
 
 from mlx_paged.kernels import build, check, draw_rows, embedding_rows, penalise_rows, silu_product
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.build import SIGNATURES, Constants, build_kernel
+from mlx_paged.kernels.bodies import BODIES
+from mlx_paged.kernels.build import Constants, build_kernel
 from mlx_paged.kernels.check import _texts_of, self_check
 from mlx_paged.kernels.cuda.cubins import CubinFolder, Cubins
 from mlx_paged.kernels.cuda.launch import CompiledKernel, Source
@@ -113,7 +114,7 @@ def texts() -> list[tuple[str, Constants]]:
     listed = _texts_of(TENSOR) + _texts_of(PLAIN) + quantized + [PREFILL, QUANTIZED_PREFILL, PROMPTS]
     listed += [(text.body, text.constants) for text in products + layers]
     listed += latent_texts_of(LATENT) + latent_texts_of(LATENT_TENSOR)
-    assert {body for body, _ in listed} >= set(SIGNATURES) - {
+    assert {body for body, _ in listed} >= set(BODIES) - {
         MATRIX_BODY,
         QUANTIZED_MATRIX_BODY,
         *MATRIX_BODIES,
@@ -132,7 +133,7 @@ def test_a_launch_gives_what_the_text_declares(mlx: FakeMLX, body: str, constant
     (call,) = mlx.calls
     source = build._cuda_source(body, constants)
     assert source is not None and call["name"] == source.name and call["compiled_source"] == b"code"
-    inputs, outputs, _ = SIGNATURES[body]
+    inputs, outputs = BODIES[body].inputs, BODIES[body].outputs
     sizes = [f"{inputs[i]}_{axis}" for i, axes in source.axes for axis in axes]
     assert parameters(source) == [*inputs, *outputs, *sizes]
     given = [call["inputs"][i].shape[axis] for i, axes in source.axes for axis in axes]
@@ -194,7 +195,8 @@ def test_mlx_compiles_what_cannot_be_compiled_here(mlx: FakeMLX, monkeypatch: py
     elif trouble == "does not compile":
         monkeypatch.setattr(compiler, "compile", lambda *_: 1 / 0)
     else:
-        monkeypatch.setitem(SIGNATURES, "copy_blocks", (["k_pool", "v_pool", "fence", "new"], ["fence_out"], False))
+        unknown = BODIES["copy_blocks"]._replace(inputs=("k_pool", "v_pool", "fence", "new"))
+        monkeypatch.setitem(BODIES, "copy_blocks", unknown)
         build._cuda_source.cache_clear()
     kernel = build_kernel("copy_blocks", POOL)
     build._cuda_source.cache_clear()

@@ -6,6 +6,7 @@ import pytest
 
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.bodies import BODIES
 from tests.support.cases import crossed, quick
 from tests.support.msl import emulator
 from tests.support.msl.emulator import EmuError
@@ -57,10 +58,12 @@ def test_write_slots_follows_strides():
     k_pool, v_pool = (np.array(p) for p in pools(dims=(64, 64)))
     base = np.random.default_rng(0).standard_normal((1, 3, 2, 64)).astype(np.float32)
     k = base.swapaxes(1, 2)  # [1, heads, length, dim] over [1, length, heads, dim]
-    inputs, outputs, strided = kernel_build.SIGNATURES["write_slots"]
+    body = BODIES["write_slots"]
     constants = (("T", mx.float32), ("D", 64), ("DV", 64), ("BS", 8), ("S", mx.int32))
     header, source = kernel_build.kernel_source("write_slots", "metal", constants)
-    kernel = emulator.metal_kernel("write_slots", inputs, outputs, source, header, ensure_row_contiguous=not strided)
+    kernel = emulator.metal_kernel(
+        "write_slots", list(body.inputs), list(body.outputs), source, header, ensure_row_contiguous=not body.strided
+    )
     kernel(
         inputs=[k_pool, v_pool, np.array([0], np.uint32), k, k, np.array([9, 3, 47], np.int32)],
         grid=(3 * 64, 1, 1), threadgroup=(64, 1, 1), output_shapes=[(1,)], output_dtypes=["uint32"],

@@ -11,6 +11,7 @@ import pytest
 
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import prefill
+from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.launch_shape import BLOCK_SIZES, HEAD_DIMS, MAX_TENSOR_HEAD_DIM, MAX_THREADGROUP_BYTES, Variant
 from mlx_paged.kernels.prefill import (
     MATRIX_BODY,
@@ -107,8 +108,7 @@ def test_a_launch_is_one_text():
             launch = launch._replace(kernel=spy)
             launch(pack.q, pack.k_pool, pack.v_pool, mx.array([7], mx.uint32), pack.sinks)
         sizes = {
-            name: x.size
-            for name, x in zip(kernel_build.SIGNATURES[MATRIX_BODY][0], spy.call_args.kwargs["inputs"], strict=True)
+            name: x.size for name, x in zip(BODIES[MATRIX_BODY].inputs, spy.call_args.kwargs["inputs"], strict=True)
         }
         assert sizes["fence"] == 1 and sizes["params"] == 4 and (not sinks or sizes["sinks"] >= MANY)
         assert all(sizes[name] >= MANY for name in ("q", "k_pool", "v_pool", "tables", "tiles"))
@@ -330,8 +330,8 @@ def problems(dtype, edit=None, head_dim=128, extras=True, pages=None):
     pool = (4, 99999, name if pages is None else "uint32")
     inputs = [(4, 9999, name), pool, pool, (1, 1, "uint32"), (2, 99, "int32"), (2, 8, "int32")]
     inputs += [(1, 4, "float32"), (1, 8 if extras else 4, "float32")]
-    names, outs, _ = kernel_build.SIGNATURES[MATRIX_BODY]
-    return checker.check_kernel(names, outs, source, header, [(inputs, [name, "uint32"], [])])
+    body = BODIES[MATRIX_BODY]
+    return checker.check_kernel(body.inputs, body.outputs, source, header, [(inputs, [name, "uint32"], [])])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import quantized as moves
-from mlx_paged.kernels.build import SIGNATURES
+from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.check import SelfCheck, self_check
 from mlx_paged.kernels.latent.check import self_check_latent
 from mlx_paged.kernels.launch_shape import MATRIX_BODIES, LaunchShape, Variant
@@ -166,7 +166,7 @@ def texts_of_check(variant: Variant, broken: Seen | None = None) -> tuple[SelfCh
             kernel = fake(body, constants)
 
             def launch(*, inputs: list[mx.array], **options: Any) -> Any:
-                count = inputs[SIGNATURES[body][0].index(COUNTED[body])].size
+                count = inputs[BODIES[body].inputs.index(COUNTED[body])].size
                 text = body, dict(constants).get("SINGLE"), count < MANY
                 seen.append(text)
                 if text != broken:

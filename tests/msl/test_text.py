@@ -8,10 +8,11 @@ import sys
 import mlx.core as mx
 import pytest
 
+from mlx_paged.kernels import bodies, draw_rows, penalise_rows
 from mlx_paged.kernels import build as kernel_build
-from mlx_paged.kernels import draw_rows, penalise_rows
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import quantized as moves
+from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.decode_spec import decode_constants_of
 from mlx_paged.kernels.launch_shape import HEAD_DIMS, MATRIX_BODIES, shape_for
 from tests.support.cases import crossed, quick
@@ -43,8 +44,8 @@ def problems(body, constants, inputs, out_dtypes, edit=None):
     if edit:
         assert edit[0] in header + source
         header, source = header.replace(*edit), source.replace(*edit)
-    names, outs, _ = kernel_build.SIGNATURES[body]
-    return checker.check_kernel(names, outs, source, header, [(inputs, out_dtypes, [])])
+    record = BODIES[body]
+    return checker.check_kernel(record.inputs, record.outputs, source, header, [(inputs, out_dtypes, [])])
 
 
 def name_of(dtype):
@@ -126,7 +127,7 @@ STORED = re.compile(r"const_cast<device \w+\*>\(([^)]*)\)")
 @pytest.mark.parametrize("body", ["paged_decode", "quantized_decode", *MATRIX_BODIES, "latent_decode"])
 def test_no_pointer_that_is_read_back_is_chosen_between_two_buffers(body):
     """Apple's compiler takes two buffer arguments for memory that does not overlap."""
-    _, source = kernel_build.kernel_text(body, "metal")
+    _, source = bodies.kernel_text(body, "metal")
     assert sorted(set(STORED.findall(source))) == ["k_pool", "v_pool"]
     if body in ("quantized_decode", *MATRIX_BODIES):  # the newest token is read back from its page
         assert source.count("k_pool") == source.count("v_pool") == 1

@@ -7,9 +7,9 @@ from unittest import mock
 
 import mlx.core as mx
 
-from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import trial as kernel_trial
+from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.trial import MANY, Text
 
 PREPARE_DECODE = kernels.prepare_decode
@@ -25,7 +25,7 @@ class Launched:
         self.texts: list[Text] = []
 
     def __call__(self, body: str, constants: Any) -> Callable[..., list[mx.array]]:
-        names = kernel_build.SIGNATURES[body][0]
+        names = BODIES[body].inputs
 
         def launch(*, inputs: list[mx.array], **options: Any) -> list[mx.array]:
             few = [name for name, x in zip(names, inputs, strict=True) if name in VARYING and x.size < MANY]

@@ -102,7 +102,7 @@ struct CopiesThen : AsyncCopies {
 };
 template <class Then>
 inline CopiesThen<Then> then(Then what) { return CopiesThen<Then>(what); }
-// kernels/text/latent/flags.cuh.
+// kernels/text/latent_decode.cuh.
 template <int COUNT>
 inline void fewer_registers() {}
 template <int COUNT>
@@ -121,7 +121,7 @@ inline void warpgroup_barrier(int group, int line = __builtin_LINE()) {
   const void* const at = reinterpret_cast<const void*>(uint64_t(group + 1));
   msl_rt::flag_group(at, 4, line);
 }
-// kernels/text/latent/boxes.cuh. A copy is there at once, and the thread arrives with its last byte: one too few and nobody goes on.
+// kernels/text/latent_decode.cuh. A copy is there at once, and the thread arrives with its last byte: one too few and nobody goes on.
 #define HAS_BOXES 1
 struct BoxMap {
   uint words[32];

@@ -9,6 +9,7 @@ import numpy as np
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import quantized as moves
+from mlx_paged.kernels.bodies import BODIES, kernel_text, part_of
 from mlx_paged.kernels.latent import variants as latent_variants
 from mlx_paged.kernels.launch_shape import FUSED_BODIES, LATENT_BODIES, MATRIX_BODIES
 from tests.support.kernels.quantized_pages import UNSET, dequantized, pages_of, quantized
@@ -63,7 +64,7 @@ class Emulated:
             out = kernel(**call, checked=self.checked, orders=self.orders, writes=writes, sparse=sparse)
             self.written, self.stats = kernel.written or self.written, kernel.stats
             if self.in_place:
-                names = kernel_build.SIGNATURES[body][0]
+                names = BODIES[body].inputs
                 for name, given in zip(names, call["inputs"], strict=True):
                     if name in writes:
                         given[:] = to_mlx(kernel.written[name])
@@ -77,8 +78,9 @@ class Emulated:
         for old, new in self.edit.get(body, ()):
             _check_mutation(old, header + source)
             header, source = header.replace(old, new), source.replace(old, new)
-        inputs, outputs, strided = kernel_build.SIGNATURES[body]
-        return emulator.metal_kernel(body, inputs, outputs, source, header, ensure_row_contiguous=not strided)
+        inputs, outputs = list(BODIES[body].inputs), list(BODIES[body].outputs)
+        is_strided = BODIES[body].strided
+        return emulator.metal_kernel(body, inputs, outputs, source, header, ensure_row_contiguous=not is_strided)
 
 
 @contextmanager
@@ -135,26 +137,25 @@ def tensor_kernel(body, constants, edits, planted=None):
         source, header = source.replace(old, new), header.replace(old, new)
     for word, own in CUDA_WORDS.items():
         source = source.replace(word, own)
-    inputs, outputs, _ = kernel_build.SIGNATURES[body]
+    inputs, outputs = list(BODIES[body].inputs), list(BODIES[body].outputs)
     return emulator.metal_kernel(body, inputs, outputs, source, header), outputs
 
 
 def tensor_helpers(body):
     """What such a body's text needs: the emulator's own helpers, and those that run there as they are."""
-    here, folder = Path(__file__).parent, Path(kernel_build.__file__).parent / "text"
-    whole = (folder / "tensor.cuh").read_text()
+    here, whole = Path(__file__).parent, part_of("tensor.cuh")
     states = whole[whole.index("// Largest score") : whole.index("// 8 x 8 matrix")]
     own: tuple[str, ...] = ()
     if body.startswith("quantized"):
-        own = ("quantized/groups.metal", "quantized/tensor_codes.cuh", "quantized/tensor_quantize.cuh")
+        own = ("quantized.metal:groups", "quantized.cuh:tensor_codes", "quantized.cuh:tensor_quantize")
     elif body.startswith("latent"):
-        own = ("latent/warpgroup.cuh",)
+        own = ("latent_decode.cuh:warpgroup",)
     return (
         (here / "tensor_cpu.hpp").read_text()
-        + kernel_build.kernel_text("copy_blocks", "metal")[0]
+        + kernel_text("copy_blocks", "metal")[0]
         + (here / "decode_cpu.hpp").read_text()
         + states
-        + "".join((folder / part).read_text() for part in own)
+        + "".join(map(part_of, own))
     )
 
 

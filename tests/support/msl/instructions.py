@@ -22,6 +22,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_paged.kernels import build as kernel_build
+from mlx_paged.kernels.bodies import CUDA_HEADER, part_of
 from mlx_paged.kernels.build import Constants
 from mlx_paged.kernels.decode_spec import decode_constants_of, pool_constants_of, spec_of
 from mlx_paged.kernels.launch_shape import MATRIX_BODIES, Variant, shape_for
@@ -31,7 +32,6 @@ from tests.support.msl import registers
 
 PRODUCT = 16
 MATRIX_TEXTS = (*MATRIX_BODIES, MATRIX_BODY, QUANTIZED_MATRIX_BODY)
-_TEXT = Path(kernel_build.__file__).parent / "text"
 _STAGED = re.compile(
     r"for \(int i = TOGETHER \? sg \* 32 \+ lane : lane; i < (KEYS \* \(DV? / 8\)); i \+= TOGETHER \? 32 \* SG : 32\) {"
 )
@@ -70,8 +70,8 @@ def text_of(body: str, constants: Constants, *, rescales: bool = False) -> tuple
     header, source = kernel_build.kernel_source(body, "cuda", constants)
     if body not in MATRIX_TEXTS:
         return header, source
-    prelude = (_TEXT / "prelude.cuh").read_text()
-    stand_ins = kernel_build._CUDA_HEADER.format((Path(__file__).parent / "matrix_cuda.cuh").read_text())
+    prelude = part_of("prelude.cuh")
+    stand_ins = CUDA_HEADER.format((Path(__file__).parent / "matrix_cuda.cuh").read_text())
     assert header.startswith(prelude)
     header = prelude + stand_ins + header.removeprefix(prelude)
     source = _STAGED.sub(_ROUND, source)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mlx_paged.kernels import build as kernel_build
-from mlx_paged.kernels.build import SIGNATURES, Constants
+from mlx_paged.kernels.bodies import BODIES
+from mlx_paged.kernels.build import Constants
 from tests.support.msl import emulator
 
 REGISTERS = 128
@@ -77,7 +78,7 @@ def registers_of(body: str, constants: Constants, most: int | None = REGISTERS, 
 def program_of(body: str, constants: Constants, header: str, source: str) -> str:
     """What nvcc compiles: the kernel with its parameters."""
     known = dict(constants)
-    inputs, outputs, _ = SIGNATURES[body]
+    inputs, outputs = BODIES[body].inputs, BODIES[body].outputs
     parameters = []
     for name in inputs:
         kind = "int" if name in _INT_INPUTS else "float" if name in _FLOAT_INPUTS else _TYPES[known["T"]]

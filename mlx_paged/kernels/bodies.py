@@ -1,0 +1,218 @@
+"""BODIES: one record of each kernel, which says what it is given and which text it is made of."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from functools import lru_cache
+from importlib import resources
+from typing import NamedTuple
+
+
+class Family(Enum):
+    """Kernels whose launches look alike (see trial.py)."""
+
+    DECODE = auto()
+    FUSED_DECODE = auto()  # joins its partial results itself
+    PREFILL = auto()
+    MERGE = auto()
+    WRITE = auto()
+    GATHER = auto()
+    COPY = auto()
+    PRODUCT = auto()
+    SILU = auto()
+    EMBEDDING = auto()
+    DRAW = auto()
+    PENALISE = auto()
+
+
+class Body(NamedTuple):
+    """A kernel.
+
+    Attributes:
+        family: how it is launched.
+        text: its parts, in order: the file in text/ without its suffix, and which part of it after a colon.
+        inputs, outputs: names, in order.
+        helpers: parts with functions that it needs beyond the prelude; "quantized.*" is of either dialect.
+        cuda_only: for NVIDIA's GPUs alone.
+        strided: inputs may be strided.
+    """
+
+    family: Family
+    text: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    helpers: tuple[str, ...] = ()
+    cuda_only: bool = False
+    strided: bool = False
+
+
+def _parts(file: str, names: str) -> tuple[str, ...]:
+    """Return parts of a file by their names, which spaces separate; one of another file has its own."""
+    return tuple(name if ":" in name else f"{file}:{name}" for name in names.split())
+
+
+_POOL = ("k_pool", "v_pool", "fence")
+_BOUNDS = ("tables", "ends", "starts", "params", "sinks")
+_CODES = ("quantized.*:codes", "quantized.metal:groups")
+_PARTITIONS = ("decode.metal:partitions",)
+_TENSOR_CODES = (
+    *("quantized.cuh:tensor_loads", "quantized.metal:groups"),
+    *("quantized.cuh:tensor_codes", "quantized.cuh:tensor_quantize"),
+)
+
+
+def _decode(names: str, helpers: tuple[str, ...] = _PARTITIONS, file: str = "decode") -> Body:
+    """Return a portable decode kernel, or one by Metal's matrices."""
+    inputs = ("q", *_POOL, "k_new", "v_new", *_BOUNDS)
+    return Body(Family.DECODE, _parts(file, names), inputs, ("out", "stats", "fence_out"), helpers)
+
+
+def _fused(pages: str, helpers: tuple[str, ...] = ()) -> Body:
+    return Body(
+        Family.FUSED_DECODE,
+        _parts("tensor_decode", f"{pages}_rows partition {pages}_tile sums {pages}_store join"),
+        ("q", *_POOL, "k_new", "v_new", *_BOUNDS, "arrivals"),
+        ("out", "partial", "fence_out"),
+        helpers,
+        cuda_only=True,
+    )
+
+
+def _prefill(file: str, names: str, helpers: tuple[str, ...] = (), *, latent: bool = False) -> Body:
+    pools = ("k_pool", "v_pool", "rotated", "fence") if latent else _POOL
+    inputs = ("q", *pools, "tables", "tiles", "params", "sinks")
+    is_cuda = file == "tensor_prefill"
+    return Body(Family.PREFILL, _parts(file, names), inputs, ("out", "fence_out"), helpers, is_cuda)
+
+
+def _write(text: str, helpers: tuple[str, ...] = (), *, strided: bool = True) -> Body:
+    return Body(Family.WRITE, (text,), (*_POOL, "k", "v", "slots"), ("fence_out",), helpers, strided=strided)
+
+
+def _gather(text: str, helpers: tuple[str, ...] = ()) -> Body:
+    return Body(Family.GATHER, (text,), (*_POOL, "blocks", "span"), ("k_out", "v_out", "fence_out"), helpers)
+
+
+def _products(kind: str) -> dict[str, Body]:
+    """Return the kernels that multiply a few rows by matrices: weights as they are (matmul), or of affine quantisation
+    (quantized)."""
+
+    def weights(number: str) -> tuple[str, ...]:
+        return (f"w{number}",) if kind == "matmul" else tuple(name + number for name in ("words", "scales", "biases"))
+
+    bodies, name = {}, f"narrow_{kind}"
+    for extra, given in (("", ()), ("_bias", ("bias",)), ("_add", ("residual",)), ("_gate", weights("1"))):
+        begin = "pair" if extra == "_gate" and kind == "quantized" else "single"
+        text = f"{'silu_gate ' if extra == '_gate' else ''}{kind}_{begin} store{extra} {kind}_tile sums"
+        inputs = ("x", *weights(""), *given)
+        bodies[name + extra] = Body(Family.PRODUCT, _parts("products", text), inputs, ("out",), cuda_only=True)
+    bodies[f"{name}_group"] = Body(
+        Family.PRODUCT,
+        _parts("products", f"{kind}_group {kind}_tile sums"),
+        ("x", *weights(""), *weights("1"), *weights("2")),
+        ("out", "out1", "out2"),
+        cuda_only=True,
+    )
+    return bodies
+
+
+_STAGE = ("matrices.metal:stage",)
+_LATENT = ("latent_decode.cuh:flags", "latent_decode.cuh:boxes", "latent_decode.cuh:warpgroup")
+BODIES: dict[str, Body] = {
+    "paged_decode": _decode("begin paged_newest first_blocks paged_loads scores softmax values end"),
+    "quantized_decode": _decode(
+        "begin quantized:page_words quantized:page_sizes query_sums quantized:newest first_blocks quantized_loads"
+        " quantized_scores softmax quantized_values end",
+        (*_CODES, *_PARTITIONS),
+    ),
+    "latent_decode": _decode("begin latent_newest first_blocks latent_loads scores softmax values end"),
+    "matrix_decode": _decode(
+        "decode_dense_pages decode_begin decode_dense_newest decode_loop dense_keys softmax dense_values decode_end",
+        file="matrices",
+    ),
+    "quantized_matrix_decode": _decode(
+        "decode_quantized_pages decode_begin quantized:page_sizes quantized:newest decode_loop quantized_keys softmax"
+        " quantized_values decode_end",
+        (*_CODES, *_PARTITIONS, *_STAGE),
+        file="matrices",
+    ),
+    "paged_decode_tensor": _fused("dense"),
+    "quantized_decode_tensor": _fused("quantized", _TENSOR_CODES),
+    "latent_decode_tensor": _decode("decode", _LATENT, "latent_decode")._replace(cuda_only=True),
+    "merge_partitions": Body(
+        Family.MERGE,
+        ("merge_partitions",),
+        ("partial", "stats", "ends", "starts", "sinks"),
+        ("out",),
+        _PARTITIONS,
+    ),
+    "prefill_matrix": _prefill(
+        "matrices", "prefill_dense_pages prefill_begin dense_keys softmax dense_values prefill_end"
+    ),
+    "quantized_prefill_matrix": _prefill(
+        "matrices",
+        "prefill_quantized_pages prefill_begin quantized_keys softmax quantized_values prefill_end",
+        (*_CODES, *_STAGE),
+    ),
+    "paged_prefill_tensor": _prefill("tensor_prefill", "tile dense_pages lines dense_loads steps"),
+    "quantized_prefill_tensor": _prefill(
+        "tensor_prefill", "tile quantized_pages lines quantized_loads steps", _TENSOR_CODES
+    ),
+    "latent_prefill_tensor": _prefill("tensor_prefill", "tile latent_pages lines latent_loads steps", latent=True),
+    "write_slots": _write("write_slots"),
+    "quantized_write": _write("quantized:quantized_write", _CODES),
+    "write_rows": _write("quantized:write_rows", strided=False),
+    "gather_blocks": _gather("gather_blocks"),
+    "quantized_gather": _gather("quantized:quantized_gather", _CODES),
+    "gather_rows": _gather("quantized:gather_rows"),
+    "copy_blocks": Body(Family.COPY, ("copy_blocks",), (*_POOL, "pairs"), ("fence_out",)),
+    **_products("matmul"),
+    **_products("quantized"),
+    "silu_product": Body(
+        Family.SILU, _parts("products", "silu_gate silu_product"), ("left", "right"), ("out",), cuda_only=True
+    ),
+    "embedding_rows": Body(Family.EMBEDDING, ("embedding_rows",), ("table", "tokens"), ("out",), cuda_only=True),
+    "draw_rows": Body(Family.DRAW, ("draw_rows",), ("x", "params", "keys", "positions"), ("out",)),
+    "penalise_rows": Body(
+        Family.PENALISE,
+        ("penalise_rows",),
+        ("x", "tokens", "places", "words", "counts", "spans", "penalties"),
+        ("out", "words_out", "counts_out", "spans_out"),
+    ),
+}
+
+
+@lru_cache(maxsize=64)
+def text_parts(file: str) -> dict[str, str]:
+    """Return the parts of a file in text/ by name; each begins behind a line ``//// name``. What comes before the first
+    such line, often all of it, is the part named ""."""
+    parts, name = {"": ""}, ""
+    for line in (resources.files(__package__) / "text" / file).read_text().splitlines(keepends=True):
+        if line.startswith("//// "):
+            name = line.removeprefix("//// ").strip()
+            parts[name] = ""
+        else:
+            parts[name] += line
+    return parts
+
+
+def part_of(name: str) -> str:
+    """Return a part, ``file:part``, or a file without parts."""
+    file, _, part = name.partition(":")
+    return text_parts(file)[part]
+
+
+@lru_cache(maxsize=64)
+def kernel_text(body: str, dialect: str) -> tuple[str, str]:
+    """(header, source) of a kernel in one dialect, "metal" or "cuda"."""
+    record, suffix = BODIES[body], "metal" if dialect == "metal" else "cuh"
+    own = "cuh" if record.cuda_only else "metal"
+    source = "".join(part_of(f"{file}.{own}:{part}") for file, _, part in (name.partition(":") for name in record.text))
+    helpers = "".join(part_of(name.replace("*", suffix)) for name in record.helpers)
+    if helpers and (record.cuda_only or dialect == "cuda"):
+        helpers = CUDA_HEADER.format(helpers)
+    return (part_of("tensor.cuh") if record.cuda_only else "") + part_of(f"prelude.{suffix}") + helpers, source
+
+
+# More of a CUDA header. The prelude makes the word device empty, with which __device__ is itself spelt.
+CUDA_HEADER = "#undef device\nnamespace mlx::core::cu {{\n{}}}\n#define device\n"

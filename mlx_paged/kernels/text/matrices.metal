@@ -1,0 +1,505 @@
+//// stage
+// Metal: what kernels by matrices need that dequantise into threadgroup memory.
+
+// All simdgroups of the thread group, or each one alone.
+template <bool TOGETHER>
+inline void stage_barrier() {
+  if (TOGETHER) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  } else {
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
+}
+
+// Dequantise eight codes, number `at` of a row, into threadgroup memory, to the bits that a gather gives.
+template <typename T, int BITS, int DIM, int GS, int BS>
+inline void stage_codes(const device uint* pool, int64_t page, int slot, int at, threadgroup T* target) {
+  constexpr int CODES = DIM * BITS / 32;  // words of a row
+  constexpr int GROUPS = DIM / GS;
+  const device uint* codes = pool + page * (BS * (CODES + 2 * GROUPS * static_cast<int>(sizeof(T)) / 4));
+  const device T* factors = reinterpret_cast<const device T*>(codes + BS * CODES) + slot * 2 * GROUPS;
+  const T scale = factors[at * 8 / GS];
+  const T bias = factors[GROUPS + at * 8 / GS];
+  uint words[BITS / 4];
+  load_words<BITS / 4>(codes + slot * CODES + at * (BITS / 4), words);
+  UNROLL
+  for (int j = 0; j < 8; j++) {
+    target[j] = dequantized(scale, words[j * BITS / 32] >> (j * BITS % 32) & ((1u << BITS) - 1u), bias);
+  }
+}
+//// decode_dense_pages
+threadgroup T edges[64 * SG];
+//// decode_quantized_pages
+// Each simdgroup dequantises the tokens that it takes, for itself.
+constexpr bool TOGETHER = false;
+threadgroup T staged[SG * KEYS * (D > DV ? D : DV)];
+threadgroup T* const own_staged = staged + simdgroup_index_in_threadgroup * (KEYS * (D > DV ? D : DV));
+//// decode_begin
+// Metal only: attention as in decode/begin, by 8 x 8 matrices: the G query heads of a KV head are the rows of RT matrices, so a
+// key or value is read, and dequantised, once for all of them. Same grid, results and partial results; SG simdgroups share the
+// tokens of a partition, KEYS at a time. Head G and those after it are rows of zeros.
+typedef simdgroup_matrix<T, 8, 8> Matrix;
+typedef simdgroup_matrix<float, 8, 8> Sums;
+constexpr int RT = (G + 7) / 8;
+constexpr int LINES = 8 * RT;
+constexpr int SHARE = KEYS / 4;  // scores of a row that a lane takes
+constexpr float NOTHING = -1.0e30f;
+constexpr float LOG2E = 1.44269504088896341f;
+threadgroup T own_queries[LINES * D];
+threadgroup float scores[SG * LINES * KEYS];
+threadgroup T weights[SG * LINES * KEYS];
+threadgroup float diagonals[SG * RT * 64];
+threadgroup float tg_m[SG * LINES];
+threadgroup float tg_l[SG * LINES];
+
+const int n_kv = static_cast<int>(threadgroups_per_grid.x);
+const int max_blocks = tables_shape[1];
+const int q_len = ends_shape[1];
+const int kv_head = static_cast<int>(threadgroup_position_in_grid.x);
+const int query_row = static_cast<int>(threadgroup_position_in_grid.y);
+const int partition = static_cast<int>(threadgroup_position_in_grid.z);
+const int n_partitions = static_cast<int>(threadgroups_per_grid.z);
+const int lane = static_cast<int>(thread_index_in_simdgroup);
+const int sg = static_cast<int>(simdgroup_index_in_threadgroup);
+const int sequence = query_row / q_len;
+// The first of this kv head's lines; a line is one (sequence, query head, query position) of q and out.
+const int64_t line0 = static_cast<int64_t>(sequence * n_kv + kv_head) * G * q_len + query_row % q_len;
+
+const int begin = metal::max(static_cast<int>(starts[query_row]), 0);
+const int end = static_cast<int>(ends[query_row]);
+// A row that ends at most FIRST tokens after its first partition begins has that one alone: such launches need no merge.
+const bool is_short = FIRST > 0 && end - first_partition<PART>(begin) <= FIRST;
+const int size = is_short ? FIRST : partition_size<PART, SPAN>(end - begin);
+const int origin = first_partition<PART>(begin);
+const int lo = metal::max(begin, origin + partition * size);
+const int hi = metal::min(end, origin + partition * size + size);
+// With params[2] set (q_len is 1 then), the row's newest token comes with the call; the thread group whose partition it is in
+// stores it into its slot, and reads it there.
+const int fresh = params[2] != 0.0f ? end - 1 : -1;
+const int64_t fresh_row = static_cast<int64_t>(query_row) * n_kv + kv_head;
+
+if (kv_head + query_row + partition + lane + sg == 0) {
+  fence_out[0] = fence[0] + 1u;
+}
+if (lo >= hi) {
+  // Nothing visible here: merge_partitions never reads such a partition, a row that sees nothing at all gets zeros.
+  for (int item = sg * 32 + lane; item < G * DV; item += SG * 32) {
+    const int64_t at = (line0 + item / DV * q_len) * n_partitions + partition;
+    if (item % DV == 0) {
+      stats[at * 2] = NOTHING;
+      stats[at * 2 + 1] = 0.0f;
+    }
+    if (SINGLE) {
+      out[at * DV + item % DV] = static_cast<O>(0.0f);
+    }
+  }
+  return;
+}
+
+threadgroup float* const own_scores = scores + sg * LINES * KEYS;
+threadgroup T* const own_weights = weights + sg * LINES * KEYS;
+threadgroup float* const diagonal = diagonals + sg * RT * 64;
+const auto table = tables + static_cast<int64_t>(sequence) * max_blocks;
+const int row = lane / 4;
+const int part = lane % 4;
+const int own = hi - 1, from = lo;  // the last and the first token that all rows see
+const float gain = SOFTCAP ? 1.0f : params[0] * LOG2E;
+for (int item = sg * 32 + lane; item < LINES * D; item += SG * 32) {
+  const int head = item / D;
+  own_queries[item] = head < G ? q[(line0 + head * q_len) * D + item % D] : static_cast<T>(0.0f);
+}
+for (int i = lane; i < RT * 64; i += 32) {
+  diagonal[i] = 0.0f;
+}
+//// decode_dense_newest
+// The pool is written and read through one pointer each: a compiler may take for granted that memory reached by one buffer
+// argument, or by a const one, is not stored to by another.
+device T* const k_pages = const_cast<device T*>(k_pool);
+device T* const v_pages = const_cast<device T*>(v_pool);
+if (fresh >= lo && fresh < hi) {
+  const int64_t at = (static_cast<int64_t>(table[fresh / BS]) * n_kv + kv_head) * BS + fresh % BS;
+  for (int dim = sg * 32 + lane; dim < D; dim += SG * 32) {
+    k_pages[at * D + dim] = k_new[fresh_row * D + dim];
+  }
+  for (int dim = sg * 32 + lane; dim < DV; dim += SG * 32) {
+    v_pages[at * DV + dim] = v_new[fresh_row * DV + dim];
+  }
+  threadgroup_barrier(mem_flags::mem_device);
+}
+//// decode_loop
+threadgroup_barrier(mem_flags::mem_threadgroup);
+
+float m[RT], l[RT];  // of the lane's rows; the sums are of the lane's scores
+UNROLL
+for (int r = 0; r < RT; r++) {
+  m[r] = NOTHING;
+  l[r] = 0.0f;
+}
+Sums acc[RT * (DV / 8)];
+UNROLL
+for (int v = 0; v < RT * (DV / 8); v++) {
+  acc[v] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+}
+
+for (int step = lo / KEYS + sg; step <= (hi - 1) / KEYS; step += SG) {
+//// prefill_dense_pages
+// Of prefill_matrix: keys and values come from the pool straight into matrices, since 8 tokens never lie in two blocks. Each
+// simdgroup works for itself, and waits for no other.
+constexpr bool TOGETHER = false;
+threadgroup T edges[64 * SG];
+const device T* const k_pages = k_pool;
+const device T* const v_pages = v_pool;
+//// prefill_quantized_pages
+// Of quantized_prefill_matrix: keys, then values of KEYS tokens are dequantised into threadgroup memory, by all simdgroups of
+// the thread group for all of them. A token that no row sees is replaced by the nearest one that some row sees: the mask
+// takes its score away, and its values are finite.
+constexpr bool TOGETHER = true;
+threadgroup T staged[KEYS * (D > DV ? D : DV)];
+threadgroup T* const own_staged = staged;
+const device uint* const k_pages = k_pool;
+const device uint* const v_pages = v_pool;
+//// prefill_begin
+// Metal only: causal attention of the new tokens of several sequences, of any lengths, over block tables, by 8 x 8 matrices.
+// A thread group takes one KV head and one tile: up to 8 * SG / G new tokens of one sequence, times the G query heads of the
+// KV head. Row n of the tile is head n % G of token n / G. A simdgroup takes 8 rows. How lanes hold a matrix is not
+// specified, so scores pass through threadgroup memory, and sums are rescaled by a diagonal matrix.
+// Tiles start at a sequence's first new token and keys at multiples of KEYS, so a row's bits do not depend on the pack.
+typedef simdgroup_matrix<T, 8, 8> Matrix;
+typedef simdgroup_matrix<float, 8, 8> Sums;
+constexpr int RT = 1;            // times 8 rows that a simdgroup takes
+constexpr int SHARE = KEYS / 4;  // scores of a row that a lane takes
+constexpr float NOTHING = -1.0e30f;
+constexpr float LOG2E = 1.44269504088896341f;
+threadgroup T queries[8 * SG * D];
+threadgroup float scores[8 * SG * KEYS];
+threadgroup T weights[8 * SG * KEYS];
+threadgroup float diagonals[64 * SG];
+
+const int n_kv = k_pool_shape[1];
+const int unit = static_cast<int>(threadgroup_position_in_grid.x);
+const int lane = static_cast<int>(thread_index_in_simdgroup);
+const int sg = static_cast<int>(simdgroup_index_in_threadgroup);
+const int kv_head = unit % n_kv;
+const auto tile = tiles + unit / n_kv * 4;
+const auto table = tables + static_cast<int64_t>(tile[0]) * tables_shape[1];
+const int first_row = tile[1];  // of the tile's tokens, in the pack
+const int origin = tile[2];     // position of the first
+const int n_tokens = tile[3];
+const int first_line = sg * 8;
+if (unit + sg + lane == 0) {
+  fence_out[0] = fence[0] + 1u;
+}
+if (n_tokens == 0 || (!TOGETHER && first_line >= n_tokens * G)) return;
+
+threadgroup T* const own_queries = queries + first_line * D;
+threadgroup float* const own_scores = scores + first_line * KEYS;
+threadgroup T* const own_weights = weights + first_line * KEYS;
+threadgroup float* const diagonal = diagonals + sg * 64;
+const int row = lane / 4;
+const int part = lane % 4;
+const int window = static_cast<int>(params[2]);
+const int stride = static_cast<int>(params[3]);
+// What a token sees: at most `window` tokens, itself included, from a multiple of the stride on.
+const int own = origin + metal::min((first_line + row) / G, n_tokens - 1);
+const int from = (metal::max(own - window + 1, 0) + stride - 1) / stride * stride;
+// What the rows of this simdgroup see, or of all if they wait for each other.
+const int low = TOGETHER ? origin : origin + first_line / G;
+const int lo = (metal::max(low - window + 1, 0) + stride - 1) / stride * stride;
+const int hi = origin + (TOGETHER ? n_tokens : metal::min((first_line + 7) / G, n_tokens - 1) + 1);
+const float gain = SOFTCAP ? 1.0f : params[0] * LOG2E;
+const int64_t line = (static_cast<int64_t>(first_row + own - origin) * n_kv + kv_head) * G + (first_line + row) % G;
+
+for (int i = part * 4; i < D; i += 16) {
+  const Packet<T, 4> packet = load_packet<T, 4>(q + line * D + i);
+  UNROLL
+  for (int j = 0; j < 4; j++) {
+    own_queries[row * D + i + j] = packet.part[0][j];
+  }
+}
+diagonal[lane * 2] = 0.0f;
+diagonal[lane * 2 + 1] = 0.0f;
+simdgroup_barrier(mem_flags::mem_threadgroup);
+
+float m[RT] = {NOTHING}, l[RT] = {0.0f};  // of the lane's row; the sum is of the lane's scores
+Sums acc[DV / 8];
+UNROLL
+for (int v = 0; v < DV / 8; v++) {
+  acc[v] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+}
+
+for (int step = lo / KEYS; step <= (hi - 1) / KEYS; step++) {
+//// dense_keys
+  // Scores of KEYS tokens for RT times 8 rows.
+  const device T* const k_head = k_pages + static_cast<int64_t>(kv_head) * (BS * D);
+  Sums s[RT * (KEYS / 8)];
+  const device T* key[KEYS / 8];
+  UNROLL
+  for (int j = 0; j < KEYS / 8; j++) {
+    UNROLL
+    for (int r = 0; r < RT; r++) {
+      s[r * (KEYS / 8) + j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    }
+    // Eight tokens that no row sees are those next to them: the mask takes their scores away.
+    const int token = metal::min(metal::max(step * KEYS + j * 8, lo / 8 * 8), (hi - 1) / 8 * 8);
+    key[j] = k_head + static_cast<int64_t>(table[token / BS]) * n_kv * (BS * D) + token % BS * D;
+  }
+  UNROLL
+  for (int d = 0; d < D / 8; d++) {
+    Matrix query[RT];
+    UNROLL
+    for (int r = 0; r < RT; r++) {
+      simdgroup_load(query[r], own_queries + r * 8 * D + d * 8, D);
+    }
+    UNROLL
+    for (int j = 0; j < KEYS / 8; j++) {
+      Matrix k;
+      simdgroup_load(k, key[j] + d * 8, D, ulong2(0), true);
+      UNROLL
+      for (int r = 0; r < RT; r++) {
+        simdgroup_multiply_accumulate(s[r * (KEYS / 8) + j], query[r], k, s[r * (KEYS / 8) + j]);
+      }
+    }
+  }
+//// quantized_keys
+  stage_barrier<TOGETHER>();
+  for (int i = TOGETHER ? sg * 32 + lane : lane; i < KEYS * (D / 8); i += TOGETHER ? 32 * SG : 32) {
+    const int position = metal::min(metal::max(step * KEYS + i / (D / 8), lo), hi - 1);
+    const int64_t page = static_cast<int64_t>(table[position / BS]) * n_kv + kv_head;
+    stage_codes<T, KBITS, D, GS, BS>(k_pages, page, position % BS, i % (D / 8), own_staged + i * 8);
+  }
+  stage_barrier<TOGETHER>();
+  Sums s[RT * (KEYS / 8)];
+  UNROLL
+  for (int j = 0; j < RT * (KEYS / 8); j++) {
+    s[j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  }
+  UNROLL
+  for (int d = 0; d < D / 8; d++) {
+    Matrix query[RT];
+    UNROLL
+    for (int r = 0; r < RT; r++) {
+      simdgroup_load(query[r], own_queries + r * 8 * D + d * 8, D);
+    }
+    UNROLL
+    for (int j = 0; j < KEYS / 8; j++) {
+      Matrix k;
+      simdgroup_load(k, own_staged + j * 8 * D + d * 8, D, ulong2(0), true);
+      UNROLL
+      for (int r = 0; r < RT; r++) {
+        simdgroup_multiply_accumulate(s[r * (KEYS / 8) + j], query[r], k, s[r * (KEYS / 8) + j]);
+      }
+    }
+  }
+//// softmax
+  UNROLL
+  for (int j = 0; j < RT * (KEYS / 8); j++) {
+    simdgroup_store(s[j], own_scores + j / (KEYS / 8) * 8 * KEYS + j % (KEYS / 8) * 8, KEYS);
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+
+  bool grows = false;  // some row has a larger score than before
+  UNROLL
+  for (int r = 0; r < RT; r++) {
+    const int at = (r * 8 + row) * KEYS + part * SHARE;
+    float x[SHARE];
+    float top = m[r];
+    UNROLL
+    for (int i = 0; i < SHARE; i++) {
+      const int token = step * KEYS + part * SHARE + i;
+      x[i] = own_scores[at + i];
+      if (token > own || token < from) {
+        x[i] = NOTHING;
+      } else if (SOFTCAP) {
+        // The hyperbolic tangent, to some 1e-7.
+        const float e = metal::fast::exp2(metal::min(x[i] * (params[0] / params[1] * 2.0f * LOG2E), 64.0f));
+        x[i] = (1.0f - metal::fast::divide(2.0f, 1.0f + e)) * (params[1] * LOG2E);
+      }
+      top = metal::max(top, x[i]);
+    }
+    top = metal::max(top, simd_shuffle_xor(top, 1));
+    top = metal::max(top, simd_shuffle_xor(top, 2));
+    // A row may see nothing yet: then the difference of its scores to the largest is not 0 but rounding.
+    const float base = top == NOTHING ? 0.0f : top * gain;
+    const float shrink = metal::fast::exp2(metal::fma(m[r], gain, -base));
+    m[r] = top;
+    float sum = 0.0f;
+    UNROLL
+    for (int i = 0; i < SHARE; i++) {
+      const float weight = metal::fast::exp2(metal::fma(x[i], gain, -base));
+      sum += weight;
+      own_weights[at + i] = static_cast<T>(weight);
+    }
+    l[r] = metal::fma(l[r], shrink, sum);
+    if (part == 0) {
+      diagonal[r * 64 + row * 9] = shrink;
+    }
+    grows = grows || shrink != 1.0f;
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  // Most steps have no larger score than those before.
+  if (simd_any(grows)) {
+    UNROLL
+    for (int r = 0; r < RT; r++) {
+      Sums shrinks, scaled;
+      simdgroup_load(shrinks, diagonal + r * 64, 8);
+      UNROLL
+      for (int v = 0; v < DV / 8; v++) {
+        simdgroup_multiply(scaled, shrinks, acc[r * (DV / 8) + v]);
+        acc[r * (DV / 8) + v] = scaled;
+      }
+    }
+  }
+
+//// dense_values
+  const device T* const v_head = v_pages + static_cast<int64_t>(kv_head) * (BS * DV);
+  threadgroup T* const edge = edges + sg * 64;
+  UNROLL
+  for (int j = 0; j < KEYS / 8; j++) {
+    const int token = step * KEYS + j * 8;
+    if (token + 8 > lo && token < hi) {
+      const device T* const value =
+          v_head + static_cast<int64_t>(table[token / BS]) * n_kv * (BS * DV) + token % BS * DV;
+      // Slots that no row sees may hold anything, and a weight of zero does not make a NaN go away.
+      const bool whole = token >= lo && token + 8 <= hi;
+      const bool live = token + row >= lo && token + row < hi;
+      Matrix weight[RT];
+      UNROLL
+      for (int r = 0; r < RT; r++) {
+        simdgroup_load(weight[r], own_weights + r * 8 * KEYS + j * 8, KEYS);
+      }
+      UNROLL
+      for (int v = 0; v < DV / 8; v++) {
+        Matrix values;
+        if (whole) {
+          simdgroup_load(values, value + v * 8, DV);
+        } else {
+          const int at = row * DV + v * 8 + part * 2;
+          edge[lane * 2] = live ? value[at] : static_cast<T>(0.0f);
+          edge[lane * 2 + 1] = live ? value[at + 1] : static_cast<T>(0.0f);
+          simdgroup_barrier(mem_flags::mem_threadgroup);
+          simdgroup_load(values, edge, 8);
+          simdgroup_barrier(mem_flags::mem_threadgroup);
+        }
+        UNROLL
+        for (int r = 0; r < RT; r++) {
+          simdgroup_multiply_accumulate(acc[r * (DV / 8) + v], weight[r], values, acc[r * (DV / 8) + v]);
+        }
+      }
+    }
+  }
+//// quantized_values
+  stage_barrier<TOGETHER>();
+  for (int i = TOGETHER ? sg * 32 + lane : lane; i < KEYS * (DV / 8); i += TOGETHER ? 32 * SG : 32) {
+    const int position = metal::min(metal::max(step * KEYS + i / (DV / 8), lo), hi - 1);
+    const int64_t page = static_cast<int64_t>(table[position / BS]) * n_kv + kv_head;
+    stage_codes<T, VBITS, DV, GS, BS>(v_pages, page, position % BS, i % (DV / 8), own_staged + i * 8);
+  }
+  stage_barrier<TOGETHER>();
+  UNROLL
+  for (int j = 0; j < KEYS / 8; j++) {
+    Matrix weight[RT];
+    UNROLL
+    for (int r = 0; r < RT; r++) {
+      simdgroup_load(weight[r], own_weights + r * 8 * KEYS + j * 8, KEYS);
+    }
+    UNROLL
+    for (int v = 0; v < DV / 8; v++) {
+      Matrix values;
+      simdgroup_load(values, own_staged + j * 8 * DV + v * 8, DV);
+      UNROLL
+      for (int r = 0; r < RT; r++) {
+        simdgroup_multiply_accumulate(acc[r * (DV / 8) + v], weight[r], values, acc[r * (DV / 8) + v]);
+      }
+    }
+  }
+//// decode_end
+}
+
+UNROLL
+for (int r = 0; r < RT; r++) {
+  l[r] += simd_shuffle_xor(l[r], 1);
+  l[r] += simd_shuffle_xor(l[r], 2);
+  if (part == 0) {
+    tg_m[sg * LINES + r * 8 + row] = m[r] * gain;
+    tg_l[sg * LINES + r * 8 + row] = l[r];
+  }
+}
+// Join what the simdgroups have, KEYS elements of the values at a time, in the memory of the scores.
+UNROLL
+for (int v = 0; v < DV / 8; v += KEYS / 8) {
+  UNROLL
+  for (int j = 0; j < RT * (KEYS / 8); j++) {
+    const int column = v + j % (KEYS / 8);
+    if (column < DV / 8) {
+      simdgroup_store(acc[j / (KEYS / 8) * (DV / 8) + column], own_scores + j / (KEYS / 8) * 8 * KEYS + j % (KEYS / 8) * 8, KEYS);
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int item = sg * 32 + lane; item < G * KEYS; item += SG * 32) {
+    const int head = item / KEYS;
+    const int dim = v * 8 + item % KEYS;
+    if (dim < DV) {
+      float top = NOTHING;
+      UNROLL
+      for (int s = 0; s < SG; s++) {
+        top = metal::max(top, tg_m[s * LINES + head]);
+      }
+      float total = 0.0f;
+      float o = 0.0f;
+      UNROLL
+      for (int s = 0; s < SG; s++) {
+        const float weight = metal::fast::exp2(tg_m[s * LINES + head] - top);
+        total = metal::fma(tg_l[s * LINES + head], weight, total);
+        o = metal::fma(scores[s * LINES * KEYS + item], weight, o);
+      }
+      const int64_t line = line0 + head * q_len;
+      if (dim == 0) {
+        stats[(line * n_partitions + partition) * 2] = top;
+        stats[(line * n_partitions + partition) * 2 + 1] = total;
+      }
+      if (SINGLE) {
+        // The same operations in the same order as merge_partitions with one live partition: equal bits.
+        float all = top;
+        float denominator = 0.0f;
+        if (SINKS) {
+          const float sink = static_cast<float>(sinks[kv_head * G + head]) * LOG2E;
+          all = metal::max(top, sink);
+          denominator = metal::fast::exp2(sink - all);
+        }
+        const float weight = metal::fast::exp2(top - all);
+        denominator = metal::fma(total, weight, denominator);
+        o = metal::fma(o, weight, 0.0f) / denominator;
+      }
+      out[(line * n_partitions + partition) * DV + dim] = static_cast<O>(o);
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+//// prefill_end
+}
+
+l[0] += simd_shuffle_xor(l[0], 1);
+l[0] += simd_shuffle_xor(l[0], 2);
+float scale = metal::fast::divide(1.0f, l[0]);
+if (SINKS) {
+  const float sink = static_cast<float>(sinks[kv_head * G + (first_line + row) % G]) * LOG2E;
+  const float top = metal::max(m[0] * gain, sink);
+  const float weight = metal::fast::exp2(m[0] * gain - top);
+  scale = metal::fast::divide(weight, metal::fma(l[0], weight, metal::fast::exp2(sink - top)));
+}
+UNROLL
+for (int v = 0; v < DV / 8; v += KEYS / 8) {
+  UNROLL
+  for (int j = 0; j < KEYS / 8; j++) {
+    if (v + j < DV / 8) simdgroup_store(acc[v + j], own_scores + j * 8, KEYS);
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  if (first_line + row < n_tokens * G) {
+    UNROLL
+    for (int i = 0; i < SHARE; i++) {
+      const int at = v * 8 + part * SHARE + i;
+      if (at < DV) out[line * DV + at] = static_cast<T>(own_scores[row * KEYS + part * SHARE + i] * scale);
+    }
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+}

@@ -1,1 +1,0 @@
-threadgroup T edges[64 * SG];

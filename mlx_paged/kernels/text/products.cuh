@@ -1,0 +1,346 @@
+//// silu_gate
+// CUDA only: silu(gate) * up, rounded wherever MLX's operations round.
+constexpr float LOG2E = 1.44269504088896341f;
+auto rounded = [](float value) { return static_cast<float>(static_cast<T>(value)); };
+auto gated = [&](float gate_value, float up_value) {
+  const float gate = rounded(gate_value);
+  const float power = rounded(metal::fast::exp2((gate < 0.0f ? -gate : gate) * LOG2E));
+  const float tail = rounded(1.0f / rounded(1.0f + power));
+  const float sigmoid = gate < 0.0f ? tail : rounded(1.0f - tail);
+  return static_cast<T>(rounded(gate * sigmoid) * rounded(up_value));
+};
+//// matmul_single
+// CUDA only, goes before the bodies of narrow_matmul that have one result; see narrow_matmul_tile.cuh.
+const T* const matrix = w;
+T* target = out;
+const int depth = w_shape[1];
+const int width = w_shape[0];
+const int tile = threadgroup_position_in_grid.x;
+//// matmul_group
+// CUDA only: out = x w^T, out1 = x w1^T, out2 = x w2^T; see narrow_matmul_tile.cuh. The grid is as long as all tiles of the
+// matrices, one after the other; it may end before the third.
+const int depth = w_shape[1];
+const int tiles0 = (w_shape[0] + COLUMNS - 1) / COLUMNS;
+const int tiles1 = (w1_shape[0] + COLUMNS - 1) / COLUMNS;
+const int place = threadgroup_position_in_grid.x;
+const int which = place < tiles0 ? 0 : place < tiles0 + tiles1 ? 1 : 2;
+const T* const matrix = which == 0 ? w : which == 1 ? w1 : w2;
+const T* const partner = matrix;
+T* const target = which == 0 ? out : which == 1 ? out1 : out2;
+const int width = which == 0 ? w_shape[0] : which == 1 ? w1_shape[0] : w2_shape[0];
+const int tile = place - (which == 0 ? 0 : which == 1 ? tiles0 : tiles0 + tiles1);
+auto finish = [&](int, int, float sum, float) { return static_cast<T>(sum); };
+//// quantized_single
+// CUDA only, goes before the bodies of narrow_matmul that have one matrix, for a quantised one; see narrow_quantized_tile.cuh.
+const auto* const w = words;
+const auto* const matrix = w;
+const T* const matrix_scales = scales;
+const T* const matrix_biases = biases;
+const T* const partner_scales = scales;
+const T* const partner_biases = biases;
+T* target = out;
+const int depth = words_shape[1] / BITS * 32;
+const int groups = scales_shape[1];
+const int width = words_shape[0];
+const int tile = threadgroup_position_in_grid.x;
+//// quantized_pair
+// CUDA only, goes before the body of narrow_matmul that has two matrices, for quantised ones; see narrow_quantized_tile.cuh.
+const auto* const w = words;
+const auto* const w1 = words1;
+const auto* const matrix = w;
+const T* const matrix_scales = scales;
+const T* const matrix_biases = biases;
+const T* const partner_scales = scales1;
+const T* const partner_biases = biases1;
+T* target = out;
+const int depth = words_shape[1] / BITS * 32;
+const int groups = scales_shape[1];
+const int width = words_shape[0];
+const int tile = threadgroup_position_in_grid.x;
+//// quantized_group
+// CUDA only: out = x w^T, out1 = x w1^T, out2 = x w2^T with quantised matrices; see narrow_quantized_tile.cuh. The grid is as
+// long as all tiles of the matrices, one after the other; it may end before the third.
+const int depth = words_shape[1] / BITS * 32;
+const int groups = scales_shape[1];
+const int tiles0 = (words_shape[0] + COLUMNS - 1) / COLUMNS;
+const int tiles1 = (words1_shape[0] + COLUMNS - 1) / COLUMNS;
+const int place = threadgroup_position_in_grid.x;
+const int which = place < tiles0 ? 0 : place < tiles0 + tiles1 ? 1 : 2;
+const auto* const matrix = which == 0 ? words : which == 1 ? words1 : words2;
+const T* const matrix_scales = which == 0 ? scales : which == 1 ? scales1 : scales2;
+const T* const matrix_biases = which == 0 ? biases : which == 1 ? biases1 : biases2;
+const auto* const partner = matrix;
+const T* const partner_scales = matrix_scales;
+const T* const partner_biases = matrix_biases;
+T* const target = which == 0 ? out : which == 1 ? out1 : out2;
+const int width = which == 0 ? words_shape[0] : which == 1 ? words1_shape[0] : words2_shape[0];
+const int tile = place - (which == 0 ? 0 : which == 1 ? tiles0 : tiles0 + tiles1);
+auto finish = [&](int, int, float sum, float) { return static_cast<T>(sum); };
+//// store
+// CUDA only: out = x w^T; see narrow_matmul_tile.cuh.
+const auto* const partner = w;
+auto finish = [&](int, int, float sum, float) { return static_cast<T>(sum); };
+//// store_bias
+// CUDA only: out = x w^T + bias; see narrow_matmul_tile.cuh.
+const auto* const partner = w;
+auto finish = [&](int, int column, float sum, float) { return static_cast<T>(sum + static_cast<float>(bias[column])); };
+//// store_add
+// CUDA only: out = residual + x w^T, the product rounded before it is added; see narrow_matmul_tile.cuh.
+const auto* const partner = w;
+auto finish = [&](int row, int column, float sum, float) {
+  const float before = static_cast<float>(residual[static_cast<int64_t>(row) * width + column]);
+  return static_cast<T>(before + static_cast<float>(static_cast<T>(sum)));
+};
+//// store_gate
+// CUDA only: out = silu(x w^T) * (x w1^T), with gated() of silu_gate.cuh; see narrow_matmul_tile.cuh.
+const auto* const partner = w1;
+auto finish = [&](int, int, float sum, float partner_sum) { return gated(sum, partner_sum); };
+//// matmul_tile
+// CUDA only, the part that all bodies of narrow_matmul share. Before it, a body names the matrix [width, depth], a partner of
+// its shape, the target, the tile (of the target's columns) and finish(row, column, sum, partner_sum): what target[m, n] is
+// made from, sum over k of x[m, k] matrix[n, k] and, with MATRICES = 2, sum over k of x[m, k] partner[n, k].
+// For few rows m: x has XD dimensions of any sizes, of rows of depth values one after the other.
+// 16-bit types on the tensor cores (mma.sync m16n8k16, float accumulators): rows of w are the A operand, rows of x the B.
+// A thread group makes MT * 8 rows of COLUMNS columns of the target. Its warps share out k, 128 at a time whatever the tile, and
+// their sums are added in the warps' order: a row's bits depend neither on the other rows nor on how many there are.
+// The order of k inside a fragment is ours to choose as long as both factors agree, so every load is 16 bytes.
+constexpr int HALVES = R * 2 / MATRICES;  // eight rows of a matrix each
+constexpr int ROWS = 8 * MT;
+constexpr int SHARE = 128;
+constexpr int SHARES = (U + 3) / 4;  // of a warp, in flight
+
+// Padded, so that the stores below spread over all banks.
+threadgroup float sums[SG][ROWS][16 * R + 4];
+
+int n_rows = 1;
+UNROLL
+for (int i = 0; i < XD; i++) {
+  n_rows *= x_shape[i];
+}
+n_rows /= depth;
+const int lane = thread_index_in_simdgroup;
+const int warp = simdgroup_index_in_threadgroup;
+const int r = lane / 4;
+const int c = lane % 4;
+const int first_column = tile * COLUMNS;
+const int first_row = threadgroup_position_in_grid.y * ROWS;
+const bool aligned = is_aligned(x) && is_aligned(matrix) && is_aligned(partner);
+
+// Past the last row or column the last one is computed again, and not stored.
+const T* w_rows[R][2];
+UNROLL
+for (int i = 0; i < R * 2; i++) {
+  const T* const source = i < HALVES ? matrix : partner;
+  w_rows[i / 2][i % 2] = source + static_cast<int64_t>(metal::min(first_column + i % HALVES * 8 + r, width - 1)) * depth;
+}
+const T* x_rows[MT];
+UNROLL
+for (int j = 0; j < MT; j++) {
+  x_rows[j] = x + static_cast<int64_t>(metal::min(first_row + j * 8 + r, n_rows - 1)) * depth;
+}
+float acc[R][MT][4];
+UNROLL
+for (int i = 0; i < R * MT * 4; i++) {
+  acc[i / (MT * 4)][i / 4 % MT][i % 4] = 0.0f;
+}
+
+int k = warp * SHARE;
+while (k < depth) {
+  uint4 a[U][R][2];
+  uint4 b[U][MT];
+  UNROLL
+  for (int u = 0; u < U; u++) {
+    const int at = k + u / 4 * (SG * SHARE) + u % 4 * 32 + c * 8;
+    const bool live = at < depth;
+    UNROLL
+    for (int i = 0; i < R * 2; i++) {
+      const T* source = w_rows[i / 2][i % 2] + at;
+      a[u][i / 2][i % 2] = !live ? make_uint4(0, 0, 0, 0) : aligned ? stream_load(source) : load_words(source);
+    }
+    UNROLL
+    for (int j = 0; j < MT; j++) {
+      const T* source = x_rows[j] + at;
+      b[u][j] = !live ? make_uint4(0, 0, 0, 0) : aligned ? load_aligned(source) : load_words(source);
+    }
+  }
+  UNROLL
+  for (int u = 0; u < U; u++) {
+    UNROLL
+    for (int i = 0; i < R; i++) {
+      const uint4 low = a[u][i][0];
+      const uint4 high = a[u][i][1];
+      UNROLL
+      for (int j = 0; j < MT; j++) {
+        mma<T>(acc[i][j], low.x, high.x, low.y, high.y, b[u][j].x, b[u][j].y);
+        mma<T>(acc[i][j], low.z, high.z, low.w, high.w, b[u][j].z, b[u][j].w);
+      }
+    }
+  }
+  k += U < 4 ? 32 * U : SHARE;
+  if (k % SHARE == 0) k += (SHARES * SG - 1) * SHARE;
+}
+//// quantized_tile
+// CUDA only: narrow_matmul_tile.cuh for matrices of affine quantisation, as MLX packs them: BITS (4 or 8) a value in words of
+// 32 bits, low bits first, and a scale and a bias for each group of 32, 64 or 128 values of a row. A value is scale * q + bias,
+// rounded to T.
+// As there, a warp takes 128 of k at a time, here 32 in a row for each of a row's four lanes: all of one group.
+constexpr int HALVES = R * 2 / MATRICES;  // eight rows of a matrix each
+constexpr int ROWS = 8 * MT;
+constexpr int SHARE = 128;
+constexpr int LOADS = BITS / 4;  // of 16 bytes, for 32 values
+constexpr unsigned MASK = (1u << BITS) - 1;
+
+// Padded, so that the stores below spread over all banks.
+threadgroup float sums[SG][ROWS][16 * R + 4];
+
+int n_rows = 1;
+UNROLL
+for (int i = 0; i < XD; i++) {
+  n_rows *= x_shape[i];
+}
+n_rows /= depth;
+const int lane = thread_index_in_simdgroup;
+const int warp = simdgroup_index_in_threadgroup;
+const int r = lane / 4;
+const int c = lane % 4;
+const int first_column = tile * COLUMNS;
+const int first_row = threadgroup_position_in_grid.y * ROWS;
+const int row_words = depth / 32 * BITS;
+const int shift = depth == groups * 32 ? 5 : depth == groups * 64 ? 6 : 7;
+const bool aligned = is_aligned(matrix) && is_aligned(partner);
+const bool x_aligned = is_aligned(x);
+
+// Past the last row or column the last one is computed again, and not stored.
+int64_t w_rows[R][2];
+UNROLL
+for (int i = 0; i < R * 2; i++) {
+  w_rows[i / 2][i % 2] = metal::min(first_column + i % HALVES * 8 + r, width - 1);
+}
+const T* x_rows[MT];
+UNROLL
+for (int j = 0; j < MT; j++) {
+  x_rows[j] = x + static_cast<int64_t>(metal::min(first_row + j * 8 + r, n_rows - 1)) * depth;
+}
+float acc[R][MT][4];
+UNROLL
+for (int i = 0; i < R * MT * 4; i++) {
+  acc[i / (MT * 4)][i / 4 % MT][i % 4] = 0.0f;
+}
+
+// Two of a lane's 32 values, the first of them numbered e. A value is taken out of its half word as it stands there, q times a
+// power of two: as the last bits of a float of exponent 23 that is a float at once, and the scale takes the power away.
+auto values = [&](const uint4 (&packed)[LOADS], int e, float by, float plus) {
+  float value[2];
+  UNROLL
+  for (int i = 0; i < 2; i++) {
+    const int bit = (e + i) * BITS;
+    const int place = bit % 16;
+    const unsigned q = word(packed[bit / 128], bit / 32 % 4) >> bit % 32 / 16 * 16 & MASK << place;
+    const float shifted = float_of(q | 0x4b000000u) - 8388608.0f;
+    value[i] = metal::fma(shifted, by * (1.0f / (1 << place)), plus);
+  }
+  return pack_rounded<T>(value[0], value[1]);
+};
+
+for (int first = warp * SHARE; first < depth; first += U * SG * SHARE) {
+  uint4 packed[U][R][2][LOADS];
+  float scale[U][R][2];
+  float offset[U][R][2];
+  UNROLL
+  for (int u = 0; u < U; u++) {
+    const int at = first + u * SG * SHARE + c * 32;
+    const bool live = at < depth;
+    UNROLL
+    for (int i = 0; i < R * 2; i++) {
+      const int64_t row = w_rows[i / 2][i % 2];
+      const auto* source = (i < HALVES ? matrix : partner) + row * row_words + at / 32 * BITS;
+      UNROLL
+      for (int l = 0; l < LOADS; l++) {
+        packed[u][i / 2][i % 2][l] = !live ? make_uint4(0, 0, 0, 0)
+                                   : aligned ? stream_load(source + l * 4)
+                                             : make_uint4(source[l * 4], source[l * 4 + 1], source[l * 4 + 2], source[l * 4 + 3]);
+      }
+      const int64_t group = row * groups + (at >> shift);
+      scale[u][i / 2][i % 2] = live ? static_cast<float>((i < HALVES ? matrix_scales : partner_scales)[group]) : 0.0f;
+      offset[u][i / 2][i % 2] = live ? static_cast<float>((i < HALVES ? matrix_biases : partner_biases)[group]) : 0.0f;
+    }
+  }
+  UNROLL
+  for (int u = 0; u < U; u++) {
+    const int at = first + u * SG * SHARE + c * 32;
+    const bool live = at < depth;
+    UNROLL
+    for (int e = 0; e < 32; e += 8) {
+      uint4 b[MT];
+      UNROLL
+      for (int j = 0; j < MT; j++) {
+        const T* source = x_rows[j] + at + e;
+        b[j] = !live ? make_uint4(0, 0, 0, 0) : x_aligned ? load_aligned(source) : load_words(source);
+      }
+      UNROLL
+      for (int i = 0; i < R; i++) {
+        unsigned a[4][2];
+        UNROLL
+        for (int h = 0; h < 8; h++) {
+          a[h / 2][h % 2] = values(packed[u][i][h % 2], e + h / 2 * 2, scale[u][i][h % 2], offset[u][i][h % 2]);
+        }
+        UNROLL
+        for (int j = 0; j < MT; j++) {
+          mma<T>(acc[i][j], a[0][0], a[0][1], a[1][0], a[1][1], b[j].x, b[j].y);
+          mma<T>(acc[i][j], a[2][0], a[2][1], a[3][0], a[3][1], b[j].z, b[j].w);
+        }
+      }
+    }
+  }
+}
+//// sums
+// CUDA only, goes after the tiles of narrow_matmul and narrow_quantized: the warps' sums, and what is made from them.
+UNROLL
+for (int i = 0; i < R; i++) {
+  UNROLL
+  for (int j = 0; j < MT; j++) {
+    UNROLL
+    for (int e = 0; e < 4; e++) {
+      sums[warp][j * 8 + c * 2 + e % 2][i * 16 + r + e / 2 * 8] = acc[i][j][e];
+    }
+  }
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+for (int e = thread_position_in_threadgroup.x; e < ROWS * COLUMNS; e += SG * 32) {
+  const int row = first_row + e / COLUMNS;
+  const int column = first_column + e % COLUMNS;
+  if (row < n_rows && column < width) {
+    float total[2] = {0.0f, 0.0f};
+    UNROLL
+    for (int s = 0; s < SG * MATRICES; s++) {
+      total[s / SG] += sums[s % SG][e / COLUMNS][s / SG * COLUMNS + e % COLUMNS];
+    }
+    target[static_cast<int64_t>(row) * width + column] = finish(row, column, total[0], total[1]);
+  }
+}
+//// silu_product
+// CUDA only: out = silu(left) * right, with gated() of silu_gate.cuh. All of XD dimensions, contiguous.
+// Grid: one thread per eight values.
+int64_t size = 1;
+UNROLL
+for (int i = 0; i < XD; i++) {
+  size *= left_shape[i];
+}
+const int64_t at = static_cast<int64_t>(thread_position_in_grid.x) * 8;
+const bool aligned = is_aligned(left) && is_aligned(right);
+if (aligned && at + 8 <= size) {
+  const auto l = load_packet<T, 8>(left + at);
+  const auto r = load_packet<T, 8>(right + at);
+  uint pairs[4];
+  UNROLL
+  for (int i = 0; i < 4; i++) {
+    const T low = gated(packet_value(l, 2 * i), packet_value(r, 2 * i));
+    const T high = gated(packet_value(l, 2 * i + 1), packet_value(r, 2 * i + 1));
+    pairs[i] = pack(low, high);
+  }
+  *reinterpret_cast<uint4*>(out + at) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+} else {
+  for (int64_t i = at; i < at + 8 && i < size; i++) {
+    out[i] = gated(static_cast<float>(left[i]), static_cast<float>(right[i]));
+  }
+}

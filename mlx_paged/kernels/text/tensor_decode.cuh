@@ -1,0 +1,720 @@
+//// dense_rows
+// CUDA only: paged_decode for 16-bit types on the tensor cores (mma.sync m16n8k16, float accumulators).
+// Same partitions as paged_decode. A thread group takes a run of 1, 2 or 4 (2^params[3]) of them, and the last group
+// of a row and kv head to finish joins the runs: no second kernel. Partitions are always joined as the same tree, four
+// by four, so the result has the same bits for every length of runs.
+// Each warp takes whole chunks of 16 * U tokens:
+//   scores  S[token, head]  = K[token, dim] Q[dim, head]     K rows go from memory straight into the A fragments
+//   output  O[dim, head]   += V^T[dim, token] P[token, head]  V rows are paired by byte permutes into A fragments
+// Heads are the 8 columns (NT column tiles for more than 8). The order of dims inside a fragment is ours to choose as
+// long as both factors agree, so every load is 16 bytes: a lane holds dims 8c.. of a key row, 8r.. of a value row.
+// A probability is split into two 16-bit halves (high and remainder), so P keeps float's precision to about 2^-16.
+constexpr int NT = (G + 7) / 8;
+constexpr int KT = (D + 31) / 32;    // 32 dims of a key row per load
+constexpr int VT = (DV + 63) / 64;   // 64 dims of a value row per load
+//// quantized_rows
+// CUDA only: paged_decode_tensor for pages of quantised keys and values (quantized/pages.py), whose codes of 8 or 4 bits the
+// tensor cores multiply as they are, as 16-bit floats with an offset (tensor_codes.cuh). What is uniform in a group stays out:
+//   scores  S[token, head]  = sum over groups of s_g (C[token, dim] Q[dim, head]) + b_g sum(Q[dim, head])
+//   output  O[dim, head]   += C^T[dim, token] (s_g P)[token, head], and at the end sum(b_g P) of the dim's group
+// Queries and weights are float16 there, whatever T is: both are multiplied by powers of two so that the largest is just below
+// 2^15. A query of bfloat16 loses nothing by that; a weight is rounded to 2^-11 of its size, and what its offset adds goes with the
+// rounded one, so that only codes feel it.
+// Codes become factors once for all heads. In a group, lane c has a fourth of a key row. A product has 8 columns: where that is room
+// for all heads PG times, it takes PG groups of values side by side, lane r an eighth of them. The columns of a group have its scales,
+// and of the result only what is of a column's own group is an output.
+constexpr int NT = (G + 7) / 8;
+constexpr int KG = D / GS;   // groups of a row
+constexpr int VG = DV / GS;
+constexpr int KC = D * KBITS / 32;   // words of a row's codes; its scales and biases are as many as it has groups
+constexpr int VC = DV * VBITS / 32;
+constexpr int KW = GS * KBITS / 128;                          // words of a lane and group of a key row
+constexpr int KL = KW < 4 ? KW : 4;                           // of one load
+constexpr int MOST = 1024 / (GS * VBITS);  // groups of which an eighth is a load of 16 bytes
+constexpr int PG = VG % 4 == 0 && G <= 2 && MOST >= 4 ? 4 : VG % 2 == 0 && G <= 4 && MOST >= 2 ? 2 : 1;
+constexpr int COLUMNS = 8 / PG;      // of a group, if there are several
+constexpr int VP = VG / PG;          // products of a value row
+constexpr int VD = GS * PG / 8;      // dims of a lane and product of a value row
+constexpr int VW = VD * VBITS < 32 ? 1 : VD * VBITS / 32;  // words of them, or half of one
+constexpr int TILES = DV / 16;
+//// partition
+// Of the decode texts for tensor cores: which tokens the thread group of a row, kv head and run takes, and what it shares.
+constexpr int CHUNK = 16 * U;
+constexpr float NOTHING = -3.0e38f;
+constexpr float LOG2E = 1.44269504088896341f;
+
+__shared__ float tg_m[SG * NT * 8];
+__shared__ float tg_l[SG * NT * 8];
+// Outputs are kept with dim 8 a + b at b * DV / 8 + a, which spreads the stores below over all banks.
+__shared__ __align__(16) float tg_o[SG * HR][DV + 4];
+// A first half that waits for its second: [0] a partition, [1] a pair of partitions.
+__shared__ State wait[2][G];
+__shared__ float4 wait_o[2][G][DV / 4];
+__shared__ bool tg_last;
+
+const int n_kv = k_pool_shape[1];
+const int max_blocks = tables_shape[1];
+const int q_len = ends_shape[1];
+const int kv_head = blockIdx.x;
+const int row = blockIdx.y;
+const int run = blockIdx.z;
+const int n_runs = gridDim.z;
+const int run_shift = static_cast<int>(params[3]);
+const int lane = threadIdx.x % 32;
+const int warp = threadIdx.x / 32;
+const int r = lane / 4;
+const int c = lane % 4;
+const int sequence = row / q_len;
+const int64_t line0 = static_cast<int64_t>(sequence * n_kv + kv_head) * G * q_len + row % q_len;
+// Partitions grow with what the row itself sees, so they never depend on the rest of the batch.
+const int begin = metal::max(static_cast<int>(starts[row]), 0);
+const int end = static_cast<int>(ends[row]);
+int doublings = 0;
+while (end - begin > (SPAN * PART) << 2 * doublings) doublings++;
+const int size = PART << doublings;
+const int origin = begin / 64 * 64;
+const int n_live = begin < end ? (end - origin + size - 1) / PART >> doublings : 0;
+const int first = run << run_shift;
+const int last = metal::min(first + (1 << run_shift), n_live) - 1;
+const int lo = metal::max(begin, origin + first * size);
+const int hi = metal::min(end, origin + (last + 1) * size);
+const int64_t unit = static_cast<int64_t>(row) * n_kv + kv_head;
+// With params[2] set (q_len is 1 then), the row's newest token comes with the call and is stored into its slot first.
+const int fresh = params[2] != 0.0f ? end - 1 : -1;
+float2* stats = reinterpret_cast<float2*>(partial + static_cast<int64_t>(gridDim.y) * n_kv * n_runs * (G * DV));
+
+if (kv_head + row + run + lane + warp == 0) {
+  fence_out[0] = fence[0] + 1u;
+}
+//// dense_tile
+// Of paged_decode_tensor: a warp's chunks, from queries, keys and values to the accumulators of a partition.
+// The head's sink enters here.
+auto finish = [&](int head, int at, State whole, float4 o) {
+  if (SINKS) join({static_cast<float>(sinks[kv_head * G + head]) * LOG2E, 1.0f}, make_float4(0.0f, 0.0f, 0.0f, 0.0f), whole, o);
+  const float values[4] = {o.x, o.y, o.z, o.w};
+  UNROLL
+  for (int i = 0; i < 4; i++) {
+    const int place = at * 4 + i;
+    out[(line0 + head * q_len) * DV + place % (DV / 8) * 8 + place / (DV / 8)] = static_cast<T>(values[i] / whole.l);
+  }
+};
+
+if (first <= last) {
+  const int* table = tables + sequence * max_blocks;
+  const float gain = SOFTCAP ? params[0] / params[1] : params[0] * LOG2E;
+  uint query[NT][KT][4];  // column (head) r, dims 32 * kt + 8c + 0..7
+  UNROLL
+  for (int n = 0; n < NT; n++) {
+    UNROLL
+    for (int kt = 0; kt < KT; kt++) {
+      const int dim = kt * 32 + c * 8;
+      const int head = n * 8 + r;
+      uint4 bits = make_uint4(0, 0, 0, 0);
+      if (head < G && dim < D) bits = *reinterpret_cast<const uint4*>(q + (line0 + head * q_len) * D + dim);
+      query[n][kt][0] = bits.x;
+      query[n][kt][1] = bits.y;
+      query[n][kt][2] = bits.z;
+      query[n][kt][3] = bits.w;
+    }
+  }
+  float acc[NT][VT][4][4];
+  float m[NT][2], l[NT][2];
+
+  const int first_chunk = lo / CHUNK;
+  const int last_chunk = (hi - 1) / CHUNK;
+  const int first_block = lo / BS;
+  const int last_block = (hi - 1) / BS;
+  // Block ids of a chunk's 8-token halves, one look-up per block. Dead halves and dead tokens borrow the nearest live
+  // one, so that every address is of a live token.
+  auto look_up = [&](int chunk, int (&ids)[U * 2]) {
+    UNROLL
+    for (int i = 0; i < U * 2; i++) {
+      ids[i] = i == 0 || i * 8 % BS == 0 ? table[metal::min(metal::max((chunk * CHUNK + i * 8) / BS, first_block), last_block)] : ids[i - 1];
+    }
+  };
+  auto slot = [&](int token) { return metal::min(metal::max(token, lo), hi - 1) % BS; };
+  const T* k_head = k_pool + kv_head * (BS * D) + c * 8;
+  const T* v_head = v_pool + kv_head * (BS * DV) + r * 8;
+  uint4 keys[U][2][KT];    // tokens r of each half
+  uint4 values[U][4][VT];  // tokens 2c, 2c + 1 of each half
+  auto load_keys = [&](int chunk, const int (&ids)[U * 2]) {
+    UNROLL
+    for (int i = 0; i < U * 2; i++) {
+      const T* source = k_head + static_cast<int64_t>(ids[i]) * (n_kv * BS * D) + slot(chunk * CHUNK + i * 8 + r) * D;
+      UNROLL
+      for (int kt = 0; kt < KT; kt++) {
+        keys[i / 2][i % 2][kt] = D % 32 == 0 || kt * 32 + c * 8 < D ? stream_load(source + kt * 32) : make_uint4(0, 0, 0, 0);
+      }
+    }
+  };
+  auto load_values = [&](int chunk, const int (&ids)[U * 2]) {
+    UNROLL
+    for (int i = 0; i < U * 4; i++) {
+      const T* source = v_head + static_cast<int64_t>(ids[i / 2]) * (n_kv * BS * DV) + slot(chunk * CHUNK + i / 2 * 8 + c * 2 + i % 2) * DV;
+      UNROLL
+      for (int vt = 0; vt < VT; vt++) {
+        values[i / 4][i % 4][vt] = DV % 64 == 0 || vt * 64 + r * 8 < DV ? stream_load(source + vt * 64) : make_uint4(0, 0, 0, 0);
+      }
+    }
+  };
+
+  // Software pipeline: the registers of a chunk's keys are refilled as soon as its scores are known, those of its
+  // values at the end, so that loads are always in flight; block ids are fetched two chunks ahead.
+  int ids[U * 2];
+  if (fresh >= lo && fresh < hi && fresh / CHUNK % SG == warp) {
+    // Stored by the warp that loads it again below.
+    const int64_t at = (static_cast<int64_t>(table[fresh / BS]) * n_kv + kv_head) * BS + fresh % BS;
+    for (int dim = lane * 8; dim < D; dim += 256) *reinterpret_cast<uint4*>(const_cast<T*>(k_pool) + at * D + dim) = *reinterpret_cast<const uint4*>(k_new + unit * D + dim);
+    for (int dim = lane * 8; dim < DV; dim += 256) *reinterpret_cast<uint4*>(const_cast<T*>(v_pool) + at * DV + dim) = *reinterpret_cast<const uint4*>(v_new + unit * DV + dim);
+    __syncwarp();
+  }
+  int chunk = first_chunk + (warp + SG - first_chunk % SG) % SG;
+  if (chunk <= last_chunk) {
+    look_up(chunk, ids);
+    load_keys(chunk, ids);
+    load_values(chunk, ids);
+    look_up(chunk + SG, ids);
+  }
+  for (int part = 0; first + part <= last; part++) {
+    UNROLL
+    for (int n = 0; n < NT; n++) {
+      UNROLL
+      for (int i = 0; i < VT * 16; i++) acc[n][i / 16][i / 4 % 4][i % 4] = 0.0f;
+      m[n][0] = m[n][1] = NOTHING;
+      l[n][0] = l[n][1] = 0.0f;
+    }
+    const int part_end = metal::min(last_chunk, (origin + (first + part + 1) * size) / CHUNK - 1);
+    for (; chunk <= part_end; chunk += SG) {
+      const bool more = chunk + SG <= last_chunk;
+      float scores[NT][U][4];  // (token r, heads 2c and 2c + 1), then token r + 8
+      UNROLL
+      for (int n = 0; n < NT; n++) {
+        UNROLL
+        for (int u = 0; u < U; u++) {
+          UNROLL
+          for (int i = 0; i < 4; i++) scores[n][u][i] = 0.0f;
+          UNROLL
+          for (int kt = 0; kt < KT; kt++) {
+            const uint4 a = keys[u][0][kt];
+            const uint4 b = keys[u][1][kt];
+            mma<T>(scores[n][u], a.x, b.x, a.y, b.y, query[n][kt][0], query[n][kt][1]);
+            mma<T>(scores[n][u], a.z, b.z, a.w, b.w, query[n][kt][2], query[n][kt][3]);
+          }
+        }
+      }
+      if (more) load_keys(chunk + SG, ids);
+
+      UNROLL
+      for (int n = 0; n < NT; n++) {
+        auto& score = scores[n];
+        float top[2] = {m[n][0], m[n][1]};
+        UNROLL
+        for (int u = 0; u < U; u++) {
+          UNROLL
+          for (int i = 0; i < 4; i++) {
+            const int token = chunk * CHUNK + u * 16 + i / 2 * 8 + r;
+            float s = score[u][i] * gain;
+            if (SOFTCAP) s = ::tanhf(s) * (params[1] * LOG2E);
+            score[u][i] = token >= lo && token < hi ? s : NOTHING;
+            top[i % 2] = ::fmaxf(top[i % 2], score[u][i]);
+          }
+        }
+        float shrink[2];
+        UNROLL
+        for (int i = 0; i < 2; i++) {
+          top[i] = ::fmaxf(top[i], __shfl_xor_sync(0xffffffffu, top[i], 4));
+          top[i] = ::fmaxf(top[i], __shfl_xor_sync(0xffffffffu, top[i], 8));
+          top[i] = ::fmaxf(top[i], __shfl_xor_sync(0xffffffffu, top[i], 16));
+          shrink[i] = ::exp2f(m[n][i] - top[i]);
+          m[n][i] = top[i];
+          l[n][i] *= shrink[i];
+        }
+        UNROLL
+        for (int i = 0; i < VT * 16; i++) acc[n][i / 16][i / 4 % 4][i % 4] *= shrink[i % 2];
+        UNROLL
+        for (int u = 0; u < U; u++) {
+          // Rows of 8 tokens x 8 heads become, transposed, the B fragment: column (head) r, tokens 2c and 2c + 1.
+          uint high[2], rest[2];
+          UNROLL
+          for (int half = 0; half < 2; half++) {
+            float p[2];
+            UNROLL
+            for (int i = 0; i < 2; i++) {
+              const float s = score[u][half * 2 + i];
+              p[i] = s > NOTHING ? ::exp2f(s - top[i]) : 0.0f;
+              l[n][i] += p[i];
+            }
+            const T p0 = static_cast<T>(p[0]);
+            const T p1 = static_cast<T>(p[1]);
+            high[half] = transpose8x8(pack(p0, p1));
+            rest[half] = transpose8x8(pack(static_cast<T>(p[0] - static_cast<float>(p0)), static_cast<T>(p[1] - static_cast<float>(p1))));
+          }
+          UNROLL
+          for (int vt = 0; vt < VT; vt++) {
+            UNROLL
+            for (int j = 0; j < 4; j++) {
+              const uint v0 = word(values[u][0][vt], j), v1 = word(values[u][1][vt], j);
+              const uint v2 = word(values[u][2][vt], j), v3 = word(values[u][3][vt], j);
+              // Dim 2j of the lane's eight is row r of the tile, dim 2j + 1 row r + 8.
+              const uint a0 = __byte_perm(v0, v1, 0x5410), a1 = __byte_perm(v0, v1, 0x7632);
+              const uint a2 = __byte_perm(v2, v3, 0x5410), a3 = __byte_perm(v2, v3, 0x7632);
+              mma<T>(acc[n][vt][j], a0, a1, a2, a3, high[0], high[1]);
+              mma<T>(acc[n][vt][j], a0, a1, a2, a3, rest[0], rest[1]);
+            }
+          }
+        }
+      }
+      if (more) {
+        load_values(chunk + SG, ids);
+        look_up(chunk + 2 * SG, ids);
+      }
+    }
+//// quantized_tile
+// Of quantized_decode_tensor: a warp's chunks, from queries and codes to the accumulators of a partition.
+// The head's sink enters here. Place 8 k + r of an output is the k-th dim of lane r.
+auto finish = [&](int head, int at, State whole, float4 o) {
+  if (SINKS) join({static_cast<float>(sinks[kv_head * G + head]) * LOG2E, 1.0f}, make_float4(0.0f, 0.0f, 0.0f, 0.0f), whole, o);
+  const float values[4] = {o.x, o.y, o.z, o.w};
+  UNROLL
+  for (int i = 0; i < 4; i++) {
+    const int place = at * 4 + i;
+    const int k = place / 8;
+    out[(line0 + head * q_len) * DV + k / VD * (VD * 8) + place % 8 * VD + k % VD] = static_cast<T>(values[i] / whole.l);
+  }
+};
+
+if (first <= last) {
+  const int* table = tables + sequence * max_blocks;
+  uint query[NT][KG][GS / 32][4];           // column (head) r: eight dims of lane c in a fourth of a group
+  float sums[NT][KG][2];                    // heads 2c and 2c + 1: sums of a group's dims
+  float base[NT][KG][2];                    // less what offsets add to its products, where these differ
+  float gain[NT][2];
+  UNROLL
+  for (int n = 0; n < NT; n++) {
+    const int head = n * 8 + r % COLUMNS;
+    uint4 raw[KG][GS / 32];
+    float most = 0.0f;
+    UNROLL
+    for (int g = 0; g < KG; g++) {
+      UNROLL
+      for (int e = 0; e < GS / 32; e++) {
+        // Lane c has every fourth load of a group.
+        constexpr int EIGHTS = KL * 4 / KBITS;
+        const int dim = g * GS + (e / EIGHTS * 4 + c) * (EIGHTS * 8) + e % EIGHTS * 8;
+        raw[g][e] = make_uint4(0, 0, 0, 0);
+        if (head < G) raw[g][e] = *reinterpret_cast<const uint4*>(q + (line0 + head * q_len) * D + dim);
+        UNROLL
+        for (int i = 0; i < 8; i++) most = ::fmaxf(most, ::fabsf(value_of<T>(word(raw[g][e], i / 2), i % 2)));
+      }
+    }
+    most = ::fmaxf(most, simd_shuffle_xor(most, 1));
+    most = ::fmaxf(most, simd_shuffle_xor(most, 2));
+    const unsigned exponent = exponent_of(most);
+    const float own_gain = (SOFTCAP ? params[0] / params[1] : params[0] * LOG2E) * from_half_range(exponent);
+    UNROLL
+    for (int g = 0; g < KG; g++) {
+      float sum[2] = {0.0f, 0.0f};  // of each kind of pairs
+      UNROLL
+      for (int e = 0; e < GS / 32; e++) {
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+          float x[2];
+          UNROLL
+          for (int j = 0; j < 2; j++) {
+            const int at = pair_member<KBITS>(i, j);
+            x[j] = value_of<T>(word(raw[g][e], at / 2), at % 2) * to_half_range(exponent);
+            sum[i % 2] += x[j];
+          }
+          query[n][g][e][i] = pack_rounded<Half>(x[0], x[1]);
+        }
+      }
+      UNROLL
+      for (int i = 0; i < 2; i++) {
+        sum[i] += simd_shuffle_xor(sum[i], 1);
+        sum[i] += simd_shuffle_xor(sum[i], 2);
+      }
+      UNROLL
+      for (int i = 0; i < 2; i++) {
+        const int other = c * 8 + i * 4;
+        sums[n][g][i] = simd_shuffle(sum[0] + sum[1], other);
+        if (KINDS<KBITS> == 2) base[n][g][i] = simd_shuffle(-(sum[0] * offset_of<KBITS>(0) + sum[1] * offset_of<KBITS>(1)), other);
+      }
+    }
+    UNROLL
+    for (int i = 0; i < 2; i++) gain[n][i] = simd_shuffle(own_gain, c * 8 + i * 4);
+  }
+  float acc[NT][TILES][4];
+  // Sums over a lane's tokens, for heads 2c and 2c + 1: p b, and the rounded weights, of which codes' offsets added that many.
+  float plus[NT][VP][2], added[NT][VP][2];
+  float m[NT][2], l[NT][2];
+
+  const int first_chunk = lo / CHUNK;
+  const int last_chunk = (hi - 1) / CHUNK;
+  const int first_block = lo / BS;
+  const int last_block = (hi - 1) / BS;
+  // Block ids of a chunk's 8-token halves, one look-up per block. Dead halves and dead tokens borrow the nearest live
+  // one, so that every address is of a live token.
+  auto look_up = [&](int chunk, int (&ids)[U * 2]) {
+    UNROLL
+    for (int i = 0; i < U * 2; i++) {
+      ids[i] = i == 0 || i * 8 % BS == 0 ? table[metal::min(metal::max((chunk * CHUNK + i * 8) / BS, first_block), last_block)] : ids[i - 1];
+    }
+  };
+  auto slot = [&](int token) { return metal::min(metal::max(token, lo), hi - 1) % BS; };
+  // In bytes, so that an address is a product and a sum. Of codes, those of this lane.
+  const int k_stride = n_kv * (BS * (KC + KG) * 4), v_stride = n_kv * (BS * (VC + VG) * 4);
+  const char* k_codes = reinterpret_cast<const char*>(k_pool + kv_head * (BS * (KC + KG)) + c * KL);
+  const char* k_page = reinterpret_cast<const char*>(k_pool + kv_head * (BS * (KC + KG)) + BS * KC);
+  const char* v_codes = reinterpret_cast<const char*>(v_pool + kv_head * (BS * (VC + VG))) + r * (VD * VBITS / 8);
+  const char* v_page = reinterpret_cast<const char*>(v_pool + kv_head * (BS * (VC + VG)) + BS * VC);
+  auto row_of = [&](const char* first, int stride, int id, int at, int bytes) {
+    return first + static_cast<int64_t>(id) * stride + static_cast<int64_t>(at) * bytes;
+  };
+  unsigned keys[U][2][KG][KW];       // tokens r of each half
+  unsigned values[U][4][VP][VW];     // tokens 2c, 2c + 1 of each half
+  unsigned key_factors[U][2][KG];    // tokens r of each half: scales, then biases
+  unsigned value_factors[U][2][VG];
+  auto load_keys = [&](int chunk, const int (&ids)[U * 2]) {
+    UNROLL
+    for (int i = 0; i < U * 2; i++) {
+      const int at = slot(chunk * CHUNK + i * 8 + r);
+      const auto* codes = reinterpret_cast<const unsigned*>(row_of(k_codes, k_stride, ids[i], at, KC * 4));
+      UNROLL
+      for (int w = 0; w < KG * KW; w += KL) stream_words<KL, KL * 16 % 32 == 0>(codes + w * 4, &keys[i / 2][i % 2][w / KW][w % KW]);
+      load_factors(reinterpret_cast<const unsigned*>(row_of(k_page, k_stride, ids[i], at, KG * 4)), key_factors[i / 2][i % 2]);
+    }
+  };
+  auto load_values = [&](int chunk, const int (&ids)[U * 2]) {
+    UNROLL
+    for (int i = 0; i < U * 4; i++) {
+      const int at = slot(chunk * CHUNK + i / 2 * 8 + c * 2 + i % 2);
+      const char* codes = row_of(v_codes, v_stride, ids[i / 2], at, VC * 4);
+      UNROLL
+      for (int g = 0; g < VP; g++) {
+        if (VD * VBITS < 32) {
+          values[i / 4][i % 4][g][0] = stream_half_word(reinterpret_cast<const unsigned short*>(codes) + g * 8);
+        } else {
+          stream_words<VW, true>(reinterpret_cast<const unsigned*>(codes) + g * (VW * 8), values[i / 4][i % 4][g]);
+        }
+      }
+      if (i % 2 == 0) {
+        const int own = slot(chunk * CHUNK + i / 2 * 8 + r);
+        load_factors(reinterpret_cast<const unsigned*>(row_of(v_page, v_stride, ids[i / 2], own, VG * 4)), value_factors[i / 4][i / 2 % 2]);
+      }
+    }
+  };
+
+  // Software pipeline: the registers of a chunk's keys are refilled as soon as its scores are known, those of its
+  // values at the end, so that loads are always in flight; block ids are fetched two chunks ahead.
+  int ids[U * 2];
+  if (fresh >= lo && fresh < hi && fresh / CHUNK % SG == warp) {
+    // Quantised and stored by the warp that loads it again below: eight lanes for each group, eight values at most each.
+    const int64_t page = static_cast<int64_t>(table[fresh / BS]) * n_kv + kv_head;
+    quantize_row<T, KBITS, D, GS, BS>(k_new + unit * D, const_cast<unsigned*>(k_pool) + page * (BS * (KC + KG)), fresh % BS, lane);
+    quantize_row<T, VBITS, DV, GS, BS>(v_new + unit * DV, const_cast<unsigned*>(v_pool) + page * (BS * (VC + VG)), fresh % BS, lane);
+    __syncwarp();
+  }
+  int chunk = first_chunk + (warp + SG - first_chunk % SG) % SG;
+  if (chunk <= last_chunk) {
+    look_up(chunk, ids);
+    load_keys(chunk, ids);
+    load_values(chunk, ids);
+    look_up(chunk + SG, ids);
+  }
+  for (int part = 0; first + part <= last; part++) {
+    unsigned range = 15;  // the largest exponent of scales so far, that of the weights' power of two
+    UNROLL
+    for (int n = 0; n < NT; n++) {
+      UNROLL
+      for (int i = 0; i < TILES * 4; i++) acc[n][i / 4][i % 4] = 0.0f;
+      UNROLL
+      for (int i = 0; i < VP * 2; i++) plus[n][i / 2][i % 2] = added[n][i / 2][i % 2] = 0.0f;
+      m[n][0] = m[n][1] = NOTHING;
+      l[n][0] = l[n][1] = 0.0f;
+    }
+    const int part_end = metal::min(last_chunk, (origin + (first + part + 1) * size) / CHUNK - 1);
+    for (; chunk <= part_end; chunk += SG) {
+      const bool more = chunk + SG <= last_chunk;
+      float scores[NT][U][4];  // (token r, heads 2c and 2c + 1), then token r + 8
+      UNROLL
+      for (int u = 0; u < U; u++) {
+        UNROLL
+        for (int g = 0; g < KG; g++) {
+          float products[NT][4];
+          UNROLL
+          for (int i = 0; i < NT * 4; i++) products[i / 4][i % 4] = KINDS<KBITS> == 2 ? base[i / 4][g][i % 2] : -OFFSET * sums[i / 4][g][i % 2];
+          UNROLL
+          for (int e = 0; e < GS / 32; e++) {
+            unsigned a[4], b[4];
+            code_pairs<KBITS>(&keys[u][0][g][e * KBITS / 4], a);
+            code_pairs<KBITS>(&keys[u][1][g][e * KBITS / 4], b);
+            UNROLL
+            for (int n = 0; n < NT; n++) {
+              const auto& column = query[n][g][e];
+              mma<Half>(products[n], a[0], b[0], a[1], b[1], column[0], column[1]);
+              mma<Half>(products[n], a[2], b[2], a[3], b[3], column[2], column[3]);
+            }
+          }
+          UNROLL
+          for (int half = 0; half < 2; half++) {
+            const auto& factors = key_factors[u][half];
+            const float scale = value_of<T>(factors[g / 2], g % 2), bias = value_of<T>(factors[(KG + g) / 2], (KG + g) % 2);
+            UNROLL
+            for (int n = 0; n < NT; n++) {
+              UNROLL
+              for (int i = 0; i < 2; i++) {
+                float& score = scores[n][u][half * 2 + i];
+                const float product = g == 0 ? bias * sums[n][g][i] : ::fmaf(bias, sums[n][g][i], score);
+                score = ::fmaf(scale, products[n][half * 2 + i], product);
+              }
+            }
+          }
+        }
+      }
+      if (more) load_keys(chunk + SG, ids);
+
+      bool grown = false;
+      float shrink[NT][2];
+      UNROLL
+      for (int n = 0; n < NT; n++) {
+        float top[2] = {m[n][0], m[n][1]};
+        UNROLL
+        for (int u = 0; u < U; u++) {
+          UNROLL
+          for (int i = 0; i < 4; i++) {
+            const int token = chunk * CHUNK + u * 16 + i / 2 * 8 + r;
+            float s = scores[n][u][i] * gain[n][i % 2];
+            if (SOFTCAP) s = ::tanhf(s) * (params[1] * LOG2E);
+            scores[n][u][i] = token >= lo && token < hi ? s : NOTHING;
+            top[i % 2] = ::fmaxf(top[i % 2], scores[n][u][i]);
+          }
+        }
+        UNROLL
+        for (int i = 0; i < 2; i++) {
+          top[i] = ::fmaxf(top[i], simd_shuffle_xor(top[i], 4));
+          top[i] = ::fmaxf(top[i], simd_shuffle_xor(top[i], 8));
+          top[i] = ::fmaxf(top[i], simd_shuffle_xor(top[i], 16));
+          shrink[n][i] = metal::fast::exp2(m[n][i] - top[i]);
+          grown = grown || shrink[n][i] != 1.0f;
+          m[n][i] = top[i];
+          l[n][i] *= shrink[n][i];
+        }
+        UNROLL
+        for (int u = 0; u < U; u++) {
+          UNROLL
+          for (int i = 0; i < 4; i++) {
+            float& s = scores[n][u][i];  // a weight from here on: 0 of dead tokens, as each chunk has a live one
+            s = metal::fast::exp2(s - top[i % 2]);
+            l[n][i % 2] += s;
+          }
+        }
+      }
+      // Most chunks have no larger score than those before, and no larger scale.
+      if (simd_any(grown)) {
+        UNROLL
+        for (int n = 0; n < NT; n++) {
+          UNROLL
+          for (int i = 0; i < TILES * 4; i++) acc[n][i / 4][i % 4] *= shrink[n][i % 2];
+          UNROLL
+          for (int i = 0; i < VP * 2; i++) {
+            plus[n][i / 2][i % 2] *= shrink[n][i % 2];
+            added[n][i / 2][i % 2] *= shrink[n][i % 2];
+          }
+        }
+      }
+      float most = 0.0f;
+      UNROLL
+      for (int i = 0; i < U * 2 * VG; i++) {
+        const int g = i % VG;
+        most = ::fmaxf(most, ::fabsf(value_of<T>(value_factors[i / VG / 2][i / VG % 2][g / 2], g % 2)));
+      }
+      const unsigned exponent = exponent_of(largest_of(most));
+      if (exponent > range) {
+        UNROLL
+        for (int i = 0; i < NT * TILES * 4; i++) acc[i / (TILES * 4)][i / 4 % TILES][i % 4] *= power_of_two(range, exponent);
+        UNROLL
+        for (int i = 0; i < NT * VP * 2; i++) added[i / (VP * 2)][i / 2 % VP][i % 2] *= power_of_two(range, exponent);
+        range = exponent;
+      }
+
+      UNROLL
+      for (int u = 0; u < U; u++) {
+        UNROLL
+        for (int g = 0; g < VP; g++) {
+          // Rows of 8 tokens x 8 heads become, transposed, the B fragment: column (head) r, tokens 2c and 2c + 1.
+          unsigned weight[NT][2];
+          UNROLL
+          for (int half = 0; half < 2; half++) {
+            const auto& factors = value_factors[u][half];
+            const float scale = factor_of<T, PG>(factors, 0, g, c), bias = factor_of<T, PG>(factors, VG, g, c);
+            const float ranged = scale * to_half_range(range);
+            UNROLL
+            for (int n = 0; n < NT; n++) {
+              const float* p = &scores[n][u][half * 2];
+              const unsigned rounded = pack_rounded<Half>(p[0] * ranged, p[1] * ranged);
+              UNROLL
+              for (int i = 0; i < 2; i++) {
+                plus[n][g][i] = ::fmaf(p[i], bias, plus[n][g][i]);
+                added[n][g][i] += value_of<Half>(rounded, i);
+              }
+              weight[n][half] = transpose8x8(rounded);
+            }
+          }
+          UNROLL
+          for (int four = 0; four < VD / 4; four++) {
+            const int w = four * VBITS / 8;
+            unsigned a[4], b[4];
+            token_pairs<VBITS>(values[u][0][g][w], values[u][1][g][w], four % 2, a);
+            token_pairs<VBITS>(values[u][2][g][w], values[u][3][g][w], four % 2, b);
+            UNROLL
+            for (int j = 0; j < 2; j++) {
+              // Dim 2j of the four is row r of the tile, dim 2j + 1 row r + 8.
+              UNROLL
+              for (int n = 0; n < NT; n++) {
+                auto& tile = acc[n][(g * (VD / 4) + four) * 2 + j];
+                mma<Half>(tile, a[j * 2], a[j * 2 + 1], b[j * 2], b[j * 2 + 1], weight[n][0], weight[n][1]);
+              }
+            }
+          }
+        }
+      }
+      if (more) {
+        load_values(chunk + SG, ids);
+        look_up(chunk + 2 * SG, ids);
+      }
+    }
+
+    // What offsets added goes, and the biases' part comes.
+    UNROLL
+    for (int i = 0; i < NT * VP * 2; i++) {
+      UNROLL
+      for (int lanes = 4; lanes < 32; lanes *= 2) {
+        plus[i / (VP * 2)][i / 2 % VP][i % 2] += simd_shuffle_xor(plus[i / (VP * 2)][i / 2 % VP][i % 2], lanes);
+        added[i / (VP * 2)][i / 2 % VP][i % 2] += simd_shuffle_xor(added[i / (VP * 2)][i / 2 % VP][i % 2], lanes);
+      }
+    }
+    UNROLL
+    for (int i = 0; i < NT * TILES * 4; i++) {
+      const int n = i / (TILES * 4), g = i / 4 % TILES / (VD / 2);
+      float& x = acc[n][i / 4 % TILES][i % 4];
+      x = ::fmaf(::fmaf(added[n][g][i % 2], -offset_of<VBITS>(i / 2 % KINDS<VBITS>), x), from_half_range(range), plus[n][g][i % 2]);
+    }
+//// sums
+// Of the decode texts for tensor cores: a warp's maxima and sums of a partition, and the rounds of heads whose outputs are joined.
+    // Sums over the eight lanes that share heads 2c and 2c + 1, then over the warps.
+    if (part > 0) __syncthreads();
+    UNROLL
+    for (int n = 0; n < NT; n++) {
+      UNROLL
+      for (int i = 0; i < 2; i++) {
+        l[n][i] += __shfl_xor_sync(0xffffffffu, l[n][i], 4);
+        l[n][i] += __shfl_xor_sync(0xffffffffu, l[n][i], 8);
+        l[n][i] += __shfl_xor_sync(0xffffffffu, l[n][i], 16);
+        if (r == 0) {
+          tg_m[warp * NT * 8 + n * 8 + c * 2 + i] = m[n][i];
+          tg_l[warp * NT * 8 + n * 8 + c * 2 + i] = l[n][i];
+        }
+      }
+    }
+    UNROLL
+    for (int h0 = 0; h0 < G; h0 += HR) {
+      if (h0 > 0) __syncthreads();
+//// dense_store
+// Of paged_decode_tensor: a warp's outputs of a round, for the others to see.
+      UNROLL
+      for (int n = 0; n < NT; n++) {
+        UNROLL
+        for (int i = 0; i < VT * 16; i++) {
+          const int head = n * 8 + c * 2 + i % 2;
+          const int eight = i / 16 * 8 + r;  // of dims
+          if (head >= h0 && head < h0 + HR && head < G && eight < DV / 8) tg_o[warp * HR + head - h0][(i / 4 % 4 * 2 + i / 2 % 2) * (DV / 8) + eight] = acc[n][i / 16][i / 4 % 4][i % 4];
+        }
+      }
+//// quantized_store
+// Of quantized_decode_tensor: a warp's outputs of a round, for the others to see.
+      UNROLL
+      for (int n = 0; n < NT; n++) {
+        UNROLL
+        for (int i = 0; i < TILES * 4; i++) {
+          const int head = n * 8 + (c * 2 + i % 2) % COLUMNS;
+          if (c * 2 / COLUMNS == r * PG / 8 && head >= h0 && head < h0 + HR && head < G) tg_o[warp * HR + head - h0][i / 2 * 8 + r] = acc[n][i / 4][i % 4];
+        }
+      }
+//// join
+// Of the decode texts for tensor cores: warps, partitions and runs are joined, always as the same tree.
+      __syncthreads();
+      for (int item = threadIdx.x; item < HR * DV / 4; item += SG * 32) {
+        const int head = h0 + item / (DV / 4);
+        const int at = item % (DV / 4);
+        if (head < G) {
+          State whole = {NOTHING, 0.0f};
+          UNROLL
+          for (int s = 0; s < SG; s++) whole.m = ::fmaxf(whole.m, tg_m[s * NT * 8 + head]);
+          float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          UNROLL
+          for (int s = 0; s < SG; s++) {
+            const float weight = ::exp2f(tg_m[s * NT * 8 + head] - whole.m);
+            whole.l = ::fmaf(tg_l[s * NT * 8 + head], weight, whole.l);
+            const float4 x = *reinterpret_cast<const float4*>(&tg_o[s * HR + head - h0][at * 4]);
+            o = make_float4(::fmaf(x.x, weight, o.x), ::fmaf(x.y, weight, o.y), ::fmaf(x.z, weight, o.z), ::fmaf(x.w, weight, o.w));
+          }
+          if (part % 2 == 1) join(wait[0][head], wait_o[0][head][at], whole, o);
+          if (part == 3 || (part == 2 && first + part == last)) join(wait[1][head], wait_o[1][head][at], whole, o);
+          if (first + part < last) {
+            wait_o[part % 2][head][at] = o;
+            if (at == 0) wait[part % 2][head] = whole;
+          } else if (n_live <= 1 << run_shift) {
+            finish(head, at, whole, o);
+          } else {
+            const int64_t slot = (unit * n_runs + run) * G + head;
+            reinterpret_cast<float4*>(partial)[slot * (DV / 4) + at] = o;
+            if (at == 0) stats[slot] = make_float2(whole.m, whole.l);
+          }
+        }
+      }
+    }
+  }
+
+  const int n_live_runs = (n_live - 1 >> run_shift) + 1;
+  if (n_live_runs > 1) {
+    __syncthreads();
+    if (threadIdx.x == 0) tg_last = arrive(const_cast<unsigned*>(arrivals) + unit, n_live_runs);
+    __syncthreads();
+    for (int item = threadIdx.x; tg_last && item < G * DV / 4; item += SG * 32) {
+      const int head = item / (DV / 4);
+      const float4* parts = reinterpret_cast<const float4*>(partial) + unit * n_runs * (G * DV / 4) + item;
+      const float2* pairs = stats + unit * n_runs * G + head;
+      State whole;
+      float4 o;
+      for (int p = 0; p < n_live; p += 8) {
+        // Two trees; a run stands in the place of its first partition.
+        State leaf[8];
+        float4 leaf_o[8];
+        UNROLL
+        for (int i = 0; i < 8; i++) {
+          if ((i & (1 << run_shift) - 1) == 0 && p + i < n_live) {
+            const int64_t at = p + i >> run_shift;
+            const float2 pair = load_relaxed(pairs + at * G);
+            leaf[i] = {pair.x, pair.y};
+            leaf_o[i] = load_relaxed(parts + at * (G * DV / 4));
+          }
+        }
+        UNROLL
+        for (int i = 0; i < 8; i += 4) {
+          State& tree = leaf[i];
+          float4& tree_o = leaf_o[i];
+          if (run_shift == 0 && p + i + 1 < n_live) join(tree, tree_o, leaf[i + 1], leaf_o[i + 1]), tree = leaf[i + 1], tree_o = leaf_o[i + 1];
+          if (run_shift == 0 && p + i + 3 < n_live) join(leaf[i + 2], leaf_o[i + 2], leaf[i + 3], leaf_o[i + 3]), leaf[i + 2] = leaf[i + 3], leaf_o[i + 2] = leaf_o[i + 3];
+          if (run_shift <= 1 && p + i + 2 < n_live) join(tree, tree_o, leaf[i + 2], leaf_o[i + 2]), tree = leaf[i + 2], tree_o = leaf_o[i + 2];
+          if (p + i > 0 && p + i < n_live) join(whole, o, tree, tree_o);
+          if (p + i < n_live) whole = tree, o = tree_o;
+        }
+      }
+      finish(head, item % (DV / 4), whole, o);
+    }
+  }
+} else if (n_live == 0 && run == 0) {
+  for (int item = threadIdx.x; item < G * DV; item += SG * 32) {
+    out[(line0 + item / DV * q_len) * DV + item % DV] = static_cast<T>(0.0f);
+  }
+}
