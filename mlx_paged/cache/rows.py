@@ -102,6 +102,16 @@ class SequenceTables(Ledger):
         self.tables: list[BlockTable] = [pool.new_table(group) for group in range(len(pool.groups))]
         self._counts = [0] * len(self.tables)  # tokens of each group's present step
 
+    @classmethod
+    def over(cls, pool: BlockPool, tables: Sequence[BlockTable]) -> SequenceTables:
+        """Return a sequence on these tables, one per group, which become its own; every layer is at their end."""
+        sequence = object.__new__(cls)
+        sequence._lay_out(pool)
+        sequence._elsewhere = None
+        sequence.tables = list(tables)
+        sequence._counts = [0] * len(sequence.tables)
+        return sequence
+
     def move(self, dtype: mx.Dtype) -> bool:
         """Go to a pool for keys of this dtype, if there is one and nothing has been written yet."""
         if self._elsewhere is None or any(table.length for table in self.tables):

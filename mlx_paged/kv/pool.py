@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 import mlx.core as mx
 
-from ..errors import GeometryError, TrimError
+from ..errors import TrimError
 from .allocator import NULL_BLOCK
 from .block_table import BlockTable
 from .group import BlockGroup, LayerGroup, check_layout
@@ -29,7 +29,8 @@ class BlockPool:
     """Allocates blocks, counts references to them, writes keys and values into them and gathers them back.
 
     A step of a sequence is: :meth:`append_tokens` once (reserves positions for all layers of the group), then
-    :meth:`write_prefill` or :meth:`write_decode` for each layer, which write the positions reserved last.
+    :meth:`write_prefill`, or :meth:`PoolLayer.write` of several sequences, for each layer, which write the positions
+    reserved last.
 
     Args:
         groups: the groups of layers. Each layer index belongs to exactly one group. None: the pool holds states alone.
@@ -365,19 +366,9 @@ class BlockPool:
         """See :meth:`PoolLayer.set_geometry`."""
         return self._layers[layer].set_geometry(k, v, batch=batch, heads=heads)
 
-    def write(self, tables: Sequence[BlockTable], layer: int, k: mx.array, v: mx.array) -> None:
-        """See :meth:`PoolLayer.write`."""
-        self._layers[layer].write(tables, k, v)
-
     def write_prefill(self, table: BlockTable, layer: int, k: mx.array, v: mx.array) -> None:
-        """:meth:`write` for several tokens of one sequence: k and v ``[1, n_kv_heads, n_new, head_dim]``."""
+        """Write one sequence's tokens, see :meth:`PoolLayer.write`: k and v ``[1, n_kv_heads, n_new, head_dim]``."""
         self._layers[layer].write([table], k, v)
-
-    def write_decode(self, tables: Sequence[BlockTable], layer: int, k: mx.array, v: mx.array) -> None:
-        """:meth:`write` for one token of each of B sequences: k and v ``[B, n_kv_heads, 1, head_dim]``."""
-        if k.ndim == 4 and k.shape[2] != 1:
-            raise GeometryError(f"decode writes one token per sequence, not {k.shape[2]}")
-        self._layers[layer].write(tables, k, v)
 
     def gather_visible(self, table: BlockTable, layer: int, *, copy: bool = True) -> tuple[mx.array, mx.array]:
         """See :meth:`PoolLayer.gather_visible`."""

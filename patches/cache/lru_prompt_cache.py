@@ -15,7 +15,6 @@ from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prom
 from ...cache.rows import SequenceTables
 from ...errors import PoolExhaustedError
 from ...kv.pool import BlockPool
-from ...prefix.detached import donate, sequence_over
 from ...prefix.radix import RadixTree
 from ...prefix.radix_node import RadixNode
 from ...prefix.spill import SpillStore
@@ -161,7 +160,7 @@ class PagedPromptCache:
         caches: list[Any] = []
         for number, (pool, kinds) in enumerate(pools):
             _, tables = self.tree_of(pool).adopt(tokens[: length + 1], self._key(model, number))
-            sequence = sequence_over(pool, tables)
+            sequence = SequenceTables.over(pool, tables)
             caches += [kind(sequence, layer) for layer, kind in enumerate(kinds)]
         return caches, tokens[length:]
 
@@ -175,7 +174,10 @@ class PagedPromptCache:
             return
         self.learn_layout(model, prompt_cache)
         for number, sequence in enumerate(sequences):
-            donate(self.tree_of(sequence.pool), tokens, sequence, self._key(model, number), label=cache_type)
+            computed = tokens[: sequence.length]
+            if computed:
+                tree, key = self.tree_of(sequence.pool), self._key(model, number)
+                tree.insert(computed, sequence.tables, key, label=cache_type)
         self._trim(self.max_size, self.max_bytes, newest=(model, tokens))
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:

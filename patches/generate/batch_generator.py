@@ -226,11 +226,6 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         return self._engine is not None and self._engine.sharing is not None and self._engine.sharing.has_windows
 
     @property
-    def counts_prompt_tokens(self) -> bool:
-        """Return whether ``computed_prompt_tokens`` counts."""
-        return self._engine is not None
-
-    @property
     def computed_prompt_tokens(self) -> int:
         """Tokens of prompts computed, again after a preemption included; what was found cached is not."""
         return 0 if self._engine is None else self._engine.computed_prompt_tokens

@@ -153,7 +153,7 @@ def test_a_batch_of_forks_decodes_as_dense() -> None:
         for table in tables:
             pool.append_tokens(table, 1)
         k, v = noise(50 + step, 3, HEADS, 1, DIM), noise(80 + step, 3, HEADS, 1, VDIM)
-        pool.write_decode(tables, 0, k, v)
+        pool.layer(0).write(tables, k, v)
         dense = [
             tuple(
                 mx.concatenate([old, new[row : row + 1]], axis=2) for old, new in zip(dense[row], (k, v), strict=True)
@@ -216,7 +216,7 @@ def test_gather_attention_in_a_window_group_sees_the_window_only() -> None:
         pool.append_tokens(table, n - 1)
         pool.write_prefill(table, 0, k[:, :, : n - 1], v[:, :, : n - 1])
         pool.append_tokens(table, 1)
-        pool.write_decode([table], 0, k[:, :, n - 1 :], v[:, :, n - 1 :])
+        pool.layer(0).write([table], k[:, :, n - 1 :], v[:, :, n - 1 :])
     q = noise(99, 2, Q_HEADS, 1, DIM)
     got = gather_attention(q, pool.layer(0), tables, AttentionParams(SCALE), pool.layer(0).step(tables, 1))
     for row, (k, v) in enumerate(parts):
@@ -249,7 +249,7 @@ def test_short_rows_of_one_length_are_computed_together_with_the_same_bits(
         k, v = kv(seed, n, dtype)
         for i in range(n):
             pool.append_tokens(table, 1)
-            pool.write_decode([table], 0, k[:, :, i : i + 1], v[:, :, i : i + 1])
+            pool.layer(0).write([table], k[:, :, i : i + 1], v[:, :, i : i + 1])
     q = noise(99, len(lengths), Q_HEADS, 1, DIM, dtype=dtype)
     calls = []
 

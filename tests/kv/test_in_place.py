@@ -55,7 +55,7 @@ class Twin:
                     noise(self.seed * 7 + layer, 1, HEADS, count, KD),
                     noise(self.seed * 7 + layer, 1, HEADS, count, VD),
                 )
-                pool.write([tables[pool.group_of(layer)]], layer, k, v)
+                pool.layer(layer).write([tables[pool.group_of(layer)]], k, v)
 
     def step(self, indices: list[int]) -> None:
         """One token for several sequences in one call."""
@@ -68,7 +68,7 @@ class Twin:
             for layer in range(3):
                 rows = [tables[pool.group_of(layer)] for tables in batch]
                 k, v = (noise(self.seed * 5 + layer, len(rows), HEADS, 1, dim) for dim in (KD, VD))
-                pool.write_decode(rows, layer, k, v)
+                pool.layer(layer).write(rows, k, v)
 
     def fork(self, index: int) -> None:
         pairs = zip(self.pools, self.sequences[index], strict=True)

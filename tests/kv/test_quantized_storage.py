@@ -1,5 +1,6 @@
 """Quantised pages, functional, in place and rotated."""
 
+import copy
 import warnings
 from collections.abc import Iterator
 
@@ -9,6 +10,7 @@ import pytest
 from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_paged.attention import dispatch
+from mlx_paged.cache.rows import SequenceTables
 from mlx_paged.errors import ConfigError, GeometryError
 from mlx_paged.kernels import availability
 from mlx_paged.kernels import ops as kernels
@@ -24,7 +26,6 @@ from mlx_paged.kv.storage.base import Geometry, PageFormat
 from mlx_paged.kv.storage.choice import kernel_unsupported_reason, prefill_unsupported_reason, storage_choice
 from mlx_paged.kv.storage.in_place import InPlaceStorage
 from mlx_paged.kv.storage.quantized import QuantizedStorage
-from mlx_paged.prefix.detached import DetachedPrefix, sequence_over
 from mlx_paged.warn import NotPagedWarning
 from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
@@ -38,7 +39,7 @@ def append(pool: BlockPool, table: BlockTable, seed: int, n: int, **shape) -> tu
     """Append n tokens of noise to layer 0."""
     k, v = kv(seed, n, kd=128, vd=128, **shape)
     pool.append_tokens(table, n)
-    pool.write([table], 0, k, v)
+    pool.layer(0).write([table], k, v)
     return k, v
 
 
@@ -70,7 +71,7 @@ def test_pages_hold_the_bytes_of_mlx_lms_cache(page_format: PageFormat, dtype: m
         k, v = kv(100 + step, 1, batch=3, kd=128, vd=128, dtype=dtype)
         for table in tables:
             pool.append_tokens(table, 1)
-        pool.write(tables, 0, k, v)
+        pool.layer(0).write(tables, k, v)
         for row, mine in enumerate(parts):
             mine.append((k[row : row + 1], v[row : row + 1]))
     for table, mine in zip(tables, parts, strict=True):
@@ -125,7 +126,7 @@ def test_what_cannot_be_quantised_stays_as_it_is_and_says_why(spec: LayerGroup, 
     k, v = kv(1, 5, **shape)
     pool.append_tokens(table, 5)
     with pytest.warns(NotPagedWarning, match=why):
-        pool.write([table], 0, k, v)
+        pool.layer(0).write([table], k, v)
     assert not pool.groups[0].is_quantized and why in pool.groups[0].dense_reason
     assert all(mx.array_equal(got, x) for got, x in zip(pool.gather_visible(table, 0), (k, v), strict=True))
     assert pool.stats().quantized_tokens == 0
@@ -144,7 +145,7 @@ def test_keys_that_are_not_the_groups_are_refused_as_without() -> None:
     rows = pool.layer(0).read_stored(table)
     for bad in ((k[..., :64], v[..., :64]), (k.astype(mx.float16), v.astype(mx.float16)), rows):
         with pytest.raises(GeometryError):
-            pool.write([table], 0, *bad)
+            pool.layer(0).write([table], *bad)
     for bad in ((k, v), (rows[0][..., :-1], rows[1]), [x.astype(mx.int32) for x in rows], [x[0] for x in rows]):
         with pytest.raises(GeometryError, match="rows"):
             pool.layer(0).write_stored([table], *bad)
@@ -176,7 +177,7 @@ def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: in
     rng = np.random.default_rng(seed)
     page_format = FORMATS[seed % len(FORMATS)]
     pool = pool_of(window=window, page_format=page_format)
-    sequences = [(sequence_over(pool, [pool.new_table()]), [])]  # with the (k, v) of every token
+    sequences = [(SequenceTables.over(pool, [pool.new_table()]), [])]  # with the (k, v) of every token
     written, parked = 0, []
     for turn in range(50):
         index = int(rng.integers(len(sequences)))
@@ -189,7 +190,7 @@ def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: in
             tokens += [(k[:, :, i : i + 1], v[:, :, i : i + 1]) for i in range(n)]
             written += n
         elif action == "fork" and len(sequences) < 5:
-            sequences.append((sequence_over(pool, [pool.fork(table)]), list(tokens)))
+            sequences.append((SequenceTables.over(pool, [pool.fork(table)]), list(tokens)))
         elif action == "trim":
             n = int(rng.integers(0, min(len(tokens), 4)))
             if window is None or len(tokens) < window:
@@ -198,16 +199,16 @@ def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: in
         elif action == "drop" and len(sequences) > 1:
             del sequences[index]
         elif action == "detach" and len(parked) < 3:
-            parked.append((DetachedPrefix(sequence), list(tokens)))
+            parked.append((copy.deepcopy(sequence), list(tokens)))
         elif action == "adopt" and parked and len(sequences) < 5:
             detached, held = parked.pop()
-            sequences.append((detached.adopt(), list(held)))
+            sequences.append((detached, list(held)))
         elif action == "carry" and table.num_visible:  # as to a file and back
             rows = [mx.array(np.array(x)) for x in pool.layer(0).read_stored(table)]
             fresh = pool.new_table(start=table.logical_start)
             pool.append_tokens(fresh, table.num_visible)
             pool.layer(0).write_stored([fresh], *rows)
-            sequences[index] = (sequence_over(pool, [fresh]), tokens)
+            sequences[index] = (SequenceTables.over(pool, [fresh]), tokens)
         elif action == "shrink":
             pool.return_memory()
         del sequence, table
@@ -256,7 +257,7 @@ class Pair:
     def append(self, tables: list[BlockTable], seed: int, count: int) -> None:
         for pool, table in zip(self.pools, tables, strict=True):
             pool.append_tokens(table, count)
-            pool.write([table], 0, noise(seed, 1, HEADS, count, DIM), noise(seed + 1, 1, HEADS, count, DIM))
+            pool.layer(0).write([table], noise(seed, 1, HEADS, count, DIM), noise(seed + 1, 1, HEADS, count, DIM))
 
     def agree(self, tables: list[BlockTable]) -> None:
         for read in ("read_stored", "gather_visible"):
@@ -328,13 +329,13 @@ def test_a_write_that_is_taken_back_is_counted_once(fake: FakeKernels) -> None:
     pool.append_tokens(table, 3)
     k, v = noise(2, 1, HEADS, 3, DIM), noise(3, 1, HEADS, 3, DIM)
     before = storage.fence()
-    pool.write([table], 0, k, v)
+    pool.layer(0).write([table], k, v)
     written = storage.fence()
     pool.gather_visible(table, 0)
     assert storage.rewind(written, storage.fence()) and storage.num_quantized == 3
     pool.gather_visible(table, 0)
     assert storage.rewind(before, storage.fence()) and storage.num_quantized == 0
-    pool.write([table], 0, k, v)
+    pool.layer(0).write([table], k, v)
     assert storage.num_quantized == 3
 
 
@@ -379,7 +380,7 @@ def filled(page_format: PageFormat | None, k: mx.array, v: mx.array) -> tuple[Bl
     pool = pool_of(page_format=page_format)
     table = pool.new_table()
     pool.append_tokens(table, k.shape[2])
-    pool.write([table], 0, k, v)
+    pool.layer(0).write([table], k, v)
     return pool, pool.gather_visible(table, 0)
 
 
@@ -395,7 +396,7 @@ def test_pages_hold_the_rows_of_rotated_vectors(page_format: PageFormat, dtype: 
     for seed, n in enumerate((5, 13, 1, 2, 1)):
         parts.append(outlying(seed, n, 64, dtype))
         pool.append_tokens(table, n)
-        pool.write([table], 0, *parts[-1])
+        pool.layer(0).write([table], *parts[-1])
     k, v = (mx.concatenate(each, axis=2) for each in zip(*parts, strict=True))
     rows = pool.layer(0).read_stored(table)
     for x, form, held, read in zip(
@@ -448,7 +449,7 @@ def test_packed_and_batched_rows_are_those_of_each_alone() -> None:
     k, v = kv(5, 1, batch=3, kd=96, vd=64)
     for table in tables:
         pool.append_tokens(table, 1)
-    pool.write(tables, 0, k, v)
+    pool.layer(0).write(tables, k, v)
     for row, table in enumerate(tables):
         _, alone = filled(page_format, k[row : row + 1], v[row : row + 1])
         for got, want in zip(pool.gather_visible(table, 0), alone, strict=True):
@@ -461,7 +462,7 @@ def test_rows_read_by_positions_are_rotated_back() -> None:
     table = pool.new_table()
     k, v = outlying(2, 10, 64)
     pool.append_tokens(table, 10)
-    pool.write([table], 0, k, v)
+    pool.layer(0).write([table], k, v)
     storage = pool.layer(0).storage
     assert isinstance(storage, QuantizedStorage)
     columns = Columns(mx.array([list(table.block_ids)]), mx.array([[9, 0, 4]]), mx.ones((1, 1, 3, 1), mx.bool_))

@@ -1,6 +1,7 @@
 """What sequences have in common is quantised once, in rotated pages, too: adopted, parked, spilled, restored and saved
 prefixes are the same rows, and a run from them has the same bits as one that computed everything."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from mlx_paged import PagedConfig
 from mlx_paged.cache.rows import SequenceTables
 from mlx_paged.errors import PoolExhaustedError
 from mlx_paged.patches.cache.layer_cache import PagedLayerCache
-from mlx_paged.prefix.detached import DetachedPrefix, donate
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.spill import SpillStore
 from mlx_paged.prefix.store import SharedPrefixes
@@ -57,8 +57,8 @@ def test_a_prefix_is_the_same_rows_wherever_it_comes_from(kind: str, bits: Any, 
     mx.eval(model(PREFIX[None], cache=cold))
     sequence, pool = cold[0].sequence, cold[0].pool
     tokens = PREFIX.tolist()
-    parked, tree = DetachedPrefix(sequence), RadixTree(pool)
-    node = donate(tree, tokens, sequence).node
+    parked, tree = copy.deepcopy(sequence), RadixTree(pool)
+    node = tree.insert(tokens, sequence.tables).node
     assert all(group.geometry.format.rotate == rotate for group in pool.groups)
     assert SpillStore(tmp_path / "prefixes").save(pool, node, "weights") == 8
     save_prompt_cache(str(tmp_path / "cache.safetensors"), cold)
@@ -66,7 +66,7 @@ def test_a_prefix_is_the_same_rows_wherever_it_comes_from(kind: str, bits: Any, 
     before = pool.stats().quantized_tokens
     assert before == 64 + 10
 
-    hits = [parked.adopt(), adopt_longest(tree, [*tokens, 1])]
+    hits = [parked, adopt_longest(tree, [*tokens, 1])]
     assert pool.stats().quantized_tokens == before  # nothing at a hit
     for hit in hits:
         assert mx.array_equal(logits_of(model, caches_over(hit, cold)), expected)
@@ -99,7 +99,7 @@ def test_pages_of_another_format_are_never_served(tmp_path: Path) -> None:
         tree, store = RadixTree(pool), SpillStore(tmp_path)
         assert store.restore(tree, [*tokens, 1], None, "weights") == 0
         model(PREFIX[None], cache=cache)
-        assert store.save(pool, donate(tree, tokens, cache[0].sequence).node, "weights") == 8
+        assert store.save(pool, tree.insert(tokens, cache[0].sequence.tables).node, "weights") == 8
         assert store.restore(RadixTree(pool), [*tokens, 1], None, "weights") == 64
         mlx_paged.remove_patches()
 
@@ -113,7 +113,7 @@ def test_files_are_the_size_of_the_pages(bits: Any, tmp_path: Path) -> None:
     model(prompt[None], cache=cache)
     pool = cache[0].pool
     store = SpillStore(tmp_path)
-    assert store.save(pool, donate(RadixTree(pool), prompt.tolist(), cache[0].sequence).node, "weights") == 2
+    assert store.save(pool, RadixTree(pool).insert(prompt.tolist(), cache[0].sequence.tables).node, "weights") == 2
     pages = 2 * pool.groups[0].bytes_per_block
     assert pages <= store.nbytes <= 1.05 * pages
 

@@ -41,7 +41,7 @@ def put(pool: BlockPool, table: BlockTable, seed: int, n: int, **shape: Any) -> 
     k, v = kv(seed, n, **shape)
     pool.append_tokens(table, n)
     if n == 1:
-        pool.write_decode([table], 0, k, v)
+        pool.layer(0).write([table], k, v)
     else:
         pool.write_prefill(table, 0, k, v)
     return k, v

@@ -14,7 +14,6 @@ from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import UNLIMITED, BlockPool
 from mlx_paged.kv.storage.attention_params import Window
-from mlx_paged.prefix.detached import sequence_over
 from mlx_paged.prefix.radix import RadixTree
 
 BYTES_PER_TOKEN = 3 * 4
@@ -106,4 +105,4 @@ def make_tree(windows: Sequence[int | Window | None], **options: Any) -> tuple[R
 def adopt_longest(tree: RadixTree, tokens: Sequence[int], salt: Hashable = None) -> SequenceTables | None:
     """Return a new sequence on the longest prefix that the tree can serve, or None if it has none."""
     length, tables = tree.adopt(tokens, salt)
-    return sequence_over(tree.pool, tables) if length else None
+    return SequenceTables.over(tree.pool, tables) if length else None

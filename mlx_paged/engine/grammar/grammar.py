@@ -106,11 +106,6 @@ class Grammar:
         else:
             self.part, self._matcher = Part.WITHIN, self._compiled.matcher.deep_copy()
 
-    @property
-    def is_finished(self) -> bool:
-        """Return whether nothing but the end may follow."""
-        return self.part is Part.ENDED or (self.part is Part.WITHIN and self._matcher.is_stopped())
-
     def accept(self, token: int) -> None:
         """Go on with a token of the answer.
 

@@ -22,7 +22,7 @@ def big_pool() -> Iterator[BlockPool]:
     table = pool.new_table()
     pool.append_tokens(table, 62_500)
     k, v = kv(0, 1, heads=8, kd=128, vd=128, dtype=mx.float16)
-    pool.write_decode([table], 0, k, v)
+    pool.layer(0).write([table], k, v)
     mx.eval(pool.fence(0))
     pool.release_table(table)
     assert pool.stats().bytes_reserved > 250_000_000
@@ -66,7 +66,7 @@ def test_write_never_copies_the_pool(big_pool: BlockPool) -> None:
         tables = [sequence.tables[0], pool.new_table()]
         for table in tables:
             pool.append_tokens(table, 1)
-        pool.write_decode(tables, 0, *kv(next(seeds), 1, batch=2, **shape))
+        pool.layer(0).write(tables, *kv(next(seeds), 1, batch=2, **shape))
         mx.eval(pool.fence(0))
 
     def write_then_read() -> None:  # one graph
@@ -98,7 +98,7 @@ def test_write_never_copies_the_pool(big_pool: BlockPool) -> None:
         before = pool.stats().cow_forks
         for table in forks:
             pool.append_tokens(table, 1)
-            pool.write_decode([table], 0, *kv(next(seeds), 1, **shape))
+            pool.layer(0).write([table], *kv(next(seeds), 1, **shape))
             mx.eval(pool.gather_visible(table, 0))
         assert pool.stats().cow_forks == before + 3
 

@@ -90,7 +90,7 @@ def test_batched_decode_writes_each_sequence_its_own_row(dtype: mx.Dtype) -> Non
             pool.append_tokens(tables[i], 1)
         for layer in range(2):
             k, v = kv(100 + 2 * step + layer, 1, batch=len(chosen), kd=8, vd=4, dtype=dtype)
-            pool.write_decode([tables[i] for i in chosen], layer, k, v)
+            pool.layer(layer).write([tables[i] for i in chosen], k, v)
             for row, i in enumerate(chosen):
                 histories[i][layer].append((k[row : row + 1], v[row : row + 1]))
     for table, history in zip(tables, histories, strict=True):
@@ -263,7 +263,7 @@ def test_growth_is_geometric() -> None:
     pool.set_geometry(0, k, v, batch=1)
     for _ in range(5000):
         pool.append_tokens(table, 1)
-    pool.write_decode([table], 0, k, v)
+    pool.layer(0).write([table], k, v)
     assert table.num_blocks == 1250
     assert 2 <= len(calls) <= math.log2(5000), calls
     assert pool.stats().total_blocks < 2 * 1251
@@ -372,7 +372,7 @@ def write(pool: BlockPool, table: BlockTable, num_tokens: int) -> None:
     pool.append_tokens(table, num_tokens)
     keys = mx.ones((1, HEADS, num_tokens, DIM))
     for layer in (0, 1):
-        pool.write([table], layer, keys, keys)
+        pool.layer(layer).write([table], keys, keys)
     mx.eval([pool.fence(layer) for layer in (0, 1)])
 
 
@@ -445,7 +445,7 @@ def test_garbage_in_free_and_stale_slots_never_shows(dtype: mx.Dtype) -> None:
         for table in tables:
             pool.append_tokens(table, 1)
         k, v = kv(20 + step, 1, batch=2, dtype=dtype)
-        pool.write_decode(tables, 0, k, v)
+        pool.layer(0).write(tables, k, v)
         for row, history in enumerate(histories):
             history.append((k[row : row + 1], v[row : row + 1]))
         q = noise(step, 2, 4, 1, 8, dtype=dtype)
@@ -534,7 +534,7 @@ def test_decode_after_a_fork_copies_the_tail_in_every_layer() -> None:
     assert pool.stats().cow_forks == 2  # the last one owns the old block
     tokens = [kv(10 + layer, 1, batch=3) for layer in range(3)]
     for layer in range(3):
-        pool.write_decode([first, second, third], layer, *tokens[layer])
+        pool.layer(layer).write([first, second, third], *tokens[layer])
     for row, table in enumerate((first, second, third)):
         for layer in range(3):
             token = tuple(x[row : row + 1] for x in tokens[layer])
@@ -627,7 +627,7 @@ def test_a_sliding_window_holds_no_more_than_it_needs(window: int, block_size: i
         k = mx.array(history[:, :, written : written + step])
         pool.append_tokens(table, step)
         if step == 1:
-            pool.write_decode([table], 0, k, -k)
+            pool.layer(0).write([table], k, -k)
         else:
             pool.write_prefill(table, 0, k, -k)
         written += step

@@ -142,7 +142,7 @@ class PoolMachine(RuleBasedStateMachine):
                 return
             tokens = self.new_tokens(1, 1)
             for layer, (k, v) in tokens.items():
-                self.pool.write_decode([sequence.tables[layer % 2]], layer, mx.array(k), mx.array(v))
+                self.pool.layer(layer).write([sequence.tables[layer % 2]], mx.array(k), mx.array(v))
             self.note(sequence, tokens, 0)
 
     @precondition(lambda self: len(self.sequences) > 1)
@@ -156,7 +156,7 @@ class PoolMachine(RuleBasedStateMachine):
             tokens = self.new_tokens(len(batch), 1)
             for layer, (k, v) in tokens.items():
                 tables = [sequence.tables[layer % 2] for sequence in batch]
-                self.pool.write_decode(tables, layer, mx.array(k), mx.array(v))
+                self.pool.layer(layer).write(tables, mx.array(k), mx.array(v))
             for row, sequence in enumerate(batch):
                 self.note(sequence, tokens, row)
 

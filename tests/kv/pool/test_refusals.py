@@ -59,19 +59,17 @@ def test_a_refused_first_write_does_not_fix_the_geometry(case: str) -> None:
     assert_holds(pool, table, *other)
 
 
-def test_decode_takes_one_token_for_each_table() -> None:
+def test_a_write_takes_as_many_sequences_as_tables() -> None:
     watched = Watched()
     pool, table = watched.pool, watched.table
     before = watched.picture()
-    with pytest.raises(GeometryError, match="one token per sequence, not 2"):
-        pool.write_decode([table], 0, *kv(1, 2))
     with pytest.raises(GeometryError, match=r"2 sequence\(s\), 1 expected"):
-        pool.write_decode([table], 0, *kv(1, 1, batch=2))
+        pool.layer(0).write([table], *kv(1, 1, batch=2))
     other = pool.new_table()
     with pytest.raises(GeometryError, match=r"1 sequence\(s\), 2 expected"):
-        pool.write_decode([table, other], 0, *kv(1, 1))
+        pool.layer(0).write([table, other], *kv(1, 1))
     with pytest.raises(GeometryError, match="only 0 reserved"):
-        pool.write_decode([table, other], 0, *kv(1, 1, batch=2))
+        pool.layer(0).write([table, other], *kv(1, 1, batch=2))
     watched.assert_unchanged(before)
     watched.go_on()
 
@@ -86,7 +84,7 @@ def test_a_layer_of_another_group_is_refused() -> None:
     with pytest.raises(GeometryError, match="layer 1 is not of the table's group 0"):
         pool.write_prefill(tables[0], 1, *kv(3, 6))
     with pytest.raises(GeometryError, match="layer 0 is not of the table's group 1"):
-        pool.write_decode([tables[1]], 0, *kv(3, 1))
+        pool.layer(0).write([tables[1]], *kv(3, 1))
     with pytest.raises(GeometryError, match="layer 1 is not of the table's group 0"):
         pool.gather_visible(tables[0], 1)
     for layer, table in enumerate(tables):
@@ -122,8 +120,8 @@ def test_use_after_release_and_double_release_of_a_table() -> None:
         lambda: pool.trim(gone, 1),
         lambda: pool.copy_on_write_block(gone, 0),
         lambda: pool.write_prefill(gone, 0, *kv(1, 2)),
-        lambda: pool.write_decode([gone], 0, *kv(1, 1)),
-        lambda: pool.write_decode([watched.table, gone], 0, *kv(1, 1, batch=2)),
+        lambda: pool.layer(0).write([gone], *kv(1, 1)),
+        lambda: pool.layer(0).write([watched.table, gone], *kv(1, 1, batch=2)),
         lambda: pool.gather_visible(gone, 0),
     ]
     for use in uses:
@@ -163,7 +161,7 @@ def test_writing_to_a_shared_block_without_append_is_refused() -> None:
     with pytest.raises(BlockStateError, match="is to be written but held 2 times"):
         pool.write_prefill(watched.table, 0, *kv(9, 2))
     with pytest.raises(BlockStateError, match="is to be written but held 2 times"):
-        pool.write_decode([fork], 0, *kv(9, 1))
+        pool.layer(0).write([fork], *kv(9, 1))
     watched.assert_unchanged(before)
     for layer in range(2):
         assert_holds(pool, fork, *watched.parts[layer], layer)

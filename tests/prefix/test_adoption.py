@@ -1,7 +1,6 @@
 """Detach, park, adopt: references only, the right tokens, and the same results as computing them again."""
 
 import copy
-import gc
 
 import mlx.core as mx
 import numpy as np
@@ -9,10 +8,9 @@ import pytest
 from mlx_lm.models import cache as upstream
 
 import mlx_paged
-from mlx_paged import BlockStateError, PagedConfig, TrimError
+from mlx_paged import PagedConfig
 from mlx_paged.cache.rows import SequenceTables
 from mlx_paged.patches.cache.layer_cache import PagedLayerCache
-from mlx_paged.prefix.detached import DetachedPrefix, donate, sequence_over
 from mlx_paged.prefix.radix import RadixTree
 from tests.support.cases import crossed, quick
 from tests.support.models.builders import KINDS, WINDOW, build, prompt_of
@@ -57,7 +55,7 @@ def test_prefill_after_an_adopted_prefix_allocates_suffix_blocks_only() -> None:
     forward(model, prefix, donor)
     pool = mlx_paged.pool_of(model)
     assert pool is not None
-    parked = DetachedPrefix(donor[0].sequence)
+    parked = copy.deepcopy(donor[0].sequence)
     donor_sequence = donor.pop().sequence
     release(pool, donor_sequence.tables)
     del donor, donor_sequence
@@ -66,7 +64,7 @@ def test_prefill_after_an_adopted_prefix_allocates_suffix_blocks_only() -> None:
 
     siblings = []
     for number in range(4):
-        adopted = parked.adopt()
+        adopted = copy.deepcopy(parked)
         assert adopted.length == len(prefix)
         stats = pool.stats()
         assert stats.live_blocks == before.live_blocks + number * 3 and stats.bytes_reserved >= before.bytes_reserved
@@ -78,7 +76,7 @@ def test_prefill_after_an_adopted_prefix_allocates_suffix_blocks_only() -> None:
         assert stats.cow_forks == number + 1
     pool.check_integrity()
 
-    parked.discard()
+    release(pool, parked.tables)
     assert pool.stats().live_blocks == 5 + 4 * 3  # the tail nobody else has is free again
     for adopted in siblings:
         release(pool, adopted.tables)
@@ -97,7 +95,7 @@ def test_shared_prefix_gives_the_bits_of_a_cold_prefill_cut_alike(kind: str, cut
     cold = upstream.make_prompt_cache(model)
     forward(model, tokens[:cut], cold)
     tree = RadixTree(cold[0].pool)
-    donate(tree, tokens, cold[0].sequence)
+    tree.insert(tokens[:cut], cold[0].sequence.tables)
     shared = adopt_longest(tree, tokens)
     assert shared is not None and shared.length == cut
     expected = generate(model, tokens[cut:], cold)
@@ -118,82 +116,12 @@ def test_parked_end_of_a_turn_goes_on_as_its_donor_would(kind: str) -> None:
     model = paged(kind)
     donor = upstream.make_prompt_cache(model)
     generate(model, prompt_of(WINDOW + 21, seed=3).tolist(), donor, steps=5)
-    parked = DetachedPrefix(donor[0].sequence)
+    parked = copy.deepcopy(donor[0].sequence)
     for following in ([7], prompt_of(11, seed=4).tolist()):
         expected = generate(model, following, copy.deepcopy(donor))
         for _ in range(2):  # adopting does not use it up
-            got = generate(model, following, caches_of(parked.adopt()))
+            got = generate(model, following, caches_of(copy.deepcopy(parked)))
             np.testing.assert_array_equal(got[1], expected[1])
-
-
-def test_cut_of_a_parked_prefix() -> None:
-    pool = make_pool((None, 6))
-    tables, tokens = new_tables(pool), tuple(range(30))
-    compute(pool, tables, tokens[:14])
-    compute(pool, tables, tokens)
-    parked = DetachedPrefix(sequence_over(pool, tables))
-    assert [parked.longest(n) for n in (99, 30, 16, 14, 9)] == [30, 30, 16, 14, 0]
-    for length in (30, 29, 17, 14):
-        cut = parked.adopt(length).tables
-        assert [table.length for table in cut] == [length, length]
-        check_contents(pool, cut, tokens)
-        other = tokens[:length] + (99,) * 7
-        compute(pool, cut, other)
-        check_contents(pool, cut, other)
-        release(pool, cut)
-    for length in (31, 13, 0, -1):
-        with pytest.raises(TrimError):
-            parked.adopt(length)
-    check_contents(pool, parked.tables, tokens)
-    pool.check_integrity()
-
-
-def test_discard_gives_back_what_was_held_and_only_once() -> None:
-    pool = make_pool((None, 6))
-    tables = new_tables(pool)
-    compute(pool, tables, range(21))
-    parked = DetachedPrefix(sequence_over(pool, tables))
-    live = pool.stats().live_blocks
-    assert parked.nbytes == pool.stats().bytes_in_use
-    clone = parked.adopt().tables
-    release(pool, tables)
-    assert pool.stats().live_blocks == live
-    parked.discard()
-    assert pool.stats().live_blocks == live  # the clone's
-    for use in (parked.discard, parked.adopt, lambda: parked.nbytes):
-        with pytest.raises(BlockStateError):
-            use()
-    check_contents(pool, clone, range(21))
-    release(pool, clone)
-    assert pool.stats().live_blocks == 0
-    pool.check_integrity()
-
-
-def test_parked_prefix_that_is_dropped_gives_its_blocks_back() -> None:
-    pool = make_pool()
-    tables = new_tables(pool)
-    compute(pool, tables, range(9))
-    parked = DetachedPrefix(sequence_over(pool, tables))
-    del tables
-    gc.collect(0)
-    assert (pool.stats().live_blocks, parked.length) == (3, 9)
-    del parked
-    gc.collect(0)
-    assert pool.stats().live_blocks == 0
-
-
-def test_nothing_is_detached_in_the_middle_of_a_step() -> None:
-    model = paged("gemma3")
-    cache = upstream.make_prompt_cache(model)
-    forward(model, [1, 2, 3], cache)
-    sequence = cache[0].sequence
-    sequence.take_next(0, 1)
-    with pytest.raises(BlockStateError, match="under way"):
-        DetachedPrefix(sequence)
-    tables = new_tables(pool := make_pool((None, 6)))
-    pool.append_tokens(tables[0], 3)
-    with pytest.raises(BlockStateError, match="under way"):
-        DetachedPrefix(sequence_over(pool, tables))
 
 
 def test_sharers_of_a_partial_tail_never_see_each_others_tokens() -> None:
@@ -228,7 +156,7 @@ def test_a_chunk_behind_another_prefix_never_matches() -> None:
     cache = upstream.make_prompt_cache(model)
     forward(model, first, cache)
     tree = RadixTree(cache[0].pool)
-    donate(tree, first, cache[0].sequence, "model")
+    tree.insert(first, cache[0].sequence.tables, "model")
     assert adopt_longest(tree, [*second, 0], "model") is None
     assert adopt_longest(tree, [*chunk, 0], "model") is None
     assert adopt_longest(tree, [*first, 0], "other model") is None
@@ -237,23 +165,3 @@ def test_a_chunk_behind_another_prefix_never_matches() -> None:
     again = adopt_longest(tree, first, "model")  # one token is left to compute
     assert again is not None and again.length == len(first) - 1
     assert tree.pool.stats().prefix_hit_tokens == 2 * len(first) - 1
-
-
-def test_only_tokens_that_were_computed_and_told_are_donated() -> None:
-    pool = make_pool()
-    tables = new_tables(pool)
-    compute(pool, tables, range(9))
-    tree = RadixTree(pool)
-    sequence = sequence_over(pool, tables)
-    assert donate(tree, [], sequence) is None
-    result = donate(tree, range(7), sequence)
-    assert result is not None and (result.new_tokens, result.new_blocks) == (7, 2)
-    result = donate(tree, range(20), sequence)
-    assert result is not None and result.new_tokens == 2
-    assert tree.match(range(20)).length == 9
-    compute(pool, tables, range(18))
-    forks = pool.stats().cow_forks
-    assert donate(tree, range(18), sequence_over(pool, tables), whole_blocks=True) is not None
-    assert tree.match(range(20)).length == 16
-    compute(pool, tables, range(19))
-    assert pool.stats().cow_forks == forks
