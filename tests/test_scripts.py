@@ -15,6 +15,7 @@ from mlx_lm import load, stream_generate
 
 from scripts import demo_model
 from scripts.bench import COMMANDS
+from tests.support.cases import slow
 from tests.support.models.tiny_gguf import Tiny, write_tiny
 from tests.support.processes import commands
 
@@ -23,8 +24,8 @@ CPU_ONLY = pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="
 TINY = ("--random", "tiny")
 RUNS = [
     ("generate", *TINY, "--contexts", "40,150", "--block-sizes", "16", "--decode-tokens", 4, "--repeats", 2),
-    ("generate", *TINY, "--synthetic-context", "--contexts", 100, "--block-sizes", 32, "--repeats", 1),
-    ("batch", *TINY, "--cases", "3xragged64,4xmixed5-40", "--decode-tokens", 12, "--arrivals", 50, "--requests", 4),
+    *slow(("generate", *TINY, "--synthetic-context", "--contexts", 100, "--repeats", 1), single=True),
+    ("batch", *TINY, "--cases", "3xragged64", "--decode-tokens", 12, "--arrivals", 50, "--requests", 4),
     ("prefix", *TINY, "--prefix", 192, "--suffix", 16, "--sharers", 4, "--decode-tokens", 4, "--pattern", "burst"),
     ("engine", "--rows", "1,2", "--nodes", "20,0", "--waiting", 300),
     pytest.param(("ranks", *TINY, "--rows", 2, "--prompt", 20, "--answer", 16, "--rounds", 1), marks=CPU_ONLY),

@@ -208,7 +208,7 @@ def shrink_beside_makers(rounds: int, makers: int) -> None:
 
 
 def test_a_pool_shrinks_while_other_threads_make_caches() -> None:
-    shrink_beside_makers(100, 2)
+    shrink_beside_makers(20, 2)
 
 
 @pytest.mark.slow

@@ -54,9 +54,8 @@ def outcome(variant: Variant, cores: int, edit: Any = None) -> SelfCheck:
 
 
 @pytest.mark.parametrize(
-    ("name", "cores"), quick(crossed(list(VARIANTS), CORES), ("dense", 8), ("extras", 10), ("quantised", 16),
-    ("dense", 20), ("dense", 30), ("dense", 32), ("dense", 38), ("dense", 40), ("dense", 60), ("dense", 64),
-    ("dense", 76), ("dense", 80), ("matrices", 38), ("matrices", 16), ("matrices over codes", 30))
+    ("name", "cores"), quick(crossed(list(VARIANTS), CORES), ("dense", 8), ("dense", 64), ("extras", 10),
+    ("matrices over codes", 30))
 )  # fmt: skip
 def test_it_passes(name: str, cores: int) -> None:
     result = outcome(VARIANTS[name], cores)
@@ -104,8 +103,7 @@ _FEW_GROUPS = page_shape(64, (4, 4), 32, mx.float16)
 
 @pytest.mark.parametrize(
     "name",
-    quick(MATRIX_PLANTED, "a token before the window", "sum of one simdgroup", "the newest token is not stored",
-    "one scale for all groups"),
+    quick(MATRIX_PLANTED, "sum of one simdgroup", "the newest token is not stored", "one scale for all groups"),
 )  # fmt: skip
 def test_planted_defects_of_matrices_are_found(name: str) -> None:
     variant, old, new = MATRIX_PLANTED[name]
@@ -115,6 +113,7 @@ def test_planted_defects_of_matrices_are_found(name: str) -> None:
     assert not result.ok, result
 
 
+@pytest.mark.slow
 def test_memory_that_nobody_wrote_is_found() -> None:
     """It is 0 here, which does no harm in a partition that nobody sees: only what the check puts there shows it."""
     edit, decode = PLANTED["a first partition without a visible token"], kernels.paged_decode
@@ -132,7 +131,7 @@ LATENT_PLANTED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("cores", quick([20, 32, LARGE], 20, 32, 38))
+@pytest.mark.parametrize("cores", quick([20, 32, LARGE], LARGE))
 def test_the_one_over_latents_passes(cores: int) -> None:
     with gpu(cores):
         result = self_check_latent(LATENT)
@@ -204,7 +203,7 @@ def test_it_launches_every_text_for_few_rows_and_many(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text"), quick([(name, text) for name in TEXTS for text in TEXTS[name]],
     ("dense", ("paged_decode", False, False)), ("dense", ("copy_blocks", None, False)),
-    ("quantised", ("quantized_decode", False, False)), ("quantised", ("copy_blocks", None, False)))
+    ("quantised", ("copy_blocks", None, False)))
 )  # fmt: skip
 def test_values_of_every_text_are_compared(name: str, text: Seen) -> None:
     result, _ = texts_of_check(VARIANTS[name], text)

@@ -81,7 +81,7 @@ def vocabulary_prompt(length: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "kind", quick(HYBRIDS, "baichuan_m1", "granitemoehybrid", "lfm2_moe", "olmo_hybrid", "qwen3_next", "kimi_k3")
+    "kind", quick(HYBRIDS, "baichuan_m1", "olmo_hybrid", "qwen3_next", "kimi_k3")
 )  # fmt: skip
 def test_prefixes_that_part_anywhere_are_found_up_to_the_interval(kind: str) -> None:
     chats = Chats(model_configs.build(kind), prefill_step_size=48)
@@ -153,7 +153,7 @@ def test_a_state_serves_only_prompts_that_begin_with_all_that_made_it(kind: str)
     assert chats.ask([5, *shared[1:], 3, *tail]) == [0]
 
 
-@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize("kind", quick(RECURRENT, "falcon_h1"))
 def test_checkpoints_stay_within_their_share_and_the_useful_ones_stay(kind: str) -> None:
     probe = Chats(model_of(kind))
     probe.ask(prompt_of(70, seed=1).tolist())
@@ -265,7 +265,7 @@ def test_a_state_that_somebody_still_holds_counts_until_it_is_dropped() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", quick(HYBRIDS, "baichuan_m1", "granitemoehybrid", "lfm2_moe", "olmo_hybrid", "qwen3_next", "kimi_k3")
+    "kind", quick(HYBRIDS, "baichuan_m1", "olmo_hybrid", "qwen3_next", "kimi_k3")
 )  # fmt: skip
 def test_checkpoints_come_back_from_disk_after_a_kill(kind: str, tmp_path: Path) -> None:
     """What is written in idle moments serves another process, which has nothing of the first one's memory."""
