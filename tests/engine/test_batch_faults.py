@@ -9,6 +9,7 @@ import pytest
 from mlx_paged import PoolExhaustedError
 from mlx_paged.engine import prefill
 from mlx_paged.errors import RequestFailedError, RequestTooLargeError
+from tests.support.cases import slow
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.faulty import BLOCK, FEWEST_BLOCKS, MOST, PROMPTS, Driver, FaultySampler, prompt, solos
 
@@ -140,7 +141,7 @@ def random_steps(num_blocks: int, num_steps: int, packs: int = 0, seed: int = 0,
 
 
 @pytest.mark.parametrize("num_steps", [250, pytest.param(1000, marks=SLOW)])
-@pytest.mark.parametrize("num_blocks", [FEWEST_BLOCKS, pytest.param(24, marks=SLOW), 80])
+@pytest.mark.parametrize("num_blocks", [FEWEST_BLOCKS, *slow(24, 80)])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_random_steps(num_blocks: int, num_steps: int, in_place: bool) -> None:
     with fake_kernels() if in_place else contextlib.nullcontext() as fake:
@@ -159,7 +160,7 @@ def test_random_steps_of_any_sizes(seed: int) -> None:
     random_steps(rng.randint(FEWEST_BLOCKS, 60), 400, seed=seed, prefill_step_size=rng.randint(1, 40), **sizes)
 
 
-@pytest.mark.parametrize("num_blocks", [FEWEST_BLOCKS, pytest.param(24, marks=SLOW), 80])
+@pytest.mark.parametrize("num_blocks", [FEWEST_BLOCKS, *slow(24, 80)])
 @pytest.mark.parametrize("in_place", [False, pytest.param(True, marks=SLOW)])
 def test_random_steps_in_packs(num_blocks: int, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []

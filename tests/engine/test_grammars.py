@@ -147,10 +147,11 @@ HOSTILE = [
     GrammarSource.lark('start: s\ns: s s | "a" |'),
     GrammarSource.regex("a" * (1 << 18) + "a"),
 ]
+QUICKLY_REFUSED = [source for source in HOSTILE[::3] if "$defs" not in source.text]
 
 
 @pytest.mark.parametrize(
-    "source", quick(HOSTILE, *HOSTILE[::3], single=True), ids=lambda source: f"{source.kind}-{source.text[:20]}"
+    "source", quick(HOSTILE, *QUICKLY_REFUSED, single=True), ids=lambda source: f"{source.kind}-{source.text[:20]}"
 )
 def test_nothing_takes_the_process_down(compiler: GrammarCompiler, source: GrammarSource) -> None:
     try:

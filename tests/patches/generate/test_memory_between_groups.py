@@ -200,8 +200,8 @@ def random_history(kind: str, seed: int, *, in_place: bool, tmp_path: Any) -> in
 
 # Always a history with a prefix cache, by one storage on disk, too (4), and one without, for each kind and storage.
 @pytest.mark.parametrize(
-    ("kind", "in_place", "seeds"), [("gemma3", False, (4, 6)), ("llama-sliding", False, (1, 6)),
-    *slow(("gemma3", True, (1, 2)), ("llama-sliding", True, (4, 2)))]
+    ("kind", "in_place", "seeds"), [("gemma3", False, (4, 6)),
+    *slow(("llama-sliding", False, (1, 6)), ("gemma3", True, (1, 2)), ("llama-sliding", True, (4, 2)))]
 )  # fmt: skip
 def test_random_histories_run_and_equal_solo_runs(
     kind: str, in_place: bool, seeds: tuple[int, ...], tmp_path: Any
