@@ -22,6 +22,7 @@ class ByModel(Generic[T]):
         self.what = what
 
     def get(self, model: Any) -> T | None:
+        """Return the model's value, or None."""
         return _values_of(model).get(self.what)
 
     def put(self, model: Any, value: T) -> T:
@@ -36,6 +37,7 @@ class ByModel(Generic[T]):
         _values_of(model).pop(self.what, None)
 
     def clear(self) -> None:
+        """Drop the values of all models."""
         for _, values in list(_kept.values()):
             values.pop(self.what, None)
 

@@ -364,7 +364,7 @@ class PagedConfig:
             )
 
     def with_arguments(self, args: argparse.Namespace) -> PagedConfig:
-        """This configuration with the flags that were given on the command line, those that mlx-lm has too excepted."""
+        """Return this configuration with the flags given on the command line, except those that mlx-lm has too."""
         given = {f.name: getattr(args, f"paged_{f.name}") for f in fields(self) if hasattr(args, f"paged_{f.name}")}
         return replace(self, **given)
 

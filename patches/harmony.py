@@ -35,6 +35,7 @@ class HarmonyParts:
         self._place = "start" if state == "normal" else "body"  # or "header"
 
     def feed(self, text: str) -> list[tuple[str, str]]:
+        """Return the parts, with their kinds, that the next piece of the answer completes."""
         self._held += text
         parts: list[tuple[str, str]] = []
         take = {"start": self._take_start, "header": self._take_header, "body": self._take_body}

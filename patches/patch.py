@@ -36,6 +36,7 @@ class Patch(NamedTuple):
 
     @property
     def target(self) -> str:
+        """Full name of the symbol."""
         return f"{self.module}.{self.name}"
 
     @property

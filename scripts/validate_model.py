@@ -33,8 +33,8 @@ ROUNDING_UNITS = 4
 
 
 class Difference(NamedTuple):
-    """Of two runs' logits. ``gap``: largest gap, in standard deviations, between the first two choices of a token that
-    the runs disagree on."""
+    """How two runs' logits differ. ``gap``: largest gap, in standard deviations, between the first two choices of a
+    token that the runs disagree on."""
 
     rms: float
     same: int

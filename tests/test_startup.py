@@ -39,7 +39,7 @@ def at_import(tmp_path: Path, arguments: list[str], platform: str = sys.platform
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """As pip writes them for an entry point."""
+    """Write a script as pip does for an entry point."""
     folder = tmp_path / "bin"
     folder.mkdir()
     file = folder / "mlx_paged.generate"

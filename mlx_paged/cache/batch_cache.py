@@ -41,6 +41,7 @@ class PagedBatchKVCache:
 
     @property
     def pool(self) -> BlockPool:
+        """The pool of the rows' blocks."""
         return self.rows.pool
 
     @property
@@ -245,6 +246,7 @@ class PagedBatchKVCache:
         return longest if self.window is None else min(longest, self.window)
 
     def empty(self) -> bool:
+        """Return whether no row has a token."""
         return self.size() == 0
 
     def __repr__(self) -> str:
@@ -296,7 +298,7 @@ class PackedKV(LazyKV):
         self._pool = weakref.ref(rows.pool)
 
     def serves(self, queries: mx.array, mask: mx.array | str | None) -> bool:
-        """True. Raises NotPackableError where nothing else could be done with the arrays either."""
+        """Return True. Raises NotPackableError where nothing else could be done with the arrays either."""
         rows = self._rows()
         if not isinstance(rows, Rows) or queries.ndim != 4 or queries.shape[0] != len(rows) or queries.shape[2] != 1:
             raise NotPackableError(f"layer {self.layer} attends with queries of another shape, {queries.shape}")

@@ -23,7 +23,7 @@ def leaves(caches: Sequence[Any]) -> list[Any]:
 
 
 def with_leaves(caches: Sequence[Any], parts: Sequence[Any]) -> list[Any]:
-    """Caches composed as these are, of other parts."""
+    """Return caches composed as these are, of other parts."""
     return _compose(caches, iter(parts))
 
 

@@ -29,7 +29,7 @@ class LeftPadding:
         self.longest = max(self.before, default=0) + 1
 
     def _indices(self) -> mx.array:
-        """Number of each column among its row's visible tokens, int32 ``[B, longest]``; negative in the padding."""
+        """Return each column's number among its row's visible tokens, int32 ``[B, longest]``; negative in padding."""
         ends = mx.array(self.before, mx.int32)[:, None] + 1
         return ends + mx.arange(-self.longest, 0, dtype=mx.int32)
 

@@ -39,6 +39,7 @@ class PagedKVCache:
 
     @property
     def pool(self) -> BlockPool:
+        """The pool of the sequence's blocks."""
         return self.sequence.pool
 
     @property
@@ -47,6 +48,7 @@ class PagedKVCache:
 
     @property
     def table(self) -> BlockTable:
+        """The block table of the layer's group."""
         return self.sequence.table(self.layer)
 
     @property
@@ -250,6 +252,7 @@ class PagedKVCache:
         return self.offset if self.window is None else min(self.offset, self.window)
 
     def empty(self) -> bool:
+        """Return whether the layer has seen no token."""
         return self.offset == 0
 
     def is_trimmable(self) -> bool:

@@ -47,6 +47,7 @@ class Ledger:
 
     @property
     def num_layers(self) -> int:
+        """Number of layers of all groups."""
         return len(self._place)
 
     def set_level(self) -> None:
@@ -126,6 +127,7 @@ class SequenceTables(Ledger):
         return True
 
     def table(self, layer: int) -> BlockTable:
+        """Return the block table of the layer's group."""
         return self.tables[self._place[layer]]
 
     def tables_of(self, layer: int) -> list[BlockTable]:
@@ -374,6 +376,7 @@ class Rows(Ledger):
         self.set_level()
 
     def take(self, layer: int) -> None:
+        """Note that the layer takes its tokens. Raises NotPackableError if it writes twice in a pack."""
         if self.is_pack and not self.is_behind(layer):
             raise NotPackableError(f"layer {layer} writes twice")
         super().take(layer)
@@ -386,6 +389,7 @@ class Rows(Ledger):
         return self.tables
 
     def give_up(self) -> None:
+        """Have every layer end where its table does, and forget which have attended."""
         super().give_up()
         self._attended.clear()
 
@@ -446,6 +450,7 @@ class Rows(Ledger):
         return made
 
     def window_of(self, mask: mx.array | str | None) -> Window | None:
+        """Return the window that a mask made here stands for; None for any other."""
         for window, made in self._narrow_masks.items():
             if made is mask:
                 return Window(window)

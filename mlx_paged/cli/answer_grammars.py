@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that say what answers have to be."""
+    """Add the flags that say what answers have to be."""
     parser.add_argument(
         "--json-schema", metavar="FILE", help="Answers are JSON of this schema (needs the package llguidance)"
     )
@@ -60,7 +60,7 @@ class AnswerGrammars:
         return self._default is not None
 
     def learn(self, tokenizer: Any) -> None:
-        """The model's tokenizer, mlx-lm's wrapper of it."""
+        """Take the model's tokenizer, mlx-lm's wrapper of it."""
         from ..patches.grammar.tokenizer_grammars import TokenizerGrammars
 
         self._tokenizer, self._grammars = tokenizer, TokenizerGrammars(tokenizer)

@@ -104,7 +104,7 @@ NOT_BATCHED = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of a run over a file."""
+    """Add the flags of a run over a file."""
     group = parser.add_argument_group("many prompts at once")
     group.add_argument(
         "--prompts-file",

@@ -162,7 +162,7 @@ def _asked(url: str, key: str) -> Any:
 
 
 def _access(url: str, key: str) -> Access:
-    """Raises ConfigError: no server answers there, or it lists no model."""
+    """Return how to reach the server's model. Raises ConfigError: none answers there, or it lists no model."""
     try:
         models = _asked(f"{url}/v1/models", key)["data"]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -36,7 +36,7 @@ def _timeout(text: str) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags for several ranks."""
+    """Add the flags for several ranks."""
     group = parser.add_argument_group("several ranks (mlx.launch)")
     group.add_argument(
         "--rank-timeout",

@@ -290,6 +290,7 @@ class LinesFile:
             raise
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
@@ -359,10 +360,11 @@ class Results:
 
     @property
     def counts(self) -> Counts:
+        """Numbers of prompts done, of all, and of those that failed."""
         return Counts(self._next + len(self._ready), len(self.prompts), self.failed)
 
     def add(self, prompt: Prompt, **fields: Any) -> None:
-        """A prompt's result: written now, or when those before it are there.
+        """Write a prompt's result now, or once those before it are written.
 
         Raises:
             PromptsFileError: it cannot be written.

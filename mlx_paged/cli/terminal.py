@@ -76,12 +76,14 @@ class LineTracker:
         self.error: OSError | None = None
 
     def write(self, text: str) -> int:
+        """Write text, and note an error of the stream."""
         if text:
             self._at_start = text.endswith("\n")
         with self._noting_errors():
             return self._stream.write(text)
 
     def flush(self) -> None:
+        """Flush the stream, and note an error of it."""
         with self._noting_errors():
             self._stream.flush()
 
@@ -178,6 +180,7 @@ class PrefillProgress:
         self._drawn = False
 
     def __call__(self, processed: int, total: int) -> None:
+        """Draw the bar, once prefill has taken a while; clear it at the end."""
         seconds = time.monotonic() - self._started
         if processed >= total:
             self.clear()
@@ -245,6 +248,7 @@ class BatchProgress:
         self._out.flush()
 
     def clear(self) -> None:
+        """Erase the line."""
         if self._out is not None:
             self._out.write("\r\x1b[K")
             self._out.flush()

@@ -254,7 +254,7 @@ class StepKV(LazyKV):
         self.thread = get_ident()
 
     def serves(self, queries: mx.array, mask: mx.array | str | None) -> bool:
-        """True; otherwise there are no arrays that could serve, and :meth:`attend` raises."""
+        """Return True; otherwise there are no arrays that could serve, and :meth:`attend` raises."""
         return True
 
     def attend(self, queries: mx.array, keys: Any, values: Any, params: AttentionParams) -> mx.array:
@@ -269,7 +269,7 @@ class StepKV(LazyKV):
         return layer.attend_fetched(queries, params)
 
     def is_of(self, pool: object, layer: int) -> bool:
-        """False: there is nothing to compute before the layer's next tokens."""
+        """Return False: there is nothing to compute before the layer's next tokens."""
         return False
 
 

@@ -251,7 +251,7 @@ class DecodeBatch:
 
     @staticmethod
     def accept(row: Request, token: int, deliveries: list[Delivery]) -> None:
-        """A token that a step was given: it is delivered, unless it is the prompt's last."""
+        """Deliver the token that a step was given, unless it is the prompt's last."""
         if row.logits is not None:
             row.source.append(token)
             deliveries.append(Delivery(row, token, TokenLogits(*row.logits)))
@@ -335,7 +335,7 @@ class DecodeBatch:
         return found
 
     def fail_all(self, error: Exception) -> None:
-        """A step failed as a whole: no row's state is known any more."""
+        """Give up all rows: a step failed as a whole, so no row's state is known."""
         self.failed += [(row, error) for row in self.rows]
         self._clear()
 
@@ -406,6 +406,7 @@ class RowByRowBatch(DecodeBatch):
         self._caches = [c for row in rows for c in leaves(row.caches or []) if not isinstance(c, PagedKVCache)]
 
     def remove(self, rows: Sequence[Request], *, keep_caches: bool = True) -> None:
+        """Take rows out of the batch."""
         leaving = self.members.intersection(rows)
         if not leaving:
             return
@@ -421,6 +422,7 @@ class RowByRowBatch(DecodeBatch):
         self._collect(self.rows)
 
     def fork(self, row: Request) -> list[Any]:
+        """Return copies of a row's caches over the same blocks."""
         assert row.caches is not None
         memo: dict[int, Any] = {}
         return [copy.deepcopy(cache, memo) for cache in row.caches]

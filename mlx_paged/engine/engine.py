@@ -172,7 +172,7 @@ class Engine:
     # Steps ----------------------------------------------------------------------------------------------------
 
     def next(self) -> tuple[list[Any], list[TokenResponse]]:
-        """Steps until there is something to say; two empty lists when there is no work left.
+        """Take steps until there is something to deliver; return two empty lists when no work is left.
 
         Raises:
             RequestFailedError: a request has failed. Each is reported once, and the others go on.
@@ -191,7 +191,7 @@ class Engine:
                 return prompts, generated
 
     def _return_memory(self) -> None:
-        """Called without work, now and then: give memory back that nothing has needed for a while."""
+        """Give memory back that nothing has needed for a while; to be called now and then without work."""
         is_due = self._worked_at is not None and time.perf_counter() - self._worked_at >= IDLE_SECONDS
         if self.agreement is not None:
             is_due = self.agreement.ranks.broadcast(is_due)
@@ -415,9 +415,11 @@ class Engine:
     # What the scheduler asks (scheduler.Memory); nothing of it raises while a step is planned ----------------------
 
     def holds(self, num_tokens: int) -> bool:
+        """Return whether the budget can hold a request of so many tokens, were it alone."""
         return self.budget is None or self.budget.holds(num_tokens)
 
     def fits(self, growth: Growth) -> bool:
+        """Return whether the growth fits; evicts prefixes for it."""
         try:
             return self.budget is None or appends.fits(self.budget, growth, self.sharing, self._evict_idle)
         except Exception as error:  # on behalf of the last one, which fails before anything is appended
@@ -425,9 +427,11 @@ class Engine:
             return True
 
     def most_blocks(self, num_tokens: int) -> int:
+        """Return the most blocks that so many tokens can take."""
         return 0 if self.budget is None else self.budget.most_blocks(num_tokens)
 
     def has_blocks(self, num_blocks: int) -> bool:
+        """Return whether so many blocks are free or can be made free."""
         try:
             return self.budget is None or self.budget.has_blocks(num_blocks)
         except Exception:  # :meth:`fits` knows whose fault it is to be
@@ -446,6 +450,7 @@ class Engine:
         return False
 
     def admit(self, request: Request) -> None:
+        """Give the request its caches; an error is noted."""
         if request not in self._noted:
             try:
                 self._admit(request)
@@ -464,6 +469,7 @@ class Engine:
         request.num_reported = max(request.num_reported, request.length)
 
     def must_wait(self, request: Request) -> bool:
+        """Return whether another request computes this one's prefix at present."""
         try:
             return self.sharing is not None and self.sharing.must_wait(request)
         except Exception as error:
@@ -471,6 +477,7 @@ class Engine:
             return False
 
     def release(self, request: Request) -> None:
+        """Take the blocks of a preempted request back; whole blocks stay in the prefix cache."""
         has_computed = request.num_generated > 0 or request.length != request.num_cached
         if not has_computed:
             request.num_cached = None  # it may find less when it starts again
@@ -488,6 +495,7 @@ class Engine:
             self.pool.preemptions += 1
 
     def exhausted(self, request: Request, num_tokens: int) -> Exception:
+        """Return the error of a request that does not fit."""
         assert self.budget is not None
         try:
             return self.budget.exhausted(request.tables, num_tokens)
@@ -515,6 +523,7 @@ class Engine:
             raise RequestTooLargeError(request.prefill_end + 1)
 
     def add(self, request: Request) -> None:
+        """Queue a request."""
         if request.options.prompt_lookup and self.look_up is None:
             warn_once(f"prompt_lookup has no effect in {type(self.batch.model).__module__}: {WHY_NOT}")
         if self.agreement is not None:
@@ -563,12 +572,12 @@ class Engine:
             self._fail(*self._noted.popitem())
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """A request has failed; the others are in order."""
+        """Fail a request; the others are in order."""
         self.scheduler.remove(request)
         self._end_failed(request, error)
 
     def _end_failed(self, request: Request, error: Exception) -> None:
-        """A request that the scheduler has forgotten already has failed."""
+        """Fail a request that the scheduler has forgotten already."""
         self._remove_from_batch([request], keep_caches=False)
         self._release(request)
         if self.sharing is not None:

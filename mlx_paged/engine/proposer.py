@@ -65,7 +65,7 @@ class NgramIndex:
         self._latest = [tuple(self.tokens[-size:]) for size in SIZES]  # the runs at the end, or all there is
 
     def add(self, token: int) -> None:
-        """The row's next token."""
+        """Take the row's next token."""
         tokens = self.tokens
         end = len(tokens)
         (long, short), (long_ends, short_ends) = self._latest, self._later
@@ -157,7 +157,7 @@ class Proposer:
             self.add(row.source[place])
 
     def add(self, token: int) -> None:
-        """The row's next token, delivered or about to be."""
+        """Take the row's next token, delivered or about to be."""
         if self._matched:
             is_hit = self._index.tokens[self._next] == token
             self._chances[self._matched] += (is_hit - self._chances[self._matched]) / MEMORY

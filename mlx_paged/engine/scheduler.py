@@ -211,7 +211,7 @@ class Scheduler:
     def _fits_after_preempting(
         self, growth: Growth, beneficiary: Request, failed: list[tuple[Request, Exception]]
     ) -> bool:
-        """True if the growth fits; else the youngest has been preempted, or the only one has failed."""
+        """Return whether the growth fits; else the youngest has been preempted, or the only one has failed."""
         if not self.memory.fits(growth):
             if not self.preempt_for(beneficiary):
                 self._fail(beneficiary, 1, failed)

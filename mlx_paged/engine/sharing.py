@@ -115,7 +115,7 @@ class PrefixSharing:
         return [other for other in siblings.values() if other is not request and other.caches]
 
     def _leaves(self, request: Request) -> None:
-        """The request gives its blocks back."""
+        """Note that the request gives its blocks back."""
         start = self._starts.pop(request.uid, None)
         if start is not None:
             del self._siblings[start][request.uid]
@@ -134,7 +134,7 @@ class PrefixSharing:
     # Inserting ------------------------------------------------------------------------------------------------
 
     def insert_chunk(self, request: Request) -> None:
-        """A chunk of the request's prompt has been computed. Whole blocks only, except at the prompt's end: a request
+        """Keep what a chunk of the request's prompt computed. Whole blocks only, except at the prompt's end: a request
         that goes on would have to copy the last one."""
         if self.has_windows and request.caches is not None:
             tokens = request.cached_tokens()
@@ -142,7 +142,7 @@ class PrefixSharing:
             self._insert(tokens if at_end else tokens[: self._whole_blocks(len(tokens))], request)
 
     def insert_delivered(self, request: Request) -> None:
-        """The request gives its blocks back before it has finished: whole blocks of what was delivered are kept."""
+        """Keep whole blocks of what was delivered: the request gives its blocks back before it has finished."""
         self._leaves(request)
         if request.caches is not None:
             tokens = request.cached_tokens()
@@ -307,7 +307,7 @@ class CheckpointSharing:
     # Inserting ------------------------------------------------------------------------------------------------
 
     def insert_chunk(self, request: Request) -> None:
-        """A chunk of the request's prompt has been computed."""
+        """Keep a checkpoint where a chunk of the request's prompt ended."""
         if request.caches is None or not request.knows_history:
             return
         if self.interval is None:
@@ -316,7 +316,7 @@ class CheckpointSharing:
             self._keep(request.cached_tokens(), request)
 
     def insert_delivered(self, request: Request) -> None:
-        """The request gives its caches back before it has finished: what it has left at its checkpoints stays."""
+        """Keep the checkpoints of a request that gives its caches back before it has finished."""
 
     def forget(self, request: Request) -> None:
         """Forget a failed request."""
@@ -331,7 +331,7 @@ class CheckpointSharing:
         return False
 
     def _choose_interval(self, request: Request) -> None:
-        """The size of a state is known once one was computed."""
+        """Choose the interval once a state was computed and its size is known."""
         nbytes = sum(cache.nbytes for cache in leaves(request.caches or []) if not _is_paged(cache))
         self.interval = interval_of(nbytes)
         for other in self.requests.values():

@@ -19,6 +19,7 @@ class StepLogits:
 
     @property
     def num_rows(self) -> int:
+        """Number of rows."""
         return int(self._values.shape[0])
 
     def logprobs(self) -> mx.array:

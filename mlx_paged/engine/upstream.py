@@ -17,7 +17,7 @@ class TokenResponse(Protocol):
     all_tokens: list[int] | None
 
     def attach(self, request: Any) -> None:
-        """The finished request, whose cache is this response's from now on."""
+        """Hand over the finished request, whose cache is this response's from now on."""
 
     def drop_cache(self) -> bool:
         """Release that cache unless it was read. Returns whether it was released."""

@@ -31,6 +31,7 @@ class WaitingQueue:
         return iter(sorted((r for group in self._groups.values() for part in group for r in part), key=self._rank))
 
     def add(self, request: Request) -> None:
+        """Queue a request behind those of its priority and client."""
         name = request.options.priority, request.options.client
         preempted, fresh = self._groups.setdefault(name, ({}, {}))
         (fresh if request.admitted is None else preempted)[request] = None

@@ -325,7 +325,7 @@ def latent_run(groups: int, n_partitions: int, cores: int) -> int:
 
 
 def _tensor_unroll(variant: Variant, widest: int) -> int:
-    """Times 16 tokens that a simdgroup takes at a time: loads of them are in flight, and all fit its registers."""
+    """Return how many times 16 tokens a simdgroup takes at a time: as many loads as its registers can hold."""
     if widest <= 64:
         return 2
     pages = variant.pages

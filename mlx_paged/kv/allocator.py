@@ -30,10 +30,12 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
+        """Blocks on the free list."""
         return len(self._free)
 
     @property
     def num_live(self) -> int:
+        """Blocks that something holds."""
         return len(self._refcounts) - 1 - len(self._free)
 
     @property
@@ -42,6 +44,7 @@ class BlockAllocator:
         return self._num_shared
 
     def refcount(self, block_id: int) -> int:
+        """Return the block's reference count; 0 if it is free."""
         return self._refcounts[block_id]
 
     def grow(self, num_blocks: int) -> None:

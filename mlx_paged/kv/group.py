@@ -129,7 +129,7 @@ class BlockGroup:
         self._last_read: tuple[mx.array, ...] | None = None
 
     def touch(self) -> None:
-        """Called whenever a table of the group or a reference count has changed: steps made before are void."""
+        """Void the steps made before: a table of the group or a reference count has changed."""
         self.epoch += 1
 
     def step(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> tuple[Step, bool]:
@@ -220,6 +220,7 @@ class BlockGroup:
 
     @property
     def bytes_reserved(self) -> int:
+        """Bytes of the group's tensors."""
         return self.bytes_per_block * self.allocator.num_blocks if self.storages else 0
 
     def bytes_to_free(self, count: int) -> int:

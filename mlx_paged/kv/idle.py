@@ -35,12 +35,12 @@ class IdleWatch:
         _start()
 
     def put(self, abandoned: deque[tuple[int, list[int]]], blocks: tuple[int, list[int]]) -> None:
-        """A table was dropped: put its group and its blocks where they wait to be released. For finalizers."""
+        """Put the blocks of a dropped table where they wait to be released. For finalizers."""
         abandoned.append(blocks)
         self.note()
 
     def note(self) -> None:
-        """A table has gone. May be called in a finalizer, which runs anywhere: takes no lock."""
+        """Note that a table has gone. Takes no lock: finalizers call it, which run anywhere."""
         self.released_at = time.monotonic()
         if not self.is_listed:
             self.is_listed = True

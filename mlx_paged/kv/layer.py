@@ -232,7 +232,7 @@ class PoolLayer:
         return self.storage.fence() if self.group.storages else mx.zeros((0,))
 
     def after_writes(self, k: mx.array, v: mx.array) -> list[mx.array]:
-        """k and v, ready only when the layer's writes are. Without it MLX may leave the writes of all layers to the
+        """Return k and v, ready only when the layer's writes are. Without it MLX may leave all layers' writes to the
         end of a prefill, and every layer's new keys and values live until then."""
         return self.storage.after_writes(k, v)
 

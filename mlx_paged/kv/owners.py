@@ -81,10 +81,11 @@ class BlockOwners:
         return table
 
     def remove_table(self, table: BlockTable) -> None:
+        """Forget a table that was released."""
         self._lists.pop(id(table.block_ids), None)
 
     def note_release(self) -> None:
-        """A table has given its blocks back."""
+        """Note that a table has given its blocks back."""
         self._idle.note()
 
     def check(self, table: BlockTable) -> None:
@@ -93,6 +94,7 @@ class BlockOwners:
             raise BlockStateError("table used after release, or of another pool")
 
     def tables(self) -> list[BlockTable]:
+        """Return the tables that are alive."""
         return [table for *_, ref in list(self._lists.values()) if (table := ref()) is not None]
 
     def abandon(self, group: int, block_ids: list[int]) -> None:
@@ -113,9 +115,11 @@ class BlockOwners:
     # Prefix caches --------------------------------------------------------------------------------------------
 
     def add_cache(self, cache: BlockHolder) -> None:
+        """Ask the prefix cache for blocks from now on. Kept weakly."""
         self._caches = [*(ref for ref in self._caches if ref() is not None), weakref.ref(cache)]
 
     def caches(self) -> list[BlockHolder]:
+        """Return the prefix caches that are alive."""
         return [cache for ref in self._caches if (cache := ref()) is not None]
 
     def reclaimable(self, group: int, enough: int | None = None) -> int:

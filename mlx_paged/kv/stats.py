@@ -71,6 +71,7 @@ class PagedCacheStats:
     checkpoint_bytes: int = 0
 
     def as_dict(self) -> dict[str, int]:
+        """Return the figures by name."""
         return asdict(self)
 
     def __str__(self) -> str:

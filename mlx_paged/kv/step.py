@@ -58,7 +58,7 @@ class DeviceTables:
         return self._device
 
     def starts(self, shape: tuple[int, ...]) -> mx.array:
-        """Starts without a window: zeros, int32."""
+        """Return starts without a window: zeros, int32."""
         if self._starts is None or self._starts.shape != shape:
             self._starts = rows_array(np.zeros(shape, np.int32))
             mx.async_eval(self._starts)  # another thread's steps may read it
@@ -236,7 +236,7 @@ class Step:
 
     @staticmethod
     def num_slots(tables: Sequence[BlockTable]) -> int:
-        """Number of slots of all their blocks."""
+        """Return the number of slots of all their blocks."""
         return sum(len(table.block_ids) for table in tables) * tables[0].block_size
 
     def gathered_tables(self, tables: Sequence[BlockTable]) -> mx.array:

@@ -294,7 +294,7 @@ class RadixTree:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """The pool's lock, for a change of nodes. If it fails half-way, the tree holds what its nodes do."""
+        """Take the pool's lock for a change of nodes. If it fails half-way, the tree holds what its nodes do."""
         with self.pool.lock:
             try:
                 yield
@@ -468,6 +468,7 @@ class RadixTree:
     # Accounts -------------------------------------------------------------------------------------------------
 
     def salt_of(self, node: RadixNode) -> Hashable:
+        """Return the salt that the node's prefix was inserted under."""
         while node.parent is not None:
             node = node.parent
         return node.label
@@ -506,6 +507,7 @@ class RadixTree:
                 raise BlockStateError("the checkpoints counted are not those of the tree's nodes")
 
     def held(self, group: int) -> list[list[int]]:
+        """Return the blocks of the group, once for each reference."""
         return [list(self._held.counts[group].elements())]
 
     def renumber(self, group: int, moves: Mapping[int, int]) -> None:

@@ -89,7 +89,7 @@ class HeldBlocks:
         self.drop(group, list(surplus.elements()))
 
     def renumber(self, group: int, moves: Mapping[int, int]) -> None:
-        """The pool's blocks have other ids now."""
+        """Take the new ids of the pool's blocks."""
         held = self.counts[group]  # changed in place: the finalizer has it, too
         counts = {moves.get(b, b): n for b, n in held.items()}
         held.clear()
@@ -168,10 +168,12 @@ class RadixNode:
 
     @property
     def end(self) -> int:
+        """Number of tokens of the prefix that ends here."""
         return self.start + len(self.tokens)
 
     @property
     def is_root(self) -> bool:
+        """Whether the node is a root."""
         return self.parent is None
 
     @property
@@ -193,7 +195,7 @@ class RadixNode:
         return tuple(token for node in self.path() for token in node.tokens)
 
     def descendants(self) -> Iterator[RadixNode]:
-        """This node and all below it, parents first."""
+        """Yield this node and all below it, parents first."""
         stack = [self]
         while stack:
             node = stack.pop()

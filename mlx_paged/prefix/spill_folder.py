@@ -120,6 +120,7 @@ class SpilledBlock(NamedTuple):
 
     @property
     def chain(self) -> str:
+        """The hash of all tokens up to the block's end, from the file's name."""
         return self.path.stem.partition("-")[0]
 
 
@@ -267,6 +268,7 @@ class SpillFolder:
         return arrays
 
     def delete(self, block: SpilledBlock) -> None:
+        """Delete the block's file; a failure is a warning."""
         try:
             block.path.unlink(missing_ok=True)
         except OSError as error:

@@ -190,6 +190,7 @@ class SeamLayerCache(PagedLayerCache):
     masks_rows = True
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write the layer's new keys and values. Returns all of them, gathered only if something reads them."""
         if self.takes(keys.shape[0]):
             return super().update_and_fetch(keys, values)
         fetched: tuple[mx.array, mx.array] = self.update_and_fetch(keys, values)  # mlx-lm's own by now

@@ -192,6 +192,7 @@ class PagedPromptCache:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all prefixes kept."""
         return self._paged_bytes() + int(self.others.nbytes)
 
     @property

@@ -159,6 +159,7 @@ class ProbeCache(PagedLayerCache):
     """Notes the geometry of the keys and values an attention layer makes, and writes nothing."""
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, params: AttentionParams) -> mx.array:
+        """Note the geometry. Returns zeros."""
         heads = params.heads(queries.shape[1])
         try:
             self.pool.set_geometry(self.layer, keys, values, batch=1, heads=heads)

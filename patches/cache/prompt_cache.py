@@ -137,7 +137,7 @@ def make_prompt_cache_patch(
 
 @replaces("mlx_lm.models.cache:save_prompt_cache", "5b558636d4e25be6")
 def save_prompt_cache_patch(original: Callable[..., None]) -> Callable[..., None]:
-    """Replacement of ``save_prompt_cache``: paged caches are saved in mlx-lm's own format."""
+    """Replace ``save_prompt_cache``: paged caches are saved in mlx-lm's own format."""
 
     def save_prompt_cache(file_name: str, cache: list[Any], metadata: dict[str, str] | None = None) -> None:
         if any(isinstance(c, PagedLayerCache) and not c.has_stock_form for c in leaves(cache)):

@@ -167,7 +167,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         return options if options.prompt_lookup is not None else options._replace(prompt_lookup=self.prompt_lookup)
 
     def extract_cache(self, uids: Any) -> dict[int, tuple[list[Any], list[int]]]:
-        """Caches of unfinished requests, and the tokens in them; references to the same blocks."""
+        """Return the caches of unfinished requests, and the tokens in them; references to the same blocks."""
         engine = self._engine
         if engine is None:
             return dict(super().extract_cache(uids))
@@ -278,7 +278,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             return self._engine.next()
 
     def next_generated(self) -> list[Any]:
-        """Generated tokens; empty when nothing is left to do."""
+        """Return the generated tokens; empty when nothing is left to do."""
         if self._engine is None:
             return list(super().next_generated())
         while True:
@@ -288,7 +288,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
 
 
 def with_grammars(processors: Sequence[Any], options: Sequence[RequestOptions]) -> list[Any]:
-    """Requests' logits processors, their grammars among them, for mlx-lm's own batches."""
+    """Return requests' logits processors, their grammars among them, for mlx-lm's own batches."""
     if all(option.grammar is None for option in options):
         return list(processors)
     return [

@@ -122,7 +122,7 @@ class Response(GenerationBatch.Response):  # type: ignore[misc]
         self._request, self._prompt_cache, self._is_dropped = None, value, False
 
     def attach(self, request: Request) -> None:
-        """The finished request, which is this response's from now on."""
+        """Hand over the finished request, which is this response's from now on."""
         self._request = request
 
     def drop_cache(self) -> bool:

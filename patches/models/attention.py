@@ -23,7 +23,7 @@ def paged_call(
     project: Callable[[Any, mx.array], list[mx.array]],
     softcap: Callable[[Any], float | None] = lambda module: None,
 ) -> Callable[..., AttentionCall]:
-    """Makes the adapter of an attention module whose projections are ``project``.
+    """Make the adapter of an attention module whose projections are ``project``.
 
     Args:
         project: from the module and x ``[B, L, hidden]`` to queries ``[B, n_q_heads, L, head_dim]``, keys and values

@@ -89,7 +89,7 @@ def finish_heads_gated(self: Any, out: mx.array, x: mx.array) -> mx.array:
 
 
 def latent_call(finish: Finish) -> Callable[[AttentionCall], AttentionCall]:
-    """Makes the adapter of an attention module whose queries, latents and keys :func:`project` makes.
+    """Make the adapter of an attention module whose queries, latents and keys :func:`project` makes.
 
     Args:
         finish: from the module, the heads' outputs and x to its result.

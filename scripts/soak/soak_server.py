@@ -152,7 +152,7 @@ class Clients:
 
 
 class Round(NamedTuple):
-    """Of the time.
+    """A share of the time.
 
     Attributes:
         at_work: resident bytes while there were clients, median.

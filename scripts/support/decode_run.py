@@ -69,7 +69,7 @@ class Run:
 
     @property
     def starts(self) -> list[int]:
-        """Where what each sequence's newest token sees begins."""
+        """Return the first token that each sequence's newest token sees."""
         return [max(0, n - self.window) if self.window else 0 for n in self.lengths]
 
     def queries(self, heads: int) -> mx.array:

@@ -84,7 +84,7 @@ def solo(cache: PagedKVCache, q: mx.array, k: mx.array, v: mx.array, window: int
 
 
 def expected_of(rows: list[SequenceTables], parts: Parts, layer: int, **options: int) -> list[mx.array]:
-    """Of each sequence, what a cache of its own gives for its tokens."""
+    """Return what each sequence's own cache gives for its tokens."""
     outputs, first = [], 0
     for row, count in zip(rows, COUNTS, strict=True):
         q, k, v = (x[first : first + count].swapaxes(0, 2) for x in parts[layer])
@@ -228,7 +228,7 @@ def test_a_layer_that_does_not_attend_is_noticed_before_changes() -> None:
 
 
 def test_the_layers_of_a_large_pack_are_computed_as_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of any chunk over blocks in place are: by the group, at each layer's write."""
+    """Blocks behind a window are released by the group, at each layer's write, as with any chunk in place."""
     monkeypatch.setattr(group_module, "PACED_TOKENS", TOKENS)
     monkeypatch.setattr(group_module, "LAYERS_AHEAD", 1)
     begun: list[mx.array] = []

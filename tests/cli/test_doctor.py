@@ -556,7 +556,7 @@ STEPS = 200
 
 
 def tokens_with(seed: int, steps: int, **variables: str) -> dict[str, list[int]]:
-    """Of mlx_paged/cli/doctor/ordering.py in a process of its own."""
+    """Return the outcome of mlx_paged/cli/doctor/ordering.py in a process of its own."""
     outcome = doctor_ordering.tokens_with(seed, steps, **variables)
     assert outcome.error is None, outcome.error
     tokens, paths = outcome.values

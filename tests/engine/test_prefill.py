@@ -116,7 +116,7 @@ def test_a_model_that_raises_for_one_of_them_fails_that_one_only(monkeypatch: py
 def test_the_host_goes_on_during_a_step_and_waits_for_the_last(
     kernels: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two steps with prompts no more than one is under way, and nothing when all prompts are computed."""
+    """One step with prompts at most is under way, and none when all prompts are computed."""
     model = build("llama", head_dim=64)
     mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
     gen = generator(model, prefill_step_size=32)

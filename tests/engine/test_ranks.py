@@ -117,7 +117,7 @@ def alone(name: str) -> dict[str, Any]:
 # Four on few cores take minutes: MLX's ring waits by spinning.
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of each rank, all scenarios in one launch."""
+    """Return the outcomes of each rank: all scenarios in one launch."""
     names = [*NAMES, SAMPLE] if request.param == 2 else WITH_FOUR
     return _outcomes(request.param, tmp_path_factory.mktemp("ranks"), *names, *BOTH)
 
@@ -181,7 +181,7 @@ def test_everything(size: int, tmp_path: Path) -> None:
 
 
 def test_who_writes_to_a_rank_that_is_dead_says_so() -> None:
-    """As whoever reads from it does, whichever comes first."""
+    """A sender finds out as a reader does, whichever comes first."""
     mine, theirs = socket.socketpair()
     peer = Peer(1, mine)
     theirs.close()

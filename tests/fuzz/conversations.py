@@ -71,7 +71,7 @@ class Conversation:
 
 
 class Outcome(NamedTuple):
-    """Of one turn: tokens, their log-probabilities, the caches' offsets, and what a trim said."""
+    """The outcome of one turn: tokens, their log-probabilities, the caches' offsets, and what a trim said."""
 
     tokens: list[int]
     logprobs: list[np.ndarray]

@@ -1,4 +1,4 @@
-"""Where the kernel that draws is taken, what happens when it does not work, and its results on a GPU.
+"""When the kernel that draws is taken, what happens when it does not work, and its results on a GPU.
 
 Its text is tested on the emulator in tests/msl/sampling.
 """

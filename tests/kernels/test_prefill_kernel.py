@@ -54,7 +54,7 @@ class Pack:
         self.q = mx.random.normal((sum(COUNTS), self.n_q, 1, head_dim)).astype(dtype)
 
     def first_seen(self, position):
-        """Of a token at a position, the first one that it sees."""
+        """Return the first token that a position sees."""
         if not self.window:
             return 0 * position
         return -(-np.maximum(position - self.window + 1, 0) // self.stride) * self.stride

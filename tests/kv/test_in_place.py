@@ -35,7 +35,7 @@ def make_pool(use_kernel: bool) -> BlockPool:
 
 
 class Twin:
-    """The same operations on two pools, one of each storage; every read must give the same bits."""
+    """Equal operations on two pools, one of each storage; every read must give the same bits."""
 
     def __init__(self) -> None:
         self.pools = [make_pool(True), make_pool(False)]

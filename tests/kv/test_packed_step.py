@@ -89,7 +89,7 @@ def test_rows_are_split_by_table_and_joined_again() -> None:
 
 @pytest.fixture
 def stand_ins() -> Iterator[FakeKernels]:
-    """For kernels: no real one takes blocks and heads as small as here."""
+    """Stand in for kernels: no real one takes blocks and heads as small as here."""
     with fake_kernels() as fake:
         yield fake
 

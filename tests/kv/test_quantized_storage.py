@@ -234,7 +234,7 @@ def noise(seed: int, *shape: int) -> mx.array:
 
 
 class Pair:
-    """The same operations on two pools, in place and not."""
+    """Equal operations on two pools, in place and not."""
 
     def __init__(self, page_format: PageFormat, window: int | None = None) -> None:
         self.pools = [

@@ -27,7 +27,7 @@ def step_of(tables: list[BlockTable], counts: int | tuple[int, ...], own: Device
 
 
 def seen(step: Step, tables: list[BlockTable], *how: object) -> list[list[list[int]]]:
-    """Of each new token, the positions that it sees."""
+    """Return the positions that each new token sees."""
     _, ends, starts = step.visible(tables, *how)  # type: ignore[arg-type]
     assert ends.dtype == starts.dtype == mx.int32 and ends.shape == starts.shape
     return [

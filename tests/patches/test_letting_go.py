@@ -243,7 +243,7 @@ def test_a_request_that_outgrows_the_budget_leaves_nothing(model: Any) -> None:
 
 
 def test_a_batch_cache_without_a_block_raises_an_error_that_goes(model: Any) -> None:
-    """As somebody who drives batch caches himself meets it."""
+    """A user who drives batch caches himself meets it so."""
     with_blocks(model, 5)
     rows = [upstream.make_prompt_cache(model) for _ in range(2)]
     for row in rows:

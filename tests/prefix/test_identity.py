@@ -37,7 +37,7 @@ def weight(model: Any, change: Callable[[np.ndarray], np.ndarray]) -> None:
 
 
 def rope_rows(w: np.ndarray) -> np.ndarray:
-    """As converters permute them between interleaved and split-half rotary embeddings."""
+    """Permute them as converters do between interleaved and split-half rotary embeddings."""
     return w.reshape(2, 2, -1, w.shape[1]).swapaxes(1, 2).reshape(w.shape)
 
 

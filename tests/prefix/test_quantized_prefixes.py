@@ -36,7 +36,7 @@ def caches_over(sequence: SequenceTables, like: list[Any]) -> list[Any]:
 
 
 def logits_of(model: Any, caches: list[Any]) -> mx.array:
-    """Of the rest, and of a token after it."""
+    """Return the logits of the rest, and of a token after it."""
     first = model(REST[None], cache=caches)
     logits = mx.concatenate([first, model(prompt_of(1, seed=3)[None], cache=caches)], axis=1)
     mx.eval(logits)
@@ -175,7 +175,7 @@ def test_preempted_requests_come_to_the_same_tokens() -> None:
 
 @pytest.mark.parametrize(("bits", "times"), [(8, 1.8), *slow((4, 3.4))])
 def test_the_same_memory_holds_more_requests(bits: int, times: float) -> None:
-    """Of keys of bfloat16, heads of 64 and groups of 64: admitted at once, and computed."""
+    """Pages of bfloat16 keys, heads of 64 and groups of 64: admitted at once, and computed."""
     model = build("llama", hidden_size=128, head_dim=64, num_attention_heads=4, num_hidden_layers=2)
     model.set_dtype(mx.bfloat16)
     budget = 2 * 2 * 2 * 64 * 2 * 40 * 32  # 2 layers of 2 heads of keys and values: 32 blocks of 40 tokens' size

@@ -94,7 +94,7 @@ def test_part_of_what_is_there_is_served_to_the_token(tmp_path: Path) -> None:
 
 
 def test_prefixes_with_images_stay_in_memory(tmp_path: Path) -> None:
-    """For an image's tokens mlx-lm writes a negative hash of its address, which may show another one by then."""
+    """mlx-lm writes for an image's tokens a negative hash of its address, which may show another one by then."""
     assert len(spilled(tmp_path, [[1, 2, 3, 4, -1, -1, 5, 6]])) == 0
 
 
@@ -347,7 +347,7 @@ def test_half_precision_keeps_its_bits(dtype: mx.Dtype, tmp_path: Path) -> None:
 
 
 def test_files_of_another_shape_are_not_served(tmp_path: Path) -> None:
-    """As if two models had one identity: keys of another geometry are not the pool's, and stay for theirs."""
+    """Two models with one identity: keys of another geometry are not the pool's, and stay for theirs."""
     spilled(tmp_path, [range(9)])
     for dtype, heads in ((mx.float32, 5), (mx.float16, 1)):
         pool = make_pool()

@@ -233,7 +233,7 @@ def test_a_file_of_other_groups_is_not_looked_at(tmp_path: Path) -> None:
 
 
 def test_a_truncated_file_with_the_right_hash(tmp_path: Path) -> None:
-    """As a full disk would leave it, if errors of writing went unseen."""
+    """Cut a file as a full disk would leave it, if errors of writing went unseen."""
     store = spilled(tmp_path, [range(20)])
     path = max(store._order.values(), key=lambda block: block.tokens).path
     path.write_bytes(path.read_bytes()[:-5])

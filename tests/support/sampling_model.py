@@ -61,7 +61,7 @@ def _first(x: np.ndarray, count: int) -> np.ndarray:
 
 
 def probabilities(x: np.ndarray, params: SamplingParams, kept: np.ndarray) -> np.ndarray:
-    """Of the words, ``[vocab]``, by the temperature."""
+    """Return the probabilities of the words, ``[vocab]``, by the temperature."""
     scaled = np.where(kept, x, -np.inf) / params.temperature
     weights = np.exp(scaled - scaled.max())
     return np.asarray(weights / weights.sum())

@@ -397,6 +397,7 @@ class Worker:
 
     @property
     def is_checking(self) -> bool:
+        """Whether jobs are left to check."""
         return not self._ended and self.num_checked < len(self.share)
 
     def receive(self) -> Any:
@@ -424,10 +425,12 @@ class Worker:
         return rows
 
     def how_it_ended(self) -> str:
+        """Return how the process ended, in words."""
         self._process.join(timeout=5)
         return f"the process that ran it ended with {self._process.exitcode}"
 
     def close(self) -> None:
+        """End the process."""
         self.connection.close()
         self._process.terminate()
         self._process.join()

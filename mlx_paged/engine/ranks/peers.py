@@ -112,7 +112,7 @@ class Peer:
                 on_fault(self, None)
 
     def send(self, kind: bytes, value: Any) -> None:
-        """Raises RankError: the other is gone."""
+        """Send a message. Raises RankError: the other is gone."""
         try:
             with self._sending:
                 size = send_frame(self._connection, kind, value)
@@ -134,6 +134,7 @@ class Peer:
         return value
 
     def close(self) -> None:
+        """Close the connection."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
@@ -170,26 +171,29 @@ class Watch:
         self._ending = threading.Lock()
 
     def start(self) -> None:
+        """Start the threads."""
         for peer in self.peers:
             peer.start(self._reported)
         for target in (self._beat, self._look):
             threading.Thread(target=target, name=f"ranks: {target.__name__}", daemon=True).start()
 
     def close(self) -> None:
+        """Stop the threads at their next look."""
         self._closed.set()
 
     # What the computing thread says ---------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A step begins, or goes on after a wait."""
+        """Note that a step begins, or goes on after a wait."""
         self._busy_since, self._idle_since = time.monotonic(), None
 
     def end(self) -> None:
-        """A step has ended, or waits for what other ranks say."""
+        """Note that a step has ended, or waits for other ranks."""
         self._idle_since = time.monotonic()
 
     @property
     def is_busy(self) -> bool:
+        """Whether this rank is in a step."""
         return self._idle_since is None
 
     # Threads --------------------------------------------------------------------------------------------------------

@@ -217,7 +217,7 @@ class Ranks:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A section in which the ranks compute together: one that stays in it alone hangs. One within is part of it."""
+        """Return a section in which the ranks compute together: one that stays in it alone hangs. Sections nest."""
         if self._watch.is_busy:
             yield
             return
@@ -333,17 +333,19 @@ class Agreement:
             self.ranks.broadcast()
 
     def note_insertion(self, request: Request) -> None:
+        """Record that a request was inserted."""
         self.ranks.record.note(
             "insert", {"request": [request.uid, request.kept, request.max_tokens], "tokens": request.source}
         )
 
     def note_removal(self, uids: Sequence[int], finished: bool) -> None:
+        """Record that requests were removed, or finished."""
         self.ranks.record.note("finish" if finished else "remove", {"requests": uids})
 
     def note_step(
         self, plan: ScheduledStep, generated: Sequence[TokenResponse], failures: Collection[RequestFailedError]
     ) -> None:
-        """A step is done; of what it wrote, the blocks and lengths of the tables are noted."""
+        """Record a step that is done, with the blocks and lengths of the tables it wrote."""
         chunks = [(chunk.request.uid, chunk.num_tokens) for chunk in plan.chunks]
         self.ranks.record.note(
             "step",

@@ -85,7 +85,7 @@ _BITS = {mx.bfloat16: 16, mx.float16: 19}
 
 
 def exponential(x: mx.array) -> mx.array:
-    """e to the x. MLX's own takes four times as long as its power on a CPU."""
+    """Return e to the power of x. MLX's own takes four times as long as its power on a CPU."""
     return mx.exp(x) if mx.default_device() == mx.Device(mx.gpu) else mx.power(2.0, x * _LOG2_E)
 
 

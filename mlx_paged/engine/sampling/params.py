@@ -85,10 +85,12 @@ class SamplingParams:
 
     @property
     def uses_top_p(self) -> bool:
+        """Whether ``top_p`` drops any token."""
         return 0 < self.top_p < 1
 
     @property
     def uses_xtc(self) -> bool:
+        """Whether XTC drops any token."""
         return self.xtc_probability > 0
 
     @property
@@ -108,6 +110,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
+        """Whether any penalty is on."""
         return bool(self.repetition_penalty or self.presence_penalty or self.frequency_penalty)
 
 

@@ -195,7 +195,7 @@ def _step() -> mx.array:
 
 
 def _enter(words: np.ndarray, counts: np.ndarray, params: SamplingParams, tokens: Sequence[int]) -> None:
-    """A row's entries, from the tokens it has seen."""
+    """Return a row's entries, from the tokens it has seen."""
     contexts = params.contexts
     last = list(tokens[-max(contexts) :])
     if not last:

@@ -112,6 +112,7 @@ class TokenChoice:
         self._settle()
 
     def clear(self) -> None:
+        """Remove all rows."""
         self._rows = []
         self.sampler = BatchSampler()
         self._settle()
@@ -154,7 +155,7 @@ class TokenChoice:
         return Choice(step, self._sample(rows, places, logits, step, broken), contexts, broken, [])
 
     def _learn(self, vocab_size: int) -> None:
-        """The first step has shown how many words there are: what was thought to be known before may be unusable."""
+        """Take the size of the vocabulary, known since the first step; what was assumed before may be unusable."""
         self._vocab_size = vocab_size
         requests = [row.request for row in self._rows]
         self.clear()

@@ -125,7 +125,7 @@ def _sequence(out: bytearray, literals: bytes, distance: int, length: int) -> No
 
 
 def _count(out: bytearray, count: int) -> None:
-    """What of a count is beyond the 15 of its four bits."""
+    """Return what of a count is beyond the 15 of its four bits."""
     if count >= 15:
         count -= 15
         out += b"\xff" * (count // 255)
@@ -150,7 +150,7 @@ class Compiler(Protocol):
     version: str
 
     def compile(self, text: str, architecture: str) -> bytes:
-        """Raises RuntimeError for a text that does not compile."""
+        """Return machine code. Raises RuntimeError for a text that does not compile."""
 
 
 class CubinFolder:
@@ -182,7 +182,7 @@ class CubinFolder:
         return cubin if cubin and hashlib.sha256(cubin).digest() == digest else None
 
     def write(self, key: str, cubin: bytes) -> None:
-        """Raises OSError; nothing is left then."""
+        """Write the file. Raises OSError; nothing is left then."""
         temporary = self.path / f".{os.getpid()}-{threading.get_ident()}-{key}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
@@ -238,7 +238,7 @@ class Cubins:
         return self.start(source).result()
 
     def _architecture_of(self, text: str) -> str:
-        """That a text is compiled for."""
+        """Return the architecture that a text is compiled for."""
         asked, whole = _OF_ONE.get(self._architecture, ("", ""))
         return whole if asked and asked in text else self._architecture
 

@@ -51,6 +51,7 @@ class PackedWeight(NamedTuple):
 
     @property
     def arrays(self) -> tuple[mx.array, mx.array, mx.array]:
+        """Words, scales and biases."""
         return self.words, self.scales, self.biases
 
     @property

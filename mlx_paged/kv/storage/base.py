@@ -133,7 +133,8 @@ class Storage(Protocol):
     """Tokens quantised here so far, each when it was written; 0 where the pages hold keys and values as they are."""
 
     @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        """Blocks that the tensors hold."""
 
     def write(self, tables: Sequence[BlockTable], step: Step, k: mx.array, v: mx.array) -> None:
         """Write the step's tokens: k, v ``[B, n_kv_heads, n, head_dim]``, or ``[T, n_kv_heads, 1, head_dim]``, table by

@@ -154,7 +154,7 @@ class FunctionalStorage(GatheredStorage):
         return k, v
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """The sources are evaluated first: reading and writing a pool in one graph copies the pool. By runs of
+        """Evaluate the sources first: reading and writing a pool in one graph copies the pool. By runs of
         consecutive blocks, since a scatter is slow on the CPU."""
         runs = _runs(sources, targets)
         for pool in (self._keys, self._values):

@@ -150,7 +150,7 @@ CHANGES: list[Callable[[Any], None]] = [
 
 
 def logits_around(model: Any, change: Callable[[Any], None], *, steps: int = 3) -> tuple[np.ndarray, np.ndarray]:
-    """Of the last step before a change in the middle of a generation, and of the step after it."""
+    """Return logits of the last step before a change in the middle of a generation, and of the step after it."""
     cache = make_prompt_cache(model)
     mx.eval(model(prompt_of(40)[None], cache=cache))
     token = mx.array([[5]], mx.uint32)

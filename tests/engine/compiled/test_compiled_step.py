@@ -182,7 +182,7 @@ def test_weights_are_as_before_and_changed_ones_are_seen(calls: list[int]) -> No
 
 @pytest.mark.usefixtures("kernels")
 def test_layers_are_replaced(calls: list[int]) -> None:
-    """As a LoRA adapter does: another module in the place of one."""
+    """Put another module in the place of one, as a LoRA adapter does."""
     import mlx.nn as nn
 
     class Doubled(nn.Module):

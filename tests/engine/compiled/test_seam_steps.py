@@ -82,7 +82,7 @@ def prefilled(model: Any, length: int) -> list[Any]:
 
 
 def next_logits(model: Any, *, batches: bool = True) -> list[np.ndarray]:
-    """Of the step behind each of two prompts alone, and then in a batch of both."""
+    """Return the logits of the step behind each of two prompts alone, and then in a batch of both."""
     found = []
     for row, length in enumerate((7, 30)):
         logits = model(FIRST[row : row + 1], cache=prefilled(model, length))

@@ -159,7 +159,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, attend: Attend) -> None:
 
 
 def logits_of(model: Any, steps: int = STEPS) -> list[np.ndarray]:
-    """Of a prompt's last token, and of some steps behind it."""
+    """Return the logits of a prompt's last token, and of some steps behind it."""
     cache = make_prompt_cache(model)
     out = [model((prompt_of(21) % model_configs.VOCAB)[None], cache=cache)]
     for token in range(steps):
@@ -169,7 +169,7 @@ def logits_of(model: Any, steps: int = STEPS) -> list[np.ndarray]:
 
 
 def run(model: Any, steps: int = STEPS) -> tuple[list[np.ndarray], compiled_step.CompiledStep, list[str]]:
-    """The same under the patches, twice: the logits of the second time, the compiled step, and the warnings."""
+    """Run twice under the patches: the logits of the second time, the compiled step, and the warnings."""
     mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -272,7 +272,7 @@ class Blocks:
 
 
 def step_layer(window: Window | None = None) -> StepLayer:
-    """Of two rows of 5 and 3 tokens, and one of padding."""
+    """Make a step of two rows of 5 and 3 tokens, and one of padding."""
     ends = mx.array([[5], [3], [0]])
     return StepLayer(Blocks(), GroupArrays((mx.zeros((3, 1)), ends, mx.zeros_like(ends)), ends[:, 0] - 1), window)
 

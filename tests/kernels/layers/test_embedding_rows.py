@@ -1,4 +1,4 @@
-"""Where embedding_rows' kernel is taken, what happens when it does not work, and its results on a GPU.
+"""When embedding_rows' kernel is taken, what happens when it does not work, and its results on a GPU.
 
 Its text is tested on the emulator in tests/msl/test_layers.py.
 """

@@ -1,4 +1,4 @@
-"""Where silu_product's kernel is taken, what happens when it does not work, and its results on a GPU.
+"""When silu_product's kernel is taken, what happens when it does not work, and its results on a GPU.
 
 Its text is tested on the emulator in tests/msl/test_layers.py.
 """

@@ -22,7 +22,7 @@ BLOCKS, HEADS, BLOCK = 6, 2, 8
 
 
 def values(shape: tuple[int, ...], dtype: mx.Dtype, seed: int = 5) -> mx.array:
-    """Of many sizes; some groups of one sign, of one value, of zeros, and of halves of a step of 4 bits or of 8."""
+    """Return values of many sizes; groups of one sign, one value, zeros, and halves of a step of 4 bits or 8."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape) * 2.0 ** rng.integers(-12, 8, (*shape[:-1], 1))
     kinds = rng.integers(0, 8, (*shape[:-1], 1))

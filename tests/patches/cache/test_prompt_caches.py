@@ -487,7 +487,7 @@ def test_prefixes_come_back_after_a_restart(model: Any, tmp_path: Path) -> None:
     "changes", [{"rope_theta": 1e6}, {"rope_scaling": {"type": "linear", "factor": 4.0}}, {"rms_norm_eps": 1e-2}]
 )
 def test_prefixes_of_another_configuration_stay_on_disk(changes: dict[str, Any], tmp_path: Path) -> None:
-    """The same weights in the same folder, and config.json was edited: their keys are others."""
+    """Equal weights in one folder, and config.json was edited: their keys are others."""
     prompt = prompt_of(100).tolist()
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
 

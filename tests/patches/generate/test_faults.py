@@ -99,7 +99,7 @@ class Faults:
 
 @functools.cache
 def model_of(kind: str) -> Any:
-    """As small as its kind allows: what is counted here is calls."""
+    """Build a model as small as its kind allows: what is counted here is calls."""
     return build_recurrent(kind) if kind in ("falcon_h1", "qwen3_next", "mamba") else build(kind)
 
 

@@ -47,7 +47,7 @@ def test_the_first_of_the_largest_log_probabilities_is_chosen(dtype: mx.Dtype, s
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, *slow(mx.float16)])
 def test_a_row_alone_in_a_batch_gives_the_tokens_of_a_solo_run(dtype: mx.Dtype) -> None:
-    """Of stock mlx-lm and under the patches, bit for bit. Random models have many words that are nearly even."""
+    """Equal to stock mlx-lm bit for bit. Random models have many words that are nearly even."""
     for seed in range(4):
         model = build("llama", seed=seed, vocab_size=8000)
         model.set_dtype(dtype)

@@ -40,7 +40,7 @@ def said(answer: Answer, path: str) -> tuple[str, int]:
 
 
 def streamed(answer: Answer) -> tuple[str, int]:
-    """The same of the deltas."""
+    """Return the texts of the deltas."""
     text, num_tokens = "", 0
     events = [json.loads(line[6:]) for line in answer.body.decode().split("\n") if line.startswith("data: {")]
     for event in events:

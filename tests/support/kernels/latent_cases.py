@@ -21,7 +21,7 @@ class LatentCase(Case):
         self.q = mx.array(q.astype(np.float32)).astype(dtype)
 
     def variant(self, body=-1):
-        """Of the portable body, or with 0 the fastest."""
+        """Return the variant of the portable body, or with 0 the fastest."""
         _, _, block_size, rank = self.k_pool.shape
         return latent_variants_of(self.dtype, rank, self.v_pool.shape[3], self.n_q, 1, block_size)[body]
 

@@ -16,7 +16,7 @@ from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 
 @contextmanager
 def traceable_kernels() -> Iterator[FakeKernels]:
-    """As :func:`fake_kernels`, with steps that are really compiled. A traced step computes the right attention but
+    """Like :func:`fake_kernels`, with steps that are really compiled. A traced step computes the right attention but
     stores nothing, so that of a sequence's compiled steps only the first sees all keys."""
     compile_function = compiled_step.compile_function
     written: dict[int, tuple[mx.array, tuple[mx.array, ...]]] = {}  # of each traced layer, by its keys

@@ -100,6 +100,6 @@ def tolerance_of(kind: str, num_tokens: int) -> float:
 def assert_same(
     got: tuple[list[int], np.ndarray], expected: tuple[list[int], np.ndarray], tolerance: float = 0.0
 ) -> None:
-    """The same tokens, and log-probabilities that are equal bit for bit, or up to ``tolerance``."""
+    """Assert equal tokens, and log-probabilities that are equal bit for bit, or up to ``tolerance``."""
     assert got[0] == expected[0]
     assert rms(got[1], expected[1]) <= tolerance

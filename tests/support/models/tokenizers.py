@@ -31,7 +31,7 @@ def byte_tokenizer(*, calls_tools: bool = False, parser: object = json_tools.par
 
 
 def _byte_of(letter: str) -> int:
-    """Of the letters that stand for bytes in byte-level vocabularies."""
+    """Return the letters that stand for bytes in byte-level vocabularies."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     if ord(letter) in plain:
         return ord(letter)

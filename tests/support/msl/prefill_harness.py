@@ -74,7 +74,7 @@ def emulated_launches(
     checked: bool,
     backend: str = "cuda",
 ):
-    """The same of the kernel that a module builds and launches, whose cached choice of variants is ``variants``."""
+    """Emulate the kernel that a module builds and launches, whose cached choice of variants is ``variants``."""
 
     def build(body, constants):
         if backend == "metal":

@@ -73,7 +73,7 @@ class WarmProcess:
 
 @functools.cache
 def _interpreter() -> socket.socket:
-    """Where this process asks its warm interpreter, which ends with it."""
+    """Return the socket of this process's warm interpreter, which ends with it."""
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a message is never cut
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.processes.warm_interpreter", str(theirs.fileno())],

@@ -23,7 +23,7 @@ TOLERANCE = 5e-3
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", ["deepseek_v3", "longcat_flash", "bailing_moe_v3", "mistral4"])
 def test_a_few_tokens_behind_a_prefix_attend_to_latents(name: str) -> None:
-    """As drafts do that a model verifies."""
+    """Drafts that a model verifies do that."""
     model = build(name)
     tokens = (prompt_of(50, 3) % model_configs.VOCAB)[None]
 
