@@ -180,30 +180,6 @@ class BlockGroup:
             missing = max(0, most - held, table.blocks_for(chunk))
         return missing + (self.tail_references(table) > 1)
 
-    def slide(self, table: BlockTable) -> bool:
-        """Release the blocks that the table's next token does not see. Returns whether it sees less than before."""
-        start = self.spec.first_kept(table.length)
-        if start <= table.logical_start:
-            return False
-        if start // self.block_size > table.logical_start // self.block_size:  # not in most decode steps
-            behind = table.behind(start)
-            gone = table.block_ids[behind]
-            self.allocator.release(gone)
-            table.block_ids[behind] = [NULL_BLOCK] * len(gone)
-            table.forget_indices()
-        table.logical_start = start
-        return True
-
-    def copy_on_write(self, table: BlockTable, index: int, target: int) -> None:
-        """Copy the table's block at ``index`` to ``target`` in every layer, which takes its place."""
-        source = table.block_ids[index]
-        for storage in self.storages:
-            storage.copy_blocks([source], [target])
-        self.allocator.release([source])
-        table.block_ids[index] = target
-        table.forget_indices()
-        self.touch()
-
     # Tensors --------------------------------------------------------------------------------------------------
 
     @property

@@ -216,7 +216,7 @@ class BlockPool:
             self._owners.collect()  # a block shared only with a dropped table is not shared
             group = self._group(table)
             if group.spec.window is not None:
-                group.slide(table)
+                self._slide(group, table)
             references = group.tail_references(table)
             if num_tokens == 1 and references == 1:  # as nearly every decode step
                 table.length += 1
@@ -258,7 +258,7 @@ class BlockPool:
                     ids, tail = table.block_ids, table.length // self.block_size
                     is_usable = table.owner is owner and table.group == group and not table.released
                     if has_window and is_usable:
-                        own.slide(table)
+                        self._slide(own, table)
                     if is_usable and tail < len(ids) and refcount(ids[tail]) == 1:
                         table.length += 1
                     else:
@@ -275,10 +275,24 @@ class BlockPool:
         slid = False
         with self._lock:
             for table in tables:
-                if not table.released and self._group(table).slide(table):
+                if not table.released and self._slide(self._group(table), table):
                     self._group(table).touch()
                     slid = True
         return slid
+
+    def _slide(self, group: BlockGroup, table: BlockTable) -> bool:
+        """Release the blocks that the table's next token does not see. Returns whether it sees less than before."""
+        start = group.spec.first_kept(table.length)
+        if start <= table.logical_start:
+            return False
+        if start // self.block_size > table.logical_start // self.block_size:  # not in most decode steps
+            behind = table.behind(start)
+            gone = table.block_ids[behind]
+            group.allocator.release(gone)
+            table.block_ids[behind] = [NULL_BLOCK] * len(gone)
+            table.forget_indices()
+        table.logical_start = start
+        return True
 
     def ensure_free_for(self, tables: Sequence[BlockTable], num_tokens: int) -> None:
         """Have blocks free for the next tokens of a sequence's tables, all those of the same length as the first, so
@@ -311,7 +325,13 @@ class BlockPool:
             own = self.allocate(table.group, 1)[0] if target is None else target
             try:
                 self.turn.is_dirty = True
-                group.copy_on_write(table, index, own)
+                shared = table.block_ids[index]
+                for storage in group.storages:
+                    storage.copy_blocks([shared], [own])
+                group.allocator.release([shared])
+                table.block_ids[index] = own
+                table.forget_indices()
+                group.touch()
                 self._cow_forks += 1
             except Exception:
                 if target is None and own not in table.block_ids:

@@ -325,10 +325,7 @@ def geometry_of(described: BlockGeometry) -> Geometry:
     if described is None:
         raise ValueError("it does not say what its keys are")
     heads, k_dim, v_dim, dtype, page_format = described
-    if page_format is None:
-        return Geometry(heads, k_dim, v_dim, DTYPES[dtype])
-    k_bits, v_bits, group_size, rotate = page_format
-    return Geometry(heads, k_dim, v_dim, DTYPES[dtype], PageFormat(k_bits, v_bits, group_size, bool(rotate)))
+    return Geometry(heads, k_dim, v_dim, DTYPES[dtype], None if page_format is None else PageFormat(*page_format))
 
 
 def _geometry(
