@@ -325,7 +325,7 @@ def geometry_of(described: BlockGeometry) -> Geometry:
     if described is None:
         raise ValueError("it does not say what its keys are")
     heads, k_dim, v_dim, dtype, page_format = described
-    return Geometry(heads, k_dim, v_dim, DTYPES[dtype], None if page_format is None else PageFormat(*page_format))
+    return Geometry(heads, k_dim, v_dim, DTYPES[dtype], None if page_format is None else PageFormat._make(page_format))
 
 
 def _geometry(
