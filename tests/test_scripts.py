@@ -25,10 +25,13 @@ TINY = ("--random", "tiny")
 RUNS = [
     ("generate", *TINY, "--contexts", "40,150", "--block-sizes", "16", "--decode-tokens", 4, "--repeats", 2),
     *slow(("generate", *TINY, "--synthetic-context", "--contexts", 100, "--repeats", 1), single=True),
-    ("batch", *TINY, "--cases", "3xragged64", "--decode-tokens", 12, "--arrivals", 50, "--requests", 4),
+    ("batch", *TINY, "--cases", "3xragged64", "--decode-tokens", 12),
+    *slow(("batch", *TINY, "--cases", "1x9", "--decode-tokens", 12, "--arrivals", 50, "--requests", 4), single=True),
     ("prefix", *TINY, "--prefix", 192, "--suffix", 16, "--sharers", 4, "--decode-tokens", 4, "--pattern", "burst"),
     ("engine", "--rows", "1,2", "--nodes", "20,0", "--waiting", 300),
-    pytest.param(("ranks", *TINY, "--rows", 2, "--prompt", 20, "--answer", 16, "--rounds", 1), marks=CPU_ONLY),
+    pytest.param(
+        ("ranks", *TINY, "--rows", 2, "--prompt", 20, "--answer", 16, "--rounds", 1), marks=[CPU_ONLY, pytest.mark.slow]
+    ),
     *(pytest.param(("kernel", "--what", what), marks=pytest.mark.gpu) for what in ("decode", "latents", "prefill")),
 ]
 

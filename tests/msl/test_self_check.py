@@ -194,7 +194,7 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("name", list(TEXTS))
+@pytest.mark.parametrize("name", quick(TEXTS, "dense", "quantised"))
 def test_it_launches_every_text_for_few_rows_and_many(name: str) -> None:
     result, seen = texts_of_check(VARIANTS[name])
     assert result.ok and set(TEXTS[name]) <= set(seen), set(TEXTS[name]) - set(seen)
