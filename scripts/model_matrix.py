@@ -46,6 +46,7 @@ class Row(NamedTuple):
         attention: how paged layers attend: over blocks by an adapter or the seam, or over gathered arrays.
         batch: together, or one by one.
         packs: whether chunks of several prompts go through the model as one pack.
+        look_up: whether rows may propose tokens that they had before.
         single, batched, packed: RMS of the log-probabilities against stock's single run, alone, in a batch, and in one
             whose prompts are packed; None if tokens differ.
         sharing: whether requests share prefixes: to the token, at checkpoints, or not.
@@ -58,6 +59,7 @@ class Row(NamedTuple):
     attention: str = ""
     batch: str = ""
     packs: str = ""
+    look_up: str = ""
     single: float | None = None
     batched: float | None = None
     packed: float | None = None
@@ -149,8 +151,9 @@ def reason_of(error: BaseException) -> str:
 
 def packs_of(generator: Any) -> bool:
     """Whether prompts have just gone through the model as packs, and no layer would not have it."""
+    engine = generator._engine
     came = any(choice.path == "apart" for choice in mlx_paged.dispatch_counts())
-    return came and generator._engine.prefill.packs
+    return engine is not None and engine.prefill.packs and (came or engine.pool is None)
 
 
 def row_of(
@@ -176,7 +179,8 @@ def row_of(
     engine = generator._engine
     batch = "mlx-lm's" if engine is None else engine.batch.kind
     return Row(
-        name, status, ", ".join(groups), attention_of(model), batch, "yes" if packs else "no", *figures,
+        name, status, ", ".join(groups), attention_of(model), batch, "yes" if packs else "no",
+        "yes" if packs and engine.look_up is not None else "no", *figures,
         "no" if engine is None else "yes" if engine.all_paged else "at ends", "; ".join(dict.fromkeys(reasons)),
     )  # fmt: skip
 
@@ -212,12 +216,14 @@ in steps of {chunk}, blocks of {block}. `make test-models` repeats it.
   ([ADR 0033](adr/0033-latent-pages.md)); else over gathered arrays.
 - **Batch**: rows decode in one call, or one by one in models that cannot take rows of different lengths.
 - **Packs**: on a GPU, chunks of several prompts go through the model in one call, as rows of one token; else alone.
+  Layers with states take the tokens of a pack side by side, sequence by sequence ([ADR 0069](adr/0069-packs-with-states.md)).
+- **Look-up**: whether rows may propose tokens that they had before ([look-up](reference.md#look-up)).
 - **Alone**, **batched**, **packed**: RMS of the log-probabilities against stock's run, on a CPU. The tokens are equal.
 - **Compiled**: where all layers are paged and attend in the kernel, decode steps run as one compiled function
   ([ADR 0005](adr/0005-compiled-decode-step.md)), but for {not_compiled}.
-- **States**: of layers that are not paged, checkpoints exist ([ADR 0053](adr/0053-checkpoints.md)). Prompts of models
-  with states are not packed, and their steps are not compiled. Linear attention of Qwen3-Next, Qwen3.5 and OLMo hybrid
-  takes prompts by chunks of tokens where mlx-lm has no kernel ([ADR 0066](adr/0066-gated-delta-rule.md)).
+- **States**: of layers that are not paged, checkpoints exist ([ADR 0053](adr/0053-checkpoints.md)). Steps of models
+  with states are not compiled. Linear attention of Qwen3-Next, Qwen3.5 and OLMo hybrid takes prompts by chunks of tokens
+  where mlx-lm has no kernel ([ADR 0066](adr/0066-gated-delta-rule.md)).
 - **Prefixes**: whether requests share what they have in common: to the token, or with states, at
   [checkpoints](reference.md#checkpoints).
 
@@ -228,8 +234,8 @@ With `kv_bits` ([ADR 0026](adr/0026-quantised-pages.md)), by kind of layer:
 - latents (MLA), and whatever else a model computes with by itself ("gathered" above): stay as they are;
 - states (SSM, convolutions, linear attention), and layers that are not paged: mlx-lm's own caches, as without.
 
-| Module | Paged | Groups | Attention | Batch | Packs | Alone | Batched | Packed | Prefixes | Not paged or packed: why |
-|---|---|---|---|---|---|---|---|---|---|---|
+| Module | Paged | Groups | Attention | Batch | Packs | Look-up | Alone | Batched | Packed | Prefixes | Not paged or packed: why |
+|---|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -257,8 +263,8 @@ def lines_of_page() -> dict[str, str]:
 
 
 def line_of(row: Row) -> str:
-    cells = [row.module, row.status, row.groups, row.attention, row.batch, row.packs, figure(row, row.single)]
-    cells += [figure(row, row.batched), figure(row, row.packed) if row.packs == "yes" else "", row.sharing, row.reasons]
+    cells = [row.module, row.status, row.groups, row.attention, row.batch, row.packs, row.look_up]
+    cells += [figure(row, row.single), figure(row, row.batched), figure(row, row.packed) if row.packs == "yes" else "", row.sharing, row.reasons]
     return "| " + " | ".join(cell.replace("|", "\\|") or " " for cell in cells) + " |"
 
 

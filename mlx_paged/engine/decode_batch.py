@@ -77,6 +77,15 @@ class DecodeBatch:
         """Bytes of what layers without blocks keep for the rows."""
         return sum(cache.nbytes for cache in self._caches if not (cache is None or _is_paged(cache)))
 
+    def state(self, place: int) -> Any:
+        """Return the cache of a layer without blocks, by its place among the leaves of the rows' caches."""
+        return self._caches[place]
+
+    def set_state(self, place: int, arrays: Sequence[Any]) -> None:
+        """Set what such a layer keeps for the rows, and start computing it."""
+        self._caches[place].cache = list(arrays)
+        mx.async_eval([x for x in arrays if x is not None])
+
     @property
     def inputs(self) -> mx.array:
         """Next token of each row, not delivered yet, ``[B]``."""

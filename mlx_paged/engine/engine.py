@@ -102,11 +102,14 @@ class Engine:
             self.pool.drops_when_idle = False
         self.all_paged = all(isinstance(cache, PagedKVCache) for cache in fresh)
         self.in_place = self.all_paged and self.pool is not None and all(g.in_place for g in self.pool.groups)
-        self.can_pack = self.all_paged and batch.kind == "together" and can_pack(fresh)
+        # The model of a layout without any paged layer attends to nothing.
+        reads_blocks_only = reads_blocks_only or self.pool is None
+        self.can_pack = batch.kind == "together" and reads_blocks_only and can_pack(fresh, batch.upstream.state_cache)
         if packs is None:
+            in_place = self.pool is None or all(group.in_place for group in self.pool.groups)
             # A Mac that finds its kernel wrong packs no more; ranks have to do the same.
-            packs = self.in_place and packs_prompts() and not (on_metal() and batch.ranks is not None)
-        self.packs = packs and self.can_pack and reads_blocks_only
+            packs = in_place and packs_prompts() and not (on_metal() and batch.ranks is not None)
+        self.packs = packs and self.can_pack
         self.sharing: PrefixSharing | CheckpointSharing | None = None
         self.budget: PoolBudget | None = None
         # Caches that keep a prompt's first tokens (max_kv_size): what a token sees depends on where chunks begin.
@@ -123,12 +126,12 @@ class Engine:
         self.computed_prompt_tokens = self.num_steps = 0
         self.prefill = Prefill(batch.model, in_place=self.in_place, packs=self.packs, call=batch.call)
         self.look_up: LookUp | None = None
-        if self.can_pack and reads_blocks_only and self.pool is not None and self.budget is not None:
+        if self.can_pack and self.pool is not None and self.budget is not None:
             self.look_up = LookUp(batch, self.pool, partial(appends.has_room, self.budget))
         # Over ranks, whose clocks differ, and where chunks lie on a grid, the tokens of a step do not depend on time.
         bounded = not self.in_place and not self.packs and self.scheduler.grid is None
         self._pace: PrefillPace | None = None
-        if self.agreement is None and (bounded or self._is_on_metal):
+        if self.agreement is None and (bounded or self._is_on_metal or (self.packs and on_metal())):
             self._pace = PrefillPace(batch.model, prefill_latency, self._least_fused())
         self._step_tokens = self.scheduler.token_budget
         self._prefill_steps = 0
@@ -262,6 +265,8 @@ class Engine:
                 request.length = request.kept + len(request.source)
         responses, unwanted = self._deliver_all(deliveries)
         finished = [(self.requests[r.uid], r) for r in responses if r.finish_reason is not None]
+        if self.look_up is not None:
+            self._finish_look_up(unwanted)
         self._remove_from_batch([request for request, _ in finished])
         for request, response in finished:
             failed.pop(request, None)  # what failed is a token that will not be delivered
@@ -314,6 +319,14 @@ class Engine:
             if response is None or response.finish_reason is not None:
                 ended.add(delivery.row)
         return responses, unwanted
+
+    def _finish_look_up(self, unwanted: Counter[Request]) -> None:
+        assert self.look_up is not None
+        try:
+            self.look_up.finish(unwanted)
+        except Exception as error:  # the states of all rows are unknown
+            self.batch.fail_all(error)
+            self._note_failed()
 
     def _cut(self, request: Request, num_tokens: int) -> None:
         """Have a request that is out of the batch end where its last tokens are not in its cache."""

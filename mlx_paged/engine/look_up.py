@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import mlx.core as mx
 
 from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
+from ..cache.packed_states import PackedStates
+from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import NotPackableError, Rows
 from ..errors import PoolExhaustedError
 from ..kv.pool import BlockPool
@@ -22,7 +25,7 @@ from .scheduler import Growth
 # waits for it (docs/adr/0031).
 LEAST_GAIN = 0.75
 MOST_TOKENS = 256  # of a step: with more, matrix products take longer
-WHY_NOT = "a layer keeps a state that cannot be cut, pins tokens, or computes with keys and values by itself"
+WHY_NOT = "a layer pins tokens, or computes with keys and values by itself, or none is paged"
 # Tokens of context that a step reads again for drafts: the kernel reads the row's for each.
 MOST_READS = 1 << 18
 
@@ -35,7 +38,7 @@ class LookUp:
     taken, and so is the first that does not; it was sampled behind nothing but tokens of the row, as without drafts.
 
     Args:
-        batch: of the rows; all their layers are paged, and the model packs.
+        batch: of the rows; their layers are paged or keep states, and the model packs.
         pool: of their blocks.
         has_room: whether rows can grow by so many tokens, nobody making room for them.
     """
@@ -47,6 +50,9 @@ class LookUp:
         self._has_room = has_room
         # The rows' next tokens, if they are known on the host: the batch's array, and what it holds.
         self._known: tuple[mx.array | None, list[int]] = (None, [])
+        # States of the step's rows by layer, and how many of its tokens each row has kept, until :meth:`finish`.
+        self._states: dict[int, PackedStates] = {}
+        self._kept: list[int] = []
 
     def step(self, others: Growth) -> list[Delivery] | None:
         """Return a step of the batch with drafts, in the place of :meth:`DecodeBatch.reserve` and
@@ -59,6 +65,7 @@ class LookUp:
             The tokens, several of a row in order. None if the rows are to take a step without: nothing that is worth
             it is expected, there are no blocks for it, or the call has failed, and nothing has changed.
         """
+        self._states = {}
         drafts = self._propose()
         if not drafts:
             return None
@@ -68,6 +75,19 @@ class LookUp:
             return None
         found = self._logits(drafts, counts)
         return None if found is None else self._deliver(*found, drafts, counts)
+
+    def finish(self, unwanted: Mapping[Request, int]) -> None:
+        """Called when what a step gave was delivered, and all rows are still in the batch: have the states of rows end
+        before their last tokens. Block tables are cut apart from that."""
+        if self._states and unwanted:
+            for index, row in enumerate(self.batch.rows):
+                self._kept[index] -= unwanted.get(row, 0)
+            self._keep_states()
+        self._states = {}
+
+    def _keep_states(self) -> None:
+        for place, states in self._states.items():
+            self.batch.set_state(place, states.batch(self._kept))
 
     # Proposing ------------------------------------------------------------------------------------------------
 
@@ -109,9 +129,15 @@ class LookUp:
                 raise failed.error
             inputs = self._inputs(drafts)
             caches = batch.rows[0].caches or []
-            layers = [PagedBatchKVCache(rows, cache.layer, type(cache)) for cache in leaves(caches)]
+            layers: list[Any] = []
+            for place, cache in enumerate(leaves(caches)):
+                if isinstance(cache, PagedKVCache):
+                    layers.append(PagedBatchKVCache(rows, cache.layer, type(cache)))
+                else:
+                    layers.append(PackedStates.over(batch.state(place), counts))
             logits: mx.array = batch.call(inputs[:, None], cache=with_leaves(caches, layers))[:, -1, :]
             rows.commit()
+            self._states = {place: each for place, each in enumerate(layers) if isinstance(each, PackedStates)}
         except Exception as error:  # a step without drafts says whose fault it is
             rows.take_back()
             if isinstance(error, NotPackableError):
@@ -171,6 +197,8 @@ class LookUp:
             self.pool.accepted += accepted
             taken.append(accepted)
             first += count
+        self._kept = [1 + accepted for accepted in taken]
+        self._keep_states()
         batch.choice.sampler.skip(taken)
         batch.note_told(deliveries)
         batch.failed += {owners[index]: error for index, error in choice.broken.items()}.items()

@@ -11,6 +11,7 @@ import mlx.core as mx
 from ..by_model import ByModel
 from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
+from ..cache.packed_states import PackedStates
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import NotPackableError, Rows
 from ..kernels.availability import on_metal
@@ -175,10 +176,30 @@ def packs_of(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
     return [pack, *alone] if pack else alone
 
 
-def can_pack(caches: Sequence[Any]) -> bool:
+def can_pack(caches: Sequence[Any], state_cache: type[Any]) -> bool:
     """Return whether new tokens of several sequences can go through the model as rows of one token each, as far as its
-    caches tell: every layer must be paged."""
-    return all(isinstance(cache, PagedKVCache) for cache in leaves(caches))
+    caches tell: every layer must be paged, or keep a state.
+
+    Args:
+        state_cache: class of the caches that hold states.
+    """
+    return all(isinstance(cache, PagedKVCache | state_cache) for cache in leaves(caches))
+
+
+def pack_layers(rows: Rows | None, caches: Sequence[Sequence[Any]], counts: Sequence[int]) -> list[Any]:
+    """Return what the layers see of a pack.
+
+    Args:
+        rows: of the sequences; None: no layer is paged.
+        caches: leaves of each sequence's caches.
+        counts: new tokens of each.
+    """
+    return [
+        PagedBatchKVCache(rows, layer[0].layer, type(layer[0]))
+        if rows is not None and isinstance(layer[0], PagedKVCache)
+        else PackedStates.of(layer, counts)
+        for layer in zip(*caches, strict=True)
+    ]
 
 
 def compute_pack(
@@ -194,11 +215,14 @@ def compute_pack(
 
     Raises:
         NotPackableError: the model cannot be called so.
-        Exception: whatever the model or the pool raises. Nothing is reserved then.
+        Exception: whatever the model or the pool raises. Nothing is reserved then, and no state has changed.
     """
-    ready = [chunk for chunk in chunks if chunk.request.sequence is not None]
+    ready = [chunk for chunk in chunks if chunk.request.caches is not None]
+    rows: Rows | None = None
     while ready:
         sequences = [sequence for chunk in ready if (sequence := chunk.request.sequence) is not None]
+        if not sequences:
+            break
         rows = Rows(sequences[0].pool, sequences, [chunk.num_tokens for chunk in ready])
         failed = rows.reserve()
         if failed is None:
@@ -208,11 +232,17 @@ def compute_pack(
         return []
     try:
         tokens = [token for chunk in ready for token in chunk.request.next_tokens(chunk.num_tokens)]
-        caches = ready[0].request.caches or []
-        layers = [PagedBatchKVCache(rows, cache.layer, type(cache)) for cache in leaves(caches)]
-        model(mx.array(tokens, mx.uint32)[:, None], cache=with_leaves(caches, layers))
-        rows.commit()
+        caches = [leaves(chunk.request.caches or []) for chunk in ready]
+        layers = pack_layers(rows, caches, [chunk.num_tokens for chunk in ready])
+        model(mx.array(tokens, mx.uint32)[:, None], cache=with_leaves(ready[0].request.caches or [], layers))
+        if rows is not None:
+            rows.commit()
     except Exception:
-        rows.take_back()
+        if rows is not None:
+            rows.take_back()
         raise
+    for layer, own in zip(layers, zip(*caches, strict=True), strict=True):
+        if isinstance(layer, PackedStates):
+            for cache, arrays in zip(own, layer.of_each(), strict=True):
+                cache.cache = arrays
     return ready

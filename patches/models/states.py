@@ -1,4 +1,4 @@
-"""Layers with states: gated delta nets (Qwen3-Next, Qwen3.5, OLMo hybrid) and embeddings of n-grams (LongCat)."""
+"""Layers with states: in packs; gated delta nets (Qwen3-Next, Qwen3.5, OLMo hybrid); embeddings of n-grams (LongCat)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,87 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models import base
 
+from ...cache.packed_states import PackedStates
 from ...kernels import delta_rule
 from ..patch import replaces
+from .attention import heads_last
+
+# The classes whose calls read and write a layer's state, and the fingerprints of these calls.
+MIXERS = {
+    "bailing_hybrid:LinearAttention": "8e96bfec8ac78ed2",
+    "bailing_moe_linear:LinearAttention": "cf3e3d916d14b062",
+    "bailing_moe_v3:BailingKDA": "a5dd764cec4c25cc",
+    "falcon_h1:FalconH1Mixer": "d5e0f7262ee49d67",
+    "gear:ConvKVGatedMixer": "01dffbc49d52fe4e",
+    "granitemoehybrid:GraniteMoeHybridMamba2Mixer": "1ae1fe3eae6db01d",
+    "jamba:JambaMambaMixer": "5b45359a8f0a9b59",
+    "kimi_k3:KimiK3DeltaAttention": "d214790e5caaaaac",
+    "kimi_linear:KimiDeltaAttention": "45378c30af84780a",
+    "lfm2:ShortConv": "96fd13d287863e28",
+    "lfm2_moe:ShortConv": "96fd13d287863e28",
+    "mamba:MambaBlock": "723c09aaef1fe179",
+    "mamba2:Mamba2Block": "95d33863ff17654e",
+    "nemotron_h:NemotronHMamba2Mixer": "1ae1fe3eae6db01d",
+    "olmo_hybrid:GatedDeltaNet": "149de2850220fa45",
+    "plamo2:Mamba": "8e8dd67701548362",
+    "qwen3_5:GatedDeltaNet": "6749a12b1dae07b9",
+    "qwen3_next:Qwen3NextGatedDeltaNet": "0fe328fa5f10af94",
+    "recurrent_gemma:RecurrentBlock": "6f93b864d9891593",
+    "rwkv7:Rwkv7ChannelMixing": "28724bb0e0516cdd",
+    "rwkv7:Rwkv7TimeMixing": "3393aa53f33176a3",
+}
+
+
+def adapt_mixer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a replacement that takes the tokens of a pack sequence by sequence, or several sequences side by side."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        states = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, PackedStates)), None)
+        if states is None:
+            return original(self, *args, **kwargs)
+        return states.run(original, self, *args, **kwargs)
+
+    return __call__
+
+
+for _target, _fingerprint in MIXERS.items():
+    replaces(f"mlx_lm.models.{_target}.__call__", _fingerprint)(adapt_mixer)
+
+
+@replaces("mlx_lm.models.baichuan_m1:Attention.__call__", "d1e1c0124db30b53")
+def adapt_baichuan(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Make a replacement for attention whose keys and values are convolved with those of the token before."""
+
+    def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any = None) -> mx.array:
+        if cache is None or not isinstance(cache[0], PackedStates):
+            return original(self, x, mask, cache)
+        states, blocks = cache[0], cache[1]
+        dim, kv_dim = x.shape[-1], self.num_kv_heads * self.head_dim
+        parts = mx.split(self.W_pack(x), (dim, dim + kv_dim), axis=-1)
+        queries, keys, values = (part.reshape(*part.shape[:2], -1, self.head_dim) for part in parts)
+        keys, values = states.run(_convolved, self, keys, values, states)
+        queries, keys, values = (each.swapaxes(1, 2) for each in (queries, keys, values))
+        offset = blocks.offset
+        queries, keys = self.rope(queries, offset=offset), self.rope(keys, offset=offset)
+        keys, values = blocks.update_and_fetch(keys, values)
+        attend = base.scaled_dot_product_attention  # by name: it is replaced
+        out = attend(queries, keys, values, cache=blocks, scale=self.scale, mask=mask)
+        return self.o_proj(heads_last(out))
+
+    return __call__
+
+
+def _convolved(self: Any, keys: mx.array, values: mx.array, state: Any) -> tuple[mx.array, mx.array]:
+    """Return keys and values ``[B, n, heads, head_dim]``, each convolved with the one before; the state holds the last
+    ones of before."""
+    found = []
+    for slot, (new, weights) in enumerate(((keys, self.conv_k), (values, self.conv_v))):
+        heads_first = new.swapaxes(1, 2)
+        found.append(self._custom_convolution(heads_first, weights, state=state[slot]).swapaxes(1, 2))
+        state[slot] = heads_first[:, :, -1:, :]
+    return found[0], found[1]
 
 
 @replaces("mlx_lm.models.gated_delta:gated_delta_ops", "dbaebb7ab54e37d2")
@@ -38,6 +116,9 @@ def adapt_ngrams(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     one batch. Zeros are what the embedding takes for tokens before the first one."""
 
     def __call__(self: Any, input_ids: mx.array, cache: Any = None) -> mx.array:
+        if isinstance(cache, PackedStates):
+            embedded: mx.array = cache.run(__call__, self, input_ids, cache)
+            return embedded
         embedded = original(self, input_ids, cache)
         if cache is not None and (missing := self.n - 1 - cache[0].shape[-1]) > 0:
             cache[0] = mx.pad(cache[0], [(0, 0), (missing, 0)])

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mlx_lm.models.cache import ArraysCache
+
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine import engine as engine_module
@@ -25,6 +27,7 @@ from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.radix import RadixTree
 from mlx_paged.prefix.store import SharedPrefixes
 from scripts.support import model_configs
+from tests.fuzz.cases import HYBRIDS
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.batch_runs import Spec, collect, generator, kv_budget, model_of, run_all, solo
@@ -111,6 +114,42 @@ def test_models_behind_the_seam_pack_too(name: str, calls: list[list[int]]) -> N
     assert_nothing_is_left(model)
 
 
+@pytest.mark.parametrize("name", quick(HYBRIDS, "qwen3_next", "falcon_h1", "recurrent_gemma", "rwkv7", "baichuan_m1"))
+def test_models_with_states_pack_too(name: str, calls: list[list[int]]) -> None:
+    model = model_configs.build(name)
+    prompts = prompts_for(model_configs.VOCAB)
+    expected = [greedy(model, mx.array(prompt, mx.uint32), 8) for prompt in prompts]
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    gen = packing(model)
+    outcomes = insert(gen, prompts, 8)
+    run_all(gen, outcomes)
+    assert_alike(outcomes, expected)
+    assert gen._engine.prefill.packs and len(calls) > 3
+    if mlx_paged.pool_of(model) is not None:
+        assert_nothing_is_left(model)
+
+
+def test_states_stay_as_they_were_if_the_call_of_a_pack_fails(calls: list[list[int]]) -> None:
+    model = model_configs.build("qwen3_next")
+    prompts = prompts_for(model_configs.VOCAB)
+    expected = [greedy(model, mx.array(prompt, mx.uint32), 8) for prompt in prompts]
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    gen = packing(model)
+    outcomes = insert(gen, prompts, 8)
+    head, fails = model.lm_head, [False, True, False, True]
+
+    def failing(x: mx.array) -> mx.array:
+        if x.shape[0] > 16 and fails and fails.pop(0):  # no decode step has as many rows
+            raise RuntimeError("once")
+        return head(x)
+
+    model.lm_head = failing
+    run_all(gen, outcomes)
+    assert not fails
+    assert_alike(outcomes, expected)
+    assert_nothing_is_left(model)
+
+
 @pytest.mark.parametrize("kind", ["llama", *slow("llama-sliding")])
 def test_requests_go_on_behind_prefixes_that_others_have_computed(kind: str, calls: list[list[int]]) -> None:
     model = build(kind)
@@ -181,7 +220,8 @@ def test_requests_that_are_cancelled_in_the_middle_leave_the_others_alone(steps:
         ("gpt_bigcode", {}, True),
         ("llama4", {}, True),
         ("minimax_m3_vl", {}, False),  # one row after the other
-        ("falcon_h1", {}, False),  # other states than keys and values
+        ("falcon_h1", {}, True),  # states beside keys and values
+        ("mamba", {}, True),  # nothing but states
     ],
 )
 def test_which_models_pack(name: str, options: dict[str, Any], packs: bool) -> None:
@@ -302,7 +342,7 @@ def test_chunks_that_failed_with_others_come_alone() -> None:
     chunks = [Chunk(request, 3) for request in requests]
     assert packs_of(chunks) == [[chunks[0], chunks[2], chunks[3]], [chunks[1]]]
     assert packs_of(chunks[1:2]) == [[chunks[1]]] and packs_of([]) == []
-    assert can_pack(caches_of(pool))
+    assert can_pack(caches_of(pool), ArraysCache)
 
 
 @pytest.mark.parametrize(("most", "expected"), [(64, [[16], [16], [7]]), (20, [[16]]), (0, [])])

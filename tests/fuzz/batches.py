@@ -8,6 +8,7 @@ import random
 import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
@@ -88,7 +89,7 @@ def run(case: Case) -> int:
 
 def _live(case: Case, expected: list[Expected], caches: list[list[Any] | None], rng: random.Random, folder: str) -> int:
     """Run a case in the patched generator, with the prefixes that a life before left in the folder."""
-    with patched(case, folder) as (pool, prefixes, store):
+    with patched(case, folder) as (pool, prefixes, store), mock.patch.object(PagedBatchGenerator, "packs", case.packs):
         generator = PagedBatchGenerator(
             model_of(case.family),
             prefixes=prefixes,
@@ -97,6 +98,8 @@ def _live(case: Case, expected: list[Expected], caches: list[list[Any] | None], 
             prefill_step_size=case.step_size,
             max_kv_size=case.max_kv_size,
         )
+        if case.packs is not None:
+            assert generator._engine is None or generator._engine.packs == (case.packs and generator._engine.can_pack)
         delivered = [Delivered(request, wanted) for request, wanted in zip(case.requests, expected, strict=True)]
         Driver(case, generator, store, delivered, caches, rng).run()
         for each in delivered:
@@ -302,12 +305,15 @@ class Driver:
 
 
 def check_nothing_left(pool: BlockPool | None, store: PagedPromptCache | None) -> None:
-    """Raise AssertionError unless only the prefix cache holds blocks, and gives them back when it is closed."""
+    """Raise AssertionError unless only the prefix cache holds blocks and slots of states, and gives them back when it is
+    closed."""
     if pool is None:
         return
     pool.check_integrity()
     stats = pool.stats()
     assert stats.live_blocks == stats.cached_blocks
+    assert stats.state_bytes == stats.checkpoint_bytes, "states of requests that are gone count"
     if store is not None:
         store.close()
-        assert pool.stats().live_blocks == 0
+        stats = pool.stats()
+        assert stats.live_blocks == stats.state_bytes == 0

@@ -25,7 +25,7 @@ FAMILIES = builders.KINDS * 4 + SEAM
 HYBRIDS = (  # every module of mlx-lm whose layers keep states beside keys and values, or in their place
     "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "falcon_h1", "granitemoehybrid", "jamba",
     "kimi_k3", "kimi_linear", "lfm2", "lfm2_moe", "longcat_flash_ngram", "mamba", "mamba2", "nemotron_h", "olmo_hybrid",
-    "plamo2", "qwen3_5", "qwen3_5_moe", "qwen3_next", "recurrent_gemma", "rwkv7",
+    "plamo2", "qwen3_5", "qwen3_5_moe", "qwen3_next", "recurrent_gemma", "rwkv7", "gear",
 )  # fmt: skip
 BOUNDED = ("llama", "qwen3", "qwen2", "phi3", "mixtral", "jamba")  # max_kv_size makes a difference to them
 BLOCK_SIZES = (8, 8, 16, 32, 64, 128)
@@ -95,6 +95,7 @@ class Case:
         interval: tokens between checkpoints of states.
         preempts: the share of steps after which a request is preempted.
         restarts: how often the process is killed and another goes on with what is on disk.
+        packs: prompts go through the model in packs; None: as on this device.
     """
 
     seed: int
@@ -113,12 +114,14 @@ class Case:
     interval: int | None = None
     preempts: float = 0.0
     restarts: int = 0
+    packs: bool | None = None
 
     def __str__(self) -> str:
         return (
             f"seed {self.seed}: {self.family}, blocks of {self.block_size}, steps of {self.step_size}, max_kv_size "
             f"{self.max_kv_size}, in place {self.in_place}, prefixes {self.prefixes}, slack {self.budget_slack}, "
-            f"interval {self.interval}, preempts {self.preempts}, restarts {self.restarts}, "
+            f"interval {self.interval}, preempts {self.preempts}, restarts {self.restarts}, packs {self.packs}, "
+            f"{self.lookup} looked up, "
             f"{len(self.requests)} requests"
         )
 
@@ -146,9 +149,12 @@ def draw(seed: int, families: tuple[str, ...] = FAMILIES) -> Case:
 
 
 def draw_hybrid(seed: int) -> Case:
-    """A case of a model with states: checkpoints, preemption at any step, edits in the middle, draws and kills."""
+    """A case of a model with states: checkpoints, preemption at any step, edits in the middle, draws, kills, packs and
+    look-up."""
     case = draw(seed, HYBRIDS)
     rng = random.Random(f"{seed} states")
+    case.packs = rng.choice((None, True, True))
+    case.lookup = rng.choice((0, 0, 1, 3, 8))
     case.interval = rng.choice((0, 32, 32, 64, None))
     case.preempts = rng.choice((0.0, 0.1, 0.5))
     if case.prefixes == "disk":

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import make_sampler
 
 import mlx_paged
@@ -16,14 +17,16 @@ from mlx_paged.engine import compiled_step, proposer
 from mlx_paged.engine.proposer import Drafts
 from mlx_paged.engine.request import RequestOptions
 from scripts.support import model_configs
+from tests.fuzz.cases import HYBRIDS
 from tests.support.cases import quick, slow
 from tests.support.kernels.fake_kernels import FakeKernels
-from tests.support.models.batch_runs import Outcome, generator, run_all
+from tests.support.models.batch_runs import Outcome, collect, generator, run_all
 from tests.support.models.builders import KINDS, VOCAB, build, greedy, prompt_of
 from tests.support.models.oracle import Oracle, oracles
 from tests.support.models.recurrent import build_recurrent
 
 MOST, TOKENS = 4, 22
+PAGED_HYBRIDS = tuple(name for name in HYBRIDS if name not in ("mamba", "mamba2", "rwkv7"))
 LENGTHS = (3, 37, 12)  # shorter than the windows; longer with the answer
 
 
@@ -152,7 +155,41 @@ def test_models_behind_the_seam(name: str) -> None:
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
 
 
-def test_layers_with_states_are_not_cut() -> None:
+@pytest.mark.parametrize("stops", (False, True))
+@pytest.mark.parametrize("name", quick(PAGED_HYBRIDS, "qwen3_next", "falcon_h1", "baichuan_m1"))
+def test_states_follow_the_drafts_that_are_kept(name: str, stops: bool) -> None:
+    """An answer that a stop token ends leaves the state behind that token, though drafts after it were right."""
+    model, vocab = model_configs.build(name), model_configs.VOCAB
+    prompts = [(prompt_of(length, seed=length) % vocab).tolist() for length in LENGTHS]
+    expected = [greedy(model, mx.array(prompt, mx.uint32), TOKENS + MOST) for prompt in prompts]
+    ends = [tokens.index(tokens[11]) + 1 if stops else TOKENS for tokens, _ in expected]
+    continued = [p + tokens[:end] + [3, 1] for p, (tokens, _), end in zip(prompts, expected, ends, strict=True)]
+    later = [greedy(model, mx.array(prompt, mx.uint32), 6) for prompt in continued]
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    with oracles(vocab) as oracle:
+        oracle.answers.update({tuple(prompt): tokens for prompt, (tokens, _) in zip(prompts, expected, strict=True)})
+        gen = generator(model)
+        options = {"stop_sequences": [StopSequences([[tokens[11]]]) for tokens, _ in expected]} if stops else {}
+        outcomes, caches = insert(gen, prompts, TOKENS, **options), {}
+        while any(told := gen.next()):
+            collect(outcomes, *told)
+            caches.update({each.uid: each.prompt_cache for each in told[1] if each.finish_reason})
+    for outcome, (tokens, logprobs), end in zip(outcomes.values(), expected, ends, strict=True):
+        assert outcome.tokens == tokens[:end]
+        assert np.abs(np.stack(outcome.logprobs) - logprobs[:end]).max() < 1e-4
+    stats = mlx_paged.pool_of(model).stats()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    # What the answers have left goes on as if nothing had been drafted.
+    gen = generator(model)
+    given = {"caches": [caches[uid] for uid in outcomes], "all_tokens": [each.all_tokens for each in outcomes.values()]}
+    uids = gen.insert([[3, 1]] * len(prompts), [6] * len(prompts), **given)
+    again = {uid: Outcome() for uid in uids}
+    run_all(gen, again)
+    for outcome, (tokens, logprobs) in zip(again.values(), later, strict=True):
+        assert outcome.tokens == tokens and np.abs(np.stack(outcome.logprobs) - logprobs).max() < 1e-4
+
+
+def test_models_without_any_paged_layer_look_nothing_up() -> None:
     model = build_recurrent("mamba")
     prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [3, 3, 3, 3]]
     expected = [greedy(model, mx.array(prompt, mx.uint32), 10)[0] for prompt in prompts]

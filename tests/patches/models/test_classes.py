@@ -57,7 +57,7 @@ class Case(NamedTuple):
     @property
     def sharing(self) -> str:
         """What docs/models.md says of its prefixes: "yes", or "at ends"."""
-        return lines_of_page()[MODELS[self.kind]].split(" | ")[9]
+        return lines_of_page()[MODELS[self.kind]].split(" | ")[10]
 
     @property
     def has_windows(self) -> bool:

@@ -1,0 +1,206 @@
+"""PackedStates: what one layer with a state (SSM, convolution, linear attention) sees of a pack."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
+from .rows import NotPackableError
+
+
+class _Part(NamedTuple):
+    """Sequences whose states are side by side.
+
+    Attributes:
+        sequences: their indices, the one with the most new tokens first.
+        cache: the layer's cache of a batch of them.
+    """
+
+    sequences: list[int]
+    cache: Any
+
+
+class PackedStates:
+    """States of a pack's sequences in one layer. The layer cannot take tokens of one sequence as rows, since each of
+    them changes the state for the next: :meth:`run` calls it with tokens of several sequences side by side.
+
+    First come the tokens that all sequences have, then those that all but the shortest have, and so on. So nothing is
+    padded, and a scan is as long as the longest sequence. A sequence without a state is computed apart from those with
+    one, because some layers treat a first token in another way.
+
+    Args:
+        parts: which cover every sequence once.
+        counts: new tokens of each sequence.
+        records: calls are kept, so that :meth:`batch` can go back to an earlier token.
+    """
+
+    def __init__(self, parts: Sequence[_Part], counts: Sequence[int], *, records: bool = False) -> None:
+        self._before, self._parts = list(parts), list(parts)
+        self._counts = list(counts)
+        self._begins = np.cumsum([0, *counts]).tolist()
+        self._calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] | None = [] if records else None
+
+    @classmethod
+    def of(cls, caches: Sequence[Any], counts: Sequence[int]) -> PackedStates:
+        """Return the states of sequences that have a cache each. The caches stay as they are."""
+        order = sorted(range(len(caches)), key=lambda index: -counts[index])
+        parts = []
+        for is_empty in (False, True):
+            indices = [index for index in order if caches[index].empty() == is_empty]
+            if indices:
+                parts.append(_Part(indices, _joined([caches[index] for index in indices])))
+        return cls(parts, counts)
+
+    @classmethod
+    def over(cls, batch: Any, counts: Sequence[int]) -> PackedStates:
+        """Return the states of a decode batch's rows, to verify drafts. The batch's cache stays as it is."""
+        everyone = _Part(list(range(len(counts))), _with_arrays(batch, batch.cache))
+        return cls([_selected(everyone, set(everyone.sequences), counts)], counts, records=True)
+
+    # What models do with it -----------------------------------------------------------------------------------
+
+    def make_mask(self, N: int) -> None:
+        """None: nothing is padded."""
+
+    def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a layer's module for all tokens of the pack.
+
+        Args:
+            call: the module's own code, which takes tokens ``[B, n, ...]`` and a cache of B sequences.
+            args, kwargs: as the model gives them: this object is the cache, arrays are of all tokens ``[T, 1, ...]``, or
+                positions ``[T]``.
+
+        Returns:
+            What ``call`` returns, with arrays of all tokens ``[T, 1, ...]``.
+        """
+        if self._calls is not None:
+            self._calls.append((call, args, kwargs))
+        outputs: list[Any] = []
+        places: list[np.ndarray] = []
+        for index, part in enumerate(self._parts):
+            found, cache = self._scan(part, self._counts, call, args, kwargs)
+            self._parts[index] = part._replace(cache=cache)
+            outputs += [output for output, _ in found]
+            places += [place for _, place in found]
+        return _in_order(outputs, np.concatenate(places))
+
+    def __getitem__(self, index: int) -> Any:
+        raise NotPackableError("a layer reads its state by itself")
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        raise NotPackableError("a layer writes its state by itself")
+
+    # Afterwards -----------------------------------------------------------------------------------------------
+
+    def of_each(self) -> list[list[Any]]:
+        """Return the arrays of each sequence's state behind its tokens, as copies: views would keep all of them."""
+        found: list[list[Any]] = [[] for _ in self._counts]
+        for sequences, cache in self._parts:
+            for place, index in enumerate(sequences):
+                found[index] = [None if x is None else mx.contiguous(x[place : place + 1]) for x in cache.cache]
+        return found
+
+    def batch(self, counts: Sequence[int]) -> list[Any]:
+        """Return the arrays of the batch's states behind the first new tokens of each sequence, as many as ``counts``
+        says. Where these are not all, the recorded calls are repeated for them."""
+        short = {index for index, count in enumerate(counts) if count < self._counts[index]}
+        parts = [_selected(part, set(part.sequences) - short, self._counts) for part in self._parts]
+        again = [_selected(part, short & set(part.sequences), counts) for part in self._before]
+        for call, args, kwargs in self._calls or ():
+            for index, part in enumerate(again):
+                if part.sequences:
+                    again[index] = part._replace(cache=self._scan(part, counts, call, args, kwargs)[1])
+        parts = [part for part in (*parts, *again) if part.sequences]
+        order = [index for part in parts for index in part.sequences]
+        arrays = _joined([part.cache for part in parts]).cache
+        return arrays if order == sorted(order) else [_taken(x, np.argsort(order)) for x in arrays]
+
+    # --------------------------------------------------------------------------------------------------------
+
+    def _scan(
+        self, part: _Part, counts: Sequence[int], call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[list[tuple[Any, np.ndarray]], Any]:
+        """Call the module for the sequences of a part. Returns what each call gave and the places of its tokens in the
+        pack, and the cache behind all of them."""
+        found, finished = [], []
+        left, cache, done = list(part.sequences), part.cache, 0
+        while left:
+            end = counts[left[-1]]
+            begins = np.array([self._begins[index] for index in left])
+            places = begins[:, None] + np.arange(done, end)
+            own = _with_arrays(cache, cache.cache)
+            output = call(*(self._side_by_side(x, places, own) for x in args),
+                          **{name: self._side_by_side(x, places, own) for name, x in kwargs.items()})  # fmt: skip
+            found.append((output, places.reshape(-1)))
+            going_on = sum(counts[index] > end for index in left)
+            finished.append(own if not going_on else _with_arrays(own, [_cut(x, going_on, None) for x in own.cache]))
+            cache = _with_arrays(own, [_cut(x, 0, going_on) for x in own.cache])
+            left, done = left[:going_on], end
+        return found, _joined(finished[::-1])
+
+    def _side_by_side(self, value: Any, places: np.ndarray, cache: Any) -> Any:
+        """Return an argument for a call with these tokens ``[k, n]`` of the pack."""
+        if value is self:
+            return cache
+        num_tokens = self._begins[-1]
+        if not isinstance(value, mx.array) or value.shape[:1] != (num_tokens,):
+            return value
+        if value.ndim == 1:  # positions: of each sequence's first token
+            return _taken(value, places[:, 0])
+        return _taken(value, places.reshape(-1)).reshape(*places.shape, *value.shape[2:])
+
+
+def _with_arrays(cache: Any, arrays: Sequence[Any]) -> Any:
+    """Return a cache like this one that holds these arrays of a batch in which nothing is padded."""
+    made = copy.copy(cache)
+    made.cache, made.left_padding, made.lengths = list(arrays), None, None
+    return made
+
+
+def _joined(caches: Sequence[Any]) -> Any:
+    """Return the cache of all sequences, in order; either all of them have an array or none."""
+    if len(caches) == 1:
+        return _with_arrays(caches[0], caches[0].cache)
+    columns = zip(*(cache.cache for cache in caches), strict=True)
+    return _with_arrays(caches[0], [None if column[0] is None else mx.concatenate(column) for column in columns])
+
+
+def _selected(part: _Part, sequences: set[int], counts: Sequence[int]) -> _Part:
+    """Return the states of some of a part's sequences, the one with the most new tokens first."""
+    places = [place for place, index in enumerate(part.sequences) if index in sequences]
+    places.sort(key=lambda place: -counts[part.sequences[place]])
+    if places == list(range(len(part.sequences))):
+        return part
+    arrays = [_taken(x, np.array(places, np.int32)) for x in part.cache.cache] if places else part.cache.cache
+    return _Part([part.sequences[place] for place in places], _with_arrays(part.cache, arrays))
+
+
+def _taken(x: Any, places: np.ndarray) -> Any:
+    """Return the rows of an array at some places, without a copy where they follow each other."""
+    if x is None or len(places) == 0:
+        return x
+    first, last = int(places[0]), int(places[-1])
+    if last - first + 1 == len(places) and (np.diff(places) == 1).all():
+        return x if len(places) == x.shape[0] else x[first : last + 1]
+    return x[mx.array(places)]
+
+
+def _cut(x: Any, begin: int, end: int | None) -> Any:
+    return None if x is None else x[begin:end]
+
+
+def _in_order(outputs: Sequence[Any], places: np.ndarray) -> Any:
+    """Return the outputs of calls ``[k, n, ...]`` as one of all tokens ``[T, 1, ...]``, in the order of the pack."""
+    order = np.argsort(places)
+    columns = [[leaf for _, leaf in tree_flatten(output)] for output in outputs]
+    names = [name for name, _ in tree_flatten(outputs[0])]
+    joined = []
+    for leaves in zip(*columns, strict=True):
+        rows = [leaf.reshape(-1, 1, *leaf.shape[2:]) for leaf in leaves]
+        joined.append(_taken(rows[0] if len(rows) == 1 else mx.concatenate(rows), order))
+    return joined[0] if names == [""] else tree_unflatten(list(zip(names, joined, strict=True)))
