@@ -216,14 +216,14 @@ in steps of {chunk}, blocks of {block}. `make test-models` repeats it.
   ([ADR 0033](adr/0033-latent-pages.md)); else over gathered arrays.
 - **Batch**: rows decode in one call, or one by one in models that cannot take rows of different lengths.
 - **Packs**: on a GPU, chunks of several prompts go through the model in one call, as rows of one token; else alone.
-  Layers with states take the tokens of a pack side by side, sequence by sequence ([ADR 0069](adr/0069-packs-with-states.md)).
+  Layers with states take the tokens of several sequences side by side ([ADR 0069](adr/0069-packs-with-states.md)).
 - **Look-up**: whether rows may propose tokens that they had before ([look-up](reference.md#look-up)).
 - **Alone**, **batched**, **packed**: RMS of the log-probabilities against stock's run, on a CPU. The tokens are equal.
-- **Compiled**: where all layers are paged and attend in the kernel, decode steps run as one compiled function
-  ([ADR 0005](adr/0005-compiled-decode-step.md)), but for {not_compiled}.
-- **States**: of layers that are not paged, checkpoints exist ([ADR 0053](adr/0053-checkpoints.md)). Steps of models
-  with states are not compiled. Linear attention of Qwen3-Next, Qwen3.5 and OLMo hybrid takes prompts by chunks of tokens
-  where mlx-lm has no kernel ([ADR 0066](adr/0066-gated-delta-rule.md)).
+- **Compiled**: where all layers are paged and attend in the kernel, or keep states beside some that do, decode steps
+  run as one compiled function ([ADR 0005](adr/0005-compiled-decode-step.md)), but for {not_compiled}.
+- **States**: of layers that are not paged, checkpoints exist ([ADR 0053](adr/0053-checkpoints.md)). Linear
+  attention of Qwen3-Next, Qwen3.5 and OLMo hybrid takes prompts by chunks of tokens where mlx-lm has no kernel
+  ([ADR 0066](adr/0066-gated-delta-rule.md)).
 - **Prefixes**: whether requests share what they have in common: to the token, or with states, at
   [checkpoints](reference.md#checkpoints).
 
@@ -234,7 +234,7 @@ With `kv_bits` ([ADR 0026](adr/0026-quantised-pages.md)), by kind of layer:
 - latents (MLA), and whatever else a model computes with by itself ("gathered" above): stay as they are;
 - states (SSM, convolutions, linear attention), and layers that are not paged: mlx-lm's own caches, as without.
 
-| Module | Paged | Groups | Attention | Batch | Packs | Look-up | Alone | Batched | Packed | Prefixes | Not paged or packed: why |
+| Module | Paged | Groups | Attention | Batch | Packs | Look-up | Alone | Batched | Packed | Prefixes | Why not |
 |---|---|---|---|---|---|---|---|---|---|---|---|
 """
 
@@ -264,7 +264,13 @@ def lines_of_page() -> dict[str, str]:
 
 def line_of(row: Row) -> str:
     cells = [row.module, row.status, row.groups, row.attention, row.batch, row.packs, row.look_up]
-    cells += [figure(row, row.single), figure(row, row.batched), figure(row, row.packed) if row.packs == "yes" else "", row.sharing, row.reasons]
+    cells += [
+        figure(row, row.single),
+        figure(row, row.batched),
+        figure(row, row.packed) if row.packs == "yes" else "",
+        row.sharing,
+        row.reasons,
+    ]
     return "| " + " | ".join(cell.replace("|", "\\|") or " " for cell in cells) + " |"
 
 

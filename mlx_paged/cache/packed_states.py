@@ -59,7 +59,7 @@ class PackedStates:
     @classmethod
     def over(cls, batch: Any, counts: Sequence[int]) -> PackedStates:
         """Return the states of a decode batch's rows, to verify drafts. The batch's cache stays as it is."""
-        everyone = _Part(list(range(len(counts))), _with_arrays(batch, batch.cache))
+        everyone = _Part(list(range(len(counts))), with_arrays(batch, batch.cache))
         return cls([_selected(everyone, set(everyone.sequences), counts)], counts, records=True)
 
     # What models do with it -----------------------------------------------------------------------------------
@@ -72,8 +72,8 @@ class PackedStates:
 
         Args:
             call: the module's own code, which takes tokens ``[B, n, ...]`` and a cache of B sequences.
-            args, kwargs: as the model gives them: this object is the cache, arrays are of all tokens ``[T, 1, ...]``, or
-                positions ``[T]``.
+            args, kwargs: as the model gives them: this object is the cache, arrays are of all tokens
+                ``[T, 1, ...]``, or positions ``[T]``.
 
         Returns:
             What ``call`` returns, with arrays of all tokens ``[T, 1, ...]``.
@@ -133,13 +133,13 @@ class PackedStates:
             end = counts[left[-1]]
             begins = np.array([self._begins[index] for index in left])
             places = begins[:, None] + np.arange(done, end)
-            own = _with_arrays(cache, cache.cache)
+            own = with_arrays(cache, cache.cache)
             output = call(*(self._side_by_side(x, places, own) for x in args),
                           **{name: self._side_by_side(x, places, own) for name, x in kwargs.items()})  # fmt: skip
             found.append((output, places.reshape(-1)))
             going_on = sum(counts[index] > end for index in left)
-            finished.append(own if not going_on else _with_arrays(own, [_cut(x, going_on, None) for x in own.cache]))
-            cache = _with_arrays(own, [_cut(x, 0, going_on) for x in own.cache])
+            finished.append(own if not going_on else with_arrays(own, [_cut(x, going_on, None) for x in own.cache]))
+            cache = with_arrays(own, [_cut(x, 0, going_on) for x in own.cache])
             left, done = left[:going_on], end
         return found, _joined(finished[::-1])
 
@@ -155,7 +155,7 @@ class PackedStates:
         return _taken(value, places.reshape(-1)).reshape(*places.shape, *value.shape[2:])
 
 
-def _with_arrays(cache: Any, arrays: Sequence[Any]) -> Any:
+def with_arrays(cache: Any, arrays: Sequence[Any]) -> Any:
     """Return a cache like this one that holds these arrays of a batch in which nothing is padded."""
     made = copy.copy(cache)
     made.cache, made.left_padding, made.lengths = list(arrays), None, None
@@ -165,9 +165,9 @@ def _with_arrays(cache: Any, arrays: Sequence[Any]) -> Any:
 def _joined(caches: Sequence[Any]) -> Any:
     """Return the cache of all sequences, in order; either all of them have an array or none."""
     if len(caches) == 1:
-        return _with_arrays(caches[0], caches[0].cache)
+        return with_arrays(caches[0], caches[0].cache)
     columns = zip(*(cache.cache for cache in caches), strict=True)
-    return _with_arrays(caches[0], [None if column[0] is None else mx.concatenate(column) for column in columns])
+    return with_arrays(caches[0], [None if column[0] is None else mx.concatenate(list(column)) for column in columns])
 
 
 def _selected(part: _Part, sequences: set[int], counts: Sequence[int]) -> _Part:
@@ -177,7 +177,7 @@ def _selected(part: _Part, sequences: set[int], counts: Sequence[int]) -> _Part:
     if places == list(range(len(part.sequences))):
         return part
     arrays = [_taken(x, np.array(places, np.int32)) for x in part.cache.cache] if places else part.cache.cache
-    return _Part([part.sequences[place] for place in places], _with_arrays(part.cache, arrays))
+    return _Part([part.sequences[place] for place in places], with_arrays(part.cache, arrays))
 
 
 def _taken(x: Any, places: np.ndarray) -> Any:

@@ -14,6 +14,7 @@ from ..attention import dispatch
 from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
 from ..cache.lazy_kv import LazyKV, hand_out
+from ..cache.packed_states import with_arrays
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.rows import Rows, SequenceTables
 from ..kernels.products.inference import Inference
@@ -81,8 +82,26 @@ class StepRows:
         return GroupArrays(step.visible(tables, layer.sees, None, shape), step.offsets(shape[0]), slots)
 
 
+def parts_of(caches: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
+    """Return the paged ones of a model's caches and those that hold states; None if a state cannot be the input of a
+    compiled step: it is missing or padded, or a cache is of another kind."""
+    paged: list[Any] = []
+    states: list[Any] = []
+    for cache in leaves(caches):
+        if _rows_behind(cache) is not None:
+            paged.append(cache)
+            continue
+        arrays = getattr(cache, "cache", None)
+        if not isinstance(arrays, list) or any(x is None for x in arrays):
+            return None
+        if cache.left_padding is not None or cache.lengths is not None:
+            return None
+        states.append(cache)
+    return paged, states
+
+
 def rows_of(caches: Sequence[Any]) -> StepRows | None:
-    """Return the rows these caches belong to, if they are all paged, of the same rows, and cover the pool's layers."""
+    """Return the rows these paged caches belong to, if they are the same for all, and cover the pool's layers."""
     rows = _rows_behind(caches[0]) if caches else None
     if rows is None or len(caches) != rows.num_layers or any(_rows_behind(cache) is not rows for cache in caches):
         return None
@@ -302,11 +321,18 @@ class StepShapes(NamedTuple):
 
     @classmethod
     def of(
-        cls, num_rows: int, pool: BlockPool, tables: Sequence[Sequence[BlockTable]], *, is_pack: bool = False
+        cls,
+        num_rows: int,
+        pool: BlockPool,
+        tables: Sequence[Sequence[BlockTable]],
+        *,
+        is_pack: bool = False,
+        has_states: bool = False,
     ) -> StepShapes:
-        """Return the smallest for so many rows with these tables, one list for each group."""
+        """Return the smallest for so many rows with these tables, one list for each group. Rows with states are not
+        padded: that would copy the states."""
         sizes = tuple(group.allocator.num_blocks for group in pool.groups)
-        return cls(padded_rows(num_rows), tuple(map(table_width, tables)), sizes, is_pack)
+        return cls(num_rows if has_states else padded_rows(num_rows), tuple(map(table_width, tables)), sizes, is_pack)
 
 
 def padded_rows(num_rows: int) -> int:
@@ -322,9 +348,9 @@ class CompiledStep:
     hundred operations anew for each token. Compiled, it is built once per shape of the batch and of its block tables.
 
     Batches are padded to a few sizes. A step is taken only if every layer's cache is paged, in place, and its last step
-    ran in the kernel. Weights are inputs of the function, so replaced or updated ones are seen. All else that a trace
-    reads of the model is compared before every step (:class:`ModelState`); once it is not what it was, the traces are
-    dropped, and that step runs uncompiled.
+    ran in the kernel, or holds a state, which is an input of the function and comes out of it. Weights are inputs, too,
+    so replaced or updated ones are seen. All else that a trace reads of the model is compared before every step
+    (:class:`ModelState`); once it is not what it was, the traces are dropped, and that step runs uncompiled.
 
     Args:
         pool: of the caches.
@@ -367,15 +393,17 @@ class CompiledStep:
         Raises:
             PoolExhaustedError: as the step itself would.
         """
-        parts = leaves(caches)
-        rows = rows_of(parts)
+        parts = parts_of(caches)
+        if parts is None:
+            return None
+        rows = rows_of(parts[0])
         if self.failure is not None or rows is None or len(rows) != tokens.shape[0]:
             return None
         pool = rows.pool
-        storages = [pool.layer(cache.layer).storage for cache in parts] if pool.groups[0].storages else []
+        storages = [pool.layer(cache.layer).storage for cache in parts[0]] if pool.groups[0].storages else []
         if not storages or not all(storage.decoded_by_kernel for storage in storages):
             return None
-        logits = self._compiled(rows, storages, model, tokens, caches, parts)
+        logits = self._compiled(rows, storages, model, tokens, caches, *parts)
         if logits is None and self.failure is None:
             # With the products of a compiled step: which steps are compiled does not show in what they give.
             with narrow_layers(model, tokens.shape[0]):
@@ -389,14 +417,16 @@ class CompiledStep:
         model: Any,
         tokens: mx.array,
         caches: Sequence[Any],
-        parts: Sequence[Any],
+        paged: Sequence[Any],
+        states: Sequence[Any],
     ) -> mx.array | None:
-        """Return the step, compiled; None if it is not, and nothing has been done. ``parts``: the caches' leaves."""
+        """Return the step, compiled; None if it is not, and nothing has been done. The caches' leaves are ``paged`` or
+        ``states``."""
         pool = rows.pool
         arrays = []
-        tables = rows.take(parts)
+        tables = rows.take(paged)
         try:
-            shapes = StepShapes.of(len(rows), pool, tables, is_pack=rows.is_pack)
+            shapes = StepShapes.of(len(rows), pool, tables, is_pack=rows.is_pack, has_states=bool(states))
             function = self._function_for(shapes)
             if function is None:
                 rows.give_up()
@@ -413,7 +443,12 @@ class CompiledStep:
             self._model, self._caches = model, caches
             own_storages = cast(list[InPlaceStorage], storages)
             self._pages = [(storage.pages, storage.rotates) for storage in own_storages]
-            logits = InPlaceStorage.run(function, own_storages, weights, tokens, arrays, appended=len(rows))
+            before = [cache.cache for cache in states]
+            logits, after = InPlaceStorage.run(
+                function, own_storages, weights, tokens, arrays, before, appended=len(rows)
+            )
+            for cache, own in zip(states, after, strict=True):
+                cache.cache = list(own)
         except Exception as error:
             # The step runs uncompiled now. Whatever went wrong may be of this step alone: a model that fails there too
             # says so itself.
@@ -426,7 +461,7 @@ class CompiledStep:
         finally:
             self._model, self._caches = None, ()
         self._failures = 0
-        dispatch.record_compiled(len(parts))
+        dispatch.record_compiled(len(paged))
         return logits[: len(rows)] if missing else logits
 
     def _weights_of(self, model: Any) -> list[mx.array] | None:
@@ -462,23 +497,37 @@ class CompiledStep:
         return function
 
     def _trace(
-        self, tensors: Sequence[Any], weights: Sequence[mx.array], tokens: mx.array, arrays: Sequence[Sequence[Any]]
-    ) -> tuple[mx.array, list[mx.array]]:
+        self,
+        tensors: Sequence[Any],
+        weights: Sequence[mx.array],
+        tokens: mx.array,
+        arrays: Sequence[Sequence[Any]],
+        states: Sequence[Sequence[mx.array]],
+    ) -> tuple[tuple[mx.array, list[list[mx.array]]], list[mx.array]]:
         groups = [GroupArrays(tuple(visible), offsets, tuple(slots)) for visible, offsets, slots in arrays]
         blocks = [TracedBlocks(tuple(own), *pages) for own, pages in zip(tensors, self._pages, strict=True)]
         layers = [
             StepLayer(own, groups[group], window)
             for own, group, window in zip(blocks, self._groups, self._windows, strict=True)
         ]
+        own_states = []
+        parts: list[Any] = []
+        of_layers, of_states = iter(layers), iter(states)
+        for cache in leaves(self._caches):
+            if _rows_behind(cache) is not None:
+                parts.append(next(of_layers))
+                continue
+            parts.append(with_arrays(cache, next(of_states)))
+            own_states.append(parts[-1])
         # What is dequantised in a trace would all be alive in a step.
         with (
             substituted(self._model, weights),
             narrow_layers(self._model, tokens.shape[0]),
             Inference(dequantizes=False),
         ):
-            logits = self.forward(self._model, tokens, cache=with_leaves(self._caches, layers))
+            logits = self.forward(self._model, tokens, cache=with_leaves(self._caches, parts))
         for layer in layers:
             layer.check_attended()
         if self._state is None or self._state.arrays_of(self._model) is None:
             raise NotCompilable("the model changes its own attributes in a step")
-        return logits, [own.fence() for own in blocks]
+        return (logits, [state.cache for state in own_states]), [own.fence() for own in blocks]

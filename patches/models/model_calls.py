@@ -34,7 +34,7 @@ def adapt(original: ModelCall) -> ModelCall:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         caches = given.pop("cache", None)
         if caches and inputs.shape[1] == 1 and not any(value is not None for value in given.values()):
-            first: Any = next(iter(leaves(caches[:1])), None)
+            first: Any = next((cache for cache in leaves(caches) if isinstance(cache, _PAGED)), None)
             is_step = isinstance(first, PagedBatchKVCache) and (first.rows.as_rows or not first.rows.is_pack)
             if is_step or isinstance(first, PagedKVCache):
                 step = step_of(first.pool, original)

@@ -1,4 +1,4 @@
-"""Layers with states: in packs; gated delta nets (Qwen3-Next, Qwen3.5, OLMo hybrid); embeddings of n-grams (LongCat)."""
+"""Layers with states in packs; gated delta nets (Qwen3-Next, Qwen3.5, OLMo hybrid); n-grams (LongCat)."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ DIM = 3
 COUNTS = ((1,), (4,), (3, 3, 3), (5, 1, 3, 1, 4), (1, 2, 9, 2))
 
 
-def recur(x: mx.array, mask: Any, cache: Any, calls: list[tuple[int, ...]] | None = None) -> tuple[mx.array, mx.array]:
-    """A layer whose state is a running sum, which halves at each token, and its last token; a first one counts twice."""
+def recur(x: mx.array, mask: Any, cache: Any, calls: list[tuple[int, ...]] | None = None) -> tuple[Any, Any]:
+    """A layer whose state is a running sum, which halves at each token, and its last token; a first counts twice."""
     if calls is not None:
         calls.append(tuple(x.shape[:2]))
     state = 2 * x[:, 0] if cache[0] is None else cache[0] * 0.5 + x[:, 0]
@@ -44,7 +44,8 @@ def alone(counts: tuple[int, ...], started: set[int], kept: list[int] | None = N
     """Outputs of each sequence by itself ``[T, 1, DIM]``, and the states behind its first tokens."""
     caches = caches_of(len(counts), started)
     outputs = [
-        recur(x[:, : (kept or counts)[i]], None, cache)[0] for i, (x, cache) in enumerate(zip(tokens_of(counts), caches))
+        recur(x[:, : (kept or counts)[i]], None, cache)[0]
+        for i, (x, cache) in enumerate(zip(tokens_of(counts), caches, strict=True))
     ]
     return np.array(mx.concatenate(outputs, axis=1)[0]), [cache.cache for cache in caches]
 

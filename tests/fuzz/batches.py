@@ -305,8 +305,7 @@ class Driver:
 
 
 def check_nothing_left(pool: BlockPool | None, store: PagedPromptCache | None) -> None:
-    """Raise AssertionError unless only the prefix cache holds blocks and slots of states, and gives them back when it is
-    closed."""
+    """Raise AssertionError unless only the prefix cache holds blocks and states, and gives them back when closed."""
     if pool is None:
         return
     pool.check_integrity()

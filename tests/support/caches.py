@@ -78,11 +78,18 @@ def batch_over(rows: Sequence[Sequence[Any]]) -> list[Any]:
         PoolExhaustedError: there is no room for a row's token.
     """
     parts = [leaves(row) for row in rows]
-    batch = Rows(parts[0][0].pool, [copy.deepcopy(row[0].sequence) for row in parts])
+    first = next(index for index, part in enumerate(parts[0]) if isinstance(part, PagedKVCache))
+    batch = Rows(parts[0][first].pool, [copy.deepcopy(row[first].sequence) for row in parts])
     failed = batch.reserve()
     if failed is not None:
         try:
             raise failed.error
         finally:
             del failed, batch, parts
-    return with_leaves(rows[0], [PagedBatchKVCache(batch, part.layer, type(part)) for part in parts[0]])
+    layers = [
+        PagedBatchKVCache(batch, layer[0].layer, type(layer[0]))
+        if isinstance(layer[0], PagedKVCache)
+        else layer[0].merge(list(layer))
+        for layer in zip(*parts, strict=True)
+    ]
+    return with_leaves(rows[0], layers)

@@ -17,6 +17,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.cache.composites import leaves
 from mlx_paged.engine import compiled_step, proposer
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.models import model_calls
@@ -37,9 +38,10 @@ SAMPLE = (
     "qwen2", "starcoder2", "phi3", "qwen3_moe", "mixtral", "olmo3", "gpt_oss", "mimo_v2_flash", "gemma3n", "afm7",
     "hunyuan", "iquestloopcoder", "nemotron-nas", "openelm", "gpt2", "gpt_bigcode", "stablelm", "plamo", "cohere2",
     "glm4", "exaone4", "phixtral", "gemma2", "mistral3", "longcat_flash", "kimi_vl", "deepseek_v2",
+    "falcon_h1", "qwen3_next", "recurrent_gemma", "lfm2",  # states
 )  # fmt: skip
 ON_GPU = ("qwen2", "qwen3_moe", "olmo3", "gpt_oss", "gemma3n", "exaone4", "phi3", "mixtral", "cohere2", "glm4")
-PAGED = sorted(name for name, line in lines_of_page().items() if line.split(" | ")[1] == "paged")
+PAGED = sorted(name for name, line in lines_of_page().items() if line.split(" | ")[1] in ("paged", "partly"))
 TOKENS = 10
 LIMIT = 2e-3
 FIRST = mx.array([[5], [9]], mx.uint32)
@@ -119,7 +121,7 @@ def check_traced(name: str, taken: Counter[str]) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name", quick(SAMPLE, "qwen2", "qwen3_moe", "gpt_oss", "afm7", "nemotron-nas", "gpt_bigcode", "cohere2", "phixtral",
-    "longcat_flash")
+    "longcat_flash", "falcon_h1", "qwen3_next")
 )  # fmt: skip
 def test_a_step_is_compiled_and_gives_stocks_logits(name: str, taken: Counter[str]) -> None:
     check_traced(name, taken)
@@ -131,6 +133,26 @@ def test_a_step_is_compiled_and_gives_stocks_logits(name: str, taken: Counter[st
 @pytest.mark.parametrize("name", [name for name in PAGED if name not in SAMPLE and name != "phi3small"])
 def test_steps_of_every_model_that_is_paged_are_compiled(name: str, taken: Counter[str]) -> None:
     check_traced(name, taken)
+
+
+def states_behind(model: Any) -> list[np.ndarray]:
+    """What a step of two rows leaves of their states."""
+    rows = batch_over([prefilled(model, length) for length in (7, 30)])
+    mx.eval(model(FIRST, cache=rows))
+    return [np.array(x) for cache in leaves(rows) for x in getattr(cache, "cache", ())]
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["falcon_h1", *slow("qwen3_next", "lfm2", "recurrent_gemma", "kimi_linear")])
+def test_states_are_what_a_step_makes_that_is_not_compiled(name: str, taken: Counter[str]) -> None:
+    model = model_configs.build(name)
+    mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
+    expected = states_behind(model)
+    assert not taken
+    for got, wanted in zip(states_behind(model), expected, strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-4)
+    assert taken == {"rows": 1}
 
 
 @pytest.mark.usefixtures("traced")
@@ -150,7 +172,7 @@ def test_the_page_names_all_that_are_not() -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name", quick(SAMPLE, "qwen2", "qwen3_moe", "gpt_oss", "afm7", "nemotron-nas", "gpt_bigcode", "cohere2", "phixtral",
-    "longcat_flash")
+    "longcat_flash", "falcon_h1", "qwen3_next")
 )  # fmt: skip
 def test_tokens_alone_and_in_batches(name: str, taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Over stand-ins that store, in steps that are not really traced."""
