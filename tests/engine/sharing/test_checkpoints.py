@@ -1,6 +1,9 @@
 """Models with states share prefixes at checkpoints in the radix tree, and answer as stock mlx-lm does."""
 
 import random
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +285,39 @@ def test_checkpoints_come_back_from_disk_after_a_kill(kind: str, tmp_path: Path)
     assert again.ask([*first[:100], *vocabulary_prompt(9, seed=2)]) == [96]
     assert again.ask([*first, 5, 6]) == [129]
     assert again.ask([*first[:70], 3])[0] in (64, 70)
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from scripts.support import model_configs
+from tests.engine.sharing.test_checkpoints import Chats, vocabulary_prompt
+
+chats = Chats(model_configs.build(sys.argv[1]), folder=Path(sys.argv[2]))
+first = vocabulary_prompt(130, seed=1)
+if sys.argv[3] == "first":
+    chats.ask(first)
+    chats.store.tidy()
+    chats.gen.insert([vocabulary_prompt(90, seed=3)], [100_000])
+    chats.gen.next()
+    print("busy", flush=True)
+    while any(chats.gen.next()):
+        pass
+print(chats.ask([*first[:100], *vocabulary_prompt(9, seed=2)], [*first, 5, 6]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ("qwen3_next", "falcon_h1", "mamba"))
+def test_a_process_that_is_killed_leaves_checkpoints_to_the_next(kind: str, tmp_path: Path) -> None:
+    """SIGKILL in the middle of an answer; the next process answers as stock does, from what is on disk."""
+    command = [sys.executable, "-W", "ignore", "-c", KILLED, kind, str(tmp_path)]
+    with subprocess.Popen([*command, "first"], stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None and first.stdout.readline() == "busy\n"
+        first.kill()
+        assert first.wait() == -signal.SIGKILL
+    second = subprocess.run([*command, "second"], capture_output=True, text=True, timeout=300, check=True)
+    assert second.stdout == "[96, 129]\n"
 
 
 def test_a_damaged_file_of_states_costs_that_checkpoint_alone(tmp_path: Path) -> None:
