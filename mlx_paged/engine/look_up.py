@@ -77,8 +77,8 @@ class LookUp:
         return None if found is None else self._deliver(*found, drafts, counts)
 
     def finish(self, unwanted: Mapping[Request, int]) -> None:
-        """Called when what a step gave was delivered, and all rows are still in the batch: have the states of rows end
-        before their last tokens. Block tables are cut apart from that."""
+        """Have the states of rows end before their last tokens, when what a step gave was delivered and all rows are
+        still in the batch. Block tables are cut apart from that."""
         if self._states and unwanted:
             for index, row in enumerate(self.batch.rows):
                 self._kept[index] -= unwanted.get(row, 0)
