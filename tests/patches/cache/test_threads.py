@@ -17,7 +17,7 @@ import mlx_paged
 from mlx_paged import PagedConfig, pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.patches.models.model_calls import guard, unguard
-from tests.support.cases import quick
+from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.builders import build, greedy, prompt_of
 from tests.support.processes.bounded import build_qwen2
@@ -27,9 +27,7 @@ KINDS = ("llama", "gemma3", "qwen2")  # one group, two groups, the seam
 PROMPTS = [prompt_of(length, seed=length) for length in (40, 33, 70, 21)]
 TOKENS = 12
 # Which storage the blocks have, and which model.
-CASES = [("functional", kind) for kind in KINDS] + [("in place", "llama")]
-CASES += [pytest.param("in place", kind, marks=pytest.mark.slow) for kind in KINDS[1:]]
-CROWDS = quick(CASES, ("functional", "gemma3"), ("in place", "llama"))
+CASES = quick(crossed(["functional", "in place"], KINDS), ("functional", "gemma3"), ("in place", "llama"))
 
 
 @functools.cache
@@ -133,7 +131,7 @@ class TestFailedWork:
         self.assert_usable(kind)
 
 
-@pytest.mark.parametrize(("patched", "kind"), CROWDS, indirect=["patched"])
+@pytest.mark.parametrize(("patched", "kind"), CASES, indirect=["patched"])
 @pytest.mark.usefixtures("patched")
 class TestAtTheSameTime:
     def test_four_threads_generate(self, kind: str) -> None:
