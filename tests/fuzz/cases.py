@@ -155,6 +155,7 @@ def draw_hybrid(seed: int) -> Case:
     rng = random.Random(f"{seed} states")
     case.packs = rng.choice((None, True, True))
     case.lookup = rng.choice((0, 0, 1, 3, 8))
+    case.in_place = case.max_kv_size is None and rng.random() < 0.3
     case.interval = rng.choice((0, 32, 32, 64, None))
     case.preempts = rng.choice((0.0, 0.1, 0.5))
     if case.prefixes == "disk":
