@@ -23,7 +23,6 @@ from support.decode_run import LATENTS, HeadRun, LatentRun, Run
 from mlx_paged.config import parse_kv_bits
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import MAX_RMS, SelfCheck, self_check
-from mlx_paged.kernels.latent.check import self_check_latent
 from mlx_paged.kernels.latent.variants import latent_variants_of
 from mlx_paged.kernels.launch_shape import HEAD_DIMS
 from mlx_paged.kernels.quantized import PageShape
@@ -163,7 +162,7 @@ def main() -> int:
     for seed, latent in enumerate(latents if not args.limits and not args.kv_bits else []):
         for variant in latent_variants_of(latent.dtype, latent.rank, LatentRun.rope, latent.heads, 1, latent.block):
             make_latent = partial(LatentRun, variant, latent, args.batch, args.steps, seed)
-            failed += not is_good(self_check_latent(variant), make_latent, args.steps, latent.window)
+            failed += not is_good(self_check(variant), make_latent, args.steps, latent.window)
     print(f"{failed} failed" if failed else "all good", flush=True)
     return 1 if failed else 0
 

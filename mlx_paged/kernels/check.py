@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import random
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from . import ops as kernels
 from . import quantized as moves
+from .bodies import BODIES, Family
 from .build import Constants, compile_ahead, warn_when_compiling
+from .cases import Blocks, attention, worst_rms
 from .decode_spec import pool_constants_of, spec_of
-from .launch_shape import MAX_QUERY_LENGTH, LaunchShape, Variant, shape_for
+from .latent.check import latent_difference, prompts_difference
+from .latent.prompts import BODY as PROMPTS_BODY
+from .latent.prompts import prompt_constants_of, prompt_shape_for
+from .launch_shape import LATENT_BODIES, MAX_QUERY_LENGTH, LaunchShape, Variant, shape_for
+from .prefill import prefill_constants_of, prefill_difference
+from .prefill import shape_of as prefill_shape_of
 from .quantized import PageShape, new_blocks
 from .trial import MANY
 
@@ -44,8 +50,25 @@ _results: dict[Variant, SelfCheck] = {}
 
 
 def self_check(variant: Variant) -> SelfCheck:
-    """Run one variant on three seeded cases, and the slot writes, gathers and copies of blocks it depends on: a pool
-    cannot do without these, so all their texts run here.
+    """Compare one variant of an attention kernel, of decode or prompts, over pages as they are, quantised ones or
+    latents, with attention in float32: :func:`decode_difference`, :func:`.prefill.prefill_difference`,
+    :func:`.latent.check.latent_difference`, :func:`.latent.check.prompts_difference`.
+
+    Fails on a compile error, a non-finite value or an RMS difference of 5e-3 and more. Never raises for a failing
+    kernel. Does not switch anything off.
+    """
+    if variant.body == PROMPTS_BODY:
+        difference = prompts_difference
+    elif BODIES[variant.body].family is Family.PREFILL:
+        difference = prefill_difference
+    else:
+        difference = latent_difference if variant.body in LATENT_BODIES else decode_difference
+    return SelfCheck(variant, *outcome_of(lambda: difference(variant)))
+
+
+def decode_difference(variant: Variant) -> float:
+    """RMS between a decode variant and float32 attention, of the worst query of three seeded cases, with the slot
+    writes, gathers and copies of blocks it depends on: a pool cannot do without these, so all their texts run here.
 
     Contexts of 1, block - 1, block, block + 1 and several blocks in permuted blocks, every unused slot NaN, and on
     Metal every output NaN before the launch. With the newest tokens in the pool, then given to the call, then with
@@ -54,20 +77,13 @@ def self_check(variant: Variant) -> SelfCheck:
 
     The values of every text that a step of this variant may launch are compared: MLX gives Metal kernels inputs of less
     than 8 elements in another address space, which is another text, so the cases have 2, 8 and 9 rows.
-
-    Fails on a compile error, a non-finite value or an RMS difference of 5e-3 and more from attention in float32. Never
-    raises for a failing kernel. Does not switch anything off.
     """
     block = variant.block_size
     mixed = [1, block - 1, block, block + 1, 3 * block + 5, 300, 2100, 7, 2 * block]
     # With 8 queries each, windows that begin at 0, 1, 2, ... 63.
     longest = shape_for(variant).first + _MORE if variant.backend == "metal" else _WINDOW
     windows = [longest + MAX_QUERY_LENGTH * (row + 1) - 1 for row in range(8)]
-    cases = [300, 5], mixed, windows
-    return SelfCheck(
-        variant,
-        *outcome_of(lambda: max(_difference(variant, case, seed) for seed, case in enumerate(cases, 1))),
-    )
+    return max(_difference(variant, case, seed) for seed, case in enumerate(([300, 5], mixed, windows), 1))
 
 
 def outcome_of(difference: Callable[[], float]) -> tuple[bool, float, float, str]:
@@ -86,23 +102,14 @@ def outcome_of(difference: Callable[[], float]) -> tuple[bool, float, float, str
     return not reason, rms, time.perf_counter() - begin, reason
 
 
-def checked(
-    variant: Variant,
-    check: Callable[[Variant], SelfCheck] | None = None,
-    texts: Sequence[tuple[str, Constants]] | None = None,
-) -> SelfCheck:
-    """Return the remembered result of a check, self_check if none is given. The first failure warns and switches the
-    variant off for this process.
-
-    Args:
-        texts: body and constants of what the check and the variant's steps launch, where that is not self_check's.
-
-    A variant that has passed fails from then on once it is off: a text that only a later step needed does not compile.
-    """
+def checked(variant: Variant) -> SelfCheck:
+    """Return the remembered result of :func:`self_check`. The first failure warns and switches the variant off for this
+    process. A variant that has passed fails from then on once it is off: a text that only a later step needed does not
+    compile."""
     if variant not in _results:
-        compile_ahead(_texts_of(variant) if texts is None else texts)
+        compile_ahead(texts_of(variant))
         with warn_when_compiling():
-            result = _results[variant] = (check or self_check)(variant)
+            result = _results[variant] = self_check(variant)
         if not result.ok:
             kernels.switch_off(variant, result.reason)
             warnings.warn(f"mlx_paged: {variant} failed its self-check and is off: {result.reason}", stacklevel=2)
@@ -110,27 +117,34 @@ def checked(
     return result if off is None or not result.ok else result._replace(ok=False, reason=off)
 
 
-def _texts_of(variant: Variant) -> list[tuple[str, Constants]]:
-    """Body and constants of the texts that a pool of this variant and its decode steps need, on CUDA."""
-    texts = pool_texts_of(variant)
+def texts_of(variant: Variant) -> list[tuple[str, Constants]]:
+    """Body and constants of the texts that a check of a variant launches, and a pool and steps with it, on CUDA."""
+    if variant.body == PROMPTS_BODY:
+        shape = prompt_shape_for(variant.head_dim, variant.value_dim)
+        return [(variant.body, prompt_constants_of(variant, shape))]
+    texts = _pool_texts_of(variant)
+    if BODIES[variant.body].family is Family.PREFILL:
+        return [texts[0], (variant.body, prefill_constants_of(variant, prefill_shape_of(variant)))]
     for partitions in (2, 1):
         spec = spec_of(variant, shape_for(variant), 1, variant.gqa, 1, partitions)
         texts += [(text.body, text.constants) for text in spec.texts]
     return list(dict.fromkeys(texts))
 
 
-def pool_texts_of(variant: Variant) -> list[tuple[str, Constants]]:
+def _pool_texts_of(variant: Variant) -> list[tuple[str, Constants]]:
     """Body and constants of the texts that a pool of this variant cannot do without."""
-    block, pages = variant.block_size, variant.pages
+    block, pages, value_dim = variant.block_size, variant.pages, variant.value_dim
     if pages is not None:
         words = mx.uint32, pages.k.num_words, pages.v.num_words
         return [*moves.texts_of(pages, block), ("copy_blocks", pool_constants_of(*words, block))]
-    pool = pool_constants_of(variant.dtype, variant.head_dim, variant.value_dim, block)
+    is_latent = variant.body in LATENT_BODIES  # over latents, which are the values, and what is rotated
+    dims = (value_dim, variant.head_dim - value_dim) if is_latent else (variant.head_dim, value_dim)
+    pool = pool_constants_of(variant.dtype, *dims, block)
     return [("write_slots", (*pool, ("S", mx.int32))), ("gather_blocks", pool), ("copy_blocks", pool)]
 
 
 def _difference(variant: Variant, contexts: list[int], seed: int) -> float:
-    """RMS between the variant and float32 attention. Raises RuntimeError if bytes went astray."""
+    """Return the RMS for one case. Raises RuntimeError if bytes went astray."""
     rows, own = _Rows(variant, contexts, seed), shape_for(variant, kernels.gpu_cores())
     q, ends, starts = rows.queries(1), [[n] for n in contexts], [[0]] * len(contexts)
     out = rows.decode(q, ends, starts)
@@ -176,17 +190,9 @@ class _Rows:
         self._variant, self._contexts = variant, contexts
         self._n_kv_heads = max(2, _QUERY_HEADS // variant.gqa)
         self._n_q_heads = self._n_kv_heads * variant.gqa
-        self._used = used = [-(-n // block) for n in contexts]
-        width = -(-max(used) // _TABLE_WIDTH) * _TABLE_WIDTH
-        # By Python and by slices, here and below: MLX would have to compile what it needs to index on CUDA.
+        self._blocks = blocks = Blocks.of(contexts, block, seed)
+        self.tables, self._slots = blocks.tables(_TABLE_WIDTH), blocks.slots
         self._keys = [mx.random.key(5 * seed + i) for i in range(5)]
-        order = random.Random(seed).sample(range(1, sum(used) + 1), sum(used))
-        self.tables: list[list[int]] = []
-        self._slots: list[int] = []
-        for n, blocks in zip(contexts, used, strict=True):
-            ids, order = order[:blocks], order[blocks:]
-            self.tables.append(ids + [0] * (width - blocks))
-            self._slots += [ids[t // block] * block + t % block for t in range(n)]
         k, v = (
             mx.random.normal((len(self._slots), self._n_kv_heads, dim), key=key).astype(dtype)
             for dim, key in zip((variant.head_dim, variant.value_dim), self._keys[1:3], strict=True)
@@ -194,7 +200,7 @@ class _Rows:
         self._given = k, v
         self._kept: list[tuple[mx.array, mx.array]] = []  # what the pool holds of each row, [n_kv_heads, n, dim]
         dims = variant.head_dim, variant.value_dim
-        count = sum(used) + 1 + _FREE_BLOCKS
+        count = blocks.num_blocks + 1 + _FREE_BLOCKS
         self._pools = new_blocks(count, self._n_kv_heads, block, dims, dtype, variant.pages, float("nan"))
         self.fence = kernels.new_fence()
         # The newest tokens by themselves: few rows are another text.
@@ -260,12 +266,12 @@ class _Rows:
         """Compare the pool with what was written. Raises RuntimeError if it differs."""
         pages = self._variant.pages
         first = 0
-        for table, blocks, n in zip(self.tables, self._used, self._contexts, strict=True):
+        for blocks, n in zip(self._blocks.ids, self._contexts, strict=True):
             k, v = (x[first : first + n].swapaxes(0, 1) for x in self._given)
             if pages is not None:
-                k, v = self._quantized(k, v, table[:blocks], self._slots[first : first + n], pages)
+                k, v = self._quantized(k, v, blocks, self._slots[first : first + n], pages)
             first += n
-            got_k, got_v, self.fence = kernels.gather_blocks(*self._pools, self.fence, table[:blocks], 0, n, pages)
+            got_k, got_v, self.fence = kernels.gather_blocks(*self._pools, self.fence, blocks, 0, n, pages)
             if not (mx.array_equal(got_k.squeeze(0), k).item() and mx.array_equal(got_v.squeeze(0), v).item()):
                 raise RuntimeError("slots read back differ from what was written")
             self._kept.append((k, v))
@@ -288,16 +294,16 @@ class _Rows:
         scale, errors = self._variant.head_dim**-0.5, []
         for b, (k, v) in enumerate(self._kept):
             for i, (start, end) in enumerate(zip(starts[b], ends[b], strict=True)):
-                got = out[b : b + 1, :, i : i + 1].squeeze(0).astype(mx.float32)
+                got = out[b, :, i][None].astype(mx.float32)
                 if start < end:
-                    one = q[b : b + 1, :, i : i + 1].squeeze(0)
-                    got = got - _attend(one, k[:, start:end], v[:, start:end], scale, self._softcap, self._sinks)
+                    own_k, own_v = (x[:, start:end].swapaxes(0, 1) for x in (k, v))
+                    got = got - attention(q[b, :, i][None], own_k, own_v, scale, self._softcap, self._sinks)
                 errors.append(mx.square(got).mean())
         return errors
 
     def copy_blocks(self) -> None:
         """Copy one block and then four onto free ones: that is two texts, too. Raises RuntimeError if they differ."""
-        free, pages = sum(self._used) + 1, self._variant.pages
+        free, pages = self._blocks.num_blocks + 1, self._variant.pages
         for sources, targets in (([1], [free]), ([1, 2, 3, 4], [free + i for i in range(1, 5)])):
             length = len(sources) * self._variant.block_size
             *before, self.fence = kernels.gather_blocks(*self._pools, self.fence, sources, 0, length, pages)
@@ -305,28 +311,3 @@ class _Rows:
             *after, self.fence = kernels.gather_blocks(*self._pools, self.fence, targets, 0, length, pages)
             if not all(mx.array_equal(a, b, equal_nan=True).item() for a, b in zip(before, after, strict=True)):
                 raise RuntimeError("copies of blocks differ")
-
-
-def worst_rms(errors: list[mx.array]) -> float:
-    """Return the largest root of mean squared differences. Raises RuntimeError if one is not finite."""
-    rms: Any = mx.sqrt(mx.stack(errors).max()).item()
-    if not rms < float("inf"):
-        raise RuntimeError("the result is not finite")
-    return float(rms)
-
-
-def _attend(
-    q: mx.array, k: mx.array, v: mx.array, scale: float, softcap: float | None, sinks: mx.array | None
-) -> mx.array:
-    """Attention of q [n_q_heads, 1, D] over k, v [n_kv_heads, n, D] in float32, without matrix units."""
-    repeat = q.shape[0] // k.shape[0]
-    k, v = (mx.repeat(x.astype(mx.float32), repeat, axis=0) for x in (k, v))
-    scores = (q.astype(mx.float32) * k).sum(-1) * scale
-    if softcap is not None:
-        scores = softcap * mx.tanh(scores / softcap)
-    if sinks is not None:
-        scores = mx.concatenate([sinks[:, None], scores], axis=1)
-    weights = mx.softmax(scores, axis=1, precise=True)
-    if sinks is not None:
-        weights = weights[:, 1:]
-    return (weights[..., None] * v).sum(1, keepdims=True)

@@ -7,17 +7,16 @@ The kernels are of CUDA's tensor cores, and of the 8 x 8 matrices of Metal's sim
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from . import ops
 from .build import Constants, KernelUnavailable, backend, build_kernel
-from .check import SelfCheck, checked, outcome_of, pool_texts_of, worst_rms
+from .cases import Blocks, squared_errors, worst_rms
 from .cuda.device import cuda_limits
 from .launch_shape import MAX_TENSOR_HEAD_DIM, Variant, unsupported
 from .quantized import PageShape, new_blocks
@@ -319,27 +318,13 @@ _WINDOW = 45
 _FREE_BLOCKS = 1
 
 
-def checked_prefill(variant: Variant) -> SelfCheck:
-    """Return the remembered result of :func:`self_check_prefill`, as :func:`.check.checked` has it for decoding: the
-    first call compiles and runs the variant, and a failure warns and switches it off for this process."""
-    texts = [pool_texts_of(variant)[0], (variant.body, prefill_constants_of(variant, shape_of(variant)))]
-    return checked(variant, self_check_prefill, texts)
-
-
-def self_check_prefill(variant: Variant) -> SelfCheck:
-    """Run one variant on a seeded pack, without a window and then with one: two launches of one text.
+def prefill_difference(variant: Variant) -> float:
+    """RMS between a variant and float32 attention, of the worst sequence of a seeded pack, without a window and then
+    with one: two launches of one text.
 
     New tokens that fill tiles and do not, after prefixes and without, in permuted blocks; every slot that no token sees
     is NaN, and on Metal the output before each launch.
-
-    Fails on a compile error, a non-finite value or an RMS difference of 5e-3 and more from attention in
-    float32. Never raises for a failing kernel. Does not switch anything off.
     """
-    return SelfCheck(variant, *outcome_of(partial(_difference, variant)))
-
-
-def _difference(variant: Variant) -> float:
-    """RMS between the variant and float32 attention, of the worst sequence."""
     block, dtype, pages = variant.block_size, variant.dtype, variant.pages
     launch_shape = shape_of(variant)
     tile = launch_shape.rows // variant.gqa  # tokens
@@ -347,12 +332,8 @@ def _difference(variant: Variant) -> float:
     lengths = [count + prefix for count, prefix in zip(counts, prefixes, strict=True)]
     n_q_heads = _KV_HEADS * variant.gqa
     keys = [mx.random.key(3 + i) for i in range(4)]
-    # By Python here, above and below: what MLX's indexing by arrays needs, it would have to compile on CUDA.
-    used = [-(-n // block) for n in lengths]
-    order = random.Random(3).sample(range(_FREE_BLOCKS, _FREE_BLOCKS + sum(used)), sum(used))
-    ids = [[order.pop() for _ in range(n)] for n in used]
-    tables = mx.array([[*row, *[0] * (max(used) - len(row))] for row in ids], mx.int32)
-    slots = [ids[s][t // block] * block + t % block for s, n in enumerate(lengths) for t in range(n)]
+    blocks = Blocks.of(lengths, block, 3, _FREE_BLOCKS)
+    tables, slots = mx.array(blocks.tables(), mx.int32), blocks.slots
     k, v = (
         mx.random.normal((len(slots), _KV_HEADS, dim), key=key).astype(dtype)
         for dim, key in zip((variant.head_dim, variant.value_dim), keys, strict=False)
@@ -361,7 +342,7 @@ def _difference(variant: Variant) -> float:
     sinks = mx.random.normal((n_q_heads,), key=keys[3]) if variant.sinks else None
     scale, softcap = variant.head_dim**-0.5, 10.0 if variant.softcap else None
     dims = variant.head_dim, variant.value_dim
-    k_pool, v_pool = new_blocks(sum(used) + _FREE_BLOCKS, _KV_HEADS, block, dims, dtype, pages, float("nan"))
+    k_pool, v_pool = new_blocks(blocks.num_blocks + _FREE_BLOCKS, _KV_HEADS, block, dims, dtype, pages, float("nan"))
     fence = ops.write_slots(k_pool, v_pool, ops.new_fence(), k, v, mx.array(slots, mx.int32), pages)
     if pages is not None:  # what they hold of keys and values
         k, v = pages.dequantize(*pages.quantize(k, v))
@@ -395,68 +376,6 @@ def _difference(variant: Variant) -> float:
         out, fence = launch(q, k_pool, v_pool, fence, sinks)
         errors += squared_errors(out, q, k, v, counts, lengths, scale, softcap, sinks, window)
     return worst_rms(errors)
-
-
-def squared_errors(
-    out: mx.array,
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    counts: Sequence[int],
-    lengths: Sequence[int],
-    scale: float,
-    softcap: float | None = None,
-    sinks: mx.array | None = None,
-    window: int | None = None,
-) -> list[mx.array]:
-    """Return, per sequence of a pack, the mean squared difference from attention in float32.
-
-    Args:
-        out: what a kernel has made of q, ``[T, n_q_heads, 1, value_dim]``.
-        q: of the new tokens, ``[T, n_q_heads, 1, D]``.
-        k, v: of all tokens, one sequence's after the other's, ``[sum(lengths), n_kv_heads, D]``.
-        counts: new tokens of each sequence.
-        lengths: of the sequences, the new tokens included.
-    """
-    errors = []
-    row = first = 0
-    for count, length in zip(counts, lengths, strict=True):
-        own_k, own_v = (x[first : first + length] for x in (k, v))
-        expected = _attend(q[row : row + count], own_k, own_v, scale, softcap, sinks, window)
-        errors.append(mx.square(out[row : row + count].astype(mx.float32) - expected).mean())
-        row, first = row + count, first + length
-    return errors
-
-
-def _attend(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    scale: float,
-    softcap: float | None,
-    sinks: mx.array | None,
-    window: int | None,
-) -> mx.array:
-    """Causal attention of q ``[n, n_q_heads, 1, D]``, the last of the tokens of k, v ``[length, n_kv_heads, D]``, in
-    float32 and without matrix units."""
-    count, length = q.shape[0], k.shape[0]
-    positions = mx.arange(length)
-    own = (length - count + mx.arange(count))[:, None]
-    seen = positions <= own
-    if window is not None:
-        seen = mx.logical_and(seen, positions > own - window)
-    group, heads = q.shape[1] // k.shape[1], []
-    for h in range(q.shape[1]):
-        keys, values = (x[:, h // group].astype(mx.float32) for x in (k, v))
-        scores = (q[:, h].astype(mx.float32) * keys).sum(-1) * scale  # [count, length]
-        if softcap is not None:
-            scores = softcap * mx.tanh(scores / softcap)
-        scores = mx.where(seen, scores, -float("inf"))
-        if sinks is not None:
-            scores = mx.concatenate([mx.broadcast_to(sinks[h : h + 1], (count, 1)), scores], axis=1)
-        weights = mx.softmax(scores, axis=1, precise=True)[:, int(sinks is not None) :]
-        heads.append((weights[:, :, None] * values).sum(1))
-    return mx.stack(heads, axis=1)[:, :, None]
 
 
 def prefill_seconds(variant: Variant) -> float:

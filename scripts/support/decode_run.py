@@ -9,9 +9,15 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.check import _attend
+from mlx_paged.kernels.cases import attention
 from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.quantized import new_blocks
+
+
+def _attend(q: mx.array, k: mx.array, v: mx.array, **options: Any) -> mx.array:
+    """Attention of q ``[n_q_heads, 1, D]`` over k, v ``[n_kv_heads, n, D]`` in float32."""
+    out = attention(q.swapaxes(0, 1), k.swapaxes(0, 1), v.swapaxes(0, 1), **options)
+    return out.swapaxes(0, 1)
 
 
 class Run:
@@ -148,6 +154,6 @@ class LatentRun(Run):
         out, self.fence = launch(q, *self.pools, self.fence, None, *new)
 
         def expected(b: int, latents: mx.array, rotated: mx.array) -> mx.array:
-            return _attend(q[b], mx.concatenate([latents, rotated], axis=-1), latents, scale, None, None)
+            return _attend(q[b], mx.concatenate([latents, rotated], axis=-1), latents, scale=scale)
 
         return self.worst(out, expected)

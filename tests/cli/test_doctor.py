@@ -121,7 +121,7 @@ def test_the_prefill_kernel_is_run_for_the_shapes_it_covers(monkeypatch: pytest.
     monkeypatch.setattr("mlx_paged.kernels.prefill.backend", lambda: "cuda")
     monkeypatch.setattr(doctor_jobs, "device_unsupported_reason", lambda: None)
     monkeypatch.setattr(doctor_jobs, "variants_of", lambda *shape: ())
-    monkeypatch.setattr(doctor_jobs, "self_check_prefill", lambda v: SelfCheck(v, v.gqa != 7, 1e-4, 0.5, "it is wrong"))
+    monkeypatch.setattr(doctor_jobs, "self_check", lambda v: SelfCheck(v, v.gqa != 7, 1e-4, 0.5, "it is wrong"))
     monkeypatch.setattr(doctor_jobs, "prefill_seconds", lambda variant: 12e-6)
     config = PagedConfig(kernel=False)
     rows = {}

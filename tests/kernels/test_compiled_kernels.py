@@ -14,12 +14,11 @@ from mlx_paged.kernels import build, check, draw_rows, embedding_rows, penalise_
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.build import Constants, build_kernel
-from mlx_paged.kernels.check import _texts_of, self_check
+from mlx_paged.kernels.check import self_check, texts_of
 from mlx_paged.kernels.cuda.cubins import CubinFolder, Cubins
 from mlx_paged.kernels.cuda.launch import CompiledKernel, Source
 from mlx_paged.kernels.decode_spec import pool_constants_of
 from mlx_paged.kernels.latent import prompts
-from mlx_paged.kernels.latent.check import latent_texts_of
 from mlx_paged.kernels.launch_shape import MATRIX_BODIES, Variant
 from mlx_paged.kernels.prefill import (
     BODY,
@@ -110,10 +109,10 @@ def texts() -> list[tuple[str, Constants]]:
     ]
     layers = [draw_rows.text_of(mx.bfloat16, "cuda"), penalise_rows.text_of(mx.bfloat16)]
     layers += [silu_product.text_of(mx.bfloat16, 3), embedding_rows.text_of(mx.bfloat16, mx.uint32)]
-    quantized = _texts_of(QUANTIZED) + _texts_of(QUANTIZED._replace(body="quantized_decode_tensor"))
-    listed = _texts_of(TENSOR) + _texts_of(PLAIN) + quantized + [PREFILL, QUANTIZED_PREFILL, PROMPTS]
+    quantized = texts_of(QUANTIZED) + texts_of(QUANTIZED._replace(body="quantized_decode_tensor"))
+    listed = texts_of(TENSOR) + texts_of(PLAIN) + quantized + [PREFILL, QUANTIZED_PREFILL, PROMPTS]
     listed += [(text.body, text.constants) for text in products + layers]
-    listed += latent_texts_of(LATENT) + latent_texts_of(LATENT_TENSOR)
+    listed += texts_of(LATENT) + texts_of(LATENT_TENSOR)
     assert {body for body, _ in listed} >= set(BODIES) - {
         MATRIX_BODY,
         QUANTIZED_MATRIX_BODY,
@@ -143,7 +142,7 @@ def test_a_launch_gives_what_the_text_declares(mlx: FakeMLX, body: str, constant
 
 
 HEADERLESS = [
-    texts()[0], texts()[3], ("narrow_matmul_gate", None), PREFILL, *_texts_of(QUANTIZED), *texts()[-2:],
+    texts()[0], texts()[3], ("narrow_matmul_gate", None), PREFILL, *texts_of(QUANTIZED), *texts()[-2:],
     draw_rows.text_of(mx.float16, "cuda")[:2], penalise_rows.text_of(mx.float16)[:2],
 ]  # fmt: skip
 
@@ -216,7 +215,7 @@ def test_all_texts_of_a_variant_are_begun_before_the_first_is_needed(
     monkeypatch.setattr(check, "self_check", lambda variant: begun.append(len(cubins._made)) or passes)
     monkeypatch.setattr(check, "_results", {})
     assert check.checked(TENSOR).ok and begun == [4]
-    for body, constants in _texts_of(TENSOR):
+    for body, constants in texts_of(TENSOR):
         assert isinstance(build_kernel(body, constants), CompiledKernel)
     assert len(compiler.texts) == 4, "each is compiled once"
 
@@ -231,7 +230,7 @@ def test_it_is_told_who_compiles(mlx: FakeMLX, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_nothing_is_begun_without_a_gpu() -> None:
-    build.compile_ahead(_texts_of(TENSOR))
+    build.compile_ahead(texts_of(TENSOR))
     with build.warn_when_compiling():
         pass
 
@@ -266,4 +265,4 @@ def test_own_machine_code_passes_the_self_check(variant: Variant) -> None:
         pytest.skip("needs CUDA")
     result = self_check(variant)
     assert result.ok, result.reason
-    assert all(isinstance(build_kernel(*text), CompiledKernel) for text in _texts_of(variant))
+    assert all(isinstance(build_kernel(*text), CompiledKernel) for text in texts_of(variant))

@@ -10,7 +10,6 @@ import pytest
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import self_check
-from mlx_paged.kernels.latent.check import self_check_latent
 from mlx_paged.kernels.latent.variants import latent_variants_of
 from mlx_paged.kernels.launch_shape import count_partitions, run_length, shape_for
 from mlx_paged.kv.step import DeviceTables
@@ -234,7 +233,7 @@ on_gpu = pytest.mark.skipif(kernel_build.backend() is None, reason="MLX sees no 
 @pytest.mark.parametrize(("dtype", "rank", "heads"), [(mx.bfloat16, 512, 128), (mx.float16, 256, 20)])
 def test_self_check_of_latents_passes(dtype, rank, heads, block):
     for variant in latent_variants_of(dtype, rank, 64, heads, 1, block):
-        result = self_check_latent(variant)
+        result = self_check(variant)
         assert result.ok, result
 
 

@@ -12,13 +12,12 @@ import pytest
 
 from mlx_paged.kernels import ops, prefill
 from mlx_paged.kernels.build import backend
+from mlx_paged.kernels.check import checked, self_check
 from mlx_paged.kernels.launch_shape import BLOCK_SIZES, Variant
 from mlx_paged.kernels.prefill import (
     PrefillShape,
-    checked_prefill,
     prefill_variants_of,
     prepare_prefill,
-    self_check_prefill,
 )
 from tests.support.cases import slow
 from tests.support.msl import prefill_harness
@@ -153,7 +152,7 @@ def test_more_shared_memory_than_a_text_may_have():
 def test_self_check_passes(head_dim, gqa, extras, block):
     (variant,) = prefill_variants_of(mx.bfloat16, head_dim, head_dim, 2 * gqa, 2, block, extras, extras)
     assert variant.body == prefill.BODY
-    result = self_check_prefill(variant)
+    result = self_check(variant)
     assert result.ok, result
 
 
@@ -177,7 +176,7 @@ def emulated() -> Iterator[Callable[[tuple[str, str]], None]]:
     [{}, *slow({"softcap": True, "sinks": True, "dtype": mx.float16}, {"gqa": 3, "head_dim": 80, "block_size": 8})],
 )
 def test_the_kernel_passes(emulated: object, change: dict[str, object]) -> None:
-    result = self_check_prefill(VARIANT._replace(**change))
+    result = self_check(VARIANT._replace(**change))
     assert result.ok and result.rms < 2e-3, result.reason
 
 
@@ -188,16 +187,16 @@ def test_the_kernel_passes(emulated: object, change: dict[str, object]) -> None:
 )  # fmt: skip
 def test_planted_defects_are_found(emulated: Callable[..., None], old: str, new: str) -> None:
     emulated((old, new))
-    assert not self_check_prefill(VARIANT).ok
+    assert not self_check(VARIANT).ok
 
 
 def test_a_failure_switches_the_variant_off_once(emulated: Callable[..., None]) -> None:
     emulated(("token > own ||", "token > own + 1 ||"))
     with pytest.warns(UserWarning, match="failed its self-check"):
-        assert not checked_prefill(VARIANT).ok
+        assert not checked(VARIANT).ok
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not checked_prefill(VARIANT).ok
+        assert not checked(VARIANT).ok
     pools = [mx.zeros((3, 1, 32, 64), mx.bfloat16)] * 2
     with pytest.raises(prefill.KernelUnavailable, match=r"is not below|not finite"):
         prefill.prepare_prefill(*pools, mx.array([[1]], mx.int32), [3], [3], n_q_heads=8, scale=1.0)
@@ -206,5 +205,5 @@ def test_a_failure_switches_the_variant_off_once(emulated: Callable[..., None]) 
 def test_a_text_that_does_not_compile_fails_the_check(emulated: Callable[..., None]) -> None:
     fails = mock.patch.object(prefill, "failure_of", lambda text, build: "does not compile")
     with fails, pytest.warns(UserWarning, match="is off: does not compile"):
-        result = self_check_prefill(VARIANT)
+        result = self_check(VARIANT)
     assert not result.ok and "does not compile" in result.reason

@@ -158,9 +158,7 @@ def test_the_doctor_says_which_path_serves_and_why(paths: Paths, monkeypatch: py
     monkeypatch.setattr(jobs, "device_unsupported_reason", lambda: None)
     monkeypatch.setattr(jobs.ShapeJob, "prefill_variants", lambda job: (VARIANT,))
     monkeypatch.setattr(jobs, "variants_of", lambda *shape: ())
-    monkeypatch.setattr(
-        jobs, "self_check_prefill", lambda v: SelfCheck(v, passed, 1e-4, 0.5, "" if passed else "wrong")
-    )
+    monkeypatch.setattr(jobs, "self_check", lambda v: SelfCheck(v, passed, 1e-4, 0.5, "" if passed else "wrong"))
     (checked,) = jobs.ShapeJob(jobs.Shape(mx.bfloat16, 128, 4, 32), False).run(PagedConfig(kernel=False))
     told = f"prompts in packs, {COPY} (measured, 256 tokens of 2048: 3.00 ms {IN_PLACE}, 2.00 ms {COPY})"
     assert checked.row.use.startswith(told) is passed

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels import ops
+from mlx_paged.kernels.check import self_check
 from mlx_paged.kernels.latent import prompts
-from mlx_paged.kernels.latent.check import self_check_prompts
 from mlx_paged.kernels.latent.prompts import ROPE, prepare_prompts, prompt_constants_of, prompt_shape_for
 from mlx_paged.kernels.launch_shape import BLOCK_SIZES
 from mlx_paged.kernels.prefill import PrefillShape
@@ -183,10 +183,10 @@ def test_the_self_check_passes_and_fails(monkeypatch):
     monkeypatch.setattr(prompts.PromptLaunch, "__call__", in_mlx)
     with emulated(orders=(0,)):
         variant = prompts.prompt_variant_of(mx.float16, 128, 64, ROPE, 16)
-        result = self_check_prompts(variant)
+        result = self_check(variant)
         assert result.ok and result.rms < 1e-3
     with emulated([("token > own ||", "token > own + 1 ||")], orders=(0,)):
-        assert not self_check_prompts(variant).ok
+        assert not self_check(variant).ok
 
 
 def test_shared_memory_holds_thread_groups():

@@ -12,13 +12,12 @@ import pytest
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import prefill
 from mlx_paged.kernels.bodies import BODIES
+from mlx_paged.kernels.check import checked, self_check
 from mlx_paged.kernels.launch_shape import BLOCK_SIZES, HEAD_DIMS, MAX_TENSOR_HEAD_DIM, MAX_THREADGROUP_BYTES, Variant
 from mlx_paged.kernels.prefill import (
     MATRIX_BODY,
     QUANTIZED_MATRIX_BODY,
-    checked_prefill,
     prefill_constants_of,
-    self_check_prefill,
     shape_of,
 )
 from mlx_paged.kernels.trial import MANY, Text, launch_alone
@@ -280,7 +279,7 @@ def planted() -> Iterator[Callable[[tuple[str, str]], None]]:
     ],
 )
 def test_the_self_check_passes(planted, change):
-    result = self_check_prefill(VARIANT._replace(**change))
+    result = self_check(VARIANT._replace(**change))
     # MLX dequantises with other roundings on the CPU than on Metal.
     assert result.ok and result.rms < (4e-3 if "pages" in change else 2e-3), result.reason
 
@@ -298,16 +297,16 @@ def test_the_self_check_passes(planted, change):
 )
 def test_the_self_check_finds_planted_defects(planted, old, new):
     planted((old, new))
-    assert not self_check_prefill(VARIANT).ok
+    assert not self_check(VARIANT).ok
 
 
 def test_a_failed_self_check_switches_the_kernel_off(planted):
     planted(WRONG["a token sees the next"])
     with pytest.warns(UserWarning, match="failed its self-check"):
-        assert not checked_prefill(VARIANT).ok
+        assert not checked(VARIANT).ok
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not checked_prefill(VARIANT).ok
+        assert not checked(VARIANT).ok
     pools = [mx.zeros((3, 1, 32, 64), mx.bfloat16)] * 2
     with pytest.raises(prefill.KernelUnavailable, match=r"is not below|not finite"):
         prefill.prepare_prefill(*pools, mx.array([[1]], mx.int32), [3], [3], n_q_heads=4, scale=1.0)

@@ -13,7 +13,6 @@ from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import quantized as moves
 from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.check import SelfCheck, self_check
-from mlx_paged.kernels.latent.check import self_check_latent
 from mlx_paged.kernels.launch_shape import MATRIX_BODIES, LaunchShape, Variant
 from mlx_paged.kernels.quantized import QuantizedRows
 from mlx_paged.kernels.trial import MANY
@@ -134,14 +133,14 @@ LATENT_PLANTED: dict[str, Any] = {
 @pytest.mark.parametrize("cores", quick([20, 32, LARGE], LARGE))
 def test_the_one_over_latents_passes(cores: int) -> None:
     with gpu(cores):
-        result = self_check_latent(LATENT)
+        result = self_check(LATENT)
     assert result.ok, result.reason
 
 
 @pytest.mark.parametrize("name", list(LATENT_PLANTED))
 def test_planted_defects_over_latents_are_found(name: str) -> None:
     with gpu(LARGE, LATENT_PLANTED[name]):
-        result = self_check_latent(LATENT)
+        result = self_check(LATENT)
     assert not result.ok and ("not finite" in result.reason or "RMS" in result.reason), result.reason
 
 

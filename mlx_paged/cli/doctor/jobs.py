@@ -27,7 +27,7 @@ from ...kernels.check import MAX_RMS, SelfCheck, self_check
 from ...kernels.fused_attention import paths_of
 from ...kernels.launch_shape import BLOCK_SIZES, DTYPES, HEAD_DIMS, MAX_GQA, Variant
 from ...kernels.ops import variants_of
-from ...kernels.prefill import prefill_seconds, prefill_variants_of, self_check_prefill, unsupported_prefill
+from ...kernels.prefill import prefill_seconds, prefill_variants_of, unsupported_prefill
 from ...kernels.products import narrow_matmul
 from ...kernels.products import narrow_matmul as packed_weight
 from ...kernels.quantized import new_blocks
@@ -244,7 +244,7 @@ class ShapeJob(NamedTuple):
             yield Checked(Row(passed, str(shape), "-", "-", error, None, None, use))
             return
         for variant in self.prefill_variants():
-            result, use = self_check_prefill(variant), "prompts in packs"
+            result, use = self_check(variant), "prompts in packs"
             if result.ok and variant.backend == "metal":
                 use += f", {paths_of(variant)}"
             yield _checked(True, str(shape), variant.body, result, use, partial(prefill_seconds, variant))

@@ -8,13 +8,12 @@ from typing import Any
 from ...errors import KernelUnavailableError
 from ...kernels import availability
 from ...kernels import ops as kernels
-from ...kernels.check import SelfCheck, checked
+from ...kernels.check import checked
 from ...kernels.fused_attention import PromptPath, prompt_path
-from ...kernels.latent.check import checked_latent, checked_prompts
 from ...kernels.latent.prompts import prompt_variant_of, unsupported_prompts
 from ...kernels.latent.variants import latent_variants_of, unsupported_latent
 from ...kernels.launch_shape import Variant, unsupported
-from ...kernels.prefill import checked_prefill, prefill_variants_of, unsupported_prefill
+from ...kernels.prefill import prefill_variants_of, unsupported_prefill
 from .attention_params import LatentHeads, QueryHeads
 from .base import ChooseStorage, Geometry, StorageChoice
 from .in_place import InPlaceStorage, pages_of
@@ -23,9 +22,9 @@ from .quantized import functional_form
 
 def kernel_unsupported_reason(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
     """Why the decode kernel cannot serve these blocks and queries, or None. Self-checks it at the first call."""
-    parts: tuple[Any, ...] = unsupported, kernels.variants_of, checked
+    parts: tuple[Any, ...] = unsupported, kernels.variants_of
     if heads.latent:
-        parts = unsupported_latent, latent_variants_of, checked_latent
+        parts = unsupported_latent, latent_variants_of
     return availability.device_unsupported_reason() or _variant_unsupported_reason(geometry, block_size, heads, *parts)
 
 
@@ -35,7 +34,6 @@ def _variant_unsupported_reason(
     heads: QueryHeads,
     refuse: Callable[..., str | None],
     variants_of: Callable[..., Sequence[Variant]],
-    check: Callable[[Variant], SelfCheck],
 ) -> str | None:
     """Why no variant of a kernel, the fastest first, serves these; None as soon as one has passed its check."""
     num_kv_heads, k_dim, v_dim, dtype, _ = geometry
@@ -50,7 +48,7 @@ def _variant_unsupported_reason(
     for variant in variants_of(
         dtype, k_dim, v_dim, heads.num_q_heads, num_kv_heads, block_size, heads.softcap, heads.sinks, pages
     ):
-        result = check(variant)
+        result = checked(variant)
         if result.ok:
             return None
         reasons.append(result.reason)
@@ -62,7 +60,7 @@ def _variant_unsupported_reason(
 def prefill_unsupported_reason(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
     """Why the kernel for several sequences' new tokens cannot serve them, or None. Self-checks it at the first call."""
     return availability.device_unsupported_reason() or _variant_unsupported_reason(
-        geometry, block_size, heads, unsupported_prefill, prefill_variants_of, checked_prefill
+        geometry, block_size, heads, unsupported_prefill, prefill_variants_of
     )
 
 
@@ -92,7 +90,7 @@ def latent_prefill_unsupported_reason(geometry: Geometry, block_size: int, heads
     variant = prompt_variant_of(dtype, heads.head_dim, heads.value_dim, rope, block_size)
     if variant is None:
         return "this GPU has too little shared memory for the kernel for prompts over latents"
-    result = checked_prompts(variant)
+    result = checked(variant)
     return None if result.ok else f"the kernel failed its self-check: {result.reason}"
 
 

@@ -1,0 +1,127 @@
+"""What all self-checks of attention share: blocks in random order, and attention in float32 to compare with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+_MOST = 1 << 25  # products that attention makes at a time
+
+
+class Blocks(NamedTuple):
+    """Blocks of some sequences, in random order.
+
+    Attributes:
+        ids: of each sequence.
+        slots: of each token, one sequence's after the other's.
+    """
+
+    ids: list[list[int]]
+    slots: list[int]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], block: int, seed: int, first: int = 1) -> Blocks:
+        """Return blocks for sequences of these lengths; their ids begin at ``first``."""
+        used = [-(-n // block) for n in lengths]
+        # By Python, here and below: MLX would have to compile what it needs to index on CUDA.
+        order = random.Random(seed).sample(range(first, first + sum(used)), sum(used))
+        ids, slots = [], []
+        for n, count in zip(lengths, used, strict=True):
+            own, order = order[:count], order[count:]
+            ids.append(own)
+            slots += [own[t // block] * block + t % block for t in range(n)]
+        return cls(ids, slots)
+
+    @property
+    def num_blocks(self) -> int:
+        """All of them."""
+        return sum(map(len, self.ids))
+
+    def tables(self, multiple: int = 1) -> list[list[int]]:
+        """Return block tables, as wide as a multiple of this, with 0 where a sequence has no block."""
+        width = -(-max(map(len, self.ids)) // multiple) * multiple
+        return [[*own, *[0] * (width - len(own))] for own in self.ids]
+
+
+def attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
+    window: int | None = None,
+) -> mx.array:
+    """Causal attention in float32, without matrix units.
+
+    Args:
+        q: of the last tokens, ``[n, n_q_heads, D]``.
+        k, v: of all tokens, ``[length, n_kv_heads, D]``.
+        scale, softcap, sinks, window: as a kernel has them.
+
+    Returns:
+        ``[n, n_q_heads, Dv]``.
+    """
+    count, n_q, dim = q.shape
+    length, n_kv, _ = k.shape
+    group = n_q // n_kv
+    positions, own = mx.arange(length), (length - count + mx.arange(count))[:, None]
+    seen = positions <= own
+    if window is not None:
+        seen = mx.logical_and(seen, positions > own - window)
+    q = q.astype(mx.float32).reshape(count, n_kv, group, 1, dim)
+    keys, values = (x.astype(mx.float32).swapaxes(0, 1)[:, None] for x in (k, v))
+    logits = None if sinks is None else mx.broadcast_to(sinks.reshape(n_kv, group, 1), (count, n_kv, group, 1))
+    step, heads = max(1, _MOST // (count * n_kv * length * dim)), []
+    for first in range(0, group, step):
+        scores = (q[:, :, first : first + step] * keys).sum(-1) * scale  # [count, n_kv, step, length]
+        if softcap is not None:
+            scores = softcap * mx.tanh(scores / softcap)
+        scores = mx.where(seen[:, None, None], scores, -float("inf"))
+        if logits is not None:
+            scores = mx.concatenate([logits[:, :, first : first + step], scores], axis=-1)
+        weights = mx.softmax(scores, axis=-1, precise=True)[..., int(sinks is not None) :]
+        heads.append((weights[..., None] * values).sum(-2))
+    return mx.concatenate(heads, axis=2).reshape(count, n_q, -1)
+
+
+def squared_errors(
+    out: mx.array,
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    counts: Sequence[int],
+    lengths: Sequence[int],
+    scale: float,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
+    window: int | None = None,
+) -> list[mx.array]:
+    """Return, per sequence of a pack, the mean squared difference from attention in float32.
+
+    Args:
+        out: what a kernel has made of q, ``[T, n_q_heads, 1, value_dim]``.
+        q: of the new tokens, ``[T, n_q_heads, 1, D]``.
+        k, v: of all tokens, one sequence's after the other's, ``[sum(lengths), n_kv_heads, D]``.
+        counts: new tokens of each sequence.
+        lengths: of the sequences, the new tokens included.
+    """
+    errors = []
+    row = first = 0
+    for count, length in zip(counts, lengths, strict=True):
+        own_k, own_v = (x[first : first + length] for x in (k, v))
+        expected = attention(q[row : row + count].squeeze(2), own_k, own_v, scale, softcap, sinks, window)
+        errors.append(mx.square(out[row : row + count].squeeze(2).astype(mx.float32) - expected).mean())
+        row, first = row + count, first + length
+    return errors
+
+
+def worst_rms(errors: list[mx.array]) -> float:
+    """Return the largest root of mean squared differences. Raises RuntimeError if one is not finite."""
+    rms: Any = mx.sqrt(mx.stack(errors).max()).item()
+    if not rms < float("inf"):
+        raise RuntimeError("the result is not finite")
+    return float(rms)
